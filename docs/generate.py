@@ -17,10 +17,10 @@ from lightrft.algorithms.correction_terms import CORRECTION_PRESETS
 from lightrft.algorithms.interface import AdvantageTraits, PolicyLossTraits
 from lightrft.cli.options import UNAVAILABLE, available_options
 from lightrft.config import TrainConfig
-from lightrft.config.commands import command_options
 from lightrft.config.options import OptionInfo, options_of, type_hints
 from lightrft.config.other_names import OTHER_NAMES
 from lightrft.config.registry import REGISTRIES, keyword_options
+from lightrft.config.train_config import command_options
 from lightrft.reporting.metric_table import METRICS
 from lightrft.run.gpus import GB, GPUS
 from lightrft.tools.plan.advice import advise

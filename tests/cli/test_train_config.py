@@ -10,6 +10,7 @@ import pytest
 
 from lightrft.cli.options import available_options, merge_options, unknown_name
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.batch_sizes import batch_problems
 from lightrft.config.registry import (
     ADVANTAGE_ESTIMATORS,
     AGGREGATIONS,
@@ -17,7 +18,6 @@ from lightrft.config.registry import (
     POLICY_LOSSES,
     REGISTRIES,
 )
-from lightrft.config.rules import batch_problems
 from lightrft.config.toml import format_toml
 from lightrft.stages.policy.algorithm import (
     algorithm_problems,

@@ -6,7 +6,6 @@ import pytest
 from tests.rollout.agents.agent_stage import AgentStage
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.rules import unused_by_rules
 from lightrft.datasets.files import read_rows
 from lightrft.datasets.types import DataError
 from lightrft.tools.agents.verifiers_tasks import read_source
@@ -57,5 +56,8 @@ def test_an_agent_of_no_kind_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("agent", "count"), [("verifiers:a", 0), ("a.py:b", 1)])
 def test_the_sandbox_acts_with_kinds_of_agents(agent, count):
-    unused = unused_by_rules(TrainConfig(agent=agent, apply_chat_template=True, sandbox="unsafe"))
-    assert len([text for text in unused if text.startswith("sandbox acts only")]) == count
+    config = TrainConfig(agent=agent, apply_chat_template=True, sandbox="unsafe")
+    assert (
+        len([text for text in config.unused_options() if text.startswith("sandbox acts only")])
+        == count
+    )

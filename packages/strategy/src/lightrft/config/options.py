@@ -8,11 +8,25 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field
+from functools import partial
 from types import MappingProxyType
-from typing import Literal, TypedDict, TypeGuard, TypeVar, Unpack, dataclass_transform
+from typing import (
+    TYPE_CHECKING,
+    Literal,
+    TypedDict,
+    TypeGuard,
+    TypeVar,
+    Unpack,
+    dataclass_transform,
+)
+
+if TYPE_CHECKING:
+    from lightrft.config.train_config import TrainConfig
 
 T = TypeVar("T")
 Arguments = Mapping[str, str | int | float | bool] | None
+# A sentence on what is wrong with the values together, or several; a falsy answer is nothing.
+Rule = Callable[["TrainConfig"], object]
 CRITIC = "a critic"
 _SECRET = re.compile(r"(key|token|secret|password|passwd|credentials?)$|wandb")
 _COLUMN = re.compile(r"(input|label|images?|videos?|reference)_key$")
@@ -41,6 +55,7 @@ class OptionInfo:
         acts_with: When the option acts: "NAME" where that option is set, "not NAME" where it is
             not, "NAME VALUE" where it has this value, "A or B" where one of them says so, `CRITIC`
             where the advantage estimator has one; None is always.
+        acts_when: Whether the option acts, where `acts_with` only says it in words.
         may_change: A continued run is exact although this changed.
         by_machine: None leaves the value to the machine: it is decided at start, saved with the
             run and kept when the run is continued.
@@ -57,6 +72,7 @@ class OptionInfo:
     above: float | None = None
     finite: bool = True
     acts_with: str | None = None
+    acts_when: Rule | None = None
     may_change: bool = False
     by_machine: bool = False
     secret: bool = False
@@ -74,6 +90,7 @@ class _Details(TypedDict, total=False):
     above: float | None
     finite: bool
     acts_with: str | None
+    acts_when: Rule | None
     may_change: bool
     by_machine: bool
     secret: bool
@@ -92,6 +109,8 @@ def option(default: T, help: str, **details: Unpack[_Details]) -> T:
 def part(group: str, /, **usual: Unpack[_Details]) -> Callable[[type[T]], type[T]]:
     """Make a dataclass of options; they join with those of other parts to one record.
 
+    Its attribute `rules`, made by `checks`, is what must hold between them and those of others.
+
     Args:
         group: Heading under which its options are listed.
         **usual: What holds for all of them, unless one says otherwise; one that gives a heading of
@@ -107,6 +126,34 @@ def part(group: str, /, **usual: Unpack[_Details]) -> Callable[[type[T]], type[T
         return dataclass(kw_only=True)(cls)
 
     return decorate
+
+
+def checks(*rules: Rule) -> tuple[Rule, ...]:
+    """Return the rules of a part, for its attribute `rules`."""
+    return rules
+
+
+def rules_of(cls: type[object]) -> list[Rule]:
+    """Return the rules of all parts that a record joins."""
+    return [rule for each in reversed(cls.__mro__) for rule in vars(each).get("rules", ())]
+
+
+def nonzero(name: str) -> Rule:
+    """Return the rule that a number, of which -1 is off, is not 0."""
+    return lambda c: (
+        getattr(c, name) == 0 and f"{name}: got 0, expected -1 (off) or a number of at least 1"
+    )
+
+
+def excludes(switch: str, *causes: tuple[str, Rule]) -> Iterator[Rule]:
+    """Yield the rules that an option does not stand beside others, by the words for each."""
+    for cause, is_set in causes:
+        yield partial(_exclusion, switch, cause, is_set)
+
+
+def _exclusion(switch: str, cause: str, is_set: Rule, c: "TrainConfig") -> object:
+    is_broken = getattr(c, switch) and is_set(c)
+    return is_broken and f"{switch} excludes {cause}; leave one of them out"
 
 
 def options_of(cls: type[object]) -> dict[str, tuple[Field[object], OptionInfo]]:

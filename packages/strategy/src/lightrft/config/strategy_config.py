@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import math
-import re
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Self, cast
+from typing import Self
 
 from lightrft.config.options import (
     CRITIC,
     ConfigError,
     OptionInfo,
+    Rule,
     accepts,
     check_value,
     coerce,
     did_you_mean,
     looks_secret,
     options_of,
+    rules_of,
     shown,
     type_hints,
 )
@@ -34,6 +34,32 @@ from lightrft.config.parts.training import HeadOptions, TrainingOptions
 # Weights of which every rank would load a whole copy into the host's memory.
 META_INIT_BYTES = 2_000_000_000
 _NO_DEFAULT = object()
+
+
+class _UnreadableError(Exception):
+    pass
+
+
+class _Readable:
+    """A configuration whose wrong fields cannot be read, nor those that it lacks."""
+
+    def __init__(self, config: StrategyConfig, wrong: Collection[str]) -> None:
+        self._config, self._wrong = config, wrong
+
+    def __getattr__(self, name: str) -> object:
+        kind = type(self._config)
+        if name in self._wrong or name not in dir(kind):
+            raise _UnreadableError
+        member = getattr(kind, name)
+        # What a property reads can be wrong as well.
+        return member.__get__(self) if isinstance(member, property) else getattr(self._config, name)
+
+    def answer(self, rule: Rule) -> object:
+        """Return what a rule says; None if it reads what cannot be read."""
+        try:
+            return rule(self)  # type: ignore[arg-type]
+        except _UnreadableError:
+            return None
 
 
 @dataclass(kw_only=True)
@@ -73,12 +99,11 @@ class StrategyConfig(
             for name, (_, info) in options_of(type(self)).items()
         )
         found = [problem for problem in checked if problem is not None]
-        if self.fsdp_shard_size == 0:
-            found.append("fsdp_shard_size: got 0, expected -1 (all ranks) or at least 1")
-        betas = self.adam_betas
-        if accepts(betas, tuple[float, float]) and not all(0 <= beta < 1 for beta in betas):
-            found.append(f"adam_betas: got {betas!r}, expected two numbers in [0, 1)")
-        return found + _factor_problems(self.learning_rate_factors)
+        readable = _Readable(self, {line.split(":")[0] for line in found})
+        for rule in rules_of(type(self)):
+            problem = readable.answer(rule)
+            found += problem if isinstance(problem, list) else [str(problem)] if problem else []
+        return found
 
     def unused_options(self) -> list[str]:
         """Options that were changed but do nothing in the chosen mode, one sentence each."""
@@ -88,22 +113,12 @@ class StrategyConfig(
                 needed = str(info.acts_with)
                 verb = "acts only without" if needed.startswith("not ") else "acts only with"
                 found.append(f"{name} {verb} {needed.removeprefix('not ')}")
-        rules = (
-            (
-                self.fsdp and self.fsdp_cpu_offload and self.adam_offload,
-                "adam_offload has no effect: fsdp_cpu_offload keeps Adam's states on the CPU",
-            ),
-            (
-                not self.fsdp and self.zpg != 1 and self.zero_stage != 3,
-                "zpg acts only with zero_stage 3",
-            ),
-            (self.rm_use_engine, "rm_use_engine: reward models run in the trainer's process"),
-            (self.rm_engine_cudagraph, "rm_engine_cudagraph: no reward engine exists"),
-        )
-        return found + [text for applies, text in rules if applies]
+        return found
 
     def _acts(self, info: OptionInfo) -> bool:
-        """Whether an option that `acts_with` names has the value that is needed."""
+        """Whether the option acts beside the others, or what decides cannot be read."""
+        if info.acts_when is not None:
+            return _Readable(self, ()).answer(info.acts_when) in (True, None)
         return any(self._holds(needed) for needed in (info.acts_with or "").split(" or "))
 
     def _holds(self, needed: str) -> bool:
@@ -177,7 +192,8 @@ class StrategyConfig(
         return [
             name
             for name, (entry, info) in options_of(type(self)).items()
-            if info.acts_with == "not fsdp" and self.__dict__[name] != entry.default
+            if str(info.acts_with).split()[:2] == ["not", "fsdp"]
+            and self.__dict__[name] != entry.default
         ]
 
     @property
@@ -224,23 +240,6 @@ class StrategyConfig(
     def print_config_summary(self) -> None:
         """Writes `summary` to standard output."""
         print(self.summary())  # noqa: T201
-
-
-def _factor_problems(factors: object) -> list[str]:
-    found: list[str] = []
-    # Its type is checked like that of any option.
-    for part, factor in factors.items() if isinstance(factors, Mapping) else ():
-        is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
-        if not is_number or not 0 < float(cast("float", factor)) < math.inf:
-            found.append(
-                f"learning_rate_factors: got {part}={factor!r}, expected a number above 0; "
-                "freeze_prefix keeps a part as it is"
-            )
-        try:
-            re.compile(part)
-        except re.error as error:
-            found.append(f"learning_rate_factors: {part!r} is no regular expression: {error}")
-    return found
 
 
 def _as_dict(args: Namespace | Mapping[str, object] | StrategyConfig) -> dict[str, object]:

@@ -1,11 +1,12 @@
 """The one record of a training run, from which flags, TOML and help are derived."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from lightrft.config.commands import command_options, refusal
-from lightrft.config.options import ConfigError, options_of
+from lightrft.config.batch_sizes import batch_problems
+from lightrft.config.options import ConfigError, option, options_of, part
 from lightrft.config.other_names import (
     A_DATA_FILE,
     A_MODEL,
@@ -13,33 +14,172 @@ from lightrft.config.other_names import (
     option_hint,
     with_our_names,
 )
-from lightrft.config.rules import (
-    NO_REWARDS,
-    RunOptions,
-    batch_problems,
-    broken_rules,
-    unused_by_rules,
+from lightrft.config.parts.data import (
+    HeldOutOptions,
+    LengthOptions,
+    MediaOptions,
+    PromptOptions,
+    SourceOptions,
+    SplitOptions,
+    TemplateOptions,
 )
+from lightrft.config.parts.learning import (
+    NO_CORRECTION,
+    NO_REWARDS,
+    STALE_CORRECTION,
+    AlgorithmOptions,
+    SampledTeacherOptions,
+    TeacherOptions,
+)
+from lightrft.config.parts.machine import (
+    ENGINE_TYPES,
+    DistributedOptions,
+    EngineChoiceOptions,
+    EngineOptions,
+)
+from lightrft.config.parts.rollout import (
+    DrawOptions,
+    EnvironmentOptions,
+    EpisodeOptions,
+    SamplingOptions,
+    StreamingOptions,
+    TruncationOptions,
+)
+from lightrft.config.parts.rows import (
+    PreferenceOptions,
+    RewardModelOptions,
+    RowLengthOptions,
+    SupervisedOptions,
+    TrainedTokenOptions,
+)
+from lightrft.config.parts.run_control import (
+    AlarmOptions,
+    MonitoringOptions,
+    PolicyRunOptions,
+    RecordOptions,
+    RunControlOptions,
+    StrictOptions,
+)
+from lightrft.config.parts.scores import (
+    ModelOptions,
+    RewardOptions,
+    ScorerOptions,
+    WeightedScorerOptions,
+)
+from lightrft.config.parts.training import (
+    ComputeOptions,
+    HeadOptions,
+    TrainingOptions,
+    WeightOptions,
+)
+from lightrft.config.strategy_config import StrategyConfig
 from lightrft.config.toml import read_toml, write_toml
 
 _ROW_SIZES = ("micro_train_batch_size", "micro_rollout_batch_size")
 
 
-class TrainConfig(RunOptions):
+# Of a whole run the engine is chosen; the published default of a strategy is vllm.
+@part("engine")
+class PolicyOptions(
+    AlarmOptions,
+    PolicyRunOptions,
+    RunControlOptions,
+    SampledTeacherOptions,
+    AlgorithmOptions,
+    RewardOptions,
+    EpisodeOptions,
+    StreamingOptions,
+    SamplingOptions,
+    WeightOptions,
+    MediaOptions,
+    PromptOptions,
+    SourceOptions,
+    StrategyConfig,
+):
+    """Options of reinforcement."""
+
+    engine_type: str = option(
+        "auto",
+        "Rollout engine; auto takes vllm or sglang on a GPU, else hf.",
+        choices=ENGINE_TYPES,
+        common=True,
+    )
+
+    @property
+    def correction(self) -> str | tuple[str, ...] | None:
+        """Terms of the off-policy correction, by default what the age of rows asks for."""
+        terms = self.off_policy_correction
+        if terms is None and self.keeps_rows and not self.use_rollout_logprobs:
+            return STALE_CORRECTION
+        return None if terms in (NO_CORRECTION, (NO_CORRECTION,)) else terms
+
+
+_ROWS = (
+    TrainingOptions,
+    WeightOptions,
+    DistributedOptions,
+    ModelOptions,
+    SourceOptions,
+    TemplateOptions,
+    MediaOptions,
+    RowLengthOptions,
+    RunControlOptions,
+    MonitoringOptions,
+    StrictOptions,
+)
+_DISTILLED_ROWS = (*_ROWS, HeadOptions, TrainedTokenOptions, TeacherOptions)
+# Distillation on rows has commands of its own: with and without what the student samples.
+DISTILLED_ROWS, DISTILLED_ROWS_AND_SAMPLES = "distill on rows", "distill on rows and samples"
+PARTS: Mapping[str, tuple[type[object], ...]] = {
+    "train": (PolicyOptions,),
+    "sft": (*_ROWS, HeadOptions, SupervisedOptions),
+    "prefer": (*_ROWS, HeadOptions, PreferenceOptions),
+    "reward": (*_ROWS, RewardModelOptions),
+    "distill": (PolicyOptions, RowLengthOptions, TrainedTokenOptions),
+    DISTILLED_ROWS: _DISTILLED_ROWS,
+    DISTILLED_ROWS_AND_SAMPLES: (*_DISTILLED_ROWS, EngineOptions, LengthOptions, DrawOptions),
+    "eval": (
+        ComputeOptions,
+        EngineChoiceOptions,
+        HeldOutOptions,
+        PromptOptions,
+        MediaOptions,
+        TruncationOptions,
+        EpisodeOptions,
+        WeightedScorerOptions,
+        RecordOptions,
+    ),
+    "data": (
+        ModelOptions,
+        SplitOptions,
+        PromptOptions,
+        MediaOptions,
+        EnvironmentOptions,
+        ScorerOptions,
+    ),
+}
+
+
+def command_options(command: str) -> list[str]:
+    """Return the names of the options that a command takes."""
+    return [name for part in PARTS[command] for name in options_of(part)]
+
+
+def refusal(name: str, command: str) -> str:
+    """Return the sentence about an option of another command."""
+    other = next(each for each in PARTS if name in command_options(each))
+    return f"{name} is an option of lightrft {other}, not of lightrft {command}"
+
+
+@dataclass(kw_only=True)
+class TrainConfig(
+    RewardModelOptions, PreferenceOptions, SupervisedOptions, RowLengthOptions, PolicyOptions
+):
     """Options of `lightrft train` and of the trainers, checked alone and together.
 
     Raises:
         ConfigError: Values of wrong type, out of range or contradictory; one message lists all.
     """
-
-    def problems(self) -> list[str]:
-        """Problems of the values, one line each; empty if there are none."""
-        found = super().problems()
-        return found + broken_rules(self, wrong={line.split(":")[0] for line in found})
-
-    def unused_options(self) -> list[str]:
-        """Options that were changed but do nothing in the chosen mode, one sentence each."""
-        return super().unused_options() + unused_by_rules(self)
 
     def refused_options(self, command: str) -> list[str]:
         """Return a line for each option that was changed and that a command does not have."""

@@ -9,7 +9,6 @@ from typing import NoReturn
 
 from lightrft.cli.errors import UsageError
 from lightrft.config import TrainConfig
-from lightrft.config.commands import command_options, refusal
 from lightrft.config.options import (
     OptionInfo,
     coerce,
@@ -28,6 +27,7 @@ from lightrft.config.other_names import (
     with_our_names,
 )
 from lightrft.config.toml import read_toml
+from lightrft.config.train_config import command_options, refusal
 from lightrft.utils.arguments import add_arguments
 
 # Commands whose options are those of a run.

@@ -13,8 +13,8 @@ from pathlib import Path
 from lightrft.config import TrainConfig
 from lightrft.config.files import FileError, read_bytes
 from lightrft.config.other_names import A_REWARD
+from lightrft.config.parts.learning import NO_REWARDS
 from lightrft.config.registry import LOGGERS
-from lightrft.config.rules import NO_REWARDS
 from lightrft.config.sources import split_sources
 from lightrft.datasets.files import Row, read_sources, scan_rows
 from lightrft.datasets.render import as_flags, found_keys, label_of, render

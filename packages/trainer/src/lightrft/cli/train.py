@@ -35,7 +35,7 @@ from lightrft.cli.options import (
     parse_options,
 )
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.rules import launch_problems
+from lightrft.config.batch_sizes import launch_problems
 from lightrft.reporting.files import note_interruption
 from lightrft.reporting.start_bar import end_start_bar, start_text
 from lightrft.strategy.distributed.process_end import StopRequest

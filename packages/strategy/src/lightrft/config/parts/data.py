@@ -4,9 +4,11 @@ import re
 
 from lightrft.config.options import (
     Arguments,
+    checks,
     option,
     part,
 )
+from lightrft.config.sources import has_splits, probability_problem, split_sources
 
 
 @part("data")
@@ -16,6 +18,8 @@ class SplitOptions:
     prompt_split: str = option(
         "train",
         "Part of a folder or data set to train on.",
+        acts_with="a folder or data set in prompt_data",
+        acts_when=lambda c: has_splits(c.prompt_data),
     )
 
 
@@ -32,6 +36,8 @@ class HeldOutOptions:
     eval_split: str = option(
         "test",
         "Part of a folder or data set of eval_data.",
+        acts_with="a folder or data set in eval_data",
+        acts_when=lambda c: has_splits(c.eval_data),
     )
     max_eval_samples: int = option(
         500,
@@ -61,6 +67,10 @@ class SourceOptions(SplitOptions, HeldOutOptions):
         1_000_000,
         "Use at most this many training prompts.",
         at_least=1,
+    )
+
+    rules = checks(
+        lambda c: probability_problem(split_sources(c.prompt_data or ""), c.prompt_data_probs),
     )
 
 
@@ -133,6 +143,22 @@ class PromptOptions(TemplateOptions, LengthOptions):
         "Text around the prompt, which replaces {}.",
     )
 
+    rules = checks(
+        lambda c: (
+            c.input_template is not None
+            and not PROMPT_SLOT.search(c.input_template)
+            and (
+                f"input_template: got {c.input_template!r}, "
+                "expected a text with {} where the prompt goes"
+            )
+        ),
+        lambda c: (
+            c.system_prompt is not None
+            and not c.apply_chat_template
+            and "system_prompt is part of the chat template: add apply_chat_template"
+        ),
+    )
+
 
 @part("data")
 class MediaOptions:
@@ -201,4 +227,13 @@ class MediaOptions:
         None,
         "Most sounds of a prompt; a row with more is an error. Unset sets no limit.",
         at_least=0,
+    )
+
+    rules = checks(
+        lambda c: (
+            c.max_pixels is not None
+            and c.min_pixels is not None
+            and c.min_pixels > c.max_pixels
+            and f"min_pixels must be at most max_pixels: got {c.min_pixels} and {c.max_pixels}"
+        ),
     )

@@ -1,8 +1,11 @@
 """Losses of reinforcement, and teachers."""
 
+import math
+
 from lightrft.config.options import (
     CRITIC,
     Arguments,
+    checks,
     did_you_mean,
     option,
     part,
@@ -11,8 +14,20 @@ from lightrft.config.registry import (
     AGGREGATIONS,
     POLICY_LOSSES,
 )
+from lightrft.engines.factory import engine_facts
 
 DEFAULT_POLICY_LOSS = "ppo"
+
+
+UNKNOWN_ORDER = (
+    "off_policy_correction cannot tell which tokens the {engine} engine kept with top_p, top_k and "
+    "min_p together: keep one of them, take engine_type hf, or train without a correction: "
+    "off_policy_correction none"
+)
+# Of rows that older weights sampled, where nothing is given; and what leaves it out.
+STALE_CORRECTION, NO_CORRECTION = "tis", "none"
+# The estimator without an advantage of the rewards.
+NO_REWARDS = "zero"
 
 
 @part("algorithm")
@@ -186,15 +201,67 @@ class AlgorithmOptions:
         "last",
         "What gamma counts from the reward at the end of an episode backwards: last, its "
         "tokens; discounted, its turns.",
-        acts_with="environment or tools or agent or agent_command",
         choices=("last", "discounted"),
+        acts_when=lambda c: c.has_episodes and c.gamma < 1,
+        acts_with="environment, tools or agent and gamma below 1",
     )
+
+    rules = checks(
+        lambda c: (
+            len(set(c.named_losses.values())) > 1
+            and f"{' and '.join(c.named_losses)} name different policy losses: give one of them"
+        ),
+        lambda c: (
+            c.correction
+            and not engine_facts(c.engine_type).has_known_order(
+                top_k=c.top_k, top_p=c.top_p, min_p=c.min_p
+            )
+            and UNKNOWN_ORDER.format(engine=c.engine_type)
+        ),
+        lambda c: (
+            c.correction
+            and c.use_fire
+            and c.truncates
+            and (
+                "off_policy_correction cannot tell which first tokens top_p, top_k and min_p left "
+                "at first_token_temperature: leave them out, or use_fire, or the correction"
+            )
+        ),
+        lambda c: (
+            not c.correction
+            and (c.correction_low is not None or c.correction_high is not None)
+            and "correction_low and correction_high need off_policy_correction"
+        ),
+        lambda c: (
+            c.correction_low is not None
+            and c.correction_high is not None
+            and c.correction_low >= c.correction_high
+            and (
+                f"correction_low must be below correction_high: got {c.correction_low} and "
+                f"{c.correction_high}"
+            )
+        ),
+        lambda c: (
+            c.advantage_estimator == "zero"
+            and not c.teacher_places
+            and "--teacher is missing: with advantage_estimator zero rewards teach nothing"
+        ),
+    )
+
+    @property
+    def named_losses(self) -> dict[str, str]:
+        """The policy loss by each option that names one."""
+        named = {
+            f"policy_loss {self.policy_loss!r}": self.policy_loss,
+            "use_gspo": "gspo" if self.use_gspo else None,
+            "use_cpg_loss": "cpgd" if self.use_cpg_loss else None,
+        }
+        return {option: loss for option, loss in named.items() if loss is not None}
 
     @property
     def policy_loss_name(self) -> str:
         """The policy loss, which `use_gspo` and `use_cpg_loss` may name instead."""
-        by_flag = "gspo" if self.use_gspo else "cpgd" if self.use_cpg_loss else DEFAULT_POLICY_LOSS
-        return self.policy_loss or by_flag
+        return next(iter(self.named_losses.values()), DEFAULT_POLICY_LOSS)
 
 
 # Forms of distillation; those with a wrong gradient by the names that other projects have for them.
@@ -238,6 +305,25 @@ def form_problem(name: str) -> str | None:
 def is_served(place: str) -> bool:
     """Return True if a teacher is the address of a server, not a folder."""
     return place.startswith(("http://", "https://"))
+
+
+def _teacher_names_problem(c: "TeacherOptions") -> str | None:
+    names = [each.partition("=")[0] for each in c.teachers]
+    wrong = [each for each in c.teachers if not all(each.partition("="))]
+    if wrong:
+        return f"teachers: got {wrong[0]!r}, expected NAME=FOLDER or NAME=http://HOST:PORT/v1"
+    if len(set(names)) < len(names):
+        return f"teachers: got two of one name in {', '.join(names)}: give each its own"
+    if c.teacher is not None and c.teachers:
+        return "teacher and teachers exclude each other: give the one as NAME=TEACHER, too"
+    if len(c.teacher_weights) not in (0, len(names)):
+        return (
+            f"teacher_weights: got {len(c.teacher_weights)} numbers for {len(names)} teachers: "
+            "give one for each"
+        )
+    if not all(0 < each < math.inf for each in c.teacher_weights):
+        return f"teacher_weights: got {list(c.teacher_weights)}, expected numbers > 0"
+    return None
 
 
 @part("algorithm")
@@ -308,6 +394,52 @@ class TeacherOptions:
         acts_with="teacher_form jsd",
     )
 
+    rules = checks(
+        lambda c: form_problem(c.teacher_form),
+        _teacher_names_problem,
+        lambda c: (
+            c.teacher_form == SAMPLED
+            and c.has_served_teacher
+            and c.temperature != 1
+            and (
+                "temperature: a server's log-probabilities of a prompt are those of temperature 1: "
+                f"got {c.temperature:g}; leave it out, or take a teacher from a folder"
+            )
+        ),
+        lambda c: (
+            c.teacher_form != SAMPLED
+            and c.has_served_teacher
+            and c.teacher_top_k is None
+            and (
+                "teacher_top_k: a server does not give the whole distribution: say of how many "
+                "tokens it is to, up to its --max-logprobs (vLLM: 20)"
+            )
+        ),
+        lambda c: (
+            c.teacher_top_k is not None
+            and c.teacher_places
+            and not c.has_served_teacher
+            and "teacher_top_k is of served teachers: a folder's gives the whole distribution"
+        ),
+        lambda c: (
+            c.teacher_form == SAMPLED
+            and (c.teacher_top_k is not None or c.offpolicy_fraction != 1)
+            and (
+                "teacher_top_k and offpolicy_fraction are of the divergences reverse, forward and "
+                "jsd: add teacher_form, or leave them out"
+            )
+        ),
+        lambda c: (
+            c.teacher_places
+            and c.teacher_form == SAMPLED
+            and (c.truncates or c.use_fire)
+            and (
+                "teacher needs tokens drawn from the whole distribution of the student, or the "
+                "mean of its term is no KL divergence: leave out top_p, top_k, min_p and use_fire"
+            )
+        ),
+    )
+
     @property
     def teacher_places(self) -> dict[str, str]:
         """Folder or address of each teacher by name; the name of the only one is ""."""
@@ -353,4 +485,12 @@ class SampledTeacherOptions(TeacherOptions):
         "Weight of the teacher's advantage beside that of the rewards.",
         above=0,
         acts_with="teacher or teachers",
+    )
+
+    rules = checks(
+        lambda c: (
+            c.teacher_form != SAMPLED
+            and c.teacher_prompt_column is not None
+            and "teacher_prompt_column is of teacher_form sampled: leave it out"
+        ),
     )

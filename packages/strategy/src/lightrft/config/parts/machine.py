@@ -2,10 +2,11 @@
 
 from lightrft.config.options import (
     Arguments,
+    checks,
     option,
     part,
 )
-from lightrft.engines.factory import ENGINES
+from lightrft.engines.factory import ENGINES, engine_facts
 
 
 @part("distributed")
@@ -27,6 +28,8 @@ class DistributedOptions:
     adam_offload: bool = option(
         False,
         "Keep Adam's states on the CPU (FSDP2: between training phases).",
+        acts_with="not fsdp_cpu_offload, which keeps them on the CPU",
+        acts_when=lambda c: not (c.fsdp and c.fsdp_cpu_offload),
     )
     adam_8bit: bool = option(
         False,
@@ -36,7 +39,8 @@ class DistributedOptions:
         1,
         "ZeRO++ secondary partition size; 1 is off.",
         at_least=1,
-        acts_with="not fsdp",
+        acts_with="not fsdp and with zero_stage 3",
+        acts_when=lambda c: not c.fsdp and c.zero_stage == 3,
     )
     grad_accum_dtype: str | None = option(
         None,
@@ -85,6 +89,23 @@ class DistributedOptions:
         acts_with="fsdp",
     )
 
+    rules = checks(
+        lambda c: (
+            c.fsdp_shard_size == 0
+            and "fsdp_shard_size: got 0, expected -1 (all ranks) or at least 1"
+        ),
+        lambda c: (
+            c.adam_8bit
+            and not c.fsdp
+            and "adam_8bit: DeepSpeed lays Adam's moments out itself: add fsdp, or leave it out"
+        ),
+        lambda c: (
+            c.adam_8bit
+            and c.use_mp_opt
+            and "adam_8bit trains float32 weights, use_mp_opt bfloat16: leave out one of them"
+        ),
+    )
+
 
 # Adapters travel as part of the weights that they change.
 MERGED = "merged"
@@ -118,6 +139,15 @@ class EngineChoiceOptions:
     engine_args: Arguments = option(
         None,
         "Further options under the engine's own names.",
+    )
+
+
+def without_adapters(engine: str) -> str:
+    """The refusal of adapters that would travel alone to this engine."""
+    able = " or ".join(sorted(each for each in ENGINES if engine_facts(each).holds_adapters))
+    return (
+        f"lora_sync adapter: the {engine} engine holds no adapters beside its weights: give "
+        f"engine_type {able}, or lora_sync {MERGED}"
     )
 
 
@@ -156,8 +186,45 @@ class EngineOptions(EngineChoiceOptions):
     rm_use_engine: bool = option(
         False,
         "Serve reward models by an engine.",
+        acts_with="engines of reward models, and there are none",
+        acts_when=lambda _: False,
     )
     rm_engine_cudagraph: bool = option(
         False,
         "CUDA graphs in the reward engine.",
+        acts_with="engines of reward models, and there are none",
+        acts_when=lambda _: False,
+    )
+
+    rules = checks(
+        lambda c: (
+            c.lora_sync != MERGED
+            and not engine_facts(c.engine_type).holds_adapters
+            and without_adapters(c.engine_type)
+        ),
+        lambda c: (
+            c.lora_sync != MERGED
+            and c.engine_tp_size > 1
+            and (
+                f"lora_sync adapter: an engine holds adapters on one rank alone: got "
+                f"engine_tp_size {c.engine_tp_size}; leave it out, or give lora_sync {MERGED}"
+            )
+        ),
+        lambda c: (
+            c.lora_sync != MERGED and c.lora_rank == 0 and "lora_sync adapter needs lora_rank"
+        ),
+        lambda c: (
+            c.lora_sync != MERGED
+            and c.rollout_ranks > 0
+            and "lora_sync adapter excludes rollout_ranks, whose engines know no adapters: leave "
+            "one of them out"
+        ),
+        lambda c: (
+            c.max_len is not None
+            and c.max_len < c.prompt_max_len + c.generate_max_len
+            and (
+                f"max_len must hold prompt_max_len + generate_max_len: got {c.max_len} and "
+                f"{c.prompt_max_len} + {c.generate_max_len}; raise it or lower one of the others"
+            )
+        ),
     )

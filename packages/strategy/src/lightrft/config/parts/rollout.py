@@ -1,7 +1,12 @@
 """Rollouts: sampling, overlap with training, episodes, and what becomes of their rewards."""
 
+import shlex
+
 from lightrft.config.options import (
     Arguments,
+    checks,
+    excludes,
+    nonzero,
     option,
     part,
 )
@@ -9,7 +14,9 @@ from lightrft.config.parts.data import LengthOptions
 from lightrft.config.registry import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
+    split_kind,
 )
+from lightrft.engines.factory import engine_facts
 from lightrft.engines.types import MIN_TEMPERATURE
 
 
@@ -27,6 +34,17 @@ class DrawOptions:
         (),
         "Texts that end a response, beside the model's own end; they stay in it.",
     )
+
+    rules = checks(
+        lambda c: "" in c.stop and "stop: got an empty text, which would end every response",
+    )
+
+
+NO_MIN_P = (
+    "min_p: the {engine} engine cannot draw by a seed with it: use top_p or top_k, or another "
+    "engine_type"
+)
+MAX_SAMPLES = 10**7
 
 
 @part("rollout")
@@ -51,6 +69,20 @@ class TruncationOptions(DrawOptions):
         at_least=0,
         at_most=1,
     )
+
+    rules = checks(
+        nonzero("top_k"),
+        lambda c: (
+            c.min_p > 0
+            and not engine_facts(c.engine_type).draws_min_p
+            and NO_MIN_P.format(engine=c.engine_type)
+        ),
+    )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be drawn."""
+        return self.top_p < 1 or self.top_k != -1 or self.min_p > 0
 
 
 @part("rollout")
@@ -78,6 +110,18 @@ class SamplingOptions(TruncationOptions, LengthOptions):
         "Rollout batches of one step with dynamic_sampling, at most.",
         at_least=1,
         acts_with="dynamic_sampling",
+    )
+
+    rules = checks(
+        lambda c: (
+            c.rollout_batch_size * c.n_samples_per_prompt > MAX_SAMPLES
+            and (
+                "rollout_batch_size * n_samples_per_prompt: got "
+                f"{c.rollout_batch_size} * {c.n_samples_per_prompt}, expected at most "
+                f"{MAX_SAMPLES} responses of a step: every process holds all of them"
+            )
+        ),
+        *excludes("use_fire", ("environment, tools and agent", lambda c: c.has_episodes)),
     )
 
 
@@ -122,10 +166,82 @@ class StreamingOptions:
         "Rounds of stream_chunk that pass between a turn of an episode and the next one, while its "
         "tools, or its reward, take their time; 0 waits for them within the round.",
         at_least=0,
+        acts_with="stream_chunk and environment or tools",
+        acts_when=lambda c: c.stream_chunk is not None and bool(c.environment or c.tools),
     )
     use_rollout_logprobs: bool = option(
         False,
         "Take the old logprobs from the engine instead of a forward pass of the actor.",
+    )
+
+    rules = checks(
+        lambda c: (
+            c.tool_lag > c.max_staleness
+            and (
+                "tool_lag must be at most max_staleness, or all episodes would be waited for: got "
+                f"{c.tool_lag} and {c.max_staleness}"
+            )
+        ),
+        lambda c: (
+            c.stream_prompts is not None
+            and not 1 <= c.stream_prompts / c.rollout_batch_size <= c.max_staleness + 1
+            and (
+                "stream_prompts must lie between rollout_batch_size and max_staleness + 1 times "
+                "that, or old responses could not all be trained on in time: got "
+                f"{c.stream_prompts} for {c.rollout_batch_size} and max_staleness {c.max_staleness}"
+            )
+        ),
+        lambda c: (
+            c.rollout_ranks > 0
+            and c.rollout_lag == 0
+            and "rollout_ranks samples the steps to come while one is trained: add rollout_lag 1"
+        ),
+        lambda c: c.rollout_ranks > 0 and not c.fsdp and "rollout_ranks needs FSDP2: add fsdp",
+        *excludes(
+            "stream_chunk",
+            ("stop: a text may begin in one chunk and end in the next", lambda c: bool(c.stop)),
+            (
+                "agent and agent_command, whose programs cannot be brought back in the middle",
+                lambda c: bool(c.agent or c.agent_command),
+            ),
+            (
+                "environment openenv: the server's sessions do not outlive the run's process",
+                lambda c: split_kind(c.environment or "")[0] == "openenv",
+            ),
+            (
+                "late_join: rounds decide when an open episode goes on, and no time: use tool_lag",
+                lambda c: c.late_join,
+            ),
+            (
+                "judge_model policy: the engine is asked where it has no open responses",
+                lambda c: c.judges_by_policy,
+            ),
+        ),
+        *excludes(
+            "rollout_ranks",
+            (
+                "reward_pretrain: the ranks that generate hold no reward model",
+                lambda c: bool(c.reward_pretrain),
+            ),
+            (
+                "teacher, teachers and teacher_prompt_column",
+                lambda c: bool(c.teacher or c.teachers or c.teacher_prompt_column),
+            ),
+            ("audit_every: the samples are on other ranks", lambda c: c.audit_every > 0),
+        ),
+        *excludes(
+            "use_rollout_logprobs",
+            (
+                "top_p, top_k and min_p: the engine's logprobs then follow another distribution",
+                lambda c: c.truncates,
+            ),
+            ("use_fire: its first tokens are drawn at another temperature", lambda c: c.use_fire),
+            ("off_policy_correction: all its weights would be 1", lambda c: bool(c.correction)),
+            (
+                "high_entropy_token_ratio: it needs a forward pass",
+                lambda c: c.high_entropy_token_ratio > 0,
+            ),
+        ),
     )
 
     @property
@@ -194,6 +310,17 @@ class EnvironmentOptions:
     )
 
 
+def _command_problem(command: str) -> str | None:
+    expected = "expected 'PROGRAM {base_url} {row}', where {row} is the file of the episode's row"
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        return f"agent_command: got {command!r}, whose words cannot be told apart: {error}"
+    if not any("{row}" in word for word in words[1:]):
+        return f"agent_command: got {command!r}, {expected}"
+    return None
+
+
 @part("rollout")
 class EpisodeOptions(EnvironmentOptions):
     """Environments and agents."""
@@ -253,6 +380,39 @@ class EpisodeOptions(EnvironmentOptions):
         at_least=16,
     )
 
+    rules = checks(
+        lambda c: (
+            c.has_episodes
+            and not c.apply_chat_template
+            and "environment, tools and agent need turns: add apply_chat_template"
+        ),
+        lambda c: c.agent_command is not None and _command_problem(c.agent_command),
+        *excludes("agent", ("agent_command", lambda c: bool(c.agent_command))),
+        *(
+            rule
+            for switch in ("agent", "agent_command")
+            for rule in excludes(
+                switch,
+                ("environment: the agent has tools of its own", lambda c: bool(c.environment)),
+                ("tools: the agent has its own", lambda c: bool(c.tools)),
+                (
+                    "dynamic_sampling: which rows to keep is decided by row, and episodes have "
+                    "several",
+                    lambda c: c.dynamic_sampling,
+                ),
+                (
+                    "audit_every: the audit counts rows, and episodes have several",
+                    lambda c: c.audit_every > 0,
+                ),
+                (
+                    "teachers and teacher_prompt_column: they look up the prompt that a row begins "
+                    "with",
+                    lambda c: bool(c.teachers) or c.teacher_prompt_column is not None,
+                ),
+            )
+        ),
+    )
+
     @property
     def has_episodes(self) -> bool:
         """True if responses may have several turns."""
@@ -296,7 +456,9 @@ class ShapingOptions:
         "Estimator of the KL divergence; unset is k1 in the reward, where no other is right, and "
         "k3+ in the loss.",
         choices=KL_ESTIMATORS,
-        acts_with="init_kl_coef",
+        acts_with="init_kl_coef, k1 also with the KL in the reward: as a loss it has no "
+        "expected gradient",
+        acts_when=lambda c: bool(c.init_kl_coef) and not (c.use_kl_loss and c.kl_estimator == "k1"),
     )
     advantages_norm: bool = option(
         False,
@@ -345,4 +507,36 @@ class ShapingOptions:
     dynamic_sampling: bool = option(
         False,
         "Draw again for groups whose rewards are all equal.",
+    )
+
+    rules = checks(
+        lambda c: (
+            c.use_kl_loss
+            and c.init_kl_coef == 0
+            and "use_kl_loss needs init_kl_coef > 0, say 0.01: got 0, which loads no reference "
+            "model"
+        ),
+        lambda c: (
+            c.dynamic_sampling
+            and c.n_samples_per_prompt < 2
+            and (
+                "dynamic_sampling compares the samples of one prompt: "
+                f"it needs n_samples_per_prompt >= 2, got {c.n_samples_per_prompt}"
+            )
+        ),
+        lambda c: (
+            c.overlong_buffer
+            and c.overlong_buffer_len > c.generate_max_len
+            and (
+                "overlong_buffer_len must be at most generate_max_len: got "
+                f"{c.overlong_buffer_len} and {c.generate_max_len}"
+            )
+        ),
+        *excludes(
+            "dynamic_sampling",
+            (
+                "advantage_estimator zero: it looks for groups by their rewards",
+                lambda c: c.advantage_estimator == "zero",
+            ),
+        ),
     )

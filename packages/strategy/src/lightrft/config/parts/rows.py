@@ -1,7 +1,10 @@
 """Training on given rows."""
 
+import re
+
 from lightrft.config.options import (
     Arguments,
+    checks,
     option,
     part,
 )
@@ -27,6 +30,14 @@ class RowLengthOptions:
     )
 
 
+def _regex_problem(name: str, text: str | None) -> str | None:
+    try:
+        re.compile(text or "")
+    except re.error as error:
+        return f"{name}: got {text!r}, expected a regular expression of Python: {error}"
+    return None
+
+
 @part("supervised")
 class TrainedTokenOptions:
     """Trained tokens of given rows."""
@@ -42,6 +53,10 @@ class TrainedTokenOptions:
         None,
         "Of these tokens, only those with a character of a match of this regular expression (of "
         "its first group) in the text of the row; rows without one are left out and counted.",
+    )
+
+    rules = checks(
+        lambda c: _regex_problem("train_on_regex", c.train_on_regex),
     )
 
 

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 from lightrft.config.options import (
+    checks,
+    nonzero,
     option,
     part,
 )
@@ -95,6 +97,11 @@ class RunControlOptions:
         at_least=1,
         by_machine=True,
         may_change=False,
+    )
+
+    rules = checks(
+        nonzero("save_steps"),
+        nonzero("eval_steps"),
     )
 
     @property
@@ -211,6 +218,27 @@ class MonitoringOptions:
         common=True,
     )
 
+    rules = checks(
+        lambda c: (
+            c.audit_every > 0
+            and (bool(c.teachers) or c.teacher_prompt_column is not None)
+            and (
+                "an audit follows one teacher that reads the student's prompts: leave out one of "
+                "audit_every and teachers or teacher_prompt_column"
+            )
+        ),
+        lambda c: (
+            c.adam_8bit
+            and c.audit_every > 0
+            and "an audit recomputes moments of 32 bits: leave out one of adam_8bit and audit_every"
+        ),
+        lambda c: (
+            c.audit_every > 0
+            and bool(c.freeze_prefix)
+            and "an audit follows all weights: leave out one of audit_every and freeze_prefix"
+        ),
+    )
+
 
 @part("monitoring", may_change=True)
 class AlarmOptions(MonitoringOptions):
@@ -248,6 +276,8 @@ class AlarmOptions(MonitoringOptions):
         "Mean distance of a logprob which that allows; unset depends on the dtype.",
         above=0,
         may_change=False,
+        acts_with="parity_check_steps >= 0",
+        acts_when=lambda c: c.parity_check_steps >= 0,
     )
     ledger_gate: bool = option(
         True,

@@ -3,10 +3,12 @@
 from lightrft.config.options import (
     CRITIC,
     Arguments,
+    checks,
     option,
     part,
 )
 from lightrft.config.parts.training import ADAM_MOVES
+from lightrft.config.registry import AGENT_KINDS, split_kind
 
 
 @part("models")
@@ -116,6 +118,12 @@ class ScorerOptions(ServiceOptions):
         "bubblewrap",
         "Where unit_tests and agent_command run programs; unsafe has limits of resources only.",
         choices=("bubblewrap", "unsafe"),
+        acts_with="--reward_fn unit_tests, --agent_command or --agent KIND:NAME",
+        acts_when=lambda c: (
+            "unit_tests" in c.reward_fn
+            or c.agent_command is not None
+            or split_kind(c.agent or "", AGENT_KINDS)[0] is not None
+        ),
     )
     test_timeout_seconds: float = option(
         5.0,
@@ -123,18 +131,24 @@ class ScorerOptions(ServiceOptions):
         "three times as much, and do nothing for as long.",
         above=0,
         at_most=1e7,
+        acts_with="--reward_fn unit_tests",
+        acts_when=lambda c: "unit_tests" in c.reward_fn,
     )
     judge_url: str | None = option(
         None,
         "OpenAI-compatible server of the reward judge, http://HOST:PORT/v1; the environment "
         "variable LIGHTRFT_JUDGE_KEY is its key.",
         may_change=True,
+        acts_with="--reward_fn judge",
+        acts_when=lambda c: "judge" in c.reward_fn,
     )
     judge_model: str | None = option(
         None,
         "Name of the judge's model on judge_url; without that the folder of one, which every rank "
         "loads on the CPU in a process of its own, or policy: the one that is trained, asked "
         "through the engine.",
+        acts_with="--reward_fn judge",
+        acts_when=lambda c: "judge" in c.reward_fn,
     )
     judge_template: str | None = option(
         None,
@@ -163,6 +177,14 @@ class ScorerOptions(ServiceOptions):
         secret=True,
         acts_with="remote_rm_url",
         may_change=True,
+    )
+
+    rules = checks(
+        lambda c: (
+            c.judges_by_policy
+            and c.engine_tp_size > 1
+            and "judge_model policy: each rank asks an engine of its own: set engine_tp_size 1"
+        ),
     )
 
     @property
@@ -224,3 +246,25 @@ class RewardOptions(WeightedScorerOptions):
         acts_with="judge_model",
         may_change=True,
     )
+
+    rules = checks(
+        lambda c: (
+            len(c.reward_weights) not in (0, c.num_rewards)
+            and (
+                f"reward_weights: got {len(c.reward_weights)} numbers for {c.num_rewards} rewards; "
+                "give one per --reward_fn, then per --remote_rm_url, then per --reward_pretrain"
+            )
+        ),
+        lambda c: (
+            bool(c.reward_weights)
+            and c.reward_recipe is not None
+            and "reward_recipe gives the weights: leave reward_weights out"
+        ),
+    )
+
+    @property
+    def num_rewards(self) -> int:
+        """Number of the rewards that are summed."""
+        urls = self.remote_rm_url or ()
+        num_urls = 1 if isinstance(urls, str) else len(urls)
+        return len(self.reward_fn) + num_urls + len(self.reward_pretrain)

@@ -1,9 +1,13 @@
 """Training of models: optimizer, precision, and which weights."""
 
+import math
+import re
 from collections.abc import Mapping
 
 from lightrft.config.options import (
     Arguments,
+    checks,
+    is_number,
     option,
     part,
 )
@@ -98,6 +102,21 @@ class HeadOptions:
         return has_gpu if self.fused_linear_logprob is None else self.fused_linear_logprob
 
 
+def _factor_problems(factors: Mapping[str, object]) -> list[str]:
+    found = []
+    for name, factor in factors.items():
+        if not is_number(factor) or not 0 < factor < math.inf:
+            found.append(
+                f"learning_rate_factors: got {name}={factor!r}, expected a number above 0; "
+                "freeze_prefix keeps a part as it is"
+            )
+        try:
+            re.compile(name)
+        except re.error as error:
+            found.append(f"learning_rate_factors: {name!r} is no regular expression: {error}")
+    return found
+
+
 @part("training")
 class TrainingOptions(ComputeOptions):
     """Optimization: sizes, learning rates, precision."""
@@ -177,6 +196,14 @@ class TrainingOptions(ComputeOptions):
         acts_with="fsdp",
     )
 
+    rules = checks(
+        lambda c: (
+            not all(0 <= beta < 1 for beta in c.adam_betas)
+            and f"adam_betas: got {c.adam_betas!r}, expected two numbers in [0, 1)"
+        ),
+        lambda c: _factor_problems(c.learning_rate_factors or {}),
+    )
+
     @property
     def peak_learning_rate(self) -> float:
         """Peak learning rate of the trained model; reinforcement's where no stage has set one."""
@@ -244,4 +271,12 @@ class WeightOptions:
         "another shape or unused; those the model needs are initialised anew, alike in actor and "
         "reference.",
         group="models",
+    )
+
+    rules = checks(
+        lambda c: (
+            c.lora_path is not None
+            and c.lora_rank == 0
+            and "lora_path needs lora_rank: give that of the adapters (r in adapter_config.json)"
+        ),
     )

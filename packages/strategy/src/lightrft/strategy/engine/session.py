@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lightrft.config.rules import without_adapters
+from lightrft.config.parts.machine import without_adapters
 from lightrft.engines.adapters import holds_adapters
 from lightrft.engines.base import RolloutEngine
 from lightrft.engines.factory import build_engine, engine_facts

@@ -20,8 +20,9 @@ from lightrft.algorithms.interface import (
 )
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import CRITIC, options_of
+from lightrft.config.parts.learning import UNKNOWN_ORDER
+from lightrft.config.parts.rollout import NO_MIN_P
 from lightrft.config.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, bind, keyword_options
-from lightrft.config.rules import NO_MIN_P, UNKNOWN_ORDER
 from lightrft.engines.factory import engine_facts
 
 # Options that reach every loss which has an argument of that name; the first one given wins.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 from torch import nn
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.rules import NO_REWARDS
+from lightrft.config.parts.learning import NO_REWARDS
 from lightrft.datasets import Prompt
 from lightrft.datasets.text_ids import frame_ids
 from lightrft.engines.media.families import family_of

@@ -14,8 +14,8 @@ import numpy as np
 from transformers import AutoModelForCausalLM
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.commands import DISTILLED_ROWS, DISTILLED_ROWS_AND_SAMPLES
-from lightrft.config.rules import batch_problems
+from lightrft.config.batch_sizes import batch_problems
+from lightrft.config.train_config import DISTILLED_ROWS, DISTILLED_ROWS_AND_SAMPLES
 from lightrft.datasets.row_data import Item, RowData, SupervisedRow
 from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.row_origin import check_tokens

@@ -17,10 +17,10 @@ from lightrft.cli.errors import ExitCode, UsageError, refuse
 from lightrft.cli.options import Parser, add_options, available_options, parse_options
 from lightrft.cli.preflight import PlainTokenizer, model_problems, teacher_problems
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.commands import command_options
 from lightrft.config.printable import printable
 from lightrft.config.registry import Registry
 from lightrft.config.sources import split_sources
+from lightrft.config.train_config import command_options
 from lightrft.datasets.files import Row, scan_rows, with_whole_numbers
 from lightrft.datasets.messages import OF_PROMPTS, ReadRecord
 from lightrft.datasets.render import (

@@ -31,8 +31,8 @@ from lightrft.cli.preflight import (
     with_found_keys,
 )
 from lightrft.config import TrainConfig
-from lightrft.config.commands import command_options
 from lightrft.config.other_names import A_DATA_FILE, A_REWARD
+from lightrft.config.train_config import command_options
 from lightrft.reporting.files import CONFIG_FILE
 from lightrft.reporting.start_bar import start_text
 from lightrft.strategy.config import ConfigError
