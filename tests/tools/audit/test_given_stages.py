@@ -18,7 +18,6 @@ from lightrft.config import TrainConfig
 from lightrft.models import head, lora, reward_model
 from lightrft.stages.distillation import divergence_inputs, divergence_objective
 from lightrft.stages.preference import preference_inputs, preference_objective
-from lightrft.stages.preference.preference_objective import StepCounts
 from lightrft.stages.reward import comparisons, reward_objective
 from lightrft.stages.rows import row_passes
 from lightrft.stages.supervised import supervised_objective
@@ -227,7 +226,7 @@ def chosen_and_rejected_are_swapped(patch):
 
 @bug(LOSS, "prefer")
 def pairs_of_one_rank_are_counted(patch):
-    patch.setattr(preference_objective, "counts_of", lambda x: StepCounts(len(x) // 2, len(x)))
+    patch.setattr(preference_objective, "counts_of", lambda x: (len(x) // 2, len(x)))
 
 
 @bug(LOSS, "prefer", preference_loss=("simpo",))
@@ -491,7 +490,7 @@ def in_ranks(rank, world_size, given):
     dist.init_process_group("gloo", timeout=timedelta(seconds=200))
     for stage, settings, fault in given:
         if fault:
-            preference_objective.counts_of = lambda x: StepCounts(len(x) // 2, len(x) // 2)
+            preference_objective.counts_of = lambda x: (len(x) // 2, len(x) // 2)
         TRAINERS[stage](TrainConfig(**settings, fsdp=True)).train()
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from lightrft.cli.main import main
-from lightrft.tools.data.environment_probes import Played, report
+from lightrft.tools.data.environment_probes import report
 
 CASES = """
 class Sound:
@@ -74,9 +74,9 @@ def test_what_an_environment_pays_for_without_a_model_is_named(
 
 def test_luck_is_no_doubt_and_failures_are_counted():
     played = {
-        "empty turns": Played((0.0, 0.0), 1),
-        "random calls": Played((0.0, 1.0), 0),
-        "repeated answers": Played((), 2),
+        "empty turns": [0.0, 0.0, None],
+        "random calls": [0.0, 1.0],
+        "repeated answers": [None, None],
     }
     assert report(played)[1:] == [
         "  empty turns: 0.000, 1 failed",

@@ -37,7 +37,6 @@ from lightrft.strategy.distributed.process_end import NonFiniteError
 
 if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
-    from lightrft.strategy.weight_sync.sync import WeightSyncReport
 
 
 BEST_FOLDER = "best"
@@ -233,23 +232,6 @@ class LoopResult:
     alarms: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class CompletedStep(Generic[Batch]):
-    """A completed step.
-
-    Args:
-        number: Of the step, counted from 1.
-        batch: What the stage drew and trained on.
-        metrics: Over all ranks, names sorted.
-        sync: Report of the weight sync, or None without an engine.
-    """
-
-    number: int
-    batch: Batch
-    metrics: dict[str, float]
-    sync: WeightSyncReport | None
-
-
 class Loop(Generic[Batch]):
     """Steps of a stage, and what a run does between them.
 
@@ -309,7 +291,7 @@ class Loop(Generic[Batch]):
             if was_stopped := self._is_asked_to_stop(stop_request):
                 break
             with self._nothing_kept(step.number):
-                metrics = self.update(batch, step).metrics
+                metrics = self.update(batch, step)
             found = self._find_alarms(metrics)
             ended_by = found if self.stage.config.stop_on_alarm else ()
             is_last = bool(ended_by) or step.number == num_steps
@@ -356,8 +338,10 @@ class Loop(Generic[Batch]):
         for trained in self.stage.models.trained:
             trained.model.eval()
 
-    def update(self, batch: Batch, step: Step) -> CompletedStep[Batch]:
-        """Trains on what was drawn, and sends the weights to the engine; collective."""
+    def update(self, batch: Batch, step: Step) -> dict[str, float]:
+        """Trains on what was drawn, sends the weights to the engine, and returns the metrics over
+        all ranks, names sorted; collective.
+        """
         stage, strategy, metrics = self.stage, self.strategy, step.metrics
         models = stage.models.trained
         with step.timer.stage("train"):
@@ -390,7 +374,7 @@ class Loop(Generic[Batch]):
             self.state = replace(
                 self.state, episode=self._data.episode, num_consumed=self._data.num_consumed
             )
-        return CompletedStep(step.number, batch, dict(sorted(found.items())), sync)
+        return dict(sorted(found.items()))
 
     def _sync(self, step: Step, work: Work) -> None:
         """Sends the main model to the engine, and notes whether its weights have changed."""

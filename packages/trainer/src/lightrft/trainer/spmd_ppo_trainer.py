@@ -301,7 +301,7 @@ class SPMDPPOTrainerBase(PPOTrainer):
                 "ppo_train has nothing to train on: call make_experience() before each ppo_train()"
             )
         step, batch = self.pending
-        metrics = self.loop.update(batch, step).metrics
+        metrics = self.loop.update(batch, step)
         self.pending = None
         return {**metrics, "global_step": global_steps}
 

@@ -308,7 +308,7 @@ class EpisodeSource:
             self._turns.parse_turn(batch, episode)
         calling = [episode for episode in waiting if episode.is_open]
         late = set(batch.busy)
-        batch.begin(calling, partial(self.work.answers.answer_calls, batch))
+        batch.begin(calling, partial(self.work.answer_calls, batch))
 
         def must_wait() -> bool:
             open_episodes = [e for e in batch.episodes if e.is_open]

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.rows import request_seed
 from lightrft.engines.types import SamplingParams
+from lightrft.records.rollout import AnsweredCall
 from lightrft.records.sample_ledger import ENVIRONMENT, SampleLedger
-from lightrft.rewards.types import ReadsEnvironments, RewardResult
+from lightrft.rewards.types import KeptEnvironment, ReadsEnvironments, RewardResult
+from lightrft.rollout.environments.call_formats import MalformedCallError, ToolCall
+from lightrft.rollout.environments.call_schema import check_call
+from lightrft.rollout.environments.calls import as_error
+from lightrft.rollout.environments.content import from_json
 from lightrft.rollout.environments.episode import Episode
-from lightrft.rollout.environments.episode_batch import EpisodeBatch
+from lightrft.rollout.environments.episode_batch import ChangedAnswerError, EpisodeBatch
 from lightrft.rollout.environments.journal import Journal
 from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError, Host
 from lightrft.rollout.environments.specs import EnvironmentSpecs
-from lightrft.rollout.environments.turns import HostOperations, Turns
+from lightrft.rollout.environments.turns import Turns
 from lightrft.rollout.source import SourceParts
 
 
@@ -41,9 +48,6 @@ class EpisodeWork:
     ) -> None:
         self.parts, self.pool, self.specs, self.turns = parts, pool, specs, turns
         self.special_ids = special_ids
-        self.answers = HostOperations(
-            parts.config, specs.whole, repeats_stateless=turns.encoder.reads_media
-        )
 
     def new_episode(
         self, prompt: Prompt, request_id: int, index: int, params: SamplingParams
@@ -110,7 +114,7 @@ class EpisodeWork:
         """Begins the episodes; each prompt gets the message of its `reset`."""
         for episode in batch.episodes:
             episode.no_room = None
-        problem = batch.each(batch.episodes, self.answers.reset)
+        problem = batch.each(batch.episodes, self._begin)
         for episode in batch.episodes:
             if episode.failure is None and episode.no_room is None:
                 try:
@@ -118,6 +122,9 @@ class EpisodeWork:
                 except EpisodeError as error:
                     problem = batch.failed(episode, error) or problem
         return problem
+
+    def _begin(self, episode: Episode, host: Host) -> None:
+        episode.host_on(host, seconds=self.parts.config.tool_timeout_seconds)
 
     @property
     def _is_kept(self) -> bool:
@@ -130,13 +137,13 @@ class EpisodeWork:
         if not self._is_kept:
             return None
         ended = [e for e in batch.episodes if not e.is_open and e.failure is None]
-        return batch.after_end([e for e in ended if e.kept is None], self.answers.keep)
+        return batch.after_end([e for e in ended if e.kept is None], self._keep)
 
     def reward(self, batch: EpisodeBatch, episode: Episode, host: Host) -> None:
         """The reward of an episode that has ended; runs in a thread of the host."""
         if self._is_kept and episode.kept is None:
-            self.answers.keep(episode, host)
-        found = episode.reward = self.answers.reward(episode, host)
+            self._keep(episode, host)
+        found = episode.reward = self._reward(episode, host)
         entry = batch.ledger.of(episode.sample_id)
         entry.reward_is(ENVIRONMENT, found, episode.context)
 
@@ -162,3 +169,81 @@ class EpisodeWork:
             batch.journal.end(episode, None if own is None else [own.reward, dict(own.components)])
             results[episode.number] = own
         return results
+
+    def answer_calls(self, batch: EpisodeBatch, episode: Episode, host: Host) -> None:
+        """Makes the calls of the last turn that are not made, in their order; in a host's thread.
+
+        Answers that the journal of a killed process has must be given again.
+        """
+        key = (episode.sample_id, episode.num_turns - 1)
+        known, answered = batch.journal.recorded.answers.get(key, []), episode.answers[-1]
+        if episode.pending:
+            seconds = self.parts.config.tool_timeout_seconds
+            episode.host_on(host, seconds=seconds, stateless=self.specs.whole.stateless)
+        for call in episode.pending[len(answered) :]:
+            before = known[len(answered)] if len(answered) < len(known) else None
+            answer = self._execute_call(episode, call, host, before)
+            if before is not None and before.said != answer.said:
+                raise ChangedAnswerError(
+                    f"turn {key[1]}: {call.name} answered {answer.text[:80]!r}, where the journal "
+                    f"says {before.text[:80]!r}"
+                )
+            batch.journal.answer(episode, answer)
+            batch.ledger.of(episode.sample_id).answers[key[1]].append(answer.shown)
+            answered.append(answer)
+            if answer.ends_episode:
+                break
+
+    def _execute_call(
+        self, episode: Episode, call: ToolCall, host: Host, before: AnsweredCall | None
+    ) -> AnsweredCall:
+        """One call and its answer; never an exception of the tool."""
+        try:
+            arguments = check_call(call, episode.environment.functions)
+        except MalformedCallError as error:
+            return AnsweredCall("", {}, "malformed", as_error(str(error)))
+        limit = self.parts.config.max_tool_calls
+        if limit is not None and episode.num_calls >= limit:
+            text = as_error(f"no calls are left: {limit} were allowed")
+            return AnsweredCall(call.name, arguments, "refused", text)
+        is_stateless = call.name in self.specs.whole.stateless
+        # A journal names images and does not hold them: they are asked for again.
+        if before is not None and is_stateless and not self.turns.encoder.reads_media:
+            return before
+        start, deadline = time.perf_counter(), self.parts.config.tool_timeout_seconds
+        key, asked = str(episode.number), {"name": call.name, "arguments": arguments}
+        found = host.ask("call", key, seconds=deadline, draws=episode.draws, **asked)
+        answer = cast("dict[str, object]", found)
+        seconds, text = time.perf_counter() - start, str(answer["text"])
+        reward = float(cast("float", answer.get("reward", 0.0)))
+        content = from_json(answer.get("content"), f"an image that {call.name} answered with")
+        return AnsweredCall(
+            call.name,
+            arguments,
+            "error" if "error" in answer else "ok",
+            text,
+            seconds,
+            ends_episode="ends_episode" in answer,
+            content=content,
+            reward=reward,
+        )
+
+    def _keep(self, episode: Episode, host: Host) -> None:
+        """Keeps the attributes of an environment for reward functions."""
+        seconds = self.parts.config.tool_timeout_seconds
+        episode.host_on(host, seconds=seconds, stateless=self.specs.whole.stateless)
+        found = host.ask("keep", str(episode.number), seconds=seconds, draws=episode.draws)
+        episode.kept = KeptEnvironment(*cast("tuple[str, dict[str, dict[str, object]]]", found))
+
+    def _reward(self, episode: Episode, host: Host) -> RewardResult:
+        """The reward of an episode by its environment."""
+        key, seconds = str(episode.number), self.parts.config.tool_timeout_seconds
+        if not episode.environment.spec.has_reward:
+            return RewardResult(0.0)
+        episode.host_on(host, seconds=seconds, stateless=self.specs.whole.stateless)
+        answer = host.ask("reward", key, seconds=seconds, draws=episode.draws)
+        if answer is None:
+            raise EpisodeError("get_reward returned None")
+        at_end, parts = cast("tuple[float, dict[str, float]]", answer)
+        total = sum(call.reward for turn in episode.answers for call in turn) + at_end
+        return RewardResult(total, {str(episode.environment.spec.name): total, **parts})

@@ -278,7 +278,7 @@ class OpenEpisodes:
 
     def _answer(self, batch: EpisodeBatch, episode: Episode, host: Host) -> None:
         """The calls of a turn, or the reward of an episode that ends in it."""
-        work = self._work.answers.answer_calls if episode.is_open else self._work.reward
+        work = self._work.answer_calls if episode.is_open else self._work.reward
         work(batch, episode, host)
 
     def _round(self, batch: EpisodeBatch, due: int) -> Exception | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
@@ -18,18 +17,15 @@ from lightrft.engines.types import Completion, GenerationRequest
 from lightrft.records.media import encode_context, encode_prompt
 from lightrft.records.rollout import AnsweredCall, Rollout, TurnSegment
 from lightrft.records.sample_ledger import SampleEntry
-from lightrft.rewards.types import KeptEnvironment, RewardResult
 from lightrft.rollout.environments.call_formats import MalformedCallError, ToolCall
-from lightrft.rollout.environments.call_schema import check_call
 from lightrft.rollout.environments.calls import as_error
-from lightrft.rollout.environments.content import from_json
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.episode_batch import (
     TURN_STEP,
     ChangedAnswerError,
     EpisodeBatch,
 )
-from lightrft.rollout.environments.pool import EnvironmentSpec, EpisodeError, Host
+from lightrft.rollout.environments.pool import EnvironmentSpec, EpisodeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -364,100 +360,3 @@ class Turns:
                 entry.fault = f"turn {number}: what the model was shown is not what was answered"
                 return
             stop += len(segment.observation)
-
-
-@dataclass(frozen=True, slots=True)
-class HostOperations:
-    """Work of hosts on episodes; runs in their threads.
-
-    Args:
-        config: Limits of calls.
-        spec: Of all environments together.
-        repeats_stateless: Tools without state are asked again when a journal is followed, since
-            it names images and does not hold them.
-    """
-
-    config: TrainConfig
-    spec: EnvironmentSpec
-    repeats_stateless: bool
-
-    def reset(self, episode: Episode, host: Host) -> None:
-        """Begins an episode."""
-        episode.host_on(host, seconds=self.config.tool_timeout_seconds)
-
-    def answer_calls(self, batch: EpisodeBatch, episode: Episode, host: Host) -> None:
-        """Makes the calls of the last turn that are not made, in their order.
-
-        Answers that the journal of a killed process has must be given again.
-        """
-        key = (episode.sample_id, episode.num_turns - 1)
-        known, answered = batch.journal.recorded.answers.get(key, []), episode.answers[-1]
-        if episode.pending:
-            seconds = self.config.tool_timeout_seconds
-            episode.host_on(host, seconds=seconds, stateless=self.spec.stateless)
-        for call in episode.pending[len(answered) :]:
-            before = known[len(answered)] if len(answered) < len(known) else None
-            answer = self._execute_call(episode, call, host, before)
-            if before is not None and before.said != answer.said:
-                raise ChangedAnswerError(
-                    f"turn {key[1]}: {call.name} answered {answer.text[:80]!r}, where the journal "
-                    f"says {before.text[:80]!r}"
-                )
-            batch.journal.answer(episode, answer)
-            batch.ledger.of(episode.sample_id).answers[key[1]].append(answer.shown)
-            answered.append(answer)
-            if answer.ends_episode:
-                break
-
-    def _execute_call(
-        self, episode: Episode, call: ToolCall, host: Host, before: AnsweredCall | None
-    ) -> AnsweredCall:
-        """One call and its answer; never an exception of the tool."""
-        try:
-            arguments = check_call(call, episode.environment.functions)
-        except MalformedCallError as error:
-            return AnsweredCall("", {}, "malformed", as_error(str(error)))
-        limit = self.config.max_tool_calls
-        if limit is not None and episode.num_calls >= limit:
-            text = as_error(f"no calls are left: {limit} were allowed")
-            return AnsweredCall(call.name, arguments, "refused", text)
-        is_stateless = call.name in self.spec.stateless
-        if before is not None and is_stateless and not self.repeats_stateless:
-            return before
-        start, deadline = time.perf_counter(), self.config.tool_timeout_seconds
-        key, asked = str(episode.number), {"name": call.name, "arguments": arguments}
-        found = host.ask("call", key, seconds=deadline, draws=episode.draws, **asked)
-        answer = cast("dict[str, object]", found)
-        seconds, text = time.perf_counter() - start, str(answer["text"])
-        reward = float(cast("float", answer.get("reward", 0.0)))
-        content = from_json(answer.get("content"), f"an image that {call.name} answered with")
-        return AnsweredCall(
-            call.name,
-            arguments,
-            "error" if "error" in answer else "ok",
-            text,
-            seconds,
-            ends_episode="ends_episode" in answer,
-            content=content,
-            reward=reward,
-        )
-
-    def keep(self, episode: Episode, host: Host) -> None:
-        """Keeps the attributes of an environment for reward functions."""
-        seconds = self.config.tool_timeout_seconds
-        episode.host_on(host, seconds=seconds, stateless=self.spec.stateless)
-        found = host.ask("keep", str(episode.number), seconds=seconds, draws=episode.draws)
-        episode.kept = KeptEnvironment(*cast("tuple[str, dict[str, dict[str, object]]]", found))
-
-    def reward(self, episode: Episode, host: Host) -> RewardResult:
-        """The reward of an episode by its environment."""
-        key, seconds = str(episode.number), self.config.tool_timeout_seconds
-        if not episode.environment.spec.has_reward:
-            return RewardResult(0.0)
-        episode.host_on(host, seconds=seconds, stateless=self.spec.stateless)
-        answer = host.ask("reward", key, seconds=seconds, draws=episode.draws)
-        if answer is None:
-            raise EpisodeError("get_reward returned None")
-        at_end, parts = cast("tuple[float, dict[str, float]]", answer)
-        total = sum(call.reward for turn in episode.answers for call in turn) + at_end
-        return RewardResult(total, {str(episode.environment.spec.name): total, **parts})

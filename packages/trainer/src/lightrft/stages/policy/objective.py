@@ -69,22 +69,6 @@ class LossTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class ObjectiveTerms:
-    """The value of an objective.
-
-    Args:
-        token_loss: Of the policy, before further factors.
-        parts: [] share of "policy", "kl" and "entropy" in the value of the optimizer batch, before
-            their coefficients; those that are on.
-        share: [] share of everything.
-    """
-
-    token_loss: TokenLoss
-    parts: dict[str, Tensor]
-    share: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class PolicyObjective:
     """policy + kl_coef KL - entropy_coef H, each aggregated with the same Z.
 
@@ -100,12 +84,19 @@ class PolicyObjective:
     normalizer: Tensor
     kl_coef: float
 
-    def terms(self, tokens: LossTokens, logprobs: Tensor, entropy: Tensor | None) -> ObjectiveTerms:
+    def terms(
+        self, tokens: LossTokens, logprobs: Tensor, entropy: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor], TokenLoss]:
         """The objective's value over some tokens.
 
         Args:
             tokens: Which, and what is known of them.
             logprobs, entropy: Like `tokens.mask`.
+
+        Returns:
+            Share [] of everything in the value of the optimizer batch; shares [] of "policy", "kl"
+            and "entropy" before their coefficients, of those that are on; and the loss of the
+            policy before further factors.
         """
         mask, old_logprobs = tokens.mask, tokens.old_logprobs_or(logprobs)
 
@@ -129,7 +120,7 @@ class PolicyObjective:
         if self.config.entropy_coef > 0 and entropy is not None:
             parts["entropy"] = share_of(entropy)
             share = share - self.config.entropy_coef * parts["entropy"]
-        return ObjectiveTerms(found, parts, share)
+        return share, parts, found
 
 
 def why_loss_outside(

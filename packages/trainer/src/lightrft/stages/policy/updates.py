@@ -344,17 +344,17 @@ class PolicyUpdate:
             if self.corrections and self._corrects_in_pass(micro):
                 engine = micro.rollouts.rollout_logprobs[rows, columns]
                 chosen = self._corrected(chosen, logprobs, engine)
-            return objective.terms(chosen, logprobs[None], entropies).share
+            return objective.terms(chosen, logprobs[None], entropies)[0]
 
         output, seen = self._score(micro, actor, share_of if self.loss_inside else None)
         if self.gate is not None:
             scored.append(output.sampling_logprobs.detach())
         if self.corrections and self._corrects_in_pass(micro):
             tokens = tokens.weighted(self.correction_of(seen, output.sampling_logprobs))
-        terms = objective.terms(tokens, output.logprobs, output.entropy)
+        share, parts, losses = objective.terms(tokens, output.logprobs, output.entropy)
         old_logprobs = tokens.old_logprobs_or(output.logprobs)
-        record_ratios(terms.token_loss, output.logprobs, old_logprobs, mask, metrics)
-        metrics.add_mean("policy_loss", terms.parts["policy"], 0.0)
+        record_ratios(losses, output.logprobs, old_logprobs, mask, metrics)
+        metrics.add_mean("policy_loss", parts["policy"], 0.0)
         values = {
             "new": output.logprobs,
             "weights": tokens.factors,
@@ -362,8 +362,8 @@ class PolicyUpdate:
             "log_kept_mass": seen.outputs.log_kept_mass,
         }
         rollouts = seen.rollouts
-        self.observer.micro_batch(rollouts.sample_ids, rollouts.attention_mask, values, terms.parts)
-        share = terms.share if output.loss is None else output.loss
+        self.observer.micro_batch(rollouts.sample_ids, rollouts.attention_mask, values, parts)
+        share = share if output.loss is None else output.loss
         if router_sums is not None:
             balance = balance_share(_router_sums(output), router_sums)
             metrics.add_mean("aux_loss", balance, 0.0)

@@ -28,19 +28,6 @@ class PreferenceTerm:
 
 
 @dataclass(frozen=True, slots=True)
-class StepCounts:
-    """Numbers of a whole step, over all ranks.
-
-    Args:
-        num_items: Pairs, or labelled answers.
-        num_answers: Of both kinds.
-    """
-
-    num_items: int
-    num_answers: int
-
-
-@dataclass(frozen=True, slots=True)
 class PreferenceLoss:
     """The weighted sum of the means of some losses.
 
@@ -67,12 +54,18 @@ class PreferenceLoss:
         """Whether a loss reads the log-ratio of answers to other prompts."""
         return any(term.traits.uses_kl for term in self.terms)
 
-    def share(self, sums: PreferenceSums, counts: StepCounts) -> Tensor:
-        """The share [] of some pairs in the loss of the step; shares add up to it."""
+    def share(self, sums: PreferenceSums, counts: tuple[int, int]) -> Tensor:
+        """Return the share [] of some pairs in the loss of the step; shares add up to it.
+
+        Args:
+            sums: Of the pairs.
+            counts: Items (pairs, or labelled answers) and answers of the step, over all ranks.
+        """
+        num_items, num_answers = counts
         shares = [
             term.weight
             * term.loss(sums).sum()
-            / (counts.num_answers if term.traits.is_of_answers else counts.num_items)
+            / (num_answers if term.traits.is_of_answers else num_items)
             for term in self.terms
         ]
         return torch.stack(shares).sum()

@@ -22,7 +22,7 @@ from lightrft.models.loading import ModelLoadError
 from lightrft.models.lora import LoraActor
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.observer import Facts
-from lightrft.stages.preference.preference_loss import PreferenceLoss, StepCounts
+from lightrft.stages.preference.preference_loss import PreferenceLoss
 from lightrft.stages.preference.stored_reference import StoredReference, Sums
 from lightrft.stages.rows.row_objective import LossShare, RowBatch, RowObjective
 from lightrft.stages.rows.row_part import RowPart
@@ -51,7 +51,7 @@ class KnownPreferences:
     """Facts about the preferences of a step that are known before its update.
 
     Args:
-        counts: Numbers of the step.
+        counts: Items and answers of the step, over all ranks.
         tokens_per_chosen, kl: See `PreferenceSums`.
         ref_logprobs: [local, answers] sums under the reference; 0 without one.
         slopes: [local, answers] derivative of the loss of the step by each sum, where the loss of
@@ -59,7 +59,7 @@ class KnownPreferences:
         loss: Loss of the step, where it is known from all sums; else None.
     """
 
-    counts: StepCounts
+    counts: tuple[int, int]
     tokens_per_chosen: float
     ref_logprobs: Tensor
     kl: float = 0.0
@@ -153,7 +153,7 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
         metrics: StepMetrics,
     ) -> LossShare:
         """See `RowObjective`."""
-        items, num_items = micro.items, known.counts.num_items
+        items, num_items = micro.items, known.counts[0]
         of_tokens = passes.score(micro.rows).logprobs
         logprobs, ref_logprobs = answer_sums(of_tokens, len(items)), known.ref_logprobs[micro.where]
         sums = known.sums(items, logprobs, ref_logprobs)
@@ -329,9 +329,9 @@ def of_all_ranks(
     return list(passes.strategy.reduce_over_data(whole, "sum").unbind(dim=-1))
 
 
-def counts_of(items: Sequence[Preference]) -> StepCounts:
+def counts_of(items: Sequence[Preference]) -> tuple[int, int]:
     """Count items and answers."""
-    return StepCounts(len(items), sum(len(item.rows) for item in items))
+    return len(items), sum(len(item.rows) for item in items)
 
 
 def answer_sums(logprobs: Tensor, num_items: int) -> Tensor:

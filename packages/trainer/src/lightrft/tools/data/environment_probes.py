@@ -20,26 +20,10 @@ Arguments = dict[str, object]
 Policy = Callable[[Mapping[str, Mapping[str, object]], str, random.Random], tuple[str, Arguments]]
 
 
-@dataclass(frozen=True, slots=True)
-class Played:
-    """Episodes of one kind.
+def play_probes(rows: Sequence[CheckedRow], config: TrainConfig) -> dict[str, list[float | None]]:
+    """Return rewards of empty turns, of random calls, and of calls that repeat what a tool said.
 
-    Args:
-        rewards: Of those that came to an end.
-        num_failed: Of the others.
-    """
-
-    rewards: tuple[float, ...]
-    num_failed: int
-
-    @property
-    def num_paid(self) -> int:
-        """Those with a reward above 0."""
-        return sum(reward > 0 for reward in self.rewards)
-
-
-def play_probes(rows: Sequence[CheckedRow], config: TrainConfig) -> dict[str, Played]:
-    """Rewards of empty turns, of random calls, and of calls that repeat what a tool said.
+    None is an episode that failed, or whose environment gives no reward.
 
     Args:
         rows: Of the prompts; the first ones are played.
@@ -62,27 +46,27 @@ def play_probes(rows: Sequence[CheckedRow], config: TrainConfig) -> dict[str, Pl
         results = [futures[number].result() for number in range(len(episodes))]
     finally:
         pool.close()
-    found = {}
-    for kind in POLICIES:
-        own = [r for (k, _), r in zip(episodes, results, strict=True) if k == kind]
-        numbers = [each for each in own if isinstance(each, float)]
-        found[kind] = Played(tuple(numbers), len(own) - len(numbers))
+    found: dict[str, list[float | None]] = {kind: [] for kind in POLICIES}
+    for (kind, _), result in zip(episodes, results, strict=True):
+        found[kind].append(result if isinstance(result, float) else None)
     return found
 
 
-def report(played: Mapping[str, Played]) -> list[str]:
+def report(played: Mapping[str, Sequence[float | None]]) -> list[str]:
     """A line for each kind, and a warning for each that is paid."""
     lines = ["episodes played without a model, mean reward by the environment"]
-    for kind, found in played.items():
-        mean = f"{fmean(found.rewards):.3f}" if found.rewards else "none came to an end"
-        failed = f", {found.num_failed} failed" if found.num_failed else ""
+    warnings = []
+    for kind, results in played.items():
+        rewards = [each for each in results if each is not None]
+        mean = f"{fmean(rewards):.3f}" if rewards else "none came to an end"
+        num_failed, num_paid = len(results) - len(rewards), sum(each > 0 for each in rewards)
+        failed = f", {num_failed} failed" if num_failed else ""
         lines.append(f"  {kind}: {mean}{failed}")
-    for kind, found in played.items():
         # Luck may find an answer now and then; doing nothing finds none.
-        luck = 0 if kind == "empty turns" else len(found.rewards) // 2
-        if found.num_paid > luck:
-            lines.append(f"warning: {found.num_paid} of {len(found.rewards)} {kind} are paid")
-    return lines
+        luck = 0 if kind == "empty turns" else len(rewards) // 2
+        if num_paid > luck:
+            warnings.append(f"warning: {num_paid} of {len(rewards)} {kind} are paid")
+    return lines + warnings
 
 
 @dataclass(frozen=True, slots=True)
