@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import threading
 
 import pytest
 from PIL import Image
@@ -17,7 +16,6 @@ from lightrft.reporting.metric_table import STAGES
 from lightrft.tools.report.charts import write_library
 from lightrft.tools.report.comparison import write_comparison
 from lightrft.tools.report.page import write_report
-from lightrft.tools.report.watch import serving
 
 pytestmark = needs_browser
 
@@ -284,25 +282,22 @@ def test_what_is_pushed_over_its_neighbour_or_out_of_its_box_is_found(views, bro
 @pytest.mark.full
 def test_a_followed_page_shows_a_new_step_by_itself_and_stays_where_it_was(tmp_path, browser):
     folder = write_run(tmp_path / "run", 12)
-    with serving([folder]) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        context = browser.new_context(viewport={"width": 1000, "height": 700})
-        page = context.new_page()
-        complaints = []
-        page.on("console", lambda message: complaints.append(message.text))
-        page.goto(f"http://127.0.0.1:{server.server_port}/")
-        page.wait_for_selector("html[data-drawn=true]", timeout=120_000)
-        page.select_option("#token-step", "7")
-        page.evaluate("scrollTo(0, 900)")
-        line = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
-        with (folder / "samples.jsonl").open("a") as stream:
-            stream.write(json.dumps(line | {"step": 13}) + "\n")
-        page.wait_for_selector("summary:has-text('step 13:')", timeout=60_000)
-        page.wait_for_selector("html[data-drawn=true]", timeout=120_000)
-        assert page.input_value("#token-step") == "7"
-        assert abs(page.evaluate("scrollY") - 900) < 100
-        assert [text for text in complaints if "favicon" not in text] == []
-        context.close()
-        server.shutdown()
-        thread.join(10)
+    path = write_report(folder, follows=True)
+    context = browser.new_context(viewport={"width": 1000, "height": 700})
+    page = context.new_page()
+    complaints = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.goto(path.as_uri())
+    page.wait_for_selector("html[data-drawn=true]", timeout=120_000)
+    page.select_option("#token-step", "7")
+    page.evaluate("scrollTo(0, 900)")
+    line = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
+    with (folder / "samples.jsonl").open("a") as stream:
+        stream.write(json.dumps(line | {"step": 13}) + "\n")
+    write_report(folder, follows=True)
+    page.wait_for_selector("summary:has-text('step 13:')", timeout=60_000)
+    page.wait_for_selector("html[data-drawn=true]", timeout=120_000)
+    assert page.input_value("#token-step") == "7"
+    assert abs(page.evaluate("scrollY") - 900) < 100
+    assert [text for text in complaints if "favicon" not in text] == []
+    context.close()

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import http.client
 import itertools
 import json
 import re
-import shutil
-import socket
-import threading
 from pathlib import Path
 
 import pytest
-from tests.machine import seconds
 from tests.tools.report.report_runs import append, change_lines, write_run
 
 from lightrft.cli.main import main
 from lightrft.reporting.files import note_interruption, write_event
 from lightrft.tools import report
+from lightrft.tools.report import report_command
 from lightrft.tools.report.comparison import (
     MAX_RUNS,
     differing_options,
@@ -27,7 +23,6 @@ from lightrft.tools.report.comparison import (
 from lightrft.tools.report.page import find_alarms, render_report, solved_sentence
 from lightrft.tools.report.run_data import read_run
 from lightrft.tools.report.sample_page import choose_samples, choose_tokens
-from lightrft.tools.report.watch import MAX_CONNECTIONS, LivePage, serving
 
 
 def test_samples_and_tokens_open_on_the_last_step_whose_rewards_differ(tmp_path):
@@ -160,8 +155,6 @@ def test_many_pages_share_one_chart_library(tmp_path, refused):
     for page in pages:
         assert page.stat().st_size < 200_000
         assert f'src="../{library.name}"></script>' in page.read_text()
-    said = "--shared is for pages that are written"
-    refused(["report", folders[0], "--shared", "--watch"], 2, said)
 
 
 def test_held_out_scores_come_first_and_curves_of_zeros_are_one_line(tmp_path):
@@ -209,8 +202,6 @@ def test_hostile_names_and_options_stay_text_in_a_comparison(tmp_path):
     ("words", "said"),
     [
         (["RUN"] * (MAX_RUNS + 1), f"up to {MAX_RUNS} runs, got {MAX_RUNS + 1}"),
-        (["RUN", "--port", "3"], "--port is for --watch"),
-        (["RUN", "--watch", "--port", "70000"], "--port 70000: cannot be used"),
         (["RUN", "nowhere"], "nowhere holds no run"),
         (["nowhere", "--watch"], "nowhere holds no run"),
     ],
@@ -220,58 +211,23 @@ def test_what_cannot_be_shown_is_refused_in_one_line(tmp_path, refused, words, s
     refused(["report", *(run if word == "RUN" else word for word in words)], 2, said)
 
 
-@pytest.fixture
-def live(tmp_path):
-    """A folder of a run and the port of the page that follows it."""
+def test_the_followed_page_changes_with_the_run_and_stays_still_at_the_end(tmp_path, monkeypatch):
     folder = write_run(tmp_path / "run", 3)
-    with serving([folder]) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield folder, server
-        server.shutdown()
-        thread.join(10)
+    page, seen = folder / "report.html", []
 
+    def sleep(_: float) -> None:
+        seen.append(page.read_text())
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+        if len(seen) == 2:
+            append(folder, "samples", {"step": 4, "prompt": "p", "response": "r", "reward": 1.0})
 
-def ask(server, path="/", method="GET", **headers):
-    """Status and text of an answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=seconds(60))
-    try:
-        connection.request(method, path, headers=headers)
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode()
-    finally:
-        connection.close()
-
-
-def test_the_followed_page_changes_with_the_run(live):
-    folder, server = live
-    status, text = ask(server)
-    assert status == 200
-    version = ask(server, "/version")[1]
-    assert f'data-version="{version}"' in text
-    assert "connect-src 'self'" in text
-    assert "step 4:" not in text
-    append(folder, "samples", {"step": 4, "prompt": "p", "response": "r", "reward": 1.0})
-    assert ask(server, "/version")[1] != version
-    assert "step 4:" in ask(server)[1]
-    # The file that opens from disk asks nobody.
-    assert "connect-src" not in render_report(folder)
-
-
-def test_a_run_that_is_removed_is_a_line_for_each_request(live, capfd):
-    folder, server = live
-    (folder / "samples.jsonl").unlink()
-    (folder / "samples.jsonl").mkdir()
-    status, text = ask(server)
-    assert status == 200
-    assert "samples.jsonl is missing" in text
-    shutil.rmtree(folder)
-    for _ in range(2):
-        status, text = ask(server)
-        assert status == 410
-        assert f"{folder} holds no run" in text
-    found = capfd.readouterr().err
-    assert found.count("holds no run") == found.count("\n") == 2
+    monkeypatch.setattr(report_command.time, "sleep", sleep)
+    assert main(["report", str(folder), "--watch"]) == 0
+    assert seen[0] == seen[1] != seen[2] == seen[3]
+    assert ["step 4:" in text for text in seen] == [False, False, True, True]
+    assert all('data-follows="true"' in text for text in seen)
+    assert "data-follows" not in page.read_text()
 
 
 def test_no_control_character_of_a_file_reaches_the_page(tmp_path):
@@ -283,45 +239,3 @@ def test_no_control_character_of_a_file_reaches_the_page(tmp_path):
     assert re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text) is None
     assert "\\x1b[2Jevent" in text
     assert "é" in text
-
-
-def test_only_this_machine_and_only_under_its_own_name_is_answered(live):
-    _, server = live
-    assert server.server_address[0] == "127.0.0.1"
-    for name in ("evil.example", f"evil.example:{server.server_port}", "127.0.0.1.evil.example:1"):
-        assert ask(server, Host=name)[0] == 403
-    assert ask(server, Host="127.0.0.1:8080")[0] == 200  # through a tunnel
-    assert ask(server, Host=f"localhost:{server.server_port}")[0] == 200
-    assert ask(server, "/config.toml")[0] == 404
-    assert ask(server, "/../config.toml")[0] == 404
-    assert ask(server, method="POST")[0] == 501
-
-
-def test_connections_are_bounded_and_come_free_again(live):
-    _, server = live
-    address = ("127.0.0.1", server.server_port)
-    idle = [socket.create_connection(address, timeout=seconds(30)) for _ in range(MAX_CONNECTIONS)]
-    try:
-        with socket.create_connection(address, timeout=seconds(30)) as refused:
-            assert refused.recv(1) == b""
-    finally:
-        for connection in idle:
-            connection.close()
-    for _ in range(100):
-        try:
-            assert ask(server, "/version")[0] == 200
-            break
-        except (ConnectionError, http.client.HTTPException):
-            threading.Event().wait(0.1)
-    else:
-        pytest.fail("no connection came free")
-
-
-def test_a_version_is_rendered_once(tmp_path, monkeypatch):
-    import lightrft.tools.report.watch as watch
-
-    made = []
-    monkeypatch.setattr(watch, "render_report", lambda *_, **__: made.append(1) or "page")
-    page = LivePage([write_run(tmp_path / "run", 2)])
-    assert [page.text() for _ in range(3)] == [b"page"] * 3
-    assert len(made) == 1

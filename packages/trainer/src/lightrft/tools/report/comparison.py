@@ -17,24 +17,27 @@ MAX_RUNS = 12
 FACTS = ("steps", "time in steps", "processes", "eval/reward", "reward", "verdict", "versions")
 
 
-def write_comparison(folders: Sequence[Path], path: Path, library: Path | None = None) -> Path:
+def write_comparison(
+    folders: Sequence[Path], path: Path, library: Path | None = None, *, follows: bool = False
+) -> Path:
     """Writes the page about up to `MAX_RUNS` runs, which appears whole or not at all.
 
     Args:
         folders: Of the runs.
         path: Of the page.
         library: Where the chart library lies, for a page that does not hold it.
+        follows: The page loads itself again every few seconds.
 
     Raises:
         NotARunError: A folder holds no run.
     """
     address = None if library is None else library_address(library, path.parent)
-    write_whole(path, render_comparison(folders, address=address))
+    write_whole(path, render_comparison(folders, address=address, follows=follows))
     return path
 
 
 def render_comparison(
-    folders: Sequence[Path], *, version: str = "", address: str | None = None
+    folders: Sequence[Path], *, address: str | None = None, follows: bool = False
 ) -> str:
     """The HTML text about the runs in `folders`; see `write_comparison` and `render_report`."""
     runs = dict(zip(distinct_names(folders), map(read_run, folders), strict=True))
@@ -43,7 +46,7 @@ def render_comparison(
     return fill_template(
         TEMPLATE,
         charts,
-        version=version,
+        follows=follows,
         library_address=address,
         runs=runs,
         status=STATUS_WORDS,

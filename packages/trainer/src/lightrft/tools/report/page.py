@@ -58,12 +58,13 @@ STATUS_WORDS = {
 }
 
 
-def write_report(folder: Path, library: Path | None = None) -> Path:
+def write_report(folder: Path, library: Path | None = None, *, follows: bool = False) -> Path:
     """Writes report.html into the folder of a run that has ended, runs, or crashed.
 
     Args:
         folder: Of the run.
         library: Where the chart library lies, for a page that does not hold it.
+        follows: The page loads itself again every few seconds.
 
     Returns:
         The path of the page, which appears whole or not at all.
@@ -72,18 +73,12 @@ def write_report(folder: Path, library: Path | None = None) -> Path:
         NotARunError: The folder holds no run.
     """
     path = folder / REPORT_FILE
-    write_whole(path, render_report(folder, library=library))
+    write_whole(path, render_report(folder, library=library, follows=follows))
     return path
 
 
-def render_report(folder: Path, *, version: str = "", library: Path | None = None) -> str:
-    """The HTML text of the report on the run in `folder`; see `write_report`.
-
-    Args:
-        folder: Of the run.
-        version: Of the run's files, for a page that follows them; "" for one that stays as it is.
-        library: See `write_report`.
-    """
+def render_report(folder: Path, *, library: Path | None = None, follows: bool = False) -> str:
+    """Return the HTML text of the report on the run in `folder`; see `write_report`."""
     run, tokens = read_run(folder), choose_tokens(folder)
     stages = {name: run.points(f"{name}_seconds") for name in STAGES}
     totals = {name: sum(value or 0.0 for _, value in points) for name, points in stages.items()}
@@ -94,7 +89,7 @@ def render_report(folder: Path, *, version: str = "", library: Path | None = Non
     return fill_template(
         TEMPLATE,
         charts,
-        version=version,
+        follows=follows,
         library_address=None if library is None else library_address(library, folder),
         run=run,
         status=STATUS_WORDS[run.status],
@@ -124,7 +119,7 @@ def fill_template(
     name: str,
     charts: Sequence[Chart],
     *,
-    version: str = "",
+    follows: bool = False,
     library_address: str | None = None,
     **values: object,
 ) -> str:
@@ -133,7 +128,7 @@ def fill_template(
     Args:
         name: Of the template.
         charts: In the order of the numbers in it.
-        version: As for `render_report`.
+        follows: As for `write_report`.
         library_address: Of the chart library, seen from the page; None packs it into the page.
         **values: Of the template; of `tokens` the steps go to the script.
     """
@@ -155,7 +150,7 @@ def fill_template(
     return environment.get_template(name).render(
         **values,
         metric_row=metric_row,
-        version=version,
+        follows=follows,
         # Scripts run only with this number, so that no text of a model can become one.
         nonce=secrets.token_urlsafe(16),
         library=packed_library() if has_points and not library_address else None,

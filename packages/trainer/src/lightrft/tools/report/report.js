@@ -215,24 +215,13 @@
     scrollTo(0, kept.scroll);
   }
 
-  async function follow(version) {
-    for (;;) {
-      await new Promise((done) => setTimeout(done, 2000));
-      const found = await fetch("/version").then((answer) => answer.text(), () => version);
-      if (found === version) continue;
-      remember();
-      location.reload();
-      return;
-    }
-  }
-
   showTokens();
   loadLibrary()
     .then((isLoaded) => (isLoaded ? drawCharts() : undefined))
     .then(() => {
-      const { version } = document.documentElement.dataset;
-      if (version) restore();
+      const { follows } = document.documentElement.dataset;
+      if (follows) restore();
       document.documentElement.dataset.drawn = "true";
-      if (version) follow(version);
+      if (follows) setTimeout(() => { remember(); location.reload(); }, 10000);
     });
 })();

@@ -1,10 +1,18 @@
 """`lightrft report`: one HTML page about a run, finished or not, or about several."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.options import Parser
+from lightrft.reporting.files import (
+    CONFIG_FILE,
+    EVENTS_FILE,
+    START_FILE,
+    STEP_FILES,
+    SUMMARY_FILE,
+)
 from lightrft.reporting.start_bar import end_start_bar
 from lightrft.tools.report.charts import write_library
 from lightrft.tools.report.comparison import (
@@ -13,7 +21,9 @@ from lightrft.tools.report.comparison import (
     write_comparison,
 )
 from lightrft.tools.report.page import write_report
-from lightrft.tools.report.watch import ADDRESS, serving
+
+_WATCHED = (CONFIG_FILE, EVENTS_FILE, START_FILE, SUMMARY_FILE, *STEP_FILES)
+LOOK_SECONDS, QUIET_CHECK_SECONDS = 2.0, 300.0
 
 
 def run(argv: Sequence[str]) -> int:
@@ -21,43 +31,47 @@ def run(argv: Sequence[str]) -> int:
 
     Raises:
         NotARunError: A folder holds no run.
-        UsageError: Too many runs, or --output for one; the port cannot be used, or is given
-            without --watch.
+        UsageError: Too many runs, or --output for one.
     """
     arguments = build_parser().parse_args(argv)
     folders = [Path(name) for name in arguments.run]
     if len(folders) > MAX_RUNS:
         raise UsageError(f"report compares up to {MAX_RUNS} runs, got {len(folders)}: name fewer")
-    if arguments.watch and arguments.shared:
-        raise UsageError("--shared is for pages that are written: leave it out, or --watch")
-    if arguments.watch:
-        return _watch(folders, arguments.port)
-    if arguments.port:
-        raise UsageError("--port is for --watch: add it, or leave --port out")
     if arguments.output and len(folders) == 1:
         raise UsageError("--output is for a page about several runs: name them, or leave it out")
     library = write_library(folders[0].resolve().parent) if arguments.shared else None
-    if len(folders) == 1:
-        path = write_report(folders[0], library)
-    else:
-        place = Path(arguments.output or folders[0] / COMPARISON_FILE)
+    place = Path(arguments.output or folders[0] / COMPARISON_FILE)
+
+    def write(*, follows: bool = False) -> Path:
+        if len(folders) == 1:
+            return write_report(folders[0], library, follows=follows)
         place.absolute().parent.mkdir(parents=True, exist_ok=True)
-        path = write_comparison(folders, place, library)
-    print(f"wrote {path}")
+        return write_comparison(folders, place, library, follows=follows)
+
+    if arguments.watch:
+        follow(folders, write)
+    print(f"wrote {write()}")
     return ExitCode.OK
 
 
-def _watch(folders: Sequence[Path], port: int) -> int:
-    """Serves the page until Ctrl-C."""
+def follow(folders: Sequence[Path], write: Callable[..., Path]) -> None:
+    """Write a page anew when a file of the runs has changed, until Ctrl-C."""
+    before: list[float] = []
     try:
-        with serving(folders, port=port) as server:
-            shown = ", ".join(map(str, folders))
-            print(f"http://{ADDRESS}:{server.server_port} follows {shown}; Ctrl-C ends", flush=True)
-            end_start_bar()
-            server.serve_forever()
+        while True:
+            files = [folder / name for folder in folders for name in _WATCHED]
+            # A run that writes nothing becomes one that has crashed.
+            now = [time.time() // QUIET_CHECK_SECONDS]
+            now += [file.stat().st_mtime for file in files if file.is_file()]
+            if now != before:
+                path = write(follows=True)
+                if not before:
+                    print(f"open {path}: it follows the runs; Ctrl-C ends", flush=True)
+                    end_start_bar()
+                before = now
+            time.sleep(LOOK_SECONDS)
     except KeyboardInterrupt:
         pass
-    return ExitCode.OK
 
 
 def build_parser() -> Parser:
@@ -73,7 +87,8 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--watch",
         action="store_true",
-        help="Serve the page to this machine alone, and follow the runs until Ctrl-C.",
+        help="Write the page again when the runs have written something, until Ctrl-C; in a "
+        "browser it loads itself again.",
     )
     parser.add_argument(
         "--shared",
@@ -85,8 +100,5 @@ def build_parser() -> Parser:
         "--output",
         metavar="FILE.html",
         help=f"Page about several runs; unset is {COMPARISON_FILE} in the folder of the first.",
-    )
-    parser.add_argument(
-        "--port", type=int, default=0, metavar="N", help="Of --watch; 0 takes a free one."
     )
     return parser
