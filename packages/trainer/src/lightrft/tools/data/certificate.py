@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 from types import FrameType
 
@@ -15,7 +15,7 @@ from lightrft.config import TrainConfig
 from lightrft.rewards import build_reward
 from lightrft.rewards.build import CombinedReward, reward_urls
 from lightrft.rewards.types import RewardError
-from lightrft.tools.data.probes import FORMS, Probe, final_answer, gold_text, probes_of
+from lightrft.tools.data.probes import FORMS, Probe, Rule, final_answer, gold_text, probes_of
 from lightrft.tools.data.row_checks import CheckedRow
 
 MAX_ROWS, MAX_PROBED_ROWS = 500, 50
@@ -54,36 +54,12 @@ class Certificate:
     reads_labels: bool = True
 
 
-@dataclass(slots=True)
-class _Call:
-    """Responses of one call; the same response to a row is asked for once.
+class _Scores(dict[tuple[int, str], float | None]):
+    """The reward of each response to a row, by the row's number; None where it is undecided."""
 
-    Args:
-        results: Of each response, None where it cannot be decided.
-    """
-
-    rows: list[CheckedRow] = field(default_factory=list)
-    responses: list[str] = field(default_factory=list)
-    results: list[float | None] = field(default_factory=list)
-    places: dict[tuple[int, str], int] = field(default_factory=dict)
-
-    def add(self, index: int, row: CheckedRow, response: str) -> None:
-        if (index, response) not in self.places:
-            self.places[index, response] = len(self.responses)
-            self.repeat(row, response)
-
-    def repeat(self, row: CheckedRow, response: str) -> int:
-        """Adds a response once more; its place."""
-        self.rows.append(row)
-        self.responses.append(response)
-        return len(self.responses) - 1
-
-    def result(self, index: int, response: str) -> float | None:
-        return self.results[self.places[index, response]]
-
-    def score(self, index: int, response: str) -> float:
-        """A reward; 0 where it is undecided, which does not pass."""
-        return self.result(index, response) or 0.0
+    def of(self, index: int, response: str) -> float:
+        """Return a reward; 0 where it is undecided, which does not pass."""
+        return self[index, response] or 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +68,30 @@ class _Probed:
 
     Args:
         rows: The first ones.
-        call: With the probes.
-        probes: Of each row.
+        scores: Those of the probes.
+        kinds: By kind and number of the row the probe.
         golds: The best that a reference answer gets, by row; rows without one are not in it.
         chance: Share of rows that one answer to all of them, or luck, may get right.
+        are_answers: Labels are answers, and not what tests one.
     """
 
     rows: Sequence[CheckedRow]
-    call: _Call
-    probes: Sequence[Sequence[Probe]]
-    golds: dict[int, float]
+    scores: _Scores
+    kinds: Mapping[str, Mapping[int, Probe]]
+    golds: Mapping[int, float]
     chance: float
+    are_answers: bool
+
+    def passes(self, index: int, probe: Probe) -> bool:
+        """Return whether the reward gives a probe what it should not have."""
+        score = self.scores.of(index, probe.text)
+        if probe.rule == "frame":
+            return score > self.scores.of(index, "")
+        if probe.rule == "bonus" and probe.baseline is not None:
+            return score > self.scores.of(index, probe.baseline)
+        if probe.rule == "bonus":
+            return score > self.golds[index]
+        return score >= self.golds[index] if self.are_answers else score > 0
 
 
 def certify(rows: Sequence[CheckedRow], config: TrainConfig) -> Certificate:
@@ -124,27 +113,43 @@ def certify(rows: Sequence[CheckedRow], config: TrainConfig) -> Certificate:
         chosen = [row for row in rows if unusable[row.location] is None][:MAX_ROWS]
         if not chosen:
             return Certificate(reward.name, 0, {}, tuple(problems))
+
+        def ask(asked: Sequence[tuple[int, str]]) -> list[float | None]:
+            own, texts = [chosen[index] for index, _ in asked], [text for _, text in asked]
+            return _score(reward, own, texts, config.reward_timeout_seconds)
+
         started = time.monotonic()
-        golds = _gold_answers(chosen)
-        _run(reward, golds, config.reward_timeout_seconds)
-        means = {f: fmean(_gold(golds, i, row, f) for i, row in enumerate(chosen)) for f in FORMS}
+        texts = [{form: gold_text(row.label or "", form) for form in FORMS} for row in chosen]
+        asked = list(dict.fromkeys((i, t) for i, own in enumerate(texts) for t in own.values()))
+        golds = _Scores(zip(asked, ask(asked), strict=True))
+        bests = [max(golds.of(i, text) for text in own.values()) for i, own in enumerate(texts)]
+        means = {f: fmean(golds.of(i, own[f]) for i, own in enumerate(texts)) for f in FORMS}
         best = max(FORMS, key=lambda form: means[form]) if are_answers else "as it is"
-        probed, again = _probed(chosen, golds, best, are_answers=are_answers)
-        _run(reward, probed.call, config.reward_timeout_seconds)
+        probed, again, results = _probe(
+            chosen[:MAX_PROBED_ROWS], [own[best] for own in texts], bests, best, ask, are_answers
+        )
         seconds = time.monotonic() - started
-    by_kind = _means_of(probed)
-    wrong = {probe.kind for row in probed.probes for probe in row if probe.rule != "bonus"}
+    by_kind = {
+        kind: fmean(probed.scores.of(index, probe.text) for index, probe in probes.items())
+        for kind, probes in probed.kinds.items()
+    }
+    wrong = [kind for kind, probes in probed.kinds.items() if _rule_of(probes) != "bonus"]
     best_wrong = max(wrong, key=lambda kind: by_kind[kind])
     # A function of the label's column may read it as a part of the task, not as its answer.
     reads_labels = reward.label_use == "labels" or (
         reward.label_use == "column" and 0 < means[best] >= by_kind[best_wrong]
     )
-    doubts = [*_drifts(probed, again)]
-    doubts += _doubts(probed, are_answers=are_answers) if reads_labels else _unasked(probed)
-    doubts += _undecided(golds, probed.call)
+    every = [*golds.items(), *results]
+    doubts = [*again, *(_doubts(probed) if reads_labels else _unasked(probed))]
+    undecided = [chosen[index].location for (index, _), score in every if score is None]
+    if undecided:
+        doubts.append(
+            f"{len(undecided)} of {len(every)} answers cannot be decided, and would be left out "
+            f"of the loss ({undecided[0]})"
+        )
     # The label of these is a right answer; of unit_tests, say, it is what tests one.
     if {"boxed_math", "gsm8k"}.issuperset(config.reward_fn) and not reward_urls(config):
-        problems += _wrong_gold(reward.name, chosen, golds)
+        problems += _wrong_gold(reward.name, chosen, texts, golds)
     return Certificate(
         reward.name,
         len(chosen),
@@ -152,135 +157,98 @@ def certify(rows: Sequence[CheckedRow], config: TrainConfig) -> Certificate:
         tuple(problems),
         tuple(doubts),
         best_wrong,
-        len(golds.responses) + len(probed.call.responses),
+        len(every),
         seconds,
         reads_labels,
     )
 
 
-def _gold_answers(chosen: Sequence[CheckedRow]) -> _Call:
-    """Return a call with the reference answer of each row in all forms."""
-    call = _Call()
-    for index, row in enumerate(chosen):
-        for form in FORMS:
-            call.add(index, row, gold_text(row.label or "", form))
-    return call
+Results = list[tuple[tuple[int, str], float | None]]
 
 
-def _gold(call: _Call, index: int, row: CheckedRow, form: str) -> float:
-    return call.score(index, gold_text(row.label or "", form))
+def _probe(
+    rows: Sequence[CheckedRow],
+    golds: Sequence[str],
+    bests: Sequence[float],
+    form: str,
+    ask: Callable[[Sequence[tuple[int, str]]], list[float | None]],
+    are_answers: bool,
+) -> tuple[_Probed, list[str], Results]:
+    """Return the scores of probes, what is said of scores that drift, and all results.
 
-
-def _probed(
-    chosen: Sequence[CheckedRow], golds: _Call, form: str, *, are_answers: bool
-) -> tuple[_Probed, list[tuple[int, int]]]:
-    """The probes of the first rows; where the same response stands twice in the call."""
-    rows, call, again = chosen[:MAX_PROBED_ROWS], _Call(), []
+    Args:
+        rows: The first rows.
+        golds: The reference answer of each in the best form.
+        bests: The best that a reference answer gets, by row.
+        form: The best form.
+        ask: Scores responses to rows.
+        are_answers: Labels are answers.
+    """
     labels = [row.label if are_answers else None for row in rows]
     finals = [final_answer(label) for label in labels if label is not None]
     most = max(Counter(finals).values(), default=0) / max(1, len(finals))
-    probes = []
+    own_golds = [(index, golds[index]) for index in range(len(rows))]
+    asked, kinds = dict.fromkeys(own_golds), dict[str, dict[int, Probe]]()
     for index, row in enumerate(rows):
-        gold = gold_text(row.label or "", form)
-        call.add(index, row, gold)
-        again.append((call.places[index, gold], call.repeat(row, gold)))
-        probes.append(list(probes_of(row, labels[index], form, list(dict.fromkeys(finals)))))
-        for probe in probes[-1]:
-            call.add(index, row, probe.text)
-            if probe.baseline is not None:
-                call.add(index, row, probe.baseline)
-    best = {
-        index: max(_gold(golds, index, rows[index], each) for each in FORMS) if are_answers else 0.0
-        for index, row in enumerate(rows)
-        if row.label is not None
-    }
-    return _Probed(rows, call, probes, best, max(_CHANCE, most)), again
+        for probe in probes_of(row, labels[index], form, list(dict.fromkeys(finals))):
+            kinds.setdefault(probe.kind, {})[index] = probe
+            texts = (probe.text, *([] if probe.baseline is None else [probe.baseline]))
+            asked |= dict.fromkeys((index, text) for text in texts)
+    # The reference answers stand in the call twice.
+    every = [*asked, *own_golds]
+    results = list(zip(every, ask(every), strict=True))
+    scores = _Scores(results[: len(asked)])
+    drifting = [i for (i, text), score in results[len(asked) :] if score != scores[i, text]]
+    said = "the same input gets another score within one call"
+    again = [f"{said} ({rows[drifting[0]].location})"] if drifting else []
+    labelled = {i: bests[i] * are_answers for i, row in enumerate(rows) if row.label is not None}
+    probed = _Probed(rows, scores, kinds, labelled, max(_CHANCE, most), are_answers)
+    return probed, again, results
 
 
-def _drifts(probed: _Probed, again: Sequence[tuple[int, int]]) -> Iterator[str]:
-    results = probed.call.results
-    places = [first for first, second in again if results[first] != results[second]]
-    if places:
-        where = probed.call.rows[places[0]].location
-        yield f"the same input gets another score within one call ({where})"
+def _rule_of(probes: Mapping[int, Probe]) -> Rule:
+    return next(iter(probes.values())).rule
 
 
-def _doubts(probed: _Probed, *, are_answers: bool) -> Iterator[str]:
-    """Answers that the reward wrongly lets pass, one sentence for each kind."""
-    call, golds = probed.call, probed.golds
+def _doubts(probed: _Probed) -> Iterator[str]:
+    """Yield the answers that the reward wrongly lets pass, one sentence for each kind."""
+    golds, are_answers = probed.golds, probed.are_answers
     # Where nothing at all is worth as much as the answer, nothing else says more.
-    empty = {i for i in golds if are_answers and call.score(i, "") >= golds[i]}
+    empty = {i for i in golds if are_answers and probed.scores.of(i, "") >= golds[i]}
     much = "as much as the reference answer" if are_answers else "a reward"
     than = {
         "wrong": f"answers get {much}",
         "bonus": "answers get more than the reference answer",
         "frame": "get more than an empty answer",
     }
-    for kind, probes in _by_kind(probed, rules=than if are_answers else ("wrong",)).items():
-        rule = next(iter(probes.values())).rule
+    for kind, probes in probed.kinds.items():
+        rule = _rule_of(probes)
+        if rule != "wrong" and not are_answers:
+            continue
         left_out = set() if kind == "empty" else empty
         rows = probes
         if rule != "frame":
             rows = {i: p for i, p in probes.items() if i in golds and i not in left_out}
-        found = [i for i, p in rows.items() if _passes(probed, i, p, are_answers=are_answers)]
+        passed = [i for i, probe in rows.items() if probed.passes(i, probe)]
         is_blind = are_answers and all(probe.is_blind for probe in probes.values())
-        if len(found) > (probed.chance * len(rows) if is_blind else 0):
-            where = probed.rows[found[0]].location
-            yield f"{len(found)} of {len(rows)} {kind} {than[rule]} ({where})"
+        if len(passed) > (probed.chance * len(rows) if is_blind else 0):
+            where = probed.rows[passed[0]].location
+            yield f"{len(passed)} of {len(rows)} {kind} {than[rule]} ({where})"
 
 
 def _unasked(probed: _Probed) -> Iterator[str]:
-    """An answer without content that gets the most of what was tried, where labels do not count."""
-    call = probed.call
+    """Yield an answer without content that gets the most of all, where labels do not count."""
     tried: dict[int, list[float]] = {}
-    for index, text in call.places:
-        tried.setdefault(index, []).append(call.score(index, text))
+    for index, text in probed.scores:
+        tried.setdefault(index, []).append(probed.scores.of(index, text))
     for kind in ("empty", "injected"):
-        scores = {i: call.score(i, each.text) for i, each in _by_kind(probed)[kind].items()}
+        probes = probed.kinds[kind].items()
+        scores = {i: probed.scores.of(i, each.text) for i, each in probes}
         paid = [i for i, s in scores.items() if s >= max(tried[i]) and s > min(0.0, *tried[i])]
         if paid:
             where = probed.rows[paid[0]].location
             yield f"{len(paid)} of {len(scores)} {kind} answers get the most of all ({where})"
             return
-
-
-def _passes(probed: _Probed, index: int, probe: Probe, *, are_answers: bool) -> bool:
-    """Whether the reward gives a probe what it should not have."""
-    call, golds = probed.call, probed.golds
-    score = call.score(index, probe.text)
-    if probe.rule == "frame":
-        return score > call.score(index, "")
-    if probe.rule == "bonus":
-        before = golds[index] if probe.baseline is None else call.score(index, probe.baseline)
-        return score > before
-    return score >= golds[index] if are_answers else score > 0
-
-
-def _by_kind(probed: _Probed, *, rules: Collection[str] = ()) -> dict[str, dict[int, Probe]]:
-    """Kind -> index of a row -> its probe; of these rules alone, if any are named."""
-    found: dict[str, dict[int, Probe]] = {}
-    for index, probes in enumerate(probed.probes):
-        for probe in probes:
-            if not rules or probe.rule in rules:
-                found.setdefault(probe.kind, {})[index] = probe
-    return found
-
-
-def _means_of(probed: _Probed) -> dict[str, float]:
-    return {
-        kind: fmean(probed.call.score(index, probe.text) for index, probe in probes.items())
-        for kind, probes in _by_kind(probed).items()
-    }
-
-
-def _undecided(*calls: _Call) -> Iterator[str]:
-    pairs = [(r, row) for call in calls for r, row in zip(call.results, call.rows, strict=True)]
-    undecided = [row for result, row in pairs if result is None]
-    if undecided:
-        yield (
-            f"{len(undecided)} of {len(pairs)} answers cannot be decided, and would be left out "
-            f"of the loss ({undecided[0].location})"
-        )
 
 
 def score_answers(
@@ -294,10 +262,6 @@ def score_answers(
     """
     with build_reward(config.reward_fn, config=config) as reward:
         return _score(reward, rows, responses, config.reward_timeout_seconds)
-
-
-def _run(reward: CombinedReward, call: _Call, seconds: float) -> None:
-    call.results = _score(reward, call.rows, call.responses, seconds)
 
 
 def _score(
@@ -333,10 +297,12 @@ def _interrupted_after(seconds: float, name: str) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _wrong_gold(name: str, rows: Sequence[CheckedRow], golds: _Call) -> Iterator[str]:
-    for index, row in enumerate(rows):
-        found = [golds.result(index, gold_text(row.label or "", form)) for form in FORMS]
-        best = max((score for score in found if score is not None), default=None)
+def _wrong_gold(
+    name: str, rows: Sequence[CheckedRow], texts: Sequence[Mapping[str, str]], golds: _Scores
+) -> Iterator[str]:
+    for index, (row, own) in enumerate(zip(rows, texts, strict=True)):
+        scores = [score for text in own.values() if (score := golds[index, text]) is not None]
+        best = max(scores, default=None)
         if best is None or best < 1:
             gets = "cannot be decided by" if best is None else f"gets {best:g} from"
             yield (
