@@ -7,9 +7,10 @@ from functools import cached_property
 from pathlib import Path
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.files import read_object
+from lightrft.config.files import read_object, typed
 from lightrft.config.options import LARGEST_INT, did_you_mean
 from lightrft.config.parts.machine import MERGED
+from lightrft.config.toml import read_toml
 from lightrft.engines.factory import engine_facts
 from lightrft.tools.plan.vision import TOWERS, VisionSize
 
@@ -171,37 +172,9 @@ PLANNED = {"policy": 1, "sft": 1, "prefer": 2, "reward": 2, "divergence": 1}
 WITHOUT_REFERENCE = {"simpo", "cpo", "orpo", "sft"}
 
 
-def _qwen(
-    layers: int, hidden: int, intermediate: int, heads: int, kv: int, **more: int
-) -> ModelSize:
-    is_third = "qk" in more
-    return ModelSize(
-        layers,
-        hidden,
-        intermediate,
-        more.get("vocab", 151_936),
-        heads,
-        kv,
-        more.get("dim", hidden // heads),
-        bool(more.get("tied", 0)),
-        has_qkv_bias=not is_third,
-        has_qk_norm=is_third,
-    )
-
-
+_SHAPES_FILE = Path(__file__).with_name("shapes.toml")
 # Published shapes, so that a plan needs no download.
-SHAPES = {
-    "qwen2.5-0.5b": _qwen(24, 896, 4864, 14, 2, tied=1),
-    "qwen2.5-1.5b": _qwen(28, 1536, 8960, 12, 2, tied=1),
-    "qwen2.5-3b": _qwen(36, 2048, 11008, 16, 2, tied=1),
-    "qwen2.5-7b": _qwen(28, 3584, 18944, 28, 4, vocab=152_064),
-    "qwen2.5-32b": _qwen(64, 5120, 27648, 40, 8, vocab=152_064),
-    "qwen2.5-72b": _qwen(80, 8192, 29568, 64, 8, vocab=152_064),
-    "qwen3-0.6b": _qwen(28, 1024, 3072, 16, 8, dim=128, tied=1, qk=1),
-    "qwen3-1.7b": _qwen(28, 2048, 6144, 16, 8, dim=128, tied=1, qk=1),
-    "qwen3-4b": _qwen(36, 2560, 9728, 32, 8, dim=128, tied=1, qk=1),
-    "qwen3-8b": _qwen(36, 4096, 12288, 32, 8, dim=128, qk=1),
-}
+SHAPES = typed(dict[str, ModelSize], read_toml(_SHAPES_FILE), _SHAPES_FILE)
 
 
 def read_model_size(path: str) -> ModelSize:
