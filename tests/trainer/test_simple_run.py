@@ -115,6 +115,14 @@ def test_a_callback_ends_the_run_with_its_files(capsys, policy):
     assert policy(**options).num_steps == 1
 
 
+def test_an_overlap_is_what_it_sets(policy):
+    summary = policy(overlap="stream", max_steps=2)
+    saved = TrainConfig.load(Path(summary.output_dir, "config.toml"))
+    assert (saved.overlap, saved.stream_chunk) == ("stream", 1)
+    first = summary.last_metrics
+    assert first["staleness/max"] >= 1
+
+
 @pytest.mark.full
 def test_rows_without_an_end_are_read_as_far_as_they_are_used(policy):
     numbers = count()

@@ -12,6 +12,7 @@ from lightrft.config.other_names import (
     A_MODEL,
     TABLE_HINT,
     option_hint,
+    said_once,
     with_our_names,
 )
 from lightrft.config.parts.data import (
@@ -276,6 +277,34 @@ class TrainConfig(
         found = batch_problems(self, world_size)
         if found:
             raise ConfigError("invalid configuration:\n  " + "\n  ".join(found))
+
+    def overlapped(self, num_processes: int) -> Self:
+        """Return the options with those that `overlap` chooses, where nobody has set them.
+
+        Raises:
+            ConfigError: The run cannot overlap in this way; a line for each reason.
+        """
+        choices = {
+            "stream": {"stream_chunk": -(-self.max_response_tokens // self.max_staleness)},
+            "split": {"rollout_lag": 1, "rollout_ranks": num_processes // 2},
+        }
+        chosen = {
+            name: value
+            for name, value in choices.get(self.overlap, {}).items()
+            if name not in self.explicit and self.__dict__[name] == getattr(type(self), name)
+        }
+        if not chosen:
+            return self
+        if chosen.get("rollout_ranks") == 0:
+            raise ConfigError("overlap split needs two processes or more: got 1")
+        words = f"overlap {self.overlap} sets {', '.join(f'{n} {v}' for n, v in chosen.items())}"
+        try:
+            made = self.replaced(chosen)
+        except ConfigError as error:
+            lines = str(error).splitlines()[1:]
+            raise ConfigError("\n".join(f"{words}: {line.strip()}" for line in lines)) from None
+        said_once(words)
+        return made
 
     def replaced(self, changes: Mapping[str, object], command: str = "train") -> Self:
         """Return the configuration with other values, checked anew.

@@ -236,7 +236,12 @@ def parse_policy(
 
         says = not is_worker()
         config = with_found_keys(config, config.prompt_data, config.prompt_split, says=says)
-        problems += launch_problems(config, int(os.environ.get("WORLD_SIZE", processes)))
+        world_size = int(os.environ.get("WORLD_SIZE", processes))
+        try:
+            config = config.overlapped(world_size)
+        except ConfigError as error:
+            problems.append(str(error))
+        problems += launch_problems(config, world_size)
         problems += check_paths(config)
         problems += config.unused_options() if config.strict else []
     refuse(problems, ConfigError)

@@ -49,6 +49,7 @@ from lightrft.strategy.distributed.console_sink import console_sink
 from lightrft.strategy.distributed.context import print_on_first_rank
 from lightrft.strategy.distributed.deadlines import peak_bytes, phase, phase_of
 from lightrft.strategy.distributed.process_end import RunStoppedError
+from lightrft.strategy.distributed.process_groups import LaunchEnvironment
 from lightrft.strategy.strategy_base import StrategyBase
 
 EMA_FOLDER = "model_ema"
@@ -134,6 +135,8 @@ def run_training(
     """
     require_callbacks(callbacks)
     config = config.with_installed_backend()
+    if stage == "policy":
+        config = config.overlapped(LaunchEnvironment.read().world_size)
     begin = _Begin(stage, loggers, callbacks, stop_request or (lambda: False))
     with _without_bars():
         return _train_or_generate(config, begin)

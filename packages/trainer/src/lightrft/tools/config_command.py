@@ -81,6 +81,7 @@ def show(argv: Sequence[str]) -> str:
     if parsed.nproc_per_node is not None and not problems:
         problems = launch_problems(config, parsed.nproc_per_node)
     refuse(problems, ConfigError)
+    config = config.overlapped(parsed.nproc_per_node or 1)
     values = without_secrets(config)
     lines: list[str] = []
     group = ""

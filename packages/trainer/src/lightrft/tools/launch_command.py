@@ -112,7 +112,8 @@ def check_run(options: dict[str, Any], arguments: Sequence[str]) -> None:
     if parsed.nproc_per_node != 1:
         problems.append("nproc_per_node: leave it out, one process per GPU is started")
     if not problems:
-        problems += launch_problems(config, options["nodes"] * options["gpus_per_node"])
+        world_size = options["nodes"] * options["gpus_per_node"]
+        problems += launch_problems(config.overlapped(world_size), world_size)
     refuse(problems, ConfigError)
 
 

@@ -266,6 +266,11 @@ class TrainOptions(TypedDict, total=False):
     """Temperature of the first token with use_fire."""
     max_num_gen_batches: int
     """Rollout batches of one step with dynamic_sampling, at most."""
+    overlap: Literal["off", "stream", "split"]
+    """What is sampled while a step is trained. stream: answers that are not complete go on in
+    the next steps, max_staleness of them at most; split: half of the processes sample the next
+    step. It chooses stream_chunk, or rollout_lag and rollout_ranks, where these are not
+    given."""
     rollout_lag: int
     """Updates between the weights that sample a step and those that it trains: with 1 the next
     step is sampled before this one is trained on."""

@@ -129,6 +129,16 @@ class SamplingOptions(TruncationOptions, LengthOptions):
 class StreamingOptions:
     """Overlap of sampling and training."""
 
+    overlap: str = option(
+        "off",
+        "What is sampled while a step is trained. stream: answers that are not complete go on in "
+        "the next steps, max_staleness of them at most; split: half of the processes sample the "
+        "next step. It chooses stream_chunk, or rollout_lag and rollout_ranks, where these are not "
+        "given.",
+        choices=("off", "stream", "split"),
+        common=True,
+        may_change=True,
+    )
     rollout_lag: int = option(
         0,
         "Updates between the weights that sample a step and those that it trains: with 1 the next "
@@ -194,6 +204,7 @@ class StreamingOptions:
         lambda c: (
             c.rollout_ranks > 0
             and c.rollout_lag == 0
+            and ("rollout_lag" in c.explicit or c.overlap != "split")
             and "rollout_ranks samples the steps to come while one is trained: add rollout_lag 1"
         ),
         lambda c: c.rollout_ranks > 0 and not c.fsdp and "rollout_ranks needs FSDP2: add fsdp",

@@ -206,6 +206,8 @@ class PolicyStage(Stage[PolicyBatch]):
             )
         critic = self.models.named("critic")
         config.check_world_size(strategy.world_size)
+        if config.overlapped(strategy.world_size) is not config:
+            raise ConfigError(f"overlap {config.overlap} is of whole runs: give what it sets")
         check_algorithm(
             config,
             algorithm,

@@ -67,6 +67,7 @@ def run(argv: Sequence[str]) -> int:
     if stage == "divergence" and not config.teacher_places:
         problems.append("--teacher is missing: its weights are held, too")
     refuse(problems, ConfigError)
+    config = config.overlapped(parsed.gpus) if stage == "policy" else config
     gpu = find_gpu(parsed.gpu)
     setup = Setup(
         config=config,
