@@ -25,11 +25,10 @@ from lightrft.config.options import (
     type_hints,
 )
 from lightrft.config.other_names import said_once
-from lightrft.config.parts.machine import DistributedOptions, EngineOptions
+from lightrft.config.parts.machine import BackendOptions, MachineOptions
 from lightrft.config.parts.rollout import ShapingOptions
 from lightrft.config.parts.run_control import LogOptions
-from lightrft.config.parts.scores import PolicyModelOptions, ServiceOptions
-from lightrft.config.parts.training import HeadOptions, TrainingOptions
+from lightrft.config.parts.scores import ServiceOptions
 
 # Weights of which every rank would load a whole copy into the host's memory.
 META_INIT_BYTES = 2_000_000_000
@@ -63,16 +62,7 @@ class _Readable:
 
 
 @dataclass(kw_only=True)
-class StrategyConfig(
-    LogOptions,
-    ShapingOptions,
-    ServiceOptions,
-    PolicyModelOptions,
-    EngineOptions,
-    DistributedOptions,
-    HeadOptions,
-    TrainingOptions,
-):
+class StrategyConfig(LogOptions, ShapingOptions, ServiceOptions, BackendOptions, MachineOptions):
     """All that a strategy needs to know; every field has a default.
 
     Unknown arguments given to `from_args` are kept in `extra_args` and read by `get_extra_arg`.

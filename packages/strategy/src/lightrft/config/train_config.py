@@ -25,15 +25,13 @@ from lightrft.config.parts.data import (
     TemplateOptions,
 )
 from lightrft.config.parts.learning import (
-    NO_CORRECTION,
     NO_REWARDS,
-    STALE_CORRECTION,
-    AlgorithmOptions,
-    SampledTeacherOptions,
+    LearningOptions,
     TeacherOptions,
 )
 from lightrft.config.parts.machine import (
     ENGINE_TYPES,
+    BuildOptions,
     DistributedOptions,
     EngineChoiceOptions,
     EngineOptions,
@@ -42,28 +40,27 @@ from lightrft.config.parts.rollout import (
     DrawOptions,
     EnvironmentOptions,
     EpisodeOptions,
-    SamplingOptions,
-    StreamingOptions,
+    RolloutOptions,
     TruncationOptions,
 )
 from lightrft.config.parts.rows import (
     PreferenceOptions,
+    PromptDataOptions,
     RewardModelOptions,
     RowLengthOptions,
+    RowRunOptions,
     SupervisedOptions,
     TrainedTokenOptions,
 )
 from lightrft.config.parts.run_control import (
-    AlarmOptions,
     MonitoringOptions,
-    PolicyRunOptions,
+    OutputOptions,
     RecordOptions,
     RunControlOptions,
     StrictOptions,
 )
 from lightrft.config.parts.scores import (
     ModelOptions,
-    RewardOptions,
     ScorerOptions,
     WeightedScorerOptions,
 )
@@ -82,19 +79,11 @@ _ROW_SIZES = ("micro_train_batch_size", "micro_rollout_batch_size")
 # Of a whole run the engine is chosen; the published default of a strategy is vllm.
 @part("engine")
 class PolicyOptions(
-    AlarmOptions,
-    PolicyRunOptions,
-    RunControlOptions,
-    SampledTeacherOptions,
-    AlgorithmOptions,
-    RewardOptions,
-    EpisodeOptions,
-    StreamingOptions,
-    SamplingOptions,
-    WeightOptions,
-    MediaOptions,
-    PromptOptions,
-    SourceOptions,
+    OutputOptions,
+    LearningOptions,
+    RolloutOptions,
+    PromptDataOptions,
+    BuildOptions,
     StrategyConfig,
 ):
     """Options of reinforcement."""
@@ -105,14 +94,6 @@ class PolicyOptions(
         choices=ENGINE_TYPES,
         common=True,
     )
-
-    @property
-    def correction(self) -> str | tuple[str, ...] | None:
-        """Terms of the off-policy correction, by default what the age of rows asks for."""
-        terms = self.off_policy_correction
-        if terms is None and self.keeps_rows and not self.use_rollout_logprobs:
-            return STALE_CORRECTION
-        return None if terms in (NO_CORRECTION, (NO_CORRECTION,)) else terms
 
 
 _ROWS = (
@@ -173,9 +154,7 @@ def refusal(name: str, command: str) -> str:
 
 
 @dataclass(kw_only=True)
-class TrainConfig(
-    RewardModelOptions, PreferenceOptions, SupervisedOptions, RowLengthOptions, PolicyOptions
-):
+class TrainConfig(RowRunOptions, PolicyOptions):
     """Options of `lightrft train` and of the trainers, checked alone and together.
 
     Raises:
@@ -198,57 +177,6 @@ class TrainConfig(
         return [
             f"--{name} is missing: {remedy}" for name, remedy in needed if vars(self)[name] is None
         ]
-
-    @property
-    def kl_estimator_name(self) -> str:
-        """The KL estimator, by default the one whose gradient is right where the KL is put."""
-        return self.kl_estimator or ("k3+" if self.use_kl_loss else "k1")
-
-    @property
-    def num_minibatches(self) -> int:
-        """Optimizer batches in which the samples of one step are trained."""
-        return self.rollout_batch_size * self.n_samples_per_prompt // self.train_batch_size
-
-    @property
-    def steps_per_rollout(self) -> int:
-        """Optimizer steps after each rollout."""
-        return self.num_minibatches * self.max_epochs
-
-    @property
-    def asks_policy_first(self) -> bool:
-        """Whether an option needs the policy's logprobs before an update computes them.
-
-        A KL term in the rewards needs them as well.
-        """
-        has_teacher = self.teacher or self.teachers or self.teacher_prompt_column is not None
-        return self.max_epochs > 1 or self.high_entropy_token_ratio > 0 or bool(has_teacher)
-
-    @property
-    def num_frozen_updates(self) -> int:
-        """Optimizer steps at the start of the run that the actor does not take."""
-        return max(self.freezing_actor_steps, 0) * self.steps_per_rollout
-
-    @property
-    def num_prompts_in_flight(self) -> int:
-        """Prompts that streaming rollouts keep open over all ranks."""
-        waiting = self.tool_lag * (self.max_turns - 1) if self.has_episodes else 0
-        most = (self.max_staleness + 1) * self.rollout_batch_size
-        usual = -(-3 * self.rollout_batch_size // 2) + waiting * self.rollout_batch_size
-        return self.stream_prompts or min(most, usual)
-
-    @property
-    def max_episode_tokens(self) -> int:
-        """Longest prompt and response, observations included."""
-        if not self.has_episodes:
-            return self.prompt_max_len + self.generate_max_len
-        between = (self.max_turns - 1) * self.max_observation_tokens
-        longest = self.prompt_max_len + self.max_turns * self.generate_max_len + between
-        return longest if self.max_len is None else min(longest, self.max_len)
-
-    @property
-    def max_response_tokens(self) -> int:
-        """Most tokens that are sampled for one response."""
-        return self.generate_max_len * (self.max_turns if self.has_episodes else 1)
 
     def max_micro_tokens(self, micro_batch_size: int) -> int | None:
         """Bound of the tokens of a micro batch; None where rows are counted.
@@ -329,13 +257,6 @@ class TrainConfig(
         return type(self).from_args(
             {**self.__dict__, **ours, "explicit": self.explicit | ours.keys()}
         )
-
-    @property
-    def has_rewards(self) -> bool:
-        """Whether the options name something that scores responses."""
-        scored = (self.reward_fn, self.remote_rm_url, self.reward_pretrain)
-        named = (*scored, self.environment, self.has_agent)
-        return any(map(bool, named))
 
     def distilled(self) -> Self:
         """The options of a distillation: on samples, advantages are the teacher's alone.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightrft.config import BackendOptions, TrainingOptions
 from lightrft.strategy.checkpoints import training_state
 from lightrft.strategy.checkpoints.files import FileWriter
 from lightrft.strategy.checkpoints.manifest import Checkpoint
@@ -90,7 +91,7 @@ def is_engine(model: object) -> bool:
     return isinstance(model, RolloutEngine)
 
 
-def published_sizes(config: StrategyConfig) -> tuple[int, float, int, int]:
+def published_sizes(config: TrainingOptions) -> tuple[int, float, int, int]:
     """The arguments that every strategy's constructor begins with."""
     return config.seed, config.max_norm, config.micro_train_batch_size, config.train_batch_size
 
@@ -125,7 +126,7 @@ class Backend(ABC):
     # Whether `init_model_context(meta_init=True)` has an effect.
     builds_on_meta = False
 
-    def __init__(self, context: DistributedContext, config: StrategyConfig) -> None:
+    def __init__(self, context: DistributedContext, config: BackendOptions) -> None:
         self.context = context
         self.config = config
 

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightrft.config import TrainingOptions
 from lightrft.config.options import accepts, coerce, type_hints
-from lightrft.config.parts.training import TrainingOptions
 
 # What `torch.optim` takes as one group: "params" and "weight_decay".
 ParameterGroup = dict[str, "list[nn.Parameter] | float"]

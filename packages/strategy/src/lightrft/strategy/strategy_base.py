@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightrft.config import TrainingOptions
 from lightrft.engines.types import EngineStatus
 from lightrft.strategy.backend import (
     NO_ENGINE,
@@ -395,7 +396,7 @@ class StrategyBase:
         return self.backend.create_optimizer(inner_module(model), settings)
 
     def _trainable(
-        self, model: nn.Module, learning_rate: float, max_steps: int, config: StrategyConfig
+        self, model: nn.Module, learning_rate: float, max_steps: int, config: TrainingOptions
     ) -> PreparedModel:
         """Optimizer and schedule, and the model wrapped at the moment that this backend needs."""
         if self.backend.wraps_before_optimizer:

@@ -10,7 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightrft.config import TrainConfig
+from lightrft.config import (
+    MonitoringOptions,
+    PromptDataOptions,
+    ScoringOptions,
+    TeacherOptions,
+    TrainConfig,
+)
 from lightrft.config.files import FileError, read_bytes
 from lightrft.config.other_names import A_REWARD
 from lightrft.config.parts.learning import NO_REWARDS
@@ -146,7 +152,7 @@ def package_problems(config: TrainConfig) -> list[str]:
     ]
 
 
-def login_problems(config: TrainConfig) -> list[str]:
+def login_problems(config: MonitoringOptions) -> list[str]:
     """W&B without a key, which would ask for one in the middle of the start."""
     is_offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
     if config.use_wandb is not True or is_offline or "WANDB_API_KEY" in os.environ:
@@ -269,7 +275,7 @@ def check_paths(config: TrainConfig) -> list[str]:
     return problems
 
 
-def teacher_problems(config: TrainConfig) -> list[str]:
+def teacher_problems(config: TeacherOptions) -> list[str]:
     """Missing files of the teachers that are folders."""
     flag = "--teachers" if config.teachers else "--teacher"
     folders = config.teacher_folders.values()
@@ -298,7 +304,7 @@ def model_problems(flag: str, name: str) -> list[str]:
     ]
 
 
-def context_problems(config: TrainConfig) -> list[str]:
+def context_problems(config: ScoringOptions) -> list[str]:
     """A response that no prompt would fit before, by the model's own configuration."""
     values = read_json(Path(str(config.pretrain)) / "config.json")
     text = values.get("text_config")
@@ -372,7 +378,7 @@ def with_found_keys(
     return config.replaced(options)
 
 
-def check_data(config: TrainConfig) -> CheckedData:
+def check_data(config: PromptDataOptions) -> CheckedData:
     """Read and render every row of the training and evaluation data, without a tokenizer.
 
     Raises:
@@ -397,7 +403,7 @@ def check_data(config: TrainConfig) -> CheckedData:
     return CheckedData(columns or frozenset(), tuple(labels), tuple(examples))
 
 
-def check_reward(config: TrainConfig, data: CheckedData) -> None:
+def check_reward(config: ScoringOptions, data: CheckedData) -> None:
     """Load the reward functions, compare what they need with the data, and try a user's own.
 
     Raises:

@@ -34,7 +34,7 @@ from lightrft.cli.options import (
     normalise,
     parse_options,
 )
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, RunControlOptions, TrainConfig
 from lightrft.config.batch_sizes import launch_problems
 from lightrft.reporting.files import note_interruption
 from lightrft.reporting.start_bar import end_start_bar, start_text
@@ -205,7 +205,7 @@ def next_after_rows(output_dir: str, model_dir: str) -> str:
 
 
 @contextmanager
-def interruption_explained(config: TrainConfig) -> Iterator[None]:
+def interruption_explained(config: RunControlOptions) -> Iterator[None]:
     """Notes an interruption (Ctrl-C) in the run, and says what the same command will do."""
     try:
         yield

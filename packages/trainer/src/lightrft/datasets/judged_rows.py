@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from lightrft.config import TrainConfig
+from lightrft.config import RowRunOptions
 from lightrft.datasets.files import Row
 from lightrft.datasets.messages import ReadRecord
 from lightrft.datasets.row_data import RowData, RowGroup
@@ -32,7 +32,7 @@ class JudgementKind(Generic[Judgement]):
     """
 
     build_reader: Callable[
-        [PreTrainedTokenizerBase, TrainConfig, Row, int | None, RowMediaReader | None],
+        [PreTrainedTokenizerBase, RowRunOptions, Row, int | None, RowMediaReader | None],
         Callable[[Row], Judgement],
     ]
     describe: Callable[[Sequence[Judgement]], str]
@@ -41,7 +41,7 @@ class JudgementKind(Generic[Judgement]):
         self,
         rows: Sequence[Row],
         tokenizer: PreTrainedTokenizerBase,
-        config: TrainConfig,
+        config: RowRunOptions,
         *,
         path: str,
         vocab_size: int | None,

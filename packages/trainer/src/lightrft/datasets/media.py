@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, MediaOptions, PromptDataOptions
 from lightrft.datasets.files import Row
 from lightrft.datasets.messages import TEXT_TYPES, Message, with_texts
 from lightrft.datasets.render import PromptTokenizer, RowTokenizer, messages_of, render_chat
@@ -52,7 +52,7 @@ class MediaRow:
     media: Media
 
 
-def media_columns(config: TrainConfig) -> dict[str, tuple[str, ...]]:
+def media_columns(config: MediaOptions) -> dict[str, tuple[str, ...]]:
     """Columns of the data in which the media of each kind may be.
 
     The default, `images`, also finds a column called `image`; an option finds what it names.
@@ -64,7 +64,7 @@ def media_columns(config: TrainConfig) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def media_row(row: Row, content: Content, config: TrainConfig, encoder: Encoder) -> MediaRow:
+def media_row(row: Row, content: Content, config: MediaOptions, encoder: Encoder) -> MediaRow:
     """One text or conversation of a row with its media: the gate that every row passes.
 
     Media are taken from the row's columns and from parts of messages, in OpenAI's form
@@ -104,7 +104,7 @@ def media_row(row: Row, content: Content, config: TrainConfig, encoder: Encoder)
     return found
 
 
-def _check_places(row: Row, media: Media, config: TrainConfig) -> None:
+def _check_places(row: Row, media: Media, config: MediaOptions) -> None:
     """Raises a DataError if a row names a file that it may not read, links followed.
 
     A row that names the SHA-256 of a file shows nothing that its writer did not have.
@@ -124,7 +124,7 @@ def _check_places(row: Row, media: Media, config: TrainConfig) -> None:
             )
 
 
-def frame_bounds(config: TrainConfig) -> MediaBounds:
+def frame_bounds(config: MediaOptions) -> MediaBounds:
     """Of the frames of videos, by the options."""
     return MediaBounds(
         config.max_pixels,
@@ -134,7 +134,7 @@ def frame_bounds(config: TrainConfig) -> MediaBounds:
     )
 
 
-def column_media(row: Row, config: TrainConfig) -> Media:
+def column_media(row: Row, config: MediaOptions) -> Media:
     """The media in the columns of one row.
 
     Raises:
@@ -172,7 +172,7 @@ def _listed(value: object, kind: MediumKind) -> list[object]:
     return [item for item in value if item is not None]
 
 
-def _check_count(row: Row, kind: str, count: int, config: TrainConfig) -> None:
+def _check_count(row: Row, kind: str, count: int, config: MediaOptions) -> None:
     limit = vars(config).get(f"limit_mm_{kind}_per_prompt")
     if limit is not None and count > limit:
         raise DataError(
@@ -181,7 +181,7 @@ def _check_count(row: Row, kind: str, count: int, config: TrainConfig) -> None:
         )
 
 
-def _refuse_media(row: Row, content: Content, config: TrainConfig) -> None:
+def _refuse_media(row: Row, content: Content, config: MediaOptions) -> None:
     """Raises a DataError if a row has media, for a model that reads text only."""
     where = [
         f"column {name!r} holds {MEDIA_KINDS[kind].plural}"
@@ -249,7 +249,7 @@ class TextModality:
     def check_turns(self) -> None:
         """Nothing: there are no media to stand behind a prompt."""
 
-    def read(self, row: Row, config: TrainConfig) -> MediaRow:
+    def read(self, row: Row, config: PromptDataOptions) -> MediaRow:
         """A row's text or messages; a DataError if it has media and there is a model."""
         content = messages_of(row, config)
         if self._has_model:
@@ -312,7 +312,7 @@ class VisionPrompts:
                 "out"
             )
 
-    def read(self, row: Row, config: TrainConfig) -> MediaRow:
+    def read(self, row: Row, config: PromptDataOptions) -> MediaRow:
         """A row's text or messages with its media; errors as `media_row`."""
         return media_row(row, messages_of(row, config), config, self.encoder)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightrft.config import TrainConfig
+from lightrft.config import RowDataOptions
 from lightrft.datasets.files import Row, read_sources
 from lightrft.datasets.messages import (
     ASSISTANT,
@@ -89,7 +89,7 @@ Preference = PreferencePair | LabelledAnswer
 def load_preferences(
     path: str,
     tokenizer: PreTrainedTokenizerBase,
-    config: TrainConfig,
+    config: RowDataOptions,
     *,
     max_samples: int,
     split: str,
@@ -158,7 +158,7 @@ class PreferenceReader:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        config: TrainConfig,
+        config: RowDataOptions,
         first: Row,
         vocab_size: int | None = None,
         reader: RowMediaReader | None = None,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch.utils.data import Dataset
 
-from lightrft.config import TrainConfig
+from lightrft.config import PromptDataOptions, PromptOptions, TrainConfig
 from lightrft.datasets.files import Row, read_sources
 from lightrft.datasets.media import (
     Modality,
@@ -93,7 +93,7 @@ def collate_prompts(prompts: list[Prompt]) -> list[Prompt]:
 def load_prompts(
     path: str | Path,
     tokenizer: PromptTokenizer,
-    config: TrainConfig | None = None,
+    config: PromptDataOptions | None = None,
     *,
     max_samples: int | None = None,
     split: str = "train",
@@ -130,7 +130,7 @@ def load_prompts(
 def _build(
     rows: Sequence[Row],
     tokenizer: PromptTokenizer,
-    config: TrainConfig,
+    config: PromptDataOptions,
     path: str,
     max_samples: int | None,
 ) -> PromptDataset:
@@ -176,7 +176,7 @@ def build_prompts(
     rows: Sequence[Row],
     first_id: int,
     tokenizer: PromptTokenizer,
-    config: TrainConfig,
+    config: PromptDataOptions,
     *,
     has_model: bool = True,
 ) -> list[Prompt]:
@@ -220,7 +220,7 @@ def build_prompts(
     ]
 
 
-def _with_own_names(row: Row, prompt: Prompt, config: TrainConfig) -> dict[str, object]:
+def _with_own_names(row: Row, prompt: Prompt, config: PromptOptions) -> dict[str, object]:
     """The columns of a prompt, its own and the label's as JSON can hold them.
 
     Kept rows and reward services are JSON, and messages may hold media, labels dates. For rewards
@@ -254,7 +254,7 @@ def _for_episodes(prompt: Prompt, row: Row) -> Prompt:
     return replace(prompt, row={**row.columns, "prompt": [dict(message) for message in chat]})
 
 
-def _check_label_key(rows: Sequence[Row], config: TrainConfig) -> None:
+def _check_label_key(rows: Sequence[Row], config: PromptOptions) -> None:
     key = config.label_key
     if key in (None, "label") or any(key in row.columns for row in rows):
         return

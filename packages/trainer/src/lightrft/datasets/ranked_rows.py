@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lightrft.config import TrainConfig
+from lightrft.config import RowDataOptions
 from lightrft.datasets.files import Row
 from lightrft.datasets.judged_rows import JudgementKind
 from lightrft.datasets.messages import ASSISTANT, read_conversation, read_messages
@@ -64,7 +64,7 @@ def _ranking(row: Row, encoder: RowEncoder, names: Collection[str]) -> RankedAns
 
 def ranking_reader(
     tokenizer: PreTrainedTokenizerBase,
-    config: TrainConfig,
+    config: RowDataOptions,
     first: Row,
     vocab_size: int | None = None,
     reader: RowMediaReader | None = None,

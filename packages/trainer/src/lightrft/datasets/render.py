@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
-from lightrft.config import TrainConfig
-from lightrft.config.parts.data import PROMPT_SLOT
+from lightrft.config import PromptDataOptions, TeacherOptions, TrainConfig
+from lightrft.config.parts.data import PROMPT_SLOT, PromptOptions, TemplateOptions
 from lightrft.datasets.chat_template import template_of
 from lightrft.datasets.files import Row
 from lightrft.datasets.messages import (
@@ -56,7 +56,7 @@ class RowTokenizer(Protocol):
         ...
 
 
-def check_tokenizer(tokenizer: PromptTokenizer, config: TrainConfig) -> None:
+def check_tokenizer(tokenizer: PromptTokenizer, config: TemplateOptions) -> None:
     """Raise a DataError if the chat template is asked for and the tokenizer has none."""
     if config.apply_chat_template and not tokenizer.chat_template:
         raise DataError(
@@ -68,7 +68,7 @@ def check_tokenizer(tokenizer: PromptTokenizer, config: TrainConfig) -> None:
 def render(
     row: Row,
     tokenizer: PromptTokenizer,
-    config: TrainConfig,
+    config: PromptDataOptions,
     content: str | Sequence[Message] | None = None,
 ) -> str:
     """The text of the prompt of one row.
@@ -93,7 +93,7 @@ def render(
     return text
 
 
-def messages_of(row: Row, config: TrainConfig) -> str | list[Message]:
+def messages_of(row: Row, config: PromptDataOptions) -> str | list[Message]:
     """The prompt of one row: a text, or with the chat template its messages; errors as `render`.
 
     A row without one gets a user's message without text where an environment's reset may give it.
@@ -115,7 +115,7 @@ def messages_of(row: Row, config: TrainConfig) -> str | list[Message]:
         raise DataError(f"{row.location}: {error}") from error
 
 
-def _text_of(columns: Mapping[str, object], text: str, config: TrainConfig) -> str:
+def _text_of(columns: Mapping[str, object], text: str, config: PromptOptions) -> str:
     """The text of a prompt, of Alpaca's instruction with its input, in `input_template`."""
     key = config.input_key
     if is_alpaca(columns) and key == "input":
@@ -132,7 +132,7 @@ def _text_of(columns: Mapping[str, object], text: str, config: TrainConfig) -> s
     return text
 
 
-def _with_system(talk: Conversation, config: TrainConfig) -> list[Message]:
+def _with_system(talk: Conversation, config: PromptOptions) -> list[Message]:
     """The messages of a prompt, behind `system_prompt` if it is given."""
     require_asked(talk.messages)
     if config.system_prompt is None:
@@ -144,7 +144,7 @@ def _with_system(talk: Conversation, config: TrainConfig) -> list[Message]:
     return [{"role": SYSTEM, "content": config.system_prompt}, *talk.messages]
 
 
-def _check_options(key: str, config: TrainConfig) -> None:
+def _check_options(key: str, config: PromptOptions) -> None:
     if not config.apply_chat_template:
         raise DataError(f"column {key!r} holds chat messages: add --apply_chat_template")
     if config.input_template is not None:
@@ -153,7 +153,7 @@ def _check_options(key: str, config: TrainConfig) -> None:
         )
 
 
-def found_keys(columns: Mapping[str, object], config: TrainConfig) -> dict[str, object]:
+def found_keys(columns: Mapping[str, object], config: PromptOptions) -> dict[str, object]:
     """Options that name the prompts of rows where the default column is not there.
 
     One column of a known name is taken, and the chat template for messages. Of the columns of
@@ -186,7 +186,7 @@ def as_flags(options: Mapping[str, object]) -> str:
 def tokenise(
     rows: Sequence[Row],
     tokenizer: PromptTokenizer,
-    config: TrainConfig,
+    config: PromptDataOptions,
     contents: Sequence[str | Sequence[Message] | None] = (),
 ) -> list[tuple[str, tuple[int, ...]]]:
     """Text and token ids of the prompts of some rows, or of contents in their place.
@@ -216,7 +216,7 @@ def tokenise(
     return [(text, tuple(ids)) for text, ids in zip(texts, token_ids, strict=True)]
 
 
-def label_of(row: Row, config: TrainConfig) -> str | None:
+def label_of(row: Row, config: PromptOptions) -> str | None:
     """The reference answer as text; numbers, lists and objects as JSON; None if absent."""
     if config.label_key is None:
         return None
@@ -267,7 +267,7 @@ def render_chat(row: Row, tokenizer: PromptTokenizer, messages: Sequence[Message
 
 
 def teacher_prompt_ids(
-    rows: Sequence[Row], tokenizer: PromptTokenizer, config: TrainConfig
+    rows: Sequence[Row], tokenizer: PromptTokenizer, config: PromptDataOptions
 ) -> list[tuple[int, ...]]:
     """Token ids of each row's prompt with the text of `teacher_prompt_column` behind it.
 
@@ -282,7 +282,7 @@ def teacher_prompt_ids(
     ]
 
 
-def teacher_name(columns: Mapping[str, object], config: TrainConfig, place: str) -> str:
+def teacher_name(columns: Mapping[str, object], config: TeacherOptions, place: str) -> str:
     """The name of a row's teacher.
 
     Raises:
@@ -297,7 +297,7 @@ def teacher_name(columns: Mapping[str, object], config: TrainConfig, place: str)
     return str(name)
 
 
-def _shown_to_teacher(row: Row, config: TrainConfig) -> Row:
+def _shown_to_teacher(row: Row, config: PromptDataOptions) -> Row:
     name = str(config.teacher_prompt_column)
     text, prompt = row.columns.get(name), row.columns.get(config.input_key)
     if not isinstance(text, str) or not text.strip():

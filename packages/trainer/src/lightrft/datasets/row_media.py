@@ -22,7 +22,7 @@ from lightrft.engines.media.media import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lightrft.config import TrainConfig
+    from lightrft.config import MediaOptions
     from lightrft.datasets.files import Row
     from lightrft.datasets.media import Content, Modality
     from lightrft.engines.media.media import Encoder
@@ -65,17 +65,17 @@ class RowMediaReader:
         """Of the model."""
         return self.modality.encoder
 
-    def read(self, row: Row, content: Content, config: TrainConfig) -> MediaRow:
+    def read(self, row: Row, content: Content, config: MediaOptions) -> MediaRow:
         """A text or a conversation of a row with its media; see `media_row`."""
         return media_row(row, content, config, self.encoder)
 
-    def refuse(self, row: Row, config: TrainConfig, what: str) -> None:
+    def refuse(self, row: Row, config: MediaOptions, what: str) -> None:
         """Raises a DataError if a row of a kind that has no text before its answer has media."""
         if self.read(row, "", config).media:
             raise DataError(f"{row.location}: {what} have no images: give texts or messages")
 
     def of_ids(
-        self, row: Row, config: TrainConfig, token_ids: Sequence[int], what: str
+        self, row: Row, config: MediaOptions, token_ids: Sequence[int], what: str
     ) -> ShownMedia | None:
         """Images of a row of token ids, which its text before the answer names; None without.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lightrft.config import TrainConfig
+from lightrft.config import MediaOptions, RowRunOptions
 from lightrft.datasets.files import Row
 from lightrft.datasets.judged_rows import JudgementKind
 from lightrft.datasets.row_data import SupervisedRow
@@ -35,7 +35,7 @@ class ScoredAnswer:
 
 def score_reader(
     tokenizer: PreTrainedTokenizerBase,
-    config: TrainConfig,
+    config: RowRunOptions,
     first: Row,
     vocab_size: int | None = None,
     reader: RowMediaReader | None = None,
@@ -54,7 +54,7 @@ def score_reader(
 def _scored(
     row: Row,
     vocab_size: int | None,
-    config: TrainConfig,
+    config: MediaOptions,
     reader: RowMediaReader | None,
     *,
     is_label: bool,

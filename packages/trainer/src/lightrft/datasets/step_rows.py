@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightrft.config import TrainConfig
+from lightrft.config import RowDataOptions
 from lightrft.datasets.chat_turns import end_of_turn
 from lightrft.datasets.files import Row
 from lightrft.datasets.judged_rows import JudgementKind
@@ -45,7 +45,7 @@ class LabelledSteps:
 
 def step_reader(
     tokenizer: PreTrainedTokenizerBase,
-    config: TrainConfig,
+    config: RowDataOptions,
     first: Row,
     vocab_size: int | None = None,
     reader: RowMediaReader | None = None,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from lightrft.config import TrainConfig
+from lightrft.config import MediaOptions, RowDataOptions
 from lightrft.datasets.chat_turns import ChatTurns, Turn, end_of_turn
 from lightrft.datasets.files import Row, read_sources
 from lightrft.datasets.media import Content, MediaRow, as_parts, media_columns
@@ -68,7 +68,7 @@ TRAINABLE: dict[str, tuple[str, ...]] = {
 def load_supervised(
     path: str,
     tokenizer: PreTrainedTokenizerBase,
-    config: TrainConfig,
+    config: RowDataOptions,
     *,
     max_samples: int,
     split: str,
@@ -214,7 +214,7 @@ class RowEncoder:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        config: TrainConfig,
+        config: RowDataOptions,
         kind: str,
         vocab_size: int | None = None,
         reader: RowMediaReader | None = None,
@@ -428,7 +428,7 @@ def answer_of_ids(
 
 
 def shown_by_ids(
-    row: Row, config: TrainConfig, reader: RowMediaReader | None, what: str
+    row: Row, config: MediaOptions, reader: RowMediaReader | None, what: str
 ) -> ShownMedia | None:
     """The media of `prompt_ids`; see `RowMediaReader.of_ids`."""
     if reader is None:

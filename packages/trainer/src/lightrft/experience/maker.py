@@ -32,7 +32,14 @@ from lightrft.algorithms.interface import (
 from lightrft.algorithms.kl import estimate_kl
 from lightrft.algorithms.masking import masked_difference
 from lightrft.algorithms.moments import Moments, masked_moments, moments_of, whiten
-from lightrft.config import TrainConfig
+from lightrft.config import (
+    BackendOptions,
+    LearningOptions,
+    SampledTeacherOptions,
+    ShapingOptions,
+    TrainConfig,
+    TrainingOptions,
+)
 from lightrft.engines.factory import engine_facts
 from lightrft.engines.media.media import TEXT_ENCODER, Encoder, RowMedia
 from lightrft.engines.types import SamplingParams
@@ -119,7 +126,7 @@ class ShapedRewards:
 def shape_rewards(
     table: RowTable,
     moments: Moments | None,
-    config: TrainConfig,
+    config: ShapingOptions,
     *,
     greedy_rewards: Tensor | None = None,
 ) -> ShapedRewards:
@@ -249,7 +256,9 @@ def _estimate(
     )
 
 
-def teacher_advantages(outputs: PolicyOutputs, mask: Tensor, config: TrainConfig) -> Tensor:
+def teacher_advantages(
+    outputs: PolicyOutputs, mask: Tensor, config: SampledTeacherOptions
+) -> Tensor:
     """teacher_coef (log p - log q) of the sampled tokens: [batch, seq], 0 outside the mask.
 
     Its mean over what q samples is minus the gradient of KL(q || p) at the token's prefix. q are
@@ -513,7 +522,7 @@ def make_experience(
 
 def give_rows(
     samples: Samples,
-    config: TrainConfig,
+    config: BackendOptions,
     step: int,
     bridge: Bridge,
     num_training: int,
@@ -548,7 +557,7 @@ def wanted_rows(
     return found + [np.empty(0, np.int64)] * (world_size - len(found))
 
 
-def plan_step(table: RowTable, config: TrainConfig, num_ranks: int, step: int) -> MinibatchPlan:
+def plan_step(table: RowTable, config: TrainingOptions, num_ranks: int, step: int) -> MinibatchPlan:
     """Rows of each optimizer batch of a step, by data-parallel rank."""
     return plan_minibatches(
         table.lengths,
@@ -564,7 +573,7 @@ def _batch(
     samples: Samples,
     rows: SampleTable,
     media: RowMedia,
-    config: TrainConfig,
+    config: LearningOptions,
     strategy: StrategyBase,
     plan: MinibatchPlan,
 ) -> RolloutBatch:
@@ -586,7 +595,7 @@ def _batch(
     return replace(batch, row_shares=own.to(strategy.device))
 
 
-def _told(evidence: Evidence, version: int, config: TrainConfig) -> Evidence:
+def _told(evidence: Evidence, version: int, config: ShapingOptions) -> Evidence:
     """Evidence with what this step knows of the weights and of what it may train on."""
     return replace(evidence, version=version, masks_truncated=config.mask_truncated)
 

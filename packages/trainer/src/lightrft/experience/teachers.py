@@ -12,7 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightrft.config import TrainConfig
+from lightrft.config import SampledTeacherOptions
 from lightrft.datasets.render import teacher_name
 from lightrft.datasets.types import Prompt
 from lightrft.experience.maker import TeacherFunction, score_policy
@@ -141,7 +141,7 @@ class TeacherRows:
     column: str = ""
 
     @classmethod
-    def of_run(cls, prompts: Sequence[Prompt], config: TrainConfig) -> TeacherRows | None:
+    def of_run(cls, prompts: Sequence[Prompt], config: SampledTeacherOptions) -> TeacherRows | None:
         """Those of the training prompts; None where teachers need none.
 
         Raises:

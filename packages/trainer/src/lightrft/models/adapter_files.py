@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import BuildOptions, ConfigError
 from lightrft.config.files import FileError, read_object, regular_file
 
 SETTINGS_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -37,7 +37,7 @@ BEGINNINGS = (True, False, "gaussian", "orthogonal")
 
 
 def check_adapters(
-    config: TrainConfig, model: nn.Module, layers: Collection[str], whole: Collection[str] = ()
+    config: BuildOptions, model: nn.Module, layers: Collection[str], whole: Collection[str] = ()
 ) -> None:
     """Compares the adapters of `lora_path` with the options and the layers that get adapters.
 
@@ -88,7 +88,7 @@ def check_adapters(
             )
 
 
-def _check_settings(folder: Path, settings: Mapping[str, object], config: TrainConfig) -> None:
+def _check_settings(folder: Path, settings: Mapping[str, object], config: BuildOptions) -> None:
     given = {name: settings.get(name, plain) for name, plain in PLAIN.items()}
     odd = {n: value for n, value in given.items() if value != PLAIN[n] and (value or PLAIN[n])}
     if (start := settings.get("init_lora_weights", True)) not in BEGINNINGS:

@@ -26,7 +26,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, TemplateOptions
 from lightrft.config.files import FileError, read_object, read_text
 from lightrft.config.options import short
 from lightrft.config.other_names import said_once
@@ -86,7 +86,7 @@ def common_fields(config: PretrainedConfig) -> dict[str, object]:
     return fields | {name: getattr(config, name) for name in config.attribute_map}
 
 
-def load_tokenizer(path: str, config: TrainConfig | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, config: TemplateOptions | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint.
 
     Args:
@@ -106,7 +106,7 @@ def load_tokenizer(path: str, config: TrainConfig | None = None) -> PreTrainedTo
     return tokenizer
 
 
-def chosen_template(config: TrainConfig, own: str | None) -> str | None:
+def chosen_template(config: TemplateOptions, own: str | None) -> str | None:
     """The chat template of a run, which sets its arguments itself.
 
     So whatever renders by it, the saved model included, renders alike.

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import BuildOptions, ConfigError
 from lightrft.engines.types import AdapterShape
 from lightrft.models.actor import Actor
 from lightrft.models.adapter_files import (
@@ -64,7 +64,7 @@ class LoraModel(SequenceModel):
     coverage = ""
     whole: tuple[str, ...] = ()
 
-    def add_adapters(self, model: PreTrainedModel, config: TrainConfig) -> None:
+    def add_adapters(self, model: PreTrainedModel, config: BuildOptions) -> None:
         """Freezes a model and puts adapters on its layers.
 
         Args:
@@ -172,7 +172,7 @@ class LoraModel(SequenceModel):
 class LoraActor(LoraModel, Actor):
     """An actor with adapters; see `LoraModel` and `Actor`."""
 
-    def __init__(self, model: PreTrainedModel, config: TrainConfig) -> None:
+    def __init__(self, model: PreTrainedModel, config: BuildOptions) -> None:
         super().__init__(model)
         self.add_adapters(model, config)
 
@@ -203,7 +203,7 @@ def add_product(values: Tensor, start: int, first: Tensor, second: Tensor, *, sc
     values.copy_(product.view(-1)[offset : offset + values.numel()].add_(values))
 
 
-def _inject(model: PreTrainedModel, config: TrainConfig, whole: Sequence[str]) -> SavesPretrained:
+def _inject(model: PreTrainedModel, config: BuildOptions, whole: Sequence[str]) -> SavesPretrained:
     """Puts the adapters into the layers; their description."""
     try:
         from peft import LoraConfig, inject_adapter_in_model

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from lightrft.config import TrainConfig
+from lightrft.config import BuildOptions
 from lightrft.config.files import FileError, regular_file
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.media import RowMedia
@@ -288,7 +288,7 @@ class LoraRewardModel(LoraModel, RewardModel):
     """A reward model with adapters, whose head is trained whole; see `LoraModel`."""
 
     def __init__(
-        self, model: PreTrainedModel, config: TrainConfig, head: nn.Module | None = None
+        self, model: PreTrainedModel, config: BuildOptions, head: nn.Module | None = None
     ) -> None:
         super().__init__(model, head)
         self.whole = () if self.is_beside else (HEAD,)

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, TemplateOptions
 from lightrft.config.files import FileError, read_object, read_text
 from lightrft.engines.media.families import family_of
 from lightrft.engines.text import declared_ends, end_of_sequence_ids, text_behind_answer
@@ -140,7 +140,7 @@ class Statements:
 
 def read_statements(
     path: str,
-    options: TrainConfig | None = None,
+    options: TemplateOptions | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     generates: bool = True,
@@ -163,7 +163,7 @@ def read_statements(
     return Statements(path, tokenizer, config, generation, note, generates)
 
 
-def vocabulary_of(path: str, options: TrainConfig | None = None) -> Vocabulary:
+def vocabulary_of(path: str, options: TemplateOptions | None = None) -> Vocabulary:
     """Return the vocabulary of a model; that of one without a tokenizer leaves all open."""
     try:
         return read_statements(path, options).vocabulary

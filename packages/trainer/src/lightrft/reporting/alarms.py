@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 
-from lightrft.config.parts.run_control import AlarmOptions
+from lightrft.config import AlarmOptions
 
 # Names of main models: their metrics have no prefix, and their learning rate is NAME_lr.
 MAIN_NAMES = ("actor", "model")

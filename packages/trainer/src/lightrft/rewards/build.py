@@ -9,7 +9,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self, cast
 
-from lightrft.config import TrainConfig
+from lightrft.config import ScorerOptions, ScoringOptions, ServiceOptions, TrainConfig
 from lightrft.config.registry import REWARD_KINDS, REWARD_SERVICES, REWARDS, split_kind
 from lightrft.config.toml import read_toml
 from lightrft.engines.media.media import Media
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from lightrft.engines.base import RolloutEngine
 
 # Makes a reward of the options and of its spelling: its name, `KIND:WHAT` or an address.
-RewardFactory = Callable[[TrainConfig, str], RewardFunction]
+RewardFactory = Callable[[ScoringOptions, str], RewardFunction]
 
 
-def reward_urls(config: TrainConfig) -> tuple[str, ...]:
+def reward_urls(config: ServiceOptions) -> tuple[str, ...]:
     """Addresses of reward services."""
     urls = config.remote_rm_url
     return () if urls is None else (urls,) if isinstance(urls, str) else tuple(urls)
@@ -211,7 +211,7 @@ def build_reward(
     weights: Sequence[float] | None = None,
     recipes: RewardRecipes | None = None,
     has_models: bool = False,
-    config: TrainConfig | None = None,
+    config: ScoringOptions | None = None,
 ) -> CombinedReward:
     """Loads and checks reward functions, before any model exists.
 
@@ -302,7 +302,7 @@ def _is_elsewhere(function: RewardFunction) -> bool:
     return isinstance(function, CallStyle) and function.parallel_calls > 0
 
 
-def _check_arguments(functions: Sequence[RewardFunction], config: TrainConfig) -> None:
+def _check_arguments(functions: Sequence[RewardFunction], config: ScorerOptions) -> None:
     """Raises a ConfigError for an argument that no function has."""
     own = [function for function in functions if isinstance(function, TakesColumns)]
     used = {option for function in own for option in function.options}
@@ -318,7 +318,7 @@ def numbered(name: str, index: int, count: int) -> str:
     return name if count == 1 else f"{name}_{index}"
 
 
-def _build_one(config: TrainConfig, name: str) -> RewardFunction:
+def _build_one(config: ScoringOptions, name: str) -> RewardFunction:
     from lightrft.rewards.user import PlainReward, UserReward
 
     kind, _ = split_kind(name, REWARD_KINDS)

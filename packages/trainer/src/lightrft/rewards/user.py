@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from lightrft.config import TrainConfig
+from lightrft.config import ScoringOptions
 from lightrft.rewards.environment_snapshot import with_snapshots
 from lightrft.rewards.other_signatures import WITHOUT_COUNTERPART, adapted
 from lightrft.rewards.process import WorkerFailedError, WorkerPool, WorkerTask, WorkerTimeoutError
@@ -92,7 +92,7 @@ class FunctionReward:
     needs_labels = False
     parallel_calls = 0
 
-    def __init__(self, spelling: str, signature: Signature, config: TrainConfig) -> None:
+    def __init__(self, spelling: str, signature: Signature, config: ScoringOptions) -> None:
         self._spelling = spelling
         self.name = spelling.rpartition(":")[2]
         self._signature = signature
@@ -218,7 +218,7 @@ class PlainReward(FunctionReward):
         config: See `FunctionReward`.
     """
 
-    def __init__(self, name: str, function: Callable[..., object], config: TrainConfig) -> None:
+    def __init__(self, name: str, function: Callable[..., object], config: ScoringOptions) -> None:
         function = adapted(function)
         super().__init__(name, Signature(**describe_function(function)), config)
         self._function = function
@@ -257,7 +257,7 @@ class UserReward(FunctionReward):
         RewardError: the file cannot be imported, or the function cannot be called this way.
     """
 
-    def __init__(self, path: str | Path, function: str, config: TrainConfig) -> None:
+    def __init__(self, path: str | Path, function: str, config: ScoringOptions) -> None:
         file = Path(path).resolve()
         self._spelling = f"{path}:{function}"
         if not file.is_file():

@@ -10,7 +10,7 @@ Source: Chen et al. 2024, "Flaming-hot Initiation with Regular Execution", arXiv
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightrft.config.parts.rollout import SamplingOptions
+from lightrft.config import SamplingOptions
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.records.columns import join_facts

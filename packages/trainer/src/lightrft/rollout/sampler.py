@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, SamplingOptions
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.records.rollout import ScoredRollout
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MakeSource = Callable[[SourceParts], RolloutSource]
 
 
-def training_params(config: TrainConfig) -> SamplingParams:
+def training_params(config: SamplingOptions) -> SamplingParams:
     """Distribution and length of the responses of training."""
     return SamplingParams(
         temperature=config.temperature,
@@ -47,7 +47,7 @@ def training_params(config: TrainConfig) -> SamplingParams:
     )
 
 
-def greedy_params(config: TrainConfig) -> SamplingParams:
+def greedy_params(config: SamplingOptions) -> SamplingParams:
     """One completion by the most likely token at every position, under the stops of training."""
     return replace(training_params(config), temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, n=1)
 
@@ -62,7 +62,7 @@ class GreedySource:
         config: Stops and lengths of the greedy completions.
     """
 
-    def __init__(self, source: RolloutSource, config: TrainConfig) -> None:
+    def __init__(self, source: RolloutSource, config: SamplingOptions) -> None:
         self._source, self._config = source, config
 
     def sample(self, requests: SampleRequests) -> Samples:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from itertools import groupby
 from typing import Self
 
-from lightrft.config import TrainConfig
+from lightrft.config import LearningOptions
 from lightrft.engines.ledger import LedgerEntry
 from lightrft.engines.media.media import MEDIA_KINDS, Media
 from lightrft.records.rollout import Rollout, ScoredRollout
@@ -252,7 +252,7 @@ def require_finite(rollout: Rollout, reward: float) -> None:
         )
 
 
-def overlong_penalty(config: TrainConfig) -> Callable[[int], float] | None:
+def overlong_penalty(config: LearningOptions) -> Callable[[int], float] | None:
     """Addition to the reward of a response by the tokens of its longest turn; or None.
 
     At most 0: 0 up to max_tokens - buffer_tokens, then linear, -factor at max_tokens and beyond.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, cast
 
-from lightrft.config.parts.rollout import SamplingOptions
+from lightrft.config import SamplingOptions
 from lightrft.config.registry import TURN_SOURCES
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.media import TEXT_ENCODER, Encoder

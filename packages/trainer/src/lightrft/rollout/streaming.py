@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, EnvironmentOptions, TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.rollout.open_groups import OpenGroup, StreamState
@@ -156,7 +156,7 @@ def _fixed_options(config: TrainConfig) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
-def _names_of(config: TrainConfig) -> str:
+def _names_of(config: EnvironmentOptions) -> str:
     """Classes and functions, whose files may have moved."""
     given = (() if config.environment is None else (config.environment,)) + config.tools
     return ", ".join(each.rpartition(":")[2] for each in given) or "none"

@@ -13,7 +13,13 @@ from html import escape
 from pathlib import Path
 from typing import cast
 
-from lightrft.config import TrainConfig
+from lightrft.config import (
+    BuildOptions,
+    LearningOptions,
+    OutputOptions,
+    RunControlOptions,
+    TrainConfig,
+)
 from lightrft.config.files import held_folder
 from lightrft.config.parts.training import default_learning_rate
 from lightrft.config.registry import STAGES, START_HOOKS, keyword_options
@@ -245,7 +251,7 @@ def _train(config: TrainConfig, begin: _Begin, join: JoinEngines | None = None) 
         return finish_run(config, loop, result, num_resumed=num_resumed, started=started)
 
 
-def _nothing_left(config: TrainConfig, summary: Mapping[str, object]) -> RunSummary:
+def _nothing_left(config: RunControlOptions, summary: Mapping[str, object]) -> RunSummary:
     """The summary that the complete run of this command has left."""
     values = {each.name: summary.get(each.name) for each in fields(RunSummary)}
     values |= {"output_dir": config.output_dir, "model_dir": str(config.model_dir)}
@@ -256,7 +262,7 @@ def _nothing_left(config: TrainConfig, summary: Mapping[str, object]) -> RunSumm
 
 
 @contextmanager
-def _memory_noted(config: TrainConfig, strategy: StrategyBase) -> Iterator[None]:
+def _memory_noted(config: BuildOptions, strategy: StrategyBase) -> Iterator[None]:
     """Adds to an exception for lack of memory what was planned, measured and can be lowered."""
     try:
         yield
@@ -272,7 +278,7 @@ def _memory_noted(config: TrainConfig, strategy: StrategyBase) -> Iterator[None]
         raise
 
 
-def _budget_text(config: TrainConfig) -> str:
+def _budget_text(config: BuildOptions) -> str:
     tokens = config.micro_batch_tokens
     if tokens is None:
         return f", micro_train_batch_size = {config.micro_train_batch_size}"
@@ -304,7 +310,7 @@ def _with_learning_rate(config: TrainConfig, stage: str) -> tuple[TrainConfig, t
     return config.replaced({"actor_learning_rate": rate}), (text,)
 
 
-def open_console(config: TrainConfig, stack: ExitStack) -> RunConsole:
+def open_console(config: OutputOptions, stack: ExitStack) -> RunConsole:
     """The console of the run until the stack is closed; all lines of this process go there."""
     console = RunConsole(
         every=config.logging_steps,
@@ -337,7 +343,7 @@ def _open_folder(config: TrainConfig, plan: RunPlan, notes: Sequence[str]) -> No
 
 
 def finish_run(
-    config: TrainConfig,
+    config: LearningOptions,
     loop: Loop[object],
     result: LoopResult,
     *,
@@ -374,7 +380,7 @@ def finish_run(
 
 
 def _summarise(
-    config: TrainConfig,
+    config: RunControlOptions,
     strategy: StrategyBase,
     result: LoopResult,
     num_resumed: int,

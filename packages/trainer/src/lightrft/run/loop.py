@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from lightrft.config import ConfigError, StrategyConfig, TrainConfig
+from lightrft.config import ConfigError, RunControlOptions, StrategyConfig, TrainConfig
 from lightrft.config.options import options_of
 from lightrft.datasets.batch_stream import Batches, BatchStream
 from lightrft.reporting.loggers import LoggerGroup, MetricsLogger
@@ -124,7 +124,7 @@ def read_client_state(
 
 def save_run(
     strategy: StrategyBase,
-    config: TrainConfig,
+    config: RunControlOptions,
     client_state: Mapping[str, object],
     models: TrainedModels,
 ) -> None:
@@ -149,7 +149,7 @@ def save_run(
 
 
 def load_run(
-    strategy: StrategyBase, config: TrainConfig, memory: StageMemory, models: TrainedModels
+    strategy: StrategyBase, config: RunControlOptions, memory: StageMemory, models: TrainedModels
 ) -> tuple[LoopState, StageMemory] | None:
     """Loads the newest step of which the checkpoints of all models are whole.
 

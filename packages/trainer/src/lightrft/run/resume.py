@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, RunControlOptions, TrainConfig
 from lightrft.config.files import CHECKSUM, FileError, file_sha256, unsealed
 from lightrft.config.options import options_of
 from lightrft.config.toml import without_secrets
@@ -102,7 +102,7 @@ def _continued(folder: Path, config: TrainConfig) -> RunPlan:
     return RunPlan(resumes=True, changes=changes, kept=kept, warnings=warnings)
 
 
-def require_media(config: TrainConfig, media: str) -> None:
+def require_media(config: RunControlOptions, media: str) -> None:
     """Raises a ConfigError if the rows of a continued run have other media than it started with."""
     changes = changed_media(_read_start(Path(config.output_dir)), media)
     if changes and not config.allow_changes:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from lightrft.config import TrainConfig
+from lightrft.config import EngineChoiceOptions, RolloutOptions, TrainConfig
 from lightrft.config.files import held_folder
 from lightrft.config.registry import STAGES
 from lightrft.reporting.files import rank_log
@@ -26,7 +26,7 @@ from lightrft.strategy.strategy_base import StrategyBase
 
 
 @contextmanager
-def open_bridge(config: TrainConfig) -> Iterator[Bridge]:
+def open_bridge(config: RolloutOptions) -> Iterator[Bridge]:
     """The connection of the two sides; this process belongs to one of them from now on."""
     timeout = timedelta(minutes=config.timeout_minutes)
     side, store = take_side(config.rollout_ranks, timeout)
@@ -41,7 +41,10 @@ def open_bridge(config: TrainConfig) -> Iterator[Bridge]:
 
 
 def join_engines(
-    bridge: Bridge, config: TrainConfig, strategy: StrategyBase, stop_request: Callable[[], bool]
+    bridge: Bridge,
+    config: EngineChoiceOptions,
+    strategy: StrategyBase,
+    stop_request: Callable[[], bool],
 ) -> Callable[[], bool]:
     """Give the strategy the engines of the ranks that generate; return when the run is to stop."""
     strategy.inference_engine = RemoteEngine(bridge, check_engine_type(config.engine_type))

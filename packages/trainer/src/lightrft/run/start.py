@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from lightrft.config import TrainConfig
+from lightrft.config import ComputeOptions, FolderOptions, RunControlOptions, TrainConfig
 from lightrft.config.files import file_sha256
 from lightrft.models import SequenceModel
 from lightrft.models.varlen import KernelShape, KernelTrial, try_kernel
@@ -98,7 +98,9 @@ def start_run(
     return num_steps
 
 
-def describe_attention(config: TrainConfig, strategy: StrategyBase, model: nn.Module | None) -> str:
+def describe_attention(
+    config: ComputeOptions, strategy: StrategyBase, model: nn.Module | None
+) -> str:
     """The way in which rows pass through the attention of a prepared model, and why; collective.
 
     Returns:
@@ -124,7 +126,7 @@ def _of_any_folder(config: TrainConfig) -> TrainConfig:
     return own if own.checkpoint_dir == config.checkpoint_dir else config
 
 
-def end_run(config: TrainConfig, strategy: StrategyBase, event: str, num_steps: int) -> None:
+def end_run(config: FolderOptions, strategy: StrategyBase, event: str, num_steps: int) -> None:
     """Records how a run ended; no rank returns before that."""
     if strategy.is_rank_0():
         write_event(Path(config.output_dir), event, step=num_steps, details={})
@@ -132,7 +134,7 @@ def end_run(config: TrainConfig, strategy: StrategyBase, event: str, num_steps: 
 
 
 def resume_rows(
-    config: TrainConfig, loop: Loop[Batch], changes: Sequence[Change]
+    config: RunControlOptions, loop: Loop[Batch], changes: Sequence[Change]
 ) -> list[tuple[str, str]]:
     """Name and state of everything that a checkpoint brought back."""
     state, strategy, stage = loop.state, loop.strategy, loop.stage
@@ -165,7 +167,7 @@ def resume_rows(
     return rows
 
 
-def resume_table(config: TrainConfig, num_steps: int, rows: Sequence[tuple[str, str]]) -> str:
+def resume_table(config: FolderOptions, num_steps: int, rows: Sequence[tuple[str, str]]) -> str:
     """The rows below a headline."""
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name:{width}}  {text}" for name, text in rows]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightrft.config import TrainConfig
+from lightrft.config import RunControlOptions, TrainConfig
 from lightrft.models.loading import common_fields, load_config
 from lightrft.strategy.distributed.process_end import SHARED_THREADS_VARIABLE
 
@@ -66,7 +66,7 @@ def choose_threads(config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
     return config
 
 
-def use_threads(config: TrainConfig) -> None:
+def use_threads(config: RunControlOptions) -> None:
     """Sets the number of threads, where it is known."""
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)

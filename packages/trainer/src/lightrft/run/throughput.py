@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from lightrft.config import TrainConfig
+from lightrft.config import RowRunOptions
 from lightrft.stages.stage import Work
 from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
 
@@ -85,7 +85,7 @@ def training_flops(model: nn.Module, strategy: StrategyBase) -> TrainingFlops | 
     return TrainingFlops(layers, head, 6.0 * text.num_hidden_layers * width)
 
 
-def peak_tflops(config: TrainConfig) -> float | None:
+def peak_tflops(config: RowRunOptions) -> float | None:
     """The device's peak in 1e12 operations per second: as given, or of a known GPU in bfloat16."""
     has_gpu = torch.cuda.is_available()
     if config.peak_tflops is not None:

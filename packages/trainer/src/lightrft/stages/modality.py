@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, MediaOptions, RowDataOptions
 from lightrft.datasets.media import Modality, TextModality, VisionPrompts
 from lightrft.engines.media.families import family_of
 from lightrft.models.loading import chosen_template, load_config, load_processor
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 
-def load_modality(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Modality:
+def load_modality(config: RowDataOptions, tokenizer: PreTrainedTokenizerBase) -> Modality:
     """The reader of the prompts of the model that is trained.
 
     Raises:
@@ -36,7 +36,7 @@ def load_modality(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Mo
 _PIXEL_COUNTS = {"Qwen": 1, "Glm4v": 2}
 
 
-def limit_pixels(processor: ProcessorMixin, config: TrainConfig) -> None:
+def limit_pixels(processor: ProcessorMixin, config: MediaOptions) -> None:
     """Sets the sizes to which a processor scales media; it is saved with the model."""
     name = type(processor).__name__
     counts = next((n for family, n in _PIXEL_COUNTS.items() if name.startswith(family)), None)

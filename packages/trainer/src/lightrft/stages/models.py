@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import BuildOptions, ConfigError, TrainConfig
 from lightrft.models import Actor, LoraActor, SequenceModel, load_causal_lm
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.lora import LoraModel
@@ -78,7 +78,7 @@ def say_coverage(model: SequenceModel, strategy: StrategyBase) -> None:
         strategy.print(model.coverage)
 
 
-def load_policy(path: str, config: TrainConfig) -> Actor:
+def load_policy(path: str, config: BuildOptions) -> Actor:
     """The trained actor: with adapters where they are what is trained."""
     model = load_causal_lm(path, allow_new_weights=config.allow_new_weights)
     actor = LoraActor(model, config) if config.lora_rank else Actor(model)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import BuildOptions, ConfigError, ModelOptions, TrainConfig
 from lightrft.engines.media.families import family_of
 from lightrft.engines.text import context_tokens
 from lightrft.models.loading import load_config
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def opening_line(
-    config: TrainConfig, strategy: StrategyBase, num_weights: int, *, way: str = ""
+    config: BuildOptions, strategy: StrategyBase, num_weights: int, *, way: str = ""
 ) -> str:
     """Model and size, algorithm, processes, strategy and arithmetic.
 
@@ -48,7 +48,7 @@ def opening_line(
     return ", ".join(filter(None, parts))
 
 
-def check_parts(config: TrainConfig, kind: type[_BaseAutoModelClass]) -> None:
+def check_parts(config: BuildOptions, kind: type[_BaseAutoModelClass]) -> None:
     """Looks for what options name in the model, built without weights.
 
     Raises:
@@ -103,7 +103,7 @@ def rows_within_context(config: TrainConfig) -> TrainConfig:
     return config.replaced({"max_row_tokens": min(config.max_row_tokens, longest)})
 
 
-def _context_of(config: TrainConfig) -> int | None:
+def _context_of(config: ModelOptions) -> int | None:
     return None if config.pretrain is None else context_tokens(load_config(config.pretrain))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.config import TrainConfig
+from lightrft.config import StreamingOptions, TrainConfig
 from lightrft.datasets.batch_stream import Batches, BatchStream
 from lightrft.reporting.alarms import MAIN_NAMES, alarms
 from lightrft.stages.metrics import StepMetrics
@@ -233,7 +233,7 @@ class StageInputs(Protocol):
         ...
 
 
-def last_sampled_step(step: Step, config: TrainConfig) -> int:
+def last_sampled_step(step: Step, config: StreamingOptions) -> int:
     """The last step that is sampled before a step is trained on."""
     last = step.number + config.rollout_lag
     return min(last, step.num_planned) if step.num_planned >= step.number else last

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, ModelOptions, RowDataOptions, TrainConfig
 from lightrft.config.options import mask_address
-from lightrft.config.parts.learning import is_served
+from lightrft.config.parts.learning import TeacherOptions, is_served
 from lightrft.config.registry import TEACHER_SERVERS
 from lightrft.engines.media.families import family_of
 from lightrft.experience.teachers import (
@@ -98,7 +98,7 @@ def require_same_texts(
 
 
 def require_equal_answers(
-    server: LogprobServer, place: str, texts: Sequence[Sequence[int]], config: TrainConfig
+    server: LogprobServer, place: str, texts: Sequence[Sequence[int]], config: TeacherOptions
 ) -> None:
     """Proves that a server scores the same tokens alike twice.
 
@@ -126,7 +126,9 @@ def shown_place(place: str) -> str:
     return mask_address(place)
 
 
-def require_same_tokens(config: TrainConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def require_same_tokens(
+    config: ModelOptions, path: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Proves that every id stands for the same bytes in teacher and student.
 
     Args:
@@ -174,13 +176,13 @@ def token_texts(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
     return [(str(entry), text) for entry, text in zip(entries, texts, strict=True)]
 
 
-def is_own_teacher(config: TrainConfig) -> bool:
+def is_own_teacher(config: RowDataOptions) -> bool:
     """Whether the student and its one teacher are read from one place."""
     folder = config.teacher_folders.get("")
     return bool(folder) and Path(str(folder)).resolve() == Path(str(config.pretrain)).resolve()
 
 
-def require_zero(mean: float, config: TrainConfig, strategy: StrategyBase) -> None:
+def require_zero(mean: float, config: TeacherOptions, strategy: StrategyBase) -> None:
     """Proves that a model has no distance from itself, given its mean a token in nats.
 
     Raises:

@@ -4,7 +4,7 @@ import os
 import sys
 
 from lightrft.cli.errors import chain, is_memory_error
-from lightrft.config import TrainConfig
+from lightrft.config import BackendOptions, EngineOptions, MachineOptions, TrainConfig
 from lightrft.engines.factory import engine_facts
 from lightrft.kernels.names import first_line
 from lightrft.reporting.metric_table import PEAK_NOTE
@@ -101,7 +101,7 @@ def _halved(config: TrainConfig, name: str, effect: str) -> str:
     return f"--{name} {value // 2} (now {value}): {effect}" if value > 1 else ""
 
 
-def _activations(config: TrainConfig) -> list[str]:
+def _activations(config: MachineOptions) -> list[str]:
     return [
         ""
         if config.gradient_checkpointing
@@ -118,7 +118,7 @@ def _has_gpu() -> bool:
     return torch is not None and bool(torch.cuda.is_available())
 
 
-def _states(config: TrainConfig) -> list[str]:
+def _states(config: BackendOptions) -> list[str]:
     if config.fsdp:
         return [
             ""
@@ -137,7 +137,7 @@ def _states(config: TrainConfig) -> list[str]:
     ]
 
 
-def _engine(config: TrainConfig) -> list[str]:
+def _engine(config: EngineOptions) -> list[str]:
     if not engine_facts(config.engine_type).has_own_memory:
         return []
     share, idle = config.engine_mem_util, "--enable_engine_sleep: the engine's memory is free"

@@ -177,12 +177,48 @@ class TrainOptions(TypedDict, total=False):
     in the model's context, are left out and counted."""
     generate_max_len: int
     """Longest response, in tokens."""
+    temperature: float
+    """Sampling temperature."""
+    stop: Sequence[str]
+    """Texts that end a response, beside the model's own end; they stay in it."""
+    top_p: float
+    """Sample from the smallest set of tokens with this probability; 1 keeps all."""
+    top_k: int
+    """Sample from the k most likely tokens; -1 keeps all."""
+    min_p: float
+    """Sample from the tokens with at least this share of the probability of the most likely
+    one; 0 keeps all."""
     apply_chat_template: bool
     """Render prompts by the model's chat template."""
     chat_template: str | None
     """File with a Jinja chat template in place of the tokenizer's."""
     chat_template_args: Mapping[str, str | int | float | bool] | None
     """Variables of the chat template, such as enable_thinking=false."""
+    lora_rank: int
+    """Train adapters of this rank on the actor instead of its weights; 0 trains the weights."""
+    lora_alpha: float
+    """Adapters count lora_alpha / lora_rank."""
+    lora_path: str | None
+    """Adapters to start from, a folder in PEFT's format such as model/adapter of a run; of the
+    same lora_rank, lora_alpha and layers. A reference is the model without them."""
+    lora_dropout: float
+    """Probability of leaving an input of an adapter out; without effect in reinforcement, where
+    the ratios to earlier logprobs would be random."""
+    target_modules: Sequence[str]
+    """Layers that get adapters: last names of linear layers, regular expressions for whole
+    names (language_model.* is the text of a vision-language model), or all-linear."""
+    freeze_prefix: Sequence[str]
+    """Parts of actor and critic that are not trained, by regular expressions for the beginnings
+    of their names: visual is the vision tower of Qwen-VL with its projector, visual(?!\.merger)
+    without."""
+    micro_batch_tokens: int | None
+    """Cut micro-batches by this many tokens, padding included, instead of by rows. Unset, it is
+    decided at the start on GPUs unless a micro_* size was given: the largest power of two up to
+    32,768 whose memory plan fits, and at most what the batch has."""
+    allow_new_weights: Sequence[str]
+    """Names of tensors (patterns like 'score.*') that may be missing from a checkpoint, of
+    another shape or unused; those the model needs are initialised anew, alike in actor and
+    reference."""
     input_key: str
     """Column that holds the prompt."""
     label_key: str | None
@@ -222,42 +258,6 @@ class TrainOptions(TypedDict, total=False):
     """Most videos of a prompt; a row with more is an error. Unset sets no limit."""
     limit_mm_audio_per_prompt: int | None
     """Most sounds of a prompt; a row with more is an error. Unset sets no limit."""
-    lora_rank: int
-    """Train adapters of this rank on the actor instead of its weights; 0 trains the weights."""
-    lora_alpha: float
-    """Adapters count lora_alpha / lora_rank."""
-    lora_path: str | None
-    """Adapters to start from, a folder in PEFT's format such as model/adapter of a run; of the
-    same lora_rank, lora_alpha and layers. A reference is the model without them."""
-    lora_dropout: float
-    """Probability of leaving an input of an adapter out; without effect in reinforcement, where
-    the ratios to earlier logprobs would be random."""
-    target_modules: Sequence[str]
-    """Layers that get adapters: last names of linear layers, regular expressions for whole
-    names (language_model.* is the text of a vision-language model), or all-linear."""
-    freeze_prefix: Sequence[str]
-    """Parts of actor and critic that are not trained, by regular expressions for the beginnings
-    of their names: visual is the vision tower of Qwen-VL with its projector, visual(?!\.merger)
-    without."""
-    micro_batch_tokens: int | None
-    """Cut micro-batches by this many tokens, padding included, instead of by rows. Unset, it is
-    decided at the start on GPUs unless a micro_* size was given: the largest power of two up to
-    32,768 whose memory plan fits, and at most what the batch has."""
-    allow_new_weights: Sequence[str]
-    """Names of tensors (patterns like 'score.*') that may be missing from a checkpoint, of
-    another shape or unused; those the model needs are initialised anew, alike in actor and
-    reference."""
-    temperature: float
-    """Sampling temperature."""
-    stop: Sequence[str]
-    """Texts that end a response, beside the model's own end; they stay in it."""
-    top_p: float
-    """Sample from the smallest set of tokens with this probability; 1 keeps all."""
-    top_k: int
-    """Sample from the k most likely tokens; -1 keeps all."""
-    min_p: float
-    """Sample from the tokens with at least this share of the probability of the most likely
-    one; 0 keeps all."""
     rollout_batch_size: int
     """Prompts per step, over all ranks."""
     use_fire: bool
@@ -336,61 +336,6 @@ class TrainOptions(TypedDict, total=False):
     calls that its chat template writes. A run begins only if a call is read back."""
     max_observation_tokens: int
     """Longest answer of a call, in tokens; the rest is cut."""
-    reward_args: Mapping[str, str | int | float | bool] | None
-    """Keyword-only arguments of own reward functions."""
-    reward_timeout_seconds: float
-    """Deadline of one call of a reward function."""
-    reward_memory_gb: float | None
-    """Memory in GB that the process of an own reward function and its children may hold; none
-    sets no limit."""
-    reward_env: Sequence[str]
-    """Environment variables with secrets that own reward functions may read; others, such as
-    WANDB_API_KEY, are kept from them."""
-    reward_workers: int
-    """Groups of responses that an own reward function (each in a process of its own),
-    reasoning_gym or a service scores at once, beside the generation."""
-    sandbox: Literal["bubblewrap", "unsafe"]
-    """Where unit_tests and agent_command run programs; unsafe has limits of resources only."""
-    test_timeout_seconds: float
-    """Processor time of a process of a program of the reward unit_tests; all of them may take
-    three times as much, and do nothing for as long."""
-    judge_url: str | None
-    """OpenAI-compatible server of the reward judge, http://HOST:PORT/v1; the environment
-    variable LIGHTRFT_JUDGE_KEY is its key."""
-    judge_model: str | None
-    """Name of the judge's model on judge_url; without that the folder of one, which every rank
-    loads on the CPU in a process of its own, or policy: the one that is trained, asked through
-    the engine."""
-    judge_template: str | None
-    """Text file with the question to the judge: {response} between marks with {mark}, {prompt}
-    and {label}; with a rubric {question}; for pairs {first} and {second}, for rankings
-    {responses} instead."""
-    judge_rubric: str | None
-    """TOML file with a table a part, each with question and weight: every response gets a grade
-    by each of them, and their weighted mean."""
-    judge_args: Mapping[str, str | int | float | bool] | None
-    """Fields of the request to the judge, such as max_tokens=2048."""
-    remote_rm_token: str | None
-    """Token of the reward services, sent as Authorization: Bearer; unset takes
-    LIGHTRFT_REWARD_TOKEN of the environment."""
-    reward_weights: Sequence[float]
-    """Factor of each reward_fn, then remote_rm_url, then reward_pretrain; unset is 1 each."""
-    reward_pretrain: Sequence[str]
-    """Reward models of lightrft reward, or sequence classifiers with one label; their scores
-    are added."""
-    reward_recipe: str | None
-    """TOML file: a table per value of reward_recipe_column with weights of rewards."""
-    reward_recipe_column: str
-    """Column that names the recipe of a row."""
-    reward_failure: Literal["raise", "mask"]
-    """A failed reward ends the run, or excludes (masks) its sample."""
-    judge_compare: Literal["none", "pairs", "ranking", "verdicts"]
-    """What the judge compares: none grades each response alone; pairs asks about every two
-    responses to a prompt, in both orders; ranking ranks them all, in two orders; verdicts is
-    pairs for a judge that was trained on both_orders:FILE, with the questions of that."""
-    judge_prices: Mapping[str, str | int | float | bool] | None
-    """Prices of a million tokens of the judge, input=0.5 output=1.5, for the metric
-    judge/cost."""
     agent_denominator: Literal["episode", "branch"]
     """What counts as one sequence where a loss is a mean over sequences: an episode of the
     agent with all its branches, or each branch."""
@@ -493,10 +438,65 @@ class TrainOptions(TypedDict, total=False):
     solution, or feedback."""
     teacher_coef: float
     """Weight of the teacher's advantage beside that of the rewards."""
-    max_epochs: int
-    """Passes over the samples of one step; of sft, prefer and reward, over their rows."""
+    reward_args: Mapping[str, str | int | float | bool] | None
+    """Keyword-only arguments of own reward functions."""
+    reward_timeout_seconds: float
+    """Deadline of one call of a reward function."""
+    reward_memory_gb: float | None
+    """Memory in GB that the process of an own reward function and its children may hold; none
+    sets no limit."""
+    reward_env: Sequence[str]
+    """Environment variables with secrets that own reward functions may read; others, such as
+    WANDB_API_KEY, are kept from them."""
+    reward_workers: int
+    """Groups of responses that an own reward function (each in a process of its own),
+    reasoning_gym or a service scores at once, beside the generation."""
+    sandbox: Literal["bubblewrap", "unsafe"]
+    """Where unit_tests and agent_command run programs; unsafe has limits of resources only."""
+    test_timeout_seconds: float
+    """Processor time of a process of a program of the reward unit_tests; all of them may take
+    three times as much, and do nothing for as long."""
+    judge_url: str | None
+    """OpenAI-compatible server of the reward judge, http://HOST:PORT/v1; the environment
+    variable LIGHTRFT_JUDGE_KEY is its key."""
+    judge_model: str | None
+    """Name of the judge's model on judge_url; without that the folder of one, which every rank
+    loads on the CPU in a process of its own, or policy: the one that is trained, asked through
+    the engine."""
+    judge_template: str | None
+    """Text file with the question to the judge: {response} between marks with {mark}, {prompt}
+    and {label}; with a rubric {question}; for pairs {first} and {second}, for rankings
+    {responses} instead."""
+    judge_rubric: str | None
+    """TOML file with a table a part, each with question and weight: every response gets a grade
+    by each of them, and their weighted mean."""
+    judge_args: Mapping[str, str | int | float | bool] | None
+    """Fields of the request to the judge, such as max_tokens=2048."""
+    remote_rm_token: str | None
+    """Token of the reward services, sent as Authorization: Bearer; unset takes
+    LIGHTRFT_REWARD_TOKEN of the environment."""
+    reward_weights: Sequence[float]
+    """Factor of each reward_fn, then remote_rm_url, then reward_pretrain; unset is 1 each."""
+    reward_pretrain: Sequence[str]
+    """Reward models of lightrft reward, or sequence classifiers with one label; their scores
+    are added."""
+    reward_recipe: str | None
+    """TOML file: a table per value of reward_recipe_column with weights of rewards."""
+    reward_recipe_column: str
+    """Column that names the recipe of a row."""
+    reward_failure: Literal["raise", "mask"]
+    """A failed reward ends the run, or excludes (masks) its sample."""
+    judge_compare: Literal["none", "pairs", "ranking", "verdicts"]
+    """What the judge compares: none grades each response alone; pairs asks about every two
+    responses to a prompt, in both orders; ranking ranks them all, in two orders; verdicts is
+    pairs for a judge that was trained on both_orders:FILE, with the questions of that."""
+    judge_prices: Mapping[str, str | int | float | bool] | None
+    """Prices of a million tokens of the judge, input=0.5 output=1.5, for the metric
+    judge/cost."""
     output_dir: str
     """Folder for everything that the run writes."""
+    max_epochs: int
+    """Passes over the samples of one step; of sft, prefer and reward, over their rows."""
     max_steps: int | None
     """Stop after this many steps (rollout batches)."""
     save_steps: int

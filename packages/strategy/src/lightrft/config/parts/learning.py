@@ -10,6 +10,9 @@ from lightrft.config.options import (
     option,
     part,
 )
+from lightrft.config.parts.rollout import SamplingOptions, ShapingOptions, StreamingOptions
+from lightrft.config.parts.run_control import RunControlOptions
+from lightrft.config.parts.training import TrainingOptions
 from lightrft.config.registry import (
     AGGREGATIONS,
     POLICY_LOSSES,
@@ -17,8 +20,6 @@ from lightrft.config.registry import (
 from lightrft.engines.factory import engine_facts
 
 DEFAULT_POLICY_LOSS = "ppo"
-
-
 UNKNOWN_ORDER = (
     "off_policy_correction cannot tell which tokens the {engine} engine kept with top_p, top_k and "
     "min_p together: keep one of them, take engine_type hf, or train without a correction: "
@@ -494,3 +495,47 @@ class SampledTeacherOptions(TeacherOptions):
             and "teacher_prompt_column is of teacher_form sampled: leave it out"
         ),
     )
+
+
+class LearningOptions(
+    RunControlOptions,
+    SampledTeacherOptions,
+    AlgorithmOptions,
+    StreamingOptions,
+    SamplingOptions,
+    ShapingOptions,
+    TrainingOptions,
+):
+    """What a policy learns in a step, and from which samples."""
+
+    @property
+    def correction(self) -> str | tuple[str, ...] | None:
+        """Terms of the off-policy correction, by default what the age of rows asks for."""
+        terms = self.off_policy_correction
+        if terms is None and self.keeps_rows and not self.use_rollout_logprobs:
+            return STALE_CORRECTION
+        return None if terms in (NO_CORRECTION, (NO_CORRECTION,)) else terms
+
+    @property
+    def num_minibatches(self) -> int:
+        """Optimizer batches in which the samples of one step are trained."""
+        return self.rollout_batch_size * self.n_samples_per_prompt // self.train_batch_size
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps after each rollout."""
+        return self.num_minibatches * self.max_epochs
+
+    @property
+    def asks_policy_first(self) -> bool:
+        """Whether an option needs the policy's logprobs before an update computes them.
+
+        A KL term in the rewards needs them as well.
+        """
+        has_teacher = self.teacher or self.teachers or self.teacher_prompt_column is not None
+        return self.max_epochs > 1 or self.high_entropy_token_ratio > 0 or bool(has_teacher)
+
+    @property
+    def num_frozen_updates(self) -> int:
+        """Optimizer steps at the start of the run that the actor does not take."""
+        return max(self.freezing_actor_steps, 0) * self.steps_per_rollout

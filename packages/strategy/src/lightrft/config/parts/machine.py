@@ -6,6 +6,9 @@ from lightrft.config.options import (
     option,
     part,
 )
+from lightrft.config.parts.data import TemplateOptions
+from lightrft.config.parts.scores import ModelOptions, PolicyModelOptions
+from lightrft.config.parts.training import HeadOptions, TrainingOptions, WeightOptions
 from lightrft.engines.factory import ENGINES, engine_facts
 
 
@@ -228,3 +231,17 @@ class EngineOptions(EngineChoiceOptions):
             )
         ),
     )
+
+
+class BackendOptions(PolicyModelOptions, DistributedOptions, TrainingOptions):
+    """What a backend prepares models and optimizers by."""
+
+
+class MachineOptions(EngineOptions, DistributedOptions, HeadOptions, TrainingOptions):
+    """Division of a machine's memory between training and the engine."""
+
+
+class BuildOptions(
+    WeightOptions, TemplateOptions, ModelOptions, DistributedOptions, HeadOptions, TrainingOptions
+):
+    """Models as they are read, laid out and trained."""

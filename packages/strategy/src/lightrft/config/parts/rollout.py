@@ -10,7 +10,11 @@ from lightrft.config.options import (
     option,
     part,
 )
-from lightrft.config.parts.data import LengthOptions
+from lightrft.config.parts.data import LengthOptions, PromptOptions
+from lightrft.config.parts.machine import EngineChoiceOptions, EngineOptions
+from lightrft.config.parts.run_control import FolderOptions
+from lightrft.config.parts.scores import ModelOptions, RewardOptions, ServiceOptions
+from lightrft.config.parts.training import ComputeOptions
 from lightrft.config.registry import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
@@ -86,7 +90,25 @@ class TruncationOptions(DrawOptions):
 
 
 @part("rollout")
-class SamplingOptions(TruncationOptions, LengthOptions):
+class GroupOptions:
+    """Samples of a prompt, and those that are scored at once."""
+
+    micro_rollout_batch_size: int = option(
+        2,
+        "Samples per rank in one forward pass before training.",
+        at_least=1,
+        acts_with="not micro_batch_tokens",
+    )
+    n_samples_per_prompt: int = option(
+        8,
+        "Completions per prompt.",
+        at_least=1,
+        common=True,
+    )
+
+
+@part("rollout")
+class SamplingOptions(TruncationOptions, LengthOptions, GroupOptions, ComputeOptions):
     """Prompts of a step, and how tokens are drawn."""
 
     rollout_batch_size: int = option(
@@ -436,21 +458,9 @@ class EpisodeOptions(EnvironmentOptions):
 
 
 @part("rollout")
-class ShapingOptions:
+class ShapingOptions(GroupOptions):
     """Rewards of samples, shaped to advantages."""
 
-    micro_rollout_batch_size: int = option(
-        2,
-        "Samples per rank in one forward pass before training.",
-        at_least=1,
-        acts_with="not micro_batch_tokens",
-    )
-    n_samples_per_prompt: int = option(
-        8,
-        "Completions per prompt.",
-        at_least=1,
-        common=True,
-    )
     advantage_estimator: str = option(
         "group_norm",
         "Advantage estimator; gae is PPO with a critic.",
@@ -551,3 +561,68 @@ class ShapingOptions:
             ),
         ),
     )
+
+    @property
+    def kl_estimator_name(self) -> str:
+        """The KL estimator, by default the one whose gradient is right where the KL is put."""
+        return self.kl_estimator or ("k3+" if self.use_kl_loss else "k1")
+
+
+class ScoringOptions(
+    FolderOptions,
+    RewardOptions,
+    EpisodeOptions,
+    PromptOptions,
+    LengthOptions,
+    ServiceOptions,
+    ModelOptions,
+    ComputeOptions,
+):
+    """Scorers of responses, what they look at, and where they keep answers."""
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether the options name something that scores responses."""
+        scored = (self.reward_fn, self.remote_rm_url, self.reward_pretrain)
+        named = (*scored, self.environment, self.has_agent)
+        return any(map(bool, named))
+
+
+class RolloutOptions(
+    ScoringOptions,
+    RewardOptions,
+    EpisodeOptions,
+    StreamingOptions,
+    SamplingOptions,
+    PromptOptions,
+    LengthOptions,
+    GroupOptions,
+    ServiceOptions,
+    ModelOptions,
+    EngineOptions,
+    EngineChoiceOptions,
+    ComputeOptions,
+):
+    """Rollouts from prompt to score."""
+
+    @property
+    def num_prompts_in_flight(self) -> int:
+        """Prompts that streaming rollouts keep open over all ranks."""
+        waiting = self.tool_lag * (self.max_turns - 1) if self.has_episodes else 0
+        most = (self.max_staleness + 1) * self.rollout_batch_size
+        usual = -(-3 * self.rollout_batch_size // 2) + waiting * self.rollout_batch_size
+        return self.stream_prompts or min(most, usual)
+
+    @property
+    def max_episode_tokens(self) -> int:
+        """Longest prompt and response, observations included."""
+        if not self.has_episodes:
+            return self.prompt_max_len + self.generate_max_len
+        between = (self.max_turns - 1) * self.max_observation_tokens
+        longest = self.prompt_max_len + self.max_turns * self.generate_max_len + between
+        return longest if self.max_len is None else min(longest, self.max_len)
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Most tokens that are sampled for one response."""
+        return self.generate_max_len * (self.max_turns if self.has_episodes else 1)

@@ -8,6 +8,18 @@ from lightrft.config.options import (
     option,
     part,
 )
+from lightrft.config.parts.data import (
+    MediaOptions,
+    PromptOptions,
+    SourceOptions,
+    TemplateOptions,
+)
+from lightrft.config.parts.learning import SampledTeacherOptions, TeacherOptions
+from lightrft.config.parts.machine import BuildOptions
+from lightrft.config.parts.rollout import EpisodeOptions
+from lightrft.config.parts.run_control import FolderOptions, MonitoringOptions, RunControlOptions
+from lightrft.config.parts.scores import ModelOptions
+from lightrft.config.parts.training import ComputeOptions
 from lightrft.config.registry import (
     PREFERENCE_LOSSES,
     REWARD_LOSSES,
@@ -144,3 +156,42 @@ class RewardModelOptions:
         "Weight of (chosen score + rejected score)^2, which keeps scores around 0; 0.01 is usual.",
         at_least=0,
     )
+
+
+class PromptDataOptions(
+    SampledTeacherOptions,
+    EpisodeOptions,
+    MediaOptions,
+    PromptOptions,
+    SourceOptions,
+    ModelOptions,
+    ComputeOptions,
+):
+    """Rows that become prompts."""
+
+
+class RowDataOptions(
+    TrainedTokenOptions,
+    RowLengthOptions,
+    TeacherOptions,
+    MediaOptions,
+    TemplateOptions,
+    SourceOptions,
+    ModelOptions,
+    ComputeOptions,
+):
+    """Rows with answers."""
+
+
+class RowRunOptions(
+    RewardModelOptions,
+    PreferenceOptions,
+    SupervisedOptions,
+    RowDataOptions,
+    MonitoringOptions,
+    RunControlOptions,
+    FolderOptions,
+    TeacherOptions,
+    BuildOptions,
+):
+    """Training on given rows."""

@@ -14,7 +14,19 @@ from lightrft.config.registry import (
 
 
 @part("run", may_change=True)
-class RunControlOptions:
+class FolderOptions:
+    """The folder of a run."""
+
+    output_dir: str = option(
+        "lightrft_run",
+        "Folder for everything that the run writes.",
+        common=True,
+        path="folder",
+    )
+
+
+@part("run", may_change=True)
+class RunControlOptions(FolderOptions):
     """Length, folders and checkpoints of a run."""
 
     max_epochs: int = option(
@@ -22,12 +34,6 @@ class RunControlOptions:
         "Passes over the samples of one step; of sft, prefer and reward, over their rows.",
         at_least=1,
         group="algorithm",
-    )
-    output_dir: str = option(
-        "lightrft_run",
-        "Folder for everything that the run writes.",
-        common=True,
-        path="folder",
     )
     max_steps: int | None = option(
         None,
@@ -313,3 +319,7 @@ class LogOptions(StrictOptions):
         "Write the generation length distribution every N steps; 0 or less never.",
         acts_with="log_dir",
     )
+
+
+class OutputOptions(AlarmOptions, PolicyRunOptions, RunControlOptions, LogOptions):
+    """Files of a run, and its observers."""

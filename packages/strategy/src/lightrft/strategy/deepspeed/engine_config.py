@@ -1,6 +1,6 @@
 """DeepSpeed's configuration, derived from ours."""
 
-from lightrft.strategy.config import StrategyConfig
+from lightrft.config import BackendOptions, DistributedOptions, TrainingOptions
 
 # Never: DeepSpeed's own progress lines would repeat what the trainer reports.
 STEPS_PER_PRINT = 2**62
@@ -11,7 +11,7 @@ FP32_BYTES = 4
 BF16_BYTES = 2
 
 
-def check_stage(config: StrategyConfig, *, uses_bf16: bool) -> None:
+def check_stage(config: DistributedOptions, *, uses_bf16: bool) -> None:
     """Refuses what DeepSpeed does wrong or cannot do.
 
     Raises:
@@ -27,7 +27,7 @@ def check_stage(config: StrategyConfig, *, uses_bf16: bool) -> None:
 
 
 def check_whole_model(
-    config: StrategyConfig, num_elements: int, device_bytes: int, *, uses_bf16: bool
+    config: DistributedOptions, num_elements: int, device_bytes: int, *, uses_bf16: bool
 ) -> None:
     """Refuses a model that DeepSpeed would place on one device as a whole before dividing it.
 
@@ -55,7 +55,7 @@ def check_whole_model(
 
 
 def training_config(
-    options: StrategyConfig,
+    options: BackendOptions,
     *,
     uses_bf16: bool,
     has_gpu: bool,
@@ -94,7 +94,7 @@ def training_config(
     return config
 
 
-def inference_config(options: StrategyConfig, *, uses_bf16: bool) -> dict[str, object]:
+def inference_config(options: TrainingOptions, *, uses_bf16: bool) -> dict[str, object]:
     """The dictionary for a model that is only evaluated, sharded as in stage 3."""
     config = _base_config(options, uses_bf16=uses_bf16)
     config["zero_optimization"] = {
@@ -106,7 +106,7 @@ def inference_config(options: StrategyConfig, *, uses_bf16: bool) -> dict[str, o
     return config
 
 
-def _base_config(options: StrategyConfig, *, uses_bf16: bool) -> dict[str, object]:
+def _base_config(options: TrainingOptions, *, uses_bf16: bool) -> dict[str, object]:
     config: dict[str, object] = {
         "train_micro_batch_size_per_gpu": options.micro_train_batch_size,
         "gradient_accumulation_steps": 1,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightrft.config import BackendOptions
 from lightrft.strategy.backend import (
     AnyModel,
     Arguments,
@@ -25,7 +26,6 @@ from lightrft.strategy.backend import (
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter
 from lightrft.strategy.checkpoints.manifest import Checkpoint
-from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.deepspeed import runtime, weights
 from lightrft.strategy.deepspeed.engine_config import (
     check_stage,
@@ -52,7 +52,7 @@ class ZeroBackend(Backend):
         ValueError: The stage and other options exclude each other.
     """
 
-    def __init__(self, context: DistributedContext, config: StrategyConfig) -> None:
+    def __init__(self, context: DistributedContext, config: BackendOptions) -> None:
         super().__init__(context, config)
         self._engines: weakref.WeakKeyDictionary[Optimizer, nn.Module] = weakref.WeakKeyDictionary()
         self._has_reported_offload = False

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightrft.strategy.config import StrategyConfig
+from lightrft.config import MachineOptions
 from lightrft.strategy.distributed import collectives, process_groups
 from lightrft.strategy.distributed.collectives import ALONE, Group
 from lightrft.strategy.distributed.console_sink import write_line
@@ -118,7 +118,7 @@ class DistributedContext:
             other engines.
     """
 
-    def __init__(self, config: StrategyConfig, world_group: Group) -> None:
+    def __init__(self, config: MachineOptions, world_group: Group) -> None:
         self.config = config
         self.world_group = world_group
         self.device = torch.device("cpu")

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightrft.config import BackendOptions
 from lightrft.strategy.backend import (
     AnyModel,
     Arguments,
@@ -19,7 +20,6 @@ from lightrft.strategy.backend import (
     wrapped_module,
 )
 from lightrft.strategy.checkpoints import training_state
-from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.process_groups import resolve_shard_size
@@ -54,7 +54,7 @@ class FSDP2Backend(Backend):
     wraps_before_optimizer = True
     builds_on_meta = True
 
-    def __init__(self, context: DistributedContext, config: StrategyConfig) -> None:
+    def __init__(self, context: DistributedContext, config: BackendOptions) -> None:
         super().__init__(context, config)
         self.uses_master_weights = False
         self._meshes: dict[int, DeviceMesh] = {}

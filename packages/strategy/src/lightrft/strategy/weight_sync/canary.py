@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lightrft.config.parts.training import TrainingOptions
+from lightrft.config import TrainingOptions
 from lightrft.engines.base import RolloutEngine, StaleEngineError
 from lightrft.engines.media.media import EncodedPrompt, RowMedia
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams, Vocabulary

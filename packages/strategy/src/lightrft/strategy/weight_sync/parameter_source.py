@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from lightrft.config.parts.machine import EngineOptions
+from lightrft.config import EngineOptions
 from lightrft.engines.engine_weights import tied_names
 from lightrft.engines.types import AdapterShape, Vocabulary
 from lightrft.strategy.config import MERGED

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 
-from lightrft.config import TrainConfig
+from lightrft.config import OutputOptions
 from lightrft.reporting.trackers.best_effort import BestEffortLogger, finite
 
 FOLDER = "tensorboard"
 
 
-def open_tensorboard(config: TrainConfig) -> BestEffortLogger:
+def open_tensorboard(config: OutputOptions) -> BestEffortLogger:
     """A writer of event files."""
     from torch.utils.tensorboard import SummaryWriter
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, cast
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, RewardOptions, ScoringOptions
 from lightrft.config.registry import AGENT_KINDS, split_kind, split_reference
 from lightrft.rewards.process import (
     WorkerFailedError,
@@ -81,7 +81,7 @@ class AgentPool:
         ConfigError: The agent cannot be loaded.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: ScoringOptions) -> None:
         self._seconds = config.agent_timeout_seconds
         self.name, task = _program(config) if config.agent_command else _function(config)
         agent = str(config.agent_command or config.agent)
@@ -200,7 +200,7 @@ class _WorkerEpisodes:
         waiting.clear()
 
 
-def _function(config: TrainConfig) -> tuple[str, WorkerTask]:
+def _function(config: ScoringOptions) -> tuple[str, WorkerTask]:
     """Name and task of workers that host a function."""
     agent, passed = str(config.agent), config.environment_env
     if split_kind(agent, AGENT_KINDS)[0] is not None:
@@ -219,7 +219,7 @@ def _function(config: TrainConfig) -> tuple[str, WorkerTask]:
     return name, task
 
 
-def _program(config: TrainConfig) -> tuple[str, WorkerTask]:
+def _program(config: ScoringOptions) -> tuple[str, WorkerTask]:
     """Name and task of workers that run a program for each episode."""
     if config.sandbox == "unsafe":
         logger.warning(
@@ -232,7 +232,7 @@ def _program(config: TrainConfig) -> tuple[str, WorkerTask]:
     return str(config.agent_command), task
 
 
-def has_other_rewards(config: TrainConfig) -> bool:
+def has_other_rewards(config: RewardOptions) -> bool:
     """Whether something beside the agent pays."""
     return bool(config.reward_fn or config.remote_rm_url or config.reward_pretrain)
 

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, RolloutOptions
 from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.media import Modality, as_parts
 from lightrft.datasets.suffix import TemplateRefusedError, TurnSuffix
@@ -83,7 +83,7 @@ class Agents:
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: RolloutOptions,
         tokenizer: PreTrainedTokenizerBase,
         *,
         folder: Path | None = None,

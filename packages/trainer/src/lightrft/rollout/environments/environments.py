@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, RolloutOptions, StreamingOptions
 from lightrft.datasets.media import Modality, TextModality
 from lightrft.datasets.render import PromptTokenizer
 from lightrft.datasets.suffix import TemplateRefusedError, TurnSuffix
@@ -67,7 +67,7 @@ class Environments:
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: RolloutOptions,
         tokenizer: PreTrainedTokenizerBase,
         *,
         has_system: bool = False,
@@ -324,7 +324,7 @@ class EpisodeSource:
         return batch.collect(must_wait)
 
 
-def check_turns(modality: Modality, config: TrainConfig) -> None:
+def check_turns(modality: Modality, config: StreamingOptions) -> None:
     """Raises a ConfigError if episodes of several turns cannot show what the model reads."""
     modality.check_turns()
     if modality.encoder.reads_media and config.keeps_rows:

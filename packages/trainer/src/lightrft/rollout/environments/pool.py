@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar, cast
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, ScoringOptions
 from lightrft.config.registry import ENVIRONMENT_KINDS, split_kind, split_reference
 from lightrft.rewards.process import (
     WorkerFailedError,
@@ -228,7 +228,7 @@ class EnvironmentPool:
         ConfigError: The class or a tool cannot be loaded, or is not what it must be.
     """
 
-    def __init__(self, config: TrainConfig, *, reads_images: bool = False) -> None:
+    def __init__(self, config: ScoringOptions, *, reads_images: bool = False) -> None:
         task = _task(config, reads_images=reads_images)
         count = config.environment_workers or os.cpu_count() or 1
         # Schemas take a library that is slow to import and that no episode needs.
@@ -273,7 +273,7 @@ class EnvironmentPool:
             workers.close()
 
 
-def _task(config: TrainConfig, *, reads_images: bool) -> WorkerTask:
+def _task(config: ScoringOptions, *, reads_images: bool) -> WorkerTask:
     """What every worker runs; the fourth argument is whether it describes its classes."""
     environment = None if config.environment is None else _absolute(config.environment)
     place, _ = split_reference(split_kind(environment or "")[1]) or ("", "")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from lightrft.config import TrainConfig
+from lightrft.config import RolloutOptions, ScoringOptions
 from lightrft.datasets.chat_template import template_of
 from lightrft.datasets.media import as_parts
 from lightrft.datasets.rendered import Rendered
@@ -52,7 +52,7 @@ class Observations:
         suffix: Renders answers.
     """
 
-    config: TrainConfig
+    config: RolloutOptions
     tokenizer: PreTrainedTokenizerBase
     suffix: TurnSuffix
 
@@ -190,7 +190,7 @@ class Turns:
         spec: Of all environments together.
     """
 
-    config: TrainConfig
+    config: ScoringOptions
     tokenizer: PreTrainedTokenizerBase
     encoder: Encoder
     observations: Observations

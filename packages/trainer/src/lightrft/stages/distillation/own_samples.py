@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from lightrft.config import TrainConfig
+from lightrft.config import PromptDataOptions, TrainConfig
 from lightrft.datasets.row_data import SupervisedRow
 from lightrft.datasets.types import DataError
 from lightrft.engines.types import GenerationRequest
@@ -67,7 +67,7 @@ def with_completion(row: SupervisedRow, output: Sequence[int]) -> SupervisedRow:
     )
 
 
-def check_prompts(rows: Sequence[SupervisedRow], config: TrainConfig) -> None:
+def check_prompts(rows: Sequence[SupervisedRow], config: PromptDataOptions) -> None:
     """Raises a DataError if the student cannot complete the prompt of a row."""
     for place, row in enumerate(rows):
         size = len(prompt_of(row))

@@ -18,7 +18,7 @@ from lightrft.algorithms.interface import (
     policy_loss,
     policy_loss_traits,
 )
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import AlgorithmOptions, ConfigError, LearningOptions, TrainConfig
 from lightrft.config.options import CRITIC, options_of
 from lightrft.config.parts.learning import UNKNOWN_ORDER
 from lightrft.config.parts.rollout import NO_MIN_P
@@ -53,7 +53,7 @@ class Algorithm:
     asked_aggregation: str | None = None
 
 
-def build_algorithm(config: TrainConfig) -> Algorithm:
+def build_algorithm(config: LearningOptions) -> Algorithm:
     """Loads what the options name, binds hyper-parameters and tries a user's own on an example.
 
     Raises:
@@ -71,7 +71,7 @@ def build_algorithm(config: TrainConfig) -> Algorithm:
     )
 
 
-def build_policy_loss(config: TrainConfig) -> PolicyLossFunction:
+def build_policy_loss(config: AlgorithmOptions) -> PolicyLossFunction:
     """The policy loss with its hyper-parameters.
 
     Raises:
@@ -96,7 +96,7 @@ def build_policy_loss(config: TrainConfig) -> PolicyLossFunction:
     return wrapped
 
 
-def build_estimator(config: TrainConfig) -> AdvantageFunction:
+def build_estimator(config: LearningOptions) -> AdvantageFunction:
     """The advantage estimator with its hyper-parameters.
 
     Raises:
@@ -118,7 +118,7 @@ def build_estimator(config: TrainConfig) -> AdvantageFunction:
     return bound
 
 
-def build_corrections(config: TrainConfig) -> tuple[CorrectionTerm, ...]:
+def build_corrections(config: LearningOptions) -> tuple[CorrectionTerm, ...]:
     """The terms of `off_policy_correction`; () without.
 
     Raises:
@@ -151,7 +151,7 @@ def algorithm_problems(config: TrainConfig) -> list[str]:
     return found or requirement_problems(config, build_algorithm(config))
 
 
-def requirement_problems(config: TrainConfig, algorithm: Algorithm) -> list[str]:
+def requirement_problems(config: LearningOptions, algorithm: Algorithm) -> list[str]:
     """Needs of the algorithm that the options do not meet, one line each."""
     name, traits = config.advantage_estimator, algorithm.estimator_traits
     rules = (
@@ -218,7 +218,7 @@ def decide(config: TrainConfig) -> tuple[TrainConfig, Algorithm]:
 
 
 def check_algorithm(
-    config: TrainConfig,
+    config: LearningOptions,
     algorithm: Algorithm,
     *,
     has_critic: bool,
@@ -263,7 +263,7 @@ def check_algorithm(
 
 
 def _common_options(
-    config: TrainConfig, function: Callable[..., object], *, owner: str
+    config: AlgorithmOptions, function: Callable[..., object], *, owner: str
 ) -> dict[str, object]:
     """Values of the common options that the loss has an argument for.
 

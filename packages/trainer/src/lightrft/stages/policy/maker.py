@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightrft.algorithms.kl import KlController
 from lightrft.algorithms.moments import Moments
-from lightrft.config import TrainConfig
+from lightrft.config import LearningOptions, TrainConfig
 from lightrft.datasets.batch_stream import BatchStream, check_lengths
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.media import Encoder, Media
@@ -135,7 +135,7 @@ class PolicyMemory(StageMemory):
     @classmethod
     def initial(
         cls,
-        config: TrainConfig,
+        config: LearningOptions,
         rank: int = 0,
         world_size: int = 1,
         *,
@@ -228,7 +228,7 @@ def sample_ahead(
     draw: Callable[[], Sequence[Prompt]],
     next_prompts: Callable[[], Sequence[Prompt]] | None,
     timer: StepTimer,
-    config: TrainConfig,
+    config: LearningOptions,
     num_planned: int,
 ) -> tuple[InFlight, list[Samples]]:
     """The rows in flight with those of some further steps, and the new ones; collective.
@@ -277,7 +277,7 @@ def take_step(
     before: InFlight,
     flight: InFlight,
     drawn: Sequence[Samples],
-    config: TrainConfig,
+    config: LearningOptions,
     context: DistributedContext,
 ) -> tuple[Samples, InFlight]:
     """The samples that a step trains on, and what stays in flight; collective.

@@ -13,7 +13,7 @@ from lightrft.algorithms.correction_terms import CorrectionTerm
 from lightrft.algorithms.interface import PolicyLossFunction, PolicyLossTraits, TokenLoss
 from lightrft.algorithms.kl import estimate_kl
 from lightrft.algorithms.masking import mask_out
-from lightrft.config import TrainConfig
+from lightrft.config import LearningOptions, TrainConfig
 from lightrft.models import Actor
 from lightrft.records.batch import ExperienceBatch
 
@@ -79,7 +79,7 @@ class PolicyObjective:
         kl_coef: Weight of the KL to the reference model; 0 is off.
     """
 
-    config: TrainConfig
+    config: LearningOptions
     token_loss: PolicyLossFunction
     normalizer: Tensor
     kl_coef: float

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightrft.algorithms.aggregation import loss_weights
 from lightrft.algorithms.supervised_losses import LOSSES
-from lightrft.config import TrainConfig
+from lightrft.config import TrainConfig, TrainingOptions
 from lightrft.datasets.files import Row, read_rows
 from lightrft.datasets.row_data import SupervisedRow
 from lightrft.datasets.supervised_rows import TRAINABLE, RowEncoder, kind_of
@@ -71,7 +71,7 @@ class PretrainMix:
         actor: nn.Module,
         position: int,
         strategy: StrategyBase,
-        config: TrainConfig,
+        config: TrainingOptions,
         metrics: StepMetrics,
     ) -> list[Callable[[], Tensor]]:
         """Micro batches of this rank; every rank gets equally many, empty ones included.

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import (
+    ConfigError,
+    RewardOptions,
+    ScorerOptions,
+    ScoringOptions,
+    ShapingOptions,
+    TrainConfig,
+)
 from lightrft.config.parts.learning import NO_REWARDS
 from lightrft.datasets import Prompt
 from lightrft.datasets.text_ids import frame_ids
@@ -44,12 +51,12 @@ def build_run_reward(
     )
 
 
-def num_functions(config: TrainConfig) -> int:
+def num_functions(config: ScorerOptions) -> int:
     """Rewards that are not models of this run."""
     return len(config.reward_fn) + len(reward_urls(config))
 
 
-def reward_recipes(config: TrainConfig, prompts: Sequence[Prompt]) -> RewardRecipes | None:
+def reward_recipes(config: RewardOptions, prompts: Sequence[Prompt]) -> RewardRecipes | None:
     """The weights by row, or None without `reward_recipe`.
 
     Raises:
@@ -121,7 +128,7 @@ def build_model_rewards(
 
 
 def tokenizers_of_scorers(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase
+    config: ScoringOptions, tokenizer: PreTrainedTokenizerBase
 ) -> list[PreTrainedTokenizerBase | None]:
     """Return the tokenizer of each reward model; None for one that reads the sampled ids.
 
@@ -164,7 +171,7 @@ def build_trainer_rewards(
     source: RewardSource | None,
     model_rewards: ModelRewards | None,
     strategy: StrategyBase,
-    config: TrainConfig,
+    config: ShapingOptions,
 ) -> tuple[RewardFunction, ModelRewards | None]:
     """The reward function and the reward models of a trainer.
 

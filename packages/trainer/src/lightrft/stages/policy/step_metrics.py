@@ -14,7 +14,7 @@ from lightrft.algorithms.kl import estimate_kl
 from lightrft.algorithms.masking import log_ratio, masked_difference
 from lightrft.algorithms.moments import PairedMoments, spread
 from lightrft.algorithms.value import explained_variance
-from lightrft.config import TrainConfig
+from lightrft.config import LearningOptions
 from lightrft.experience.maker import StepExperience
 from lightrft.records.batch import PolicyOutputs, RolloutBatch
 from lightrft.records.rollout import ScoredRollout
@@ -160,7 +160,7 @@ def group_metrics(table: RowTable) -> dict[str, np.floating]:
 
 
 def record_experience(
-    step: StepExperience, metrics: StepMetrics, config: TrainConfig, *, has_rewards: bool = True
+    step: StepExperience, metrics: StepMetrics, config: LearningOptions, *, has_rewards: bool = True
 ) -> None:
     """Adds what this rank's rows say: advantages, values and, where the actor was asked, policy."""
     batch, rollouts = step.batch, step.batch.rollouts

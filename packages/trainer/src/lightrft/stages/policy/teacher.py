@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, RowDataOptions, TrainConfig
 from lightrft.config.parts.learning import is_served
 from lightrft.experience.maker import TeacherFunction
 from lightrft.experience.teachers import (
@@ -68,7 +68,7 @@ def check_first_step(
     batch: ExperienceBatch,
     teacher: TeacherFunction | None,
     slices: Sequence[slice],
-    config: TrainConfig,
+    config: RowDataOptions,
     strategy: StrategyBase,
 ) -> None:
     """Compares student and teacher before the first update where both are one model; collective.

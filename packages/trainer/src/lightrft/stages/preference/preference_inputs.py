@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, RowRunOptions, TrainConfig
 from lightrft.datasets.preference_rows import Preference, load_preferences
 from lightrft.models import Actor
 from lightrft.stages.models import place_frozen, require_equal_start
@@ -157,7 +157,7 @@ def preference_problems(config: TrainConfig, num_processes: int) -> list[str]:
 
 
 def data_problems(
-    config: TrainConfig, items: Sequence[Preference], held_out: Sequence[Preference]
+    config: RowRunOptions, items: Sequence[Preference], held_out: Sequence[Preference]
 ) -> list[str]:
     """Reasons why these losses cannot be computed from this data, one line each."""
     found = []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightrft.algorithms.interface import PreferenceLossTraits, preference_loss_traits
 from lightrft.algorithms.preference_losses import AnswerSums, PreferenceSums
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, PreferenceOptions
 from lightrft.config.registry import PREFERENCE_LOSSES, bind, keyword_options
 
 LossFunction = Callable[[PreferenceSums], Tensor]
@@ -81,7 +81,7 @@ class PreferenceLoss:
         return reward(sums.chosen), reward(sums.rejected)
 
 
-def build_loss(config: TrainConfig) -> PreferenceLoss:
+def build_loss(config: PreferenceOptions) -> PreferenceLoss:
     """Loads the losses, binds their hyper-parameters, and tries them on an example.
 
     Raises:

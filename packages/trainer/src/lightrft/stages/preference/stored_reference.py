@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, PreferenceOptions
 from lightrft.config.files import FileError, make_folder, read_object, sealed, typed, unsealed
 from lightrft.config.toml import write_whole
 from lightrft.datasets.preference_rows import Preference
@@ -135,6 +135,6 @@ def hash_of_start(model: PreparedModel, strategy: StrategyBase) -> str:
     return f"{model_hash(hashes) % 2**64:016x}-{dtype}"
 
 
-def stored_path(config: TrainConfig) -> Path | None:
+def stored_path(config: PreferenceOptions) -> Path | None:
     """The file of a run, or None without one."""
     return None if config.ref_logprobs is None else Path(config.ref_logprobs)

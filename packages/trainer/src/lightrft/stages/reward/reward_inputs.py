@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from transformers import AutoModelForSequenceClassification
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, RewardModelOptions, RowRunOptions, TrainConfig
 from lightrft.datasets.files import Row, read_sources
 from lightrft.datasets.judged_rows import JudgementKind
 from lightrft.datasets.preference_rows import PreferenceReader, load_preferences
@@ -151,7 +151,7 @@ class ScorePlan:
         return tuple(filter(None, self.weights))
 
 
-def plan_scores(config: TrainConfig) -> ScorePlan:
+def plan_scores(config: RowRunOptions) -> ScorePlan:
     """Scores as the options say, or those of a reward model that is trained on.
 
     Raises:
@@ -189,7 +189,7 @@ def plan_scores(config: TrainConfig) -> ScorePlan:
     return plan
 
 
-def _check_heads(config: TrainConfig) -> None:
+def _check_heads(config: RewardModelOptions) -> None:
     heads = config.reward_heads
     if len(heads) == 1 or len(set(heads)) < len(heads) or not all(h.isidentifier() for h in heads):
         raise ConfigError(
@@ -207,7 +207,7 @@ def _check_heads(config: TrainConfig) -> None:
 def load_rows(
     path: str,
     tokenizer: PreTrainedTokenizerBase,
-    config: TrainConfig,
+    config: RowRunOptions,
     *,
     max_samples: int,
     split: str,
@@ -246,7 +246,7 @@ def judgement_reader(
     return build(tokenizer, config, first, vocab_size, reader)
 
 
-def _kind_of(first: Row, config: TrainConfig) -> _Kind | None:
+def _kind_of(first: Row, config: RowRunOptions) -> _Kind | None:
     """The kind of rows like the first; None is that of preferences."""
     kind = next(
         (kind for name, kind in _KINDS.items() if first.columns.get(name) is not None), None
@@ -257,7 +257,7 @@ def _kind_of(first: Row, config: TrainConfig) -> _Kind | None:
     return replace(RANKED, build_reader=partial(ranking_reader, names=names))
 
 
-def load_reward_model(config: TrainConfig) -> RewardModel:
+def load_reward_model(config: RowRunOptions) -> RewardModel:
     """The model to train: a reward model as it is, any other model with a new head.
 
     Raises:

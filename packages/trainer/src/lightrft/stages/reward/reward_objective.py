@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, RewardModelOptions
 from lightrft.config.registry import LABEL_LOSSES, REWARD_LOSSES, bind
 from lightrft.datasets.preference_rows import LabelledAnswer
 from lightrft.datasets.ranked_rows import RankedAnswers
@@ -77,7 +77,9 @@ class RewardObjective(RowObjective[Judgement, Counts]):
     shows_agreement: bool = False
 
     @classmethod
-    def of(cls, config: TrainConfig, model: nn.Module, *, is_paired: bool) -> RewardObjective:
+    def of(
+        cls, config: RewardModelOptions, model: nn.Module, *, is_paired: bool
+    ) -> RewardObjective:
         """Read the options and the scores of a prepared model."""
         weights = score_weights(config_of(model))
         return cls(
@@ -244,13 +246,13 @@ def _labels(judgements: Sequence[Judgement], like: Tensor) -> Tensor:
     return torch.tensor(labels, dtype=like.dtype, device=like.device)
 
 
-def loss_name(config: TrainConfig, *, is_paired: bool) -> str:
+def loss_name(config: RewardModelOptions, *, is_paired: bool) -> str:
     """The loss of a run: as set, else that of its data."""
     return config.reward_loss or ("bradley_terry" if is_paired else "bce")
 
 
 def build_losses(
-    config: TrainConfig, scores: Collection[str], *, is_paired: bool
+    config: RewardModelOptions, scores: Collection[str], *, is_paired: bool
 ) -> dict[str, RewardLoss]:
     """The loss of each score; see `build_loss`."""
     own = config.reward_head_losses or (None,) * len(scores)
@@ -260,7 +262,9 @@ def build_losses(
     }
 
 
-def build_loss(config: TrainConfig, *, is_paired: bool, name: str | None = None) -> RewardLoss:
+def build_loss(
+    config: RewardModelOptions, *, is_paired: bool, name: str | None = None
+) -> RewardLoss:
     """The loss of a run with its hyper-parameters, tried on an example.
 
     Args:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ComputeOptions, ConfigError
 from lightrft.models import RewardModel
 from lightrft.models.layout import pad_rows
 from lightrft.models.loading import ModelLoadError
@@ -31,7 +31,7 @@ def prove_published(
     folder: Path,
     judgements: Sequence[Judgement],
     *,
-    config: TrainConfig,
+    config: ComputeOptions,
     strategy: StrategyBase,
 ) -> None:
     """Scores a row by the trained model and by the written one; collective.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic
 import numpy as np
 from transformers import AutoModelForCausalLM
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, RowDataOptions, RowRunOptions, TrainConfig
 from lightrft.config.batch_sizes import batch_problems
 from lightrft.config.train_config import DISTILLED_ROWS, DISTILLED_ROWS_AND_SAMPLES
 from lightrft.datasets.row_data import Item, RowData, SupervisedRow
@@ -155,7 +155,7 @@ class RowInputs(ABC, Generic[Item, Known]):
         """See `StageInputs`."""
 
 
-def check_auditable(config: TrainConfig, rows: Iterable[SupervisedRow]) -> None:
+def check_auditable(config: RowRunOptions, rows: Iterable[SupervisedRow]) -> None:
     """Raises a ConfigError if steps on these rows are to be recorded and cannot be recomputed."""
     if config.audit_every and any(row.shown for row in rows):
         raise ConfigError("audit_every recomputes rows of text, and some have images: leave it out")
@@ -221,7 +221,7 @@ def read_rows(
     return reading, data, held_out.rows
 
 
-def read_vocabulary(config: TrainConfig, *, generates: bool = True) -> RowReading:
+def read_vocabulary(config: RowDataOptions, *, generates: bool = True) -> RowReading:
     """What reads the rows of `pretrain`.
 
     Args:

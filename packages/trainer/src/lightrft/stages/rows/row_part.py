@@ -12,7 +12,7 @@ from typing import Generic
 import numpy as np
 from numpy.typing import NDArray
 
-from lightrft.config import TrainConfig
+from lightrft.config import TrainConfig, TrainingOptions
 from lightrft.datasets.row_data import Item
 from lightrft.experience.minibatches import MinibatchPlan, micro_slices, plan_minibatches
 from lightrft.strategy.distributed.context import DistributedContext
@@ -96,7 +96,7 @@ def planned_part(
 
 
 def shared_part(
-    items: Sequence[Item], config: TrainConfig, context: DistributedContext
+    items: Sequence[Item], config: TrainingOptions, context: DistributedContext
 ) -> RowPart[Item]:
     """Distribute items that are only scored over the ranks, one after the other."""
     size, num_ranks = config.micro_train_batch_size, context.num_data_ranks

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.config import TrainConfig
+from lightrft.config import RowRunOptions, TrainConfig
 from lightrft.datasets.row_data import Item, RowData
 from lightrft.datasets.row_media import RowPixels
 from lightrft.stages.metrics import StepMetrics
@@ -191,7 +191,7 @@ def drawn_places(step: Step, strategy: StrategyBase) -> list[int]:
     return sorted(place for share in shares for place in share)
 
 
-def num_updates(num_items: int, config: TrainConfig, world_size: int = 1) -> int:
+def num_updates(num_items: int, config: RowRunOptions, world_size: int = 1) -> int:
     """Return the optimizer steps on so many items: whole batches of each of `max_epochs` passes."""
     shared = num_items // world_size * world_size
     total = shared // config.train_batch_size * config.max_epochs

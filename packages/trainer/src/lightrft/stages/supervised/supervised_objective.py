@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightrft.algorithms.aggregation import local_normalizer, loss_weights
 from lightrft.algorithms.supervised_losses import LOSSES, SupervisedLoss
-from lightrft.config import TrainConfig
+from lightrft.config import RowRunOptions
 from lightrft.datasets.row_data import SupervisedRow
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.rows.row_objective import Known, LossShare, RowBatch, RowObjective
@@ -39,7 +39,7 @@ class SupervisedObjective(RowObjective[SupervisedRow, Tensor]):
     is_fused: bool = False
 
     @classmethod
-    def of(cls, config: TrainConfig) -> SupervisedObjective:
+    def of(cls, config: RowRunOptions) -> SupervisedObjective:
         """Read the options."""
         return cls(LOSSES[config.sft_loss], bool(config.fused_linear_logprob))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from types import FrameType
 
-from lightrft.config import TrainConfig
+from lightrft.config import ScoringOptions
 from lightrft.rewards import build_reward
 from lightrft.rewards.build import CombinedReward, reward_urls
 from lightrft.rewards.types import RewardError
@@ -94,7 +94,7 @@ class _Probed:
         return score >= self.golds[index] if self.are_answers else score > 0
 
 
-def certify(rows: Sequence[CheckedRow], config: TrainConfig) -> Certificate:
+def certify(rows: Sequence[CheckedRow], config: ScoringOptions) -> Certificate:
     """Scores reference answers in all forms, then in the best of them what must not pass.
 
     Args:
@@ -252,7 +252,7 @@ def _unasked(probed: _Probed) -> Iterator[str]:
 
 
 def score_answers(
-    rows: Sequence[CheckedRow], responses: Sequence[str], config: TrainConfig
+    rows: Sequence[CheckedRow], responses: Sequence[str], config: ScoringOptions
 ) -> list[float | None]:
     """The reward of each response to the prompt of its row; None where it cannot be decided.
 

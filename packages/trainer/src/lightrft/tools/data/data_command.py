@@ -16,7 +16,14 @@ import psutil
 from lightrft.cli.errors import ExitCode, UsageError, refuse
 from lightrft.cli.options import Parser, add_options, available_options, parse_options
 from lightrft.cli.preflight import PlainTokenizer, model_problems, teacher_problems
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import (
+    ConfigError,
+    PromptDataOptions,
+    RowDataOptions,
+    ScoringOptions,
+    SplitOptions,
+    TrainConfig,
+)
 from lightrft.config.printable import printable
 from lightrft.config.registry import Registry
 from lightrft.config.sources import split_sources
@@ -313,7 +320,7 @@ def check(request: Request) -> int:
 
 
 def _say_of_model(
-    row: Row, reader: PromptTokenizer, statements: Statements | None, config: TrainConfig
+    row: Row, reader: PromptTokenizer, statements: Statements | None, config: PromptDataOptions
 ) -> None:
     """Say what the model says of itself, once its template is known to end."""
     if config.apply_chat_template:
@@ -323,7 +330,7 @@ def _say_of_model(
         statements.say(say)
 
 
-def _num_reward_problems(usable: Sequence[CheckedRow], config: TrainConfig) -> int:
+def _num_reward_problems(usable: Sequence[CheckedRow], config: ScoringOptions) -> int:
     """Try the rewards and the environment on the rows; return how many problems rewards have."""
     scores = bool(config.reward_fn or config.remote_rm_url)
     certificate = certify(usable, config) if scores and usable else None
@@ -341,7 +348,7 @@ def _answered(statements: Statements) -> None:
         raise DataError("the chat template takes too much memory") from error
 
 
-def _reader(tokenizer: PreTrainedTokenizerBase | None, config: TrainConfig) -> PromptTokenizer:
+def _reader(tokenizer: PreTrainedTokenizerBase | None, config: RowDataOptions) -> PromptTokenizer:
     if tokenizer is None:
         return PlainTokenizer()
     from lightrft.stages.modality import load_modality
@@ -362,7 +369,7 @@ def _within_context(config: TrainConfig) -> TrainConfig:
         return config
 
 
-def _show_environment(usable: Sequence[CheckedRow], config: TrainConfig) -> None:
+def _show_environment(usable: Sequence[CheckedRow], config: ScoringOptions) -> None:
     """What the environment pays for episodes that no model played."""
     from lightrft.tools.data.environment_probes import play_probes, report
 
@@ -400,7 +407,7 @@ def require_bounded(row: Row, rendering: Callable[[], object]) -> None:
         fork.close()
 
 
-def read_items(source: str, config: TrainConfig) -> list[Row | DataError]:
+def read_items(source: str, config: SplitOptions) -> list[Row | DataError]:
     """All rows of the sources, and in the place of each malformed one its error.
 
     Raises:
@@ -496,7 +503,7 @@ def propose_keys_of(request: Request, rows: Sequence[Row]) -> TrainConfig:
     return config.replaced(proposed)
 
 
-def load_statements(config: TrainConfig) -> Statements | None:
+def load_statements(config: PromptDataOptions) -> Statements | None:
     """What `pretrain` says of itself; None without one.
 
     Raises:

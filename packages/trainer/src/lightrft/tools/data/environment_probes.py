@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import cast
 
-from lightrft.config import TrainConfig
+from lightrft.config import EnvironmentOptions, ScoringOptions
 from lightrft.rollout.environments.calls import ENVIRONMENT_COLUMN
 from lightrft.rollout.environments.pool import EnvironmentPool, EnvironmentSpec, Host
 from lightrft.tools.data.row_checks import CheckedRow
@@ -20,7 +20,9 @@ Arguments = dict[str, object]
 Policy = Callable[[Mapping[str, Mapping[str, object]], str, random.Random], tuple[str, Arguments]]
 
 
-def play_probes(rows: Sequence[CheckedRow], config: TrainConfig) -> dict[str, list[float | None]]:
+def play_probes(
+    rows: Sequence[CheckedRow], config: ScoringOptions
+) -> dict[str, list[float | None]]:
     """Return rewards of empty turns, of random calls, and of calls that repeat what a tool said.
 
     None is an episode that failed, or whose environment gives no reward.
@@ -74,7 +76,7 @@ class _ProbeEpisode:
     number: int
     host: Host
     spec: EnvironmentSpec
-    config: TrainConfig
+    config: EnvironmentOptions
 
     def play(self, row: CheckedRow, policy: Policy | None) -> float | None:
         """The reward; None where the environment gives none."""

@@ -11,7 +11,13 @@ import numpy as np
 import torch
 
 from lightrft.cli.errors import refuse
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import (
+    ConfigError,
+    PromptOptions,
+    RowLengthOptions,
+    ScoringOptions,
+    TrainConfig,
+)
 from lightrft.datasets.files import Row
 from lightrft.datasets.preference_rows import (
     SAME_ANSWERS,
@@ -191,7 +197,7 @@ def _names(judgement: Judgement) -> list[str]:
     return [f"steps {' '.join('right' if label else 'wrong' for label in judgement.labels)}"]
 
 
-def show_numbers(found: JudgedCheck, config: TrainConfig) -> None:
+def show_numbers(found: JudgedCheck, config: RowLengthOptions) -> None:
     """Lengths, counts, what the labels say, and every row that cannot be used."""
     answers = [answer for each in found.judgements for answer in each.rows]
     show_sizes(answers)
@@ -278,7 +284,9 @@ def show_bias(judgements: Sequence[Judgement]) -> None:
         say(f"correlation of labels with lengths: {np.corrcoef(labels, lengths)[0, 1]:.3f}")
 
 
-def show_rule(found: JudgedCheck, tokenizer: PreTrainedTokenizerBase, config: TrainConfig) -> None:
+def show_rule(
+    found: JudgedCheck, tokenizer: PreTrainedTokenizerBase, config: ScoringOptions
+) -> None:
     """The pairs of which the reward function prefers the rejected answer."""
     pairs = found.pairs[:MAX_ROWS]
     rows = [
@@ -299,7 +307,7 @@ def show_rule(found: JudgedCheck, tokenizer: PreTrainedTokenizerBase, config: Tr
 
 
 def _scored_row(
-    row: Row, answer: SupervisedRow, tokenizer: PreTrainedTokenizerBase, config: TrainConfig
+    row: Row, answer: SupervisedRow, tokenizer: PreTrainedTokenizerBase, config: PromptOptions
 ) -> CheckedRow:
     """The prompt of an answer, and the label of its row."""
     start = int(np.argmax(answer.is_trained))

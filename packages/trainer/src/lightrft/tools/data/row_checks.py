@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightrft.config import TrainConfig
+from lightrft.config import PromptDataOptions, PromptOptions
 from lightrft.datasets.files import Row
 from lightrft.datasets.messages import INPUT_KEYS
 from lightrft.datasets.prompts import build_prompts
@@ -101,7 +101,7 @@ def propose_keys(columns: Mapping[str, object]) -> KeyProposal:
 def check_rows(
     items: Iterable[Row | DataError],
     tokenizer: PromptTokenizer,
-    config: TrainConfig,
+    config: PromptDataOptions,
     *,
     has_model: bool = True,
 ) -> DataCheck:
@@ -151,7 +151,7 @@ def repeated(rows: Iterable[tuple[str, Hashable]]) -> tuple[tuple[str, str], ...
     return tuple((place, earlier) for place, earlier in pairs if earlier != place)
 
 
-def _is_empty(row: Row, config: TrainConfig) -> bool:
+def _is_empty(row: Row, config: PromptOptions) -> bool:
     content = row.columns.get(config.input_key, "missing")
     if isinstance(content, str):
         return not content.strip()

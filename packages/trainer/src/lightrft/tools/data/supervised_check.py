@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeVar
 
-from lightrft.config import TrainConfig
+from lightrft.config import RowRunOptions, SplitOptions
 from lightrft.datasets.files import Row
 from lightrft.datasets.messages import ReadRecord
 from lightrft.datasets.row_data import SupervisedRow
@@ -125,7 +125,7 @@ def read_each(
 
 
 def read_source(
-    source: str, config: TrainConfig, tokenizer: PreTrainedTokenizerBase
+    source: str, config: SplitOptions, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Sequence[Row | DataError], Row]:
     """All rows of a source, of which the layout is shown, and the first that can be read.
 
@@ -157,7 +157,7 @@ def show_text(place: str, row: SupervisedRow, tokenizer: PreTrainedTokenizerBase
         say(f"    and {len(text) - MAX_CHARACTERS} more characters")
 
 
-def show_numbers(found: SupervisedCheck, config: TrainConfig) -> None:
+def show_numbers(found: SupervisedCheck, config: RowRunOptions) -> None:
     """Lengths, counts, the size of a run, and every row that cannot be used."""
     rows = [row for _, row in found.rows]
     show_sizes(rows)
@@ -186,7 +186,7 @@ def show_remarks(rows: Iterable[SupervisedRow]) -> None:
     say(f"texts read otherwise than they stand: {remark_of(rows) or 0}")
 
 
-def show_run(rows: Sequence[SupervisedRow], config: TrainConfig) -> None:
+def show_run(rows: Sequence[SupervisedRow], config: RowRunOptions) -> None:
     """Print the steps of a run, and its tokens on average over the orders of its rows."""
     size = config.train_batch_size
     num_steps = num_updates(len(rows), config)

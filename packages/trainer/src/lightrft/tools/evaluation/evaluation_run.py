@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, PromptDataOptions, SamplingOptions, TrainConfig
 from lightrft.config.toml import write_whole
 from lightrft.datasets import Prompt
 from lightrft.datasets.files import read_sources
@@ -174,7 +174,7 @@ def _sample_passes(
     return EvalResult(len(prompts), metrics), tables
 
 
-def sampling(config: TrainConfig, settings: EvalSettings) -> dict[str, SamplingParams]:
+def sampling(config: SamplingOptions, settings: EvalSettings) -> dict[str, SamplingParams]:
     """The passes over the prompts: greedy, and with samples "sampled"."""
     passes = {"greedy": greedy_params(config)}
     if settings.num_samples:
@@ -284,7 +284,7 @@ def write_result(
     write_whole(folder / EVAL_FILE, json.dumps(content, indent=2) + "\n")
 
 
-def own_prompts(config: TrainConfig, prompts: Sequence[Prompt]) -> list[object]:
+def own_prompts(config: PromptDataOptions, prompts: Sequence[Prompt]) -> list[object]:
     """Each prompt as its row has it, a text or messages, so that the options apply to it again.
 
     Where a row has none, or one that JSON cannot hold, it is the rendered text.

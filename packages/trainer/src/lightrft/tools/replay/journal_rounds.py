@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
-from lightrft.config import TrainConfig
+from lightrft.config import ComputeOptions, RolloutOptions
 from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines.ledger import hash_context
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
@@ -47,7 +47,7 @@ def replay_journal(
     recorded: Recorded,
     params: SamplingParams,
     *,
-    config: TrainConfig,
+    config: RolloutOptions,
     tokenizer: PreTrainedTokenizerBase,
     generate: Generate,
     into: Replay,
@@ -95,7 +95,7 @@ def replay_journal(
 
 
 def _of_turn(
-    sample: int, turn: RecordedTurn, again: Completion, config: TrainConfig, into: Replay
+    sample: int, turn: RecordedTurn, again: Completion, config: ComputeOptions, into: Replay
 ) -> Iterator[str]:
     """The differences of a turn from the one that was sampled."""
     into.num_turns += 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, SamplingOptions, TrainConfig
 from lightrft.config.files import typed
 from lightrft.config.options import short
 from lightrft.engines.media.families import family_of
@@ -104,7 +104,7 @@ class _Header:
             raise ValueError("its environment has no list of schemas")
 
 
-def read_step(run: Path, step: int | None, config: TrainConfig) -> tuple[int, list[Recorded]]:
+def read_step(run: Path, step: int | None, config: SamplingOptions) -> tuple[int, list[Recorded]]:
     """The journals of all ranks and batches of a step; None takes the newest.
 
     Raises:
@@ -145,7 +145,9 @@ def read_step(run: Path, step: int | None, config: TrainConfig) -> tuple[int, li
     return step, found
 
 
-def _check_headers(headers: Sequence[_Header], paths: Sequence[Path], config: TrainConfig) -> None:
+def _check_headers(
+    headers: Sequence[_Header], paths: Sequence[Path], config: SamplingOptions
+) -> None:
     """Raises unless the journals are those of all ranks, sampled as the options say."""
     params = training_params(config)
     sampling = sampling_facts(params)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from lightrft.config import TrainConfig
+from lightrft.config import ScorerOptions, ScoringOptions
 from lightrft.config.files import FileError, lines_of, parse_object
 from lightrft.config.printable import one_line
 from lightrft.engines.base import RolloutEngine
@@ -102,7 +102,7 @@ class _ServedJudge:
 
     keeps_weights = True
 
-    def __init__(self, url: str, config: TrainConfig) -> None:
+    def __init__(self, url: str, config: ScorerOptions) -> None:
         base = service_address(url, option="judge_url").rstrip("/")
         self._url = f"{base}/chat/completions"
         self.shown, self.identity = shown_address(self._url), self._url.encode()
@@ -147,7 +147,7 @@ class JudgeReward:
 
     needs_labels = False
 
-    def __init__(self, config: TrainConfig, name: str = "judge") -> None:
+    def __init__(self, config: ScoringOptions, name: str = "judge") -> None:
         self.name = name
         if config.judge_model is None:
             raise ConfigError(
@@ -177,7 +177,7 @@ class JudgeReward:
         self.server = self._open(config)
         self._cache = AnswerCache(Path(config.output_dir) / CACHE_FOLDER)
 
-    def _open(self, config: TrainConfig) -> _JudgeServer:
+    def _open(self, config: ScoringOptions) -> _JudgeServer:
         if config.judge_url is not None:
             return _ServedJudge(config.judge_url, config)
         if config.judges_by_policy:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from lightrft.config import TrainConfig
+from lightrft.config import ScorerOptions, ScoringOptions, TrainConfig
 from lightrft.datasets.suffix import TemplateRefusedError
 from lightrft.engines.base import RolloutEngine
 from lightrft.models import load_tokenizer
@@ -46,7 +46,7 @@ class JudgeModel:
 
     keeps_weights = True
 
-    def __init__(self, folder: str, fields: Mapping[str, object], config: TrainConfig) -> None:
+    def __init__(self, folder: str, fields: Mapping[str, object], config: ScorerOptions) -> None:
         path = Path(folder)
         if not (path / "config.json").is_file():
             raise ConfigError(
@@ -125,7 +125,7 @@ class JudgePolicy:
 
     keeps_weights = False
 
-    def __init__(self, fields: Mapping[str, object], config: TrainConfig) -> None:
+    def __init__(self, fields: Mapping[str, object], config: ScoringOptions) -> None:
         bound = judge_tokens(fields)
         tokenizer = load_tokenizer(str(config.pretrain), config)
         try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import cast
 
-from lightrft.config.parts.scores import RewardOptions
+from lightrft.config import RewardOptions
 from lightrft.rewards.process import (
     WorkerFailedError,
     WorkerProcess,

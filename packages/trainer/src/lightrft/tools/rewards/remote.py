@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from lightrft.config import TrainConfig
+from lightrft.config import ScorerOptions
 from lightrft.config.options import MASK, mask_address
 from lightrft.config.printable import one_line
 from lightrft.engines.media.media import Media
@@ -175,7 +175,7 @@ class RemoteReward:
         return numbers
 
 
-def reward_service(config: TrainConfig, url: str) -> RemoteReward:
+def reward_service(config: ScorerOptions, url: str) -> RemoteReward:
     """One of the reward services of a run.
 
     Raises:

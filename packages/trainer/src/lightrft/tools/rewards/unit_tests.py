@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-from lightrft.config.parts.scores import RewardOptions
+from lightrft.config import RewardOptions
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
 from lightrft.tools.rewards.code_tests import (
     MAX_CODE_CHARACTERS,

@@ -8,7 +8,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, RewardOptions, ScorerOptions
 from lightrft.datasets.files import read_rows
 from lightrft.datasets.messages import CALLS, REASONING, Message, joined
 from lightrft.datasets.preference_rows import SAME_ANSWERS, paired_chats
@@ -54,7 +54,7 @@ def ask(prompt: str, first: str, second: str) -> str:
     return _PLACE.sub(lambda place: places[place[1]], QUESTION)
 
 
-def verdict_style(name: str, config: TrainConfig) -> PairComparisons:
+def verdict_style(name: str, config: ScorerOptions) -> PairComparisons:
     """The way to ask a judge that was trained on `both_orders`: the questions of its training.
 
     Args:
@@ -128,7 +128,7 @@ class VerdictReward:
     parallel_calls = 0
     whole_batch = False
 
-    def __init__(self, config: TrainConfig, name: str = "verdict") -> None:
+    def __init__(self, config: RewardOptions, name: str = "verdict") -> None:
         del config
         self.name = name
 

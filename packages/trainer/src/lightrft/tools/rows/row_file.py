@@ -11,7 +11,7 @@ from typing import cast
 
 import numpy as np
 
-from lightrft.config import TrainConfig
+from lightrft.config import ModelOptions, TrainConfig
 from lightrft.config.files import MAX_BYTES, FileError, file_sha256, lines_of, regular_file
 from lightrft.datasets.row_origin import tokens_of, write_origin
 from lightrft.datasets.types import DataError
@@ -130,7 +130,7 @@ def write_rows(request: RowRequest, path: Path) -> RowReport:
     return report
 
 
-def _sampled_by(folder: Path, config: TrainConfig) -> Mapping[str, object]:
+def _sampled_by(folder: Path, config: ModelOptions) -> Mapping[str, object]:
     """Path, hash and stage of a run; of an evaluation, of the run that its model is of."""
     if (folder / EVAL_FILE).is_file():
         return run_of_model(Path(str(config.pretrain)))

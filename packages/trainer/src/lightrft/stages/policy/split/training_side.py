@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from lightrft.config import TrainConfig
+from lightrft.config import RolloutOptions
 from lightrft.datasets.batch_stream import BatchStream
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
@@ -30,7 +30,7 @@ class RemoteRollouts:
         strategy: Of the ranks that train.
     """
 
-    def __init__(self, bridge: Bridge, config: TrainConfig, strategy: StrategyBase) -> None:
+    def __init__(self, bridge: Bridge, config: RolloutOptions, strategy: StrategyBase) -> None:
         self.bridge, self._config = bridge, config
         self._session, self._context = strategy.session, strategy.context
         self._num_steps: int | None = None
