@@ -35,7 +35,7 @@ _FLAGS = ("has_failed", "is_abandoned", "is_filler", "is_dismissed", "lacks_base
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
+class _StoredTable:
     """A `RowTable`: all values as numbers, row after row."""
 
     component_names: tuple[str, ...]
@@ -109,8 +109,8 @@ class _StoredSamples:
     scored: tuple[ScoredRollout, ...]
     num_prompts: int
     num_rounds: int
-    table: _Table | None
-    greedy: _Table | None
+    table: _StoredTable | None
+    greedy: _StoredTable | None
     selection: Mapping[str, tuple[float, ...]] | None
     report: StreamReport | None
     tool_names: tuple[str, ...] | None
@@ -130,8 +130,8 @@ class _StoredSamples:
             tuple(samples.scored),
             samples.num_prompts,
             samples.num_rounds,
-            _Table.of(samples.table) if is_first else None,
-            _Table.of(greedy) if is_first and greedy is not None else None,
+            _StoredTable.of(samples.table) if is_first else None,
+            _StoredTable.of(greedy) if is_first and greedy is not None else None,
             None if selection is None or not is_first else _selected(selection),
             samples.report,
             samples.tool_names,

@@ -143,9 +143,19 @@ def run_training(
     config = config.with_installed_backend()
     if stage == "policy":
         config = config.overlapped(LaunchEnvironment.read().world_size)
-    begin = _Begin(stage, loggers, callbacks, stop_request or (lambda: False))
+    train = partial(_train, stage=stage, loggers=loggers, callbacks=callbacks)
+    is_asked = stop_request or (lambda: False)
     with _without_bars():
-        return _train_or_generate(config, begin)
+        if not config.rollout_ranks:
+            return train(config, is_asked)
+        from lightrft.run.split_run import both_end, generate_for, join_engines, open_bridge
+
+        with open_bridge(config) as bridge:
+            if bridge.side.generates:
+                return cast("RunSummary", generate_for(config, bridge, is_asked))
+            with both_end(bridge) as summary:
+                summary.append(train(config, is_asked, partial(join_engines, bridge, config)))
+            return cast("RunSummary", summary[0])
 
 
 @contextmanager
@@ -162,42 +172,21 @@ def _without_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _train_or_generate(config: TrainConfig, begin: _Begin) -> RunSummary:
-    """Trains, or generates for those that do; see `run_training`."""
-    if not config.rollout_ranks:
-        return _train(config, begin)
-    from lightrft.run.split_run import both_end, generate_for, join_engines, open_bridge
-
-    with open_bridge(config) as bridge:
-        if bridge.side.generates:
-            return cast("RunSummary", generate_for(config, bridge, begin.stop_request))
-        with both_end(bridge) as summary:
-            summary.append(_train(config, begin, partial(join_engines, bridge, config)))
-        return cast("RunSummary", summary[0])
-
-
 # Options of ranks that train while others generate.
 _NO_ENGINE = {"enable_engine_sleep": False, "engine_tp_size": 1}
 
 
-@dataclass(frozen=True, slots=True)
-class _Begin:
-    """The arguments of `run_training` beside the configuration."""
-
-    stage: str
-    loggers: Sequence[MetricsLogger]
-    callbacks: Sequence[Callback]
-    stop_request: Callable[[], bool]
-
-
-def _train(config: TrainConfig, begin: _Begin, join: JoinEngines | None = None) -> RunSummary:
-    """Trains as one process; see `run_training`.
-
-    Args:
-        config, begin: What to do.
-        join: Connects the strategy to the ranks that only generate, if there are any.
-    """
-    started, stage, loggers = time.perf_counter(), begin.stage, begin.loggers
+def _train(
+    config: TrainConfig,
+    stop_request: Callable[[], bool],
+    join: JoinEngines | None = None,
+    *,
+    stage: str,
+    loggers: Sequence[MetricsLogger],
+    callbacks: Sequence[Callback],
+) -> RunSummary:
+    """Trains as one process; `join` connects it to ranks that only generate. See `run_training`."""
+    started = time.perf_counter()
     with ExitStack() as stack:
         plan = plan_run(config, stage)
         if plan.summary:
@@ -229,13 +218,12 @@ def _train(config: TrainConfig, begin: _Begin, join: JoinEngines | None = None) 
             lines = JsonLinesLogger(folder / METRICS_FILE)
             loggers = (console, lines, *notebook_loggers(), *trackers, *loggers)
         strategy = stack.enter_context(get_strategy(config))
-        stop_request = begin.stop_request
         if join is not None:
             stop_request = join(strategy, stop_request)
         known = {"stage": stage, "inputs": inputs, "resumes": plan.resumes}
         config = _ready(config, strategy, known)
         stack.enter_context(_memory_noted(config, strategy))
-        loop = Loop(inputs.build(config, strategy), loggers, begin.callbacks)
+        loop = Loop(inputs.build(config, strategy), loggers, callbacks)
         # The models themselves may have refused to pack.
         config = config.replaced({"packing_samples": loop.stage.config.packing_samples})
         stack.callback(loop.close)
@@ -244,10 +232,6 @@ def _train(config: TrainConfig, begin: _Begin, join: JoinEngines | None = None) 
         if console is not None:
             console.plan(num_planned, after=num_resumed)
         result = loop.run(num_planned, stop_request=stop_request)
-        if result.was_stopped:
-            strategy.finish_saving()
-            end_run(config, strategy, "stopped", result.num_steps)
-            raise RunStoppedError(result.num_steps, config.output_dir)
         return finish_run(config, loop, result, num_resumed=num_resumed, started=started)
 
 
@@ -353,9 +337,14 @@ def finish_run(
     """Writes the models and the summary of a run that reached its end or an alarm; collective.
 
     Raises:
+        RunStoppedError: It was asked to stop.
         RunAlarmError: An alarm ended it.
     """
     strategy = loop.strategy
+    if result.was_stopped:
+        strategy.finish_saving()
+        end_run(config, strategy, "stopped", result.num_steps)
+        raise RunStoppedError(result.num_steps, config.output_dir)
     loop.save_model(config.model_dir)
     loop.save_model(Path(config.output_dir) / EMA_FOLDER, is_average=True)
     strategy.finish_saving()

@@ -17,8 +17,12 @@ if TYPE_CHECKING:
     from lightrft.engines.media.sources import FileSource, ImageSource, VideoSource
     from lightrft.engines.types import MediaBounds
 
+    Medium: TypeAlias = FileSource | VideoSource
+else:
+    # Readers of files resolve annotations: checkpoints hold prompts, whose media they only name.
+    Medium = object
+
 MediumKind: TypeAlias = str
-Medium: TypeAlias = "FileSource | VideoSource"
 # Bytes of the shortest signature of a file.
 _SIGNATURE_BYTES = 4
 

@@ -330,11 +330,8 @@ class PolicyUpdate:
         config, micro, metrics = self.config, select_experience(batch, rows), self.metrics
         mask = micro.rollouts.response_mask
         objective = PolicyObjective(config, self.policy_loss, normalizer, self.kl_coef)
-        tokens = LossTokens.of(
-            micro,
-            mode=str(config.loss_agg_mode),
-            factors=None if weights is None else weights[rows, : mask.shape[1]],
-        )
+        factors = None if weights is None else weights[rows, : mask.shape[1]]
+        tokens = LossTokens.of(micro, mode=str(config.loss_agg_mode), factors=factors)
 
         def share_of(
             logprobs: Tensor, entropy: Tensor | None, rows: Tensor, columns: Tensor
