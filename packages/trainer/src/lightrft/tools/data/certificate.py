@@ -54,6 +54,12 @@ class Certificate:
     reads_labels: bool = True
 
 
+# Numbers of rows with responses, and their rewards.
+Asked = Sequence[tuple[int, str]]
+Ask = Callable[[Asked], list[float | None]]
+Results = Sequence[tuple[tuple[int, str], float | None]]
+
+
 class _Scores(dict[tuple[int, str], float | None]):
     """The reward of each response to a row, by the row's number; None where it is undecided."""
 
@@ -81,6 +87,14 @@ class _Probed:
     golds: Mapping[int, float]
     chance: float
     are_answers: bool
+
+    @property
+    def means(self) -> dict[str, float]:
+        """The mean reward of each kind."""
+        return {
+            kind: fmean(self.scores.of(index, probe.text) for index, probe in probes.items())
+            for kind, probes in self.kinds.items()
+        }
 
     def passes(self, index: int, probe: Probe) -> bool:
         """Return whether the reward gives a probe what it should not have."""
@@ -114,39 +128,25 @@ def certify(rows: Sequence[CheckedRow], config: ScoringOptions) -> Certificate:
         if not chosen:
             return Certificate(reward.name, 0, {}, tuple(problems))
 
-        def ask(asked: Sequence[tuple[int, str]]) -> list[float | None]:
+        def ask(asked: Asked) -> list[float | None]:
             own, texts = [chosen[index] for index, _ in asked], [text for _, text in asked]
             return _score(reward, own, texts, config.reward_timeout_seconds)
 
         started = time.monotonic()
         texts = [{form: gold_text(row.label or "", form) for form in FORMS} for row in chosen]
-        asked = list(dict.fromkeys((i, t) for i, own in enumerate(texts) for t in own.values()))
-        golds = _Scores(zip(asked, ask(asked), strict=True))
-        bests = [max(golds.of(i, text) for text in own.values()) for i, own in enumerate(texts)]
-        means = {f: fmean(golds.of(i, own[f]) for i, own in enumerate(texts)) for f in FORMS}
+        golds, bests, means = _scores_of_golds(texts, ask)
         best = max(FORMS, key=lambda form: means[form]) if are_answers else "as it is"
         probed, again, results = _probe(
             chosen[:MAX_PROBED_ROWS], [own[best] for own in texts], bests, best, ask, are_answers
         )
         seconds = time.monotonic() - started
-    by_kind = {
-        kind: fmean(probed.scores.of(index, probe.text) for index, probe in probes.items())
-        for kind, probes in probed.kinds.items()
-    }
+    by_kind = probed.means
     wrong = [kind for kind, probes in probed.kinds.items() if _rule_of(probes) != "bonus"]
     best_wrong = max(wrong, key=lambda kind: by_kind[kind])
-    # A function of the label's column may read it as a part of the task, not as its answer.
-    reads_labels = reward.label_use == "labels" or (
-        reward.label_use == "column" and 0 < means[best] >= by_kind[best_wrong]
-    )
+    reads_labels = _reads_labels(reward.label_use, means[best], by_kind[best_wrong])
     every = [*golds.items(), *results]
     doubts = [*again, *(_doubts(probed) if reads_labels else _unasked(probed))]
-    undecided = [chosen[index].location for (index, _), score in every if score is None]
-    if undecided:
-        doubts.append(
-            f"{len(undecided)} of {len(every)} answers cannot be decided, and would be left out "
-            f"of the loss ({undecided[0]})"
-        )
+    doubts += _undecided(chosen, every)
     # The label of these is a right answer; of unit_tests, say, it is what tests one.
     if {"boxed_math", "gsm8k"}.issuperset(config.reward_fn) and not reward_urls(config):
         problems += _wrong_gold(reward.name, chosen, texts, golds)
@@ -163,7 +163,33 @@ def certify(rows: Sequence[CheckedRow], config: ScoringOptions) -> Certificate:
     )
 
 
-Results = list[tuple[tuple[int, str], float | None]]
+def _reads_labels(use: str, gold: float, wrong: float) -> bool:
+    """Return whether a reward takes labels for answers, by the best means of both kinds."""
+    # A function of the label's column may read it as a part of the task, not as its answer.
+    return use == "labels" or (use == "column" and 0 < gold >= wrong)
+
+
+def _scores_of_golds(
+    texts: Sequence[Mapping[str, str]], ask: Ask
+) -> tuple[_Scores, list[float], dict[str, float]]:
+    """Return the scores of reference answers, the best of each row, and the mean of each form."""
+    asked = list(dict.fromkeys((i, t) for i, own in enumerate(texts) for t in own.values()))
+    golds = _Scores(zip(asked, ask(asked), strict=True))
+    bests = [max(golds.of(i, text) for text in own.values()) for i, own in enumerate(texts)]
+    return (
+        golds,
+        bests,
+        {form: fmean(golds.of(i, own[form]) for i, own in enumerate(texts)) for form in FORMS},
+    )
+
+
+def _undecided(rows: Sequence[CheckedRow], results: Results) -> Iterator[str]:
+    places = [rows[index].location for (index, _), score in results if score is None]
+    if places:
+        yield (
+            f"{len(places)} of {len(results)} answers cannot be decided, and would be left out "
+            f"of the loss ({places[0]})"
+        )
 
 
 def _probe(
@@ -171,7 +197,7 @@ def _probe(
     golds: Sequence[str],
     bests: Sequence[float],
     form: str,
-    ask: Callable[[Sequence[tuple[int, str]]], list[float | None]],
+    ask: Ask,
     are_answers: bool,
 ) -> tuple[_Probed, list[str], Results]:
     """Return the scores of probes, what is said of scores that drift, and all results.
@@ -225,10 +251,8 @@ def _doubts(probed: _Probed) -> Iterator[str]:
         rule = _rule_of(probes)
         if rule != "wrong" and not are_answers:
             continue
-        left_out = set() if kind == "empty" else empty
-        rows = probes
-        if rule != "frame":
-            rows = {i: p for i, p in probes.items() if i in golds and i not in left_out}
+        counted = golds.keys() - (set() if kind == "empty" else empty)
+        rows = {i: p for i, p in probes.items() if rule == "frame" or i in counted}
         passed = [i for i, probe in rows.items() if probed.passes(i, probe)]
         is_blind = are_answers and all(probe.is_blind for probe in probes.values())
         if len(passed) > (probed.chance * len(rows) if is_blind else 0):

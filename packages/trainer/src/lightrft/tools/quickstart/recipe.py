@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightrft.config import TrainConfig
@@ -11,7 +11,6 @@ from lightrft.tools.quickstart.task import Task
 
 SAMPLES_PER_STEP = 128
 WARMUP_STEPS = 5
-EVAL_STEPS = 10
 ESTIMATORS = {"grpo": "group_norm", "ppo": "gae", "reinforce++": "reinforce++"}
 STRATEGIES = ("fsdp", "deepspeed")
 
@@ -55,40 +54,23 @@ class Recipe:
 
 def training_config(recipe: Recipe, directory: Path) -> TrainConfig:
     """The configuration of the run in `directory`, whose model and data have been written."""
-    usual = TrainConfig(
+    usual = TrainConfig.load(Path(__file__).with_name("recipe.toml"))
+    usual = replace(
+        usual,
         pretrain=str(directory / "warm_start"),
         prompt_data=str(directory / "data" / "train.jsonl"),
         eval_data=str(directory / "data" / "eval.jsonl"),
-        input_key="prompt",
-        label_key="answer",
-        apply_chat_template=True,
-        prompt_max_len=32,
-        generate_max_len=48,
         max_eval_samples=recipe.num_eval_prompts,
         reward_fn=(f"{directory / 'reward.py'}:score",),
         fsdp=recipe.strategy == "fsdp",
-        bf16=False,
-        engine_type="hf",
         advantage_estimator=ESTIMATORS[recipe.algorithm],
-        loss_agg_mode="token-mean",
-        init_kl_coef=0.0,
-        lambd=1.0 if recipe.algorithm == "ppo" else 0.95,
-        value_clip=0.0 if recipe.algorithm == "ppo" else 0.2,
-        rollout_batch_size=SAMPLES_PER_STEP // recipe.group_size,
+        rollout_batch_size=usual.train_batch_size // recipe.group_size,
         n_samples_per_prompt=recipe.group_size,
-        train_batch_size=SAMPLES_PER_STEP,
-        micro_train_batch_size=SAMPLES_PER_STEP,
-        micro_rollout_batch_size=SAMPLES_PER_STEP,
-        actor_learning_rate=4e-4,
-        critic_learning_rate=1e-3 if recipe.algorithm == "ppo" else 9e-6,
-        lr_scheduler="linear",
         lr_warmup_ratio=min(1.0, WARMUP_STEPS / recipe.num_steps),
-        eval_steps=EVAL_STEPS,
         num_threads=recipe.num_threads,
-        save_trajectories=True,
-        num_trajectories_to_save=4,
-        trajectory_steps=EVAL_STEPS,
         seed=recipe.seed,
         output_dir=str(directory),
     )
+    if recipe.algorithm == "ppo":
+        usual = replace(usual, lambd=1.0, value_clip=0.0, critic_learning_rate=1e-3)
     return recipe.task.adjust(usual, directory)

@@ -80,7 +80,7 @@ def differing_options(runs: Mapping[str, RunData]) -> list[tuple[str, list[str]]
 
 def _charts(runs: Mapping[str, RunData]) -> list[Chart]:
     """A chart for each metric that a run has, one line for each run that has it."""
-    metrics = [(title, name, len(names) > 1) for title, names in CURVES for name in names]
+    metrics = [(title, name, len(names) > 1) for title, names in CURVES.items() for name in names]
     metrics += [(f"Seconds: {stage}", f"{stage}_seconds", False) for stage in STAGES]
     charts = []
     for title, metric, is_shared in metrics:

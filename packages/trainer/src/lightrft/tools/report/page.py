@@ -5,8 +5,9 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightrft.config.files import typed
 from lightrft.config.printable import printable
-from lightrft.config.toml import write_whole
+from lightrft.config.toml import read_toml, write_whole
 from lightrft.reporting.alarms import run_verdict
 from lightrft.reporting.files import CONFIG_FILE, REPORT_FILE
 from lightrft.reporting.metric_table import METRICS, STAGES, MetricRow, memory_peaks, metric_row
@@ -27,28 +28,9 @@ MAX_ALARMS = 12
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 # Of the way from the lowest to the highest reward of a run.
 SOLVED_SHARE = 0.95
-CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Held-out reward", ("eval/reward",)),
-    ("Reward", ("reward",)),
-    ("Loss", ("loss", "eval/loss")),
-    ("Accuracy", ("accuracy", "eval/accuracy", "eval/longer_accuracy")),
-    ("Score margin", ("score_margin", "eval/score_margin")),
-    ("Calibration error", ("calibration_error", "eval/calibration_error")),
-    ("Correlation of score and length", ("length_correlation", "eval/length_correlation")),
-    ("Spread of the rewards", ("reward_std",)),
-    ("Groups of equal rewards", ("constant_group_share",)),
-    ("Response length", ("response_length", "eval/response_length")),
-    ("Truncated responses", ("truncated_share", "eval/truncated_share")),
-    ("KL to the reference model", ("kl",)),
-    ("KL to the teacher", ("teacher_kl",)),
-    ("KL of the update", ("approx_kl",)),
-    ("Entropy", ("entropy",)),
-    ("Gradient norm", ("grad_norm", "critic_grad_norm")),
-    ("Clipped tokens", ("clip_fraction_low", "clip_fraction_high")),
-    ("Tokens per second", ("tokens_per_second",)),
-    ("Engine against trainer, mean", ("logprob_diff_mean",)),
-    ("Engine against trainer, largest", ("logprob_diff_max",)),
-)
+_CURVES_FILE = Path(__file__).with_name("curves.toml")
+# Title and metrics of each chart.
+CURVES = typed(dict[str, tuple[str, ...]], read_toml(_CURVES_FILE), _CURVES_FILE)
 STATUS_WORDS = {
     "finished": "finished",
     "running": "running",
@@ -281,7 +263,7 @@ def calibration_bins(run: RunData) -> list[tuple[str, list[float]]]:
 def _curves(run: RunData) -> list[Chart]:
     """The charts of `CURVES` that have a finite value."""
     charts = []
-    for title, names in CURVES:
+    for title, names in CURVES.items():
         series = {name: points for name in names if (points := run.points(name))}
         if any(value is not None for points in series.values() for _, value in points):
             charts.append(Chart(title, "lines", series))
