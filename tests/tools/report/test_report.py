@@ -414,7 +414,7 @@ def test_every_metric_that_the_source_names_has_a_row():
 
 
 def test_every_curve_and_stage_has_a_row():
-    names = {name for _, group in report_module.CURVES for name in group}
+    names = {name for _, group in report_module.CURVES.items() for name in group}
     assert names | {f"{stage}_seconds" for stage in STAGES} <= set(METRICS)
 
 
