@@ -76,6 +76,7 @@ def test_a_step_is_recomputed_within_rounding(recorded, way):
         "response mask",
         "ends of trained turns",
         "old logprobs",
+        "logprobs, actor update 1",
         "denominator, actor update 1",
         "policy loss, actor update 1",
         "gradient norm, actor update 1",

@@ -113,17 +113,15 @@ class Observer:
         return
 
 
-def open_observer(
-    step: Step, config: TrainConfig, describe: Callable[[], ObservedStep]
-) -> Observer:
+def open_observer(step: Step, every: int, describe: Callable[[], ObservedStep]) -> Observer:
     """Make the recorder of a step that is to be audited; collective.
 
     Args:
         step: Step that begins its update.
-        config: Options of the run.
+        every: `audit_every` of the options.
         describe: Describes the step, where it is recorded.
     """
-    if config.audit_every <= 0 or step.number % config.audit_every:
+    if every <= 0 or step.number % every:
         return Observer()
     build = cast("Callable[[ObservedStep], Observer]", STEP_OBSERVERS.load("audit"))
     return build(describe())

@@ -309,7 +309,7 @@ class PolicyStage(Stage[PolicyBatch]):
         kl_coef, moments = self.maker.kl_coef(self.memory), self.memory.moments
         return open_observer(
             step,
-            self.config,
+            self.config.audit_every,
             lambda: ObservedStep(
                 "policy",
                 step.number,

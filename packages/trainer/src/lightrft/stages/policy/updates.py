@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -352,20 +352,25 @@ class PolicyUpdate:
         old_logprobs = tokens.old_logprobs_or(output.logprobs)
         record_ratios(losses, output.logprobs, old_logprobs, mask, metrics)
         metrics.add_mean("policy_loss", parts["policy"], 0.0)
-        values = {
-            "new": output.logprobs,
-            "weights": tokens.factors,
-            "old_logprobs": seen.outputs.old_logprobs,
-            "log_kept_mass": seen.outputs.log_kept_mass,
-        }
-        rollouts = seen.rollouts
-        self.observer.micro_batch(rollouts.sample_ids, rollouts.attention_mask, values, parts)
+        self._observe(seen, {"new": output.logprobs, "weights": tokens.factors}, parts)
         share = share if output.loss is None else output.loss
         if router_sums is not None:
             balance = balance_share(_router_sums(output), router_sums)
             metrics.add_mean("aux_loss", balance, 0.0)
             share = share + config.aux_loss_coef * balance
         return share
+
+    def _observe(
+        self,
+        micro: ExperienceBatch,
+        values: Mapping[str, Tensor | None],
+        terms: Mapping[str, Tensor],
+    ) -> None:
+        rollouts, outputs = micro.rollouts, micro.outputs
+        first = {"old_logprobs": outputs.old_logprobs, "log_kept_mass": outputs.log_kept_mass}
+        self.observer.micro_batch(
+            rollouts.sample_ids, rollouts.attention_mask, {**values, **first}, terms
+        )
 
     def _score(
         self, micro: ExperienceBatch, actor: nn.Module, token_loss: TokenLossFunction | None
@@ -404,9 +409,7 @@ class PolicyUpdate:
         loss = clipped_value_loss(values, old_values, micro.returns, mask, clip=clip)
         mode, shares = str(self.config.loss_agg_mode), rollouts.row_shares
         share = aggregate(loss, mask, mode, normalizer, row_shares=shares)
-        self.observer.micro_batch(
-            rollouts.sample_ids, rollouts.attention_mask, {"new": values}, {"value": share}
-        )
+        self._observe(micro, {"new": values}, {"value": share})
         self.metrics.add_mean("critic_loss", share, 0.0)
         return share
 

@@ -88,7 +88,9 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
     def update(self, batch: RowBatch[Item, Known], step: Step) -> Work:
         """See `Stage`."""
         objective, part, model = self.objective, batch.part, self.models.main
-        observer = open_observer(step, self.config, lambda: self._observed(part.items, step))
+        observer = open_observer(
+            step, self.config.audit_every, lambda: self._observed(part.items, step)
+        )
         observer.begin_update(model.name, objective.normalizer(part, batch.known))
 
         def shares(where: slice) -> Callable[[], Tensor]:

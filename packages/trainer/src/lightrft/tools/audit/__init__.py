@@ -11,7 +11,7 @@
     optimizers     learning rates, clipping, SGD and Adam
     replay         the chain of all of these, compared with the run's values
     updates        optimizer steps of every stage; policy_updates, preference_updates,
-                   reward_updates and divergence_updates have their objectives, given_rows what
+                   reward_updates and supervised_updates have their objectives, given_rows what
                    rows of data are
     report         one audit from end to end, for each stage
     tolerances     how far a value may be off, by dtype; fixed beforehand

@@ -61,34 +61,6 @@ def options_of_step(run: Path, record: StepRecord) -> tuple[TrainConfig, bool]:
     return found.replaced(free), True
 
 
-# The mean that each supervised loss is taken in.
-SUPERVISED_AGGREGATIONS = {
-    "token-mean": "token-mean",
-    "seq-mean-token-mean": "seq-mean-token-mean",
-    "dft": "token-mean",
-}
-
-
-def as_reinforcement(config: TrainConfig) -> TrainConfig:
-    """A supervised run in the words of reinforcement: REINFORCE with an advantage of 1 a token.
-
-    A step is one optimizer step on rows that nobody else answered.
-    """
-    tokens = config.micro_batch_tokens
-    if tokens is None and config.packing_samples:
-        tokens = config.micro_train_batch_size * config.max_row_tokens
-    return config.replaced(
-        {
-            "policy_loss": "reinforce",
-            "loss_agg_mode": SUPERVISED_AGGREGATIONS[config.sft_loss],
-            "rollout_batch_size": config.train_batch_size,
-            "n_samples_per_prompt": 1,
-            "max_epochs": 1,
-            "micro_batch_tokens": tokens,
-        }
-    )
-
-
 def step_before(run: Path, record: StepRecord, config: TrainConfig) -> StepRecord | None:
     """The record of the step before; None without one, or where it may be of another try."""
     number = record.facts.step - 1

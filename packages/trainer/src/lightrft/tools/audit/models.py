@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from lightrft.config import TrainConfig
 from lightrft.config.files import read_object
 from lightrft.config.printable import one_line
 from lightrft.tools.audit.record import Integers, RecordError
@@ -193,6 +194,50 @@ class Policy(Scorer):
         logits = self._model[POLICY](input_ids=tokens, use_cache=False).logits
         logits = logits[:, :-1, : vocab or self._num_tokens]
         return torch.log_softmax(logits.double() / self.temperature, dim=-1)
+
+
+class Student(Policy):
+    """A causal language model that gives its divergence from a teacher, and logprobs.
+
+    Args:
+        folder, lora_scale, rounds: See `Policy`.
+        config: Names the divergence.
+        teacher: Folder of the teacher.
+    """
+
+    num_outputs: ClassVar = 2
+
+    def __init__(
+        self, config: TrainConfig, teacher: Path, folder: Path, lora_scale: float, rounds: bool
+    ) -> None:
+        super().__init__(folder, temperature=1.0, lora_scale=lora_scale, rounds=rounds)
+        self.teacher = Policy(teacher, temperature=1.0, rounds=rounds)
+        self.teacher.load(frozen_state(teacher))
+        self._form, self._share = config.teacher_form, config.teacher_beta
+
+    def in_bfloat16(self) -> Self:
+        """See `Scorer`."""
+        found = super().in_bfloat16()
+        found.teacher = self.teacher.in_bfloat16()
+        return found
+
+    def _outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        q = self.logprobs(tokens)
+        with torch.no_grad():
+            # Ids that only the teacher has stand for no token.
+            p = self.teacher.logprobs(tokens, vocab=q.shape[-1])
+        chosen = q.gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        return self._divergence(q, p), chosen
+
+    def _divergence(self, q: Tensor, p: Tensor) -> Tensor:
+        """Agarwal et al. 2024, arXiv:2306.13649: KL(q || p), KL(p || q), or both from a mixture."""
+        if self._form == "reverse":
+            return (q.exp() * (q - p)).sum(dim=-1)
+        if self._form == "forward":
+            return (p.exp() * (p - q)).sum(dim=-1)
+        b = self._share
+        m = (b * p.exp() + (1 - b) * q.exp()).log()
+        return (b * p.exp() * (p - m) + (1 - b) * q.exp() * (q - m)).sum(dim=-1)
 
 
 class Classifier(Scorer):

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightrft.config import TrainConfig
 from lightrft.tools.audit.corrections import follows_policy
-from lightrft.tools.audit.decisions import as_reinforcement
 from lightrft.tools.audit.losses import (
     POLICY_LOSSES,
     Batch,
@@ -27,12 +26,10 @@ from lightrft.tools.audit.replay import (
     Numbers,
     Step,
     build_policy,
-    check_ends,
     check_samples,
     estimate,
     policy_options,
     score_models,
-    supervised_advantages,
     token_weights,
 )
 from lightrft.tools.audit.updates import Objective, StageAudit, Term, Update
@@ -189,26 +186,10 @@ def policy_audit(config: TrainConfig, reference: Path | None) -> StageAudit:
 
     def objectives(step: Step) -> Mapping[str, Objective]:
         numbers = score_models(step, reference)
-        return _objectives(step, Inputs(numbers, *estimate(step, numbers)))
+        inputs = Inputs(numbers, *estimate(step, numbers))
+        return {
+            "actor": PolicyObjective(step, step.policy, inputs, _not_recorded(step)),
+            "critic": ValueObjective(step, step.critic, inputs),
+        }
 
     return StageAudit(config, partial(build_policy, config), check_samples, objectives)
-
-
-def supervised_audit(config: TrainConfig, reference: Path | None) -> StageAudit:
-    """The audit of a stage; see `stage_named` of `lightrft.tools.audit.report`."""
-
-    def objectives(step: Step) -> Mapping[str, Objective]:
-        numbers = score_models(step, reference)
-        check_ends(step)
-        advantages, error = supervised_advantages(step, numbers)
-        return _objectives(step, Inputs(numbers, advantages, advantages.own, error))
-
-    config = as_reinforcement(config)
-    return StageAudit(config, partial(build_policy, config), check_samples, objectives)
-
-
-def _objectives(step: Step, inputs: Inputs) -> Mapping[str, Objective]:
-    return {
-        "actor": PolicyObjective(step, step.policy, inputs, _not_recorded(step)),
-        "critic": ValueObjective(step, step.critic, inputs),
-    }

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from lightrft.config import TrainConfig
 from lightrft.tools.audit.advantages import (
@@ -223,33 +222,6 @@ def check_samples(step: Step) -> None:
         rollout = rows.padded(values.rollout_logprobs)
         found.tokens("rollout logprobs", rollout, rows.rollout_logprobs, rows.mask, "number")
     check_decisions(found, step.decided, step.record, step.config, rows.is_kept)
-
-
-def supervised_advantages(step: Step, numbers: Numbers) -> tuple[Pair, float]:
-    """What -log p of each token is multiplied with, and its rounding: 1, or p of dft."""
-    if step.config.sft_loss != "dft":
-        ones = torch.ones_like(numbers.old.own)
-        return Pair(ones, ones), 0.0
-    return numbers.old.map(torch.exp), step.unit
-
-
-def check_ends(step: Step) -> None:
-    """Each run of trained tokens ends in a special token, at which a generation can stop."""
-    config, name = step.config, "ends of trained turns"
-    if config.train_on == "all" or config.train_on_regex is not None:
-        step.found.skip(name, "the options do not train turns")
-        return
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(config.pretrain), local_files_only=True)
-    except (OSError, ValueError):
-        step.found.skip(name, f"no tokenizer in {Path(str(config.pretrain))}")
-        return
-    added = tokenizer.added_tokens_decoder.items()
-    special = [*tokenizer.all_special_ids, *(i for i, each in added if each.special)]
-    mask = step.rows.mask
-    is_end = mask & ~np.pad(mask, ((0, 0), (0, 1)))[:, 1:]
-    is_special = np.isin(step.rows.ids, special)
-    step.found.exact(name, is_end & is_special, is_end)
 
 
 def score_models(step: Step, reference: Path | None) -> Numbers:

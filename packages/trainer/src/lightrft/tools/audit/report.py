@@ -14,15 +14,15 @@ from lightrft.tools.audit.decisions import (
     options_of_step,
     step_before,
 )
-from lightrft.tools.audit.divergence_updates import divergence_audit
 from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED, Finding
 from lightrft.tools.audit.given_rows import check_places
-from lightrft.tools.audit.policy_updates import policy_audit, supervised_audit
+from lightrft.tools.audit.policy_updates import policy_audit
 from lightrft.tools.audit.preference_updates import preference_audit
 from lightrft.tools.audit.record import RecordError, read_record
 from lightrft.tools.audit.replay import open_step
 from lightrft.tools.audit.reward_updates import reward_audit
 from lightrft.tools.audit.sources import check_sources, planned_steps
+from lightrft.tools.audit.supervised_updates import divergence_audit, supervised_audit
 from lightrft.tools.audit.updates import StageAudit, Updates
 
 

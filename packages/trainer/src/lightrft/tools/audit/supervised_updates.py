@@ -1,0 +1,114 @@
+"""Objectives of given answers: those of the data, and a teacher's whole distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from lightrft.config import TrainConfig
+from lightrft.tools.audit.given_rows import check_given, in_items
+from lightrft.tools.audit.losses import normalizer, token_shares
+from lightrft.tools.audit.models import Student
+from lightrft.tools.audit.pairs import Borders, Differentiated, Pair, with_rounding
+from lightrft.tools.audit.replay import Step, build_policy, score_models
+from lightrft.tools.audit.updates import Objective, StageAudit, Term, Update, trained_model
+
+# The mean that each supervised loss is taken in.
+SUPERVISED_AGGREGATIONS = {
+    "token-mean": "token-mean",
+    "seq-mean-token-mean": "seq-mean-token-mean",
+    "dft": "token-mean",
+}
+
+
+class SupervisedObjective(Objective):
+    """A mean of -log p of the trained tokens; dft weighs each by p, as a constant."""
+
+    scores = "logprobs"
+
+    def denominator(self, mask: Tensor) -> float:
+        """See `Objective`."""
+        return normalizer(mask, SUPERVISED_AGGREGATIONS[self.step.config.sft_loss], 1)
+
+    def terms(
+        self, update: Update, scores: Pair, error: Tensor, others: Sequence[Tensor]
+    ) -> Iterator[Term]:
+        """See `Objective`."""
+        loss, mask = self.step.config.sft_loss, update.mask
+        share = token_shares(mask, SUPERVISED_AGGREGATIONS[loss]) / self.denominator(mask)
+
+        def mean(new: Pair, _: Borders) -> Tensor:
+            weights = new.own.detach().exp() if loss == "dft" else torch.ones_like(share)
+            return -share * weights * new.own
+
+        yield Term("policy", 1.0, *with_rounding(mean, scores, (error, -error), self.step.borders))
+
+
+class DivergenceObjective(Objective):
+    """The mean divergence of the trained tokens."""
+
+    scores = ""
+
+    def denominator(self, mask: Tensor) -> float:
+        """See `Objective`."""
+        return float(mask.sum())
+
+    def terms(
+        self, update: Update, scores: Pair, error: Tensor, others: Sequence[Tensor]
+    ) -> Iterator[Term]:
+        """See `Objective`."""
+        share = update.mask / max(self.denominator(update.mask), 1.0)
+        exact = Differentiated(scores.own * share, share)
+        yield Term("policy", 1.0, exact, Differentiated(self.step.unit * share, 0 * share))
+
+    def noises(self, slopes: Sequence[Tensor], moved: Tensor) -> list[Tensor]:
+        """A token's gradient is that of many logprobs, which round also where they agree."""
+        return [self.step.unit * slopes[0]] * len(slopes)
+
+
+def check_ends(step: Step) -> None:
+    """Each run of trained tokens ends in a special token, at which a generation can stop."""
+    config, name = step.config, "ends of trained turns"
+    if config.train_on == "all" or config.train_on_regex is not None:
+        step.found.skip(name, "the options do not train turns")
+        return
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(config.pretrain), local_files_only=True)
+    except (OSError, ValueError):
+        step.found.skip(name, f"no tokenizer in {Path(str(config.pretrain))}")
+        return
+    added = tokenizer.added_tokens_decoder.items()
+    special = [*tokenizer.all_special_ids, *(i for i, each in added if each.special)]
+    mask = step.rows.mask
+    is_end = mask & ~np.pad(mask, ((0, 0), (0, 1)))[:, 1:]
+    is_special = np.isin(step.rows.ids, special)
+    step.found.exact(name, is_end & is_special, is_end)
+
+
+def supervised_audit(config: TrainConfig, reference: Path | None) -> StageAudit:
+    """The audit of a stage; see `stage_named` of `lightrft.tools.audit.report`."""
+
+    def objectives(step: Step) -> dict[str, Objective]:
+        score_models(step, reference)
+        check_ends(step)
+        return {"actor": SupervisedObjective(step, trained_model(step))}
+
+    config = in_items(config)
+    build = partial(build_policy, config)
+    return StageAudit(config, build, lambda s: check_given(s, s.rows.mask), objectives)
+
+
+def divergence_audit(config: TrainConfig, reference: Path | None) -> StageAudit:
+    """The audit of a stage; see `stage_named` of `lightrft.tools.audit.report`."""
+    return StageAudit(
+        in_items(config),
+        partial(Student, config, reference or Path(str(config.teacher))),
+        lambda step: check_given(step, step.rows.mask),
+        lambda step: {"actor": DivergenceObjective(step, trained_model(step))},
+    )
