@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from lightrft.config import TrainConfig
+from lightrft.config.parts.learning import AlgorithmOptions
 from lightrft.tools.audit.record import Array, Flags, Integers
 from lightrft.tools.audit.samples import differ
 
@@ -206,7 +206,7 @@ def token_rewards(rewards: Array, mask: Flags, penalty: Array, paid: Array) -> A
     return found
 
 
-def backwards(mask: Flags, config: TrainConfig) -> Iterator[tuple[int, int, float]]:
+def backwards(mask: Flags, config: AlgorithmOptions) -> Iterator[tuple[int, int, float]]:
     """Row, token and discount after it, of every response token from the last one on.
 
     With `turn_credit` discounted, gamma counts turns: it acts where the next response token does
@@ -220,7 +220,7 @@ def backwards(mask: Flags, config: TrainConfig) -> Iterator[tuple[int, int, floa
             following = int(t)
 
 
-def returns(rewards: Array, mask: Flags, config: TrainConfig) -> Array:
+def returns(rewards: Array, mask: Flags, config: AlgorithmOptions) -> Array:
     """Discounted return from each response token on: [rows, seq]."""
     found, rest = np.zeros_like(rewards), np.zeros(len(mask))
     for row, t, discount in backwards(mask, config):
@@ -228,7 +228,7 @@ def returns(rewards: Array, mask: Flags, config: TrainConfig) -> Array:
     return found
 
 
-def policy_lambds(mask: Flags, config: TrainConfig) -> Array:
+def policy_lambds(mask: Flags, config: AlgorithmOptions) -> Array:
     """[rows] lambd of the advantages that the policy learns from."""
     given = config.advantage_args or {}
     if "length_alpha" in given:
@@ -238,7 +238,11 @@ def policy_lambds(mask: Flags, config: TrainConfig) -> Array:
 
 
 def gae(
-    rewards: Array, values: Array, mask: Flags, config: TrainConfig, lambds: Array | None = None
+    rewards: Array,
+    values: Array,
+    mask: Flags,
+    config: AlgorithmOptions,
+    lambds: Array | None = None,
 ) -> Array:
     """Generalised advantages: [rows, seq]; after the last response token the value is 0."""
     lambds = np.full(len(mask), config.lambd) if lambds is None else lambds

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightrft.config import TrainConfig
+from lightrft.config.parts.learning import AlgorithmOptions
 from lightrft.tools.audit.pairs import HELD, Borders, Pair, row_lengths
 
 PRESETS = {
@@ -203,7 +204,7 @@ def _has_sign(term: Term, tokens: Tokens, borders: Borders) -> Tensor:
     return borders.above(advantages, 0.0)
 
 
-def high_entropy(entropy: Pair, mask: Tensor, borders: Borders, config: TrainConfig) -> Tensor:
+def high_entropy(entropy: Pair, mask: Tensor, borders: Borders, config: AlgorithmOptions) -> Tensor:
     """Tokens whose entropy is among the highest of the batch or of their row: [rows, seq]."""
     ratio = config.high_entropy_token_ratio
     if config.high_entropy_scope == "batch":

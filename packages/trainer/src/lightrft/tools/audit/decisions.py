@@ -18,6 +18,10 @@ from torch import Tensor
 from lightrft.config import TrainConfig
 from lightrft.config.files import lines_of, parse_object
 from lightrft.config.options import is_number, options_of
+from lightrft.config.parts.learning import AlgorithmOptions
+from lightrft.config.parts.rollout import ShapingOptions
+from lightrft.config.parts.run_control import MonitoringOptions
+from lightrft.config.parts.training import ComputeOptions, TrainingOptions
 from lightrft.tools.audit.findings import Findings
 from lightrft.tools.audit.losses import kl_term
 from lightrft.tools.audit.optimizers import ADAM, ADAM_EPS, DECOUPLED
@@ -61,7 +65,7 @@ def options_of_step(run: Path, record: StepRecord) -> tuple[TrainConfig, bool]:
     return found.replaced(free), True
 
 
-def step_before(run: Path, record: StepRecord, config: TrainConfig) -> StepRecord | None:
+def step_before(run: Path, record: StepRecord, config: MonitoringOptions) -> StepRecord | None:
     """The record of the step before; None without one, or where it may be of another try."""
     number = record.facts.step - 1
     # A continued run that records fewer steps leaves those of the try before where they are.
@@ -128,12 +132,12 @@ def decide(
     )
 
 
-def kl_estimator(config: TrainConfig) -> str:
+def kl_estimator(config: ShapingOptions) -> str:
     """The estimator of the KL term; that of its place unless the user chose one."""
     return config.kl_estimator or ("k3+" if config.use_kl_loss else "k1")
 
 
-def _taken_steps(model: str, num_steps: int, config: TrainConfig) -> int:
+def _taken_steps(model: str, num_steps: int, config: AlgorithmOptions) -> int:
     """Of the first steps of a run, those in which a model is updated."""
     num_frozen = max(config.freezing_actor_steps, 0) if model == "actor" else 0
     return max(num_steps - num_frozen, 0)
@@ -243,7 +247,7 @@ def check_decisions(
         _check_micro_batches(found, own, record.samples, config)
 
 
-def check_dtype(found: Findings, dtype: str, config: TrainConfig) -> None:
+def check_dtype(found: Findings, dtype: str, config: ComputeOptions) -> None:
     """Compares the type of the run's numbers with what its options ask for, where they do."""
     if config.bf16 is not None:
         is_bf16 = np.array([dtype == "bfloat16"])
@@ -296,7 +300,7 @@ def _check_updates(
     model: str,
     updates: Sequence[UpdateFacts],
     record: StepRecord,
-    config: TrainConfig,
+    config: TrainingOptions,
     num_epochs: int,
 ) -> None:
     """Every epoch trains each row once, in the optimizer batches that the seed gives."""
@@ -347,7 +351,7 @@ def check_optimizers(
     found: Findings,
     decided: Decisions,
     record: StepRecord,
-    config: TrainConfig,
+    config: TrainingOptions,
     states: Mapping[str, Mapping[str, Tensor]],
     wanted: Mapping[str, Collection[str]],
 ) -> None:

@@ -21,8 +21,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lightrft.config import TrainConfig
 from lightrft.config.files import read_object
+from lightrft.config.parts.learning import TeacherOptions
 from lightrft.config.printable import one_line
 from lightrft.tools.audit.record import Integers, RecordError
 
@@ -208,7 +208,7 @@ class Student(Policy):
     num_outputs: ClassVar = 2
 
     def __init__(
-        self, config: TrainConfig, teacher: Path, folder: Path, lora_scale: float, rounds: bool
+        self, config: TeacherOptions, teacher: Path, folder: Path, lora_scale: float, rounds: bool
     ) -> None:
         super().__init__(folder, temperature=1.0, lora_scale=lora_scale, rounds=rounds)
         self.teacher = Policy(teacher, temperature=1.0, rounds=rounds)

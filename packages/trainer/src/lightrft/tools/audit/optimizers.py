@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightrft.config import TrainConfig
+from lightrft.config.parts.training import TrainingOptions
 from lightrft.tools.audit.record import OptimizerFacts
 
 DECOUPLED = ("AdamW", "MasterWeightsAdamW")
@@ -20,7 +20,7 @@ ADAM_EPS, BETAS = 1e-8, (0.9, 0.999)
 
 
 def learning_rate(
-    peak: float, position: int, num_steps: int, facts: OptimizerFacts, config: TrainConfig
+    peak: float, position: int, num_steps: int, facts: OptimizerFacts, config: TrainingOptions
 ) -> float:
     """Of the optimizer step after `position` others, of `num_steps` in the whole run.
 
@@ -35,7 +35,7 @@ def learning_rate(
     return peak * factor
 
 
-def _planned(position: int, num_steps: int, warmup: int, config: TrainConfig) -> float:
+def _planned(position: int, num_steps: int, warmup: int, config: TrainingOptions) -> float:
     if position < warmup:
         return (position + 1) / (warmup + 1)
     if config.lr_scheduler == "constant":
@@ -175,7 +175,7 @@ def given_groups(facts: OptimizerFacts) -> dict[str, Group]:
 
 
 def configured_groups(
-    names: Collection[str], weights: Mapping[str, Tensor], config: TrainConfig
+    names: Collection[str], weights: Mapping[str, Tensor], config: TrainingOptions
 ) -> dict[str, Group]:
     """Numbers of each parameter as the options ask: matrices are decayed, vectors are not."""
     beta1, beta2 = config.adam_betas
@@ -190,7 +190,7 @@ def configured_groups(
     }
 
 
-def _rate_share(name: str, config: TrainConfig) -> float:
+def _rate_share(name: str, config: TrainingOptions) -> float:
     """The factor of the first part that the options name within a parameter's name."""
     given = (config.learning_rate_factors or {}).items()
     hits = (factor for part, factor in given if re.search(rf"(^|\.)({part})(\.|$)", name))

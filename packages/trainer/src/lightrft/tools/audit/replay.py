@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightrft.config import TrainConfig
+from lightrft.config.parts.learning import AlgorithmOptions
+from lightrft.config.parts.rollout import DrawOptions
 from lightrft.tools.audit.advantages import (
     ESTIMATORS,
     MIN_VARIANCE,
@@ -207,7 +209,7 @@ def open_step(record: StepRecord, config: TrainConfig, decided: Decisions, build
     return Step(record, config, found, rows, policy, critic, states, decided)
 
 
-def build_policy(config: TrainConfig, folder: Path, lora_scale: float, rounds: bool) -> Policy:
+def build_policy(config: DrawOptions, folder: Path, lora_scale: float, rounds: bool) -> Policy:
     """The plain model of an actor."""
     temperature = config.temperature if config.temperature > 0 else 1.0
     return Policy(folder, temperature=temperature, lora_scale=lora_scale, rounds=rounds)
@@ -491,7 +493,7 @@ def token_weights(
     return found
 
 
-def policy_options(config: TrainConfig) -> dict[str, float]:
+def policy_options(config: AlgorithmOptions) -> dict[str, float]:
     """Hyper-parameters of the policy loss: of its paper, of common options, its own."""
     found = dict(POLICY_LOSSES[config.policy_loss_name].defaults)
     common = {

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightrft.config import TrainConfig
+from lightrft.config.parts.rollout import ShapingOptions
 from lightrft.tools.audit.record import CUT, Array, Flags, Integers, RawSamples, rows_of
 
 
@@ -40,7 +41,7 @@ class Rows:
         return wide.astype(np.float64) if flat.dtype == np.float32 else wide
 
 
-def build_rows(samples: RawSamples, config: TrainConfig) -> Rows:
+def build_rows(samples: RawSamples, config: ShapingOptions) -> Rows:
     """Rows and masks, from completions alone."""
     lengths = samples.prompt_lengths + samples.response_lengths
     width = int(lengths.max()) if len(lengths) else 0

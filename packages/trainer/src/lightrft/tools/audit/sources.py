@@ -12,6 +12,8 @@ from torch import Tensor
 
 from lightrft.config import TrainConfig
 from lightrft.config.files import FileError, file_sha256, lines_of, parse_object, read_object
+from lightrft.config.parts.data import PromptOptions
+from lightrft.config.parts.training import TrainingOptions
 from lightrft.tools.audit.findings import Findings
 from lightrft.tools.audit.models import POLICY, TRUNK, frozen_state, sees_media
 from lightrft.tools.audit.optimizers import learning_rate
@@ -103,7 +105,7 @@ def _room(config: TrainConfig) -> float:
     return math.inf if context is None else context - config.generate_max_len
 
 
-def _num_bytes(line: bytes, config: TrainConfig) -> float:
+def _num_bytes(line: bytes, config: PromptOptions) -> float:
     text = parse_object(line).get(config.input_key)
     return len(text.encode()) if isinstance(text, str) else math.inf
 
@@ -171,7 +173,7 @@ def _expected_change(
     return count, former - learning_rate(1.0, count, own.schedule_steps, unchanged, new_config)
 
 
-def _plan(facts: OptimizerFacts, config: TrainConfig) -> tuple[object, ...]:
+def _plan(facts: OptimizerFacts, config: TrainingOptions) -> tuple[object, ...]:
     schedule = (config.lr_scheduler, config.lr_warmup_ratio, config.min_lr_ratio)
     return facts.schedule_steps, *schedule
 
