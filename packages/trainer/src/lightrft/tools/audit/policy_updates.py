@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightrft.config import TrainConfig
 from lightrft.tools.audit.corrections import follows_policy
 from lightrft.tools.audit.losses import (
     POLICY_LOSSES,
@@ -25,14 +24,12 @@ from lightrft.tools.audit.pairs import Borders, Differentiated, Pair, differenti
 from lightrft.tools.audit.replay import (
     Numbers,
     Step,
-    build_policy,
-    check_samples,
     estimate,
     policy_options,
     score_models,
     token_weights,
 )
-from lightrft.tools.audit.updates import Objective, StageAudit, Term, Update
+from lightrft.tools.audit.updates import Objective, Term, Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,15 +178,11 @@ def _not_recorded(step: Step) -> str:
     return ""
 
 
-def policy_audit(config: TrainConfig, reference: Path | None) -> StageAudit:
-    """The audit of a stage; see `stage_named` of `lightrft.tools.audit.report`."""
-
-    def objectives(step: Step) -> Mapping[str, Objective]:
-        numbers = score_models(step, reference)
-        inputs = Inputs(numbers, *estimate(step, numbers))
-        return {
-            "actor": PolicyObjective(step, step.policy, inputs, _not_recorded(step)),
-            "critic": ValueObjective(step, step.critic, inputs),
-        }
-
-    return StageAudit(config, partial(build_policy, config), check_samples, objectives)
+def policy_objectives(step: Step, reference: Path | None) -> dict[str, Objective]:
+    """Compares scores, rewards and advantages; what actor and critic are trained on."""
+    numbers = score_models(step, reference)
+    inputs = Inputs(numbers, *estimate(step, numbers))
+    return {
+        "actor": PolicyObjective(step, step.policy, inputs, _not_recorded(step)),
+        "critic": ValueObjective(step, step.critic, inputs),
+    }

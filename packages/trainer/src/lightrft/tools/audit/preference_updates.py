@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.config import TrainConfig
-from lightrft.tools.audit.given_rows import check_given, in_items, items_of
+from lightrft.tools.audit.given_rows import items_of
 from lightrft.tools.audit.models import Scorer, frozen_state
 from lightrft.tools.audit.pairs import Borders, Differentiated, Pair, with_rounding
 from lightrft.tools.audit.preference_losses import Answers, Pairs, preference_loss_named
 from lightrft.tools.audit.record import Flags, Integers, RecordError
-from lightrft.tools.audit.replay import Step, build_policy
-from lightrft.tools.audit.updates import Objective, StageAudit, Term, Update, trained_model
+from lightrft.tools.audit.replay import Step
+from lightrft.tools.audit.updates import Objective, Term, Update, trained_model
 
 GOOD = "is_good"
 
 
-def check_answers(step: Step) -> Flags:
+def answer_places(step: Step) -> Flags:
     """[rows, seq] the tokens of answers, as the data have them."""
     if step.record.samples.facts.get(GOOD, np.zeros(0)).shape != step.rows.lengths.shape:
         raise RecordError(f"{step.record.folder} does not say which answers are better")
@@ -164,12 +162,6 @@ class PreferenceObjective(Objective):
         return ids, mask
 
 
-def preference_audit(config: TrainConfig, reference: Path | None) -> StageAudit:
-    """The audit of a stage; see `stage_named` of `lightrft.tools.audit.report`."""
-    config = in_items(config)
-    return StageAudit(
-        config,
-        partial(build_policy, config),
-        lambda step: check_given(step, check_answers(step)),
-        lambda step: {"actor": PreferenceObjective(step, trained_model(step), reference)},
-    )
+def preference_objectives(step: Step, reference: Path | None) -> dict[str, Objective]:
+    """What the model is trained on."""
+    return {"actor": PreferenceObjective(step, trained_model(step), reference)}

@@ -209,7 +209,9 @@ def open_step(record: StepRecord, config: TrainConfig, decided: Decisions, build
     return Step(record, config, found, rows, policy, critic, states, decided)
 
 
-def build_policy(config: DrawOptions, folder: Path, lora_scale: float, rounds: bool) -> Policy:
+def build_policy(
+    config: DrawOptions, _: Path | None, folder: Path, lora_scale: float, rounds: bool
+) -> Policy:
     """The plain model of an actor."""
     temperature = config.temperature if config.temperature > 0 else 1.0
     return Policy(folder, temperature=temperature, lora_scale=lora_scale, rounds=rounds)
@@ -262,7 +264,7 @@ def score_models(step: Step, reference: Path | None) -> Numbers:
     has_teacher = np.array([run.teacher_logprobs.size > 0])
     step.found.exact("has a teacher", has_teacher, np.array([config.teacher is not None]))
     if run.teacher_logprobs.size and (folder := Path(str(config.teacher))).is_dir():
-        model = build_policy(config, folder, 0.0, step.is_rounded)
+        model = build_policy(config, None, folder, 0.0, step.is_rounded)
         scored = score(model, frozen_state(folder))[0]
         teacher = paired("teacher logprobs", run.teacher_logprobs, *scored)
     elif run.teacher_logprobs.size:

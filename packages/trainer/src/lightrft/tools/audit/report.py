@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from lightrft.config import TrainConfig
@@ -15,15 +16,51 @@ from lightrft.tools.audit.decisions import (
     step_before,
 )
 from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED, Finding
-from lightrft.tools.audit.given_rows import check_places
-from lightrft.tools.audit.policy_updates import policy_audit
-from lightrft.tools.audit.preference_updates import preference_audit
-from lightrft.tools.audit.record import RecordError, read_record
-from lightrft.tools.audit.replay import open_step
-from lightrft.tools.audit.reward_updates import reward_audit
+from lightrft.tools.audit.given_rows import check_given, check_places, in_items
+from lightrft.tools.audit.models import Classifier, Scorer, Student
+from lightrft.tools.audit.policy_updates import policy_objectives
+from lightrft.tools.audit.preference_updates import answer_places, preference_objectives
+from lightrft.tools.audit.record import Flags, RecordError, read_record
+from lightrft.tools.audit.replay import Step, build_policy, check_samples, open_step
+from lightrft.tools.audit.reward_updates import reward_objectives, score_places
 from lightrft.tools.audit.sources import check_sources, planned_steps
-from lightrft.tools.audit.supervised_updates import divergence_audit, supervised_audit
-from lightrft.tools.audit.updates import StageAudit, Updates
+from lightrft.tools.audit.supervised_updates import divergence_objectives, supervised_objectives
+from lightrft.tools.audit.updates import Objective, replay
+
+
+@dataclass(frozen=True, slots=True)
+class StageAudit:
+    """The parts of an audit that depend on the stage; a reference is a folder or None.
+
+    Args:
+        build: Makes the plain model that is trained, of options, reference, folder with
+            config.json, scale of adapters, and whether weights are rounded.
+        objectives: Compares scores before the update; what each model is trained on.
+        places: Of rows of the data, where values are counted; None is a stage on samples.
+    """
+
+    build: Callable[[TrainConfig, Path | None, Path, float, bool], Scorer]
+    objectives: Callable[[Step, Path | None], Mapping[str, Objective]]
+    places: Callable[[Step], Flags] | None = None
+
+
+STAGES: Mapping[str, StageAudit] = {
+    "policy": StageAudit(build_policy, policy_objectives),
+    "sft": StageAudit(build_policy, supervised_objectives, lambda step: step.rows.mask),
+    "prefer": StageAudit(build_policy, preference_objectives, answer_places),
+    "reward": StageAudit(
+        lambda _, __, folder, lora_scale, rounds: Classifier(
+            folder, lora_scale=lora_scale, rounds=rounds
+        ),
+        reward_objectives,
+        score_places,
+    ),
+    "divergence": StageAudit(
+        lambda config, teacher, *how: Student(config, teacher or Path(str(config.teacher)), *how),
+        divergence_objectives,
+        lambda step: step.rows.mask,
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,49 +110,34 @@ def audit_step(run: Path, step: int | None = None, *, reference: Path | None = N
     """
     record = read_record(run, step)
     config, is_configured = options_of_step(run, record)
-    stage = stage_named(record.facts.stage, config, reference)
-    config = stage.config
+    stage = STAGES.get(record.facts.stage)
+    if stage is None:
+        raise RecordError(
+            f"steps of the stage {record.facts.stage!r} cannot be audited: {', '.join(STAGES)} can"
+        )
+    if stage.places is not None:
+        config = in_items(config)
     before = step_before(run, record, config)
     planned = planned_steps(run, record, config) if is_configured else None
     decided = decide(run, record, before, config, is_configured=is_configured, planned=planned)
-    audited = open_step(record, config, decided, stage.build)
-    if is_configured and not audited.is_reinforced:
-        check_places(audited)
-    stage.check_rows(audited)
+    audited = open_step(record, config, decided, partial(stage.build, config, reference))
+    if stage.places is None:
+        check_samples(audited)
+    else:
+        if is_configured:
+            check_places(audited)
+        check_given(audited, stage.places(audited))
     if is_configured:
         wanted = {name: audited.trained_names(name) for name in audited.states}
         check_optimizers(audited.found, decided, record, config, audited.states, wanted)
         check_sources(audited, before, planned)
     if before is not None:
         check_link(audited.found, before, audited.states)
-    Updates(audited, stage.objectives(audited), is_configured=is_configured).replay()
+    replay(audited, stage.objectives(audited, reference), is_configured=is_configured)
     if config.enable_ema:
         audited.found.skip("moving average", "it is not recorded")
     rows = tuple(audited.found.rows)
     return AuditReport(str(run), record.facts.step, rows, audited.borders.num_taken)
-
-
-def stage_named(name: str, config: TrainConfig, reference: Path | None) -> StageAudit:
-    """The audit of a stage.
-
-    Args:
-        name: As recorded.
-        config: Options of the run.
-        reference: Folder of the reference model, or of the teacher; None takes that of the options.
-
-    Raises:
-        RecordError: No stage has this name.
-    """
-    known: dict[str, Callable[[TrainConfig, Path | None], StageAudit]] = {
-        "policy": policy_audit,
-        "sft": supervised_audit,
-        "prefer": preference_audit,
-        "reward": reward_audit,
-        "divergence": divergence_audit,
-    }
-    if name not in known:
-        raise RecordError(f"steps of the stage {name!r} cannot be audited: {', '.join(known)} can")
-    return known[name](config, reference)
 
 
 def as_table(report: AuditReport) -> str:

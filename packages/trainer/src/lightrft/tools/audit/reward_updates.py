@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid as log_sigmoid
 
-from lightrft.config import TrainConfig
-from lightrft.tools.audit.given_rows import check_given, in_items, items_of
-from lightrft.tools.audit.models import Classifier, Scorer
+from lightrft.tools.audit.given_rows import items_of
+from lightrft.tools.audit.models import Scorer
 from lightrft.tools.audit.pairs import Borders, Pair, with_rounding
 from lightrft.tools.audit.record import Flags, RecordError
 from lightrft.tools.audit.replay import Step
-from lightrft.tools.audit.updates import Objective, StageAudit, Term, Update, trained_model
+from lightrft.tools.audit.updates import Objective, Term, Update, trained_model
 
 RANK, MARGIN, TARGET = "rank", "margin", "target"
 Given = Mapping[str, float]
@@ -161,16 +160,6 @@ class RewardObjective(Objective):
         return first, second, weights
 
 
-def reward_audit(config: TrainConfig, reference: Path | None) -> StageAudit:
-    """The audit of a stage; see `stage_named` of `lightrft.tools.audit.report`."""
-    del reference
-
-    def build(folder: Path, lora_scale: float, rounds: bool) -> Scorer:
-        return Classifier(folder, lora_scale=lora_scale, rounds=rounds)
-
-    return StageAudit(
-        in_items(config),
-        build,
-        lambda step: check_given(step, score_places(step)),
-        lambda step: {"actor": RewardObjective(step, trained_model(step))},
-    )
+def reward_objectives(step: Step, _: Path | None) -> dict[str, Objective]:
+    """What the model is trained on."""
+    return {"actor": RewardObjective(step, trained_model(step))}

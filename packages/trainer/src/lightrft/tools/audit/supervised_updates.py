@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +10,10 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from lightrft.config import TrainConfig
-from lightrft.tools.audit.given_rows import check_given, in_items
 from lightrft.tools.audit.losses import normalizer, token_shares
-from lightrft.tools.audit.models import Student
 from lightrft.tools.audit.pairs import Borders, Differentiated, Pair, with_rounding
-from lightrft.tools.audit.replay import Step, build_policy, score_models
-from lightrft.tools.audit.updates import Objective, StageAudit, Term, Update, trained_model
+from lightrft.tools.audit.replay import Step, score_models
+from lightrft.tools.audit.updates import Objective, Term, Update, trained_model
 
 # The mean that each supervised loss is taken in.
 SUPERVISED_AGGREGATIONS = {
@@ -91,24 +87,13 @@ def check_ends(step: Step) -> None:
     step.found.exact(name, is_end & is_special, is_end)
 
 
-def supervised_audit(config: TrainConfig, reference: Path | None) -> StageAudit:
-    """The audit of a stage; see `stage_named` of `lightrft.tools.audit.report`."""
-
-    def objectives(step: Step) -> dict[str, Objective]:
-        score_models(step, reference)
-        check_ends(step)
-        return {"actor": SupervisedObjective(step, trained_model(step))}
-
-    config = in_items(config)
-    build = partial(build_policy, config)
-    return StageAudit(config, build, lambda s: check_given(s, s.rows.mask), objectives)
+def supervised_objectives(step: Step, reference: Path | None) -> dict[str, Objective]:
+    """Compares scores and ends of turns; what the model is trained on."""
+    score_models(step, reference)
+    check_ends(step)
+    return {"actor": SupervisedObjective(step, trained_model(step))}
 
 
-def divergence_audit(config: TrainConfig, reference: Path | None) -> StageAudit:
-    """The audit of a stage; see `stage_named` of `lightrft.tools.audit.report`."""
-    return StageAudit(
-        in_items(config),
-        partial(Student, config, reference or Path(str(config.teacher))),
-        lambda step: check_given(step, step.rows.mask),
-        lambda step: {"actor": DivergenceObjective(step, trained_model(step))},
-    )
+def divergence_objectives(step: Step, _: Path | None) -> dict[str, Objective]:
+    """What the student is trained on."""
+    return {"actor": DivergenceObjective(step, trained_model(step))}

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.config import TrainConfig
 from lightrft.tools.audit.models import Scorer
 from lightrft.tools.audit.optimizers import (
     ADAM,
@@ -28,7 +27,7 @@ from lightrft.tools.audit.optimizers import (
 )
 from lightrft.tools.audit.pairs import Differentiated, Pair
 from lightrft.tools.audit.record import RecordError, UpdateFacts, named, rows_of
-from lightrft.tools.audit.replay import NO_PASS, Builder, Step
+from lightrft.tools.audit.replay import NO_PASS, Step
 from lightrft.tools.audit.tolerances import NOISE_OF_GRADIENTS, NOISE_SAFETY
 
 # Rounding of a recorded score.
@@ -127,69 +126,66 @@ class Objective(ABC):
 
 
 class Updates:
-    """Replays the optimizer steps of all models.
+    """Replays the optimizer steps of a model.
 
     Args:
         step: What is audited.
-        objectives: By model.
-        is_configured: The optimizers are those of the options.
+        model: Name of the model.
+        objective: What it is trained on.
+        is_configured: Its optimizer is that of the options.
     """
 
     def __init__(
-        self, step: Step, objectives: Mapping[str, Objective], *, is_configured: bool
+        self, step: Step, model: str, objective: Objective, *, is_configured: bool
     ) -> None:
-        self.step, self._objectives, self._is_configured = step, objectives, is_configured
-        self._optimizers = {name: self._open(name) for name in step.record.facts.optimizers}
-        self._counts = dict.fromkeys(self._optimizers, 0)
-        self._rates = dict.fromkeys(self._optimizers, 0.0)
-        # Sums over the updates of a model: rounding of gradients, and of what SGD moves by it.
-        self._noise = dict.fromkeys(self._optimizers, 0.0)
-        self._moved = dict.fromkeys(self._optimizers, 0.0)
-        # Share of a model's first gradient that bfloat16 makes.
-        self._rounded = dict.fromkeys(self._optimizers, math.inf)
+        self.step, self._model, self._objective = step, model, objective
+        self._is_configured, self._facts = is_configured, step.record.facts.optimizers[model]
+        self._optimizer = self._open()
+        self._count, self._rates = 0, 0.0
+        # Sums over the updates: rounding of gradients, and of what SGD moves by it.
+        self._noise = self._moved = 0.0
+        # Share of the first gradient that bfloat16 makes.
+        self._rounded = math.inf
         # How far each weight may be off since Adam divides gradients by their own size.
-        self._spread: dict[str, dict[str, Tensor]] = {name: {} for name in self._optimizers}
-        self._index = {int(i): row for row, i in enumerate(step.record.samples.sample_ids)}
-        # Why the updates of a model cannot be recomputed, by model.
-        self._ended = unrecomputable(step)
-        for name, objective in objectives.items():
-            if objective.ended:
-                self._ended.setdefault(name, objective.ended)
+        self._spread: dict[str, Tensor] = {}
+        # Why the updates cannot be recomputed.
+        self._ended = unrecomputable(step, model) or objective.ended
 
-    def _open(self, model: str) -> Optimizer:
-        facts, config = self.step.record.facts.optimizers[model], self.step.config
-        state = as_double(self.step.states[model])
+    def _open(self) -> Optimizer:
+        state, config = as_double(self.step.states[self._model]), self.step.config
         weights = named(state, "weight", "master")
         if self._is_configured:
-            names = [name for name in self.step.trained_names(model) if name in weights]
+            names = [name for name in self.step.trained_names(self._model) if name in weights]
             groups = configured_groups(names, weights, config)
         else:
-            groups = given_groups(facts)
+            groups = given_groups(self._facts)
         moments = {n: v for n, v in state.items() if not n.startswith("weight/")}
-        kind = DECOUPLED[0] if self._is_configured else facts.kind
+        kind = DECOUPLED[0] if self._is_configured else self._facts.kind
         return Optimizer(kind, weights, groups, moments)
 
-    def replay(self) -> None:
-        """All updates in their order, then the states after them."""
-        for number, facts in enumerate(self.step.record.facts.updates):
-            if facts.model not in self._ended:
-                self._carry_out(self._open_update(number, facts), self._objectives[facts.model])
-            self._counts[facts.model] += 1
-        for model in self._optimizers:
-            reason = self._ended.get(model, NO_PASS if self.step.policy is None else "")
-            if reason:
-                self.step.found.skip(f"{model} weights after", reason)
+    def carry_out(self, number: int, facts: UpdateFacts) -> None:
+        """The next update, the step's `number`-th."""
+        if not self._ended:
+            update, scorer = self._open_update(number, facts), self._objective.scorer
+            if scorer is None:
+                self._follow(update)
             else:
-                self._compare_after(model)
-            if model not in self._ended:
-                self._check_frozen(model)
+                self._carry_out(update, scorer)
+        self._count += 1
 
-    def _carry_out(self, update: Update, objective: Objective) -> None:
+    def compare_after(self) -> None:
+        """Compares the states after the last update."""
+        reason = self._ended or (NO_PASS if self.step.policy is None else "")
+        if reason:
+            self.step.found.skip(f"{self._model} weights after", reason)
+        else:
+            self._compare_after()
+        if not self._ended:
+            self._check_frozen()
+
+    def _carry_out(self, update: Update, scorer: Scorer) -> None:
         """Compares an update, and takes its step."""
-        step, model, scorer = self.step, update.facts.model, objective.scorer
-        if scorer is None:
-            self._follow(update, objective)
-            return
+        step, objective = self.step, self._objective
         scorer.load(update.state)
         own, *others = scorer.score(step.rows.ids, update.mask)
         scores = Pair(own, own if update.new is None else update.new)
@@ -203,17 +199,17 @@ class Updates:
         def gradient(by_number: Sequence[Tensor], of: Scorer) -> dict[str, Tensor]:
             of.load(update.state)
             found = of.slopes(step.rows.ids, update.mask, by_number, update.state)
-            return {n: value for n, value in found.items() if n in self._optimizers[model].groups}
+            return {n: value for n, value in found.items() if n in self._optimizer.groups}
 
         exact = gradient(slopes, scorer)
-        if step.is_rounded and not self._counts[model]:
+        if step.is_rounded and not self._count:
             rounded = gradient(slopes, scorer.in_bfloat16())
             difference = norm_of({n: rounded[n] - value for n, value in exact.items()})
-            self._rounded[model] = difference / max(norm_of(exact), 1e-300)
+            self._rounded = difference / max(norm_of(exact), 1e-300)
         noises = objective.noises(slopes, moved)
         self._act(update, exact, lambda: gradient([signed(each) for each in noises], scorer))
 
-    def _follow(self, update: Update, objective: Objective) -> None:
+    def _follow(self, update: Update) -> None:
         """Compares what needs no pass of the model: losses of the run's scores, and the rate."""
         found = self.step.found
         if update.new is None:
@@ -221,7 +217,7 @@ class Updates:
         else:
             seen = torch.where(update.mask, update.new, 0.0)
             error = torch.where(update.mask, FLOAT32 * (-seen).clamp(min=1.0), 0.0)
-            for term in objective.terms(update, Pair(seen, seen), error, ()):
+            for term in self._objective.terms(update, Pair(seen, seen), error, ()):
                 self._check_loss(update, term)
         found.skip(f"gradient norm, {update.name}", NO_PASS)
         if not update.facts.is_skipped:
@@ -230,8 +226,9 @@ class Updates:
     def _open_update(self, number: int, facts: UpdateFacts) -> Update:
         """The rows of an update and what is recorded of it; checks its denominator."""
         step, rows = self.step, self.step.rows
-        name = f"{facts.model} update {self._counts[facts.model] + 1}"
-        micros = [[self._index[i] for i in micro] for micro in facts.micro_batches]
+        name = f"{self._model} update {self._count + 1}"
+        index = {int(i): row for row, i in enumerate(step.record.samples.sample_ids)}
+        micros = [[index[i] for i in micro] for micro in facts.micro_batches]
         batch = [row for micro in micros for row in micro]
 
         def recorded(what: str) -> Tensor | None:
@@ -245,23 +242,22 @@ class Updates:
 
         mask = torch.zeros(rows.mask.shape, dtype=torch.bool)
         mask[batch] = torch.from_numpy(rows.mask[batch])
-        z = self._objectives[facts.model].denominator(mask)
+        z = self._objective.denominator(mask)
         step.found.number(f"denominator, {name}", facts.normalizer, z)
         new, weights = recorded("new"), recorded("weights")
-        if new is not None and facts.model == "critic":
+        if new is not None and self._model == "critic":
             # Outside of responses a critic's values mean nothing.
             new = torch.where(mask, new, 0.0)
-        state = self._optimizers[facts.model].weights
+        state = self._optimizer.weights
         return Update(facts, name, micros, mask, new, weights, dict(state))
 
     def _check_scores(self, what: str, update: Update, scores: Pair, scorer: Scorer) -> Tensor:
         """Compares scores of an update's weights, and says how far each may be rounded."""
-        model, mask = update.facts.model, update.mask
-        drift, before = torch.zeros_like(scores.own), self._counts[model]
+        drift, mask, before = torch.zeros_like(scores.own), update.mask, self._count
         kind = "replayed" if before else "logprobs"
 
         def floor() -> Tensor:
-            spread = self._spread[model]
+            spread = self._spread
             draw = torch.Generator().manual_seed(0)
             for _ in range(DRAWS if spread else 0):
                 moved = dict(update.state)
@@ -297,8 +293,8 @@ class Updates:
         rounding: Callable[[], Mapping[str, Tensor]],
     ) -> None:
         """Clips a gradient whose rounding is computed if needed, and takes the optimizer's step."""
-        found, facts, model = self.step.found, update.facts, update.facts.model
-        optimizer, noise = self._optimizers[model], 0.0
+        found, facts = self.step.found, update.facts
+        optimizer, noise = self._optimizer, 0.0
         norm, name = norm_of(own), f"gradient norm, {update.name}"
         if facts.is_skipped:
             note = "the run skipped this update: its gradients were not finite"
@@ -308,78 +304,78 @@ class Updates:
         if not abs(facts.grad_norm - norm) <= found.tolerances["norm"] * norm / 10:
             noise = 3 * norm_of(rounding())
         share = found.tolerances["norm"]
-        if not self._counts[model]:
-            share = min(share, NOISE_OF_GRADIENTS * self._rounded[model])
+        if not self._count:
+            share = min(share, NOISE_OF_GRADIENTS * self._rounded)
         found.add(name, facts.grad_norm, norm, abs(facts.grad_norm - norm), share * norm + noise)
         if optimizer.kind in ADAM and norm <= noise and not optimizer.moments:
-            self._ended[model] = (
-                f"the gradient of {update.name} is rounding: Adam steps by its sign"
-            )
+            self._ended = f"the gradient of {update.name} is rounding: Adam steps by its sign"
             return
         rate, factor = self._rate(update), clip_factor(norm, self.step.config.max_norm)
         largest = max((float(value.abs().max()) for value in own.values()), default=0.0)
-        doubt = max(DOUBT * largest, self._each(model, noise))
+        doubt = max(DOUBT * largest, self._each(noise))
         for n, size in optimizer.spread(own, rate, factor, doubt).items():
-            self._spread[model][n] = self._spread[model].get(n, 0) + size
+            self._spread[n] = self._spread.get(n, 0) + size
         optimizer.step(own, rate, factor)
-        self._rates[model] += rate
-        self._noise[model] += noise * factor
-        self._moved[model] += rate * self._noise[model]
+        self._rates += rate
+        self._noise += noise * factor
+        self._moved += rate * self._noise
 
     def _rate(self, update: Update) -> float:
-        config, model, seen = self.step.config, update.facts.model, update.facts.learning_rate
-        facts, name = self.step.record.facts.optimizers[model], f"learning rate, {update.name}"
+        config, model, seen = self.step.config, self._model, update.facts.learning_rate
+        facts, name = self._facts, f"learning rate, {update.name}"
         if not self._is_configured or facts.schedule_steps <= 0:
             self.step.found.skip(name, "of an optimizer or schedule of the caller's own")
             return seen
         peak = config.peak_learning_rate if model == "actor" else config.critic_learning_rate
         decided = self.step.decided
         count, steps = decided.counts[model], decided.schedule_steps[model]
-        position = (facts.schedule_position if count is None else count) + self._counts[model]
+        position = (facts.schedule_position if count is None else count) + self._count
         rate = learning_rate(peak, position, steps or facts.schedule_steps, facts, config)
         floor = self.step.found.tolerances["sum"] * 1e-6 * peak
         self.step.found.number(name, seen, rate, floor=floor)
         return rate
 
-    def _compare_after(self, model: str) -> None:
+    def _compare_after(self) -> None:
         """Moments, the share of decay, and the change of the weights."""
-        found, optimizer = self.step.found, self._optimizers[model]
-        after = as_double(self.step.record.state("after", model))
-        self._compare_moments(model, after)
-        before = as_double(self.step.states[model])
+        found, optimizer = self.step.found, self._optimizer
+        after = as_double(self.step.record.state("after", self._model))
+        self._compare_moments(after)
+        before = as_double(self.step.states[self._model])
         start, weights = (named(state, "weight", "master") for state in (before, after))
-        counted, is_adam = self._counted(model), optimizer.kind in ADAM
+        counted, is_adam = self._counted(), optimizer.kind in ADAM
 
         def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
             return norm_of({n: (one[n] - other[n]) * counted.get(n, 1) for n in optimizer.groups})
 
-        if is_adam and self._is_configured and self._rates[model] > 0:
-            self._check_decay(model, weights, start)
+        if is_adam and self._is_configured and self._rates > 0:
+            self._check_decay(weights, start)
         change = distance(optimizer.weights, start)
         limit = found.tolerances["adam" if is_adam else "sgd"] * change
-        limit += 0.0 if is_adam else self._moved[model]
+        limit += 0.0 if is_adam else self._moved
         size = norm_of({n: start[n] for n in optimizer.groups})
-        limit += ROUNDING * self._counts[model] * size
+        limit += ROUNDING * self._count * size
         found.add(
-            f"{model} weights after (change)",
+            f"{self._model} weights after (change)",
             distance(weights, start),
             change,
             distance(weights, optimizer.weights),
             limit,
         )
 
-    def _check_frozen(self, model: str) -> None:
-        before, after = self.step.states[model], self.step.record.state("after", model)
+    def _check_frozen(self) -> None:
+        before, after = self.step.states[self._model], self.step.record.state("after", self._model)
         start, weights = (named(state, "weight", "master") for state in (before, after))
-        trained = self._optimizers[model].groups
+        trained = self._optimizer.groups
         frozen = [n for n in start if n not in trained and n in weights]
         moved = [n for n in frozen if not torch.equal(weights[n], start[n])]
         note = f"such as {moved[0]}" if moved else ""
-        self.step.found.add(f"{model} frozen weights after", len(moved), 0.0, len(moved), 0.0, note)
+        self.step.found.add(
+            f"{self._model} frozen weights after", len(moved), 0.0, len(moved), 0.0, note
+        )
 
-    def _compare_moments(self, model: str, after: Mapping[str, Tensor]) -> None:
-        found, noise = self.step.found, self._noise[model]
-        betas = [group.betas[0] for group in self._optimizers[model].groups.values()]
+    def _compare_moments(self, after: Mapping[str, Tensor]) -> None:
+        found, noise = self.step.found, self._noise
+        betas = [group.betas[0] for group in self._optimizer.groups.values()]
         share_of_one = 1 - min(betas, default=0.0)
         floors = {
             "exp_avg": share_of_one * noise,
@@ -388,26 +384,24 @@ class Updates:
             "momentum_buffer": noise,
         }
         for key, floor in floors.items():
-            own = named(self._optimizers[model].moments, key)
+            own = named(self._optimizer.moments, key)
             seen = named(after, key)
-            if not own or not self._counts[model]:
+            if not own or not self._count:
                 continue
             if own.keys() - seen.keys():
-                found.skip(f"{model} {key} after", "not recorded")
+                found.skip(f"{self._model} {key} after", "not recorded")
                 continue
             size, difference = norm_of(own), norm_of({n: seen[n] - v for n, v in own.items()})
-            share = min(found.tolerances["moments"], NOISE_OF_GRADIENTS * self._rounded[model])
+            share = min(found.tolerances["moments"], NOISE_OF_GRADIENTS * self._rounded)
             # A square is off by twice as much as its root.
             weight = {"exp_avg_sq": 2.0, "step": 0.0}.get(key, 1.0)
             limit = weight * share * size + floor
             run = norm_of({n: seen[n] for n in own})
-            found.add(f"{model} {key} after", run, size, difference, limit)
+            found.add(f"{self._model} {key} after", run, size, difference, limit)
 
-    def _check_decay(
-        self, model: str, weights: Mapping[str, Tensor], start: Mapping[str, Tensor]
-    ) -> None:
+    def _check_decay(self, weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> None:
         """The coefficient of the weights in what the run's change has beyond the own one."""
-        optimizer, config, found = self._optimizers[model], self.step.config, self.step.found
+        optimizer, config, found = self._optimizer, self.step.config, self.step.found
         for what, wanted, is_matrix in (("matrices", config.l2, True), ("vectors", 0.0, False)):
             names = [n for n in optimizer.groups if (start[n].dim() >= 2) == is_matrix]
             size = norm_of({n: start[n] for n in names}) ** 2
@@ -415,17 +409,17 @@ class Updates:
                 continue
             beyond = {n: weights[n] - optimizer.weights[n] for n in names}
             overlap = sum(float((beyond[n] * start[n]).sum()) for n in names)
-            seen = wanted - overlap / (size * self._rates[model])
+            seen = wanted - overlap / (size * self._rates)
             count = math.sqrt(sum(start[n].numel() for n in names))
             # Rounding of Adam's unit steps, and of weights, averaged over all entries.
             noise = count / math.sqrt(size) * found.tolerances["adam"]
-            noise += 3 * ROUNDING * self._counts[model] / self._rates[model]
+            noise += 3 * ROUNDING * self._count / self._rates
             limit = found.tolerances["decay"] * (wanted + noise)
             # Entries that are alike, as those of new norms, are all rounded to the same side.
             rounded = {n: optimizer.weights[n].float() - optimizer.weights[n] for n in names}
             alike = sum(float((rounded[n] * start[n]).sum()) for n in names)
-            limit += 2 * self._counts[model] * abs(alike) / (size * self._rates[model])
-            name = f"{model} weight decay of {what}"
+            limit += 2 * self._count * abs(alike) / (size * self._rates)
+            name = f"{self._model} weight decay of {what}"
             # Another fault of the update moves weights mostly in other directions.
             is_other = overlap**2 < 0.5 * size * norm_of(beyond) ** 2
             if abs(seen - wanted) > limit and is_other:
@@ -433,38 +427,21 @@ class Updates:
             else:
                 found.add(name, seen, wanted, abs(seen - wanted), limit)
 
-    def _each(self, model: str, noise: float) -> float:
+    def _each(self, noise: float) -> float:
         """What an entry of a model's gradient may have of a norm of rounding."""
-        optimizer = self._optimizers[model]
+        optimizer = self._optimizer
         return 10 * noise / math.sqrt(sum(optimizer.weights[n].numel() for n in optimizer.groups))
 
-    def _counted(self, model: str) -> dict[str, Tensor]:
+    def _counted(self) -> dict[str, Tensor]:
         """Entries whose gradient is more than rounding: Adam makes unit steps of any."""
-        optimizer = self._optimizers[model]
+        optimizer = self._optimizer
         if optimizer.kind not in ADAM:
             return {}
         second = named(optimizer.moments, "exp_avg_sq")
         largest = max((float(v.max()) for v in second.values()), default=0.0)
         share = 1 - max(group.betas[1] for group in optimizer.groups.values())
-        bound = max(largest * MIN_MOMENT**2, share * self._each(model, self._noise[model]) ** 2)
+        bound = max(largest * MIN_MOMENT**2, share * self._each(self._noise) ** 2)
         return {n: (v > bound).double() for n, v in second.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class StageAudit:
-    """The parts of an audit that depend on the stage.
-
-    Args:
-        config: What the step had to follow.
-        build: Makes the plain model.
-        check_rows: Compares what the step was given.
-        objectives: Compares scores before the update, and gives what each model is trained on.
-    """
-
-    config: TrainConfig
-    build: Builder
-    check_rows: Callable[[Step], None]
-    objectives: Callable[[Step], Mapping[str, Objective]]
 
 
 def trained_model(step: Step) -> Scorer:
@@ -483,14 +460,31 @@ def signed(sizes: Tensor) -> Tensor:
     return sizes * torch.from_numpy(np.random.default_rng(0).choice((-1.0, 1.0), sizes.shape))
 
 
-def unrecomputable(step: Step) -> dict[str, str]:
-    """Models whose gradients depend on what is not recorded, and why."""
-    config, found = step.config, {}
-    if config.aux_loss_coef > 0:
-        found["actor"] = "the balance of experts is not recomputed"
-    elif config.lora_rank > 0 and config.lora_dropout > 0 and not step.is_reinforced:
-        found["actor"] = "dropout is random"
-    for model, facts in step.record.facts.optimizers.items():
-        if facts.kind not in KNOWN:
-            found.setdefault(model, f"optimizer {facts.kind} is the caller's own")
-    return found
+def unrecomputable(step: Step, model: str) -> str:
+    """Why the gradients of a model depend on what is not recorded; "" if they do not."""
+    config, kind = step.config, step.record.facts.optimizers[model].kind
+    if model == "actor" and config.aux_loss_coef > 0:
+        return "the balance of experts is not recomputed"
+    drops = config.lora_rank > 0 and config.lora_dropout > 0 and not step.is_reinforced
+    if model == "actor" and drops:
+        return "dropout is random"
+    return "" if kind in KNOWN else f"optimizer {kind} is the caller's own"
+
+
+def replay(step: Step, objectives: Mapping[str, Objective], *, is_configured: bool) -> None:
+    """Replays all updates of a step in their order, then compares the states after them.
+
+    Args:
+        step: What is audited.
+        objectives: By model.
+        is_configured: The optimizers are those of the options.
+    """
+    facts = step.record.facts
+    models = {
+        name: Updates(step, name, objectives[name], is_configured=is_configured)
+        for name in facts.optimizers
+    }
+    for number, update in enumerate(facts.updates):
+        models[update.model].carry_out(number, update)
+    for each in models.values():
+        each.compare_after()
