@@ -1,4 +1,4 @@
-"""The audit's losses of preferences and reward models: worked numbers, and those of the stages."""
+"""The audit's losses of preferences and reward models have the numbers of the stages."""
 
 from __future__ import annotations
 
@@ -19,24 +19,6 @@ from lightrft.tools.audit.preference_losses import (
     Pairs,
     preference_loss_named,
 )
-
-# c, r, cr, rr, n_c, n_r of two pairs, and each loss's mean over them.
-WORKED_PAIRS = np.array([(-12, -15, -13, -14, 6, 10), (-8, -7.5, -7, -8, 5, 4)]).T
-WORKED = {
-    "dpo": (0.6845479586, {}),
-    "cdpo": (0.6870479586, {"label_smoothing": 0.1}),
-    "robust": (0.6814229586, {"label_smoothing": 0.1}),
-    "hinge": (0.975, {}),
-    "ipo": (25.3800347222, {}),
-    "sigmoid_norm": (0.6947159697, {}),
-    "apo_zero": (0.9937591045, {}),
-    "apo_down": (0.9937979240, {}),
-    "simpo": (1.5350884785, {"beta": 2.0, "gamma": 1.0}),
-    "cpo": (0.6364074462, {"alpha": 0.0}),
-    "orpo": (0.0791033551 + 1.8181818182, {}),
-    "sft": (1.8181818182, {}),
-    "kto": (0.4968767439, {}),
-}
 
 
 def pairs(numbers, z=0.0):
@@ -66,14 +48,6 @@ def assert_slopes_are_differences(total, at):
 
 def options(loss, given=()):
     return dict(loss.defaults) | dict(given)
-
-
-@pytest.mark.parametrize("name", WORKED)
-def test_worked_numbers(name):
-    expected, given = WORKED[name]
-    loss = preference_loss_named(name)
-    found = loss.function(pairs(WORKED_PAIRS, z=0.3), options(loss, given))
-    assert found.mean() == pytest.approx(expected, abs=1e-9)
 
 
 def random_pairs(size=7):

@@ -21,7 +21,7 @@ from lightrft.config.options import is_number, options_of
 from lightrft.config.parts.learning import AlgorithmOptions
 from lightrft.config.parts.rollout import ShapingOptions
 from lightrft.config.parts.run_control import MonitoringOptions
-from lightrft.config.parts.training import ComputeOptions, TrainingOptions
+from lightrft.config.parts.training import TrainingOptions
 from lightrft.tools.audit.findings import Findings
 from lightrft.tools.audit.losses import kl_term
 from lightrft.tools.audit.optimizers import ADAM, ADAM_EPS, DECOUPLED
@@ -29,6 +29,7 @@ from lightrft.tools.audit.pairs import Borders, Pair
 from lightrft.tools.audit.record import (
     CONFIG,
     Flags,
+    Integers,
     RawSamples,
     RecordError,
     StepRecord,
@@ -229,7 +230,6 @@ def check_decisions(
         is_kept: [rows] bool, the row is trained on.
     """
     facts = record.facts
-    check_dtype(found, facts.compute_dtype, config)
     _check_groups(found, record.samples, config)
     if decided.kl_coef is None:
         found.skip("KL weight", "it follows the KL of the step before, which is not recorded")
@@ -237,7 +237,6 @@ def check_decisions(
         # What float32 leaves of the KL terms of a row.
         found.number("KL weight", facts.kl_coef, decided.kl_coef, floor=1e-6 * decided.kl_coef)
     _check_moments(found, decided, record, config)
-    found.number("scale of adapters", facts.lora_scale, decided.lora_scale)
     has_updates = bool(is_kept.any())
     for model in facts.optimizers:
         is_frozen = model == "actor" and facts.step <= config.freezing_actor_steps
@@ -245,13 +244,6 @@ def check_decisions(
         own = [update for update in facts.updates if update.model == model]
         _check_updates(found, model, own, record, config, num_epochs)
         _check_micro_batches(found, own, record.samples, config)
-
-
-def check_dtype(found: Findings, dtype: str, config: ComputeOptions) -> None:
-    """Compares the type of the run's numbers with what its options ask for, where they do."""
-    if config.bf16 is not None:
-        is_bf16 = np.array([dtype == "bfloat16"])
-        found.exact("computes in bfloat16", is_bf16, np.array([config.bf16]))
 
 
 def _check_groups(found: Findings, samples: RawSamples, config: TrainConfig) -> None:
@@ -341,8 +333,15 @@ def _check_micro_batches(
     lengths = samples.prompt_lengths + samples.response_lengths
     by_id = dict(zip(samples.sample_ids.tolist(), lengths.tolist(), strict=True))
     limit = tokens or size * config.max_episode_tokens
-    counts = [[by_id[i] for i in micro] for micro in micros if len(micro) > 1]
-    held = [sum(each) if config.packing_samples else len(each) * max(each) for each in counts]
+    several = [np.array([by_id[i] for i in micro]) for micro in micros if len(micro) > 1]
+    check_tokens(found, several, config.packing_samples, limit)
+
+
+def check_tokens(
+    found: Findings, micros: Sequence[Integers], packs: bool | None, limit: int
+) -> None:
+    """Micro batches of several rows, of these lengths, have no more tokens than the limit."""
+    held = [int(each.sum() if packs else len(each) * each.max()) for each in micros]
     most = max(held, default=0)
     found.add("tokens of micro batches", float(most), float(limit), max(0.0, most - limit), 0.0)
 
@@ -367,8 +366,7 @@ def check_optimizers(
     """
     for model, facts in record.facts.optimizers.items():
         count, groups = decided.counts[model], facts.groups
-        is_right = np.array([facts.kind in DECOUPLED])
-        found.exact(f"optimizer of the {model} is AdamW", is_right, np.array([True]))
+        found.number(f"optimizer of the {model} is AdamW", facts.kind in DECOUPLED, True)
         for key, own in (("eps", ADAM_EPS), ("betas", config.adam_betas)):
             seen = [np.ravel(group["numbers"].get(key, math.nan)) for group in groups]
             seen_values = np.concatenate([np.zeros(0), *seen])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
 from lightrft.config import TrainConfig
-from lightrft.tools.audit.decisions import check_dtype
-from lightrft.tools.audit.record import PLACE, Flags
+from lightrft.tools.audit.decisions import check_tokens
+from lightrft.tools.audit.record import PLACE, Integers
 from lightrft.tools.audit.replay import Step
 
 
@@ -19,19 +17,9 @@ def in_items(config: TrainConfig) -> TrainConfig:
     return config.replaced({"rollout_batch_size": size, "n_samples_per_prompt": 1, "max_epochs": 1})
 
 
-def check_given(step: Step, mask: Flags) -> None:
-    """Compares tokens, places with a value, and what an optimizer step is made of.
-
-    Args:
-        step: What is audited; its rows get the mask.
-        mask: [rows, seq], the tokens whose logprob or score counts.
-    """
-    step.rows = replace(step.rows, mask=mask)
-    found, rows, values, facts = step.found, step.rows, step.record.values, step.record.facts
-    found.exact("token ids", rows.padded(values.token_ids).astype(np.int64), rows.ids)
-    found.exact("response mask", rows.padded(values.response_mask), mask)
-    check_dtype(found, facts.compute_dtype, step.config)
-    found.number("scale of adapters", facts.lora_scale, step.decided.lora_scale)
+def check_given(step: Step) -> None:
+    """Compares what an optimizer step is made of."""
+    found, facts = step.found, step.record.facts
     found.number("items of the step", len(set(items_of(step))), step.config.train_batch_size)
     found.number("updates of the actor", len(facts.updates), 1)
     trained = [i for update in facts.updates for micro in update.micro_batches for i in micro]
@@ -83,25 +71,18 @@ def _check_micro_batches(step: Step) -> None:
         wanted = np.full(len(micros), config.micro_train_batch_size)
         found.exact("items of micro batches", counts, wanted)
         return
-    several = [micro for micro, own in zip(micros, held, strict=True) if len(own) > 1]
-    _check_tokens(step, several, max(sizes.values()), is_even=len(set(sizes.values())) == 1)
+    several = [
+        step.rows.lengths[micro] for micro, own in zip(micros, held, strict=True) if len(own) > 1
+    ]
+    _check_tokens(step, several, set(sizes.values()))
 
 
-def _check_tokens(step: Step, micros: list[list[int]], size: int, *, is_even: bool) -> None:
-    """Several items together have no more tokens than the options allow."""
-    found, config, lengths, name = (
-        step.found,
-        step.config,
-        step.rows.lengths,
-        "tokens of micro batches",
-    )
-    bound = config.micro_batch_tokens
-    if bound is None and not is_even:
-        found.skip(name, "the longest ranking of the data bounds them")
+def _check_tokens(step: Step, micros: list[Integers], sizes: set[int]) -> None:
+    """Micro batches of several items, of rows of these lengths, are within the bound of tokens."""
+    config, bound = step.config, step.config.micro_batch_tokens
+    if bound is None and len(sizes) > 1:
+        step.found.skip("tokens of micro batches", "the longest ranking of the data bounds them")
         return
     if bound is None:
-        bound = config.micro_train_batch_size * config.max_row_tokens * size
-    packs = config.packing_samples
-    tokens = [sum(lengths[m]) if packs else len(m) * max(lengths[m]) for m in micros]
-    most = float(max(tokens, default=0))
-    found.add(name, most, float(bound), max(0.0, most - bound), 0.0)
+        bound = config.micro_train_batch_size * config.max_row_tokens * max(sizes)
+    check_tokens(step.found, micros, config.packing_samples, bound)

@@ -105,7 +105,7 @@ class PreferenceObjective(Objective):
         """Sums under the reference, of run and own; 0 where no loss reads them."""
         step, found, seen = self.step, self.step.found, self.step.record.values.ref_logprobs
         is_wanted = any(loss.has_reference for loss in self._losses)
-        found.exact("has a reference", np.array([seen.size > 0]), np.array([is_wanted]))
+        found.number("has a reference", seen.size > 0, is_wanted)
         if not seen.size or not is_wanted:
             return Pair(0 * doubts, 0 * doubts)
         self._model.load(frozen_state(self._folder))

@@ -31,7 +31,7 @@ from lightrft.tools.audit.advantages import (
     whitened,
 )
 from lightrft.tools.audit.corrections import Tokens, correction, high_entropy, parse
-from lightrft.tools.audit.decisions import Decisions, check_decisions, kl_estimator
+from lightrft.tools.audit.decisions import Decisions, kl_estimator
 from lightrft.tools.audit.findings import Findings
 from lightrft.tools.audit.losses import POLICY_LOSSES, kl_term
 from lightrft.tools.audit.models import (
@@ -217,15 +217,18 @@ def build_policy(
     return Policy(folder, temperature=temperature, lora_scale=lora_scale, rounds=rounds)
 
 
-def check_samples(step: Step) -> None:
-    """Ids, masks, the engine's logprobs, and decisions."""
+def check_rows(step: Step) -> None:
+    """Ids, masks, the engine's logprobs, the type of numbers, and the scale of adapters."""
     found, rows, values = step.found, step.rows, step.record.values
     found.exact("token ids", rows.padded(values.token_ids).astype(np.int64), rows.ids)
     found.exact("response mask", rows.padded(values.response_mask), rows.mask)
     if step.is_reinforced:
         rollout = rows.padded(values.rollout_logprobs)
         found.tokens("rollout logprobs", rollout, rows.rollout_logprobs, rows.mask, "number")
-    check_decisions(found, step.decided, step.record, step.config, rows.is_kept)
+    if step.config.bf16 is not None:
+        found.number("computes in bfloat16", step.is_rounded, step.config.bf16)
+    scale = step.record.facts.lora_scale
+    found.number("scale of adapters", scale, step.decided.lora_scale)
 
 
 def score_models(step: Step, reference: Path | None) -> Numbers:
@@ -261,8 +264,7 @@ def score_models(step: Step, reference: Path | None) -> Numbers:
     if run.ref_logprobs.size:
         state = frozen_state(reference or Path(str(config.pretrain)))
         ref = paired("reference logprobs", run.ref_logprobs, *score(policy, state)[0])
-    has_teacher = np.array([run.teacher_logprobs.size > 0])
-    step.found.exact("has a teacher", has_teacher, np.array([config.teacher is not None]))
+    step.found.number("has a teacher", run.teacher_logprobs.size > 0, config.teacher is not None)
     if run.teacher_logprobs.size and (folder := Path(str(config.teacher))).is_dir():
         model = build_policy(config, None, folder, 0.0, step.is_rounded)
         scored = score(model, frozen_state(folder))[0]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from lightrft.config import TrainConfig
 from lightrft.tools.audit.decisions import (
+    check_decisions,
     check_link,
     check_optimizers,
     decide,
@@ -21,7 +22,7 @@ from lightrft.tools.audit.models import Classifier, Scorer, Student
 from lightrft.tools.audit.policy_updates import policy_objectives
 from lightrft.tools.audit.preference_updates import answer_places, preference_objectives
 from lightrft.tools.audit.record import Flags, RecordError, read_record
-from lightrft.tools.audit.replay import Step, build_policy, check_samples, open_step
+from lightrft.tools.audit.replay import Step, build_policy, check_rows, open_step
 from lightrft.tools.audit.reward_updates import reward_objectives, score_places
 from lightrft.tools.audit.sources import check_sources, planned_steps
 from lightrft.tools.audit.supervised_updates import divergence_objectives, supervised_objectives
@@ -121,12 +122,7 @@ def audit_step(run: Path, step: int | None = None, *, reference: Path | None = N
     planned = planned_steps(run, record, config) if is_configured else None
     decided = decide(run, record, before, config, is_configured=is_configured, planned=planned)
     audited = open_step(record, config, decided, partial(stage.build, config, reference))
-    if stage.places is None:
-        check_samples(audited)
-    else:
-        if is_configured:
-            check_places(audited)
-        check_given(audited, stage.places(audited))
+    _check_batch(audited, stage, is_configured=is_configured)
     if is_configured:
         wanted = {name: audited.trained_names(name) for name in audited.states}
         check_optimizers(audited.found, decided, record, config, audited.states, wanted)
@@ -138,6 +134,19 @@ def audit_step(run: Path, step: int | None = None, *, reference: Path | None = N
         audited.found.skip("moving average", "it is not recorded")
     rows = tuple(audited.found.rows)
     return AuditReport(str(run), record.facts.step, rows, audited.borders.num_taken)
+
+
+def _check_batch(step: Step, stage: StageAudit, *, is_configured: bool) -> None:
+    """Compares what the step is trained on, and what its optimizer steps are made of."""
+    if stage.places is None:
+        check_rows(step)
+        check_decisions(step.found, step.decided, step.record, step.config, step.rows.is_kept)
+        return
+    step.rows = replace(step.rows, mask=stage.places(step))
+    if is_configured:
+        check_places(step)
+    check_rows(step)
+    check_given(step)
 
 
 def as_table(report: AuditReport) -> str:
