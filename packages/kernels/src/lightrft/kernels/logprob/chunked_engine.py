@@ -23,12 +23,9 @@ class ChunkedEngine:
 
     Args:
         chunk_columns: Columns of the vocabulary whose gradients exist at a time.
-        rounds_operands: Torch may round operands of products to bfloat16, with sums in float32: for
-            inputs that are bfloat16 already; see `products.cpu_multiplies_bfloat16`.
     """
 
     chunk_columns: int
-    rounds_operands: bool = False
 
     # Any number of rows is as good.
     row_multiple = 1
@@ -52,7 +49,7 @@ class ChunkedEngine:
             for own, running in zip(blocks, rows, strict=True):
                 shape = (len(running.targets), len(chunk.weight))
                 views = [b[: shape[0] * shape[1]].view(shape) for b in buffers]
-                logits_into(views[0], wide[own], chunk, is_rounded=self.rounds_operands)
+                logits_into(views[0], wide[own], chunk)
                 running.add(views[0], start, scratch=views[1] if needs_entropy else None)
         return RowStatistics.joined(running.statistics() for running in rows)
 
@@ -64,7 +61,7 @@ class ChunkedEngine:
             part = rows.block(own)
             for start, stop, block in chunks(chunk, columns, grad.dtype):
                 logits = grad[own, start:stop]
-                logits_into(logits, part.hidden, block, is_rounded=self.rounds_operands)
+                logits_into(logits, part.hidden, block)
                 found = grad_of_logits(logits, part, first_column + start, chunk.transform)
                 if found.data_ptr() != logits.data_ptr():
                     logits.copy_(found)
@@ -83,11 +80,9 @@ def block_columns(num_tokens: int) -> int:
     return min(MAX_BLOCK_COLUMNS, BLOCK_LOGITS // max(1, min(num_tokens, BLOCK_TOKENS)))
 
 
-def logits_into(
-    out: Tensor, hidden: Tensor, chunk: OutputLayer, *, is_rounded: bool = False
-) -> None:
+def logits_into(out: Tensor, hidden: Tensor, chunk: OutputLayer) -> None:
     """Sets `out` [tokens, columns] to the logits of a part of the layer, whose weight is wide."""
-    product_into(out, hidden, chunk.weight.T, is_rounded=is_rounded)
+    product_into(out, hidden, chunk.weight.T)
     transform = chunk.transform
     if chunk.bias is not None:
         out.add_(chunk.bias.to(out.dtype))

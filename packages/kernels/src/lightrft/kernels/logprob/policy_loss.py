@@ -379,7 +379,6 @@ def _add_chunks(
                 store,
                 needs_entropy=options.entropy != "none",
                 keeps_logits=options.entropy == "grad" or layer.transform.softcap is not None,
-                rounds_operands=engine.rounds_operands,
             )
         grad_rows = _rows_with_loss(totals, kept, targets, rows, options)
         if totals.gradients.are_needed:

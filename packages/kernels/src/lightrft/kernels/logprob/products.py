@@ -24,46 +24,24 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
     return (left.double() @ right.double()).to(dtype)
 
 
-def product_into(out: Tensor, left: Tensor, right: Tensor, *, is_rounded: bool = False) -> None:
-    """Sets `out` to left @ right, all of one wide dtype; allocates nothing where torch is exact.
-
-    Args:
-        out: [rows, columns].
-        left, right: Operands.
-        is_rounded: Rounding the operands to bfloat16 is allowed: they came from it.
-    """
-    if is_rounded or not _may_round(left):
-        torch.mm(left, right, out=out)
-    else:
+def product_into(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """Sets `out` to left @ right, all of one wide dtype; allocates nothing where torch is exact."""
+    if _may_round(left):
         out.copy_(wide_product(left, right))
-
-
-def accumulate_into(
-    total: Tensor, left: Tensor, right: Tensor, *, is_rounded: bool = False
-) -> None:
-    """Adds left @ right to `total`, all of one wide dtype; see `product_into`."""
-    if is_rounded or not _may_round(left):
-        torch.addmm(total, left, right, out=total)
     else:
+        torch.mm(left, right, out=out)
+
+
+def accumulate_into(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds left @ right to `total`, all of one wide dtype; see `product_into`."""
+    if _may_round(left):
         total += wide_product(left, right)
+    else:
+        torch.addmm(total, left, right, out=total)
 
 
 def _may_round(operand: Tensor) -> bool:
     return operand.dtype == torch.float32 and may_round_operands(operand.device)
-
-
-def cpu_multiplies_bfloat16() -> bool:
-    """Whether float32 operands of a CPU's products are rounded to bfloat16 and summed in float32.
-
-    Several times faster with AMX or AVX512-BF16, and exact for operands that are bfloat16 numbers.
-    Torch has no such choice for one call, only for the process, where it would also round what
-    other code multiplies meanwhile: so it is used where the program has made it
-    (`torch.set_float32_matmul_precision("medium")`), never made here.
-    """
-    if _operand_precision(torch.device("cpu")) != "bf16":
-        return False
-    has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return bool(has_instructions and torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 def split_product(left: Tensor, right: Tensor, *, num_parts: int = 3) -> Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor
 from lightrft.kernels.logprob.chunked_engine import ChunkedEngine
 from lightrft.kernels.logprob.passes import LogprobEngine
 from lightrft.kernels.logprob.product_engine import ProductEngine
-from lightrft.kernels.logprob.products import cpu_multiplies_bfloat16
 from lightrft.kernels.logprob.types import LogprobImplementation, OutputLayer
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def choose_engine(
     if impl == "auto":
         impl = automatic_choice(hidden, weight)
     if impl == "chunked":
-        return _chunked_engine(hidden, weight, chunk_columns)
+        return ChunkedEngine(chunk_columns)
     if impl == "cublas":
         return _product_engine(hidden, weight, chunk_columns)
     return _triton_engine(hidden, layer, entropy, chunk_columns)
@@ -68,7 +67,7 @@ def choose_loss_engine(
     """The engine of a loss inside the output layer, which stores logits or products."""
     if hidden.is_cuda and has_triton():
         return _product_engine(hidden, weight, chunk_columns)
-    return _chunked_engine(hidden, weight, chunk_columns)
+    return ChunkedEngine(chunk_columns)
 
 
 def automatic_choice(hidden: Tensor, weight: Tensor) -> LogprobImplementation:
@@ -142,11 +141,6 @@ def splits_weight(hidden: Tensor, weight: Tensor) -> bool:
     """Whether a float32 weight is taken apart into bfloat16 parts."""
     is_mixed = hidden.dtype == torch.bfloat16 and weight.dtype == torch.float32
     return hidden.is_cuda and is_mixed
-
-
-def _chunked_engine(hidden: Tensor, weight: Tensor, chunk_columns: int) -> ChunkedEngine:
-    is_narrow = hidden.dtype == weight.dtype == torch.bfloat16 and hidden.device.type == "cpu"
-    return ChunkedEngine(chunk_columns, is_narrow and cpu_multiplies_bfloat16())
 
 
 def _product_engine(hidden: Tensor, weight: Tensor, chunk_columns: int) -> ProductEngine:

@@ -66,7 +66,6 @@ class StoredLogits:
         layer: The output layer.
         targets: [tokens] int64.
         keeps_logits: Keep z, not exp(z - r).
-        rounds_operands: See `ChunkedEngine`.
         statistics: Of the rows.
         blocks: What is kept, by columns.
         references: r of each epoch: blocks of one epoch share it.
@@ -76,7 +75,6 @@ class StoredLogits:
     layer: OutputLayer
     targets: Tensor
     keeps_logits: bool
-    rounds_operands: bool
     statistics: RowStatistics
     blocks: list[Block] = field(default_factory=list)
     references: list[Tensor] = field(default_factory=list)
@@ -91,7 +89,6 @@ class StoredLogits:
         *,
         needs_entropy: bool,
         keeps_logits: bool,
-        rounds_operands: bool,
     ) -> StoredLogits:
         """Computes the logits and keeps those that the store has room for.
 
@@ -102,11 +99,10 @@ class StoredLogits:
             store: [numbers], wide; overwritten.
             needs_entropy: Whether statistics are to have it.
             keeps_logits: Keep z, not exp(z - r).
-            rounds_operands: See `ChunkedEngine`.
         """
         num_tokens = len(hidden)
         running = RunningRows.empty(targets, hidden.dtype)
-        stored = cls(hidden, layer, targets, keeps_logits, rounds_operands, running.statistics())
+        stored = cls(hidden, layer, targets, keeps_logits, running.statistics())
         columns = block_columns(num_tokens)
         has_scratch = needs_entropy or keeps_logits
         scratch = hidden.new_empty(3 if has_scratch else 1, num_tokens * columns)
@@ -116,7 +112,7 @@ class StoredLogits:
             shape = (num_tokens, stop - start)
             is_kept = used + size <= len(store)
             values = (store[used : used + size] if is_kept else scratch[0, :size]).view(shape)
-            logits_into(values, hidden, chunk, is_rounded=rounds_operands)
+            logits_into(values, hidden, chunk)
             summed = values
             if keeps_logits:
                 summed = scratch[1, :size].view(shape).copy_(values)
@@ -153,9 +149,9 @@ class StoredLogits:
             grad = grad_of_logits(logits, rows, block.start, chunk.transform)
             own = slice(block.start, block.stop)
             if grad_hidden is not None:
-                self._accumulate(grad_hidden, grad, chunk.weight)
+                accumulate_into(grad_hidden, grad, chunk.weight)
             if totals.weight is not None:
-                self._accumulate(totals.weight[own], grad.T, self.hidden)
+                accumulate_into(totals.weight[own], grad.T, self.hidden)
             if totals.bias is not None:
                 totals.bias[own] += grad.sum(0)
 
@@ -179,9 +175,9 @@ class StoredLogits:
             self.clear_targets(values, block)
             own = slice(block.start, block.stop)
             if partial is not None:
-                self._accumulate(partial, values, chunk.weight)
+                accumulate_into(partial, values, chunk.weight)
             if totals.weight is not None:
-                self._accumulate(totals.weight[own], values.T, scaled)
+                accumulate_into(totals.weight[own], values.T, scaled)
             if totals.bias is not None:
                 totals.bias[own] += factor @ values
         _add_scaled(grad_hidden, partial if epoch >= 0 else None, factor)
@@ -207,11 +203,8 @@ class StoredLogits:
 
     def _logits(self, chunk: OutputLayer) -> Tensor:
         logits = self.hidden.new_empty(len(self.hidden), len(chunk.weight))
-        logits_into(logits, self.hidden, chunk, is_rounded=self.rounds_operands)
+        logits_into(logits, self.hidden, chunk)
         return logits
-
-    def _accumulate(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        accumulate_into(total, left, right, is_rounded=self.rounds_operands)
 
     def clear_targets(self, values: Tensor, block: Block) -> None:
         """Set the entries of the targets within a block to zero."""
