@@ -19,7 +19,7 @@ from vllm.logprobs import create_sample_logprobs
 from vllm.v1.engine.logprobs import LogprobsProcessor
 
 from lightrft.engines.rows import Job
-from lightrft.engines.vllm.sampling import raw_completions_of
+from lightrft.engines.vllm.engine import raw_completions_of
 
 ROWS, TOKENS, ROUNDS = 256, 512, 5
 

@@ -226,7 +226,7 @@ def without_field(fields):
     """`native_params` of a vLLM whose sampling parameters have other fields."""
     import vllm
 
-    from lightrft.engines.vllm.sampling import native_params
+    from lightrft.engines.vllm.engine import native_params
 
     class Older:
         __struct_fields__ = tuple(fields)

@@ -9,9 +9,9 @@ from lightrft.engines.process_state import preserved_process_state
 from lightrft.engines.rows import Job, RawCompletion, joined, request_seed
 from lightrft.engines.types import EngineConfig, SamplingParams
 from lightrft.engines.vllm.backend import choose_executor, prepare_environment
+from lightrft.engines.vllm.engine import raw_completions_of
 from lightrft.engines.vllm.layout import check_buffers
 from lightrft.engines.vllm.options import RESERVED, load_format
-from lightrft.engines.vllm.sampling import raw_completions_of
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.engine.generation import engine_config
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from lightrft.engines.base import FinishedRows, RolloutEngine
+from lightrft.engines.engine_weights import AssembledWeights
 from lightrft.engines.media.families import family_of
 from lightrft.engines.model_shape import model_configs, model_directory, model_shape
 from lightrft.engines.process_state import preserved_process_state
@@ -22,8 +23,12 @@ from lightrft.engines.rows import (
     first_job,
     stream_in_parts,
 )
-from lightrft.engines.sglang.backend import KNOWN_VERSIONS, generate_native, start_engine
-from lightrft.engines.sglang.weights import SGLangWeights
+from lightrft.engines.sglang.backend import (
+    KNOWN_VERSIONS,
+    flattened,
+    generate_native,
+    start_engine,
+)
 from lightrft.engines.types import (
     EngineConfig,
     EngineParameter,
@@ -34,6 +39,48 @@ from lightrft.engines.types import (
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
+
+
+class SGLangWeights(AssembledWeights):
+    """Whole parameters, sent to the scheduler process.
+
+    Args:
+        engine: The started engine.
+        manifest: Its parameters, in checkpoint names.
+        engine_name: Names the engine in errors.
+    """
+
+    def __init__(
+        self, engine: Engine, manifest: Sequence[EngineParameter], engine_name: str
+    ) -> None:
+        super().__init__(manifest, engine_name)
+        self._engine = engine
+
+    def _hand_over(self, tensors: dict[str, torch.Tensor]) -> None:
+        if not self._is_updating:
+            self._checked("begin_weight_update", self._engine.begin_weight_update)
+            self._is_updating = True
+        payload = flattened(list(tensors.items()))
+        self._checked(
+            "update_weights_from_tensor",
+            lambda: self._engine.update_weights_from_tensor(
+                [payload], load_format="flattened_bucket", flush_cache=False
+            ),
+        )
+
+    def _end_update(self) -> None:
+        self._checked("end_weight_update", self._engine.end_weight_update)
+
+    def _checked(self, name: str, call: Callable[[], tuple[bool, str]]) -> None:
+        """SGLang returns its failures."""
+        is_ok, message = call()
+        if not is_ok:
+            raise RuntimeError(f"sglang refused {name}: {message}")
+
+    def _stored_hashes(self, names: Sequence[str]) -> list[int]:
+        """None: the weights lie in another process, in SGLang's own layout."""
+        del names
+        return []
 
 
 class SGLangEngine(RolloutEngine):
