@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightrft.kernels.logprob.products import add_product_, write_product
-from lightrft.kernels.logprob.rows import GradRows, RowStatistics, scale_into_range, select_rows
+from lightrft.kernels.logprob.rows import GradRows, RowStatistics, select_rows
 from lightrft.kernels.logprob.types import OutputLayer, accumulation_dtype, validate_bounds
 
 # As the largest logit of a row: all its probabilities come out as 0, and its cube is finite.
@@ -186,7 +186,6 @@ def _layer_gradients(
     rows: GradRows, layer: OutputLayer, sink: GradientSink, options: PassOptions
 ) -> Tensor | None:
     """Gradient of rows.hidden in the accumulation dtype, if needed; the others go to the sink."""
-    rows, scale = scale_into_range(rows, layer.transform)
     wide = accumulation_dtype(rows.hidden, layer.weight, layer.bias)
     grad_rows = torch.zeros_like(rows.hidden, dtype=wide) if sink.needs_hidden else None
     for start, stop, chunk in chunks(layer, options.engine.chunk_columns, rows.hidden.dtype):
@@ -194,12 +193,9 @@ def _layer_gradients(
         if grad_rows is not None:
             add_product_(grad_rows, grad_logits, chunk.weight)
         if sink.weight is not None:
-            write_product(sink.weight[start:stop], grad_logits.T, rows.hidden, scale=scale)
+            write_product(sink.weight[start:stop], grad_logits.T, rows.hidden)
         if sink.bias is not None:
-            total = grad_logits.sum(0, dtype=wide)
-            sink.bias[start:stop] = total if scale is None else total / scale
-    if grad_rows is not None and scale is not None:
-        grad_rows /= scale
+            sink.bias[start:stop] = grad_logits.sum(0, dtype=wide)
     return grad_rows
 
 

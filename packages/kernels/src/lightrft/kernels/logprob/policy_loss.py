@@ -23,7 +23,6 @@ from lightrft.kernels.logprob.rows import (
     GradRows,
     RowStatistics,
     finish_target_logits,
-    scale_into_range,
     select_rows,
 )
 from lightrft.kernels.logprob.selection import choose_loss_engine
@@ -475,7 +474,6 @@ class _Forward:
 
     def add_gradients(self, totals: LayerGradients, rows: GradRows, places: Tensor) -> None:
         """See `StoredLogits.add_gradients`."""
-        rows, scale = scale_into_range(rows, self.layer.transform)
         grad_chunk = None
         if totals.hidden is not None:
             grad_chunk = torch.zeros_like(self.hidden, dtype=totals.hidden.dtype)
@@ -485,15 +483,13 @@ class _Forward:
                 add_product_(grad_chunk, grad, chunk.weight)
             if totals.weight is not None and totals.weight.dtype == torch.bfloat16:
                 # No other chunk of tokens adds to it.
-                write_product(totals.weight[start:stop], grad.T, self.hidden, scale=scale)
+                write_product(totals.weight[start:stop], grad.T, self.hidden)
             elif totals.weight is not None:
-                add_product_(totals.weight[start:stop], grad.T, self.hidden, scale=scale)
+                add_product_(totals.weight[start:stop], grad.T, self.hidden)
             if totals.bias is not None:
-                part = grad.sum(0, dtype=totals.bias.dtype)
-                totals.bias[start:stop] += part if scale is None else part / scale
+                totals.bias[start:stop] += grad.sum(0, dtype=totals.bias.dtype)
         if totals.hidden is not None and grad_chunk is not None:
-            grad_chunk = grad_chunk[: len(places)]
-            totals.hidden[places] = grad_chunk if scale is None else grad_chunk / scale
+            totals.hidden[places] = grad_chunk[: len(places)]
 
     def _stored(self) -> Iterator[tuple[int, int, OutputLayer, Tensor]]:
         """(first column, end, chunk, its products), kept or computed again; frees as it goes."""

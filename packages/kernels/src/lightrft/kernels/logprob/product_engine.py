@@ -34,8 +34,8 @@ class ProductEngine:
     row_multiple = 16
 
     def product_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
-        """The inputs' 16 bits where products take them, else the accumulation dtype."""
-        if hidden.is_cuda and hidden.dtype == weight.dtype and hidden.dtype.itemsize == 2:
+        """The bfloat16 of the inputs where products take it, else the accumulation dtype."""
+        if hidden.is_cuda and hidden.dtype == weight.dtype == torch.bfloat16:
             return hidden.dtype
         return accumulation_dtype(hidden, weight)
 

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-_HALVES = (torch.bfloat16, torch.float16)
-
 
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
     """The product left @ right in float32 (float64 for float64 inputs), never rounded to less.
@@ -89,44 +87,28 @@ def _head(x: Tensor) -> Tensor:
     return (x.contiguous().view(torch.int32) & -(2**13)).view(torch.float32)
 
 
-def add_product_(
-    total: Tensor, left: Tensor, right: Tensor, *, scale: Tensor | None = None
-) -> None:
-    """Adds left @ right / scale to `total`, which is float32 (float64 for float64 inputs)."""
-    if scale is not None:
-        total += wide_product(left, right) / scale
-    elif _runs_on_tensor_cores(left, right) and total.dtype == torch.float32:
+def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds left @ right to `total`, which is float32 (float64 for float64 inputs)."""
+    if _runs_on_tensor_cores(left, right) and total.dtype == torch.float32:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         # Summed apart and then added: a library may add term by term to what is already there.
         total += wide_product(left, right)
 
 
-def write_product(out: Tensor, left: Tensor, right: Tensor, *, scale: Tensor | None = None) -> None:
-    """Sets `out` to left @ right / scale, summed in float32 and rounded once to its dtype."""
-    is_exact = _runs_on_tensor_cores(left, right) and not may_round_partial_sums(left.dtype)
-    if scale is None and is_exact and out.dtype == left.dtype:
+def write_product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """Sets `out` to left @ right, summed in float32 and rounded once to its dtype."""
+    # cuBLAS may sum the parts of a split product in bfloat16 where the program lets it. The setting
+    # is the program's, not an operation's: other threads compute at the same time.
+    may_round = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    if _runs_on_tensor_cores(left, right) and not may_round and out.dtype == left.dtype:
         torch.mm(left, right, out=out)
-        return
-    product = wide_product(left, right)
-    out.copy_(product if scale is None else product / scale)
-
-
-def may_round_partial_sums(dtype: torch.dtype) -> bool:
-    """Whether cuBLAS may sum the parts of a split product in this 16-bit dtype.
-
-    It may by default (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`). Sums
-    that are stored in float32 are not concerned. The setting belongs to the program, not to an
-    operation: other threads compute at the same time.
-    """
-    settings = torch.backends.cuda.matmul
-    if dtype == torch.float16:
-        return bool(settings.allow_fp16_reduced_precision_reduction)
-    return bool(settings.allow_bf16_reduced_precision_reduction)
+    else:
+        out.copy_(wide_product(left, right))
 
 
 def _runs_on_tensor_cores(left: Tensor, right: Tensor) -> bool:
-    return left.is_cuda and left.dtype in _HALVES and left.dtype == right.dtype
+    return left.is_cuda and left.dtype == right.dtype == torch.bfloat16
 
 
 def _wide_dtype(left: Tensor, right: Tensor) -> torch.dtype:

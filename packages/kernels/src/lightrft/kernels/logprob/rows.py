@@ -271,37 +271,6 @@ def select_rows(
     return RowSelection(mask, index, -count % multiple, smallest, largest)
 
 
-def scale_into_range(rows: GradRows, transform: LogitsTransform) -> tuple[GradRows, Tensor | None]:
-    """Float16 gradients of logits times a power of two, so that small ones do not become 0.
-
-    Args:
-        rows: The rows with their upstream gradients.
-        transform: Of the logits; gradients are divided by its temperature.
-
-    Returns:
-        The rows with scaled upstream gradients, and the factor [] float32; None for a dtype with
-        the range of float32.
-    """
-    if rows.hidden.dtype != torch.float16 or len(rows.hidden) == 0:
-        return rows, None
-    largest = torch.zeros((), dtype=torch.float32, device=rows.hidden.device)
-    # |p (log p + H)| stays below the log of the vocabulary.
-    for gradient, factor in ((rows.grad_logprobs, 1.0), (rows.grad_entropy, 16.0)):
-        if gradient is not None:
-            largest = torch.maximum(largest, gradient.abs().amax().float() * factor)
-    exponent = torch.frexp(largest / transform.temperature).exponent
-    # The largest become about 2^9: a factor of 64 from the greatest float16, 2^33 from the least.
-    is_usable = largest.isfinite() & (largest > 0)
-    exponent = torch.where(is_usable, 9 - exponent, 0).clamp(-100, 100)
-    scale = torch.ldexp(torch.ones_like(largest), exponent)
-
-    def scaled(gradient: Tensor | None) -> Tensor | None:
-        return None if gradient is None else gradient * scale
-
-    grad_logprobs, grad_entropy = scaled(rows.grad_logprobs), scaled(rows.grad_entropy)
-    return rows._replace(grad_logprobs=grad_logprobs, grad_entropy=grad_entropy), scale
-
-
 def grad_of_logits(
     logits: Tensor, rows: GradRows, first_column: int, transform: LogitsTransform
 ) -> Tensor:

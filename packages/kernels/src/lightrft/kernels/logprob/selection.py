@@ -17,7 +17,6 @@ from lightrft.kernels.logprob.types import LogprobImplementation, OutputLayer
 if TYPE_CHECKING:
     from lightrft.kernels.logprob.triton_launch import TritonEngine
 
-_HALVES = (torch.bfloat16, torch.float16)
 # Below this hidden size a pass over stored products costs too much beside the products.
 _MIN_PRODUCT_HIDDEN = 2048
 # Engines that are asked for by a name of their own.
@@ -91,9 +90,9 @@ def why_not_triton(hidden: Tensor, weight: Tensor) -> str | None:
     """The reason that the Triton kernels cannot serve these tensors here, or None if they can."""
     if not has_triton():
         return "Triton is not installed"
-    if hidden.dtype != weight.dtype or hidden.dtype == torch.float64:
+    if hidden.dtype != weight.dtype or hidden.dtype not in (torch.float32, torch.bfloat16):
         return (
-            "it needs hidden and weight in one of float32, bfloat16, float16: got "
+            "it needs hidden and weight both in float32 or both in bfloat16: got "
             f"{hidden.dtype} and {weight.dtype}"
         )
     if not hidden.is_cuda and not _is_interpreted():
@@ -110,11 +109,8 @@ def why_not_cublas(hidden: Tensor, weight: Tensor) -> str | None:
         return "Triton is not installed"
     if not hidden.is_cuda:
         return "it needs CUDA tensors"
-    if hidden.dtype != weight.dtype or hidden.dtype not in _HALVES:
-        return (
-            "it needs hidden and weight in bfloat16 or float16: got "
-            f"{hidden.dtype} and {weight.dtype}"
-        )
+    if not hidden.dtype == weight.dtype == torch.bfloat16:
+        return f"it needs hidden and weight in bfloat16: got {hidden.dtype} and {weight.dtype}"
     return None
 
 
@@ -152,7 +148,7 @@ def _triton_engine(
 ) -> TritonEngine:
     from lightrft.kernels.logprob import triton_launch
 
-    is_half = hidden.dtype in _HALVES
+    is_half = hidden.dtype == torch.bfloat16
     capability = torch.cuda.get_device_capability(hidden.device) if hidden.is_cuda else (8, 0)
     # Rows start at multiples of 16 bytes: they are loaded in vectors.
     is_aligned = all(

@@ -10,8 +10,8 @@ from torch import Tensor
 
 EntropyMode = Literal["none", "value", "grad"]
 # Ways to compute logprobs: "reference" (all logits at once), "chunked" (torch, chunks of the
-# vocabulary), "triton" (fused; 32- or 16-bit floats; a row's result does not depend on the other
-# rows), "cublas" (stored float32 products; 16-bit floats on CUDA), or "auto": a fixed rule.
+# vocabulary), "triton" (fused; float32 or bfloat16; a row's result does not depend on the other
+# rows), "cublas" (stored float32 products; bfloat16 on CUDA), or "auto": a fixed rule.
 LogprobImplementation = Literal["auto", "reference", "chunked", "triton", "cublas"]
 
 
