@@ -169,10 +169,15 @@ def options_of(cls: type[object]) -> dict[str, tuple[Field[object], OptionInfo]]
 _HINTS: dict[type[object], dict[str, object]] = {}
 
 
-def type_hints(cls: type[object]) -> dict[str, object]:
-    """The resolved annotation of every field of a dataclass."""
+def type_hints(cls: type[object], **checked_only: type[object]) -> dict[str, object]:
+    """The resolved annotation of every field of a dataclass.
+
+    Args:
+        cls: The dataclass.
+        checked_only: Classes by the names that its module imports for type checkers alone.
+    """
     if cls not in _HINTS:
-        _HINTS[cls] = typing.get_type_hints(cls)
+        _HINTS[cls] = typing.get_type_hints(cls, localns=checked_only)
     return _HINTS[cls]
 
 

@@ -16,11 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightrft.config.files import parse_json, typed
+from lightrft.config.options import type_hints
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry
 from lightrft.engines.media.media import Media
+from lightrft.engines.media.sources import FileSource, ImageSource, VideoSource
 from lightrft.records.columns import COLUMNS
-from lightrft.records.rollout import ScoredRollout
+from lightrft.records.rollout import AnsweredCall, ScoredRollout
 from lightrft.records.sample_ledger import SampleEntry, SampleLedger
 from lightrft.records.table import BRANCH_STEP, RowTable, build_table, row_table
 from lightrft.rewards.types import UNDECIDED, RewardResult
@@ -29,6 +31,9 @@ from lightrft.rollout.open_groups import NOTHING_OPEN, StreamState
 from lightrft.rollout.source import UNKNOWN, InFlight, Samples, Selection, StreamReport
 from lightrft.strategy.distributed.context import DistributedContext
 
+# Parts of checkpoints are read by the types of their records.
+type_hints(Media, FileSource=FileSource, VideoSource=VideoSource)
+type_hints(AnsweredCall, ImageSource=ImageSource)
 _MODULUS = 2**61 - 1
 _SELECTED = ("rows", "is_filler")
 _FLAGS = ("has_failed", "is_abandoned", "is_filler", "is_dismissed", "lacks_baseline")
