@@ -463,7 +463,8 @@ def make_heads(folder):
     from safetensors.torch import save_file
 
     from lightrft.models.critic import Critic
-    from lightrft.models.reward_model import SCORE_FILE, build_head
+    from lightrft.models.loading import SCORE_FILE
+    from lightrft.models.reward_model import build_head
 
     make_model(folder)
     critic = Critic.from_pretrained(str(folder / "m"))

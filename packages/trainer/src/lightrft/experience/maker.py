@@ -43,11 +43,9 @@ from lightrft.config import (
 from lightrft.engines.factory import engine_facts
 from lightrft.engines.media.media import TEXT_ENCODER, Encoder, RowMedia
 from lightrft.engines.types import SamplingParams
-from lightrft.experience.ledger_gate import check_ledger
 from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
 from lightrft.models.layout import LayoutPolicy
 from lightrft.models.sequence_model import layout_policy
-from lightrft.models.support import SamplingSupport
 from lightrft.models.types import (
     ActorOutput,
     EntropyMode,
@@ -82,6 +80,7 @@ from lightrft.strategy.distributed.deadlines import StepTimer, phase
 from lightrft.strategy.distributed.process_end import NumericsError
 
 if TYPE_CHECKING:
+    from lightrft.models.support import SamplingSupport
     from lightrft.strategy.split.bridge import Bridge
     from lightrft.strategy.strategy_base import StrategyBase
 
@@ -491,6 +490,8 @@ def make_experience(
     batch = _batch(samples, rows, media, config, strategy, plan)
     slices = plan.forward_slices(table.lengths, rank=rank, config=config)
     if samples.evidence is not None:
+        from lightrft.experience.ledger_gate import check_ledger  # of runs with --ledger_gate
+
         with timer.stage("exchange"):
             ids = [table.sample_ids[each].tolist() for each in wanted]
             evidence = _told(samples.evidence, version, config)
@@ -632,6 +633,8 @@ def replayed_support(params: SamplingParams, engine_name: str | None) -> Samplin
     """
     if not params.truncates:
         return None
+    from lightrft.models.support import SamplingSupport
+
     top_k, top_p, min_p = params.top_k, params.top_p, params.min_p
     is_known = engine_facts(engine_name).has_known_order(top_k=top_k, top_p=top_p, min_p=min_p)
     return SamplingSupport(top_k, top_p, min_p) if is_known else None

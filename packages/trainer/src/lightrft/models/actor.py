@@ -20,12 +20,13 @@ from lightrft.models.layout import TokenLayout
 from lightrft.models.loading import load_causal_lm
 from lightrft.models.sequence_model import SequenceModel, trunk_output
 from lightrft.models.statements import vocabulary_of
-from lightrft.models.support import SamplingSupport
 from lightrft.models.types import ActorOutput, EntropyMode, TokenLossFunction
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.modeling_outputs import MoeModelOutputWithPast
+
+    from lightrft.models.support import SamplingSupport
 
 # FSDP2 finds the tensors of a module's output, to hook the backward pass, by flattening it.
 pytree.register_pytree_node(

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from lightrft.kernels import Workspace, linear_logprob, linear_policy_loss
 from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer, leading
 from lightrft.models.divergence import HeadReader, Projected
-from lightrft.models.support import SamplingSupport, replay_support
 from lightrft.models.types import EntropyMode
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from lightrft.models.support import SamplingSupport
 
 
 EXACT_ROWS = 8192
@@ -176,6 +177,8 @@ class LinearLogprobHead(nn.Module):
             nothing = hidden.new_zeros(len(hidden), dtype=torch.float32)
             return nothing, None, None, token_loss.read(Projected(hidden, layer))
         if support is not None:
+            from lightrft.models.support import replay_support  # of truncated sampling
+
             size = (self.workspace or Workspace()).chunk_columns
             mass = replay_support(hidden, layer, targets, support, chunk_size=size)
         if token_loss is not None:

@@ -47,6 +47,9 @@ DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
 }
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+# Of a head beside a trunk: transformers has sequence classifiers of hardly any vision-language
+# model, and none that pool.
+SCORE_FILE = "score.safetensors"
 # Output layers of other tasks, which a trunk leaves in the file.
 OTHER_HEADS = ("lm_head.*", "language_model.lm_head.*", "score.*", "classifier.*", "v_head.*")
 _MAX_LISTED_NAMES = 5
@@ -550,3 +553,17 @@ def _require(path: str, patterns: tuple[str, ...], what: str) -> None:
             f"no {what} in {path!r}: expected {' or '.join(patterns)}; is it a complete Hugging "
             "Face checkpoint?"
         )
+
+
+def is_classifier(config: PretrainedConfig) -> bool:
+    """Whether a checkpoint is a sequence classifier, by the class that wrote it."""
+    return any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
+
+
+def is_reward_model(path: str) -> bool:
+    """Whether a checkpoint has a head that gives scores.
+
+    Raises:
+        ModelLoadError: Its configuration cannot be read.
+    """
+    return is_classifier(load_config(path)) or (Path(path) / SCORE_FILE).is_file()

@@ -55,13 +55,11 @@ class LoraModel(SequenceModel):
     """A model whose linear layers are frozen and carry trained adapters.
 
     Attributes:
-        coverage: One line about the layers that have adapters and the weights that have none.
         whole: Children of the model that are trained whole, and saved with the adapters.
     """
 
     scale = 1.0
     rank = 0
-    coverage = ""
     whole: tuple[str, ...] = ()
 
     def add_adapters(self, model: PreTrainedModel, config: BuildOptions) -> None:

@@ -18,6 +18,7 @@ from lightrft.engines.media.families import family_of
 from lightrft.engines.media.media import RowMedia
 from lightrft.models.loading import (
     OTHER_HEADS,
+    SCORE_FILE,
     ModelLoadError,
     load_config,
     load_model,
@@ -41,23 +42,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 HEAD = "score"
-# transformers has sequence classifiers of hardly any vision-language model, and none that pool.
-SCORE_FILE = f"{HEAD}.safetensors"
 ONE_SCORE: Mapping[str, float] = {"": 1.0}
-
-
-def is_classifier(config: PretrainedConfig) -> bool:
-    """Whether a checkpoint is a sequence classifier, by the class that wrote it."""
-    return any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
-
-
-def is_reward_model(path: str) -> bool:
-    """Whether a checkpoint has a head that gives scores.
-
-    Raises:
-        ModelLoadError: Its configuration cannot be read.
-    """
-    return is_classifier(load_config(path)) or (Path(path) / SCORE_FILE).is_file()
 
 
 class RewardModel(SequenceModel):

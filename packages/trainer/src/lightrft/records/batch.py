@@ -2,16 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightrft.engines.media.media import NO_MEDIA, RowMedia
-from lightrft.models.support import SamplingSupport
 from lightrft.records.columns import COLUMNS
 from lightrft.records.table import SampleTable
+
+if TYPE_CHECKING:
+    from lightrft.models.support import SamplingSupport
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class RolloutBatch:
     sample_ids: Tensor
     temperature: float
     compared_mask: Tensor | None = None
-    support: SamplingSupport | None = None
+    support: "SamplingSupport | None" = None
     media: RowMedia = NO_MEDIA
     facts: Mapping[str, Tensor] = field(default_factory=dict)
     row_shares: Tensor | None = None
@@ -113,7 +115,7 @@ def collate(
     device: torch.device,
     num_uncompared_tokens: int = 0,
     version: int | None = None,
-    support: SamplingSupport | None = None,
+    support: "SamplingSupport | None" = None,
     media: RowMedia = NO_MEDIA,
     masks_truncated: bool = False,
 ) -> RolloutBatch:

@@ -41,13 +41,18 @@ class MetricsLogger(Protocol):
         ...
 
 
-def own_loggers(config: TrainConfig) -> list[MetricsLogger]:
-    """The user's loggers: each `CLASS(config)` of the option `loggers` that is no tracker's name.
+def asked_loggers(config: TrainConfig) -> list[MetricsLogger]:
+    """Build the trackers, and the user's own: each `CLASS(config)` of the option `loggers`.
 
     Raises:
         ConfigError: One cannot be loaded or built, or lacks `log` or `close`.
+        TrackerError: A tracker cannot be used.
     """
-    made = []
+    made: list[MetricsLogger] = []
+    if config.use_tensorboard or config.use_wandb or config.loggers:
+        from lightrft.reporting.trackers import build_trackers  # most runs have none
+
+        made += build_trackers(config)
     for name in config.loggers:
         if LOGGERS.is_built_in(name):
             continue

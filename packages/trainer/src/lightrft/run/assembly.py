@@ -37,10 +37,9 @@ from lightrft.reporting.files import (
     read_json,
     set_aside,
 )
-from lightrft.reporting.loggers import MetricsLogger, notebook_loggers, own_loggers
+from lightrft.reporting.loggers import MetricsLogger, asked_loggers, notebook_loggers
 from lightrft.reporting.metric_table import PEAK_NOTE, memory_peaks, planned_phase
 from lightrft.reporting.timeline import rank_timeline
-from lightrft.reporting.trackers import build_trackers
 from lightrft.run.callbacks import Callback, require_callbacks
 from lightrft.run.loop import Loop, LoopResult
 from lightrft.run.provenance import write_model_run
@@ -214,9 +213,8 @@ def _train(
         for each in (rank_log(folder, rank), held_folder(folder), rank_timeline(folder, rank)):
             stack.enter_context(each)
         if console is not None:
-            trackers = (*build_trackers(config), *own_loggers(config))
             lines = JsonLinesLogger(folder / METRICS_FILE)
-            loggers = (console, lines, *notebook_loggers(), *trackers, *loggers)
+            loggers = (console, lines, *notebook_loggers(), *asked_loggers(config), *loggers)
         strategy = stack.enter_context(get_strategy(config))
         if join is not None:
             stop_request = join(strategy, stop_request)

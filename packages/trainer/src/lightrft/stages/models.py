@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.config import BuildOptions, ConfigError, TrainConfig
-from lightrft.models import Actor, LoraActor, SequenceModel, load_causal_lm
+from lightrft.models import Actor, SequenceModel, load_causal_lm
 from lightrft.models.loading import ModelLoadError
-from lightrft.models.lora import LoraModel
 from lightrft.models.proof import Proof, prove_model, require_packing
 from lightrft.models.statements import vocabulary_of
 from lightrft.models.ulysses import LayoutRefusedError
@@ -74,14 +73,19 @@ def require_equal_start(strategy: StrategyBase, actor: AnyModel, reference: nn.M
 
 def say_coverage(model: SequenceModel, strategy: StrategyBase) -> None:
     """Prints which layers have adapters, and which weights have none."""
-    if isinstance(model, LoraModel):
+    if model.coverage:
         strategy.print(model.coverage)
 
 
 def load_policy(path: str, config: BuildOptions) -> Actor:
     """The trained actor: with adapters where they are what is trained."""
     model = load_causal_lm(path, allow_new_weights=config.allow_new_weights)
-    actor = LoraActor(model, config) if config.lora_rank else Actor(model)
+    if config.lora_rank:
+        from lightrft.models.lora import LoraActor  # of runs with adapters
+
+        actor: Actor = LoraActor(model, config)
+    else:
+        actor = Actor(model)
     actor.use_vocabulary(vocabulary_of(path, config))
     return actor
 

@@ -11,9 +11,7 @@ import torch
 from lightrft.config import BuildOptions, ConfigError, ModelOptions, TrainConfig
 from lightrft.engines.media.families import family_of
 from lightrft.engines.text import context_tokens
-from lightrft.models.loading import load_config
-from lightrft.models.lora import target_layers
-from lightrft.models.reward_model import is_reward_model
+from lightrft.models.loading import is_reward_model, load_config
 from lightrft.models.sequence_model import freeze_tensors
 from lightrft.models.weight_files import tensor_shapes
 from lightrft.strategy.strategy_base import StrategyBase
@@ -70,6 +68,8 @@ def check_parts(config: BuildOptions, kind: type[_BaseAutoModelClass]) -> None:
         skeleton: PreTrainedModel = kind.from_config(model_config)
     _check_shapes(path, shapes, skeleton)
     if config.lora_rank:
+        from lightrft.models.lora import target_layers  # of runs with adapters
+
         layers = target_layers(skeleton, config.target_modules, frozen=config.freeze_prefix)
         if config.lora_path is not None and skeleton.get_output_embeddings() is not None:
             from lightrft.models.adapter_files import check_adapters

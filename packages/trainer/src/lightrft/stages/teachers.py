@@ -19,8 +19,7 @@ from lightrft.experience.teachers import (
     LogprobServer,
 )
 from lightrft.models import load_tokenizer
-from lightrft.models.loading import load_config
-from lightrft.models.reward_model import is_classifier
+from lightrft.models.loading import is_classifier, load_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

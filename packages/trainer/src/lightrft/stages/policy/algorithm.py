@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from lightrft.algorithms import RowAdvantageInputs, TokenAdvantageInputs, TokenAdvantages, TokenLoss
-from lightrft.algorithms.correction_terms import CorrectionTerm, parse_correction
 from lightrft.algorithms.interface import (
     AdvantageFunction,
     AdvantageTraits,
@@ -24,6 +23,9 @@ from lightrft.config.parts.learning import UNKNOWN_ORDER
 from lightrft.config.parts.rollout import NO_MIN_P
 from lightrft.config.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, bind, keyword_options
 from lightrft.engines.factory import engine_facts
+
+if TYPE_CHECKING:
+    from lightrft.algorithms.correction_terms import CorrectionTerm
 
 # Options that reach every loss which has an argument of that name; the first one given wins.
 COMMON_LOSS_OPTIONS = {
@@ -49,7 +51,7 @@ class Algorithm:
     loss_traits: PolicyLossTraits
     estimator: AdvantageFunction
     estimator_traits: AdvantageTraits
-    corrections: tuple[CorrectionTerm, ...] = ()
+    corrections: "tuple[CorrectionTerm, ...]" = ()
     asked_aggregation: str | None = None
 
 
@@ -118,7 +120,7 @@ def build_estimator(config: LearningOptions) -> AdvantageFunction:
     return bound
 
 
-def build_corrections(config: LearningOptions) -> tuple[CorrectionTerm, ...]:
+def build_corrections(config: LearningOptions) -> "tuple[CorrectionTerm, ...]":
     """The terms of `off_policy_correction`; () without.
 
     Raises:
@@ -126,6 +128,8 @@ def build_corrections(config: LearningOptions) -> tuple[CorrectionTerm, ...]:
     """
     if not config.correction:
         return ()
+    from lightrft.algorithms.correction_terms import parse_correction  # of runs with some
+
     bounds = {"low": config.correction_low, "high": config.correction_high}
     given = {name: bound for name, bound in bounds.items() if bound is not None}
     parse = bind(

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from lightrft.algorithms.aggregation import loss_weights, weighted_share
-from lightrft.algorithms.correction_terms import CorrectionTerm
 from lightrft.algorithms.interface import PolicyLossFunction, PolicyLossTraits, TokenLoss
 from lightrft.algorithms.kl import estimate_kl
 from lightrft.algorithms.masking import mask_out
 from lightrft.config import LearningOptions, TrainConfig
 from lightrft.models import Actor
 from lightrft.records.batch import ExperienceBatch
+
+if TYPE_CHECKING:
+    from lightrft.algorithms.correction_terms import CorrectionTerm
 
 
 @dataclass(frozen=True, slots=True)

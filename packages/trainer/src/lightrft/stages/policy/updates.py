@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.algorithms.aggregation import aggregate, balance_share, local_normalizer
-from lightrft.algorithms.correction_terms import CorrectionTerm
-from lightrft.algorithms.corrections import correction_weights
 from lightrft.algorithms.interface import PolicyLossFunction
 from lightrft.algorithms.masking import (
     entropy_threshold,
@@ -37,6 +35,7 @@ from lightrft.stages.policy.step_metrics import record_policy, record_ratios
 from lightrft.stages.stage import TrainedModel, TrainedModels, optimizer_step, record_total
 
 if TYPE_CHECKING:
+    from lightrft.algorithms.correction_terms import CorrectionTerm
     from lightrft.stages.policy.pretrain_mix import PretrainMix
     from lightrft.strategy.strategy_base import StrategyBase
 
@@ -256,6 +255,8 @@ class PolicyUpdate:
             raise RuntimeError(
                 "an off-policy correction of truncated samples needs their kept mass"
             )
+        from lightrft.algorithms.corrections import correction_weights  # of runs with some
+
         found = correction_weights(
             trainer_logprobs,
             rollouts.rollout_logprobs,
@@ -280,6 +281,8 @@ class PolicyUpdate:
 
     def _corrected(self, tokens: LossTokens, old_logprobs: Tensor, engine: Tensor) -> LossTokens:
         """Some tokens with corrections of which each looks at one of them; logprobs [tokens]."""
+        from lightrft.algorithms.corrections import correction_weights  # of runs with some
+
         found = correction_weights(
             old_logprobs[None],
             engine[None],

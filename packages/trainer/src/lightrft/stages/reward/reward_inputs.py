@@ -19,8 +19,8 @@ from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.scored_rows import RESPONSE, SCORED, ScoredAnswer
 from lightrft.datasets.step_rows import LABELLED_STEPS, STEPS, LabelledSteps
 from lightrft.models import RewardModel
-from lightrft.models.loading import load_config
-from lightrft.models.reward_model import ONE_SCORE, LoraRewardModel, is_reward_model
+from lightrft.models.loading import is_reward_model, load_config
+from lightrft.models.reward_model import ONE_SCORE, LoraRewardModel
 from lightrft.models.score_heads import LAST_TOKEN, pooling_of, score_weights
 from lightrft.models.sequence_model import freeze
 from lightrft.stages.models import configure_model, say_coverage, trained_model

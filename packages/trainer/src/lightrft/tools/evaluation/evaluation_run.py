@@ -17,8 +17,8 @@ from lightrft.datasets.files import read_sources
 from lightrft.datasets.render import PromptTokenizer
 from lightrft.engines.types import SamplingParams
 from lightrft.models import Actor, load_tokenizer
+from lightrft.models.loading import is_reward_model
 from lightrft.models.proof import prove_model
-from lightrft.models.reward_model import is_reward_model
 from lightrft.models.statements import read_statements
 from lightrft.records.swapped import position_metrics
 from lightrft.records.table import RowTable, SampleTable, deliver_rows, tabulate

@@ -19,6 +19,8 @@ from lightrft.config.options import options_of
 from lightrft.config.toml import read_toml
 from lightrft.engines.media.families import family_of
 from lightrft.models.loading import (
+    is_classifier,
+    is_reward_model,
     load_causal_lm,
     load_config,
     load_processor,
@@ -26,7 +28,7 @@ from lightrft.models.loading import (
     parse_dtype,
     save_pretrained,
 )
-from lightrft.models.reward_model import RewardModel, is_classifier, is_reward_model
+from lightrft.models.reward_model import RewardModel
 from lightrft.reporting.files import CONFIG_FILE, SAMPLES_FILE, JsonLines
 from lightrft.strategy.distributed.collectives import ALONE, nonfinite_names, require_finite
 from lightrft.tools.export.normalised_scores import NormalisingError, normalise_scores
