@@ -52,7 +52,7 @@ OF_UPDATE = ("new", "weights")
 
 
 @dataclass(slots=True)
-class Update:
+class RecordedUpdate:
     """One optimizer step as this rank saw it; per-token arrays by name and sample id."""
 
     model: str
@@ -71,7 +71,7 @@ class Share:
 
     samples: SampleTable | None
     values: ByRow
-    updates: list[Update]
+    updates: list[RecordedUpdate]
 
 
 class Recorder(Observer):
@@ -90,7 +90,7 @@ class Recorder(Observer):
             each.name: PreparedModel(each.model, each.optimizer, each.scheduler)
             for each in step.models.trained
         }
-        self.updates: list[Update] = []
+        self.updates: list[RecordedUpdate] = []
         self._values: ByRow = {}
         self._folder = step_folder(Path(step.config.output_dir), step.number)
         self._partial = self._folder.with_name(f".{self._folder.name}.partial")
@@ -128,7 +128,7 @@ class Recorder(Observer):
 
     def begin_update(self, model: str, normalizer: Tensor) -> None:
         """See `Observer`."""
-        self.updates.append(Update(model, float(normalizer)))
+        self.updates.append(RecordedUpdate(model, float(normalizer)))
 
     def micro_batch(
         self,
@@ -306,7 +306,7 @@ def _run_values(
     return RunValues(rewards=rewards, **found)
 
 
-def _joined(parts: Sequence[Update]) -> UpdateFacts:
+def _joined(parts: Sequence[RecordedUpdate]) -> UpdateFacts:
     """One optimizer step from the shares of all ranks."""
     first = parts[0]
     return UpdateFacts(
@@ -320,7 +320,7 @@ def _joined(parts: Sequence[Update]) -> UpdateFacts:
     )
 
 
-def _update_values(updates: Sequence[Sequence[Update]]) -> dict[str, NDArray[np.float32]]:
+def _update_values(updates: Sequence[Sequence[RecordedUpdate]]) -> dict[str, NDArray[np.float32]]:
     """Per-token values of every optimizer step, flat in the order of its micro batches."""
     found = {}
     for number, parts in enumerate(updates):
