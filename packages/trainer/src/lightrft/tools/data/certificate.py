@@ -60,7 +60,7 @@ Ask = Callable[[Asked], list[float | None]]
 Results = Sequence[tuple[tuple[int, str], float | None]]
 
 
-class _Scores(dict[tuple[int, str], float | None]):
+class _ProbeScores(dict[tuple[int, str], float | None]):
     """The reward of each response to a row, by the row's number; None where it is undecided."""
 
     def of(self, index: int, response: str) -> float:
@@ -82,7 +82,7 @@ class _Probed:
     """
 
     rows: Sequence[CheckedRow]
-    scores: _Scores
+    scores: _ProbeScores
     kinds: Mapping[str, Mapping[int, Probe]]
     golds: Mapping[int, float]
     chance: float
@@ -171,10 +171,10 @@ def _reads_labels(use: str, gold: float, wrong: float) -> bool:
 
 def _scores_of_golds(
     texts: Sequence[Mapping[str, str]], ask: Ask
-) -> tuple[_Scores, list[float], dict[str, float]]:
+) -> tuple[_ProbeScores, list[float], dict[str, float]]:
     """Return the scores of reference answers, the best of each row, and the mean of each form."""
     asked = list(dict.fromkeys((i, t) for i, own in enumerate(texts) for t in own.values()))
-    golds = _Scores(zip(asked, ask(asked), strict=True))
+    golds = _ProbeScores(zip(asked, ask(asked), strict=True))
     bests = [max(golds.of(i, text) for text in own.values()) for i, own in enumerate(texts)]
     return (
         golds,
@@ -223,7 +223,7 @@ def _probe(
     # The reference answers stand in the call twice.
     every = [*asked, *own_golds]
     results = list(zip(every, ask(every), strict=True))
-    scores = _Scores(results[: len(asked)])
+    scores = _ProbeScores(results[: len(asked)])
     drifting = [i for (i, text), score in results[len(asked) :] if score != scores[i, text]]
     said = "the same input gets another score within one call"
     again = [f"{said} ({rows[drifting[0]].location})"] if drifting else []
@@ -322,7 +322,7 @@ def _interrupted_after(seconds: float, name: str) -> Iterator[None]:
 
 
 def _wrong_gold(
-    name: str, rows: Sequence[CheckedRow], texts: Sequence[Mapping[str, str]], golds: _Scores
+    name: str, rows: Sequence[CheckedRow], texts: Sequence[Mapping[str, str]], golds: _ProbeScores
 ) -> Iterator[str]:
     for index, (row, own) in enumerate(zip(rows, texts, strict=True)):
         scores = [score for text in own.values() if (score := golds[index, text]) is not None]
