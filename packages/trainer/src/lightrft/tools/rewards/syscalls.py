@@ -10,50 +10,15 @@ import mmap
 import os
 import socket
 import struct
-from collections.abc import Mapping
-from types import MappingProxyType
+from pathlib import Path
 
-# Number on x86_64, and on those that use Linux's common table.
-Numbers = Mapping[str, tuple[int | None, int | None]]
-# Segments, queues, files and pages that belong to no process; work of the kernel's own.
-REFUSED: Numbers = MappingProxyType(
-    {
-        "shmget": (29, 194),
-        "msgget": (68, 186),
-        "semget": (64, 190),
-        "memfd_create": (319, 279),
-        "memfd_secret": (447, 447),
-        "io_setup": (206, 0),
-        "io_uring_setup": (425, 425),
-        "vmsplice": (278, 75),
-        "process_madvise": (440, 440),
-        "userfaultfd": (323, 282),
-        "fanotify_init": (300, 262),
-        "add_key": (248, 217),
-        "request_key": (249, 218),
-        "keyctl": (250, 219),
-        "bpf": (321, 280),
-        "perf_event_open": (298, 241),
-        "setxattr": (188, 5),
-        "lsetxattr": (189, 6),
-        "fsetxattr": (190, 7),
-        "setxattrat": (463, 463),
-    }
-)
-# Programs whose time is counted have neither stopped processes nor queues of events.
-REFUSED_IF_COUNTED: Numbers = MappingProxyType(
-    {"inotify_init": (253, None), "inotify_init1": (294, 26), "ptrace": (101, 117)}
-)
-# Without effect: a process that gives way to all others neither computes nor waits by itself.
-_WITHOUT_EFFECT: Numbers = MappingProxyType(
-    {
-        "setpriority": (141, 140),
-        "sched_setparam": (142, 118),
-        "sched_setscheduler": (144, 119),
-        "sched_setattr": (314, 274),
-        "ioprio_set": (251, 30),
-    }
-)
+from lightrft.config.files import typed
+from lightrft.config.toml import read_toml
+
+_FILE = Path(__file__).with_name("syscalls.toml")
+# Refused calls, those that are refused if time is counted, and those without effect then, with
+# their number on x86_64 and on those that use Linux's common table; -1 is none.
+_CALLS = typed(dict[str, dict[str, tuple[int, int]]], read_toml(_FILE), _FILE)
 _SETSOCKOPT, _MMAP, _MADVISE = (54, 208), (9, 222), (28, 233)
 # Huge pages stay whole while a page of them is mapped.
 _HUGE = (mmap.MADV_HUGEPAGE, 25)
@@ -81,9 +46,8 @@ def has_filter() -> bool:
 def refused_numbers(*, is_counted: bool) -> dict[str, int]:
     """The calls that `call_filter` refuses whatever they ask for, with their numbers here."""
     column = _MACHINES[os.uname().machine][1]
-    named = {**REFUSED, **(REFUSED_IF_COUNTED if is_counted else {})}
-    numbers = {name: each[column] for name, each in named.items()}
-    return {name: number for name, number in numbers.items() if number is not None}
+    named = {**_CALLS["refused"], **(_CALLS["refused_if_counted"] if is_counted else {})}
+    return {name: each[column] for name, each in named.items() if each[column] >= 0}
 
 
 def call_filter(*, is_counted: bool, shared_bytes: int) -> bytes:
@@ -120,14 +84,14 @@ def call_filter(*, is_counted: bool, shared_bytes: int) -> bytes:
     grows = [_load(2), (_EQUAL, 1, 0, socket.SO_SNDBUF), (_EQUAL, 0, 1, socket.SO_RCVBUF)]
     program += _for(_SETSOCKOPT[column], [*sizes, *grows, _error(0), _ALLOW])
     if is_counted:
-        for name in _WITHOUT_EFFECT:
-            program += _for(_WITHOUT_EFFECT[name][column], [_error(0)])
+        for numbers in _CALLS["without_effect"].values():
+            program += _for(numbers[column], [_error(0)])
     return b"".join(struct.pack("HBBI", *each) for each in [*program, _ALLOW])
 
 
-def _for(number: int | None, body: list[_Instruction]) -> list[_Instruction]:
+def _for(number: int, body: list[_Instruction]) -> list[_Instruction]:
     """The body for one call, of which every way returns; other calls pass it by."""
-    return [] if number is None else [(_EQUAL, 0, len(body), number), *body]
+    return [(_EQUAL, 0, len(body), number), *body]
 
 
 def _load(argument: int, offset: int = 0) -> _Instruction:
