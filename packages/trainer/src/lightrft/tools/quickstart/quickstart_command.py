@@ -116,12 +116,10 @@ def parse(argv: Sequence[str]) -> tuple[Recipe, Path]:
     if is_worker():
         raise UsageError("quickstart runs in one process: start it without torchrun")
     place = options.output_dir
-    refuse_beside_pipeline(options)
+    if options.is_pipeline and (options.algorithm, options.strategy) != ("grpo", "fsdp"):
+        raise UsageError("--pipeline takes grpo and fsdp: leave --algorithm and --strategy out")
     chosen = [task for name, task in TASKS.items() if vars(options).pop(name)]
-    if len(chosen) > 1:
-        flags = ", ".join(f"--{name}" for name in TASKS)
-        raise UsageError(f"{flags} are tasks: choose one of them")
-    (task,) = chosen or [ADDITION]
+    task = chosen[0] if chosen else ADDITION
     del options.output_dir
     given = {name: value for name, value in vars(options).items() if value is not None}
     # With 30, the first reward model's scores rose and the accuracy fell.
@@ -131,21 +129,6 @@ def parse(argv: Sequence[str]) -> tuple[Recipe, Path]:
     if not goes_on(recipe, directory):
         require_empty(directory)
     return recipe, directory
-
-
-def refuse_beside_pipeline(options: argparse.Namespace) -> None:
-    """Raises a `UsageError` if other flags do not go with --pipeline."""
-    others = {
-        "--algorithm": options.algorithm != "grpo",
-        "--strategy": options.strategy != "fsdp",
-        **{f"--{name}": vars(options)[name] for name in TASKS},
-    }
-    found = [flag for flag, is_given in others.items() if is_given]
-    if options.is_pipeline and found:
-        raise UsageError(
-            f"--pipeline: got {' and '.join(found)}, expected additions, grpo and fsdp: leave one "
-            "out"
-        )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -164,14 +147,15 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"{names(STRATEGIES)}; the first start of deepspeed compiles for a minute or two. "
         f"Default: {default.strategy}.",
     )
+    tasks = parser.add_mutually_exclusive_group()
     for flag, text in (
         ("--environment", "Conversations of two turns with a calculator, not additions in one."),
         ("--agent", "The same conversations, led by an agent that calls the model as a server."),
         ("--vision", "Count shapes of a colour in pictures, with a vision-language model."),
         ("--audio", "Count notes of a height in sounds, with a model that hears."),
     ):
-        parser.add_argument(flag, action="store_true", help=text)
-    parser.add_argument(
+        tasks.add_argument(flag, action="store_true", help=text)
+    tasks.add_argument(
         "--pipeline",
         dest="is_pipeline",
         action="store_true",
@@ -195,16 +179,10 @@ def build_parser() -> argparse.ArgumentParser:
         ("--eval_prompts", "num_eval_prompts", 1, "Held-out questions to judge by."),
     ):
         usual: int = getattr(default, name)
-        text += f" Default: {usual}"
-        for own_flag, task in (
-            ("--environment", CALCULATOR),
-            ("--vision", SHAPES),
-            ("--audio", TONES),
-        ):
-            own = task.numbers.get(name, usual)
-            text += f", with {own_flag} {own}" * (own != usual)
-        text += f", with --pipeline {PIPELINE_STEPS}" * (name == "num_steps")
-        text += "."
+        own = {f"--{flag}": task.numbers.get(name, usual) for flag, task in TASKS.items()}
+        own |= {"--pipeline": PIPELINE_STEPS if name == "num_steps" else usual}
+        others = "".join(f", with {flag} {n}" for flag, n in own.items() if n != usual)
+        text += f" Default: {usual}{others}."
         parser.add_argument(flag, dest=name, type=at_least(lowest), metavar="N", help=text)
     return parser
 
