@@ -207,8 +207,8 @@ CONFIGURATION = lines(
         "--off_policy_correction tis --top_p 0.9 --top_k 5 --engine_type sglang": "which tokens "
         "the sglang engine kept",
         "--reward_weights 1 2": "reward_weights ... 2 numbers for 1 rewards",
-        "--use_gspo --use_cpg_loss": "different policy losses",
-        "--use_gspo --policy_loss gmpo": "different policy losses",
+        "--use_gspo --use_cpg_loss": "cpgd, and policy_loss is gspo",
+        "--use_gspo --policy_loss gmpo": "use_gspo is policy_loss gspo, and",
         "--overlong_buffer --overlong_buffer_len 2000": "overlong_buffer_len ... 2000 and 1024",
         "--no_fsdp --adam_8bit": "DeepSpeed lays Adam's moments out itself: add fsdp",
         "--adam_8bit --fsdp --use_mp_opt": "float32 weights, use_mp_opt",
@@ -635,7 +635,7 @@ OPTIONS_OF_STAGES = {
             "--train_on all_of_it": "train_on: got 'all_of_it', expected",
             "--sft_loss nll": "sft_loss: got 'nll', expected one of ['token",
             "--train_on_regex (": "train_on_regex: got '(', expected a regul",
-            "--audit_every 1 --freeze_prefix a": "an audit follows all wei",
+            "--audit_every 1 --freeze_prefix a": "excludes freeze_prefix: an audit",
             "--max_epoch 2": "unknown option 'max_epoch'; did you mean",
             "--train_batch_size 0": "train_batch_size",
             "--actor_learning_rate nan": "actor_learning_rate",
@@ -741,7 +741,7 @@ OPTIONS_OF_STAGES = {
             "without teacher --teachers a=x b=y --teacher_weights 1": "teacher_weights: got 1 "
             "numbers for 2 teachers",
             "without teacher --teachers a=x --teacher_weights -1": "teacher_weights: got",
-            "--teacher_prompt_column hint --audit_every 1": "an audit follows one teacher",
+            "--teacher_prompt_column hint --audit_every 1": "excludes teacher_prompt_column",
         },
     ),
     **lines(

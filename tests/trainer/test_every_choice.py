@@ -53,6 +53,8 @@ ELSEWHERE = {
     "grad_accum_dtype",
     "judge_compare",
     "loggers",
+    # It is the options that it sets.
+    "overlap",
     "lora_sync",
     "lr_scheduler",
     "agent_denominator",

@@ -11,6 +11,7 @@ import pytest
 from lightrft.cli.options import add_options, available_options
 from lightrft.config import TrainConfig
 from lightrft.config.options import FlagShape, flag_shape, type_hints
+from lightrft.config.other_names import SWITCHES
 from lightrft.utils import add_arguments
 
 
@@ -46,7 +47,7 @@ def test_both_parsers_have_the_same_options_and_read_the_same_values():
         # argparse has no public list of its options.
         return {action.dest for action in parser._actions} - {"help", "config"}
 
-    assert flags(command) == names
+    assert flags(command) == names | set(SWITCHES)
     hints = type_hints(TrainConfig)
     pairs = {name for name in names if flag_shape(name, hints[name]).form == "pairs"}
     assert names - flags(library) == pairs

@@ -145,15 +145,28 @@ def nonzero(name: str) -> Rule:
     )
 
 
-def excludes(switch: str, *causes: tuple[str, Rule]) -> Iterator[Rule]:
-    """Yield the rules that an option does not stand beside others, by the words for each."""
-    for cause, is_set in causes:
-        yield partial(_exclusion, switch, cause, is_set)
+def holding(c: object, condition: str) -> str:
+    """Return the first part of "A or not B or C VALUE" that is true of options, or ""."""
+    return next((each for each in condition.split(" or ") if _holds(c, each)), "")
 
 
-def _exclusion(switch: str, cause: str, is_set: Rule, c: "TrainConfig") -> object:
-    is_broken = getattr(c, switch) and is_set(c)
-    return is_broken and f"{switch} excludes {cause}; leave one of them out"
+def _holds(c: object, text: str) -> bool:
+    name, _, value = text.removeprefix("not ").partition(" ")
+    actual = getattr(c, name)
+    is_set = str(actual) == value if value else bool(actual)
+    return is_set != text.startswith("not ")
+
+
+def excludes(switch: str, reasons: Mapping[str, str]) -> Iterator[Rule]:
+    """Yield the rules that an option does not stand beside others, by their conditions."""
+    for condition, reason in reasons.items():
+        yield partial(_exclusion, switch, condition, reason)
+
+
+def _exclusion(switch: str, condition: str, reason: str, c: "TrainConfig") -> str:
+    one = holding(c, switch)
+    other = one and holding(c, condition)
+    return other and f"{one} excludes {other}: {reason}; leave one of them out"
 
 
 def options_of(cls: type[object]) -> dict[str, tuple[Field[object], OptionInfo]]:

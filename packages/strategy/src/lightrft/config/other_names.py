@@ -9,12 +9,14 @@ from functools import cache
 from pathlib import Path
 
 from lightrft.config.files import read_text
-from lightrft.config.options import did_you_mean
+from lightrft.config.options import ConfigError, did_you_mean
 
 # No option of a run, but of the commands that start it.
 PROCESSES = "nproc_per_node"
 # Of a TOML file, after the name of what is no option.
 TABLE_HINT = ": it is a table; options have none: put its lines at the top level"
+# Switches of before, of which each is a value of an option.
+SWITCHES = {"use_gspo": ("policy_loss", "gspo"), "use_cpg_loss": ("policy_loss", "cpgd")}
 # The first word is our option; what follows is another unit or what else it needs.
 OTHER_NAMES: dict[str, str] = {
     # TRL, with what it has from transformers
@@ -118,6 +120,8 @@ OTHER_NAMES: dict[str, str] = {
     "gpus": PROCESSES,
     "num_epochs": "num_episodes",
     "num_gpus": PROCESSES,
+    # LightRFT before
+    **{name: ", ".join(place) for name, place in SWITCHES.items()},
     # OpenRLHF
     "agent_func_path": "environment, FILE.py:CLASS",
     "algo.advantage.estimator": "advantage_estimator",
@@ -320,6 +324,21 @@ def taken_as(name: str, option: str, entry: str) -> str:
     return f"{name} is {option}{entry and f' {entry}=...'}"
 
 
+def without_switches(values: Mapping[str, object]) -> dict[str, object]:
+    """Return values with what switches of before stand for.
+
+    Raises:
+        ConfigError: One contradicts the option that it is a value of.
+    """
+    ours = {name: value for name, value in values.items() if name not in SWITCHES}
+    for name in filter(values.get, SWITCHES):
+        option, value = SWITCHES[name]
+        if ours.get(option) not in (None, value):
+            raise ConfigError(f"{name} is {option} {value}, and {option} is {ours[option]}")
+        ours[option] = value
+    return ours
+
+
 @cache
 def said_once(text: str, *, by_workers: bool = False) -> None:
     """Prints a line on the first process of a run, once.
@@ -345,6 +364,7 @@ def with_our_names(
         known: Options that may be given.
         command: Command that takes them.
     """
+    values = without_switches(values)
     places = {name: same_option(name, command) for name in values if name not in known}
     same = {n: place for n, place in places.items() if place is not None and place[0] in known}
     ours = {name: value for name, value in values.items() if name not in same}

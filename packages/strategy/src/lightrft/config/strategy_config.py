@@ -7,10 +7,10 @@ import importlib.util
 from argparse import Namespace
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Self
 
 from lightrft.config.options import (
-    CRITIC,
     ConfigError,
     OptionInfo,
     Rule,
@@ -18,13 +18,14 @@ from lightrft.config.options import (
     check_value,
     coerce,
     did_you_mean,
+    holding,
     looks_secret,
     options_of,
     rules_of,
     shown,
     type_hints,
 )
-from lightrft.config.other_names import said_once
+from lightrft.config.other_names import said_once, without_switches
 from lightrft.config.parts.machine import BackendOptions, MachineOptions
 from lightrft.config.parts.rollout import ShapingOptions
 from lightrft.config.parts.run_control import LogOptions
@@ -42,7 +43,7 @@ class _UnreadableError(Exception):
 class _Readable:
     """A configuration whose wrong fields cannot be read, nor those that it lacks."""
 
-    def __init__(self, config: StrategyConfig, wrong: Collection[str]) -> None:
+    def __init__(self, config: object, wrong: Collection[str]) -> None:
         self._config, self._wrong = config, wrong
 
     def __getattr__(self, name: str) -> object:
@@ -107,19 +108,8 @@ class StrategyConfig(LogOptions, ShapingOptions, ServiceOptions, BackendOptions,
 
     def _acts(self, info: OptionInfo) -> bool:
         """Whether the option acts beside the others, or what decides cannot be read."""
-        if info.acts_when is not None:
-            return _Readable(self, ()).answer(info.acts_when) in (True, None)
-        return any(self._holds(needed) for needed in (info.acts_with or "").split(" or "))
-
-    def _holds(self, needed: str) -> bool:
-        name, _, value = needed.removeprefix("not ").partition(" ")
-        if needed in ("", CRITIC):
-            return True
-        if name not in self.__dict__:  # an option of a whole run
-            return True
-        actual = self.__dict__[name]
-        is_set = str(actual) == value if value else bool(actual)
-        return is_set != needed.startswith("not ")
+        acts = info.acts_when or partial(holding, condition=info.acts_with or "")
+        return not info.acts_with or _Readable(self, ()).answer(acts) not in (False, "")
 
     @classmethod
     def from_args(cls, args: Namespace | Mapping[str, object] | StrategyConfig | None) -> Self:
@@ -138,7 +128,7 @@ class StrategyConfig(LogOptions, ShapingOptions, ServiceOptions, BackendOptions,
             twin = copy.copy(args)
             twin.extra_args = dict(args.extra_args)
             return twin
-        given = _as_dict(args)
+        given = without_switches(_as_dict(args))
         nested = given.pop("extra_args", None)
         if isinstance(nested, Mapping):
             given = {**nested, **given}

@@ -18,6 +18,7 @@ from lightrft.config.options import (
 )
 from lightrft.config.other_names import (
     NAMES_OF_COMMANDS,
+    SWITCHES,
     TABLE_HINT,
     UNAVAILABLE,
     option_hint,
@@ -25,6 +26,7 @@ from lightrft.config.other_names import (
     same_option,
     taken_as,
     with_our_names,
+    without_switches,
 )
 from lightrft.config.toml import read_toml
 from lightrft.config.train_config import command_options, refusal
@@ -134,6 +136,9 @@ def add_options(parser: argparse.ArgumentParser, names: Collection[str] | None =
         )
     chosen = available_options() if names is None else names
     add_arguments(parser, config_type=TrainConfig, names=chosen, as_text=True)
+    for name, (option, _) in SWITCHES.items():
+        if option in chosen:
+            parser.add_argument(f"--{name}", action="store_true", help=argparse.SUPPRESS)
 
 
 def parse_options(
@@ -157,7 +162,7 @@ def parse_options(
     arguments, twice = with_our_flags(normalise(argv), parser, command)
     parsed, unknown = parser.parse_known_args(arguments)
     known = available_options(command)
-    flags = {name: value for name, value in vars(parsed).items() if name in known}
+    flags = {n: value for n, value in without_switches(vars(parsed)).items() if n in known}
     files = [*first_files(parsed), *map(Path, parsed.config)]
     config, problems = merge_options(files, flags, command)
     return config, parsed, twice + unknown_flags(unknown, command) + problems

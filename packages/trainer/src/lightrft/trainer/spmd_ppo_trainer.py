@@ -118,9 +118,8 @@ class PPOTrainer:
         **keywords: object,
     ) -> None:
         _check_parts(strategy, processor, needs_processor=VLM or self.is_vision)
-        config = TrainConfig.from_args(strategy.config).replaced(keywords)
-        mode, is_gspo = loss_agg_mode or config.loss_agg_mode, use_gspo or config.use_gspo
-        config = replace(config, loss_agg_mode=mode, use_gspo=is_gspo)
+        config = TrainConfig.from_args(strategy.config).replaced({**keywords, "use_gspo": use_gspo})
+        config = replace(config, loss_agg_mode=loss_agg_mode or config.loss_agg_mode)
         config = decide_by_machine(config, strategy)
         use_threads(config)
         trained = [trained_model("actor", actor, actor_optim, actor_scheduler)]

@@ -351,10 +351,6 @@ class TrainOptions(TypedDict, total=False):
     """Lower clip range; unset is eps_clip."""
     eps_clip_high: float | None
     """Upper clip range; unset is eps_clip."""
-    use_gspo: bool
-    """The same as policy_loss gspo."""
-    use_cpg_loss: bool
-    """The same as policy_loss cpgd."""
     dual_clip: float | None
     """Cap of the ratio where the advantage is negative; unset is off."""
     high_entropy_token_ratio: float

@@ -19,7 +19,6 @@ from lightrft.config.registry import (
 )
 from lightrft.engines.factory import engine_facts
 
-DEFAULT_POLICY_LOSS = "ppo"
 UNKNOWN_ORDER = (
     "off_policy_correction cannot tell which tokens the {engine} engine kept with top_p, top_k and "
     "min_p together: keep one of them, take engine_type hf, or train without a correction: "
@@ -72,14 +71,6 @@ class AlgorithmOptions:
         None,
         "Upper clip range; unset is eps_clip.",
         at_least=0,
-    )
-    use_gspo: bool = option(
-        False,
-        "The same as policy_loss gspo.",
-    )
-    use_cpg_loss: bool = option(
-        False,
-        "The same as policy_loss cpgd.",
     )
     dual_clip: float | None = option(
         None,
@@ -209,10 +200,6 @@ class AlgorithmOptions:
 
     rules = checks(
         lambda c: (
-            len(set(c.named_losses.values())) > 1
-            and f"{' and '.join(c.named_losses)} name different policy losses: give one of them"
-        ),
-        lambda c: (
             c.correction
             and not engine_facts(c.engine_type).has_known_order(
                 top_k=c.top_k, top_p=c.top_p, min_p=c.min_p
@@ -250,19 +237,9 @@ class AlgorithmOptions:
     )
 
     @property
-    def named_losses(self) -> dict[str, str]:
-        """The policy loss by each option that names one."""
-        named = {
-            f"policy_loss {self.policy_loss!r}": self.policy_loss,
-            "use_gspo": "gspo" if self.use_gspo else None,
-            "use_cpg_loss": "cpgd" if self.use_cpg_loss else None,
-        }
-        return {option: loss for option, loss in named.items() if loss is not None}
-
-    @property
     def policy_loss_name(self) -> str:
-        """The policy loss, which `use_gspo` and `use_cpg_loss` may name instead."""
-        return next(iter(self.named_losses.values()), DEFAULT_POLICY_LOSS)
+        """The policy loss, by default the clipped surrogate."""
+        return self.policy_loss or "ppo"
 
 
 # Forms of distillation; those with a wrong gradient by the names that other projects have for them.

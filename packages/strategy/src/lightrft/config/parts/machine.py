@@ -3,6 +3,7 @@
 from lightrft.config.options import (
     Arguments,
     checks,
+    excludes,
     option,
     part,
 )
@@ -102,11 +103,7 @@ class DistributedOptions:
             and not c.fsdp
             and "adam_8bit: DeepSpeed lays Adam's moments out itself: add fsdp, or leave it out"
         ),
-        lambda c: (
-            c.adam_8bit
-            and c.use_mp_opt
-            and "adam_8bit trains float32 weights, use_mp_opt bfloat16: leave out one of them"
-        ),
+        *excludes("adam_8bit", {"use_mp_opt": "its weights are float32, the others bfloat16"}),
     )
 
 
@@ -216,12 +213,7 @@ class EngineOptions(EngineChoiceOptions):
         lambda c: (
             c.lora_sync != MERGED and c.lora_rank == 0 and "lora_sync adapter needs lora_rank"
         ),
-        lambda c: (
-            c.lora_sync != MERGED
-            and c.rollout_ranks > 0
-            and "lora_sync adapter excludes rollout_ranks, whose engines know no adapters: leave "
-            "one of them out"
-        ),
+        *excludes("lora_sync adapter", {"rollout_ranks": "their engines know no adapters"}),
         lambda c: (
             c.max_len is not None
             and c.max_len < c.prompt_max_len + c.generate_max_len

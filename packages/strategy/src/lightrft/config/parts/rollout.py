@@ -143,7 +143,10 @@ class SamplingOptions(TruncationOptions, LengthOptions, GroupOptions, ComputeOpt
                 f"{MAX_SAMPLES} responses of a step: every process holds all of them"
             )
         ),
-        *excludes("use_fire", ("environment, tools and agent", lambda c: c.has_episodes)),
+        *excludes(
+            "use_fire",
+            {"environment or tools or agent or agent_command": "episodes have many first tokens"},
+        ),
     )
 
 
@@ -232,48 +235,59 @@ class StreamingOptions:
         lambda c: c.rollout_ranks > 0 and not c.fsdp and "rollout_ranks needs FSDP2: add fsdp",
         *excludes(
             "stream_chunk",
-            ("stop: a text may begin in one chunk and end in the next", lambda c: bool(c.stop)),
-            (
-                "agent and agent_command, whose programs cannot be brought back in the middle",
-                lambda c: bool(c.agent or c.agent_command),
-            ),
-            (
-                "environment openenv: the server's sessions do not outlive the run's process",
-                lambda c: split_kind(c.environment or "")[0] == "openenv",
-            ),
-            (
-                "late_join: rounds decide when an open episode goes on, and no time: use tool_lag",
-                lambda c: c.late_join,
-            ),
-            (
-                "judge_model policy: the engine is asked where it has no open responses",
-                lambda c: c.judges_by_policy,
-            ),
+            {
+                "stop": "a text may begin in one chunk and end in the next",
+                "agent or agent_command": "its programs cannot be brought back in the middle",
+                "late_join": "rounds decide when an open episode goes on, and no time: use "
+                "tool_lag",
+            },
+        ),
+        lambda c: (
+            c.stream_chunk is not None
+            and split_kind(c.environment or "")[0] == "openenv"
+            and (
+                "stream_chunk excludes environment openenv: the server's sessions do not outlive "
+                "the run's process; leave one of them out"
+            )
+        ),
+        lambda c: (
+            c.stream_chunk is not None
+            and c.judges_by_policy
+            and (
+                "stream_chunk excludes judge_model policy: the engine is asked where it has no "
+                "open responses; leave one of them out"
+            )
         ),
         *excludes(
             "rollout_ranks",
-            (
-                "reward_pretrain: the ranks that generate hold no reward model",
-                lambda c: bool(c.reward_pretrain),
-            ),
-            (
-                "teacher, teachers and teacher_prompt_column",
-                lambda c: bool(c.teacher or c.teachers or c.teacher_prompt_column),
-            ),
-            ("audit_every: the samples are on other ranks", lambda c: c.audit_every > 0),
+            {
+                "reward_pretrain": "the ranks that generate hold no reward model",
+                "teacher or teachers or teacher_prompt_column": "they hold no teacher",
+                "audit_every": "the samples are on other ranks",
+            },
+        ),
+        lambda c: (
+            c.use_rollout_logprobs
+            and c.truncates
+            and (
+                "use_rollout_logprobs excludes top_p, top_k and min_p: the engine's logprobs then "
+                "follow another distribution; leave one of them out"
+            )
+        ),
+        lambda c: (
+            c.use_rollout_logprobs
+            and c.correction
+            and (
+                "use_rollout_logprobs excludes off_policy_correction: all its weights would be 1; "
+                "leave one of them out"
+            )
         ),
         *excludes(
             "use_rollout_logprobs",
-            (
-                "top_p, top_k and min_p: the engine's logprobs then follow another distribution",
-                lambda c: c.truncates,
-            ),
-            ("use_fire: its first tokens are drawn at another temperature", lambda c: c.use_fire),
-            ("off_policy_correction: all its weights would be 1", lambda c: bool(c.correction)),
-            (
-                "high_entropy_token_ratio: it needs a forward pass",
-                lambda c: c.high_entropy_token_ratio > 0,
-            ),
+            {
+                "use_fire": "its first tokens are drawn at another temperature",
+                "high_entropy_token_ratio": "it needs a forward pass",
+            },
         ),
     )
 
@@ -420,29 +434,17 @@ class EpisodeOptions(EnvironmentOptions):
             and "environment, tools and agent need turns: add apply_chat_template"
         ),
         lambda c: c.agent_command is not None and _command_problem(c.agent_command),
-        *excludes("agent", ("agent_command", lambda c: bool(c.agent_command))),
-        *(
-            rule
-            for switch in ("agent", "agent_command")
-            for rule in excludes(
-                switch,
-                ("environment: the agent has tools of its own", lambda c: bool(c.environment)),
-                ("tools: the agent has its own", lambda c: bool(c.tools)),
-                (
-                    "dynamic_sampling: which rows to keep is decided by row, and episodes have "
-                    "several",
-                    lambda c: c.dynamic_sampling,
-                ),
-                (
-                    "audit_every: the audit counts rows, and episodes have several",
-                    lambda c: c.audit_every > 0,
-                ),
-                (
-                    "teachers and teacher_prompt_column: they look up the prompt that a row begins "
-                    "with",
-                    lambda c: bool(c.teachers) or c.teacher_prompt_column is not None,
-                ),
-            )
+        *excludes("agent", {"agent_command": "an episode has one agent"}),
+        *excludes(
+            "agent or agent_command",
+            {
+                "environment or tools": "the agent has tools of its own",
+                "dynamic_sampling": "which rows to keep is decided by row, and episodes have "
+                "several",
+                "audit_every": "the audit counts rows, and episodes have several",
+                "teachers or teacher_prompt_column": "it looks up the prompt that a row begins "
+                "with",
+            },
         ),
     )
 
@@ -554,11 +556,7 @@ class ShapingOptions(GroupOptions):
             )
         ),
         *excludes(
-            "dynamic_sampling",
-            (
-                "advantage_estimator zero: it looks for groups by their rewards",
-                lambda c: c.advantage_estimator == "zero",
-            ),
+            "dynamic_sampling", {"advantage_estimator zero": "it looks for groups by their rewards"}
         ),
     )
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from lightrft.config.options import (
     checks,
+    excludes,
     nonzero,
     option,
     part,
@@ -225,23 +226,14 @@ class MonitoringOptions:
     )
 
     rules = checks(
-        lambda c: (
-            c.audit_every > 0
-            and (bool(c.teachers) or c.teacher_prompt_column is not None)
-            and (
-                "an audit follows one teacher that reads the student's prompts: leave out one of "
-                "audit_every and teachers or teacher_prompt_column"
-            )
-        ),
-        lambda c: (
-            c.adam_8bit
-            and c.audit_every > 0
-            and "an audit recomputes moments of 32 bits: leave out one of adam_8bit and audit_every"
-        ),
-        lambda c: (
-            c.audit_every > 0
-            and bool(c.freeze_prefix)
-            and "an audit follows all weights: leave out one of audit_every and freeze_prefix"
+        *excludes(
+            "audit_every",
+            {
+                "teachers or teacher_prompt_column": "an audit follows one teacher that reads the "
+                "student's prompts",
+                "adam_8bit": "an audit recomputes moments of 32 bits",
+                "freeze_prefix": "an audit follows all weights",
+            },
         ),
     )
 

@@ -4,6 +4,7 @@ from lightrft.config.options import (
     CRITIC,
     Arguments,
     checks,
+    excludes,
     option,
     part,
 )
@@ -255,11 +256,7 @@ class RewardOptions(WeightedScorerOptions):
                 "give one per --reward_fn, then per --remote_rm_url, then per --reward_pretrain"
             )
         ),
-        lambda c: (
-            bool(c.reward_weights)
-            and c.reward_recipe is not None
-            and "reward_recipe gives the weights: leave reward_weights out"
-        ),
+        *excludes("reward_weights", {"reward_recipe": "it gives the weights"}),
     )
 
     @property
