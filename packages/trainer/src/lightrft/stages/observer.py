@@ -42,21 +42,6 @@ class ObservedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class ObservedSamples:
-    """Samples that a step is trained on.
-
-    Args:
-        experience: This rank's part.
-        kl_coef: Weight of the KL term; 0 without a reference model.
-        moments: Moments of all rewards before the step, or None without running normalisation.
-    """
-
-    experience: StepExperience
-    kl_coef: float
-    moments: Moments | None
-
-
-@dataclass(frozen=True, slots=True)
 class ObservedStep:
     """A step before its update, as an observer sees it.
 
@@ -67,7 +52,9 @@ class ObservedStep:
         config: Options of the run, as it was asked for: an observer knows a paper's aggregation.
         strategy: Gathers states and the parts of all ranks.
         models: Models that are trained.
-        data: What they are trained on.
+        data: Rows or samples that they are trained on; of samples this rank's part.
+        kl_coef: Weight of the KL term; 0 without a reference model.
+        moments: Moments of all rewards before the step, or None without running normalisation.
     """
 
     stage: str
@@ -76,7 +63,9 @@ class ObservedStep:
     config: TrainConfig
     strategy: StrategyBase
     models: TrainedModels
-    data: ObservedRows | ObservedSamples
+    data: ObservedRows | StepExperience
+    kl_coef: float = 0.0
+    moments: Moments | None = None
 
 
 class Observer:

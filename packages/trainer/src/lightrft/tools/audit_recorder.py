@@ -19,7 +19,7 @@ from lightrft.models import Actor, SequenceModel
 from lightrft.models.lora import LoraModel
 from lightrft.records.columns import COLUMNS
 from lightrft.records.table import RowTable, SampleTable, join_tables, tabulate
-from lightrft.stages.observer import ObservedRows, ObservedSamples, ObservedStep, Observer
+from lightrft.stages.observer import ObservedRows, ObservedStep, Observer
 from lightrft.strategy.backend import PreparedModel
 from lightrft.strategy.optimizers import PlannedLR
 from lightrft.tools.audit.record import (
@@ -159,9 +159,9 @@ class Recorder(Observer):
         """Writes the states after the last update, and all that was collected; collective."""
         self._write_states("after")
         strategy, data, table = self._strategy, self._step.data, None
-        if isinstance(data, ObservedSamples):
-            table = tabulate(data.experience.samples.scored)
-            self._values |= batch_values(data.experience.batch)
+        if not isinstance(data, ObservedRows):
+            table = tabulate(data.samples.scored)
+            self._values |= batch_values(data.batch)
         # Ranks that share their sequences saw the same rows.
         counts = strategy.get_rank() % strategy.config.sp_size == 0
         own = Share(table, self._values, self.updates) if counts else Share(table, {}, [])
@@ -178,8 +178,8 @@ class Recorder(Observer):
             raw, rewards = row_samples(data), np.zeros(sum(map(len, data.items)))
         else:
             tables = [share.samples for share in shares if share.samples is not None]
-            raw = _raw_samples(join_tables(tables), data.experience.samples.greedy)
-            rewards = data.experience.rewards.rewards.double().cpu().numpy()
+            raw = _raw_samples(join_tables(tables), data.samples.greedy)
+            rewards = data.rewards.rewards.double().cpu().numpy()
         values: ByRow = {}
         for share in shares:
             for name, rows in share.values.items():
@@ -188,8 +188,7 @@ class Recorder(Observer):
             [share.updates[i] for share in shares if share.updates]
             for i in range(len(self.updates))
         ]
-        moments = None if isinstance(data, ObservedRows) else data.moments
-        engine = strategy.inference_engine
+        moments, engine = step.moments, strategy.inference_engine
         facts = Facts(
             weights_version=-1 if engine is None else engine.weights_version,
             stage=step.stage,
@@ -201,7 +200,7 @@ class Recorder(Observer):
             strategy=type(strategy).__name__,
             engine=strategy.inference_engine_type or "",
             compute_dtype=str(strategy.context.compute_dtype).removeprefix("torch."),
-            kl_coef=0.0 if isinstance(data, ObservedRows) else data.kl_coef,
+            kl_coef=step.kl_coef,
             reward_moments=[]
             if moments is None
             else [float(moments.count), moments.mean, moments.sum_of_squares],

@@ -24,7 +24,7 @@ from lightrft.rewards.types import RewardError, RewardFunction
 from lightrft.rollout.sampler import RolloutSampler, greedy_params
 from lightrft.rollout.source import SourceParts
 from lightrft.stages.models import FrozenModels, configure_models
-from lightrft.stages.observer import ObservedSamples, ObservedStep, Observer, open_observer
+from lightrft.stages.observer import ObservedStep, Observer, open_observer
 from lightrft.stages.policy.algorithm import (
     check_algorithm,
     decide,
@@ -306,7 +306,6 @@ class PolicyStage(Stage[PolicyBatch]):
 
     def observe_step(self, batch: PolicyBatch, step: Step) -> Observer:
         """The receiver of the step's numbers; collective where one is due."""
-        kl_coef, moments = self.maker.kl_coef(self.memory), self.memory.moments
         return open_observer(
             step,
             self.config.audit_every,
@@ -317,7 +316,9 @@ class PolicyStage(Stage[PolicyBatch]):
                 replace(self.config, loss_agg_mode=self.algorithm.asked_aggregation),
                 self.strategy,
                 self.models,
-                ObservedSamples(batch.experience, kl_coef, moments),
+                batch.experience,
+                self.maker.kl_coef(self.memory),
+                self.memory.moments,
             ),
         )
 
