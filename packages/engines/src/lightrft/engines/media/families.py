@@ -33,15 +33,17 @@ def _usual_marks() -> Mapping[MediumKind, str]:
 #   "rows"   [1, media, ...] padded to the largest of each axis; rows without media are zeros
 Join = Literal["items", "tiled", "stream", "rows"]
 TensorsByName = dict[str, Tensor]
+Inputs = Mapping[str, Tensor]
+# Widths and heights of images.
+Sizes = Sequence[tuple[int, int]]
 # The sizes of media whose patches are the entries of an input.
 _GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
 # What a processor knows of images by their widths and heights alone, as its `replace_image_token`
 # asks for it; None where its settings make it look at pixels.
-SizeFacts = Callable[
-    ["ProcessorMixin", Sequence[tuple[int, int]]], Mapping[str, Sequence[object]] | None
-]
+Facts = Mapping[str, Sequence[object]]
+SizeFacts = Callable[["ProcessorMixin", Sizes], Facts | None]
 # Number of features that the tensors of a prompt become, and so of its placeholders.
-CountFeatures = Callable[["ProcessorMixin", Mapping[str, Tensor]], int]
+CountFeatures = Callable[["ProcessorMixin", Inputs], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ class VisionFamily:
     soft_marks: tuple[str, ...] = ()
     num_features: CountFeatures | None = None
     size_facts: SizeFacts | None = None
-    features: "Callable[[PreTrainedModel, Mapping[str, Tensor]], Tensor] | None" = None
+    features: "Callable[[PreTrainedModel, Inputs], Tensor] | None" = None
 
     def join(self, name: str, tensors: Sequence[Tensor | None]) -> Tensor:
         """One input of a batch from those of its rows, in order; None for rows without media.
@@ -111,7 +113,7 @@ class VisionFamily:
         empty = present[0].new_zeros((1, *size[1:]))
         return torch.cat([empty if t is None else _fit(t, size[1:], 1) for t in tensors])
 
-    def split(self, tensors: Mapping[str, Tensor], counts: Sequence[int]) -> list[TensorsByName]:
+    def split(self, tensors: Inputs, counts: Sequence[int]) -> list[TensorsByName]:
         """The inputs of each of several prompts, from those of one call of the processor.
 
         Args:
@@ -202,60 +204,53 @@ def _cross_dummy(config: "PretrainedConfig", kind: MediumKind) -> TensorsByName:
     }
 
 
-def _patch_features(processor: "ProcessorMixin", tensors: Mapping[str, Tensor]) -> int:
+def _patch_features(processor: "ProcessorMixin", tensors: Inputs) -> int:
     grids = [tensors[name] for name in _GRIDS.values() if name in tensors]
     patches = sum(int(grid.prod(-1).sum()) for grid in grids)
     return patches // int(processor.image_processor.merge_size) ** 2
 
 
-def _patch_facts(
-    processor: "ProcessorMixin", sizes: Sequence[tuple[int, int]]
-) -> dict[str, Sequence[object]]:
+def _patches(processor: "ProcessorMixin", sizes: Sizes):  # type: ignore[no-untyped-def]  # noqa: ANN202
+    """Return what the image processor says of each image: a number, or rows and columns as well."""
     count = processor.image_processor.get_number_of_image_patches
-    return {"image_grid_thw": [torch.tensor([count(h, w, {})]) for w, h in sizes]}
+    return [count(height, width, {}) for width, height in sizes]
 
 
-def _tile_facts(
-    processor: "ProcessorMixin", sizes: Sequence[tuple[int, int]]
-) -> dict[str, Sequence[object]]:
-    count = processor.image_processor.get_number_of_image_patches
-    return {"num_patches": [count(h, w, {}) for w, h in sizes]}
+def _blank(size: Mapping[str, int]) -> Tensor:
+    """Return a picture of one number, without memory for its pixels."""
+    return torch.zeros(()).expand(3, size["height"], size["width"])
 
 
-def _split_facts(
-    processor: "ProcessorMixin", sizes: Sequence[tuple[int, int]]
-) -> dict[str, Sequence[object]]:
-    count = processor.image_processor.get_number_of_image_patches
-    found = [count(h, w, {}) for w, h in sizes]
+def _patch_facts(processor: "ProcessorMixin", sizes: Sizes) -> Facts:
+    return {"image_grid_thw": [torch.tensor([each]) for each in _patches(processor, sizes)]}
+
+
+def _tile_facts(processor: "ProcessorMixin", sizes: Sizes) -> Facts:
+    return {"num_patches": _patches(processor, sizes)}
+
+
+def _split_facts(processor: "ProcessorMixin", sizes: Sizes) -> Facts:
+    found = _patches(processor, sizes)
     return {"rows": [[rows for _, rows, _ in found]], "cols": [[cols for _, _, cols in found]]}
 
 
-def _gemma_facts(
-    processor: "ProcessorMixin", sizes: Sequence[tuple[int, int]]
-) -> dict[str, Sequence[object]] | None:
+def _gemma_facts(processor: "ProcessorMixin", sizes: Sizes) -> Facts | None:
     is_cut = processor.image_processor.do_pan_and_scan
     return None if is_cut else {"num_crops": [0] * len(sizes)}
 
 
-def _llava_facts(
-    processor: "ProcessorMixin", sizes: Sequence[tuple[int, int]]
-) -> dict[str, Sequence[object]] | None:
+def _llava_facts(processor: "ProcessorMixin", sizes: Sizes) -> Facts | None:
     own = processor.image_processor
     if not own.do_center_crop:
         return None
-    picture = torch.zeros(()).expand(3, own.crop_size["height"], own.crop_size["width"])
-    return {"pixel_values": [picture] * len(sizes)}
+    return {"pixel_values": [_blank(own.crop_size)] * len(sizes)}
 
 
-def _onevision_facts(
-    processor: "ProcessorMixin", sizes: Sequence[tuple[int, int]]
-) -> dict[str, Sequence[object]]:
-    size = processor.image_processor.size
-    tile = torch.zeros(()).expand(3, size["height"], size["width"])
+def _onevision_facts(processor: "ProcessorMixin", sizes: Sizes) -> Facts:
     return {
         "batch_num_images": [len(sizes)],
         "image_sizes": [[height, width] for width, height in sizes],
-        "pixel_values": [[tile]],
+        "pixel_values": [[_blank(processor.image_processor.size)]],
     }
 
 
@@ -268,7 +263,7 @@ def _tile_features(axis: int, length: str) -> CountFeatures:
     )
 
 
-def _llava_features(processor: "ProcessorMixin", tensors: Mapping[str, Tensor]) -> int:
+def _llava_features(processor: "ProcessorMixin", tensors: Inputs) -> int:
     if "pixel_values" not in tensors:
         return 0
     own = vars(processor)
@@ -279,7 +274,7 @@ def _llava_features(processor: "ProcessorMixin", tensors: Mapping[str, Tensor]) 
     return count * ((height // side) * (width // side) + added)
 
 
-def _onevision_features(processor: "ProcessorMixin", tensors: Mapping[str, Tensor]) -> int:
+def _onevision_features(processor: "ProcessorMixin", tensors: Inputs) -> int:
     num_tokens, count = int(vars(processor)["num_image_tokens"]), 0
     if "pixel_values" in tensors:
         side = tensors["pixel_values"].shape[-1]
@@ -306,13 +301,13 @@ def _mel_dummy(config: "PretrainedConfig", kind: MediumKind) -> TensorsByName:
     }
 
 
-def _heard(trunk: "PreTrainedModel", inputs: Mapping[str, Tensor]) -> Tensor:
+def _heard(trunk: "PreTrainedModel", inputs: Inputs) -> Tensor:
     states = trunk.audio_tower(inputs["input_features"]).last_hidden_state
     found: Tensor = trunk.multi_modal_projector(states)
     return found
 
 
-def _mel_features(processor: "ProcessorMixin", tensors: Mapping[str, Tensor]) -> int:
+def _mel_features(processor: "ProcessorMixin", tensors: Inputs) -> int:
     if "feature_attention_mask" not in tensors:
         return 0
     # Of each sound a convolution and then a pooling halve the length.
@@ -325,7 +320,7 @@ def _next_dummy(config: "PretrainedConfig", kind: MediumKind) -> TensorsByName:
     return {name: found[name] for name in ("pixel_values", "image_sizes")}
 
 
-def _next_features(processor: "ProcessorMixin", tensors: Mapping[str, Tensor]) -> int:
+def _next_features(processor: "ProcessorMixin", tensors: Inputs) -> int:
     if "pixel_values" not in tensors:
         return 0
     height, width = tensors["pixel_values"].shape[-2:]
@@ -336,12 +331,11 @@ def _next_features(processor: "ProcessorMixin", tensors: Mapping[str, Tensor]) -
     )
 
 
-def _next_facts(
-    processor: "ProcessorMixin", sizes: Sequence[tuple[int, int]]
-) -> dict[str, Sequence[object]]:
-    size = processor.image_processor.crop_size
-    tile = torch.zeros(()).expand(3, size["height"], size["width"])
-    return {"image_sizes": [[height, width] for width, height in sizes], "pixel_values": [[tile]]}
+def _next_facts(processor: "ProcessorMixin", sizes: Sizes) -> Facts:
+    return {
+        "image_sizes": [[height, width] for width, height in sizes],
+        "pixel_values": [[_blank(processor.image_processor.crop_size)]],
+    }
 
 
 def _sized_dummy(config: "PretrainedConfig", kind: MediumKind) -> TensorsByName:
@@ -353,15 +347,13 @@ def _sized_dummy(config: "PretrainedConfig", kind: MediumKind) -> TensorsByName:
     }
 
 
-def _sized_features(processor: "ProcessorMixin", tensors: Mapping[str, Tensor]) -> int:
+def _sized_features(processor: "ProcessorMixin", tensors: Inputs) -> int:
     own = vars(processor)
     side = int(own["patch_size"]) * int(own["spatial_merge_size"])
     return int((tensors["image_sizes"] // side).prod(-1).sum()) if "image_sizes" in tensors else 0
 
 
-def _sized_facts(
-    processor: "ProcessorMixin", sizes: Sequence[tuple[int, int]]
-) -> dict[str, Sequence[object]]:
+def _sized_facts(processor: "ProcessorMixin", sizes: Sizes) -> Facts:
     from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
 
     own = vars(processor)
@@ -371,7 +363,7 @@ def _sized_facts(
     return {"image_sizes": [get_resize_output_image_size(p, longest, side) for p in pictures]}
 
 
-def _num_images(processor: "ProcessorMixin", tensors: Mapping[str, Tensor]) -> int:
+def _num_images(processor: "ProcessorMixin", tensors: Inputs) -> int:
     return tensors["pixel_values"].shape[1] if "pixel_values" in tensors else 0
 
 
