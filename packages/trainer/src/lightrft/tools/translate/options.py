@@ -49,7 +49,7 @@ class Table:
     values: Mapping[str, Mapping[str, Mapping[str, Values]]]
 
 
-def read_table() -> Table:
+def options_of_trl() -> Table:
     """Return the options of TRL."""
     path = Path(__file__).with_name("trl.toml")
     return typed(Table, read_toml(path), path)
@@ -86,7 +86,7 @@ def translate(
         UsageError: A size is no positive integer.
     """
     made = Translation(*(("train", "grpo") if script is None else (script.command, script.loss)))
-    table = read_table()
+    table = options_of_trl()
     values = {**table.defaults["all"], **table.defaults[made.loss], **arguments}
     samples = made.command == "train"
     names = _SIZES if samples else _ROW_SIZES
