@@ -107,7 +107,7 @@ def random_experience(seed, *, rows=8, seq=9, vocab=11):
 
 
 def one_update(
-    model, batch, config, *, strategy=None, loss=None, step="policy_step", rate=0.1, **options
+    model, batch, config, *, training=None, loss=None, step="policy_step", rate=0.1, **options
 ):
     """Carry out one optimizer step of gradient descent; return its metrics.
 
@@ -115,14 +115,14 @@ def one_update(
         model: Gets the step.
         batch: Its rows.
         config: Options of the update.
-        strategy: One process if None.
+        training: That of one process if None.
         loss: A policy loss; that of PPO if None.
         step: "policy_step" or "value_step".
         rate: Learning rate.
         options: Further arguments of `PolicyUpdate`.
     """
-    strategy, metrics = strategy or get_fake_strategy(config), StepMetrics()
+    training, metrics = training or get_fake_strategy(config).training, StepMetrics()
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    update = PolicyUpdate(config, loss or POLICY_LOSSES.load("ppo"), strategy, metrics, **options)
+    update = PolicyUpdate(config, loss or POLICY_LOSSES.load("ppo"), training, metrics, **options)
     getattr(update, step)(batch, TrainedModel("model", model, optimizer, None))
-    return metrics.reduce(strategy)
+    return metrics.reduce(training.context)

@@ -89,7 +89,7 @@ class Ours:
         prepared = strategy.prepare_models_and_optimizers(actor, None, None, None, config, 10)[0]
         self.model, self.optimizer = prepared.model, prepared.optimizer
         self.scheduler = prepared.scheduler
-        configure_models(config, strategy, (self.model,), kept="none")
+        configure_models(config, strategy.context, (self.model,), kept="none")
         self.model.train()
 
     def backward(self, row: Row) -> None:
@@ -189,7 +189,7 @@ def run_ours(options: argparse.Namespace, size, tokens: int) -> None:
         short = min(tokens, GRADIENT_TOKENS)
         add(gradient_difference=ours.gradient_difference(random_row(size.vocab, short, device, 9)))
         rows = [random_row(size.vocab, tokens, device, seed) for seed in range(NUM_MICRO)]
-        flops = training_flops(ours.model, strategy)
+        flops = training_flops(ours.model, strategy.parameter_source(ours.model))
         lengths = np.full(NUM_MICRO, tokens)
         gpu = gpu_of(torch.cuda.get_device_name(device)) if has_gpu else None
         planned = planned_bytes(config, size, device) / GIB

@@ -14,7 +14,7 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import EngineConfig
 from lightrft.experience import maker
-from lightrft.experience.maker import AdvantageSettings, ForwardModels, make_experience
+from lightrft.experience.maker import AdvantageSettings, Delivery, ForwardModels, make_experience
 from lightrft.models.layout import LayoutPolicy
 from lightrft.rewards.types import RewardError, RewardResult
 from lightrft.rollout import dynamic, sampler, scoring
@@ -122,7 +122,8 @@ def train_step(
             make_experience(
                 samples,
                 ForwardModels(actor=None),
-                strategy=strategy,
+                delivery=Delivery(strategy.context),
+                engine=strategy.inference_engine,
                 settings=AdvantageSettings(config, None),
                 step=0,
                 timer=UpToForward(),

@@ -119,7 +119,7 @@ def check(
         (table, None),
         policy=LayoutPolicy(packs_samples=is_packed),
         slices=[slice(0, half), slice(half, len(scored))],
-        strategy=strategy,
+        context=strategy,
     )
 
 

@@ -12,7 +12,7 @@ from tests.models.tiny import tiny_model
 
 from lightrft.config import TrainConfig
 from lightrft.engines.types import Completion
-from lightrft.experience.maker import AdvantageSettings, ForwardModels, make_experience
+from lightrft.experience.maker import AdvantageSettings, Delivery, ForwardModels, make_experience
 from lightrft.models import Actor, Critic
 from lightrft.records.batch import collate
 from lightrft.records.table import row_table, tabulate
@@ -210,7 +210,8 @@ def take_step(items, trained, *, is_packed, micro_batch_size, **options):
     step = make_experience(
         Samples(items, row_table(items), 2),
         ForwardModels(actor, reference, critic if has_critic else None),
-        strategy=strategy,
+        delivery=Delivery(strategy.context),
+        engine=None,
         settings=AdvantageSettings(
             config, algorithm.estimator, kl_coef=0.0 if config.use_kl_loss else kl_coef
         ),
@@ -222,7 +223,7 @@ def take_step(items, trained, *, is_packed, micro_batch_size, **options):
     update = PolicyUpdate(
         config,
         algorithm.policy_loss,
-        strategy,
+        strategy.training,
         metrics,
         kl_coef=kl_coef if config.use_kl_loss else 0.0,
     )
@@ -239,7 +240,7 @@ def take_step(items, trained, *, is_packed, micro_batch_size, **options):
         found.append(
             gradients_of(optimizer, lambda a=advance, r=run: a(step.batch, r, slices=slices))
         )
-    return found, metrics.reduce(strategy), step
+    return found, metrics.reduce(strategy.context), step
 
 
 @pytest.mark.parametrize(

@@ -180,14 +180,14 @@ def test_actor_and_reference_prove_that_they_start_equal(checkpoint, caplog, bf1
     with get_fake_strategy({"bf16": bf16}) as strategy:
         actor, reference = prepared(strategy, checkpoint)
         caplog.clear()
-        require_equal_start(strategy, actor, reference)
+        require_equal_start(strategy.backend, actor, reference)
         (line,) = caplog.messages
         assert line.startswith("actor and reference start from equal weights: ")
         weight = dict(reference.named_parameters())[f"model.{LAYER}"]
         with torch.no_grad():
             weight[0, 0] += 1
         with pytest.raises(ModelLoadError, match=rf"differ in 1 of \d+ .*: {LAYER}"):
-            require_equal_start(strategy, actor, reference)
+            require_equal_start(strategy.backend, actor, reference)
 
 
 def test_a_strategy_that_reads_files_itself_names_what_does_not_fit(change):

@@ -97,15 +97,17 @@ def decided(monkeypatch, kernel):
     monkeypatch.setattr(
         machine_choices, "try_packing", lambda c, device, bf16: real(c, "cpu", bf16=bf16)
     )
-    strategy = SimpleNamespace(
+    context = SimpleNamespace(
         device=torch.device("cuda"),
+        has_gpu=True,
+        computes_in_bf16=True,
         chosen_options={},
-        context=SimpleNamespace(print_detail=lambda line: None),
+        print_detail=lambda line: None,
         all_reduce=lambda facts, op: facts,
     )
     config = TrainConfig(fsdp=True, pretrain="m", fused_linear_logprob=True, meta_init=False)
-    facts = read_model_facts(config, strategy)
-    return decide_by_machine(config, strategy, facts=facts), strategy.chosen_options
+    facts = read_model_facts(config, context)
+    return decide_by_machine(config, context, facts=facts), context.chosen_options
 
 
 def test_packing_stays_on_where_only_the_argument_is_missing(monkeypatch):

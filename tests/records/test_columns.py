@@ -196,7 +196,7 @@ def both_ranks(change=lambda batch: batch, change_table=lambda table, rank: tabl
             (table, None),
             policy=LayoutPolicy(packs_samples=False),
             slices=[slice(0, 4), slice(4, 8)],
-            strategy=strategy,
+            context=strategy,
         )
         return rows, batch, evidence
 

@@ -14,7 +14,7 @@ from lightrft.engines.types import Completion
 from lightrft.models import RewardModel
 from lightrft.records.rollout import Rollout
 from lightrft.rewards.types import RewardError, RewardRecipes, RewardResult
-from lightrft.rollout.model_rewards import ModelRewards, OwnTexts, ScoringModel
+from lightrft.rollout.model_rewards import HOST, ModelRewards, OwnTexts, ScoringModel
 from lightrft.rollout.scoring import score_rollouts
 from lightrft.stages.policy.rewards import tokenizers_of_scorers
 from lightrft.tools.model_presets import CHAT_TEMPLATE, byte_level_tokenizer
@@ -35,7 +35,7 @@ class SumOfIds(torch.nn.Module):
 class OneOfTwoRanks:
     """The other rank has `others` rows more or less."""
 
-    device = torch.device("cpu")
+    device = torch.device("cpu", 0)
 
     def __init__(self, log, others):
         self.log, self.others = log, others
@@ -43,11 +43,13 @@ class OneOfTwoRanks:
     def gather_objects(self, count):
         return [count, self.others]
 
-    def reload_model(self, model):
-        self.log.append(("reload", getattr(model, "factor", None)))
+    @property
+    def context(self):
+        return self
 
-    def offload_model(self, model):
-        self.log.append(("offload", getattr(model, "factor", None)))
+    def move_model(self, model, device):
+        name = "offload" if device is HOST else "reload"
+        self.log.append((name, getattr(model, "factor", None)))
 
 
 def rollout(i, response, *, task="a", finish="stop", messages=()):
@@ -72,12 +74,12 @@ def rollouts():
 
 def test_scores_keep_their_rows_and_calls_do_not_depend_on_a_ranks_own_rows():
     log = []
-    strategy = OneOfTwoRanks(log, others=3)
+    backend = OneOfTwoRanks(log, others=3)
     models = [
         ScoringModel("first", SumOfIds(log), weight=2.0),
         ScoringModel("second", SumOfIds(log, -1.0)),
     ]
-    rewards = ModelRewards(strategy, models, micro_batch_size=2)
+    rewards = ModelRewards(backend, models, micro_batch_size=2)
     assert log == [("offload", 1.0), ("offload", -1.0)]
     log.clear()
     results = rewards.score(rollouts())

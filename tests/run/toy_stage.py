@@ -58,11 +58,11 @@ class Regression(Stage):
         optimizer_step(
             self.models.main,
             shares,
-            strategy=self.strategy,
+            training=self.strategy.training,
             metrics=step.metrics,
             timeout_minutes=self.config.timeout_minutes,
         )
-        record_total("loss", self.strategy, step.metrics)
+        record_total("loss", self.strategy.context, step.metrics)
         return Work(("model",))
 
     def _share(self, points, count, metrics):
@@ -85,7 +85,7 @@ class RegressionInputs:
     def media_digests(self):
         return ()
 
-    def decided(self, config, strategy):
+    def decided(self, config, backend):
         return config
 
     def build(self, config, strategy):

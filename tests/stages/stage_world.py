@@ -67,7 +67,7 @@ def train_step(stage, items):
         found[name] = moved.full_tensor() if hasattr(moved, "full_tensor") else moved
         with torch.no_grad():
             value.copy_(before[name])
-    return found, stage.finish(batch, step.metrics.reduce(stage.strategy))
+    return found, stage.finish(batch, step.metrics.reduce(stage.strategy.context))
 
 
 def distances(found, expected):

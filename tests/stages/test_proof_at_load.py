@@ -195,7 +195,7 @@ def test_packing_by_the_machine_is_switched_off_and_said_in_a_line(capsys):
     model = tiny("recurrent_gemma", {"logits_soft_cap": 1e6})
     with pytest.raises(ConfigError, match="packing_samples: RecurrentGemmaForCausalLM mixes"):
         builder(strategy, items, model=model, packing_samples=True, **options)
-    strategy.chosen_options = {"packing_samples": "one kernel"}
+    strategy.context.chosen_options = {"packing_samples": "one kernel"}
     stage = builder(strategy, items, model=model, packing_samples=True, **options)
     assert stage.config.packing_samples is False
     assert not strategy.unwrap_model(stage.models.main.model).layout_policy.is_packed
@@ -208,12 +208,12 @@ def test_packing_by_the_machine_is_switched_off_and_said_in_a_line(capsys):
 def test_the_machines_choices_are_known_afterwards():
     from lightrft.config import TrainConfig
 
-    strategy = get_fake_strategy({})
+    context = get_fake_strategy({}).context
     config = decide_by_machine(
-        TrainConfig(fused_linear_logprob=True, fsdp=True), strategy, facts=ModelFacts(1, True)
+        TrainConfig(fused_linear_logprob=True, fsdp=True), context, facts=ModelFacts(1, True)
     )
     assert config.packing_samples is False
-    assert strategy.chosen_options.keys() == {"packing_samples", "meta_init"}
+    assert context.chosen_options.keys() == {"packing_samples", "meta_init"}
 
 
 def test_attention_with_caps_is_not_packed_and_says_so_at_the_start():

@@ -6,8 +6,7 @@ from torch.optim import AdamW
 
 from lightrft.config import ConfigError, StrategyConfig
 from lightrft.strategy.fake import get_fake_strategy
-from lightrft.strategy.optimizers import parameter_groups
-from lightrft.strategy.rate_factors import rate_factor, with_rate_factors
+from lightrft.strategy.optimizers import parameter_groups, rate_factor, with_rate_factors
 
 FACTORS = {r"visual\.merger": 2.0, "visual": 0.1, "lora_B": 16.0}
 

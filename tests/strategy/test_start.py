@@ -93,33 +93,33 @@ def test_the_decision_is_agreed_and_printed(device, chosen):
     from lightrft.stages.machine_choices import ModelFacts, decide_by_machine
 
     printed = []
-    strategy = SimpleNamespace(
-        device=SimpleNamespace(type=device),
+    context = SimpleNamespace(
+        has_gpu=device == "cuda",
         chosen_options={},
-        context=SimpleNamespace(print_detail=printed.append),
+        print_detail=printed.append,
         all_reduce=lambda facts, op: {**facts, "weights": 7 * 10**9},  # what another rank read
     )
     facts = ModelFacts(num_weights=5, packs=True)
     given = {"fsdp": True, "fused_linear_logprob": False}
     config = TrainConfig(**given)
-    assert decide_by_machine(config, strategy) is config
-    decided = decide_by_machine(config, strategy, facts=facts)
+    assert decide_by_machine(config, context) is config
+    decided = decide_by_machine(config, context, facts=facts)
     assert (decided.meta_init, decided.packing_samples) == (chosen, chosen)
     assert printed[0].startswith(f"meta_init = {str(chosen).lower()}: ")
     assert printed[1].startswith(f"packing_samples = {str(chosen).lower()}: ")
-    adapted = decide_by_machine(TrainConfig(**given, lora_rank=4), strategy, facts=facts)
+    adapted = decide_by_machine(TrainConfig(**given, lora_rank=4), context, facts=facts)
     assert (adapted.meta_init, adapted.packing_samples) == (chosen, chosen)
     # New weights are in no file.
     renewed = TrainConfig(**given, allow_new_weights=("lm_head.*",))
-    assert not decide_by_machine(renewed, strategy, facts=facts).meta_init
+    assert not decide_by_machine(renewed, context, facts=facts).meta_init
     # Rows that a user counted are not replaced by tokens; what was given stays.
     counted = TrainConfig(**given, micro_train_batch_size=2)
-    assert not decide_by_machine(counted, strategy, facts=facts).packing_samples
+    assert not decide_by_machine(counted, context, facts=facts).packing_samples
     for wanted in (True, False):
         config = TrainConfig(**given, meta_init=wanted, packing_samples=wanted)
-        assert decide_by_machine(config, strategy, facts=facts) is config
+        assert decide_by_machine(config, context, facts=facts) is config
     padding = ModelFacts(num_weights=5, packs=False)
-    assert not decide_by_machine(TrainConfig(**given), strategy, facts=padding).packing_samples
+    assert not decide_by_machine(TrainConfig(**given), context, facts=padding).packing_samples
 
 
 def test_models_that_mix_packed_sequences_are_known_by_their_configuration():

@@ -102,14 +102,14 @@ class Run:
         in_flight = replace(self.memory.in_flight, num_requests=10 * step)
         memory = replace(self.memory, in_flight=in_flight)
         state = {**LoopState(num_steps=step).to_client_state(), **memory.to_client_state()}
-        save_run(self.strategy, self.config, state, self.models)
+        save_run(self.strategy.checkpoints, self.config, state, self.models)
 
     def load(self):
         """The step that a load chooses, or its error; everything is spoiled before."""
         self.train(99)
         torch.manual_seed(99)
         try:
-            found = load_run(self.strategy, self.config, self.memory, self.models)
+            found = load_run(self.strategy.checkpoints, self.config, self.memory, self.models)
         except CheckpointError as error:
             return str(error)
         if found is None:

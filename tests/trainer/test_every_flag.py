@@ -260,7 +260,7 @@ def reward_deadline(config):
 
 def built_actor(config):
     with get_fake_strategy(config) as strategy:
-        actor = strategy.unwrap_model(build_models(config, strategy, 10)[0].main.model)
+        actor = strategy.unwrap_model(build_models(config, strategy.training, 10)[0].main.model)
         layers = (type(part).__name__ + str(vars(part).get("scaling")) for part in actor.modules())
         dropouts = [str(p) for p in actor.modules() if isinstance(p, torch.nn.Dropout)]
         return actor.model.is_gradient_checkpointing, sorted(set(layers)), dropouts
@@ -269,7 +269,7 @@ def built_actor(config):
 def bucket(config):
     """Bytes of the buckets in which an engine of its own storage gets the weights."""
     with get_fake_strategy(config) as strategy:
-        actor = build_models(config, strategy, 10)[0].main.model
+        actor = build_models(config, strategy.training, 10)[0].main.model
         strategy.setup_inference_engine(config, "hf", actor=actor)
         return strategy.broadcast_manager.bucket_bytes
 

@@ -167,6 +167,6 @@ def test_the_machine_decides_and_a_given_value_stays(build_world, told):
     assert f"fused_linear_logprob = {chosen}: " in "".join(told)
     for given in (True, False):
         config = TrainConfig(fused_linear_logprob=given)
-        assert decide_by_machine(config, world.strategy) is config
+        assert decide_by_machine(config, world.strategy.context) is config
     assert TrainConfig().fuses_logprob(has_gpu=True)
     assert not TrainConfig().fuses_logprob(has_gpu=False)

@@ -163,7 +163,7 @@ def test_a_gpu_that_two_ranks_share_holds_both(monkeypatch):
     monkeypatch.setattr("lightrft.tools.plan.start_check.read_model_size", lambda _: SIZE)
     gpu = SimpleNamespace(total_memory=80e9)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: gpu)
-    strategy = SimpleNamespace(
+    context = SimpleNamespace(
         device=torch.device("cuda"), world_size=1, all_reduce=lambda value, op: value
     )
 
@@ -171,7 +171,7 @@ def test_a_gpu_that_two_ranks_share_holds_both(monkeypatch):
         options |= {"fsdp": True, "rollout_ranks": 1, "rollout_lag": 1, "engine_mem_util": 0.9}
         options |= {"gradient_checkpointing": True, "generate_max_len": 512}
         config = TrainConfig(engine_type="vllm", enable_engine_sleep=False, **options)
-        return plan_memory(machine_setup(config, strategy))
+        return plan_memory(machine_setup(config, context))
 
     apart, shared = planned(), planned(devices_shared=True)
     assert apart.problems == []

@@ -16,7 +16,7 @@ def recorded(*parts):
     metrics = StepMetrics()
     for rollout, trainer, mask in parts:
         record_mismatch(rollout, trainer, mask, metrics)
-    return metrics.reduce(get_fake_strategy())
+    return metrics.reduce(get_fake_strategy().context)
 
 
 def slow(rollout, trainer, mask):
@@ -101,7 +101,7 @@ def test_one_token_far_away_leaves_the_size_of_an_update_finite():
     logprobs, old = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.0, -91.0]])
     loss = clipped_policy_loss(logprobs, old, torch.ones(1, 2), mask)
     record_ratios(loss, logprobs, old, mask, metrics)
-    found = metrics.reduce(get_fake_strategy())
+    found = metrics.reduce(get_fake_strategy().context)
     assert found["approx_kl"] == pytest.approx((math.exp(20) - 21) / 2)
     assert found["clamped_share"] == 0.5
 

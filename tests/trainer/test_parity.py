@@ -155,7 +155,7 @@ def test_logprobs_that_are_not_numbers_never_pass(build_world):
     batch = world.trainer.make_experience().rollouts
     logprobs = torch.where(batch.compared_mask, float("nan"), batch.rollout_logprobs)
     report = compare_logprobs(
-        batch, logprobs, limits=PARITY_LIMITS[torch.float32], strategy=world.strategy
+        batch, logprobs, limits=PARITY_LIMITS[torch.float32], context=world.strategy.context
     )
     assert not report.holds
 

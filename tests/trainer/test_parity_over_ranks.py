@@ -8,7 +8,7 @@ import lightrft.engines.hf.engine as adapter
 import lightrft.stages.policy.maker as maker
 from lightrft.stages.parity_limits import ParityError
 from lightrft.strategy.distributed.process_groups import start_process_group
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.model_training import ModelTraining
 
 pytestmark = [pytest.mark.shard("training"), pytest.mark.multiprocess]
 
@@ -22,18 +22,18 @@ RUNS = {
 
 def train_with_a_shifted_engine(rank, world_size, runs):
     """What ends each run, of which rank 1 has a fault, and how often an optimizer has acted."""
-    make, step, steps = adapter.RawCompletion, StrategyBase.optimizer_step, []
+    make, step, steps = adapter.RawCompletion, ModelTraining.optimizer_step, []
 
     def shifted(token_ids, logprobs, *others):
         return make(token_ids, tuple(value - rank for value in logprobs), *others)
 
-    def counted(strategy, *arguments, **keywords):
-        result = step(strategy, *arguments, **keywords)
+    def counted(training, *arguments, **keywords):
+        result = step(training, *arguments, **keywords)
         if result is not None:
             steps.append(result)
         return result
 
-    adapter.RawCompletion, StrategyBase.optimizer_step = shifted, counted
+    adapter.RawCompletion, ModelTraining.optimizer_step = shifted, counted
     maker.score_actor = None  # no other forward pass is made
     start_process_group(None)
     ends = []

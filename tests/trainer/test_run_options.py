@@ -47,7 +47,8 @@ def test_the_schedule_of_a_frozen_actor_has_only_the_steps_it_takes(tiny_model):
         lr_scheduler="linear",
         lr_warmup_ratio=0.0,
     )
-    models, _ = build_models(config, get_fake_strategy(config), 10 * config.steps_per_rollout)
+    training = get_fake_strategy(config).training
+    models, _ = build_models(config, training, 10 * config.steps_per_rollout)
     rates = {}
     for trained, num_steps in zip(models.trained, (8 * 6, 10 * 6), strict=True):
         for _ in range(num_steps - 1):

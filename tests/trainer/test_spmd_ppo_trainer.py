@@ -113,9 +113,10 @@ def test_the_step_does_not_depend_on_how_micro_batches_are_cut(build_world, opti
 
 def test_a_budget_of_tokens_sets_the_number_of_backward_passes(build_world, monkeypatch):
     world = build_world(micro_batch_tokens=1)
-    count, backward = [], world.strategy.backward
+    training = world.strategy.training
+    count, backward = [], training.backward
     monkeypatch.setattr(
-        world.strategy, "backward", lambda *args, **kw: (count.append(1), backward(*args, **kw))
+        training, "backward", lambda *args, **kw: (count.append(1), backward(*args, **kw))
     )
     world.step()
     assert len(count) == 16  # every row alone
@@ -162,8 +163,8 @@ def test_order_of_one_update(build_world):
             name,
             lambda *a, original=original, name=name: calls.append(name) or original(*a),
         )
-    original_step = world.strategy.optimizer_step
-    world.strategy.optimizer_step = lambda *a, **k: (
+    original_step = world.strategy.training.optimizer_step
+    world.strategy.training.optimizer_step = lambda *a, **k: (
         calls.append("optimizer_step") or original_step(*a, **k)
     )
     world.step()

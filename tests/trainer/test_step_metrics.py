@@ -127,7 +127,7 @@ def test_turns_and_calls_of_each_tool_are_counted():
     metrics = StepMetrics()
     for mean in conversation_means(scored, ("add", "look")):
         metrics.add_mean(*mean)
-    found = metrics.reduce(get_fake_strategy())
+    found = metrics.reduce(get_fake_strategy().context)
     assert found == pytest.approx(
         {
             "episode/turns": 6 / 3,

@@ -64,8 +64,8 @@ def test_the_environment_counts_unless_the_launcher_set_it(sixteen, monkeypatch)
 def test_a_choice_is_said_kept_and_set(sixteen, tmp_path, device, given, chosen):
     write_tiny_model(tmp_path, "tiny-llama")
     said = []
-    strategy = SimpleNamespace(device=SimpleNamespace(type=device), print=said.append)
-    config = choose_threads(TrainConfig(pretrain=str(tmp_path), num_threads=given), strategy)
+    context = SimpleNamespace(has_gpu=device == "cuda", print=said.append)
+    config = choose_threads(TrainConfig(pretrain=str(tmp_path), num_threads=given), context)
     assert config.num_threads == chosen
     assert sixteen == ([] if chosen is None else [chosen])
     assert [line[:15] for line in said] == ["num_threads = 1"] * (chosen == 1)

@@ -15,7 +15,7 @@ from lightrft.run.throughput import (
     utilisation,
 )
 from lightrft.stages.stage import Work
-from lightrft.strategy import get_fake_strategy
+from lightrft.strategy.weight_sync.parameter_source import module_parameter_source
 from lightrft.tools.model_presets import PRESETS
 
 
@@ -36,7 +36,7 @@ def test_operations_are_those_that_torch_counts(preset):
     scored[:, 10:] = True
     with FlopCounterMode(display=False) as counter:
         actor(token_ids, mask, scored_mask=scored).logprobs.sum().backward()
-    flops = training_flops(actor, get_fake_strategy({"bf16": False}))
+    flops = training_flops(actor, module_parameter_source(actor))
     lengths, responses = np.full(num_rows, length), np.full(num_rows, 14)
     # Without a causal kernel torch computes all pairs of tokens, and the first layer needs no
     # gradient of its input.
@@ -48,11 +48,11 @@ def test_operations_are_those_that_torch_counts(preset):
 def test_frozen_weights_and_idle_experts_cost_less():
     from transformers import Qwen3MoeForCausalLM
 
-    strategy = get_fake_strategy({"bf16": False})
     actor = tiny_actor("tiny-qwen3")
-    before = training_flops(actor, strategy)
+    before = training_flops(actor, module_parameter_source(actor))
     actor.requires_grad_(False)
-    assert training_flops(actor, strategy).per_token == pytest.approx(before.per_token * 4 / 6)
+    after = training_flops(actor, module_parameter_source(actor))
+    assert after.per_token == pytest.approx(before.per_token * 4 / 6)
     config = tiny_config(
         "qwen3_moe",
         initializer_range=0.02,
@@ -66,7 +66,7 @@ def test_frozen_weights_and_idle_experts_cost_less():
     experts = 6 * (8 * 64 * 64 + 8 * 64 * 32)
     # q and o, k and v, and the router.
     others = 6 * (2 * 64 * 64 + 2 * 64 * 32 + 8 * 64)
-    assert training_flops(model, strategy).per_token == experts / 4 + others
+    assert training_flops(model, module_parameter_source(model)).per_token == experts / 4 + others
 
 
 def test_utilisation_is_the_share_of_all_devices_peak():

@@ -14,6 +14,12 @@ from lightrft.stages.policy.updates import PolicyUpdate
 
 
 class OneRank:
+    """One rank: its context, and what trains on it."""
+
+    @property
+    def context(self):
+        return self
+
     world_size = 1
     dp_group = None
 
@@ -37,10 +43,10 @@ class TwoRanks(OneRank):
         return [item, self.other]
 
 
-def weights_of(rows, strategy, metrics=None, *, correction=None, high=None, **options):
+def weights_of(rows, training, metrics=None, *, correction=None, high=None, **options):
     terms = () if correction is None else parse_correction(correction, high=high)
     update = PolicyUpdate(
-        TrainConfig(**options), POLICY_LOSSES.load("ppo"), strategy, metrics or StepMetrics(), terms
+        TrainConfig(**options), POLICY_LOSSES.load("ppo"), training, metrics or StepMetrics(), terms
     )
     return update.token_weights(rows)
 

@@ -44,7 +44,7 @@ def update(rank, world_size, settings):
         return share()
 
     config = TrainConfig(timeout_minutes=DEADLINE_SECONDS / 60)
-    step = PolicyUpdate(config, None, strategy, StepMetrics())
+    step = PolicyUpdate(config, None, strategy.training, StepMetrics())
     strategy.barrier()
     step.optimize(trained, [share, stopped])
 

@@ -36,6 +36,7 @@ class ManyRanks:
         self.world_size = self.num_data_ranks = world_size
         self.total = total
         self.calls = []
+        self.context = self
 
     def reduce_over_data(self, data, op):
         self.calls.append("all_reduce")
@@ -121,11 +122,11 @@ def test_gradient_and_loss_equal_the_definition_for_any_split(mode, world_size, 
     share = ROWS // world_size
     value = 0.0
     for rank in range(world_size):
-        strategy = ManyRanks(world_size, z)
+        training = ManyRanks(world_size, z)
         rows = select_experience(batch, slice(rank * share, (rank + 1) * share))
-        metrics = one_update(policy, rows, config, strategy=strategy, loss=ppo, kl_coef=0.3)
-        assert strategy.calls.index("all_reduce") < strategy.calls.index("backward")
-        assert strategy.calls.count("all_reduce") == 1
+        metrics = one_update(policy, rows, config, training=training, loss=ppo, kl_coef=0.3)
+        assert training.calls.index("all_reduce") < training.calls.index("backward")
+        assert training.calls.count("all_reduce") == 1
         # This rank's sum of shares; the metric divides by its 1 / world_size of a step.
         value += metrics["policy_loss"] / world_size
     assert value == pytest.approx(float(pg.detach()), rel=1e-6)
@@ -155,8 +156,8 @@ def test_value_gradient_equals_the_definition(clip):
 
     critic = TableCritic()
     config = TrainConfig(loss_agg_mode="token-mean", micro_train_batch_size=3, value_clip=clip)
-    strategy = ManyRanks(1, batch.rollouts.response_mask.sum().double())
-    metrics = one_update(critic, batch, config, strategy=strategy, step="value_step")
+    training = ManyRanks(1, batch.rollouts.response_mask.sum().double())
+    metrics = one_update(critic, batch, config, training=training, step="value_step")
     assert metrics["critic_loss"] == pytest.approx(float(total.detach()), rel=1e-9)
     torch.testing.assert_close(critic.table.grad, reference.table.grad, rtol=1e-9, atol=1e-12)
 
@@ -164,9 +165,9 @@ def test_value_gradient_equals_the_definition(clip):
 def test_ratio_metrics_count_tokens():
     batch = random_experience(4)
     policy = TablePolicy(VOCAB)
-    strategy = ManyRanks(1, batch.rollouts.response_mask.sum().double())
+    training = ManyRanks(1, batch.rollouts.response_mask.sum().double())
     config = TrainConfig(loss_agg_mode="token-mean", micro_train_batch_size=2)
-    found = one_update(policy, batch, config, strategy=strategy)
+    found = one_update(policy, batch, config, training=training)
     mask = batch.rollouts.response_mask
     ratios = (token_logprobs(policy.table.detach(), batch) - batch.outputs.old_logprobs).exp()[mask]
     a = batch.advantages[mask]
@@ -238,12 +239,12 @@ def test_a_trust_region_bounds_the_policy_that_moves(preset, micro):
 
     def trained(correction):
         model, metrics = TablePolicy(VOCAB), StepMetrics()
-        strategy = Stepping(1, mask.sum().double())
-        update = PolicyUpdate(config, loss, strategy, metrics, parse_correction(correction))
+        training = Stepping(1, mask.sum().double())
+        update = PolicyUpdate(config, loss, training, metrics, parse_correction(correction))
         optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
         for _ in range(4):
             update.policy_step(batch, TrainedModel("actor", model, optimizer, None))
-        return model.table.detach(), metrics.reduce(strategy)
+        return model.table.detach(), metrics.reduce(training)
 
     found, metrics = trained(preset)
     torch.testing.assert_close(found, expected.detach(), rtol=1e-9, atol=1e-12)

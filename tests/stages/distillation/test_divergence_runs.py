@@ -42,7 +42,7 @@ def test_a_model_that_differs_from_itself_is_named(models, tmp_path):
     same = {"teacher": str(models / "student"), "teacher_form": "forward"}
     config = TrainConfig(**options(models, tmp_path, **same))
     with get_fake_strategy(config) as strategy:
-        require_zero(1e-6, config, strategy)
+        require_zero(1e-6, config, strategy.context)
         for mean in (1e-2, math.nan):
             with pytest.raises(ParityError, match="student and teacher are one model"):
-                require_zero(mean, config, strategy)
+                require_zero(mean, config, strategy.context)

@@ -158,7 +158,7 @@ def test_scores_are_those_of_transformers_row_by_row(packs):
 
 def test_the_start_proves_where_scores_are_read():
     stage = build_stage(get_fake_strategy(STILL), PAIRS)
-    assert prove_pooling(stage.models.main.model, stage.data.rows, stage.strategy) > 0
+    assert prove_pooling(stage.models.main.model, stage.data.rows, stage.strategy.context) > 0
     model = stage.models.main.model
     right = model.forward
 
@@ -171,7 +171,7 @@ def test_the_start_proves_where_scores_are_read():
     for wrong in (first_token, any_place):
         model.forward = wrong
         with pytest.raises(ConfigError, match="must come from its last token and not from padding"):
-            prove_pooling(stage.models.main.model, stage.data.rows, stage.strategy)
+            prove_pooling(stage.models.main.model, stage.data.rows, stage.strategy.context)
 
 
 def test_calibration_is_the_mean_distance_of_confidence_and_accuracy():

@@ -139,4 +139,4 @@ def train_step(stage, items):
     step = Step(1)
     batch = stage.batch_of(tuple(items), 1)
     stage.update(batch, step)
-    return found, stage.finish(batch, step.metrics.reduce(stage.strategy))
+    return found, stage.finish(batch, step.metrics.reduce(stage.strategy.context))

@@ -21,7 +21,7 @@ from lightrft.stages.preference import preference_inputs, preference_objective
 from lightrft.stages.reward import comparisons, reward_objective
 from lightrft.stages.rows import row_passes
 from lightrft.stages.supervised import supervised_objective
-from lightrft.strategy import optimizers, strategy_base
+from lightrft.strategy import model_training, optimizers
 from lightrft.tools.audit.preference_losses import PREFERENCE_LOSSES
 from lightrft.tools.audit.report import audit_step, verdict
 from lightrft.tools.model_presets import write_tiny_model
@@ -445,7 +445,7 @@ def halves_gradients(patch):
     def change(original):
         return lambda self, loss, *args: original(self, loss / 2, *args)
 
-    wrap(patch, strategy_base.StrategyBase, "backward", change)
+    wrap(patch, model_training.ModelTraining, "backward", change)
 
 
 for each in TRAINERS:

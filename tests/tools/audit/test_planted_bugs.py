@@ -22,7 +22,7 @@ from lightrft.experience import maker
 from lightrft.records.table import row_table
 from lightrft.stages.policy import algorithm, objective, policy_stage, updates
 from lightrft.stages.policy.maker import PolicyMemory
-from lightrft.strategy import backend, optimizers, strategy_base
+from lightrft.strategy import backend, model_training, optimizers
 from lightrft.strategy.optimizers import AccumulationState
 from lightrft.tools.audit.findings import DIFFERS
 
@@ -503,7 +503,7 @@ def the_schedule_is_a_step_ahead(patch):
 def the_peak_is_another(patch):
     wrap(
         patch,
-        strategy_base.AdamSettings,
+        model_training.AdamSettings,
         "read",
         lambda original: (
             lambda kwargs, config: original({**kwargs, "lr": 2 * kwargs["lr"]}, config)
@@ -814,7 +814,7 @@ def weights_change_between_sampling_and_update(patch):
 def with_eps(patch, eps):
     wrap(
         patch,
-        strategy_base.AdamSettings,
+        model_training.AdamSettings,
         "read",
         lambda original: lambda kwargs, config: replace(original(kwargs, config), eps=eps),
     )

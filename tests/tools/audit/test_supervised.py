@@ -14,7 +14,8 @@ from lightrft.config import TrainConfig
 from lightrft.datasets import chat_turns
 from lightrft.stages.rows import row_passes
 from lightrft.stages.supervised import supervised_objective
-from lightrft.strategy import optimizers, strategy_base
+from lightrft.strategy import optimizers
+from lightrft.strategy.distributed import context
 from lightrft.tools.audit.report import audit_step, verdict
 from lightrft.tools.model_presets import write_tiny_model
 from lightrft.trainer import SFTTrainer
@@ -99,9 +100,9 @@ def test_the_options_of_the_run_count_and_not_those_of_the_record(recorded, tmp_
 
 
 def count_of_one_rank(patch):
-    reduce_over_data = strategy_base.StrategyBase.reduce_over_data
+    reduce_over_data = context.DistributedContext.reduce_over_data
     patch.setattr(
-        strategy_base.StrategyBase,
+        context.DistributedContext,
         "reduce_over_data",
         lambda self, value, *args: reduce_over_data(self, value, *args) / 2,
     )
@@ -169,7 +170,7 @@ def in_ranks(rank, world_size, settings, counts_alone):
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=200))
     if counts_alone:
-        strategy_base.StrategyBase.reduce_over_data = lambda self, value, *args: value
+        context.DistributedContext.reduce_over_data = lambda self, value, *args: value
     SFTTrainer(TrainConfig(**settings, fsdp=True)).train()
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.pairwise import pairs_of, pairwise_cover
 from tests.ranks import run_multiprocess
 
+from lightrft.strategy.backend import inner_module
 from lightrft.tools.invariance import measure
 from lightrft.tools.invariance.batch import ENTROPY_COEF, KL_COEF, make_rows
 from lightrft.tools.invariance.cells import FP32_BOUNDS, Cell, Deviations, doctor_cells
@@ -77,14 +78,14 @@ def with_model(choice):
     return values.pop("model"), Cell(**values)
 
 
-def moments_of(strategy, ready):
+def moments_of(training, ready):
     """Adam's two moments of every parameter, whole, by name; collective."""
     from torch.distributed.tensor import DTensor
 
     found = {}
-    for name, parameter in strategy.unwrap_model(ready).named_parameters():
+    for name, parameter in inner_module(ready).named_parameters():
         for moment in ("exp_avg", "exp_avg_sq"):
-            if type(strategy).__name__ == "DeepspeedStrategy":
+            if training.backend.name == "Deepspeed":
                 from deepspeed.utils import safe_get_full_optimizer_state
 
                 # Stages 1 and 2 link parts of their flat states to parameters before there are any.
@@ -115,9 +116,9 @@ def measure_with_moments(rank, world_size, work):
     """Deviations of each cell with the larger one of Adam's moments."""
     left, largest = list(work), []
 
-    def look(strategy, ready):
+    def look(training, ready):
         expected = load_file(f"{left.pop(0)[2]}.moments")
-        largest.append(max(moment_deviations(moments_of(strategy, ready), expected)))
+        largest.append(max(moment_deviations(moments_of(training, ready), expected)))
 
     with after_adam(look):
         return list(zip(measure_cells(rank, world_size, work), largest, strict=True))
@@ -128,9 +129,9 @@ def after_adam(look):
     """Shows every model after its steps of AdamW."""
     take_steps = measure.adam_steps
 
-    def take_and_look(strategy, cell, path):
-        ready, moved = take_steps(strategy, cell, path)
-        look(strategy, ready)
+    def take_and_look(training, cell, path):
+        ready, moved = take_steps(training, cell, path)
+        look(training, ready)
         return ready, moved
 
     with pytest.MonkeyPatch.context() as patch:

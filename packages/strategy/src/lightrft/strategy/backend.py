@@ -4,9 +4,10 @@ import math
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from lightrft.strategy.checkpoints.manifest import Checkpoint
 from lightrft.strategy.checkpoints.shard_files import full_value, local_rows
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.context import DistributedContext
+from lightrft.strategy.meta_init import parameters_on_meta
 from lightrft.strategy.optimizers import (
     AdamSettings,
     ParameterGroup,
@@ -27,8 +29,8 @@ from lightrft.strategy.optimizers import (
     gradient_norm,
     optimizer_parameters,
     parameter_groups,
+    with_rate_factors,
 )
-from lightrft.strategy.rate_factors import with_rate_factors
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource
 
 
@@ -105,10 +107,10 @@ class WantedState:
         optimizer, scheduler, rng: Read those, or the states of the random generators, too.
     """
 
-    strict: bool
-    optimizer: bool
-    scheduler: bool
-    rng: bool
+    strict: bool = True
+    optimizer: bool = True
+    scheduler: bool = True
+    rng: bool = True
 
 
 class Backend(ABC):
@@ -121,6 +123,7 @@ class Backend(ABC):
         config: Of the strategy.
     """
 
+    name: ClassVar[str]
     # Whether a model must be wrapped before its optimizer is created (sharded parameters).
     wraps_before_optimizer = False
     # Whether `init_model_context(meta_init=True)` has an effect.
@@ -139,9 +142,25 @@ class Backend(ABC):
     def stop(self) -> None:  # noqa: B027 - likewise
         """Called before the process group ends."""
 
+    @contextmanager
+    def init_model_context(self, meta_init: bool | None = False) -> Iterator[None]:
+        """See `StrategyBase.init_model_context`."""
+        if meta_init and not self.builds_on_meta:
+            self.context.print("warning: option without effect: meta_init acts only with fsdp")
+        try:
+            with parameters_on_meta(bool(meta_init) and self.builds_on_meta):
+                yield
+        finally:
+            self.context.note_memory("Finished init_model_context")
+
     @abstractmethod
     def prepare_model(
-        self, model: nn.Module, *, is_training: bool, shard_size: int = -1, reshard: bool = True
+        self,
+        model: nn.Module,
+        *,
+        is_training: bool = False,
+        shard_size: int = -1,
+        reshard: bool = True,
     ) -> nn.Module:
         """See `StrategyBase.prepare_model`."""
 

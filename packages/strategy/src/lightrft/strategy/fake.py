@@ -24,15 +24,22 @@ from lightrft.strategy.weight_sync.parameter_source import ParameterSource, modu
 class PlainBackend(Backend):
     """Plain torch; every rank trains a whole model of its own."""
 
+    name = "Fake"
+
     def prepare_model(
-        self, model: nn.Module, *, is_training: bool, shard_size: int = -1, reshard: bool = True
+        self,
+        model: nn.Module,
+        *,
+        is_training: bool = False,
+        shard_size: int = -1,
+        reshard: bool = True,
     ) -> nn.Module:
         """Moves the model to the device; parameters in training stay float32."""
         del reshard
         resolve_shard_size(shard_size, self.context.world_size)
         share_sequences(model, self.context.sp_group, is_trained=is_training)
         model = model.to(self.context.device)
-        uses_bf16 = self.context.compute_dtype == torch.bfloat16
+        uses_bf16 = self.context.computes_in_bf16
         if not is_training:
             model = model.eval().requires_grad_(False)
             return model.to(torch.bfloat16) if uses_bf16 else model

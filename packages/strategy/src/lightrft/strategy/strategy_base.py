@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar, cast, overload
@@ -19,11 +17,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightrft.config import TrainingOptions
 from lightrft.engines.types import EngineStatus
 from lightrft.strategy.backend import (
     NO_ENGINE,
-    NO_MODEL,
     AnyModel,
     Arguments,
     Backend,
@@ -40,7 +36,7 @@ from lightrft.strategy.backend import (
 from lightrft.strategy.checkpoints.checkpoints import Checkpoints
 from lightrft.strategy.checkpoints.folders import SaveRequest
 from lightrft.strategy.config import ConfigError, StrategyConfig
-from lightrft.strategy.distributed import collectives, process_groups
+from lightrft.strategy.distributed import collectives
 from lightrft.strategy.distributed.collectives import ALONE, Group
 from lightrft.strategy.distributed.context import (
     DistributedContext,
@@ -51,21 +47,13 @@ from lightrft.strategy.distributed.context import (
     synchronize_and_free,
 )
 from lightrft.strategy.distributed.sequence_parallel import SPDataProcessor
-from lightrft.strategy.meta_init import parameters_on_meta
-from lightrft.strategy.optimizers import (
-    Accumulations,
-    AccumulationState,
-    AdamSettings,
-    OptimizerStepResult,
-    learning_rate_schedule,
-)
-from lightrft.strategy.rate_factors import check_rate_factors, unscaled_rate
+from lightrft.strategy.model_training import ModelTraining
+from lightrft.strategy.optimizers import AccumulationState, OptimizerStepResult
 from lightrft.strategy.sampler import DistributedSampler
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
     adapters_of,
     checkpoint_module,
-    reshard_modules,
     vocabulary_of,
 )
 
@@ -93,8 +81,9 @@ class StrategyBase:
     """Training over ranks, and the rollout engine that shares the processes.
 
     Its parts are a `DistributedContext` (ranks, groups, collectives), a `Backend` (FSDP2,
-    DeepSpeed or plain torch), `Checkpoints` and an `EngineSession` (engine, generation, weight
-    sync). What needs one part takes that part. Usable as a context manager, which closes it.
+    DeepSpeed or plain torch: models), `ModelTraining` (optimizers and their steps), `Checkpoints`
+    and an `EngineSession` (engine, generation, weight sync). What needs one part takes that part.
+    Usable as a context manager, which closes it.
 
     Args:
         seed: Seed of all random number generators.
@@ -110,7 +99,7 @@ class StrategyBase:
         RuntimeError: Only some of the launcher's environment variables are there.
 
     Attributes:
-        context, backend, checkpoints, session: The parts.
+        context, backend, training, checkpoints, session: The parts.
     """
 
     # The ranks that train together: all of them, or `ALONE`.
@@ -128,10 +117,6 @@ class StrategyBase:
         **overrides: bool | int | None,
     ) -> None:
         self.args = args
-        # Options of the run that the machine decided, each with the reason.
-        self.chosen_options: dict[str, str] = {}
-        # Bytes that torch allocates at the peak of each phase, as planned; {} where nothing is.
-        self.planned_bytes: Mapping[str, float] = {}
         self.seed = seed
         self.max_norm = max_norm
         self.micro_train_batch_size = micro_train_batch_size
@@ -154,18 +139,15 @@ class StrategyBase:
         self.grad_accum_dtype = config.grad_accum_dtype
         self.overlap_comm = config.overlap_comm
         self.time_steps: defaultdict[str, int] = defaultdict(int)
-        self.num_skipped_steps: defaultdict[str, int] = defaultdict(int)
-        self._accumulations = Accumulations()
-        self._trained: weakref.WeakKeyDictionary[
-            nn.Module, tuple[Optimizer | None, LRScheduler | None]
-        ] = weakref.WeakKeyDictionary()
         self.context = DistributedContext(config, self.world_group)
         self.backend = backend(self.context, config)
+        self.training = ModelTraining(self.backend, self._mark_stale)
+        self.num_skipped_steps = self.training.num_skipped_steps
         self.setup_distributed(timeout=self.context.timeout)
         for text in idle:
             self.print(f"warning: option without effect: {text}")
         self.checkpoints = Checkpoints(
-            self.context, self.backend, type(self).__name__, in_background=config.async_save
+            self.training, type(self).__name__, in_background=config.async_save
         )
         # Collective, so here; what uses it is made by its first use, on any rank.
         self._rollout_context = self.context.beside()
@@ -213,12 +195,7 @@ class StrategyBase:
         context.start(timeout, num_gpu_per_node)
         self.backend.start()
         self.device, self.world_size = context.device, context.world_size
-        self.accumulated_gradient = process_groups.accumulation_steps(
-            train_batch_size=self.train_batch_size,
-            micro_train_batch_size=self.micro_train_batch_size,
-            num_data_ranks=self.num_data_ranks,
-            world_size=self.world_size,
-        )
+        self.accumulated_gradient = self.training.accumulated_gradient
         context.form_groups()
         self.sp_mesh_device = context.sp_mesh
         self.sp_group, self.dp_group = context.sp_group, context.dp_group
@@ -336,50 +313,9 @@ class StrategyBase:
         Returns:
             A list in the order of the arguments; for one argument its result alone.
         """
-        done = [self._prepare_one(item, is_rlhf=is_rlhf) for item in models_or_model_optim_pairs]
+        items = models_or_model_optim_pairs
+        done = [self.training.prepare(item, is_rlhf=is_rlhf) for item in items]
         return done[0] if len(done) == 1 else done
-
-    def _prepare_one(self, item: object, *, is_rlhf: bool) -> object:
-        if item is None:
-            return None
-        if isinstance(item, nn.Module):
-            return self.prepare_model(item)
-        if isinstance(item, tuple) and len(item) in (2, 3) and not isinstance(item[1], nn.Module):
-            model, optimizer, scheduler = (*item, None)[:3]
-            if model is None:
-                return NO_MODEL
-            ready = self.backend.prepare_training(model, optimizer, scheduler)
-            self._remember(ready)
-            return ready if len(item) == 3 else (ready.model, ready.optimizer)
-        if isinstance(item, list | tuple):
-            size = 8 if is_rlhf else -1
-            return [self.prepare_model(model, shard_size=size) for model in item]
-        raise TypeError(
-            "prepare takes models, (model, optimizer[, scheduler]) tuples and lists of models, got "
-            f"{type(item).__name__}"
-        )
-
-    def _remember(self, ready: PreparedModel) -> None:
-        """Keeps a model's optimizer and schedule for checkpoints, under every name it has."""
-        if ready.model is not None:
-            pair = (ready.optimizer, ready.scheduler)
-            for module in {ready.model, self.unwrap_model(ready.model)}:
-                self._trained[module] = pair
-
-    def _resolve(
-        self,
-        model: AnyModel,
-        optimizer: Optimizer | None = None,
-        scheduler: LRScheduler | None = None,
-    ) -> PreparedModel:
-        """The model with its optimizer and schedule: given, its own, or the remembered ones."""
-        if isinstance(model, PreparedModel):
-            found = model
-        else:
-            found = PreparedModel(model, *self._trained.get(model, (None, None)))
-        return PreparedModel(
-            found.model, optimizer or found.optimizer, scheduler or found.scheduler
-        )
 
     def unwrap_model(self, model: AnyModel) -> nn.Module:
         """The actor, critic or bare model inside whatever the strategy put around it."""
@@ -392,24 +328,7 @@ class StrategyBase:
             model: The model, or a PreparedModel or wrapper of it.
             **kwargs: `lr`, `betas`, `eps`, `weight_decay`; defaults from the configuration.
         """
-        settings = AdamSettings.read(kwargs, self.config)
-        return self.backend.create_optimizer(inner_module(model), settings)
-
-    def _trainable(
-        self, model: nn.Module, learning_rate: float, max_steps: int, config: TrainingOptions
-    ) -> PreparedModel:
-        """Optimizer and schedule, and the model wrapped at the moment that this backend needs."""
-        if self.backend.wraps_before_optimizer:
-            model = self.prepare_model(model, is_training=True)
-        optimizer = self.create_optimizer(
-            model, lr=learning_rate, betas=config.adam_betas, weight_decay=config.l2
-        )
-        scheduler = learning_rate_schedule(config, optimizer, max_steps=max_steps)
-        ready = PreparedModel(model, optimizer, scheduler)
-        if self.backend.wraps_before_optimizer:
-            self._remember(ready)
-            return ready
-        return cast("PreparedModel", self.prepare(ready, is_rlhf=True))
+        return self.training.create_optimizer(model, **kwargs)
 
     def prepare_models_and_optimizers(
         self,
@@ -439,24 +358,18 @@ class StrategyBase:
             (actor, critic, reward_models, initial_model), the first two as PreparedModel.
         """
         del args
-        actor.is_actor = True  # type: ignore[assignment]
-        config = self.config
-        own_steps = max(max_steps - frozen_steps, 1)
-        ready_actor = self._trainable(actor, config.peak_learning_rate, own_steps, config)
-        ready_critic = NO_MODEL
-        if critic is not None:
-            ready_critic = self._trainable(critic, config.critic_learning_rate, max_steps, config)
-        trained = [actor] if critic is None else [actor, critic]
-        check_rate_factors(config.rate_factors, trained)
+        ready = self.training.prepare_models(
+            actor, critic, max_steps=max_steps, frozen_steps=frozen_steps
+        )
         if initial_model is not None:
             initial_model = self.prepare_model(initial_model)
-        if not config.remote_rm_url and reward_models is not None:
+        if not self.config.remote_rm_url and reward_models is not None:
             if isinstance(reward_models, nn.Module):
                 reward_models = self.prepare_model(reward_models, shard_size=8)
             else:
                 reward_models = [self.prepare_model(rm, shard_size=8) for rm in reward_models]
         self.sync_and_clear_cache()
-        return ready_actor, ready_critic, reward_models, initial_model
+        return *ready, reward_models, initial_model
 
     def prepare_reward_model(
         self, reward_model: nn.Module, args: Arguments | None = None, max_steps: int = int(1e8)
@@ -468,11 +381,8 @@ class StrategyBase:
             args: Settings that replace the strategy's own.
             max_steps: Optimizer steps of the run.
         """
-        config = self.config if args is None else StrategyConfig.from_args(args)
-        check_rate_factors(config.rate_factors, [reward_model])
-        ready = self._trainable(reward_model, config.peak_learning_rate, max_steps, config)
-        self.sync_and_clear_cache()
-        return ready
+        config = None if args is None else StrategyConfig.from_args(args)
+        return self.training.prepare_reward_model(reward_model, max_steps, config)
 
     def setup_dataloader(
         self,
@@ -525,21 +435,14 @@ class StrategyBase:
         """
         self.backend.check_model_size(num_elements)
 
-    @contextmanager
-    def init_model_context(self, meta_init: bool | None = False) -> Iterator[None]:
+    def init_model_context(self, meta_init: bool | None = False) -> AbstractContextManager[None]:
         """Context in which models are built. Reports memory.
 
         With `meta_init` and FSDP2 their parameters get no memory yet: `prepare_model` shards them
         first and then reads the rows that this rank holds from the directory in the model's
         configuration, so no rank ever holds a whole model.
         """
-        if meta_init and not self.backend.builds_on_meta:
-            self.print("warning: option without effect: meta_init acts only with fsdp")
-        try:
-            with parameters_on_meta(bool(meta_init) and self.backend.builds_on_meta):
-                yield
-        finally:
-            self.context.note_memory("Finished init_model_context")
+        return self.backend.init_model_context(meta_init)
 
     def maybe_offload_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Moves optimizer states to the CPU (FSDP2 with `adam_offload`; elsewhere a no-op)."""
@@ -574,9 +477,7 @@ class StrategyBase:
         Raises:
             ValueError: The two have other parameters or shards, or `beta` is out of range.
         """
-        self.checkpoints.averages.update(
-            self.parameter_source(model), self.parameter_source(model_ema), beta=beta
-        )
+        self.training.moving_average(model, model_ema, beta)
 
     # --- training
 
@@ -593,9 +494,7 @@ class StrategyBase:
             optimizer: Its optimizer.
         """
         _refuse_options(kwargs, "backward")
-        state = self.accumulation_state(optimizer)
-        scaled = loss * state.loss_scale(self.world_size)
-        self.backend.backward(scaled, model, is_last=state.is_last())
+        self.training.backward(loss, model, optimizer)
 
     def optimizer_step(
         self,
@@ -614,24 +513,7 @@ class StrategyBase:
             None while accumulating.
         """
         _refuse_options(kwargs, "optimizer_step")
-        self.backend.check_trainable(model)
-        if not self.accumulation_state(optimizer).advance():
-            return None
-        learning_rate = unscaled_rate(optimizer)
-        norm = self.backend.step(optimizer, model)
-        is_skipped = not math.isfinite(norm)
-        if is_skipped:
-            self.num_skipped_steps[name] += 1
-            self.print(
-                f"warning: optimizer step of the {name} skipped: its gradients are not finite on "
-                f"some rank (norm {norm}); {self.num_skipped_steps[name]} skipped so far"
-            )
-        else:
-            # The schedule advances, and the engine is stale, only with weights that changed.
-            if scheduler is not None:
-                scheduler.step()
-            self._mark_stale()
-        return OptimizerStepResult(norm, is_skipped, learning_rate)
+        return self.training.optimizer_step(optimizer, model, scheduler, name)
 
     def require_finite(self, model: AnyModel) -> None:
         """Looks at every trained parameter. Collective.
@@ -639,22 +521,15 @@ class StrategyBase:
         Raises:
             NonFiniteError: One holds an infinity or NaN on some rank; raised on all ranks.
         """
-        module = inner_module(model)
-        reshard_modules(module)
-        trained = (
-            (name, self.backend.local_part(parameter))
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad
-        )
-        names = collectives.nonfinite_names(trained)
-        collectives.require_finite(names, what="weights are", group=self.world_group)
+        self.training.require_finite(model)
 
     def accumulation_state(self, optimizer: Optimizer) -> AccumulationState:
         """Progress of an optimizer inside its current step."""
-        return self._accumulations.of(optimizer, self.accumulated_gradient, self.config.sp_size)
+        return self.training.accumulation_state(optimizer)
 
-    @contextmanager
-    def accumulation(self, num_micro_batches: int, optimizer: Optimizer) -> Iterator[None]:
+    def accumulation(
+        self, num_micro_batches: int, optimizer: Optimizer
+    ) -> AbstractContextManager[None]:
         """One optimizer step made of `num_micro_batches` pairs of `backward`, `optimizer_step`.
 
         Inside, `loss` is a micro-batch's share of the batch loss (its terms over the batch's
@@ -668,11 +543,7 @@ class StrategyBase:
             ValueError: Ranks announce different numbers, or a number below 1 (on every rank).
             RuntimeError: Left before all micro-batches came, or entered in mid-step.
         """
-        counts = self.gather_objects(int(num_micro_batches))
-        with self._accumulations.announced(
-            counts, optimizer, discard=lambda: self.backend.discard_gradients(optimizer)
-        ):
-            yield
+        return self.training.accumulation(num_micro_batches, optimizer)
 
     # --- files
 
@@ -710,15 +581,15 @@ class StrategyBase:
         """
         request = SaveRequest(
             save_dir=Path(save_dir),
-            strategy=type(self).__name__,
             tag=tag,
             max_num=max_num,
             max_mem=max_mem,
             client_state=client_state or {},
             save_latest=save_latest,
-            details=self.backend.checkpoint_details,
         )
-        self.checkpoints.save(request, self._resolve(model, optimizer, scheduler), model_ema)
+        self.checkpoints.save(
+            request, self.training.resolve(model, optimizer, scheduler), model_ema
+        )
 
     def find_ckpt(
         self,
@@ -774,7 +645,7 @@ class StrategyBase:
             FileNotFoundError: There is no checkpoint.
             CheckpointError: None is whole, or it is of another kind of strategy, model or world.
         """
-        found = self._resolve(model, optimizer, scheduler)
+        found = self.training.resolve(model, optimizer, scheduler)
         reads_all = not load_module_only
         wanted = WantedState(
             strict=load_module_strict,
@@ -782,9 +653,7 @@ class StrategyBase:
             scheduler=reads_all and load_lr_scheduler_states and found.scheduler is not None,
             rng=reads_all,
         )
-        loaded = self.checkpoints.load(Path(load_dir), tag, found, wanted, model_ema)
-        self._mark_stale()
-        return loaded
+        return self.checkpoints.load(Path(load_dir), tag, found, wanted, model_ema)
 
     def finish_saving(self) -> None:
         """Waits until every checkpoint is complete. Collective; done at the end as well.
@@ -800,10 +669,7 @@ class StrategyBase:
 
     def load_model(self, model: AnyModel, path: str, strict: bool = True) -> None:
         """Reads full weights in safetensors format into a prepared or bare model."""
-        module = inner_module(model)
-        self.backend.load_weights(module, Path(path), strict=strict)
-        self.checkpoints.averages.forget(module)
-        self._mark_stale()
+        self.training.load_weights(model, Path(path), strict=strict)
 
     # --- rollout engine
 

@@ -39,7 +39,7 @@ from lightrft.rollout.ledger_records import (
 )
 
 if TYPE_CHECKING:
-    from lightrft.strategy.strategy_base import StrategyBase
+    from lightrft.strategy.distributed.context import DistributedContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def check_ledger(
     *,
     policy: LayoutPolicy,
     slices: Sequence[slice],
-    strategy: StrategyBase,
+    context: DistributedContext,
 ) -> None:
     """Raises unless every row to train on is what journal and ledgers say; collective.
 
@@ -116,7 +116,7 @@ def check_ledger(
             them, if there are.
         policy: How the actor lays rows out.
         slices: Rows of each forward pass.
-        strategy: Reaches the other ranks.
+        context: Reaches the other ranks.
 
     Raises:
         LedgerError: They differ; on every rank, with sample, turn and token of the first.
@@ -131,20 +131,20 @@ def check_ledger(
         rows, problem = [], problem or str(error)
     everything = [{} if each is None else _facts(each) for each in step]
     is_other = sum(map(rows_hash, everything)) != evidence.total
-    told: list[tuple[str, bool]] = strategy.gather_objects((problem, is_other))
+    told: list[tuple[str, bool]] = context.gather_objects((problem, is_other))
     problems = [text for text, _ in told]
     if not any(problems):
         # The layout of shared sequences is a collective: every rank has sound rows here.
         try:
             if any(is_other for _, is_other in told):
-                told_rows = strategy.gather_objects(evidence.noted_rows())
+                told_rows = context.gather_objects(evidence.noted_rows())
                 _check_everything(everything, told_rows, is_other=is_other)
             else:
                 for part in slices:
                     _check_layout(batch, policy, part, rows[part])
         except LedgerError as error:
             problem = str(error)
-        problems = strategy.gather_objects(problem)
+        problems = context.gather_objects(problem)
     found = [text for text in problems if text]
     if found:
         raise LedgerError(

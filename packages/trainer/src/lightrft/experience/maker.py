@@ -75,14 +75,15 @@ from lightrft.rollout.ledger_records import Evidence, deliver_evidence
 from lightrft.rollout.sampler import training_params
 from lightrft.rollout.single_turn import turn_source
 from lightrft.rollout.source import Samples
+from lightrft.strategy.backend import inner_module
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import StepTimer, phase
 from lightrft.strategy.distributed.process_end import NumericsError
 
 if TYPE_CHECKING:
+    from lightrft.engines.base import RolloutEngine
     from lightrft.models.support import SamplingSupport
     from lightrft.strategy.split.bridge import Bridge
-    from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,11 +449,13 @@ class Delivery:
     """The way of rows to the ranks that train them.
 
     Args:
+        training: The ranks that train.
         encoder: Of media.
         generating: To the ranks that have the samples, which then call `give_rows`; None is the
             ranks that train.
     """
 
+    training: DistributedContext
     encoder: Encoder = TEXT_ENCODER
     generating: Bridge | None = None
 
@@ -461,33 +464,33 @@ def make_experience(
     samples: Samples,
     models: ForwardModels,
     *,
-    strategy: StrategyBase,
+    delivery: Delivery,
+    engine: RolloutEngine | None,
     settings: AdvantageSettings,
     step: int,
     timer: StepTimer,
     reuses_policy_logprobs: bool = False,
-    delivery: Delivery | None = None,
 ) -> StepExperience:
     """The experience of one step; collective.
 
     Args:
         samples, models: Of the step, and those that score.
-        strategy: Knows this rank's share.
+        delivery: See `Delivery`.
+        engine: Holds the weights that the step begins with, or None.
         settings: How rewards become advantages in this step.
         step: Fixes the optimizer batches, together with the seed.
         timer: Measures the step.
         reuses_policy_logprobs: Leave old logprobs to the update if the step has one batch.
-        delivery: See `Delivery`.
     """
-    config, table, rank = settings.config, samples.table, strategy.data_rank
-    delivery, context = delivery or Delivery(), strategy.context
-    version, givers = _version(samples, strategy), delivery.generating or context
-    plan = plan_step(table, config, strategy.num_data_ranks, step)
-    wanted = wanted_rows(plan, strategy.num_data_ranks, config.sp_size, givers.world_size)
+    config, table, context = settings.config, samples.table, delivery.training
+    rank, num_ranks = context.data_rank, context.num_data_ranks
+    version, givers = _version(samples, engine), delivery.generating or context
+    plan = plan_step(table, config, num_ranks, step)
+    wanted = wanted_rows(plan, num_ranks, config.sp_size, givers.world_size)
     with timer.stage("exchange"):
         rows = deliver_rows(table, tabulate(samples.scored), wanted, givers)
         media = deliver_media(table, samples.scored, wanted, context, delivery.encoder, givers)
-    batch = _batch(samples, rows, media, config, strategy, plan)
+    batch = _batch(samples, rows, media, config, plan, delivery.training, engine)
     slices = plan.forward_slices(table.lengths, rank=rank, config=config)
     if samples.evidence is not None:
         from lightrft.experience.ledger_gate import check_ledger  # of runs with --ledger_gate
@@ -496,10 +499,8 @@ def make_experience(
             ids = [table.sample_ids[each].tolist() for each in wanted]
             evidence = _told(samples.evidence, version, config)
             evidence = deliver_evidence(evidence, ids, givers)
-            policy, made = choose_layout(models, strategy), (table, samples.greedy)
-            check_ledger(
-                batch, rows, evidence, made, policy=policy, slices=slices, strategy=strategy
-            )
+            policy, made = choose_layout(models), (table, samples.greedy)
+            check_ledger(batch, rows, evidence, made, policy=policy, slices=slices, context=context)
     is_known = config.use_rollout_logprobs or (reuses_policy_logprobs and plan.num_minibatches == 1)
     with timer.stage("forward"), phase("score", context.timeout):
         outputs = compute_outputs(batch, models, slices=slices, scores_actor=not is_known)
@@ -575,25 +576,26 @@ def _batch(
     rows: SampleTable,
     media: RowMedia,
     config: LearningOptions,
-    strategy: StrategyBase,
     plan: MinibatchPlan,
+    context: DistributedContext,
+    engine: RolloutEngine | None,
 ) -> RolloutBatch:
     params, shares = training_params(config), row_shares(samples.table)
     first_temperature = turn_source(config).first_temperature(config)
     batch = collate(
         rows,
         temperature=params.temperature,
-        device=strategy.device,
+        device=context.device,
         num_uncompared_tokens=int(first_temperature not in (None, params.temperature)),
-        version=_version(samples, strategy),
-        support=replayed_support(params, strategy.inference_engine_type),
+        version=_version(samples, engine),
+        support=replayed_support(params, None if engine is None else engine.name),
         media=media,
         masks_truncated=config.mask_truncated,
     )
     if shares is None or config.agent_denominator == "branch":
         return batch
-    own = torch.from_numpy(shares[plan.row_index(strategy.data_rank)])
-    return replace(batch, row_shares=own.to(strategy.device))
+    own = torch.from_numpy(shares[plan.row_index(context.data_rank)])
+    return replace(batch, row_shares=own.to(context.device))
 
 
 def _told(evidence: Evidence, version: int, config: ShapingOptions) -> Evidence:
@@ -601,15 +603,14 @@ def _told(evidence: Evidence, version: int, config: ShapingOptions) -> Evidence:
     return replace(evidence, version=version, masks_truncated=config.mask_truncated)
 
 
-def choose_layout(models: ForwardModels, strategy: StrategyBase) -> LayoutPolicy:
+def choose_layout(models: ForwardModels) -> LayoutPolicy:
     """Return the layout policy of the actor."""
     actor = models.actor
-    return layout_policy(strategy.unwrap_model(actor) if isinstance(actor, nn.Module) else actor)
+    return layout_policy(inner_module(actor) if isinstance(actor, nn.Module) else actor)
 
 
-def _version(samples: Samples, strategy: StrategyBase) -> int:
+def _version(samples: Samples, engine: RolloutEngine | None) -> int:
     """Of the weights that the step begins with; without an engine, of the last token."""
-    engine = strategy.inference_engine
     if engine is not None:
         return engine.weights_version
     return int(samples.table.weights_versions.max(initial=-1))

@@ -19,11 +19,14 @@ from lightrft.models.layout import pad_rows
 from lightrft.records.media import agree_on_kinds, encode_row
 from lightrft.records.rollout import Rollout
 from lightrft.rewards.types import RewardRecipes, RewardResult
+from lightrft.strategy.backend import inner_module
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from lightrft.strategy.strategy_base import StrategyBase
+    from lightrft.strategy.backend import Backend
+
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class ModelRewards:
     every rank, with a row of padding where a rank has nothing left.
 
     Args:
-        strategy: Moves models and counts over ranks.
+        backend: Prepared the models.
         models: What scores.
         micro_batch_size: Rows of one forward pass.
         recipes: Weights by row, instead of those of the models; None is off.
@@ -59,13 +62,13 @@ class ModelRewards:
 
     def __init__(
         self,
-        strategy: StrategyBase,
+        backend: Backend,
         models: Sequence[ScoringModel],
         *,
         micro_batch_size: int,
         recipes: RewardRecipes | None = None,
     ) -> None:
-        self._strategy = strategy
+        self._backend = backend
         self._models = tuple(models)
         self._readers = [
             None if each.tokenizer is None else OwnTexts(each.tokenizer) for each in models
@@ -73,7 +76,7 @@ class ModelRewards:
         self._micro_batch_size = micro_batch_size
         self._recipes = recipes
         for entry in models:
-            strategy.offload_model(entry.model)
+            backend.move_model(entry.model, HOST)
 
     def score(
         self, rollouts: Sequence[Rollout], encoder: Encoder = TEXT_ENCODER
@@ -117,9 +120,9 @@ class ModelRewards:
         if not encoder.reads_media:
             return frozenset()
         own = {kind for rollout in rollouts for kind in rollout.media.kinds}
-        present = agree_on_kinds(self._strategy.context, own)
+        present = agree_on_kinds(self._backend.context, own)
         for entry in self._models if present else ():
-            module = self._strategy.unwrap_model(entry.model)
+            module = inner_module(entry.model)
             is_seeing = isinstance(module, RewardModel) and module.reads_media
             if entry.tokenizer is not None or not is_seeing:
                 raise ValueError(
@@ -133,15 +136,15 @@ class ModelRewards:
     def _score_texts(
         self, model: nn.Module, texts: Sequence[Sequence[int]], media: RowMedia
     ) -> list[float]:
-        size, device = self._micro_batch_size, self._strategy.device
-        num_batches = max(self._strategy.gather_objects(-(-len(texts) // size)))
+        size, context = self._micro_batch_size, self._backend.context
+        num_batches = max(context.gather_objects(-(-len(texts) // size)))
         # Texts of like length share a batch.
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         scores = [0.0] * len(texts)
-        self._strategy.reload_model(model)
+        self._backend.move_model(model, context.device)
         for number in range(num_batches):
             rows = order[number * size : (number + 1) * size]
-            token_ids, mask = pad_rows([texts[i] for i in rows] or [(0,)], device)
+            token_ids, mask = pad_rows([texts[i] for i in rows] or [(0,)], context.device)
             if media.present:
                 prompts = tuple(media.prompts[i] for i in rows) or (None,)
                 own = RowMedia(prompts, media.present)
@@ -150,7 +153,7 @@ class ModelRewards:
                 found = model(token_ids, mask)
             for i, value in zip(rows, found.tolist(), strict=False):
                 scores[i] = value
-        self._strategy.offload_model(model)
+        self._backend.move_model(model, HOST)
         return scores
 
 

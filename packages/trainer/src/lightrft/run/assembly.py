@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from lightrft.config import (
     BuildOptions,
@@ -57,10 +57,13 @@ from lightrft.strategy.distributed.process_end import RunStoppedError
 from lightrft.strategy.distributed.process_groups import LaunchEnvironment
 from lightrft.strategy.strategy_base import StrategyBase
 
+if TYPE_CHECKING:
+    from lightrft.strategy.engine.session import EngineSession
+
 EMA_FOLDER = "model_ema"
 StopCondition = Callable[[], bool]
-# Gives a strategy the engines of other ranks, and returns when the run is to stop.
-JoinEngines = Callable[[StrategyBase, StopCondition], StopCondition]
+# Gives a session the engines of other ranks, and returns when the run is to stop.
+JoinEngines = Callable[["EngineSession", StopCondition], StopCondition]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +220,9 @@ def _train(
             loggers = (console, lines, *notebook_loggers(), *asked_loggers(config), *loggers)
         strategy = stack.enter_context(get_strategy(config))
         if join is not None:
-            stop_request = join(strategy, stop_request)
-        known = {"stage": stage, "inputs": inputs, "resumes": plan.resumes}
-        config = _ready(config, strategy, known)
-        stack.enter_context(_memory_noted(config, strategy))
+            stop_request = join(strategy.session, stop_request)
+        config = _ready(config, strategy, stage=stage, inputs=inputs, resumes=plan.resumes)
+        stack.enter_context(_memory_noted(config, strategy.context.planned_bytes))
         loop = Loop(inputs.build(config, strategy), loggers, callbacks)
         # The models themselves may have refused to pack.
         config = config.replaced({"packing_samples": loop.stage.config.packing_samples})
@@ -244,14 +246,14 @@ def _nothing_left(config: RunControlOptions, summary: Mapping[str, object]) -> R
 
 
 @contextmanager
-def _memory_noted(config: BuildOptions, strategy: StrategyBase) -> Iterator[None]:
+def _memory_noted(config: BuildOptions, planned_bytes: Mapping[str, float]) -> Iterator[None]:
     """Adds to an exception for lack of memory what was planned, measured and can be lowered."""
     try:
         yield
     except Exception as error:
         name = planned_phase(phase_of(error) or "")
         if name and (isinstance(error, MemoryError) or "memory" in str(error).lower()):
-            planned = strategy.planned_bytes.get(name)
+            planned = planned_bytes.get(name)
             text = "not planned" if planned is None else f"planned {planned / 1e9:.3g} GB"
             error.add_note(
                 f"{PEAK_NOTE}{text}, measured {peak_bytes() / 1e9:.3g} GB at the peak of {name}"
@@ -267,7 +269,7 @@ def _budget_text(config: BuildOptions) -> str:
     return f", micro_batch_tokens = {tokens}: give --micro_batch_tokens {max(1, tokens // 2)}"
 
 
-def _ready(config: TrainConfig, strategy: StrategyBase, known: Mapping[str, object]) -> TrainConfig:
+def _ready(config: TrainConfig, strategy: StrategyBase, **known: object) -> TrainConfig:
     """The configuration with all that is decided on the machine; collective.
 
     Args:
@@ -275,7 +277,7 @@ def _ready(config: TrainConfig, strategy: StrategyBase, known: Mapping[str, obje
         known: What start hooks may ask for, by name.
     """
     inputs = cast("StageInputs", known["inputs"])
-    config = choose_threads(inputs.decided(config, strategy), strategy)
+    config = choose_threads(inputs.decided(config, strategy.backend), strategy.context)
     for name in START_HOOKS:
         hook = cast("Callable[..., TrainConfig]", START_HOOKS.load(name))
         asked = {n: known[n] for n in known if n in keyword_options(hook)}
@@ -341,21 +343,21 @@ def finish_run(
     strategy = loop.strategy
     if result.was_stopped:
         strategy.finish_saving()
-        end_run(config, strategy, "stopped", result.num_steps)
+        end_run(config, strategy.context, "stopped", result.num_steps)
         raise RunStoppedError(result.num_steps, config.output_dir)
     loop.save_model(config.model_dir)
     loop.save_model(Path(config.output_dir) / EMA_FOLDER, is_average=True)
     strategy.finish_saving()
     with phase("prove the saved model", 60 * config.timeout_minutes):
         loop.stage.prove_saved(config.model_dir)
-    summary = _summarise(config, strategy, result, num_resumed, started)
+    summary = _summarise(config, loop, result, num_resumed, started)
     if strategy.is_rank_0():
         folder = Path(config.output_dir)
         start = read_json(folder / START_FILE)
         named = {name: str(start.get(name, "")) for name in ("run_sha256", "stage")}
         write_model_run(config.model_dir, folder, **named)
         write_whole(folder / SUMMARY_FILE, json.dumps(asdict(summary), indent=2) + "\n")
-    end_run(config, strategy, "finished", result.num_steps)
+    end_run(config, strategy.context, "finished", result.num_steps)
     strategy.print(summary.verdict)
     if result.alarms:
         raise RunAlarmError(
@@ -368,12 +370,12 @@ def finish_run(
 
 def _summarise(
     config: RunControlOptions,
-    strategy: StrategyBase,
+    loop: Loop[object],
     result: LoopResult,
     num_resumed: int,
     started: float,
 ) -> RunSummary:
-    lines = JsonLines(Path(config.output_dir) / METRICS_FILE)
+    strategy, lines = loop.strategy, JsonLines(Path(config.output_dir) / METRICS_FILE)
     verdict = run_verdict(_numbers(entry) for step, entry in lines if step > 0)
     return RunSummary(
         output_dir=config.output_dir,
@@ -388,7 +390,7 @@ def _summarise(
         last_metrics=result.last_metrics,
         num_steps=result.num_steps,
         alarms=result.alarms,
-        memory=memory_peaks(strategy.planned_bytes, (entry for _, entry in lines)),
+        memory=memory_peaks(strategy.context.planned_bytes, (entry for _, entry in lines)),
         verdict="; ".join([verdict, *(f"ended by an alarm: {text}" for text in result.alarms)]),
     )
 
@@ -396,8 +398,8 @@ def _summarise(
 def _first_eval(lines: Iterable[tuple[int, Mapping[str, object]]]) -> dict[str, float]:
     """The evaluation before the first step, which another process of the run wrote down."""
     entry = next((entry for step, entry in lines if step == 0), {})
-    known = {name: value for name, value in _numbers(entry).items() if name != "step"}
-    return {name: value for name, value in known.items() if value is not None}
+    known = _numbers(entry).items()
+    return {name: value for name, value in known if name != "step" and value is not None}
 
 
 def _numbers(entry: Mapping[str, object]) -> dict[str, float | None]:

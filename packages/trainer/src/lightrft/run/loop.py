@@ -32,11 +32,12 @@ from lightrft.stages.stage import (
     stored_number,
 )
 from lightrft.strategy.backend import Arguments
+from lightrft.strategy.checkpoints.folders import SaveRequest
 from lightrft.strategy.distributed.deadlines import StepTimer
 from lightrft.strategy.distributed.process_end import NonFiniteError
 
 if TYPE_CHECKING:
-    from lightrft.strategy.strategy_base import StrategyBase
+    from lightrft.strategy.checkpoints.checkpoints import Checkpoints
 
 
 BEST_FOLDER = "best"
@@ -77,7 +78,7 @@ class LoopState:
     weights_version: int = -1
 
     def to_client_state(self) -> dict[str, object]:
-        """Plain values for `strategy.save_ckpt`."""
+        """Plain values for a checkpoint."""
         return {
             "num_steps": self.num_steps,
             "episode": self.episode,
@@ -123,7 +124,7 @@ def read_client_state(
 
 
 def save_run(
-    strategy: StrategyBase,
+    checkpoints: Checkpoints,
     config: RunControlOptions,
     client_state: Mapping[str, object],
     models: TrainedModels,
@@ -135,26 +136,26 @@ def save_run(
     """
     for trained in reversed(models.trained):
         is_main = trained is models.main
-        strategy.save_ckpt(
-            trained.model,
-            str(Path(str(config.ckpt_path)) / f"_{trained.name}"),
-            f"global_step{client_state['num_steps']}",
-            config.max_ckpt_num + (0 if is_main else 1),
-            math.ceil(config.max_ckpt_mem),
-            client_state,
-            optimizer=trained.optimizer,
-            scheduler=trained.scheduler,
-            model_ema=models.average if is_main else None,
+        request = SaveRequest(
+            Path(str(config.ckpt_path)) / f"_{trained.name}",
+            tag=f"global_step{client_state['num_steps']}",
+            max_num=config.max_ckpt_num + (0 if is_main else 1),
+            max_mem=math.ceil(config.max_ckpt_mem),
+            client_state=client_state,
         )
+        checkpoints.save(request, trained.prepared, models.average if is_main else None)
 
 
 def load_run(
-    strategy: StrategyBase, config: RunControlOptions, memory: StageMemory, models: TrainedModels
+    checkpoints: Checkpoints,
+    config: RunControlOptions,
+    memory: StageMemory,
+    models: TrainedModels,
 ) -> tuple[LoopState, StageMemory] | None:
     """Loads the newest step of which the checkpoints of all models are whole.
 
     Args:
-        strategy, config: Where to read.
+        checkpoints, config: Where to read.
         memory: Of the stage before; says what a checkpoint must hold.
         models: Receive the states.
 
@@ -164,23 +165,17 @@ def load_run(
     Raises:
         CheckpointError: There are checkpoints, but none of them is whole.
     """
-    folders = [str(Path(str(config.ckpt_path)) / f"_{item.name}") for item in models.trained]
+    folders = [Path(str(config.ckpt_path)) / f"_{item.name}" for item in models.trained]
 
     def accepts(client_state: Mapping[str, object]) -> None:
         read_client_state(client_state, memory)
 
-    tag = strategy.find_ckpt(folders, accepts)
+    tag = checkpoints.find(folders, accepts)
     found = None
     for trained, folder in zip(models.trained, folders, strict=True) if tag is not None else ():
         with options_kept(trained):
-            _, client_state = strategy.load_ckpt(
-                trained.model,
-                folder,
-                tag,
-                optimizer=trained.optimizer,
-                scheduler=trained.scheduler,
-                model_ema=models.average if trained is models.main else None,
-            )
+            average = models.average if trained is models.main else None
+            _, client_state = checkpoints.load(folder, tag, trained.prepared, model_ema=average)
         if trained is models.main:
             found = read_client_state(client_state, memory)
     return found
@@ -360,7 +355,7 @@ class Loop(Generic[Batch]):
             metrics.add_max(f"{name}_seconds", seconds)
         for name, num_bytes in step.timer.memory_bytes.items():
             metrics.add_max(f"memory/{name}_gb", num_bytes / GIGABYTE)
-        found = metrics.reduce(strategy)
+        found = metrics.reduce(strategy.context)
         found["step_seconds"] = sum(found[f"{name}_seconds"] for name in step.timer.seconds)
         found |= self._utilisation(work, found["train_seconds"])
         sync = strategy.last_weight_sync
@@ -416,7 +411,8 @@ class Loop(Generic[Batch]):
             return {}
         for trained in self.stage.models.trained:
             if trained.name not in self._costs:
-                self._costs[trained.name] = training_flops(trained.model, self.strategy)
+                source = self.strategy.parameter_source(trained.model)
+                self._costs[trained.name] = training_flops(trained.model, source)
         return utilisation(
             [cost for name in work.models if (cost := self._costs[name]) is not None],
             work,
@@ -536,7 +532,7 @@ class Loop(Generic[Batch]):
                 version = engine.weights_version + int(engine.weights_were_dropped)
                 self.state = replace(self.state, weights_version=version)
             client_state = {**self.state.to_client_state(), **stage.client_state()}
-            save_run(self.strategy, config, client_state, stage.models)
+            save_run(self.strategy.checkpoints, config, client_state, stage.models)
 
     def load_checkpoint(self) -> bool:
         """Continues from the newest complete checkpoint under `ckpt_path`, if there is one.
@@ -549,7 +545,7 @@ class Loop(Generic[Batch]):
         stage = self.stage
         if stage.config.ckpt_path is None:
             return False
-        found = load_run(self.strategy, stage.config, stage.memory, stage.models)
+        found = load_run(self.strategy.checkpoints, stage.config, stage.memory, stage.models)
         if found is None:
             return False
         self.state, stage.memory = found

@@ -12,6 +12,7 @@ from typing import cast
 from lightrft.config import EngineChoiceOptions, RolloutOptions, TrainConfig
 from lightrft.config.files import held_folder
 from lightrft.config.registry import STAGES
+from lightrft.datasets import collate_prompts
 from lightrft.reporting.files import rank_log
 from lightrft.reporting.timeline import rank_timeline
 from lightrft.run.threads import choose_threads
@@ -20,9 +21,9 @@ from lightrft.strategy.distributed.console_sink import console_sink
 from lightrft.strategy.distributed.process_end import RunStoppedError
 from lightrft.strategy.distributed.process_groups import leave_side, take_side
 from lightrft.strategy.engine.generation import check_engine_type
+from lightrft.strategy.engine.session import EngineSession
 from lightrft.strategy.split.bridge import END, Bridge
 from lightrft.strategy.split.remote_engine import RemoteEngine
-from lightrft.strategy.strategy_base import StrategyBase
 
 
 @contextmanager
@@ -43,11 +44,11 @@ def open_bridge(config: RolloutOptions) -> Iterator[Bridge]:
 def join_engines(
     bridge: Bridge,
     config: EngineChoiceOptions,
-    strategy: StrategyBase,
+    session: EngineSession,
     stop_request: Callable[[], bool],
 ) -> Callable[[], bool]:
-    """Give the strategy the engines of the ranks that generate; return when the run is to stop."""
-    strategy.inference_engine = RemoteEngine(bridge, check_engine_type(config.engine_type))
+    """Give the session the engines of the ranks that generate; return when the run is to stop."""
+    session.engine = RemoteEngine(bridge, check_engine_type(config.engine_type))
     return partial(bridge.asked_to_stop, stop_request)
 
 
@@ -61,10 +62,7 @@ def both_end(bridge: Bridge) -> Iterator[list[object]]:
     summary: list[object] = []
     try:
         yield summary
-    except RunStoppedError as error:
-        bridge.send(END, error)
-        raise
-    except RunAlarmError as error:
+    except (RunStoppedError, RunAlarmError) as error:
         bridge.send(END, error)
         raise
     bridge.send(END, summary[0])
@@ -96,8 +94,18 @@ def generate_for(config: TrainConfig, bridge: Bridge, wants_stop: Callable[[], b
         inputs = read(generating_config(config))
         stack.callback(inputs.close)
         strategy = stack.enter_context(open_strategy(config))
-        choose_threads(config, strategy)
-        generator = build_generator(config, inputs, strategy, bridge, wants_stop)
+        choose_threads(config, strategy.context)
+        strategy.setup_inference_engine(
+            strategy.config, config.engine_type, vocabulary=inputs.statements.vocabulary
+        )
+        loader = strategy.setup_dataloader(
+            inputs.prompts,
+            config.rollout_batch_size // strategy.world_size,
+            collate_fn=collate_prompts,
+        )
+        generator = build_generator(
+            config, inputs, strategy.backend, strategy.session, loader, bridge, wants_stop
+        )
         stack.callback(generator.logs.close)
         end = bridge.serve(generator.handlers())
         if isinstance(end, Exception):

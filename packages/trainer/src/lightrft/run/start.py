@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from lightrft.config import ComputeOptions, FolderOptions, RunControlOptions, TrainConfig
+from lightrft.config import FolderOptions, RunControlOptions, TrainConfig
 from lightrft.config.files import file_sha256
 from lightrft.models import SequenceModel
 from lightrft.models.varlen import KernelShape, KernelTrial, try_kernel
@@ -29,9 +29,10 @@ from lightrft.run.loop import Loop
 from lightrft.run.provenance import describe_models, run_hash
 from lightrft.run.resume import RunPlan, decided_options
 from lightrft.run.run_inputs import Change, describe_inputs
+from lightrft.strategy.backend import inner_module
 from lightrft.strategy.config import ConfigError
+from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.optimizers import PlannedLR
-from lightrft.strategy.strategy_base import StrategyBase
 
 LOCK_FILE = ".lock"
 Batch = TypeVar("Batch")
@@ -60,7 +61,7 @@ def start_run(
         Steps that the checkpoint brought along.
     """
     strategy = loop.strategy
-    attention = describe_attention(config, strategy, loop.stage.models.main.model)
+    attention = describe_attention(strategy.context, loop.stage.models.main.model)
     if attention:
         strategy.print(f"attention: {attention}")
     resumed = plan.resumes and loop.load_checkpoint()
@@ -83,7 +84,7 @@ def start_run(
             run_sha256=run_hash(digest, inputs, models),
             decided=decided_options(given, config),
             attention=attention,
-            planned_bytes=strategy.planned_bytes,
+            planned_bytes=strategy.context.planned_bytes,
         )
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
         for name in STEP_FILES:
@@ -98,23 +99,20 @@ def start_run(
     return num_steps
 
 
-def describe_attention(
-    config: ComputeOptions, strategy: StrategyBase, model: nn.Module | None
-) -> str:
+def describe_attention(context: DistributedContext, model: nn.Module) -> str:
     """The way in which rows pass through the attention of a prepared model, and why; collective.
 
     Returns:
         A line; "" for a model that is none of lightrft.models.
     """
-    module = None if model is None else strategy.unwrap_model(model)
+    module = inner_module(model)
     if not isinstance(module, SequenceModel):
         return ""
     if not module.layout_policy.is_packed:
-        return f"padded rows: {strategy.chosen_options.get('packing_samples', 'by the options')}"
-    device = strategy.device.type
-    bf16 = config.computes_in_bf16(has_gpu=device == "cuda")
+        return f"padded rows: {context.chosen_options.get('packing_samples', 'by the options')}"
+    device, bf16 = context.device.type, context.computes_in_bf16
     trial = try_kernel(KernelShape.of_model(module.config, device, bf16=bf16))
-    fails_somewhere = strategy.all_reduce(int(not trial.works), op="max") > 0
+    fails_somewhere = context.all_reduce(int(not trial.works), op="max") > 0
     if trial.works and fails_somewhere:
         trial = KernelTrial(False, "the kernel fails on another rank")
     return f"packed, {trial.packing}"
@@ -126,11 +124,11 @@ def _of_any_folder(config: TrainConfig) -> TrainConfig:
     return own if own.checkpoint_dir == config.checkpoint_dir else config
 
 
-def end_run(config: FolderOptions, strategy: StrategyBase, event: str, num_steps: int) -> None:
+def end_run(config: FolderOptions, context: DistributedContext, event: str, num_steps: int) -> None:
     """Records how a run ended; no rank returns before that."""
-    if strategy.is_rank_0():
+    if context.is_rank_0():
         write_event(Path(config.output_dir), event, step=num_steps, details={})
-    strategy.barrier()
+    context.barrier()
 
 
 def resume_rows(

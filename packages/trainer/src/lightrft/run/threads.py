@@ -13,7 +13,7 @@ from lightrft.models.loading import common_fields, load_config
 from lightrft.strategy.distributed.process_end import SHARED_THREADS_VARIABLE
 
 if TYPE_CHECKING:
-    from lightrft.strategy.strategy_base import StrategyBase
+    from lightrft.strategy.distributed.context import DistributedContext
 
 # Multiplications and additions of one matrix product that pay for one thread: below, most other
 # operations of a step are too short to be shared. benchmarks/test_bench_threads.py measures it.
@@ -52,15 +52,15 @@ def max_micro_batch_tokens(config: TrainConfig) -> int:
     return config.micro_train_batch_size * (config.prompt_max_len + config.generate_max_len)
 
 
-def choose_threads(config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
+def choose_threads(config: TrainConfig, context: DistributedContext) -> TrainConfig:
     """The configuration with the threads of this process, which are set; prints a choice.
 
     On a GPU nothing is chosen: there threads only hand work over.
     """
-    if config.num_threads is None and strategy.device.type == "cpu":
+    if config.num_threads is None and not context.has_gpu:
         settings = common_fields(load_config(str(config.pretrain)).get_text_config())
         chosen, why = decide_threads(settings, max_micro_batch_tokens(config))
-        strategy.print(f"num_threads = {chosen}: {why}")
+        context.print(f"num_threads = {chosen}: {why}")
         config = config.replaced({"num_threads": chosen})
     use_threads(config)
     return config

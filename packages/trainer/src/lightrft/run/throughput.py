@@ -13,12 +13,11 @@ from torch import nn
 
 from lightrft.config import RowRunOptions
 from lightrft.stages.stage import Work
-from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
+from lightrft.strategy.backend import inner_module
+from lightrft.strategy.weight_sync.parameter_source import ParameterSource, checkpoint_module
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-    from lightrft.strategy.strategy_base import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +49,21 @@ class TrainingFlops:
         )
 
 
-def training_flops(model: nn.Module, strategy: StrategyBase) -> TrainingFlops | None:
+def training_flops(model: nn.Module, source: ParameterSource) -> TrainingFlops | None:
     """The operations of a prepared model; None if it holds no transformers model.
 
     Args:
         model: As the strategy wrapped it.
-        strategy: Knows its parameters, whole or sharded.
+        source: Its parameters, whole or sharded.
     """
     from transformers import PreTrainedModel
 
-    root = checkpoint_module(strategy.unwrap_model(model))
+    root = checkpoint_module(inner_module(model))
     pretrained = root if isinstance(root, PreTrainedModel) else _inner(root)
     if pretrained is None:
         return None
     embeddings = pretrained.get_input_embeddings()
     lookup_name = next((n for n, m in root.named_modules() if m is embeddings), "") + ".weight"
-    source = strategy.parameter_source(model)
     is_tied = lookup_name in source.tied_names.values()
     head, layers = 0.0, 0.0
     share = _active_share(pretrained.config)

@@ -11,7 +11,7 @@ from lightrft.models.loading import load_config
 from lightrft.models.weight_files import count_model
 
 if TYPE_CHECKING:
-    from lightrft.strategy.strategy_base import StrategyBase
+    from lightrft.strategy.distributed.context import DistributedContext
 
 
 BF16_BYTES = 2
@@ -32,13 +32,12 @@ class ModelFacts:
     packing: str = ""
 
 
-def read_model_facts(config: TrainConfig, strategy: StrategyBase) -> ModelFacts:
+def read_model_facts(config: TrainConfig, context: DistributedContext) -> ModelFacts:
     """From the files of the models; see `ModelFacts`."""
     paths = {str(config.pretrain)}
     others = (config.critic_pretrain, *config.teacher_folders.values())
     paths |= {each for each in others if isinstance(each, str)}
-    device = strategy.device.type
-    bf16 = config.computes_in_bf16(has_gpu=device == "cuda")
+    device, bf16 = context.device.type, context.computes_in_bf16
     trials = [try_packing(load_config(path), device, bf16=bf16) for path in sorted(paths)]
     trial = min(trials, key=lambda each: each.works)
     return ModelFacts(
@@ -49,7 +48,7 @@ def read_model_facts(config: TrainConfig, strategy: StrategyBase) -> ModelFacts:
 
 
 def decide_by_machine(
-    config: TrainConfig, strategy: StrategyBase, *, facts: ModelFacts | None = None
+    config: TrainConfig, context: DistributedContext, *, facts: ModelFacts | None = None
 ) -> TrainConfig:
     """The configuration with what its options leave to the machine; collective where they do.
 
@@ -57,7 +56,7 @@ def decide_by_machine(
 
     Args:
         config: With the same open options on every rank.
-        strategy: Started.
+        context: Started.
         facts: Of the models; None if they are built already, by somebody who chose.
     """
     is_open = {
@@ -67,10 +66,10 @@ def decide_by_machine(
     }
     if not any(is_open.values()):
         return config
-    own = {"on_cpu": int(strategy.device.type != "cuda"), "weights": 0, "pads": 0}
+    own = {"on_cpu": int(not context.has_gpu), "weights": 0, "pads": 0}
     if facts is not None:
         own |= {"weights": facts.num_weights, "pads": int(not facts.packs)}
-    agreed = strategy.all_reduce(own, op="max")
+    agreed = context.all_reduce(own, op="max")
     has_gpu, size = agreed["on_cpu"] == 0, BF16_BYTES * agreed["weights"]
     where = "every rank has a GPU" if has_gpu else "not every rank has a GPU"
     on_meta = config.builds_on_meta(
@@ -85,9 +84,9 @@ def decide_by_machine(
         "packing_samples": (packs, why),
     }
     chosen = {name: choice for name, choice in decisions.items() if is_open[name]}
-    strategy.chosen_options |= {name: reason for name, (_, reason) in chosen.items()}
+    context.chosen_options |= {name: reason for name, (_, reason) in chosen.items()}
     for name, (value, reason) in chosen.items():
-        strategy.context.print_detail(f"{name} = {str(value).lower()}: {reason}")
+        context.print_detail(f"{name} = {str(value).lower()}: {reason}")
     return config.replaced({name: value for name, (value, _) in chosen.items()})
 
 

@@ -18,7 +18,7 @@ from lightrft.algorithms.moments import (
 from lightrft.strategy.distributed.process_end import NumericsError
 
 if TYPE_CHECKING:
-    from lightrft.strategy.strategy_base import StrategyBase
+    from lightrft.strategy.distributed.context import DistributedContext
 
 
 # How one accumulated number joins over micro batches and ranks.
@@ -112,7 +112,7 @@ class StepMetrics:
         for _, parts in self._pairs.values():
             parts[:] = [torch.zeros_like(parts[0])]
 
-    def reduce(self, strategy: StrategyBase) -> dict[str, float]:
+    def reduce(self, context: DistributedContext) -> dict[str, float]:
         """Joins the metrics of all ranks with one collective.
 
         Returns:
@@ -125,7 +125,7 @@ class StepMetrics:
             PairedMoments.joined(torch.stack(parts).cpu()).to_tensor() for _, (_, parts) in pairs
         ]
         flat = torch.cat(local)
-        rows = strategy.all_gather(flat).reshape(-1, len(flat))  # [ranks, numbers]
+        rows = context.all_gather(flat).reshape(-1, len(flat))  # [ranks, numbers]
         joined = {
             key: float(_joined(rows[:, column].tolist(), key[1])) for column, key in enumerate(keys)
         }

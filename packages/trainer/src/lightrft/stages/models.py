@@ -16,6 +16,7 @@ from lightrft.config import BuildOptions, ConfigError, TrainConfig
 from lightrft.models import Actor, SequenceModel, load_causal_lm
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.proof import Proof, prove_model, require_packing
+from lightrft.models.sequence_model import freeze
 from lightrft.models.statements import vocabulary_of
 from lightrft.models.ulysses import LayoutRefusedError
 from lightrft.models.varlen import KernelShape, use_newer_kernel, use_own_kernel
@@ -24,7 +25,8 @@ from lightrft.strategy.backend import AnyModel, PreparedModel, inner_module
 from lightrft.strategy.weight_sync.parameter_source import engine_source
 
 if TYPE_CHECKING:
-    from lightrft.strategy.strategy_base import StrategyBase
+    from lightrft.strategy.backend import Backend
+    from lightrft.strategy.distributed.context import DistributedContext
 
 
 # Attributes in which layers keep the share of weights, paths or layers that they drop, or noise.
@@ -33,17 +35,15 @@ NOISE = re.compile(
 )
 
 
-def place_frozen(
-    read: Callable[[], Actor], config: TrainConfig, strategy: StrategyBase
-) -> nn.Module:
+def place_frozen(read: Callable[[], Actor], config: TrainConfig, backend: Backend) -> nn.Module:
     """A model that scores, off the host before the next one is read."""
-    with strategy.init_model_context(config.meta_init):
+    with backend.init_model_context(config.meta_init):
         model = read()
     configure_model(model, config)
-    return strategy.prepare_model(model)
+    return backend.prepare_model(model)
 
 
-def require_equal_start(strategy: StrategyBase, actor: AnyModel, reference: nn.Module) -> None:
+def require_equal_start(backend: Backend, actor: AnyModel, reference: nn.Module) -> None:
     """Proves that actor and reference, read from one path, start from the same weights; collective.
 
     Adapters are left out: they add nothing at first.
@@ -55,26 +55,30 @@ def require_equal_start(strategy: StrategyBase, actor: AnyModel, reference: nn.M
     from lightrft.strategy.weight_sync.verification import common_hashes, model_hash
 
     module = inner_module(actor)
-    source = replace(engine_source(module, strategy.parameter_source(actor)), add_local=None)
-    hashes, expected = common_hashes(source, strategy.parameter_source(reference))
+    source = replace(engine_source(module, backend.parameter_source(actor)), add_local=None)
+    hashes, expected = common_hashes(source, backend.parameter_source(reference))
     names = sorted(n for n in hashes.keys() | expected.keys() if hashes.get(n) != expected.get(n))
-    odd_ranks = [r for r, found in enumerate(strategy.gather_objects(names)) if found]
+    odd_ranks = [r for r, found in enumerate(backend.context.gather_objects(names)) if found]
     if odd_ranks:
         raise ModelLoadError(
             f"actor and reference were read from the same path but differ in {len(names)} of "
             f"{len(expected)} tensors on rank(s) {odd_ranks}: {', '.join(names[:3])}; give a "
             "complete checkpoint that no other process is writing"
         )
-    strategy.context.print_detail(
+    backend.context.print_detail(
         f"actor and reference start from equal weights: {len(expected)} tensors, hash "
         f"{model_hash(expected) % 2**64:016x}"
     )
 
 
-def say_coverage(model: SequenceModel, strategy: StrategyBase) -> None:
-    """Prints which layers have adapters, and which weights have none."""
+def configure_trained(
+    model: SequenceModel, config: TrainConfig, context: DistributedContext
+) -> None:
+    """Configures a model before it is wrapped and compiled; says which layers have adapters."""
     if model.coverage:
-        strategy.print(model.coverage)
+        context.print(model.coverage)
+    configure_model(model, config)
+    freeze(model, config.freeze_prefix)
 
 
 def load_policy(path: str, config: BuildOptions) -> Actor:
@@ -115,7 +119,7 @@ def trained_model(
 
 def configure_models(
     config: TrainConfig,
-    strategy: StrategyBase,
+    context: DistributedContext,
     models: Sequence[nn.Module | None],
     *,
     kept: KeptDropout,
@@ -123,7 +127,7 @@ def configure_models(
     """Lays out samples, heads and activations of all models as configured, and proves them once.
 
     Args:
-        config, strategy, models: Options, what prepared the models, and the models.
+        config, context, models: Options of the run, its ranks, and the models.
         kept: Dropout that acts while the stage trains.
 
     Returns:
@@ -134,13 +138,13 @@ def configure_models(
         ConfigError: A model cannot be packed, or `sp_size` is not the strategy's.
         ModelLoadError: See `lightrft.models.proof.prove_model`.
     """
-    if config.sp_size != strategy.config.sp_size:
+    if config.sp_size != context.config.sp_size:
         raise ConfigError(
-            f"sp_size is {config.sp_size} in the trainer and {strategy.config.sp_size} in the "
+            f"sp_size is {config.sp_size} in the trainer and {context.config.sp_size} in the "
             "strategy: set it where the strategy is made"
         )
     proofs: list[tuple[SequenceModel, Proof | None]] = []
-    for model, module in _unwrapped(strategy, models):
+    for model, module in _unwrapped(models):
         if kept != "model":
             turn_off_dropout(module, keeps_adapters=kept == "adapters")
         if isinstance(module, SequenceModel):
@@ -150,7 +154,7 @@ def configure_models(
             drops = kept == "model" or (kept == "adapters" and config.lora_dropout > 0)
             proof = None
             if not module.is_proved:
-                proof = prove_model(model, strategy.context, is_random=drops or not is_trained)
+                proof = prove_model(model, context, is_random=drops or not is_trained)
             proofs.append((module, proof))
         elif config.packing_samples:
             raise ConfigError(
@@ -158,7 +162,7 @@ def configure_models(
                 f"{type(module).__name__}"
             )
     if config.packing_samples:
-        config = _packed(config, strategy, proofs)
+        config = _packed(config, context, proofs)
     for module, _ in proofs:
         module.is_proved = True
     return config
@@ -166,36 +170,33 @@ def configure_models(
 
 def prove_models(
     config: TrainConfig,
-    strategy: StrategyBase,
+    context: DistributedContext,
     models: Sequence[nn.Module | None],
     *,
     kept: KeptDropout,
 ) -> TrainConfig:
     """See `configure_models`; the models pad again, for an engine copies one of them next."""
-    config = configure_models(config, strategy, models, kept=kept)
-    for _, module in _unwrapped(strategy, models):
+    config = configure_models(config, context, models, kept=kept)
+    for _, module in _unwrapped(models):
         if isinstance(module, SequenceModel):
             module.pack_samples(False)
     return config
 
 
-def _unwrapped(
-    strategy: StrategyBase, models: Sequence[nn.Module | None]
-) -> Iterator[tuple[nn.Module, nn.Module]]:
+def _unwrapped(models: Sequence[nn.Module | None]) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield each model that there is, and the module that its strategy wrapped."""
     for model in models:
         if model is not None:
-            yield model, strategy.unwrap_model(model)
+            yield model, inner_module(model)
 
 
 def _packed(
     config: TrainConfig,
-    strategy: StrategyBase,
+    context: DistributedContext,
     proofs: Sequence[tuple[SequenceModel, Proof | None]],
 ) -> TrainConfig:
     """Packs the samples of all models, or of none; see `configure_models`."""
-    device = strategy.device.type
-    bf16 = config.computes_in_bf16(has_gpu=device == "cuda")
+    device, bf16 = context.device.type, context.computes_in_bf16
     use_newer_kernel(KernelShape.of_model(model.config, device, bf16=bf16) for model, _ in proofs)
     try:
         for model, proof in proofs:
@@ -203,13 +204,13 @@ def _packed(
             if proof is not None:
                 require_packing(proof)
     except LayoutRefusedError as refusal:
-        if "packing_samples" not in strategy.chosen_options:
+        if "packing_samples" not in context.chosen_options:
             raise ConfigError(f"packing_samples: {refusal}") from refusal
         for model, _ in proofs:
             model.pack_samples(False)
         use_own_kernel()
-        strategy.chosen_options["packing_samples"] = str(refusal)
-        strategy.print(f"packing_samples = false: {refusal}")
+        context.chosen_options["packing_samples"] = str(refusal)
+        context.print(f"packing_samples = false: {refusal}")
         return config.replaced({"packing_samples": False})
     return config
 
@@ -245,10 +246,10 @@ def turn_off_dropout(model: nn.Module, *, keeps_adapters: bool) -> None:
                 setattr(module, attribute, 0.0)
 
 
-def load_teachers(config: TrainConfig, strategy: StrategyBase) -> dict[str, nn.Module]:
+def load_teachers(config: TrainConfig, backend: Backend) -> dict[str, nn.Module]:
     """The teachers that are models of the run, prepared one by one; servers are none."""
     return {
-        name: place_frozen(partial(Actor.from_pretrained, at), config, strategy)
+        name: place_frozen(partial(Actor.from_pretrained, at), config, backend)
         for name, at in config.teacher_folders.items()
     }
 

@@ -18,8 +18,9 @@ from lightrft.strategy.optimizers import OptimizerStepResult
 
 if TYPE_CHECKING:
     from lightrft.algorithms.moments import Moments
+    from lightrft.engines.base import RolloutEngine
     from lightrft.experience.maker import StepExperience
-    from lightrft.strategy.strategy_base import StrategyBase
+    from lightrft.strategy.backend import Backend
 
 Facts = Mapping[str, NDArray[np.float64] | NDArray[np.bool_] | NDArray[np.int64]]
 
@@ -50,7 +51,8 @@ class ObservedStep:
         number: Number of the step, counted from 1.
         num_planned: Steps of the whole run; 0 is unknown.
         config: Options of the run, as it was asked for: an observer knows a paper's aggregation.
-        strategy: Gathers states and the parts of all ranks.
+        backend: Gathers states and the parts of all ranks.
+        engine: Samples, or None.
         models: Models that are trained.
         data: Rows or samples that they are trained on; of samples this rank's part.
         kl_coef: Weight of the KL term; 0 without a reference model.
@@ -61,7 +63,8 @@ class ObservedStep:
     number: int
     num_planned: int
     config: TrainConfig
-    strategy: StrategyBase
+    backend: Backend
+    engine: RolloutEngine | None
     models: TrainedModels
     data: ObservedRows | StepExperience
     kl_coef: float = 0.0

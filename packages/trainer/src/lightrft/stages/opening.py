@@ -14,36 +14,51 @@ from lightrft.engines.text import context_tokens
 from lightrft.models.loading import is_reward_model, load_config
 from lightrft.models.sequence_model import freeze_tensors
 from lightrft.models.weight_files import tensor_shapes
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.stages.machine_choices import decide_by_machine, read_model_facts
+from lightrft.strategy.backend import Backend
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 
-def opening_line(
-    config: BuildOptions, strategy: StrategyBase, num_weights: int, *, way: str = ""
-) -> str:
+def opening_line(config: BuildOptions, backend: Backend, num_weights: int, *, way: str = "") -> str:
     """Model and size, algorithm, processes, strategy and arithmetic.
 
     Args:
         config: Of the run.
-        strategy: Started.
+        backend: Started.
         num_weights: Of the model.
         way: The algorithm, where options choose among several.
     """
-    has_gpu = strategy.device.type == "cuda"
-    device, world = "GPU" if has_gpu else "CPU process", strategy.world_size
+    context, world = backend.context, backend.context.world_size
+    device = "GPU" if context.has_gpu else "CPU process"
     plural = "es" if device.endswith("s") else "s"
     parts = [
         f"{Path(str(config.pretrain)).name}: {num_weights / 1e6:,.3g} million weights",
         f"adapters of rank {config.lora_rank}" if config.lora_rank else "",
         way,
         f"{world} {device}{plural if world > 1 else ''}",
-        type(strategy).__name__.removesuffix("Strategy"),
-        "bfloat16" if config.computes_in_bf16(has_gpu=has_gpu) else "float32",
+        backend.name,
+        str(context.compute_dtype).removeprefix("torch."),
     ]
     return ", ".join(filter(None, parts))
+
+
+def decide_by_files(config: TrainConfig, backend: Backend, *, way: str = "") -> TrainConfig:
+    """Says the opening line, and decides what is left to the machine and the models; collective.
+
+    Args:
+        config, backend: Of the run.
+        way: See `opening_line`.
+
+    Raises:
+        ConfigError: The backend cannot hold a model of this size.
+    """
+    facts = read_model_facts(config, backend.context)
+    backend.check_model_size(facts.num_weights)
+    backend.context.print(opening_line(config, backend, facts.num_weights, way=way))
+    return decide_by_machine(config, backend.context, facts=facts)
 
 
 def check_parts(config: BuildOptions, kind: type[_BaseAutoModelClass]) -> None:

@@ -22,12 +22,16 @@ from lightrft.config import StreamingOptions, TrainConfig
 from lightrft.datasets.batch_stream import Batches, BatchStream
 from lightrft.reporting.alarms import MAIN_NAMES, alarms
 from lightrft.stages.metrics import StepMetrics
+from lightrft.strategy.backend import PreparedModel
 from lightrft.strategy.distributed.console_sink import with_progress
 from lightrft.strategy.distributed.deadlines import StepTimer, phase
 from lightrft.strategy.optimizers import OptimizerStepResult
 
 if TYPE_CHECKING:
     from lightrft.datasets.row_data import SupervisedRow
+    from lightrft.strategy.backend import Backend
+    from lightrft.strategy.distributed.context import DistributedContext
+    from lightrft.strategy.model_training import ModelTraining
     from lightrft.strategy.strategy_base import StrategyBase
 
 
@@ -45,6 +49,11 @@ class TrainedModel:
     model: nn.Module
     optimizer: Optimizer
     scheduler: LRScheduler | None
+
+    @property
+    def prepared(self) -> PreparedModel:
+        """The same as checkpoints take it."""
+        return PreparedModel(self.model, self.optimizer, self.scheduler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +221,7 @@ class Stage(Protocol, Generic[Batch]):
 class StageInputs(Protocol):
     """Inputs of a stage, read and checked before any process group or model exists."""
 
-    def decided(self, config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
+    def decided(self, config: TrainConfig, backend: Backend) -> TrainConfig:
         """The configuration with what its options leave to the machine; collective."""
         ...
 
@@ -256,7 +265,7 @@ def optimizer_step(
     trained: TrainedModel,
     shares: Sequence[Callable[[], Tensor]],
     *,
-    strategy: StrategyBase,
+    training: ModelTraining,
     metrics: StepMetrics,
     timeout_minutes: float,
     before_step: Callable[[], None] = lambda: None,
@@ -264,12 +273,13 @@ def optimizer_step(
     """One optimizer step from the losses of its micro-batches, each computed in its turn.
 
     The gradient is that of the sum of all shares over micro-batches and ranks, so each share is
-    divided by the denominator Z of the whole optimizer batch (`strategy.reduce_over_data`).
+    divided by the denominator Z of the whole optimizer batch, over all ranks
+    (`DistributedContext.reduce_over_data`).
 
     Args:
         trained: What is updated.
         shares: The loss of each micro-batch; every rank has equally many.
-        strategy: Trains over ranks.
+        training: Prepared the model.
         metrics: Receives norm, learning rate and what was not finite.
         timeout_minutes: Deadline of each micro-batch.
         before_step: Called when the gradient is complete and no weight has changed.
@@ -279,15 +289,15 @@ def optimizer_step(
     """
     model, optimizer = trained.model, trained.optimizer
     result = None
-    with strategy.accumulation(len(shares), optimizer):
+    with training.accumulation(len(shares), optimizer):
         for number, share in enumerate(with_progress(shares, f"train {trained.name}"), start=1):
             with phase("train", timedelta(minutes=timeout_minutes)):
                 loss = share()
                 metrics.add_count("nonfinite/losses", (~loss.detach().isfinite()).sum())
-                strategy.backward(loss, model, optimizer)
+                training.backward(loss, model, optimizer)
                 if number == len(shares):
                     before_step()
-                result = strategy.optimizer_step(
+                result = training.optimizer_step(
                     optimizer, model, trained.scheduler, name=trained.name
                 )
     if result is None:
@@ -298,9 +308,9 @@ def optimizer_step(
     return result
 
 
-def record_total(name: str, strategy: StrategyBase, metrics: StepMetrics) -> None:
+def record_total(name: str, context: DistributedContext, metrics: StepMetrics) -> None:
     """Counts one optimizer step of a metric whose shares were added with the count 0."""
-    metrics.add_mean(name, 0.0, 1.0 / strategy.num_data_ranks)
+    metrics.add_mean(name, 0.0, 1.0 / context.num_data_ranks)
 
 
 def _record(name: str, result: OptimizerStepResult, metrics: StepMetrics) -> None:

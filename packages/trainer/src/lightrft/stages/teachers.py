@@ -24,7 +24,7 @@ from lightrft.models.loading import is_classifier, load_config
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from lightrft.strategy.strategy_base import StrategyBase
+    from lightrft.strategy.distributed.context import DistributedContext
 
 
 # What decoders write for bytes that are no character alone.
@@ -181,7 +181,7 @@ def is_own_teacher(config: RowDataOptions) -> bool:
     return bool(folder) and Path(str(folder)).resolve() == Path(str(config.pretrain)).resolve()
 
 
-def require_zero(mean: float, config: TeacherOptions, strategy: StrategyBase) -> None:
+def require_zero(mean: float, config: TeacherOptions, context: DistributedContext) -> None:
     """Proves that a model has no distance from itself, given its mean a token in nats.
 
     Raises:
@@ -189,10 +189,10 @@ def require_zero(mean: float, config: TeacherOptions, strategy: StrategyBase) ->
     """
     from lightrft.stages.parity_limits import ParityError, parity_limits
 
-    limit = parity_limits([strategy.context.compute_dtype]).mean
+    limit = parity_limits([context.compute_dtype]).mean
     if not mean <= limit:  # NaN, too
         raise ParityError(
             f"student and teacher are one model, {config.teacher}, and differ by {mean:.2e} nats a "
             f"token before the first update (limit {limit:g})"
         )
-    strategy.context.print_detail(f"teacher = student gives 0: {mean:.1e} nats a token")
+    context.print_detail(f"teacher = student gives 0: {mean:.1e} nats a token")

@@ -20,7 +20,7 @@ from lightrft.models.lora import LoraModel
 from lightrft.records.columns import COLUMNS
 from lightrft.records.table import RowTable, SampleTable, join_tables, tabulate
 from lightrft.stages.observer import ObservedRows, ObservedStep, Observer
-from lightrft.strategy.backend import PreparedModel
+from lightrft.strategy.backend import PreparedModel, inner_module
 from lightrft.strategy.optimizers import PlannedLR
 from lightrft.tools.audit.record import (
     COMPONENT,
@@ -85,23 +85,20 @@ class Recorder(Observer):
     """
 
     def __init__(self, step: ObservedStep) -> None:
-        self._step, self._strategy = step, step.strategy
-        self._models = {
-            each.name: PreparedModel(each.model, each.optimizer, each.scheduler)
-            for each in step.models.trained
-        }
+        self._step, self._backend = step, step.backend
+        self._models = {each.name: each.prepared for each in step.models.trained}
         self.updates: list[RecordedUpdate] = []
         self._values: ByRow = {}
         self._folder = step_folder(Path(step.config.output_dir), step.number)
         self._partial = self._folder.with_name(f".{self._folder.name}.partial")
-        strategy = self._strategy
-        if strategy.is_rank_0():
+        context = step.backend.context
+        if context.is_rank_0():
             shutil.rmtree(self._partial, ignore_errors=True)
             make_folder(self._partial)
         self._optimizers = {name: self._facts_of(found) for name, found in self._models.items()}
         self._write_states("before")
-        for name, found in self._models.items() if strategy.is_rank_0() else ():
-            module = strategy.unwrap_model(found)
+        for name, found in self._models.items() if context.is_rank_0() else ():
+            module = inner_module(found)
             if isinstance(module, SequenceModel):
                 config = copy.deepcopy(module.pretrained.config)
                 if isinstance(module, Actor) and module.vocabulary.num_tokens is not None:
@@ -113,7 +110,7 @@ class Recorder(Observer):
         plan = scheduler.plan if isinstance(scheduler, PlannedLR) else None
         return OptimizerFacts(
             kind=type(found.optimizer).__name__,
-            groups=self._strategy.backend.optimizer_groups(found),
+            groups=self._backend.optimizer_groups(found),
             schedule_position=0 if scheduler is None else int(scheduler.last_epoch),
             schedule_steps=0 if plan is None else plan.num_training_steps,
             schedule_changed_at=-1 if plan is None else plan.changed_at,
@@ -122,9 +119,9 @@ class Recorder(Observer):
 
     def _write_states(self, when: str) -> None:
         for name, found in self._models.items():
-            states = self._strategy.backend.full_states(found)
+            states = self._backend.full_states(found)
             folder = self._partial / when / name
-            write_states(folder, states, keeps=self._strategy.is_rank_0())
+            write_states(folder, states, keeps=self._backend.context.is_rank_0())
 
     def begin_update(self, model: str, normalizer: Tensor) -> None:
         """See `Observer`."""
@@ -158,22 +155,22 @@ class Recorder(Observer):
     def finish(self) -> None:
         """Writes the states after the last update, and all that was collected; collective."""
         self._write_states("after")
-        strategy, data, table = self._strategy, self._step.data, None
+        context, data, table = self._backend.context, self._step.data, None
         if not isinstance(data, ObservedRows):
             table = tabulate(data.samples.scored)
             self._values |= batch_values(data.batch)
         # Ranks that share their sequences saw the same rows.
-        counts = strategy.get_rank() % strategy.config.sp_size == 0
+        counts = context.rank % context.config.sp_size == 0
         own = Share(table, self._values, self.updates) if counts else Share(table, {}, [])
         # Only the first rank writes.
-        parts = [pickle.dumps(own), *([b""] * (strategy.world_size - 1))]
-        gathered = strategy.context.exchange_bytes(parts)
-        if strategy.is_rank_0():
+        parts = [pickle.dumps(own), *([b""] * (context.world_size - 1))]
+        gathered = context.exchange_bytes(parts)
+        if context.is_rank_0():
             self._write([pickle.loads(data) for data in gathered])
-        strategy.barrier()
+        context.barrier()
 
     def _write(self, shares: Sequence[Share]) -> None:
-        step, data, strategy = self._step, self._step.data, self._strategy
+        step, data = self._step, self._step.data
         if isinstance(data, ObservedRows):
             raw, rewards = row_samples(data), np.zeros(sum(map(len, data.items)))
         else:
@@ -188,18 +185,18 @@ class Recorder(Observer):
             [share.updates[i] for share in shares if share.updates]
             for i in range(len(self.updates))
         ]
-        moments, engine = step.moments, strategy.inference_engine
+        moments, engine, context = step.moments, step.engine, self._backend.context
         facts = Facts(
             weights_version=-1 if engine is None else engine.weights_version,
             stage=step.stage,
             step=step.number,
             num_planned=step.num_planned,
             num_items=data.num_items if isinstance(data, ObservedRows) else 0,
-            world_size=strategy.world_size,
-            data_ranks=strategy.num_data_ranks,
-            strategy=type(strategy).__name__,
-            engine=strategy.inference_engine_type or "",
-            compute_dtype=str(strategy.context.compute_dtype).removeprefix("torch."),
+            world_size=context.world_size,
+            data_ranks=context.num_data_ranks,
+            strategy=f"{self._backend.name}Strategy",
+            engine="" if engine is None else engine.name,
+            compute_dtype=str(context.compute_dtype).removeprefix("torch."),
             kl_coef=step.kl_coef,
             reward_moments=[]
             if moments is None
@@ -219,7 +216,7 @@ class Recorder(Observer):
         publish(self._partial, self._folder)
 
     def _lora_scale(self) -> float:
-        actor = self._strategy.unwrap_model(self._models["actor"])
+        actor = inner_module(self._models["actor"])
         return actor.scale if isinstance(actor, LoraModel) else 0.0
 
 

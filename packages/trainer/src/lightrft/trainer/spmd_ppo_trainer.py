@@ -117,18 +117,18 @@ class PPOTrainer:
         teacher_model: nn.Module | None = None,
         **keywords: object,
     ) -> None:
-        _check_parts(strategy, processor, needs_processor=VLM or self.is_vision)
+        _require_processor(processor, is_needed=VLM or self.is_vision)
+        _require_size(strategy.config.engine_tp_size)
         config = TrainConfig.from_args(strategy.config).replaced({**keywords, "use_gspo": use_gspo})
         config = replace(config, loss_agg_mode=loss_agg_mode or config.loss_agg_mode)
-        config = decide_by_machine(config, strategy)
+        config = decide_by_machine(config, strategy.context)
         use_threads(config)
         trained = [trained_model("actor", actor, actor_optim, actor_scheduler)]
         if critic is not None:
             trained.append(trained_model("critic", critic, critic_optim, critic_scheduler))
         tokenizer = tokenizer or _actor_tokenizer(strategy.config.pretrain)
-        reward, models = build_trainer_rewards(
-            reward_fn or reward_model, model_rewards, strategy, config
-        )
+        source = reward_fn or reward_model
+        reward, models = build_trainer_rewards(source, model_rewards, strategy.backend, config)
         episodes = environments or _single_turns(tokenizer)
         if initial_model is not None and config.init_kl_coef == 0:
             strategy.print("warning: initial_model is not used: init_kl_coef is 0; give 0.01, say")
@@ -317,19 +317,18 @@ class SPMDPPOTrainerVL(SPMDPPOTrainerBase, PPOTrainerVL):
     """
 
 
-def _check_parts(
-    strategy: StrategyBase, processor: object | None, *, needs_processor: bool
-) -> None:
-    """Raises an AssertionError without a needed processor, or without a group for an engine."""
-    if needs_processor and processor is None:
+def _require_processor(processor: object | None, *, is_needed: bool) -> None:
+    if is_needed and processor is None:
         raise AssertionError(
             "a vision-language trainer needs processor=: got None; pass the model's processor "
             "(transformers.AutoProcessor)"
         )
-    size = strategy.config.engine_tp_size
-    if size <= 0:
+
+
+def _require_size(engine_tp_size: int) -> None:
+    if engine_tp_size <= 0:
         raise AssertionError(
-            f"engine_tp_size must be positive: got {size}; set --engine_tp_size 1 or more"
+            f"engine_tp_size must be positive: got {engine_tp_size}; set --engine_tp_size 1 or more"
         )
 
 

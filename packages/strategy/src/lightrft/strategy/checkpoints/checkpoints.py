@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
 
 from safetensors import SafetensorError
 
 from lightrft.kernels.names import first_line
-from lightrft.strategy.backend import AnyModel, Backend, PreparedModel, WantedState, inner_module
+from lightrft.strategy.backend import AnyModel, PreparedModel, WantedState, inner_module
 from lightrft.strategy.checkpoints.client_state import load_scheduler, save_scheduler
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter, StagedWriter
@@ -26,12 +27,11 @@ from lightrft.strategy.checkpoints.folders import (
 )
 from lightrft.strategy.checkpoints.gathered_model import as_saved, save_gathered_model
 from lightrft.strategy.checkpoints.manifest import Checkpoint
-from lightrft.strategy.checkpoints.moving_averages import MovingAverages
 from lightrft.strategy.distributed.collectives import gather_objects
-from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.process_end import NonFiniteError
 from lightrft.strategy.distributed.process_groups import separate_group
+from lightrft.strategy.model_training import ModelTraining
 from lightrft.strategy.weight_sync.parameter_source import gathered_dtype
 
 
@@ -145,19 +145,16 @@ class Checkpoints:
     """A strategy's files: folders of ours around files of the backend, and exported models.
 
     Args:
-        context: Started.
-        backend: Writes and reads states.
+        training: Prepared the models.
         strategy: Name of the strategy class; only it loads what it has saved.
         in_background: Saves return when the state has been copied to host memory.
     """
 
-    def __init__(
-        self, context: DistributedContext, backend: Backend, strategy: str, *, in_background: bool
-    ) -> None:
-        self._context = context
+    def __init__(self, training: ModelTraining, strategy: str, *, in_background: bool) -> None:
+        self.training = training
+        self._context = context = training.context
+        self._backend = training.backend
         self._strategy = strategy
-        self._backend = backend
-        self.averages = MovingAverages()
         # By folder: what `find` has verified and the next load of it need not verify again.
         self._verified: dict[Path, Checkpoint] = {}
         self.group = RankGroup(context.rank, context.world_size, context.gather_objects)
@@ -174,8 +171,13 @@ class Checkpoints:
             self._context.rank, self._context.world_size, lambda item: gather_objects(item, group)
         )
 
-    def save(self, request: SaveRequest, found: PreparedModel, model_ema: AnyModel | None) -> None:
+    def save(
+        self, request: SaveRequest, found: PreparedModel, model_ema: AnyModel | None = None
+    ) -> None:
         """See `StrategyBase.save_ckpt`."""
+        request = replace(
+            request, strategy=self._strategy, details=self._backend.checkpoint_details
+        )
 
         def write(folder: Path, files: FileWriter) -> None:
             self._backend.write_state(folder, found, files)
@@ -183,7 +185,7 @@ class Checkpoints:
                 save_scheduler(folder, found.scheduler, files)
             if model_ema is not None:
                 average = self._backend.parameter_source(model_ema)
-                self.averages.save(folder, average, files, rank=self._context.rank)
+                self.training.averages.save(folder, average, files, rank=self._context.rank)
 
         with phase("save a checkpoint", self._context.timeout):
             self.saver.save(request, write)
@@ -206,8 +208,8 @@ class Checkpoints:
         folder: Path,
         tag: str | None,
         found: PreparedModel,
-        wanted: WantedState,
-        model_ema: AnyModel | None,
+        wanted: WantedState = WantedState(),  # noqa: B008 - frozen
+        model_ema: AnyModel | None = None,
     ) -> tuple[str, dict[str, object]]:
         """See `StrategyBase.load_ckpt`."""
         self.finish()
@@ -224,6 +226,7 @@ class Checkpoints:
                     f"{checkpoint.path} cannot be read: {type(error).__name__}: {first_line(error)}"
                 ) from error
             self._context.barrier()
+        self.training.on_change()
         return str(checkpoint.path), state
 
     def _read(
@@ -237,10 +240,10 @@ class Checkpoints:
         self._backend.read_state(checkpoint, found, wanted)
         if wanted.scheduler and found.scheduler is not None:
             load_scheduler(checkpoint.path, found.scheduler)
-        self.averages.forget(inner_module(found))
+        self.training.averages.forget(inner_module(found))
         if model_ema is not None:
             average = self._backend.parameter_source(model_ema)
-            self.averages.load(checkpoint.path, average)
+            self.training.averages.load(checkpoint.path, average)
         if wanted.rng and not checkpoint.restore_rng(self._context.rank):
             self._context.print(f"{checkpoint.path} has no generator states for every rank")
         return checkpoint.client_state()

@@ -119,7 +119,7 @@ class SaveRequest:
     """
 
     save_dir: Path
-    strategy: str
+    strategy: str = ""
     tag: str | None = None
     max_num: int = 3
     max_mem: float = 1000

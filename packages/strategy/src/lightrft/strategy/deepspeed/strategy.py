@@ -52,6 +52,8 @@ class ZeroBackend(Backend):
         ValueError: The stage and other options exclude each other.
     """
 
+    name = "Deepspeed"
+
     def __init__(self, context: DistributedContext, config: BackendOptions) -> None:
         super().__init__(context, config)
         self._engines: weakref.WeakKeyDictionary[Optimizer, nn.Module] = weakref.WeakKeyDictionary()
@@ -59,22 +61,28 @@ class ZeroBackend(Backend):
 
     def start(self) -> None:
         """DeepSpeed takes the process group that has started."""
-        self._uses_bf16 = self.context.compute_dtype == torch.bfloat16
-        check_stage(self.config, uses_bf16=self._uses_bf16)
+        check_stage(self.config, uses_bf16=self.context.computes_in_bf16)
         runtime.start(self.context.timeout)
 
     def check_model_size(self, num_elements: int) -> None:
         """A model must fit one device, whatever the stage."""
         if self.context.has_gpu:
             _, total = torch.cuda.mem_get_info()
-            check_whole_model(self.config, num_elements, total, uses_bf16=self._uses_bf16)
+            check_whole_model(
+                self.config, num_elements, total, uses_bf16=self.context.computes_in_bf16
+            )
 
     def stop(self) -> None:
         """DeepSpeed's process groups end with ours."""
         runtime.stop()
 
     def prepare_model(
-        self, model: nn.Module, *, is_training: bool, shard_size: int = -1, reshard: bool = True
+        self,
+        model: nn.Module,
+        *,
+        is_training: bool = False,
+        shard_size: int = -1,
+        reshard: bool = True,
     ) -> nn.Module:
         """Places a model; stage 3 shards it over all ranks unless `shard_size` is 1.
 
@@ -94,7 +102,7 @@ class ZeroBackend(Backend):
         if self.config.zero_stage == 3 and size > 1:
             with phase("shard a model", self.context.timeout):
                 engine = runtime.initialize(
-                    model, inference_config(self.config, uses_bf16=self._uses_bf16)
+                    model, inference_config(self.config, uses_bf16=self.context.computes_in_bf16)
                 )
             engine.eval()
             return engine
@@ -110,7 +118,7 @@ class ZeroBackend(Backend):
         self.check_model_size(sum(p.numel() for p in model.parameters()))
         config = training_config(
             self.config,
-            uses_bf16=self._uses_bf16,
+            uses_bf16=self.context.computes_in_bf16,
             has_gpu=self.context.has_gpu,
             num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
         )

@@ -116,6 +116,8 @@ class DistributedContext:
             of each data-parallel group; None without sequence parallelism.
         engine_mp_group, engine_dp_group: Ranks that share an engine, and this rank's peers in the
             other engines.
+        chosen_options: Options of the run that the machines decided, each with the reason.
+        planned_bytes: Peak of torch's memory in each phase, as planned; {} where nothing is.
     """
 
     def __init__(self, config: MachineOptions, world_group: Group) -> None:
@@ -128,6 +130,8 @@ class DistributedContext:
         self.dp_group: ProcessGroup | None = None
         self.engine_mp_group: ProcessGroup | None = None
         self.engine_dp_group: ProcessGroup | None = None
+        self.chosen_options: dict[str, str] = {}
+        self.planned_bytes: Mapping[str, float] = {}
         self._owns_process_group = False
         self._formed_sizes: dict[str, int] | None = None
 
@@ -167,10 +171,14 @@ class DistributedContext:
         return self.device.type == "cuda"
 
     @property
+    def computes_in_bf16(self) -> bool:
+        """Whether forward and backward passes are in bfloat16."""
+        return self.config.computes_in_bf16(has_gpu=self.has_gpu)
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         """Of forward and backward passes."""
-        uses_bf16 = self.config.computes_in_bf16(has_gpu=self.has_gpu)
-        return torch.bfloat16 if uses_bf16 else torch.float32
+        return torch.bfloat16 if self.computes_in_bf16 else torch.float32
 
     def start(self, timeout: timedelta | None, num_gpu_per_node: int | None) -> None:
         """See `StrategyBase.setup_distributed`."""

@@ -51,6 +51,7 @@ CAN_FORGET = hasattr(FSDPModule, "reset_iter_state")
 class FSDP2Backend(Backend):
     """Parameters, gradients and optimizer states are sharded over ranks as DTensors."""
 
+    name = "FSDPV2"
     wraps_before_optimizer = True
     builds_on_meta = True
 
@@ -64,9 +65,8 @@ class FSDP2Backend(Backend):
 
     def start(self) -> None:
         """Decides whether master weights are kept."""
-        uses_bf16 = self.context.compute_dtype == torch.bfloat16
-        self.uses_master_weights = self.config.use_mp_opt and uses_bf16
-        if self.config.use_mp_opt and not uses_bf16:
+        self.uses_master_weights = self.config.use_mp_opt and self.context.computes_in_bf16
+        if self.config.use_mp_opt and not self.uses_master_weights:
             self.context.print("warning: option without effect: use_mp_opt acts only with bf16")
 
     def _mesh(self, shard_size: int) -> DeviceMesh:
@@ -85,7 +85,12 @@ class FSDP2Backend(Backend):
         return self._meshes[size]
 
     def prepare_model(
-        self, model: nn.Module, *, is_training: bool, shard_size: int = -1, reshard: bool = True
+        self,
+        model: nn.Module,
+        *,
+        is_training: bool = False,
+        shard_size: int = -1,
+        reshard: bool = True,
     ) -> nn.Module:
         """Shards a model in place; one that is sharded already is returned as it is.
 

@@ -22,18 +22,18 @@ from lightrft.stages.rows.row_inputs import (
 )
 from lightrft.stages.stage import TrainedModels
 from lightrft.stages.teachers import prove_teachers
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.model_training import ModelTraining
 
 
 class DivergenceInputs(RowInputs[SupervisedRow, KnownTeachers]):
     """Rows of a run; see `RowInputs`."""
 
     def load(
-        self, config: TrainConfig, strategy: StrategyBase, num_steps: int
+        self, config: TrainConfig, training: ModelTraining, num_steps: int
     ) -> tuple[TrainedModels, DivergenceObjective]:
         """See `RowInputs`."""
-        models = build_model(config, strategy, num_steps)
-        teachers, servers = load_teachers(config, strategy), open_servers(config)
+        models = build_model(config, training, num_steps)
+        teachers, servers = load_teachers(config, training.backend), open_servers(config)
         return models, DivergenceObjective(teachers, servers, config.offpolicy_fraction < 1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from lightrft.stages.supervised.supervised_objective import (
     row_metrics,
 )
 from lightrft.stages.teachers import is_own_teacher, require_zero
+
+if TYPE_CHECKING:
+    from lightrft.strategy.engine.session import EngineSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +77,15 @@ class DivergenceObjective(RowObjective[SupervisedRow, KnownTeachers]):
         return tuple(self.teachers.values())
 
     def drawn(
-        self, items: tuple[SupervisedRow, ...], step: Step, passes: RowPasses
+        self,
+        items: tuple[SupervisedRow, ...],
+        step: Step,
+        passes: RowPasses,
+        session: EngineSession,
     ) -> tuple[SupervisedRow, ...]:
         """Let the student complete some of the rows itself; collective."""
-        if not self.syncs_engine:
-            return items
         with step.timer.stage("rollout"):
-            rows = mixed_rows(passes, items, step.number)
+            rows = mixed_rows(passes, session, items, step.number)
         share = len(chosen_places(passes.config, len(rows), step.number)) / len(rows)
         step.metrics.add_mean("onpolicy_share", share, 1.0)
         return rows
@@ -95,7 +100,7 @@ class DivergenceObjective(RowObjective[SupervisedRow, KnownTeachers]):
             name: ask_for_rows(
                 server,
                 {place: row for place, row in local.items() if row.teacher == name},
-                passes.strategy.context,
+                passes.context,
                 top_k=config.teacher_top_k or 1,
             )
             for name, server in self.servers.items()
@@ -187,7 +192,7 @@ class DivergenceObjective(RowObjective[SupervisedRow, KnownTeachers]):
             ParityError: A model was found to differ from itself.
         """
         if batch.known.is_zero:
-            require_zero(abs(metrics["loss"]), passes.config, passes.strategy)
+            require_zero(abs(metrics["loss"]), passes.config, passes.context)
         return metrics | row_metrics(batch)
 
     def evaluate(self, part: RowPart[SupervisedRow], passes: RowPasses) -> dict[str, float]:

@@ -18,28 +18,30 @@ from lightrft.rollout.single_turn import generate
 
 if TYPE_CHECKING:
     from lightrft.stages.rows.row_passes import RowPasses
+    from lightrft.strategy.engine.session import EngineSession
 
 
 def mixed_rows(
-    passes: RowPasses, rows: Sequence[SupervisedRow], number: int
+    passes: RowPasses, session: EngineSession, rows: Sequence[SupervisedRow], number: int
 ) -> tuple[SupervisedRow, ...]:
     """Return the rows of a step, some with completions of the student; collective.
 
     Args:
-        passes: Options of the run, and the strategy that hosts the engine.
+        passes: Options of the run, and its ranks.
+        session: Engine of these ranks.
         rows: Of all ranks, the same on each.
         number: Of the step.
     """
-    strategy, places = passes.strategy, chosen_places(passes.config, len(rows), number)
-    own = places[strategy.context.rank :: strategy.world_size]
+    context, places = passes.context, chosen_places(passes.config, len(rows), number)
+    own = places[context.rank :: context.world_size]
     first = number * len(rows)
     requests = [GenerationRequest(prompt_of(rows[place]), first + place) for place in own.tolist()]
     params = replace(training_params(passes.config), n=1)
-    found = generate(strategy.session, params, requests)
-    strategy.sleep_until_weight_sync()
+    found = generate(session, params, requests)
+    session.sleep(level=2)
     parts = [(each.request_id - first, each.output_token_ids) for each in found]
     mixed = list(rows)
-    for part in strategy.gather_objects(parts):
+    for part in context.gather_objects(parts):
         for place, output in part:
             mixed[place] = with_completion(rows[place], output)
     return tuple(mixed)

@@ -20,29 +20,26 @@ from lightrft.datasets.media import Modality
 from lightrft.datasets.render import PromptTokenizer
 from lightrft.datasets.types import DataError
 from lightrft.models import Actor, Critic, load_tokenizer
-from lightrft.models.sequence_model import freeze
 from lightrft.models.statements import Statements, read_statements
 from lightrft.reporting.files import ROLLOUTS_FILE, SAMPLES_FILE, TRAJECTORIES_FILE
 from lightrft.reporting.trajectories import SampleLog, ShownSamples, TrajectoryLog
 from lightrft.rewards import CombinedReward
 from lightrft.rewards.types import RewardRecipes
 from lightrft.rollout.sampler import SingleTurns
-from lightrft.stages.machine_choices import decide_by_machine, read_model_facts
 from lightrft.stages.modality import load_modality
 from lightrft.stages.models import (
     FrozenModels,
-    configure_model,
+    configure_trained,
     load_policy,
     load_teachers,
     place_frozen,
     prove_models,
     require_equal_start,
-    say_coverage,
     trained_model,
 )
 from lightrft.stages.opening import (
     check_parts,
-    opening_line,
+    decide_by_files,
     prompts_within_context,
     shared_prompts,
 )
@@ -58,9 +55,11 @@ from lightrft.stages.policy.rewards import (
     tokenizers_of_scorers,
 )
 from lightrft.stages.stage import TrainedModels
+from lightrft.strategy.backend import Backend
 from lightrft.strategy.distributed.context import print_on_first_rank
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.process_groups import LaunchEnvironment
+from lightrft.strategy.model_training import ModelTraining
 from lightrft.strategy.strategy_base import StrategyBase
 
 if TYPE_CHECKING:
@@ -88,19 +87,16 @@ class PolicyInputs:
     recipes: RewardRecipes | None = None
     teacher_rows: TeacherRows | None = None
 
-    def decided(self, config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
+    def decided(self, config: TrainConfig, backend: Backend) -> TrainConfig:
         """See `StageInputs`.
 
         Raises:
             ConfigError: The strategy cannot hold a model of this size.
         """
-        facts = read_model_facts(config, strategy)
-        strategy.check_model_size(facts.num_weights)
         count = config.steps_per_rollout
         updates = f"{count} update{'s' if count > 1 else ''} per rollout"
         way = f"{config.advantage_estimator}, {config.policy_loss_name} loss, {updates}"
-        strategy.print(opening_line(config, strategy, facts.num_weights, way=way))
-        return decide_by_machine(config, strategy, facts=facts)
+        return decide_by_files(config, backend, way=way)
 
     def build(self, config: TrainConfig, strategy: StrategyBase) -> PolicyStage:
         """See `StageInputs`."""
@@ -119,20 +115,24 @@ class PolicyInputs:
             strategy.print(line)
         strategy.print(f"{num_steps} steps of {config.rollout_batch_size} prompts")
         with phase("load the models", timedelta(minutes=config.timeout_minutes)):
-            models, frozen = build_models(config, strategy, num_steps * config.steps_per_rollout)
-            reward_models = prepare_reward_models(config, strategy)
+            models, frozen = build_models(
+                config, strategy.training, num_steps * config.steps_per_rollout
+            )
+            reward_models = prepare_reward_models(config, strategy.backend)
             # Before an engine is compared with them.
             each = (*(trained.model for trained in models.trained), *frozen.all)
-            config = prove_models(config, strategy, each, kept=PolicyStage.kept_dropout)
+            config = prove_models(config, strategy.context, each, kept=PolicyStage.kept_dropout)
         if strategy.inference_engine is None:
             strategy.setup_inference_engine(config, config.engine_type, actor=models.main.model)
         else:  # that of other ranks, whose environments answer, too
             self.environments.close()
             strategy.update_engine_weights(models.main.model)
         model_rewards = build_model_rewards(
-            config, strategy, reward_models, tokenizer=self.tokenizer, recipes=self.recipes
+            config, strategy.backend, reward_models, tokenizer=self.tokenizer, recipes=self.recipes
         )
-        reward, model_rewards = build_trainer_rewards(self.reward, model_rewards, strategy, config)
+        reward, model_rewards = build_trainer_rewards(
+            self.reward, model_rewards, strategy.backend, config
+        )
         processor = self.modality.processor
         stage = PolicyStage(
             config,
@@ -365,18 +365,18 @@ def _check_options(config: TrainConfig) -> None:
 
 
 def build_models(
-    config: TrainConfig, strategy: StrategyBase, max_steps: int
+    config: TrainConfig, training: ModelTraining, max_steps: int
 ) -> tuple[TrainedModels, FrozenModels]:
     """Loads and prepares actor and critic with the actor's moving average; and the frozen models.
 
     Args:
         config: Paths and options of the models.
-        strategy: Prepares them.
+        training: Prepares them.
         max_steps: Optimizer steps of the run, for the learning rate schedule.
     """
-    path = str(config.pretrain)
+    path, backend = str(config.pretrain), training.backend
     critic: Critic | None = None
-    with strategy.init_model_context(config.meta_init):
+    with backend.init_model_context(config.meta_init):
         actor = load_policy(path, config)
         if advantage_traits(build_estimator(config)).needs_critic:
             critic_path = config.critic_pretrain
@@ -384,14 +384,12 @@ def build_models(
                 critic_path if isinstance(critic_path, str) else path,
                 allow_new_weights=config.allow_new_weights,
             )
-    say_coverage(actor, strategy)
     # Before the strategy wraps and compiles them.
     for trained in (actor, critic):
         if trained is not None:
-            configure_model(trained, config)
-            freeze(trained, config.freeze_prefix)
-    ready_actor, ready_critic, _, _ = strategy.prepare_models_and_optimizers(
-        actor, critic, None, None, config, max_steps, frozen_steps=config.num_frozen_updates
+            configure_trained(trained, config, training.context)
+    ready_actor, ready_critic = training.prepare_models(
+        actor, critic, max_steps=max_steps, frozen_steps=config.num_frozen_updates
     )
     ready = [trained_model("actor", ready_actor)]
     if critic is not None:
@@ -400,12 +398,12 @@ def build_models(
     reference = None
     if config.init_kl_coef > 0:
         read = partial(Actor.from_pretrained, allow_new_weights=config.allow_new_weights)
-        reference = place_frozen(partial(read, path), config, strategy)
-        require_equal_start(strategy, ready_actor, reference)
-    teachers = load_teachers(config, strategy)
+        reference = place_frozen(partial(read, path), config, backend)
+        require_equal_start(backend, ready_actor, reference)
+    teachers = load_teachers(config, backend)
     average = None
     if config.enable_ema:
-        with strategy.init_model_context(config.meta_init):
+        with backend.init_model_context(config.meta_init):
             copied = load_policy(path, config)
-        average = strategy.prepare_model(copied)
+        average = backend.prepare_model(copied)
     return TrainedModels(tuple(ready), average), FrozenModels(reference, teachers)

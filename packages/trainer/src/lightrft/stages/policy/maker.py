@@ -38,6 +38,7 @@ from lightrft.rollout.scoring import MAX_FAILURES_IN_A_ROW
 from lightrft.rollout.source import UNKNOWN, InFlight, Samples
 from lightrft.stages.policy.algorithm import Algorithm
 from lightrft.stages.stage import StageMemory, Step, last_sampled_step, stored_number
+from lightrft.strategy.backend import inner_module
 from lightrft.strategy.distributed.deadlines import StepTimer, phase
 
 if TYPE_CHECKING:
@@ -50,8 +51,9 @@ if TYPE_CHECKING:
     from lightrft.rollout.version_checks import SampledVersions
     from lightrft.stages.policy.parity import ParityReport
     from lightrft.stages.policy.split.training_side import RemoteRollouts
+    from lightrft.strategy.backend import Backend
     from lightrft.strategy.distributed.context import DistributedContext
-    from lightrft.strategy.strategy_base import StrategyBase
+    from lightrft.strategy.engine.session import EngineSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +312,8 @@ class ExperienceMaker:
     Args:
         config: Options of the run.
         algorithm: Estimator, loss and corrections.
-        strategy: Hosts the engine, and knows this rank's part.
+        backend: Prepared the models, and knows this rank's part.
+        session: The engine of these ranks.
         models: Actor, reference and critic as the strategy wrapped them.
         sampler: Generates and scores.
         tokenizer: Of the actor.
@@ -323,7 +326,8 @@ class ExperienceMaker:
 
     config: TrainConfig
     algorithm: Algorithm
-    strategy: StrategyBase
+    backend: Backend
+    session: EngineSession
     actor: nn.Module
     models: ForwardModels
     sampler: RolloutSampler
@@ -334,6 +338,11 @@ class ExperienceMaker:
     remote: RemoteRollouts | None = None
     loss_inside: bool = False
     _versions: SampledVersions | None = None
+
+    @property
+    def context(self) -> DistributedContext:
+        """Ranks that train."""
+        return self.backend.context
 
     def make(
         self, prompts: Sequence[Prompt] | None, step: Step, memory: PolicyMemory
@@ -362,15 +371,12 @@ class ExperienceMaker:
                 "its limits, and at the responses in samples.jsonl"
             )
         is_compared = self._compares(step)
-        if is_compared:
-            # A difference is explained by looking into the engine's layers.
-            self.strategy.maybe_sleep_inference_engine()
-        else:
-            self.strategy.sleep_until_weight_sync()
+        # A difference is explained by looking into the engine's layers.
+        self.session.sleep(level=1 if is_compared else 2)
         experience = make_experience(
             samples,
             self.models,
-            strategy=self.strategy,
+            engine=self.session.engine,
             settings=AdvantageSettings(
                 self.config,
                 self.algorithm.estimator,
@@ -381,7 +387,9 @@ class ExperienceMaker:
             step=step.number - 1,
             timer=step.timer,
             reuses_policy_logprobs=self.reuses_policy_logprobs(step),
-            delivery=Delivery(self.encoder, None if self.remote is None else self.remote.bridge),
+            delivery=Delivery(
+                self.context, self.encoder, None if self.remote is None else self.remote.bridge
+            ),
         )
         if step.number == 1 and self.models.teacher is not None:
             self._check_teacher(experience)
@@ -390,12 +398,12 @@ class ExperienceMaker:
             gate = partial(self._compare, experience.batch.rollouts)
         elif is_compared:
             self.check_parity(experience, step.timer)
-        self.logs.write(step.number, experience, self.tokenizer, self.strategy.context)
+        self.logs.write(step.number, experience, self.tokenizer, self.context)
         return PolicyBatch(experience, in_flight, num_sampled_tokens, gate)
 
     def _note_versions(self, step: Step, memory: PolicyMemory) -> SampledVersions | None:
         """Remembers which weights the engine has while this step samples ahead."""
-        engine = self.strategy.inference_engine
+        engine = self.session.engine
         if not (self.config.keeps_rows and self.config.ledger_gate) or engine is None:
             return None
         from lightrft.rollout.version_checks import SampledVersions
@@ -418,7 +426,7 @@ class ExperienceMaker:
         if self.remote is not None:
             # What is in flight, and how much was sampled, is known when the step is trained.
             return self.remote.draw(step, memory.in_flight), InFlight(), 0
-        session, before = self.strategy.session, memory.in_flight
+        session, before = self.session, memory.in_flight
         session.take_work()  # of an evaluation
         first = step.number + len(before.held)
         given = [] if prompts is None else [prompts]
@@ -461,11 +469,11 @@ class ExperienceMaker:
         from lightrft.stages.policy.teacher import check_first_step
 
         slices, teacher = self._forward_slices(experience), self.models.teacher
-        check_first_step(experience.batch, teacher, slices, self.config, self.strategy)
+        check_first_step(experience.batch, teacher, slices, self.config, self.context)
 
     def _forward_slices(self, experience: StepExperience) -> Sequence[slice]:
         return experience.plan.forward_slices(
-            experience.table.lengths, rank=self.strategy.data_rank, config=self.config
+            experience.table.lengths, rank=self.context.data_rank, config=self.config
         )
 
     def kl_coef(self, memory: PolicyMemory) -> float:
@@ -493,7 +501,7 @@ class ExperienceMaker:
 
     @property
     def _can_compare(self) -> bool:
-        engine = self.strategy.inference_engine
+        engine = self.session.engine
         return engine is not None and engine.computes_model
 
     def reuses_policy_logprobs(self, step: Step) -> bool:
@@ -504,7 +512,7 @@ class ExperienceMaker:
         return (
             not self.config.asks_policy_first
             and self._corrects_in_pass()
-            and isinstance(self.strategy.unwrap_model(self.actor), Actor)
+            and isinstance(inner_module(self.actor), Actor)
             and self.trains_actor(step)
             and not has_kl_reward
             and not is_logged
@@ -535,7 +543,7 @@ class ExperienceMaker:
             return None
         logprobs = experience.batch.outputs.sampling_logprobs
         if logprobs is None or self.config.use_rollout_logprobs:
-            with timer.stage("forward"), phase("score", self.strategy.context.timeout):
+            with timer.stage("forward"), phase("score", self.context.timeout):
                 slices = self._forward_slices(experience)
                 logprobs = score_actor(experience.batch.rollouts, self.actor, slices=slices)
         return self._compare(experience.batch.rollouts, logprobs)
@@ -547,8 +555,9 @@ class ExperienceMaker:
             rollouts,
             logprobs,
             self.actor,
-            strategy=self.strategy,
+            backend=self.backend,
+            session=self.session,
             mean_limit=self.config.parity_limit,
         )
-        self.strategy.context.print_detail(report.summary())
+        self.context.print_detail(report.summary())
         return report

@@ -15,11 +15,14 @@ from lightrft.engines.hf.layers import module_outputs
 from lightrft.engines.media.media import EncodedPrompt, RowMedia
 from lightrft.records.batch import RolloutBatch
 from lightrft.stages.parity_limits import ParityError, ParityLimits, parity_limits
+from lightrft.strategy.backend import inner_module
 from lightrft.strategy.weight_sync.canary import compute_dtypes
 from lightrft.strategy.weight_sync.parameter_source import checkpoint_module
 
 if TYPE_CHECKING:
-    from lightrft.strategy.strategy_base import StrategyBase
+    from lightrft.strategy.backend import Backend
+    from lightrft.strategy.distributed.context import DistributedContext
+    from lightrft.strategy.engine.session import EngineSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ class ParityReport:
 
 
 def compare_logprobs(
-    batch: RolloutBatch, logprobs: Tensor, *, limits: ParityLimits, strategy: StrategyBase
+    batch: RolloutBatch, logprobs: Tensor, *, limits: ParityLimits, context: DistributedContext
 ) -> ParityReport:
     """Compares this rank's rows and joins what all ranks found; collective.
 
@@ -95,7 +98,7 @@ def compare_logprobs(
         batch: This rank's rows.
         logprobs: [batch, seq] of the trainer, under the weights that sampled the rows.
         limits: What is allowed.
-        strategy: Reaches the other ranks.
+        context: Reaches the other ranks.
     """
     mask = batch.compared_mask
     if mask is None:
@@ -104,8 +107,8 @@ def compare_logprobs(
     size = torch.where(mask, size, 0.0)
     worst = _worst_token(batch, logprobs, size, mask)
     own = (int(mask.sum()), float(size.sum()), worst)
-    found: list[tuple[int, float, WorstToken | None]] = strategy.gather_objects(
-        own, strategy.dp_group
+    found: list[tuple[int, float, WorstToken | None]] = context.gather_objects(
+        own, context.dp_group
     )
     num_tokens = sum(count for count, _, _ in found)
     total = sum(amount for _, amount, _ in found)
@@ -141,7 +144,8 @@ def check_parity(
     logprobs: Tensor,
     actor: nn.Module,
     *,
-    strategy: StrategyBase,
+    backend: Backend,
+    session: EngineSession,
     mean_limit: float | None = None,
 ) -> ParityReport:
     """Raises unless engine and trainer agree on the logprobs of a step; collective.
@@ -150,24 +154,24 @@ def check_parity(
         batch: This rank's rows.
         logprobs: [batch, seq] of the trainer, under the weights that sampled the rows.
         actor: The trainer's model as the strategy wrapped it.
-        strategy: Hosts the engine.
+        backend: Prepared the actor.
+        session: The engine of these ranks.
         mean_limit: Allowed mean |difference|; None takes that of the dtypes in use.
 
     Returns:
         What was found.
 
     Raises:
+        NotImplementedError: There is no engine.
         ParityError: They do not agree; on all ranks, with numbers, the worst token and, with the
             embedded engine, the first layer whose outputs differ.
     """
-    engine = strategy.inference_engine
-    if engine is None:
-        raise ValueError("there is no engine to compare with; call setup_inference_engine first")
-    dtypes = compute_dtypes(strategy.config, engine, strategy.parameter_source(actor))
+    engine, context = session.running, backend.context
+    dtypes = compute_dtypes(backend.config, engine, backend.parameter_source(actor))
     limits = parity_limits(dtypes)
     if mean_limit is not None:
         limits = ParityLimits(mean_limit, max(limits.largest, mean_limit), limits.hidden)
-    report = compare_logprobs(batch, logprobs, limits=limits, strategy=strategy)
+    report = compare_logprobs(batch, logprobs, limits=limits, context=context)
     worst = report.worst
     if report.holds or worst is None:
         return report
@@ -178,36 +182,40 @@ def check_parity(
         f"{worst.position - worst.response_start} (id {worst.token_ids[-1]}): engine "
         f"{worst.rollout_logprob:.6g}, trainer {worst.logprob:.6g}\n"
         f"  its last tokens: {list(worst.token_ids[-16:])}\n"
-        + _layer(report, batch, actor, strategy)
+        + _layer(report, batch, actor, session, context)
     )
 
 
 def _layer(
-    report: ParityReport, batch: RolloutBatch, actor: nn.Module, strategy: StrategyBase
+    report: ParityReport,
+    batch: RolloutBatch,
+    actor: nn.Module,
+    session: EngineSession,
+    context: DistributedContext,
 ) -> str:
     """The layer where the two models part, as far as the engine can be watched; collective."""
-    engine, worst = strategy.inference_engine, report.worst
-    if worst is None or engine is None:
+    engine, worst = session.running, report.worst
+    if worst is None:
         return ""
-    if strategy.config.sp_size > 1:
+    if context.config.sp_size > 1:
         return "  layers: not compared, each rank computes a slice of the sequence"
     own = dict(zip(batch.sample_ids.tolist(), batch.media.prompts, strict=False))
-    holders = strategy.gather_objects(own.get(worst.sample_id))
+    holders = context.gather_objects(own.get(worst.sample_id))
     media = next((media for media in holders if media is not None), None)
-    strategy.wakeup_inference_engine()
+    session.wake_up()
     if engine.weights_were_dropped:
         return "  layers: not compared, the engine has dropped its weights to sleep"
     found = first_divergence(
-        strategy.unwrap_model(actor),
+        inner_module(actor),
         actor,
         engine,
         worst.token_ids,
-        device=strategy.device,
+        device=context.device,
         limit=report.limits.hidden,
         media=media,
     )
     # Every rank's engine holds weights of its own; the fault may be in one of them.
-    texts = [text for text in strategy.gather_objects(found) if text is not None]
+    texts = [text for text in context.gather_objects(found) if text is not None]
     if not texts:
         what = "the images of this row" if media is not None else "its hidden states"
         return f"  layers: not compared, the {engine.name} engine does not show {what}"

@@ -39,6 +39,7 @@ from lightrft.stages.policy.step_metrics import (
 )
 from lightrft.stages.policy.updates import PolicyUpdate
 from lightrft.stages.stage import Stage, Step, TrainedModels, Work
+from lightrft.strategy.backend import inner_module
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from lightrft.stages.policy.pretrain_mix import PretrainMix
     from lightrft.stages.policy.split.training_side import RemoteRollouts
     from lightrft.strategy.strategy_base import StrategyBase
-
 
 # Of a step without full work of the engines: above it streaming rollouts are proposed.
 MAX_WAITING_SHARE = 1 / 3
@@ -137,7 +137,7 @@ class PolicyStage(Stage[PolicyBatch]):
         self.text_part = parts.tokenizer
         self._check_options(frozen, parts)
         actor, critic = models.main.model, models.named("critic")
-        encoder = prompt_encoder(parts, strategy.unwrap_model(actor))
+        encoder = prompt_encoder(parts, inner_module(actor))
         self.memory: PolicyMemory = PolicyMemory.initial(
             self.config,
             strategy.context.rank,
@@ -147,7 +147,8 @@ class PolicyStage(Stage[PolicyBatch]):
         self.maker = ExperienceMaker(
             self.config,
             algorithm,
-            strategy,
+            strategy.backend,
+            strategy.session,
             actor,
             ForwardModels(
                 actor,
@@ -185,7 +186,9 @@ class PolicyStage(Stage[PolicyBatch]):
         engine = self.strategy.inference_engine
         if not isinstance(engine, RemoteEngine):
             raise ConfigError("rollout_ranks is of lightrft train and lightrft.trainer.train")
-        return RemoteRollouts(engine.bridge, self.config, self.strategy)
+        return RemoteRollouts(
+            engine.bridge, self.config, self.strategy.session, self.strategy.context
+        )
 
     def _teacher(self, frozen: FrozenModels) -> TeacherFunction | None:
         """What scores samples for the teachers; None without any."""
@@ -219,12 +222,12 @@ class PolicyStage(Stage[PolicyBatch]):
         actor = self.models.main.model
         self.config = config = configure_models(
             config,
-            strategy,
+            strategy.context,
             (actor, None if critic is None else critic.model, *frozen.all),
             kept=self.kept_dropout,
         )
         reason = why_loss_outside(
-            config, algorithm.loss_traits, strategy.unwrap_model(actor), algorithm.corrections
+            config, algorithm.loss_traits, inner_module(actor), algorithm.corrections
         )
         self.computes_loss_inside = reason is None
         if config.fused_linear_logprob:
@@ -287,7 +290,7 @@ class PolicyStage(Stage[PolicyBatch]):
             PolicyUpdate(
                 self.config,
                 self.algorithm.policy_loss,
-                self.strategy,
+                self.strategy.training,
                 step.metrics,
                 self.algorithm.corrections,
                 kl_coef=kl_coef if self.config.use_kl_loss else 0.0,
@@ -314,7 +317,8 @@ class PolicyStage(Stage[PolicyBatch]):
                 step.number,
                 step.num_planned,
                 replace(self.config, loss_agg_mode=self.algorithm.asked_aggregation),
-                self.strategy,
+                self.strategy.backend,
+                self.strategy.inference_engine,
                 self.models,
                 batch.experience,
                 self.maker.kl_coef(self.memory),

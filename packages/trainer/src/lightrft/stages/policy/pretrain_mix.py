@@ -27,7 +27,7 @@ from lightrft.stages.rows.padded_rows import pad, score_padded
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from lightrft.strategy.strategy_base import StrategyBase
+    from lightrft.strategy.distributed.context import DistributedContext
 
 _LOSS = LOSSES["token-mean"]
 _TEXT_COLUMN = "text"
@@ -70,7 +70,7 @@ class PretrainMix:
         self,
         actor: nn.Module,
         position: int,
-        strategy: StrategyBase,
+        context: DistributedContext,
         config: TrainingOptions,
         metrics: StepMetrics,
     ) -> list[Callable[[], Tensor]]:
@@ -79,19 +79,19 @@ class PretrainMix:
         Args:
             actor: Scores the texts.
             position: Optimizer steps of the actor before this one.
-            strategy: Gives data-parallel rank, number of those, and device.
+            context: Gives data-parallel rank, number of those, and device.
             config: Rows of one forward and backward pass.
             metrics: Receives `ptx_loss`.
         """
-        rows, num_ranks = self.rows(position), strategy.num_data_ranks
+        rows, num_ranks = self.rows(position), context.num_data_ranks
         # Of the same masks as the loss, on every rank.
         num_tokens = sum(self.texts[row].num_trained for row in rows)
-        own = rows[strategy.data_rank :: num_ranks]
+        own = rows[context.data_rank :: num_ranks]
         num_rows, size = -(-len(rows) // num_ranks), config.micro_train_batch_size
         metrics.add_mean("ptx_loss", 0.0, 1.0 / num_ranks)
         return [
             partial(
-                self._share, actor, own[start : start + size], num_tokens, strategy.device, metrics
+                self._share, actor, own[start : start + size], num_tokens, context.device, metrics
             )
             for start in range(0, num_rows, size)
         ]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from lightrft.rollout.model_rewards import ModelRewards
-    from lightrft.strategy.strategy_base import StrategyBase
+    from lightrft.strategy.backend import Backend
 
     RewardSource = RewardFunction | nn.Module | Sequence[RewardFunction | nn.Module]
 
@@ -78,24 +78,24 @@ def reward_recipes(config: RewardOptions, prompts: Sequence[Prompt]) -> RewardRe
     return recipes
 
 
-def prepare_reward_models(config: TrainConfig, strategy: StrategyBase) -> tuple[nn.Module, ...]:
+def prepare_reward_models(config: TrainConfig, backend: Backend) -> tuple[nn.Module, ...]:
     """Loads the reward models and shards each over at most 8 ranks."""
-    with strategy.init_model_context():
+    with backend.init_model_context():
         new = config.allow_new_weights
         models = [
             RewardModel.from_pretrained(path, allow_new_weights=new)
             for path in config.reward_pretrain
         ]
     # Not by prepare_models_and_optimizers, which leaves them alone beside a remote reward.
-    prepared = tuple(strategy.prepare_model(model, shard_size=8) for model in models)
+    prepared = tuple(backend.prepare_model(model, shard_size=8) for model in models)
     for model in prepared:
-        prove_model(model, strategy.context, is_random=True)
+        prove_model(model, backend.context, is_random=True)
     return prepared
 
 
 def build_model_rewards(
     config: TrainConfig,
-    strategy: StrategyBase,
+    backend: Backend,
     models: Sequence[nn.Module],
     *,
     tokenizer: PreTrainedTokenizerBase,
@@ -105,7 +105,7 @@ def build_model_rewards(
 
     Args:
         config: Paths, weights and the rows of a forward pass.
-        strategy: Prepared the models.
+        backend: Prepared the models.
         models: In the order of `reward_pretrain`.
         tokenizer: Of the actor; a model with its vocabulary reads the sampled ids themselves.
         recipes: Weights by row, or None.
@@ -123,7 +123,7 @@ def build_model_rewards(
     ]
 
     return ModelRewards(
-        strategy, entries, micro_batch_size=config.micro_rollout_batch_size, recipes=recipes
+        backend, entries, micro_batch_size=config.micro_rollout_batch_size, recipes=recipes
     )
 
 
@@ -170,7 +170,7 @@ def tokenizers_of_scorers(
 def build_trainer_rewards(
     source: RewardSource | None,
     model_rewards: ModelRewards | None,
-    strategy: StrategyBase,
+    backend: Backend,
     config: ShapingOptions,
 ) -> tuple[RewardFunction, ModelRewards | None]:
     """The reward function and the reward models of a trainer.
@@ -179,7 +179,7 @@ def build_trainer_rewards(
         source: Functions (objects with `score()`) and prepared modules that give one score per
             row of the sampled ids, one or a list of them; their rewards are added.
         model_rewards: Reward models with tokenizers, weights or recipes of their own.
-        strategy: Prepared the modules.
+        backend: Prepared the modules.
         config: Rows of a forward pass.
 
     Raises:
@@ -212,7 +212,7 @@ def build_trainer_rewards(
         ]
 
         model_rewards = ModelRewards(
-            strategy, scoring, micro_batch_size=config.micro_rollout_batch_size
+            backend, scoring, micro_batch_size=config.micro_rollout_batch_size
         )
     if not functions and model_rewards is None:
         raise ValueError(

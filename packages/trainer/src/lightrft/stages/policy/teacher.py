@@ -24,7 +24,6 @@ from lightrft.stages.teachers import is_own_teacher, open_server, require_zero
 
 if TYPE_CHECKING:
     from lightrft.strategy.distributed.context import DistributedContext
-    from lightrft.strategy.strategy_base import StrategyBase
 
 
 def build_teacher(
@@ -69,7 +68,7 @@ def check_first_step(
     teacher: TeacherFunction | None,
     slices: Sequence[slice],
     config: RowDataOptions,
-    strategy: StrategyBase,
+    context: DistributedContext,
 ) -> None:
     """Compares student and teacher before the first update where both are one model; collective.
 
@@ -89,5 +88,5 @@ def check_first_step(
         raise RuntimeError("a teacher is compared with the logprobs before the update")
     distance = (outputs.old_logprobs - logprobs).abs().masked_fill(~mask, 0.0)
     sums = torch.stack([distance.double().sum(), mask.sum().double()])
-    total, count = strategy.context.reduce_over_data(sums, "sum").tolist()
-    require_zero(total / max(count, 1.0), config, strategy)
+    total, count = context.reduce_over_data(sums, "sum").tolist()
+    require_zero(total / max(count, 1.0), config, context)

@@ -37,17 +37,17 @@ from lightrft.stages.stage import TrainedModel, TrainedModels, optimizer_step, r
 if TYPE_CHECKING:
     from lightrft.algorithms.correction_terms import CorrectionTerm
     from lightrft.stages.policy.pretrain_mix import PretrainMix
-    from lightrft.strategy.strategy_base import StrategyBase
+    from lightrft.strategy.model_training import ModelTraining
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyUpdate:
-    """The optimizer steps of one step of a run: their objective, strategy and metrics.
+    """The optimizer steps of one step of a run: their objective, models and metrics.
 
     Args:
         config: Coefficients and sizes, `loss_agg_mode` decided.
         policy_loss: One loss value per token.
-        strategy: Trains over ranks.
+        training: Prepared the models.
         metrics: Receives the numbers.
         corrections: Terms for the difference between engine and trainer; () is none.
         kl_coef: Weight of the KL to the reference model in the loss; 0 is off.
@@ -60,7 +60,7 @@ class PolicyUpdate:
 
     config: TrainConfig
     policy_loss: PolicyLossFunction
-    strategy: StrategyBase
+    training: ModelTraining
     metrics: StepMetrics
     corrections: tuple[CorrectionTerm, ...] = ()
     kl_coef: float = 0.0
@@ -84,7 +84,7 @@ class PolicyUpdate:
             step_number: Of the step in the run; fixes the order of the optimizer batches.
             pretrain: Texts whose loss is mixed in, or None.
         """
-        config, plan, strategy = self.config, step.plan, self.strategy
+        config, plan, context = self.config, step.plan, self.training.context
         actor, critic = models.main, models.named("critic")
         trains_actor = step_number >= config.freezing_actor_steps
         position = step_number * config.max_epochs * plan.num_minibatches
@@ -92,11 +92,11 @@ class PolicyUpdate:
             for index in epoch_order(
                 plan.num_minibatches, seed=config.seed, step=step_number, epoch=epoch
             ):
-                batch = select_experience(step.batch, plan.places(index, strategy.data_rank))
+                batch = select_experience(step.batch, plan.places(index, context.data_rank))
                 slices = plan.micro_slices(
                     step.table.lengths,
                     index=index,
-                    rank=strategy.data_rank,
+                    rank=context.data_rank,
                     micro_batch_size=config.micro_train_batch_size,
                     config=config,
                 )
@@ -104,14 +104,14 @@ class PolicyUpdate:
                     texts: Sequence[Callable[[], Tensor]] = ()
                     if pretrain is not None:
                         texts = pretrain.shares(
-                            actor.model, position, strategy, config, self.metrics
+                            actor.model, position, context, config, self.metrics
                         )
                     self.policy_step(batch, actor, slices=slices, extra_losses=texts)
                 position += 1
                 if critic is not None:
                     self.value_step(batch, critic, slices=slices)
                 if models.average is not None and trains_actor:
-                    strategy.moving_average(actor.model, models.average, beta=config.ema_beta)
+                    self.training.moving_average(actor.model, models.average, beta=config.ema_beta)
 
     def policy_step(
         self,
@@ -151,9 +151,9 @@ class PolicyUpdate:
                 self.gate(join_micro_batches(found, batch.rollouts.token_ids.shape[1]))
 
         self.optimize(actor, [*shares, *extra_losses], check)
-        record_total("policy_loss", self.strategy, self.metrics)
+        record_total("policy_loss", self.training.context, self.metrics)
         if sums is not None:
-            record_total("aux_loss", self.strategy, self.metrics)
+            record_total("aux_loss", self.training.context, self.metrics)
 
     def value_step(
         self, batch: ExperienceBatch, critic: TrainedModel, *, slices: Sequence[slice] = ()
@@ -166,7 +166,7 @@ class PolicyUpdate:
             for rows in slices or self._row_slices(batch)
         ]
         self.optimize(critic, shares)
-        record_total("critic_loss", self.strategy, self.metrics)
+        record_total("critic_loss", self.training.context, self.metrics)
 
     def optimize(
         self,
@@ -178,7 +178,7 @@ class PolicyUpdate:
         result = optimizer_step(
             trained,
             shares,
-            strategy=self.strategy,
+            training=self.training,
             metrics=self.metrics,
             timeout_minutes=self.config.timeout_minutes,
             before_step=before_step,
@@ -195,7 +195,7 @@ class PolicyUpdate:
             max_response_tokens=self.config.max_response_tokens,
             row_shares=batch.rollouts.row_shares,
         )
-        return self.strategy.reduce_over_data(local, "sum")
+        return self.training.context.reduce_over_data(local, "sum")
 
     def token_weights(self, batch: ExperienceBatch) -> Tensor | None:
         """Weights of tokens before the forward pass: [batch, seq], or None where all are 1.
@@ -227,8 +227,8 @@ class PolicyUpdate:
         if self.config.high_entropy_scope == "sequence":
             kept = high_entropy_mask_per_sequence(entropy, mask, ratio=ratio)
         else:
-            shares: list[list[float]] = self.strategy.gather_objects(
-                entropy[mask].tolist(), self.strategy.dp_group
+            shares: list[list[float]] = self.training.context.gather_objects(
+                entropy[mask].tolist(), self.training.context.dp_group
             )
             everyone = torch.tensor([value for share in shares for value in share])
             threshold = entropy_threshold(everyone, everyone.isfinite(), ratio=ratio)
@@ -266,7 +266,7 @@ class PolicyUpdate:
             new_logprobs=new_logprobs,
         )
         if any(term.mean_one for term in self.corrections):
-            found = found.normalized(self.strategy.reduce_over_data(found.sums, "sum"))
+            found = found.normalized(self.training.context.reduce_over_data(found.sums, "sum"))
         means = {
             "correction_weight": found.weights,
             "correction_raw_weight": found.raw,
@@ -308,7 +308,7 @@ class PolicyUpdate:
                 )
                 for rows in slices
             ]
-        return self.strategy.reduce_over_data(torch.stack(parts).sum(dim=0), "sum")
+        return self.training.context.reduce_over_data(torch.stack(parts).sum(dim=0), "sum")
 
     def _policy_share(
         self,

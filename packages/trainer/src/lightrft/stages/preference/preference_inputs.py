@@ -34,7 +34,7 @@ from lightrft.stages.rows.row_inputs import (
 )
 from lightrft.stages.rows.row_stage import RowStage
 from lightrft.stages.stage import TrainedModels
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.model_training import ModelTraining
 
 if TYPE_CHECKING:
     from lightrft.strategy.backend import PreparedModel
@@ -64,19 +64,19 @@ class PreferenceInputs(RowInputs[Preference, KnownPreferences]):
             say(f"{name} in {shown_mask(row, self.reading.tokenizer)}")
 
     def load(
-        self, config: TrainConfig, strategy: StrategyBase, num_steps: int
+        self, config: TrainConfig, training: ModelTraining, num_steps: int
     ) -> tuple[TrainedModels, PreferenceObjective]:
         """Load the model that is trained, and its frozen copy where one is needed.
 
         Without its adapters an adapted model is its own reference.
         """
-        models, reference = build_model(config, strategy, num_steps), None
+        models, reference = build_model(config, training, num_steps), None
         loss = build_loss(config)
         if self.stored is None and loss.uses_reference and config.lora_rank == 0:
             path, new = str(config.pretrain), config.allow_new_weights
             read = partial(Actor.from_pretrained, path, allow_new_weights=new)
-            reference = place_frozen(read, config, strategy)
-            require_equal_start(strategy, models.main.model, reference)
+            reference = place_frozen(read, config, training.backend)
+            require_equal_start(training.backend, models.main.model, reference)
         return models, PreferenceObjective(loss, reference)
 
     def prove(self, stage: RowStage[Preference, KnownPreferences]) -> None:
@@ -100,10 +100,10 @@ class PreferenceInputs(RowInputs[Preference, KnownPreferences]):
         Raises:
             ConfigError: Those of the file are of another model.
         """
-        strategy, held_out = stage.strategy, self.held_out
+        backend, held_out = stage.strategy.backend, self.held_out
         origin = origin_of_data(self.data.rows, held_out, self.reading.tokenizer)
         origin = replace(
-            origin, model=hash_of_start(cast("PreparedModel", stage.models.main.model), strategy)
+            origin, model=hash_of_start(cast("PreparedModel", stage.models.main.model), backend)
         )
         stored = self.stored
         if stored is None:
@@ -111,11 +111,11 @@ class PreferenceInputs(RowInputs[Preference, KnownPreferences]):
             stored = StoredReference(
                 origin, *(objective.sums_of_all(each, stage.passes) for each in kinds)
             )
-            if strategy.is_rank_0():
+            if backend.context.is_rank_0():
                 stored.save(path)
         require_origin(stored, origin, path)
         said = "written to" if self.stored is None else "read from"
-        strategy.print(f"the reference's log-probabilities were {said} {path}")
+        backend.context.print(f"the reference's log-probabilities were {said} {path}")
         return stored
 
 

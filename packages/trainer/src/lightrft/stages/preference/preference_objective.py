@@ -27,6 +27,7 @@ from lightrft.stages.preference.stored_reference import StoredReference, Sums
 from lightrft.stages.rows.row_objective import LossShare, RowBatch, RowObjective
 from lightrft.stages.rows.row_part import RowPart
 from lightrft.stages.rows.row_passes import MicroBatch, RowPasses
+from lightrft.strategy.backend import inner_module
 from lightrft.strategy.distributed.deadlines import phase
 
 # Nats per token between two forward passes of equal weights, by rounding: in float32, in bfloat16.
@@ -235,9 +236,8 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
         logprobs = score_items(passes.model, first, part, passes)
         tokens = logprobs.new_tensor([[row.num_trained for row in item.rows] for item in first])
         distance = (logprobs - self.reference_sums(part, passes)).abs() / tokens
-        worst = passes.strategy.all_reduce(float(distance.max()), op="max")
-        is_bf16 = passes.config.computes_in_bf16(has_gpu=passes.device.type == "cuda")
-        floor = BF16_ROUNDING if is_bf16 else ROUNDING
+        worst = passes.context.all_reduce(float(distance.max()), op="max")
+        floor = BF16_ROUNDING if passes.context.computes_in_bf16 else ROUNDING
         if not worst <= floor:
             raise ModelLoadError(
                 f"model and reference start from the same weights, and differ by {worst:.3g} nats "
@@ -272,7 +272,7 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
         ratios -= self._score_by_reference(items, part, passes)
         kept = ratios[torch.from_numpy(counted).to(ratios.device)]
         both = torch.stack([kept.sum(), kept.new_tensor(float(kept.numel()))])
-        total, count = passes.strategy.reduce_over_data(both, "sum").tolist()
+        total, count = passes.context.reduce_over_data(both, "sum").tolist()
         return max(0.0, total / count) if count else 0.0
 
     def _score_by_reference(
@@ -288,7 +288,7 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
         if self.reference is not None:
             yield self.reference
             return
-        adapted = passes.strategy.unwrap_model(passes.model)
+        adapted = inner_module(passes.model)
         if not isinstance(adapted, LoraActor):
             raise RuntimeError("a reference is needed where there are no adapters to leave out")
         with adapted.adapters_off():
@@ -326,7 +326,7 @@ def of_all_ranks(
     is_counted = torch.from_numpy(part.is_counted).to(stacked.device)
     places = torch.from_numpy(part.places).to(stacked.device)
     whole[places[is_counted]] = stacked[is_counted]
-    return list(passes.strategy.reduce_over_data(whole, "sum").unbind(dim=-1))
+    return list(passes.context.reduce_over_data(whole, "sum").unbind(dim=-1))
 
 
 def counts_of(items: Sequence[Preference]) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from lightrft.strategy.weight_sync.verification import common_hashes, model_hash
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from lightrft.strategy.strategy_base import StrategyBase
+    from lightrft.strategy.backend import Backend
 
 # Of some hundred million answers.
 MAX_FILE_BYTES = 1 << 33
@@ -123,15 +123,15 @@ def origin_of_data(
     return ReferenceOrigin(digest.hexdigest(), hashlib.sha256(template.encode()).hexdigest())
 
 
-def hash_of_start(model: PreparedModel, strategy: StrategyBase) -> str:
+def hash_of_start(model: PreparedModel, backend: Backend) -> str:
     """Hash of the weights a run starts from, without adapters, and their dtype; collective.
 
     The same for every strategy and number of ranks.
     """
     module = inner_module(model)
-    source = replace(engine_source(module, strategy.parameter_source(model)), add_local=None)
+    source = replace(engine_source(module, backend.parameter_source(model)), add_local=None)
     hashes, _ = common_hashes(source, source)
-    dtype = str(strategy.context.compute_dtype).removeprefix("torch.")
+    dtype = str(backend.context.compute_dtype).removeprefix("torch.")
     return f"{model_hash(hashes) % 2**64:016x}-{dtype}"
 
 

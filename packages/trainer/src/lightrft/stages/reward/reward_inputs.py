@@ -22,8 +22,7 @@ from lightrft.models import RewardModel
 from lightrft.models.loading import is_reward_model, load_config
 from lightrft.models.reward_model import ONE_SCORE, LoraRewardModel
 from lightrft.models.score_heads import LAST_TOKEN, pooling_of, score_weights
-from lightrft.models.sequence_model import freeze
-from lightrft.stages.models import configure_model, say_coverage, trained_model
+from lightrft.stages.models import configure_trained, trained_model
 from lightrft.stages.reward.comparisons import Judgement
 from lightrft.stages.reward.reward_objective import (
     Counts,
@@ -40,7 +39,8 @@ from lightrft.stages.rows.row_inputs import (
 )
 from lightrft.stages.rows.row_stage import RowStage
 from lightrft.stages.stage import TrainedModels
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.backend import Backend
+from lightrft.strategy.model_training import ModelTraining
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,10 +61,10 @@ class RewardInputs(RowInputs[Judgement, Counts]):
         """See `RowInputs`."""
         return "judgements"
 
-    def decided(self, config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
+    def decided(self, config: TrainConfig, backend: Backend) -> TrainConfig:
         """See `StageInputs`."""
         # `super` does not see a dataclass with slots.
-        decided = RowInputs.decided(self, config.replaced(_UNUSED), strategy)
+        decided = RowInputs.decided(self, config.replaced(_UNUSED), backend)
         return decided.replaced(dict.fromkeys(_UNUSED))
 
     def introduce(self, say: Callable[[str], None]) -> None:
@@ -74,26 +74,24 @@ class RewardInputs(RowInputs[Judgement, Counts]):
             say(f"warning: {text}")
 
     def load(
-        self, config: TrainConfig, strategy: StrategyBase, num_steps: int
+        self, config: TrainConfig, training: ModelTraining, num_steps: int
     ) -> tuple[TrainedModels, RewardObjective]:
         """See `RowInputs`."""
         model = load_reward_model(config)
-        say_coverage(model, strategy)
         if not model.is_beside:
             model.model.config.pad_token_id = padding_id(self.reading.tokenizer, self.data.rows)
-        configure_model(model, config)
-        freeze(model, config.freeze_prefix)
-        ready = strategy.prepare_reward_model(model, config, num_steps)
+        configure_trained(model, config, training.context)
+        ready = training.prepare_reward_model(model, num_steps)
         trained = trained_model("actor", ready)
         objective = RewardObjective.of(config, trained.model, is_paired=self.data.is_paired)
         return TrainedModels((trained,)), objective
 
     def prove(self, stage: RowStage[Judgement, Counts]) -> None:
         """See `RowInputs`."""
-        model, strategy = stage.models.main.model, stage.strategy
-        change = prove_pooling(model, stage.data.rows, strategy)
+        model, context = stage.models.main.model, stage.strategy.context
+        change = prove_pooling(model, stage.data.rows, context)
         is_last = pooling_of(config_of(model)) == LAST_TOKEN
-        strategy.print(
+        context.print(
             f"scores are {'read at the last token' if is_last else 'pooled over all tokens'} of a "
             f"row: another last token changes them by at least {change:.2g}, and padding does not"
         )

@@ -206,8 +206,7 @@ class RewardObjective(RowObjective[Judgement, Counts]):
     def prove_saved(self, folder: Path, data: RowData[Judgement], passes: RowPasses) -> None:
         """See `prove_published`."""
         passes.model.eval()
-        config, strategy = passes.config, passes.strategy
-        prove_published(passes.model, folder, data.rows, config=config, strategy=strategy)
+        prove_published(passes.model, folder, data.rows, passes.context)
 
 
 def config_of(model: nn.Module) -> PretrainedConfig:

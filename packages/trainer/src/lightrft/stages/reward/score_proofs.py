@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from lightrft.config import ComputeOptions, ConfigError
+from lightrft.config import ConfigError
 from lightrft.models import RewardModel
 from lightrft.models.layout import pad_rows
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.score_heads import score_weights
 from lightrft.stages.reward.comparisons import Judgement
+from lightrft.strategy.backend import inner_module
 
 if TYPE_CHECKING:
-    from lightrft.strategy.strategy_base import StrategyBase
+    from lightrft.strategy.distributed.context import DistributedContext
 
 # Difference of one score in two arithmetics, relative to scores of 1 and more.
 ROUNDING, BF16_ROUNDING = 1e-3, 5e-2
@@ -30,9 +31,7 @@ def prove_published(
     model: nn.Module,
     folder: Path,
     judgements: Sequence[Judgement],
-    *,
-    config: ComputeOptions,
-    strategy: StrategyBase,
+    context: DistributedContext,
 ) -> None:
     """Scores a row by the trained model and by the written one; collective.
 
@@ -43,7 +42,7 @@ def prove_published(
         model: As it was trained, in evaluation mode.
         folder: Of the written model.
         judgements: Training data.
-        config, strategy: Of the run.
+        context: Of the run.
 
     Raises:
         ModelLoadError: A score differs by more than roundings.
@@ -52,15 +51,15 @@ def prove_published(
     if not rows:
         return
     token_ids = torch.from_numpy(min(rows, key=lambda row: len(row.token_ids)).token_ids).long()
-    trained = float(_score(model, token_ids.to(strategy.device)))
+    trained = float(_score(model, token_ids.to(context.device)))
     # By these the first rank says how far both readers are from it.
-    differences = torch.zeros(2, dtype=torch.float64, device=strategy.device)
-    in_bf16 = config.computes_in_bf16(has_gpu=strategy.device.type == "cuda")
-    if strategy.is_rank_0():
+    differences = torch.zeros(2, dtype=torch.float64, device=context.device)
+    in_bf16 = context.computes_in_bf16
+    if context.is_rank_0():
         dtype = "bfloat16" if in_bf16 else "float32"
         found = [value - trained for value in _published_scores(folder, token_ids, dtype)]
         differences[: len(found)] = torch.tensor(found, dtype=torch.float64)
-    differences = strategy.all_reduce(differences, "sum")
+    differences = context.all_reduce(differences, "sum")
     floor = BF16_ROUNDING if in_bf16 else ROUNDING
     for reader, difference in zip(("lightrft", "transformers"), differences.tolist(), strict=True):
         # Written so that NaN fails.
@@ -91,14 +90,14 @@ def _published_scores(folder: Path, token_ids: Tensor, dtype: str) -> list[float
 
 
 def prove_pooling(
-    model: nn.Module, judgements: Sequence[Judgement], strategy: StrategyBase
+    model: nn.Module, judgements: Sequence[Judgement], context: DistributedContext
 ) -> float:
     """Proves that the score of a row depends on its last token and on no padding; collective.
 
     Args:
         model: Prepared.
         judgements: Training data.
-        strategy: Of the run.
+        context: Of the run.
 
     Returns:
         By how much a score at least changes with the last token.
@@ -109,8 +108,8 @@ def prove_pooling(
     texts = [row.token_ids.tolist() for each in judgements[:8] for row in each.rows]
     # Without its last token the shortest row is padded, also where all are of one length.
     texts = [min(texts, key=len)[:-1], max(texts, key=len)]
-    token_ids, attention_mask = pad_rows(texts, strategy.device)
-    config = cast("RewardModel", strategy.unwrap_model(model)).config
+    token_ids, attention_mask = pad_rows(texts, context.device)
+    config = cast("RewardModel", inner_module(model)).config
     size = config.get_text_config().vocab_size
     is_last = attention_mask & (attention_mask.cumsum(1) == attention_mask.sum(1, keepdim=True))
     padded = torch.where(attention_mask, token_ids, 1)

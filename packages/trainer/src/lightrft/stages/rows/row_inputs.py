@@ -22,27 +22,26 @@ from lightrft.datasets.row_origin import check_tokens
 from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.models import load_tokenizer
 from lightrft.models.loading import load_config
-from lightrft.models.sequence_model import freeze
 from lightrft.models.statements import Statements, read_statements
-from lightrft.stages.machine_choices import decide_by_machine, read_model_facts
 from lightrft.stages.modality import load_modality
 from lightrft.stages.models import (
-    configure_model,
+    configure_trained,
     load_policy,
     prove_models,
-    say_coverage,
     trained_model,
 )
 from lightrft.stages.opening import (
     check_parts,
-    opening_line,
+    decide_by_files,
     rows_within_context,
     shared_prompts,
 )
 from lightrft.stages.rows.row_objective import Known, RowObjective
 from lightrft.stages.rows.row_stage import RowStage, num_updates
 from lightrft.stages.stage import TrainedModels
+from lightrft.strategy.backend import Backend
 from lightrft.strategy.distributed.deadlines import phase
+from lightrft.strategy.model_training import ModelTraining
 from lightrft.strategy.strategy_base import StrategyBase
 
 if TYPE_CHECKING:
@@ -97,14 +96,11 @@ class RowInputs(ABC, Generic[Item, Known]):
         """Word for an item, in the plural."""
         return "rows"
 
-    def decided(self, config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
+    def decided(self, config: TrainConfig, backend: Backend) -> TrainConfig:
         """See `StageInputs`; no logits of all tokens are held unless asked for."""
-        facts = read_model_facts(config, strategy)
-        strategy.check_model_size(facts.num_weights)
-        strategy.print(opening_line(config, strategy, facts.num_weights))
         if config.fused_linear_logprob is None:
             config = config.replaced({"fused_linear_logprob": True})
-        return decide_by_machine(config, strategy, facts=facts)
+        return decide_by_files(config, backend)
 
     def build(self, config: TrainConfig, strategy: StrategyBase) -> RowStage[Item, Known]:
         """See `StageInputs`."""
@@ -117,11 +113,11 @@ class RowInputs(ABC, Generic[Item, Known]):
         for line in shared_prompts(trained, held_out, self.item_name):
             strategy.print(line)
         with phase("load the models", timedelta(minutes=config.timeout_minutes)):
-            models, objective = self.load(config, strategy, num_steps)
+            models, objective = self.load(config, strategy.training, num_steps)
         if objective.syncs_engine:
             model = models.main.model
             each = (model, *objective.frozen)
-            config = prove_models(config, strategy, each, kept=objective.kept_dropout)
+            config = prove_models(config, strategy.context, each, kept=objective.kept_dropout)
             strategy.setup_inference_engine(config, config.engine_type, actor=model)
         stage = RowStage(config, strategy, models, self.data, self.held_out, objective)
         stage.text_part = self.reading.text_part
@@ -135,7 +131,7 @@ class RowInputs(ABC, Generic[Item, Known]):
 
     @abstractmethod
     def load(
-        self, config: TrainConfig, strategy: StrategyBase, num_steps: int
+        self, config: TrainConfig, training: ModelTraining, num_steps: int
     ) -> tuple[TrainedModels, RowObjective[Item, Known]]:
         """Load and prepare the models, and build the objective; collective."""
 
@@ -262,20 +258,18 @@ def option_problems(config: TrainConfig, num_processes: int, command: str) -> li
     return found + [line.replace("rollout_batch_size", "train_batch_size") for line in lines]
 
 
-def build_model(config: TrainConfig, strategy: StrategyBase, max_steps: int) -> TrainedModels:
+def build_model(config: TrainConfig, training: ModelTraining, max_steps: int) -> TrainedModels:
     """Loads and prepares the model that is trained.
 
     Args:
         config: Its path and options.
-        strategy: Prepares it.
+        training: Prepares it.
         max_steps: Optimizer steps of the run, for the learning rate schedule.
     """
-    with strategy.init_model_context(config.meta_init):
+    with training.backend.init_model_context(config.meta_init):
         actor = load_policy(str(config.pretrain), config)
-    say_coverage(actor, strategy)
-    configure_model(actor, config)
-    freeze(actor, config.freeze_prefix)
-    ready, *_ = strategy.prepare_models_and_optimizers(actor, None, None, None, config, max_steps)
+    configure_trained(actor, config, training.context)
+    ready, _ = training.prepare_models(actor, max_steps=max_steps)
     return TrainedModels((trained_model("actor", ready),))
 
 

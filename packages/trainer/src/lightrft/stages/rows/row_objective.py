@@ -18,6 +18,7 @@ from lightrft.stages.stage import KeptDropout, Step, record_total
 
 if TYPE_CHECKING:
     from lightrft.stages.observer import Facts
+    from lightrft.strategy.engine.session import EngineSession
 
 Known = TypeVar("Known")
 
@@ -89,8 +90,10 @@ class RowObjective(Protocol, Generic[Item, Known]):
         """Models that score beside the trained one."""
         return ()
 
-    def drawn(self, items: tuple[Item, ...], step: Step, passes: RowPasses) -> tuple[Item, ...]:
-        """Return the items of a step, as they are trained on; collective."""
+    def drawn(
+        self, items: tuple[Item, ...], step: Step, passes: RowPasses, session: EngineSession
+    ) -> tuple[Item, ...]:
+        """Return the items of a step with what the engine samples for them; collective."""
         return items
 
     def measure(self, part: RowPart[Item], passes: RowPasses, number: int = 0) -> Known:
@@ -145,8 +148,8 @@ class RowObjective(Protocol, Generic[Item, Known]):
         if part.num_counted == 0:
             spare.forget()
             metrics = spare
-        record_total("loss", passes.strategy, metrics)
-        return metrics.reduce(passes.strategy)
+        record_total("loss", passes.context, metrics)
+        return metrics.reduce(passes.context)
 
     def doubts(
         self, held_out: Mapping[str, float], trained: Mapping[str, float] | None, num_items: int

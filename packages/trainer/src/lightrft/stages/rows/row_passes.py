@@ -17,7 +17,7 @@ from lightrft.stages.rows.padded_rows import PaddedRows, pad, score_padded
 from lightrft.stages.rows.row_part import RowPart, shared_part
 
 if TYPE_CHECKING:
-    from lightrft.strategy.strategy_base import StrategyBase
+    from lightrft.strategy.distributed.context import DistributedContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +41,20 @@ class RowPasses:
 
     Args:
         config: Options of the run.
-        strategy: Trains over ranks.
+        context: Ranks that train.
         model: The model that is trained.
         pixels: Reads images and videos of the rows.
     """
 
     config: TrainConfig
-    strategy: StrategyBase
+    context: DistributedContext
     model: nn.Module
     pixels: RowPixels = TEXT_ALONE
 
     @property
     def device(self) -> torch.device:
         """Where rows go."""
-        return self.strategy.device
+        return self.context.device
 
     def pad(self, items: Sequence[RowGroup], places: Sequence[int] = ()) -> PaddedRows:
         """Lay out the rows of some items as tensors.
@@ -73,7 +73,7 @@ class RowPasses:
 
     def shared_part(self, items: Sequence[Item]) -> RowPart[Item]:
         """See `lightrft.stages.rows.row_part.shared_part`."""
-        return shared_part(items, self.config, self.strategy.context)
+        return shared_part(items, self.config, self.context)
 
     def score(self, rows: PaddedRows, token_loss: TokenLossFunction | None = None) -> ActorOutput:
         """Compute the logprobs of trained tokens under the trained model."""

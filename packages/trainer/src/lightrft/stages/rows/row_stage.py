@@ -23,6 +23,7 @@ from lightrft.stages.rows.row_passes import RowPasses
 from lightrft.stages.stage import Stage, Step, TrainedModels, Work, optimizer_step, record_total
 
 if TYPE_CHECKING:
+    from lightrft.strategy.distributed.context import DistributedContext
     from lightrft.strategy.strategy_base import StrategyBase
 
 
@@ -55,13 +56,13 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
         self.syncs_engine = objective.syncs_engine
         model = models.main.model
         self.config = configure_models(
-            config, strategy, [model, *objective.frozen], kept=objective.kept_dropout
+            config, strategy.context, [model, *objective.frozen], kept=objective.kept_dropout
         )
         for each in objective.frozen:
             each.eval()
         rows = (row for item in (*data.rows, *self.held_out) for row in item.rows)
         pixels = RowPixels.of(data.encoder, rows)
-        self.passes = RowPasses(self.config, strategy, model, pixels)
+        self.passes = RowPasses(self.config, strategy.context, model, pixels)
         size = config.train_batch_size // strategy.world_size
         self.loader = strategy.setup_dataloader(data, size, collate_fn=list)
         most = max(len(item.rows) for item in data.rows)
@@ -74,8 +75,10 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
 
     def draw(self, step: Step) -> RowBatch[Item, Known]:
         """See `Stage`; every rank learns all items, so that long ones are shared out evenly."""
-        items = tuple(self.data.rows[place] for place in drawn_places(step, self.strategy))
-        items = self.objective.drawn(items, step, self.passes)
+        places = drawn_places(step, self.strategy.context)
+        items = tuple(self.data.rows[place] for place in places)
+        if self.syncs_engine:
+            items = self.objective.drawn(items, step, self.passes, self.strategy.session)
         name = self.objective.measured_as
         with nullcontext() if name is None else step.timer.stage(name):
             return self.batch_of(items, step.number)
@@ -99,13 +102,13 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
         result = optimizer_step(
             model,
             [shares(where) for where in part.slices],
-            strategy=self.strategy,
+            training=self.strategy.training,
             metrics=step.metrics,
             timeout_minutes=self.config.timeout_minutes,
         )
         observer.end_update(result)
         observer.finish()
-        record_total("loss", self.strategy, step.metrics)
+        record_total("loss", self.strategy.context, step.metrics)
         if step.number == step.num_planned:
             objective.conclude(self.data, self.passes)
         lengths = np.array(batch.lengths, dtype=np.int64)
@@ -120,7 +123,8 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
         rows = ObservedRows(
             [item.rows for item in items], places, len(data), self.objective.facts(items)
         )
-        of_run = (step.num_planned, self.config, self.strategy, self.models)
+        backend, engine = self.strategy.backend, self.strategy.inference_engine
+        of_run = (step.num_planned, self.config, backend, engine, self.models)
         return ObservedStep(self.objective.name, step.number, *of_run, rows)
 
     def _share(
@@ -180,7 +184,7 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
         self.objective.close()
 
 
-def drawn_places(step: Step, strategy: StrategyBase) -> list[int]:
+def drawn_places(step: Step, context: DistributedContext) -> list[int]:
     """Return the places of the items that all ranks draw for a step, in order; collective.
 
     Raises:
@@ -189,7 +193,7 @@ def drawn_places(step: Step, strategy: StrategyBase) -> list[int]:
     if step.data is None:
         raise RuntimeError("steps on given rows draw them from a loader")
     local = cast("Sequence[int]", step.data.next_batch())
-    shares: list[list[int]] = strategy.gather_objects(list(local))
+    shares: list[list[int]] = context.gather_objects(list(local))
     return sorted(place for share in shares for place in share)
 
 

@@ -20,7 +20,7 @@ from lightrft.stages.rows.row_inputs import (
 )
 from lightrft.stages.stage import TrainedModels
 from lightrft.stages.supervised.supervised_objective import SupervisedObjective
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.model_training import ModelTraining
 
 
 class SupervisedInputs(RowInputs[SupervisedRow, Tensor]):
@@ -32,10 +32,10 @@ class SupervisedInputs(RowInputs[SupervisedRow, Tensor]):
         say(shown_mask(self.data.rows[0], self.reading.tokenizer))
 
     def load(
-        self, config: TrainConfig, strategy: StrategyBase, num_steps: int
+        self, config: TrainConfig, training: ModelTraining, num_steps: int
     ) -> tuple[TrainedModels, SupervisedObjective]:
         """See `RowInputs`."""
-        return build_model(config, strategy, num_steps), SupervisedObjective.of(config)
+        return build_model(config, training, num_steps), SupervisedObjective.of(config)
 
 
 def read_inputs(config: TrainConfig) -> SupervisedInputs:

@@ -96,7 +96,7 @@ def count_trained(part: RowPart[SupervisedRow], passes: RowPasses, aggregation: 
     masks = [torch.from_numpy(row.is_trained)[None] for row in part.local_items]
     counts = [local_normalizer(mask, aggregation) for mask in masks[: part.num_counted]]
     total = sum(counts, torch.zeros((), dtype=torch.float64))
-    return passes.strategy.reduce_over_data(total.to(passes.device), "sum")
+    return passes.context.reduce_over_data(total.to(passes.device), "sum")
 
 
 def evaluate_rows(part: RowPart[SupervisedRow], passes: RowPasses) -> dict[str, float]:

@@ -40,7 +40,7 @@ from lightrft.stages.policy.rewards import (
     reward_recipes,
 )
 from lightrft.strategy import get_strategy
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.distributed.context import DistributedContext
 
 RESPONSES_FILE = "responses.jsonl"
 
@@ -128,8 +128,8 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         prove_model(model, strategy.context, is_random=True)
         models = build_model_rewards(
             config,
-            strategy,
-            prepare_reward_models(config, strategy),
+            strategy.backend,
+            prepare_reward_models(config, strategy.backend),
             tokenizer=tokenizer,
             recipes=recipes,
         )
@@ -139,7 +139,7 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
             SourceParts(strategy.session, config, tokenizer, reward, models, modality.encoder),
             environments.source,
         )
-        result, tables = _sample_passes(config, settings, sampler, prompts, strategy, log)
+        result, tables = _sample_passes(config, settings, sampler, prompts, strategy.context, log)
         if strategy.is_rank_0():
             # The result says that all is there.
             write_responses(config, prompts, tables, tokenizer)
@@ -153,7 +153,7 @@ def _sample_passes(
     settings: EvalSettings,
     sampler: RolloutSampler,
     prompts: Sequence[Prompt],
-    strategy: StrategyBase,
+    context: DistributedContext,
     log: RolloutLog,
 ) -> tuple[EvalResult, dict[str, SampleTable]]:
     """The result of all passes, and on the first rank all responses of each.
@@ -165,12 +165,12 @@ def _sample_passes(
     for number, (name, params) in enumerate(sampling(config, settings).items()):
         own, table = sampler.sample_all(prompts, params)
         if config.save_rollouts:
-            log.log(number, own, strategy.context)
+            log.log(number, own, context)
         metrics |= summarise(name, table, settings, params.n)
         found = position_metrics(table, prompts)
         metrics |= {f"{name}/{metric}": value for metric, value in found.items()}
-        wanted = [np.arange(len(table) if rank == 0 else 0) for rank in range(strategy.world_size)]
-        tables[name] = deliver_rows(table, tabulate(own), wanted, strategy.context)
+        wanted = [np.arange(len(table) if rank == 0 else 0) for rank in range(context.world_size)]
+        tables[name] = deliver_rows(table, tabulate(own), wanted, context)
     return EvalResult(len(prompts), metrics), tables
 
 

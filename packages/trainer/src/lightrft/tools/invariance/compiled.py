@@ -123,9 +123,9 @@ def try_cells(rank: int, world_size: int, cells: list[Cell], path: str, file: Pa
 
 def seconds_of_step(cell: Cell, path: str, tokens: int) -> float:
     """Median seconds of forward and backward pass over one row, once all is compiled."""
-    strategy = make_strategy(cell)
-    ready = prepare(strategy, cell, path, lambda model: SGD(model.parameters(), lr=0.0))
-    model, optimizer, device = ready.model, ready.optimizer, strategy.device
+    training = make_strategy(cell).training
+    ready = prepare(training, cell, path, lambda model: SGD(model.parameters(), lr=0.0))
+    model, optimizer, device = ready.model, ready.optimizer, training.context.device
     assert model is not None
     assert optimizer is not None
     token_ids = torch.arange(tokens, device=device)[None] % 97 + 3
@@ -134,7 +134,7 @@ def seconds_of_step(cell: Cell, path: str, tokens: int) -> float:
     def step() -> float:
         begin = _now(device)
         loss: Tensor = -model(token_ids, mask).logprobs.mean()
-        strategy.backward(loss, model, optimizer)
+        training.backward(loss, model, optimizer)
         return _now(device) - begin
 
     for _ in range(2):

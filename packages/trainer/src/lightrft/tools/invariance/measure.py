@@ -25,7 +25,8 @@ from lightrft.models import Actor, ActorOutput, Critic, load_config
 from lightrft.models.statements import vocabulary_of
 from lightrft.models.ulysses import LayoutRefusedError
 from lightrft.strategy import get_fake_strategy, get_strategy
-from lightrft.strategy.backend import PreparedModel
+from lightrft.strategy.backend import Backend, PreparedModel, inner_module
+from lightrft.strategy.model_training import ModelTraining
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
@@ -92,7 +93,7 @@ def make_strategy(cell: Cell) -> StrategyBase:
 
 
 def prepare(
-    strategy: StrategyBase, cell: Cell, path: str, make_optimizer: Callable[[nn.Module], Optimizer]
+    training: ModelTraining, cell: Cell, path: str, make_optimizer: Callable[[nn.Module], Optimizer]
 ) -> PreparedModel:
     """The cell's model, laid out, sharded and with its optimizer."""
     model: Actor | Critic
@@ -108,37 +109,37 @@ def prepare(
     if cell.recomputes:
         model.gradient_checkpointing_enable()
     module: nn.Module = model.train()
-    if strategy.backend.wraps_before_optimizer:
+    if training.backend.wraps_before_optimizer:
         size = 2 if cell.backend == "hsdp" else -1
-        module = strategy.prepare_model(module, is_training=True, shard_size=size)
-    ready: PreparedModel = strategy.prepare((module, make_optimizer(module), None))  # type: ignore[assignment]
-    return ready
+        module = training.backend.prepare_model(module, is_training=True, shard_size=size)
+    return training.with_optimizer(module, make_optimizer(module))
 
 
 def take_step(
-    strategy: StrategyBase, ready: PreparedModel, cell: Cell, rows: LossRows
+    training: ModelTraining, ready: PreparedModel, cell: Cell, rows: LossRows
 ) -> StepResult:
     """One optimizer step on this rank's rows."""
     model, optimizer = ready.model, ready.optimizer
     if model is None or optimizer is None:
         raise ValueError("a step needs a model and its optimizer")
-    own = list(range(strategy.data_rank, NUM_ROWS, strategy.num_data_ranks))
-    device = strategy.device
+    context = training.context
+    own = list(range(context.data_rank, NUM_ROWS, context.num_data_ranks))
+    device = context.device
     num_tokens = local_normalizer(rows.select(own, device).response_mask, "token-mean")
-    normalizer = strategy.reduce_over_data(num_tokens, "sum")
+    normalizer = context.reduce_over_data(num_tokens, "sum")
     outputs = torch.zeros_like(rows.advantages)
     slices = micro_slices(0, len(own), cell.micro_batch_size)
     loss = 0.0
-    with strategy.accumulation(len(slices), optimizer):
+    with training.accumulation(len(slices), optimizer):
         for part in slices:
             micro = rows.select(own[part], device)
             share, found = loss_share(model, cell, micro, normalizer)
-            strategy.backward(share, model, optimizer)
-            strategy.optimizer_step(optimizer, model, None)
+            training.backward(share, model, optimizer)
+            training.optimizer_step(optimizer, model, None)
             loss += share.item()
             found = torch.where(micro.response_mask, found.detach(), 0.0)
             outputs[own[part], : found.shape[1]] = found.cpu()
-    return StepResult(strategy.reduce_over_data(loss, "sum"), outputs, own)
+    return StepResult(context.reduce_over_data(loss, "sum"), outputs, own)
 
 
 def loss_share(
@@ -178,11 +179,11 @@ def write_reference(path: str, role: Role, file: Path) -> None:
         file: Where the results go.
     """
     cell = replace(REFERENCE, role=role)
-    strategy = make_strategy(cell)
+    training = make_strategy(cell).training
     rows = rows_of(path)[0]
     results: dict[str, Tensor] = {}
-    ready = prepare(strategy, cell, path, lambda model: SGD(model.parameters(), lr=0.0))
-    weights = dict(checkpoint_module(strategy.unwrap_model(ready)).named_parameters())
+    ready = prepare(training, cell, path, lambda model: SGD(model.parameters(), lr=0.0))
+    weights = dict(checkpoint_module(inner_module(ready)).named_parameters())
     gradients = {}
 
     def keep_gradients(*_: object) -> None:
@@ -192,14 +193,14 @@ def write_reference(path: str, role: Role, file: Path) -> None:
 
     optimizer = cast("SGD", ready.optimizer)
     optimizer.register_step_pre_hook(keep_gradients)
-    step = take_step(strategy, ready, cell, rows)
+    step = take_step(training, ready, cell, rows)
     results |= {f"gradient/{n}": g.cpu() for n, g in gradients.items()}
     size = _norm(weights.values()) / _norm(gradients.values())
     rate = 2.0 ** round(math.log2(SGD_MOVE * size))  # exact to multiply with
     optimizer.param_groups[0]["lr"] = rate
-    take_step(strategy, ready, cell, rows)
+    take_step(training, ready, cell, rows)
     results |= {f"weights/{n}": p.detach().cpu().clone() for n, p in weights.items()}
-    _, moved = adam_steps(strategy, cell, path)
+    _, moved = adam_steps(training, cell, path)
     results |= {f"update/{n}": value.cpu() for n, value in moved.items()}
     results["outputs"] = step.outputs
     results["numbers"] = torch.tensor([step.loss, rate], dtype=torch.float64)
@@ -221,47 +222,47 @@ def rows_of(path: str) -> tuple[LossRows, LossRows]:
     return first, second
 
 
-def measure(strategy: StrategyBase, cell: Cell, path: str, reference: Path) -> Deviations:
+def measure(training: ModelTraining, cell: Cell, path: str, reference: Path) -> Deviations:
     """Carries out the step as the cell says. Collective; the same result on every rank.
 
     Args:
-        strategy: Of the cell's backend, number of ranks, `sp_size` and dtype.
+        training: Of the cell's backend, number of ranks, `sp_size` and dtype.
         cell: How.
         path: Checkpoint of the model.
         reference: A file of `write_reference` for this model and role.
     """
     expected = load_file(reference)
     loss, rate = expected["numbers"].tolist()
-    ready = prepare(strategy, cell, path, lambda model: SGD(model.parameters(), lr=rate))
-    before = local_values(strategy.parameter_source(ready))
-    step = take_step(strategy, ready, cell, rows_of(path)[0])
-    after = local_values(strategy.parameter_source(ready))
-    weights = deviation(strategy, ready, after, expected, "weights")
+    ready = prepare(training, cell, path, lambda model: SGD(model.parameters(), lr=rate))
+    before = local_values(training.backend.parameter_source(ready))
+    step = take_step(training, ready, cell, rows_of(path)[0])
+    after = local_values(training.backend.parameter_source(ready))
+    weights = deviation(training.backend, ready, after, expected, "weights")
     read_off = {name: (before[name] - value) / rate for name, value in after.items()}
-    gradient = deviation(strategy, ready, read_off, expected, "gradient")
+    gradient = deviation(training.backend, ready, read_off, expected, "gradient")
     del ready
-    ready, moved = adam_steps(strategy, cell, path)
+    ready, moved = adam_steps(training, cell, path)
     difference = (step.outputs - expected["outputs"])[step.rows].abs().max()
     scale = 1.0 if cell.role == "actor" else float(expected["outputs"].abs().max())
     return Deviations(
-        outputs=strategy.all_reduce(float(difference), "max") / scale,
+        outputs=training.context.all_reduce(float(difference), "max") / scale,
         loss=abs(step.loss - loss) / abs(loss),
         weights=weights[0],
         gradient=gradient[0],
         gradient_tensor=gradient[1],
-        update=deviation(strategy, ready, moved, expected, "update")[0],
+        update=deviation(training.backend, ready, moved, expected, "update")[0],
     )
 
 
 def adam_steps(
-    strategy: StrategyBase, cell: Cell, path: str
+    training: ModelTraining, cell: Cell, path: str
 ) -> tuple[PreparedModel, dict[str, Tensor]]:
     """The model after two steps of AdamW, and how far this rank's shards have moved."""
-    ready = prepare(strategy, cell, path, lambda m: strategy.create_optimizer(m, lr=ADAM_RATE))
-    before = local_values(strategy.parameter_source(ready))
+    ready = prepare(training, cell, path, lambda m: training.create_optimizer(m, lr=ADAM_RATE))
+    before = local_values(training.backend.parameter_source(ready))
     for rows in rows_of(path):
-        take_step(strategy, ready, cell, rows)
-    after = local_values(strategy.parameter_source(ready))
+        take_step(training, ready, cell, rows)
+    after = local_values(training.backend.parameter_source(ready))
     return ready, {name: value - before[name] for name, value in after.items()}
 
 
@@ -303,7 +304,7 @@ def measure_cells(
         if key not in strategies:
             strategies[key] = make_strategy(key)
         try:
-            results.append(measure(strategies[key], cell, path, Path(reference)))
+            results.append(measure(strategies[key].training, cell, path, Path(reference)))
         except LayoutRefusedError as refusal:  # by all ranks alike
             results.append(str(refusal))
     return results
@@ -318,7 +319,7 @@ def local_values(source: ParameterSource) -> dict[str, Tensor]:
 
 
 def deviation(
-    strategy: StrategyBase,
+    backend: Backend,
     ready: PreparedModel,
     found: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
@@ -327,13 +328,13 @@ def deviation(
     """||found - expected|| / ||expected||, over all parameters and for the worst one. Collective.
 
     Args:
-        strategy: Sums over ranks.
+        backend: Prepared the model.
         ready: The model, which says which range of a parameter this rank holds.
         found: This rank's flat shard of each parameter.
         expected: Whole parameters, of any shape; the same on every rank.
         kind: Which of those in `expected`.
     """
-    source = strategy.parameter_source(ready)
+    source = backend.parameter_source(ready)
     rank = local_rank_in(source.group)
     sizes, sums = [], []
     for entry in source.parameters():
@@ -344,7 +345,7 @@ def deviation(
         squares = [difference.double().square().sum(), own.double().square().sum()]
         sizes.append(entry.numel)
         sums.append(torch.stack([*squares, squares[0].new_tensor(float(own.numel()))]).cpu())
-    total = strategy.all_reduce(torch.stack(sums), "sum")  # [parameters, 3]
+    total = backend.context.all_reduce(torch.stack(sums), "sum")  # [parameters, 3]
     # Ranks that hold the same values are counted once.
     copies = total[:, 2] / torch.tensor(sizes, dtype=torch.float64).clamp(min=1)
     differences, norms = (total[:, 0] / copies).sqrt(), (total[:, 1] / copies).sqrt()

@@ -11,6 +11,7 @@ import torch
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.engines.factory import resolve_engine_type
 from lightrft.stages.stage import StageInputs
+from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.tools.plan.memory import (
     TOLERANCE,
@@ -58,7 +59,7 @@ def check_budget(
         return config
     items = () if inputs is None else inputs.items()
     try:
-        setup = machine_setup(config, strategy)
+        setup = machine_setup(config, strategy.context)
         if items:
             setup = replace(
                 setup,
@@ -72,7 +73,7 @@ def check_budget(
 
         config = settle(setup, strategy.print, agree=None if resumes else least)
         phases = plan_memory(replace(setup, config=config)).phases
-        strategy.planned_bytes = {phase.name: phase.allocated_bytes for phase in phases}
+        strategy.context.planned_bytes = {phase.name: phase.allocated_bytes for phase in phases}
         return config
     except ConfigError as error:  # a plan that cannot be made refuses no run
         strategy.print(f"memory is not planned: {error}")
@@ -133,21 +134,21 @@ def is_hopeless(plan: MemoryPlan) -> bool:
     return lacks_share or plan.worst.device_bytes > plan.tolerance * plan.usable_bytes
 
 
-def machine_setup(config: TrainConfig, strategy: StrategyBase) -> Setup:
+def machine_setup(config: TrainConfig, context: DistributedContext) -> Setup:
     """The run on this machine; its smallest rank counts, so that all ranks decide alike."""
-    own = device_bytes(strategy.device)
-    has_gpu = strategy.all_reduce(int(own is None), op="max") == 0
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or strategy.world_size)
+    own = device_bytes(context.device)
+    has_gpu = context.all_reduce(int(own is None), op="max") == 0
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or context.world_size)
     host = psutil.virtual_memory().available / ranks
     capacity = own if has_gpu and own is not None else host
-    capacity, host = (-float(strategy.all_reduce(-x, op="max")) for x in (capacity, host))
+    capacity, host = (-float(context.all_reduce(-x, op="max")) for x in (capacity, host))
     engine = config.engine_type
     if config.rollout_ranks and not config.devices_shared:
         engine = ""
     return Setup(
         config=config,
         actor_size=read_model_size(str(config.pretrain)),
-        world_size=strategy.world_size,
+        world_size=context.world_size,
         ranks_per_node=ranks,
         has_gpu=has_gpu,
         capacity_bytes=capacity,

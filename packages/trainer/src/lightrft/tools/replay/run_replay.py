@@ -28,7 +28,9 @@ from lightrft.rollout.environments.journal import (
 from lightrft.rollout.sampler import training_params
 from lightrft.stages.models import load_policy
 from lightrft.strategy import get_strategy
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.backend import PreparedModel, WantedState
+from lightrft.strategy.checkpoints.checkpoints import Checkpoints
+from lightrft.strategy.weight_sync.sync import WeightSyncReport
 from lightrft.tools.audit.record import named, read_record, recorded_steps
 from lightrft.tools.replay.journal_rounds import Replay, replay_journal
 from lightrft.tools.report.run_data import NotARunError
@@ -65,11 +67,11 @@ def replay_run(run: Path, step: int | None) -> tuple[int, Replay]:
     tokenizer = load_tokenizer(str(config.pretrain), config)
     found = Replay()
     with get_strategy(config) as strategy:
-        actor = _prepared_actor(run, step, config, strategy)
+        actor = _prepared_actor(run, step, config, strategy.checkpoints)
         strategy.setup_inference_engine(config, config.engine_type, actor=actor)
         strategy.update_engine_weights(actor)
         for recorded in journals:
-            _check_weights(recorded, strategy, step)
+            _check_weights(recorded, strategy.last_weight_sync, step)
 
         def generate(params: SamplingParams, requests: list[GenerationRequest]) -> list[Completion]:
             made: list[Completion] = strategy.gather_and_generate(
@@ -177,16 +179,19 @@ def _check_headers(
         )
 
 
-def _prepared_actor(run: Path, step: int, config: TrainConfig, strategy: StrategyBase) -> nn.Module:
+def _prepared_actor(
+    run: Path, step: int, config: TrainConfig, checkpoints: Checkpoints
+) -> nn.Module:
     """The actor with the weights that sampled a step: of the start, of an audit, a checkpoint."""
     asked, step = step, max(1, step - config.rollout_lag)
-    with strategy.init_model_context():
+    backend = checkpoints.training.backend
+    with backend.init_model_context():
         actor = load_policy(str(config.pretrain), config)
     if step > 1 and step in recorded_steps(run):
         state = read_record(run, step).state("before", "actor")
         actor.load_state_dict(named(state, "weight"), strict=False)
-        return strategy.prepare_model(actor)
-    model = strategy.prepare_model(actor)
+        return backend.prepare_model(actor)
+    model = backend.prepare_model(actor)
     if step > 1:
         folder, tag = Path(config.checkpoint_dir) / "_actor", f"global_step{step - 1}"
         if not (folder / tag).is_dir():
@@ -194,13 +199,14 @@ def _prepared_actor(run: Path, step: int, config: TrainConfig, strategy: Strateg
                 f"step {asked} was sampled with weights that are gone: train with --audit_every K, "
                 f"or keep checkpoint {tag}; step 1 can always be replayed"
             )
-        strategy.load_ckpt(model, str(folder), tag, load_module_only=True)
+        wanted = WantedState(optimizer=False, scheduler=False, rng=False)
+        checkpoints.load(folder, tag, PreparedModel(model, None, None), wanted)
     return model
 
 
-def _check_weights(recorded: Recorded, strategy: StrategyBase, step: int) -> None:
+def _check_weights(recorded: Recorded, sync: WeightSyncReport | None, step: int) -> None:
     """Raises unless the engine holds the weights that sampled the journal."""
-    sync, before = strategy.last_weight_sync, recorded.header.get("weights")
+    before = recorded.header.get("weights")
     if sync is not None and before and sync.engine_hash and sync.engine_hash != before:
         raise ConfigError(
             f"the weights found for step {step} are not those that sampled it: their hashes are "

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightrft.config import TrainConfig
-from lightrft.datasets import collate_prompts
-from lightrft.datasets.batch_stream import BatchStream
+from lightrft.datasets.batch_stream import Batches, BatchStream
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.experience.maker import give_rows
@@ -24,7 +23,10 @@ from lightrft.stages.policy.maker import SampleLogs, sample_ahead, take_step
 from lightrft.stages.policy.rewards import build_trainer_rewards
 from lightrft.stages.policy.split.messages import DrawnReport, SampledStep, Start
 from lightrft.stages.policy.step_metrics import rollout_means
+from lightrft.strategy.backend import Backend
+from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import StepTimer
+from lightrft.strategy.engine.session import EngineSession
 from lightrft.strategy.fsdp2.strategy import FSDPV2Strategy
 from lightrft.strategy.split.bridge import Bridge
 from lightrft.strategy.split.remote_engine import engine_handlers
@@ -59,7 +61,9 @@ class Generator:
     Args:
         config: Of the run, as the ranks that train have it.
         bridge: To them.
-        strategy: Of this side, with its engine.
+        session: The engine of this side.
+        context: Ranks of this side.
+        loader: Prompts of this rank.
         sampler: Generates and scores.
         inputs: Prompts of training and evaluation.
         logs: Receive samples.
@@ -68,7 +72,9 @@ class Generator:
 
     config: TrainConfig
     bridge: Bridge
-    strategy: StrategyBase
+    session: EngineSession
+    context: DistributedContext
+    loader: Batches[Prompt]
     sampler: RolloutSampler
     inputs: PolicyInputs
     logs: SampleLogs
@@ -87,7 +93,7 @@ class Generator:
             "save": self.save,
             "evaluate": self.evaluate,
         }
-        return own | engine_handlers(self.strategy.session.running, self.bridge)
+        return own | engine_handlers(self.session.running, self.bridge)
 
     def draw(
         self, number: int, last: int, start: Start | None, sync: WeightSyncReport | None
@@ -102,7 +108,7 @@ class Generator:
         if start is not None:
             self._begin(number - 1, start)
         before, timer = self.flights[number - 1], StepTimer(number)
-        session = self.strategy.session
+        session = self.session
         session.last_weight_sync = sync
         session.take_work()  # of an evaluation
         # The step itself first, where nothing is in flight: the others wait for it.
@@ -128,7 +134,7 @@ class Generator:
         )
 
     def _begin(self, num_steps: int, start: Start) -> None:
-        context, self._num_planned = self.strategy.context, start.num_planned
+        context, self._num_planned = self.context, start.num_planned
         self.flights[num_steps] = from_parts(
             start.parts,
             start.num_requests,
@@ -136,13 +142,8 @@ class Generator:
             world_size=context.world_size,
             media=media_of(self.inputs.prompts.prompts),
         )
-        loader = self.strategy.setup_dataloader(
-            self.inputs.prompts,
-            self.config.rollout_batch_size // context.world_size,
-            collate_fn=collate_prompts,
-        )
         self._data = BatchStream(
-            loader,
+            self.loader,
             world_size=context.world_size,
             episode=start.episode,
             num_consumed=start.num_consumed,
@@ -175,11 +176,11 @@ class Generator:
         encoder = self.inputs.environments.encoder
         with self.bridge.meeting():
             give_rows(samples, self.config, number - 1, self.bridge, side.num_training, encoder)
-        self.logs.write_samples(number, samples.scored, self.strategy.context)
+        self.logs.write_samples(number, samples.scored, self.context)
 
     def save(self, num_steps: int) -> None:
         """Gives the rows in flight after so many steps, for a checkpoint."""
-        self.bridge.answer(to_bytes(self.flights[num_steps], self.strategy.context.rank))
+        self.bridge.answer(to_bytes(self.flights[num_steps], self.context.rank))
 
     def evaluate(self, params: SamplingParams) -> None:
         """Samples the held-out prompts."""
@@ -190,19 +191,17 @@ class Generator:
 def build_generator(
     config: TrainConfig,
     inputs: PolicyInputs,
-    strategy: StrategyBase,
+    backend: Backend,
+    session: EngineSession,
+    loader: Batches[Prompt],
     bridge: Bridge,
     wants_stop: Callable[[], bool],
 ) -> Generator:
-    """Starts the engine and makes the parts of a rank that generates."""
+    """Makes the parts of a rank that generates, whose engine has started."""
     config, algorithm = decide(config)
-    vocabulary = inputs.statements.vocabulary
-    strategy.setup_inference_engine(strategy.config, config.engine_type, vocabulary=vocabulary)
-    reward, _ = build_trainer_rewards(inputs.reward, None, strategy, config)
+    reward, _ = build_trainer_rewards(inputs.reward, None, backend, config)
     environments = inputs.environments
-    parts = SourceParts(
-        strategy.session, config, inputs.tokenizer, reward, encoder=environments.encoder
-    )
+    parts = SourceParts(session, config, inputs.tokenizer, reward, encoder=environments.encoder)
     sampler = RolloutSampler(
         parts,
         environments.source,
@@ -212,4 +211,6 @@ def build_generator(
     logs = SampleLogs(
         SampleLog(path, has_rewards=config.has_rewards), rollouts=inputs.rollout_log(config)
     )
-    return Generator(config, bridge, strategy, sampler, inputs, logs, wants_stop)
+    return Generator(
+        config, bridge, session, backend.context, loader, sampler, inputs, logs, wants_stop
+    )

@@ -15,8 +15,9 @@ from lightrft.rollout.in_flight import to_bytes
 from lightrft.rollout.source import InFlight, Samples
 from lightrft.stages.policy.split.messages import DrawnReport, SampledStep, Start
 from lightrft.stages.stage import Step, last_sampled_step
+from lightrft.strategy.distributed.context import DistributedContext
+from lightrft.strategy.engine.session import EngineSession
 from lightrft.strategy.split.bridge import Bridge
-from lightrft.strategy.strategy_base import StrategyBase
 
 MEGABYTE = 2**20
 
@@ -27,12 +28,18 @@ class RemoteRollouts:
     Args:
         bridge: To them.
         config: Of the run.
-        strategy: Of the ranks that train.
+        session, context: Those of the ranks that train.
     """
 
-    def __init__(self, bridge: Bridge, config: RolloutOptions, strategy: StrategyBase) -> None:
+    def __init__(
+        self,
+        bridge: Bridge,
+        config: RolloutOptions,
+        session: EngineSession,
+        context: DistributedContext,
+    ) -> None:
         self.bridge, self._config = bridge, config
-        self._session, self._context = strategy.session, strategy.context
+        self._session, self._context = session, context
         self._num_steps: int | None = None
         self._report: DrawnReport | None = None
 

@@ -1,0 +1,234 @@
+"""Models in training: placed, given optimizers and schedules, and updated."""
+
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightrft.config.parts.training import TrainingOptions
+from lightrft.strategy.backend import (
+    NO_MODEL,
+    AnyModel,
+    Backend,
+    PreparedModel,
+    inner_module,
+)
+from lightrft.strategy.checkpoints.moving_averages import MovingAverages
+from lightrft.strategy.distributed import collectives, process_groups
+from lightrft.strategy.optimizers import (
+    Accumulations,
+    AccumulationState,
+    AdamSettings,
+    OptimizerStepResult,
+    check_rate_factors,
+    learning_rate_schedule,
+    unscaled_rate,
+)
+from lightrft.strategy.weight_sync.parameter_source import reshard_modules
+
+
+class ModelTraining:
+    """The part of a strategy that updates models: optimizers, gradients, steps.
+
+    Args:
+        backend: Places models on the ranks and takes their steps.
+        on_change: Called when weights have changed.
+
+    Attributes:
+        averages: Moving averages of models.
+        num_skipped_steps: By name of the model, steps that were left out for their gradients.
+    """
+
+    def __init__(self, backend: Backend, on_change: Callable[[], None]) -> None:
+        self.backend = backend
+        self.context, self.config = backend.context, backend.config
+        self.averages = MovingAverages()
+        self.num_skipped_steps: defaultdict[str, int] = defaultdict(int)
+        self.on_change = on_change
+        self._accumulations = Accumulations()
+        self._trained: weakref.WeakKeyDictionary[
+            nn.Module, tuple[Optimizer | None, LRScheduler | None]
+        ] = weakref.WeakKeyDictionary()
+
+    @property
+    def accumulated_gradient(self) -> int:
+        """Micro-batches of one optimizer step on each rank; see `accumulation_steps`."""
+        return process_groups.accumulation_steps(
+            train_batch_size=self.config.train_batch_size,
+            micro_train_batch_size=self.config.micro_train_batch_size,
+            num_data_ranks=self.context.num_data_ranks,
+            world_size=self.context.world_size,
+        )
+
+    def prepare(self, item: object, *, is_rlhf: bool) -> object:
+        """Makes one argument of `StrategyBase.prepare` ready."""
+        if item is None:
+            return None
+        if isinstance(item, nn.Module):
+            return self.backend.prepare_model(item)
+        if isinstance(item, tuple) and len(item) in (2, 3) and not isinstance(item[1], nn.Module):
+            model, optimizer, scheduler = (*item, None)[:3]
+            if model is None:
+                return NO_MODEL
+            ready = self.with_optimizer(model, optimizer, scheduler)
+            return ready if len(item) == 3 else (ready.model, ready.optimizer)
+        if isinstance(item, list | tuple):
+            size = 8 if is_rlhf else -1
+            return [self.backend.prepare_model(model, shard_size=size) for model in item]
+        raise TypeError(
+            "prepare takes models, (model, optimizer[, scheduler]) tuples and lists of models, got "
+            f"{type(item).__name__}"
+        )
+
+    def with_optimizer(
+        self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None
+    ) -> PreparedModel:
+        """Makes one model and its optimizer ready."""
+        return self._remember(self.backend.prepare_training(model, optimizer, scheduler))
+
+    def _remember(self, ready: PreparedModel) -> PreparedModel:
+        """Keeps a model's optimizer and schedule for checkpoints, under every name it has."""
+        if ready.model is not None:
+            pair = (ready.optimizer, ready.scheduler)
+            for module in {ready.model, inner_module(ready.model)}:
+                self._trained[module] = pair
+        return ready
+
+    def resolve(
+        self,
+        model: AnyModel,
+        optimizer: Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+    ) -> PreparedModel:
+        """Return a model with its optimizer and schedule: given, its own, or the remembered."""
+        if not isinstance(model, PreparedModel):
+            model = PreparedModel(model, *self._trained.get(model, (None, None)))
+        return PreparedModel(
+            model.model, optimizer or model.optimizer, scheduler or model.scheduler
+        )
+
+    def create_optimizer(self, model: AnyModel, **kwargs: object) -> Optimizer:
+        """See `StrategyBase.create_optimizer`."""
+        settings = AdamSettings.read(kwargs, self.config)
+        return self.backend.create_optimizer(inner_module(model), settings)
+
+    def _trainable(
+        self, model: nn.Module, learning_rate: float, max_steps: int, config: TrainingOptions
+    ) -> PreparedModel:
+        """Optimizer and schedule, and the model wrapped at the moment that this backend needs."""
+        wraps_first = self.backend.wraps_before_optimizer
+        if wraps_first:
+            model = self.backend.prepare_model(model, is_training=True)
+        optimizer = self.create_optimizer(
+            model, lr=learning_rate, betas=config.adam_betas, weight_decay=config.l2
+        )
+        scheduler = learning_rate_schedule(config, optimizer, max_steps=max_steps)
+        if wraps_first:
+            return self._remember(PreparedModel(model, optimizer, scheduler))
+        return self.with_optimizer(model, optimizer, scheduler)
+
+    def prepare_models(
+        self,
+        actor: nn.Module,
+        critic: nn.Module | None = None,
+        *,
+        max_steps: int,
+        frozen_steps: int = 0,
+    ) -> tuple[PreparedModel, PreparedModel]:
+        """Makes actor and critic ready; see `StrategyBase.prepare_models_and_optimizers`."""
+        actor.is_actor = True  # type: ignore[assignment]
+        config, actor_steps = self.config, max(max_steps - frozen_steps, 1)
+        ready_actor = self._trainable(actor, config.peak_learning_rate, actor_steps, config)
+        ready_critic = NO_MODEL
+        if critic is not None:
+            ready_critic = self._trainable(critic, config.critic_learning_rate, max_steps, config)
+        trained = [actor] if critic is None else [actor, critic]
+        check_rate_factors(config.rate_factors, trained)
+        self.context.free_memory()
+        return ready_actor, ready_critic
+
+    def prepare_reward_model(
+        self, reward_model: nn.Module, max_steps: int, config: TrainingOptions | None = None
+    ) -> PreparedModel:
+        """See `StrategyBase.prepare_reward_model`."""
+        config = config or self.config
+        check_rate_factors(config.rate_factors, [reward_model])
+        ready = self._trainable(reward_model, config.peak_learning_rate, max_steps, config)
+        self.context.free_memory()
+        return ready
+
+    def backward(self, loss: Tensor, model: AnyModel, optimizer: Optimizer) -> None:
+        """See `StrategyBase.backward`."""
+        state = self.accumulation_state(optimizer)
+        scaled = loss * state.loss_scale(self.context.world_size)
+        self.backend.backward(scaled, model, is_last=state.is_last())
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        model: AnyModel,
+        scheduler: LRScheduler | None,
+        name: str = "model",
+    ) -> OptimizerStepResult | None:
+        """See `StrategyBase.optimizer_step`."""
+        self.backend.check_trainable(model)
+        if not self.accumulation_state(optimizer).advance():
+            return None
+        learning_rate = unscaled_rate(optimizer)
+        norm = self.backend.step(optimizer, model)
+        is_skipped = not math.isfinite(norm)
+        if is_skipped:
+            self.num_skipped_steps[name] += 1
+            self.context.print(
+                f"warning: optimizer step of the {name} skipped: its gradients are not finite on "
+                f"some rank (norm {norm}); {self.num_skipped_steps[name]} skipped so far"
+            )
+        else:
+            # The schedule advances, and the engine is stale, only with weights that changed.
+            if scheduler is not None:
+                scheduler.step()
+            self.on_change()
+        return OptimizerStepResult(norm, is_skipped, learning_rate)
+
+    def require_finite(self, model: AnyModel) -> None:
+        """See `StrategyBase.require_finite`."""
+        module = inner_module(model)
+        reshard_modules(module)
+        trained = (
+            (name, self.backend.local_part(parameter))
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        )
+        names = collectives.nonfinite_names(trained)
+        collectives.require_finite(names, what="weights are", group=self.context.world_group)
+
+    def moving_average(self, model: AnyModel, average: AnyModel, beta: float) -> None:
+        """See `StrategyBase.moving_average`."""
+        sources = (self.backend.parameter_source(each) for each in (model, average))
+        self.averages.update(*sources, beta=beta)
+
+    def load_weights(self, model: AnyModel, path: Path, *, strict: bool) -> None:
+        """See `StrategyBase.load_model`."""
+        module = inner_module(model)
+        self.backend.load_weights(module, path, strict=strict)
+        self.averages.forget(module)
+        self.on_change()
+
+    def accumulation_state(self, optimizer: Optimizer) -> AccumulationState:
+        """Return the progress of an optimizer inside its current step."""
+        return self._accumulations.of(optimizer, self.accumulated_gradient, self.config.sp_size)
+
+    @contextmanager
+    def accumulation(self, num_micro_batches: int, optimizer: Optimizer) -> Iterator[None]:
+        """See `StrategyBase.accumulation`."""
+        counts = self.context.gather_objects(int(num_micro_batches))
+        with self._accumulations.announced(
+            counts, optimizer, discard=lambda: self.backend.discard_gradients(optimizer)
+        ):
+            yield
