@@ -6,7 +6,7 @@ import pytest
 
 from lightrft.cli.options import merge_options, normalise, unknown_flags
 from lightrft.cli.train import build_parser
-from lightrft.config.options import from_text
+from lightrft.utils.arguments import from_text
 
 
 def parse(line, files=()):

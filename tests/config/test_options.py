@@ -15,7 +15,6 @@ from lightrft.config.options import (
     alternatives,
     check_value,
     coerce,
-    from_text,
     looks_secret,
     option,
     options_of,
@@ -23,6 +22,7 @@ from lightrft.config.options import (
     type_hints,
 )
 from lightrft.config.strategy_config import StrategyConfig
+from lightrft.utils.arguments import from_text
 
 HINTS = type_hints(TrainConfig)
 MAPPINGS = [n for n in HINTS if Mapping in map(typing.get_origin, alternatives(HINTS[n]))]

@@ -1,7 +1,6 @@
 """Options: dataclass fields that carry their help, legal values and uses. Standard library only."""
 
 import difflib
-import json
 import math
 import re
 import types
@@ -454,90 +453,6 @@ def shown(value: object, *, secret: bool) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(shown(item, secret=secret) for item in value) + "]"
     return repr(value)
-
-
-def from_text(value: object, hint: object) -> object:
-    """Text of a flag as the annotated type; what does not fit stays as it is.
-
-    The configuration itself reports values of the wrong type, all at once.
-    """
-    kinds = alternatives(hint)
-    if isinstance(value, str):
-        return _scalar_from_text(value, kinds)
-    if isinstance(value, list):
-        return _sequence_from_list(value, kinds)
-    return coerce(value, hint)
-
-
-def _scalar_from_text(text: str, kinds: tuple[object, ...]) -> object:
-    if type(None) in kinds and text.lower() == "none":
-        return None
-    if bool in kinds and text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        if kind in kinds:
-            return _number(text, kind)
-    return text
-
-
-def _sequence_from_list(items: list[object], kinds: tuple[object, ...]) -> object:
-    origins = [typing.get_origin(kind) for kind in kinds]
-    if Mapping in origins and all(isinstance(item, str) for item in items):
-        return pairs([str(item) for item in items])
-    if tuple not in origins:
-        return items
-    hint = item_hint(kinds)
-    if hint in (int, float):  # numbers may be separated by commas as well
-        items = [
-            part
-            for item in items
-            for part in (item.split(",") if isinstance(item, str) else [item])
-        ]
-    return tuple(from_text(item, hint) for item in items)
-
-
-def _number(text: str, kind: type[int] | type[float]) -> object:
-    try:
-        number = float(text)
-    except ValueError:
-        return text
-    if kind is float:
-        return number
-    try:
-        return int(text)  # floats have not all of its digits
-    except ValueError:
-        return int(number) if number.is_integer() else text
-
-
-def pairs(items: list[str]) -> dict[str, str | int | float | bool] | str:
-    """Return KEY=VALUE items and JSON objects as a mapping; numbers, true and false are recognised.
-
-    Text that is neither comes back as it is, for the configuration to report.
-    """
-    made: dict[str, str | int | float | bool] = {}
-    for item in items:
-        if item.lstrip().startswith("{"):
-            try:
-                made |= json.loads(item)
-            except ValueError:
-                return item
-            continue
-        name, sign, text = item.partition("=")
-        if not sign:
-            return item
-        made[name] = _untyped(text)
-    return made
-
-
-def _untyped(text: str) -> str | int | float | bool:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 Form = Literal["switch", "value", "value or switch", "values", "pairs"]

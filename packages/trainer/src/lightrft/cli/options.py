@@ -12,7 +12,6 @@ from lightrft.config import TrainConfig
 from lightrft.config.options import (
     OptionInfo,
     coerce,
-    from_text,
     options_of,
     type_hints,
 )
@@ -30,7 +29,7 @@ from lightrft.config.other_names import (
 )
 from lightrft.config.toml import read_toml
 from lightrft.config.train_config import command_options, refusal
-from lightrft.utils.arguments import add_arguments
+from lightrft.utils.arguments import add_arguments, from_text
 
 # Commands whose options are those of a run.
 _OF_A_RUN = (*NAMES_OF_COMMANDS, "plan", "config show")
