@@ -205,6 +205,7 @@ def test_rows_that_no_checkpoint_can_keep_are_refused_at_the_start(tmp_path, cap
         train_batch_size=4,
         rollout_lag=1,
     )
+    capsys.readouterr()  # transformers' bar, where this test is the first to write a model
     assert main(["train", *words(options)]) == 4
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "row 1 of the prompts" in line
