@@ -22,7 +22,6 @@ from lightrft.strategy.backend import (
 from lightrft.strategy.checkpoints.moving_averages import MovingAverages
 from lightrft.strategy.distributed import collectives, process_groups
 from lightrft.strategy.optimizers import (
-    Accumulations,
     AccumulationState,
     AdamSettings,
     OptimizerStepResult,
@@ -51,7 +50,9 @@ class ModelTraining:
         self.averages = MovingAverages()
         self.num_skipped_steps: defaultdict[str, int] = defaultdict(int)
         self.on_change = on_change
-        self._accumulations = Accumulations()
+        self._states: weakref.WeakKeyDictionary[Optimizer, AccumulationState] = (
+            weakref.WeakKeyDictionary()
+        )
         self._trained: weakref.WeakKeyDictionary[
             nn.Module, tuple[Optimizer | None, LRScheduler | None]
         ] = weakref.WeakKeyDictionary()
@@ -165,7 +166,7 @@ class ModelTraining:
 
     def backward(self, loss: Tensor, model: AnyModel, optimizer: Optimizer) -> None:
         """See `StrategyBase.backward`."""
-        state = self.accumulation_state(optimizer)
+        state = self._state_of(optimizer)
         scaled = loss * state.loss_scale(self.context.world_size)
         self.backend.backward(scaled, model, is_last=state.is_last())
 
@@ -178,7 +179,7 @@ class ModelTraining:
     ) -> OptimizerStepResult | None:
         """See `StrategyBase.optimizer_step`."""
         self.backend.check_trainable(model)
-        if not self.accumulation_state(optimizer).advance():
+        if not self._state_of(optimizer).advance():
             return None
         learning_rate = unscaled_rate(optimizer)
         norm = self.backend.step(optimizer, model)
@@ -220,15 +221,39 @@ class ModelTraining:
         self.averages.forget(module)
         self.on_change()
 
-    def accumulation_state(self, optimizer: Optimizer) -> AccumulationState:
-        """Return the progress of an optimizer inside its current step."""
-        return self._accumulations.of(optimizer, self.accumulated_gradient, self.config.sp_size)
+    def _state_of(self, optimizer: Optimizer) -> AccumulationState:
+        """The progress of an optimizer; one in no step begins a step."""
+        if optimizer not in self._states:
+            size, count = self.config.sp_size, self.accumulated_gradient
+            self._states[optimizer] = AccumulationState(count, sp_size=size)
+        return self._states[optimizer]
 
     @contextmanager
     def accumulation(self, num_micro_batches: int, optimizer: Optimizer) -> Iterator[None]:
         """See `StrategyBase.accumulation`."""
         counts = self.context.gather_objects(int(num_micro_batches))
-        with self._accumulations.announced(
-            counts, optimizer, discard=lambda: self.backend.discard_gradients(optimizer)
-        ):
+        count = counts[0]
+        if min(counts) < 1 or min(counts) != max(counts):
+            raise ValueError(
+                f"num_micro_batches must be the same positive number on all ranks: got {counts}"
+            )
+        outer = self._states.get(optimizer)
+        if outer is not None and (outer.takes_shares or outer.num_done > 0):
+            raise RuntimeError(
+                f"accumulation entered in the middle of an optimizer step ({outer.num_done} of "
+                f"{outer.num_micro_batches} micro-batches done)"
+            )
+        state = self._states[optimizer] = AccumulationState(count, takes_shares=True)
+        try:
             yield
+            if state.num_done != count:
+                raise RuntimeError(
+                    f"accumulation left after {state.num_done} of {count} micro-batches: call "
+                    "backward and optimizer_step for each"
+                )
+        except BaseException:
+            # What was accumulated must not leak into the next step.
+            self.backend.discard_gradients(optimizer)
+            raise
+        finally:
+            del self._states[optimizer]

@@ -48,7 +48,7 @@ from lightrft.strategy.distributed.context import (
 )
 from lightrft.strategy.distributed.sequence_parallel import SPDataProcessor
 from lightrft.strategy.model_training import ModelTraining
-from lightrft.strategy.optimizers import AccumulationState, OptimizerStepResult
+from lightrft.strategy.optimizers import OptimizerStepResult
 from lightrft.strategy.sampler import DistributedSampler
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
@@ -522,10 +522,6 @@ class StrategyBase:
             NonFiniteError: One holds an infinity or NaN on some rank; raised on all ranks.
         """
         self.training.require_finite(model)
-
-    def accumulation_state(self, optimizer: Optimizer) -> AccumulationState:
-        """Progress of an optimizer inside its current step."""
-        return self.training.accumulation_state(optimizer)
 
     def accumulation(
         self, num_micro_batches: int, optimizer: Optimizer

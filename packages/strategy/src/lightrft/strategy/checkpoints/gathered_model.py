@@ -97,7 +97,7 @@ def save_gathered_model(
     if prefix is None:
         save_file(dict(state), folder / WEIGHTS_NAME)
     else:
-        pretrained = module.get_submodule(prefix.rstrip(".")) if prefix else module
+        pretrained = module.get_submodule(prefix.rstrip("."))
         if not isinstance(pretrained, PreTrainedModel):
             raise TypeError(f"expected a transformers model, got {type(pretrained).__name__}")
         values = _under(state, prefix)
@@ -220,7 +220,7 @@ class WeightFiles:
         if prefix is None:
             self._stored = stored
         else:
-            model = module.get_submodule(prefix.rstrip(".")) if prefix else module
+            model = module.get_submodule(prefix.rstrip("."))
             self._add_renamed(cast("PreTrainedModel", model), prefix, stored)
         for name, _ in module.named_children() if prefix and path.is_dir() else ():
             extra = path / f"{name}.safetensors"

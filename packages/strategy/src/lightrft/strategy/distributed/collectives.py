@@ -83,7 +83,9 @@ def gather_objects(item: T, group: Group = None) -> list[T]:
         return [item]
     data = pickle.dumps(item)
     room = max(SMALLEST_INLINE_BYTES, min(INLINE_BYTES, ALL_INLINE_BYTES // group_size(group)))
-    row = _on_wire((len(data).to_bytes(8, "little") + data)[:room].ljust(room, b"\0"), group)
+    row = _movable(
+        as_tensor((len(data).to_bytes(8, "little") + data)[:room].ljust(room, b"\0")), group
+    )
     rows = [torch.empty_like(row) for _ in range(group_size(group))]
     dist.all_gather(rows, row, group=group)
     frames = [found.cpu().numpy().tobytes() for found in rows]
@@ -101,7 +103,7 @@ def gather_bytes(data: bytes, group: Group = None) -> list[bytes]:
     lengths = [torch.empty_like(length) for _ in range(group_size(group))]
     dist.all_gather(lengths, length, group=group)
     sizes = [int(found) for found in lengths]
-    row = _on_wire(data.ljust(max(sizes), b"\0"), group)
+    row = _movable(as_tensor(data.ljust(max(sizes), b"\0")), group)
     rows = [torch.empty_like(row) for _ in sizes]
     if max(sizes):
         dist.all_gather(rows, row, group=group)
@@ -125,7 +127,7 @@ def exchange_bytes(parts: Sequence[bytes], group: Group = None) -> list[bytes]:
     incoming = torch.empty_like(outgoing)
     dist.all_to_all_single(incoming, outgoing, group=group)
     lengths = incoming.tolist()
-    sent = _on_wire(b"".join(parts), group)
+    sent = _movable(as_tensor(b"".join(parts)), group)
     received = sent.new_empty(sum(lengths))
     dist.all_to_all_single(received, sent, lengths, sizes.tolist(), group=group)
     stops = [*accumulate(lengths, initial=0)]
@@ -133,10 +135,9 @@ def exchange_bytes(parts: Sequence[bytes], group: Group = None) -> list[bytes]:
     return [found[start:stop] for start, stop in pairwise(stops)]
 
 
-def _on_wire(data: bytes, group: Group) -> Tensor:
-    """[bytes] uint8 where the group can move them."""
-    row = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
-    return _movable(row, group)
+def as_tensor(data: bytes) -> Tensor:
+    """Return [bytes] uint8 on the CPU."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
 
 
 def _movable(tensor: Tensor, group: Group) -> Tensor:

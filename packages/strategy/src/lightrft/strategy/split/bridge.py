@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightrft.strategy.distributed.collectives import as_tensor
 from lightrft.strategy.distributed.deadlines import HANG_EXIT_CODE, current_phase
 from lightrft.strategy.distributed.process_end import PeerFailedError, end_process
 from lightrft.strategy.distributed.process_groups import Side
@@ -159,7 +160,7 @@ class Bridge:
             return
         data = pickle.dumps((name, arguments))
         self._broadcast(torch.tensor([len(data)]))
-        self._broadcast(_tensor(data))
+        self._broadcast(as_tensor(data))
 
     def receive(self) -> tuple[str, tuple[object, ...]]:
         """The next command: its name and arguments."""
@@ -245,7 +246,7 @@ class Bridge:
         self._exchange(incoming, sizes, [], [])
         lengths = incoming.tolist()
         received = torch.empty(sum(lengths), dtype=torch.uint8)
-        self._exchange(received, _tensor(b"".join(parts)), lengths, sizes.tolist())
+        self._exchange(received, as_tensor(b"".join(parts)), lengths, sizes.tolist())
         self._num_received += sum(lengths) - lengths[self.rank]
         found = received.numpy().tobytes()
         return [found[start:stop] for start, stop in pairwise(accumulate(lengths, initial=0))]
@@ -317,7 +318,3 @@ class Bridge:
 
 # Commands that have results.
 ANSWERED = frozenset({"manifest", "load", "hashes", "call", "draw", "drawn", "evaluate", "save"})
-
-
-def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
