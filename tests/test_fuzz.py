@@ -229,13 +229,12 @@ def test_any_answer_of_a_reward_is_numbers_or_refused(answer, count):
 @pytest.mark.parametrize("part", range(5))
 def test_hostile_command_lines_end_with_a_documented_code(tmp_path, monkeypatch, part):
     """Whole command lines in process, with a run that would start refused."""
-    from lightrft.cli import train as train_command
     from lightrft.cli.main import main
 
-    def refuse(config, stop_request, **_):
-        return 0
+    def refuse(config, **_):
+        raise SystemExit(0)
 
-    monkeypatch.setattr(train_command, "train", refuse)
+    monkeypatch.setattr("lightrft.run.assembly.run_training", refuse)
     monkeypatch.chdir(tmp_path)
     Path("m").mkdir()
     for name in ("config.json", "tokenizer.json", "model.safetensors"):

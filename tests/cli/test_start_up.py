@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -126,3 +127,45 @@ def test_the_help_lists_each_command_once_below_a_heading_and_init_run_first():
     assert sorted(names) == sorted([*COMMANDS, *COMMANDS.installed])
     assert names[0] == "init-run"
     assert len(re.findall(r"^[a-z ]+:$", text, re.MULTILINE)) == 5
+
+
+_STACK = """
+import sys, traceback
+from lightrft.cli.main import main
+from lightrft.run.loop import Loop
+
+def stop(*_, **__):
+    frames = [f.name for f in traceback.extract_stack() if "/src/lightrft/" in f.filename]
+    print("frames:", *frames)
+    sys.exit(0)
+
+Loop.run = stop
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "command", [["sft"], ["train", "--reward_fn", "reward.py:zero", "--engine_type", "hf"]]
+)
+def test_at_most_five_frames_lie_between_the_command_and_the_loop(tmp_path, command):
+    rows = [json.dumps({"prompt": f"{i} + {i}?", "completion": f"{i + i}"}) for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    (tmp_path / "reward.py").write_text("def zero(responses):\n    return [0.0 for _ in responses]")
+    assert main(["init-model", str(tmp_path / "tiny"), "--preset", "tiny-qwen3"]) == 0
+    options = ["--fsdp", "--pretrain", "tiny", "--prompt_data", "rows.jsonl", "--max_steps", "1"]
+    sizes = ["--train_batch_size", "8", "--output_dir", "run"]
+    if command[0] == "train":
+        sizes += ["--input_key", "prompt", "--rollout_batch_size", "8"]
+        sizes += ["--prompt_max_len", "64", "--generate_max_len", "8"]
+    ended = subprocess.run(
+        [sys.executable, "-c", _STACK, *command, *options, *sizes],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    (line,) = [each for each in ended.stdout.splitlines() if each.startswith("frames:")]
+    begin, *between = line.removeprefix("frames:").split()
+    assert begin == "main"
+    assert len(between) <= 5, between

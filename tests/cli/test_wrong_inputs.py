@@ -27,7 +27,6 @@ from pathlib import Path
 import pytest
 from tests.programs import run_python
 
-from lightrft.cli import train as train_command
 from lightrft.cli.main import main
 from lightrft.config.other_names import said_once
 
@@ -1036,7 +1035,7 @@ def folder(tmp_path, monkeypatch):
     def refuse(*_, **more):
         raise AssertionError("a run was started")
 
-    monkeypatch.setattr(train_command, "train", refuse)
+    monkeypatch.setattr("lightrft.run.assembly.run_training", refuse)
     write_inputs(tmp_path)
     return tmp_path
 

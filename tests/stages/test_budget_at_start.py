@@ -10,7 +10,7 @@ import torch
 from tests.runs import interrupted, tiny_models, write
 
 from lightrft.cli.errors import MemoryExhaustedError
-from lightrft.cli.train import train
+from lightrft.cli.train import lack_of_memory_explained
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.run.assembly import run_training
 from lightrft.tools.plan import start_check
@@ -197,8 +197,9 @@ def test_a_budget_that_was_planned_too_large_ends_in_one_line_with_all_numbers(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr("lightrft.stages.rows.row_stage.optimizer_step", without_memory)
-    with pytest.raises(MemoryExhaustedError) as caught:
-        train(settings(folder, "sft", tmp_path), lambda: False, stage="sft")
+    config = settings(folder, "sft", tmp_path)
+    with pytest.raises(MemoryExhaustedError) as caught, lack_of_memory_explained(config):
+        SFTTrainer(config).train()
     line = str(caught.value).splitlines()[0]
     assert "in phase 'train': CUDA out of memory" in line
     planned = json.loads((tmp_path / "run.json").read_text())["planned_bytes"]["train"]

@@ -8,9 +8,9 @@ import re
 import pytest
 import torch
 
-from lightrft.cli import train as train_command
 from lightrft.cli.errors import is_out_of_memory, run_guarded
 from lightrft.cli.options import available_options
+from lightrft.cli.train import lack_of_memory_explained
 from lightrft.config import TrainConfig
 from lightrft.strategy.distributed.deadlines import StepTimer, phase, phase_of
 from lightrft.tools.memory_advice import NUM_REMEDIES, memory_report, remedies
@@ -109,12 +109,10 @@ def test_a_run_ends_with_code_6_and_its_own_numbers(monkeypatch, capsys):
     for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_ERROR_FILE", "LIGHTRFT_LAUNCHED"):
         monkeypatch.delenv(name, raising=False)
 
-    def run_training(config, *, stage, stop_request):
-        with StepTimer().stage("train"):
+    def body():
+        with lack_of_memory_explained(config()), StepTimer().stage("train"):
             torch.empty(1 << 46)
 
-    monkeypatch.setattr("lightrft.run.assembly.run_training", run_training)
-    body = lambda: train_command.train(config(), lambda: False)  # noqa: E731
     assert run_guarded("lightrft", body) == 6
     text = capsys.readouterr().err
     assert "lightrft: out of memory in phase 'train'" in text

@@ -6,6 +6,7 @@ points of the group `lightrft.commands`.
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 from lightrft.cli.errors import PreflightError, UsageError, run_guarded
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None takes those of the process.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return run_guarded("lightrft", lambda: _dispatch(arguments))
+    return run_guarded("lightrft", partial(_dispatch, arguments))
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -105,19 +106,19 @@ def _dispatch(arguments: list[str]) -> int:
         known = [*COMMANDS, *COMMANDS.installed]
         raise UsageError(f"unknown command {name!r}{did_you_mean(name, known)}")
     with start_bar(f"lightrft {name}"):
-        return _run(name, rest)
+        command = _load(name)
+        try:
+            return command(rest)
+        except ImportError as error:
+            _refuse_missing(name, error, error)
+            raise
 
 
-def _run(name: str, arguments: list[str]) -> int:
+def _load(name: str) -> Command:
     try:
-        command = cast("Command", COMMANDS.load(name))
+        return cast("Command", COMMANDS.load(name))
     except ConfigError as error:
         _refuse_missing(name, error.__cause__, error)
-        raise
-    try:
-        return command(arguments)
-    except ImportError as error:
-        _refuse_missing(name, error, error)
         raise
 
 

@@ -88,7 +88,7 @@ sft, prefer, reward, distill = (partial(run_stage, command=each) for each in COM
 
 def main(argv: Sequence[str]) -> int:
     """Run the command whose name comes first."""
-    return run_guarded(" ".join(["lightrft", *argv[:1]]), lambda: _run(*argv))
+    return run_guarded(" ".join(["lightrft", *argv[:1]]), partial(_run, *argv))
 
 
 def _run(name: str = "", *argv: str) -> int:

@@ -5,7 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -100,11 +100,6 @@ class StageCommand:
         return parse_read(*parse_options(self.build_parser(), argv))
 
 
-def run(argv: Sequence[str]) -> int:
-    """Run the command; see `lightrft train --help`."""
-    return run_stage(argv, TRAIN)
-
-
 def run_stage(argv: Sequence[str], command: StageCommand) -> int:
     """Run a command that trains.
 
@@ -122,21 +117,39 @@ def run_stage(argv: Sequence[str], command: StageCommand) -> int:
     from lightrft.cli.preflight import environment_problems, machine_problems
 
     refuse(environment_problems(), PreflightError)
-    if is_worker():
-        end_with_launcher()
-        # Before the imports that take seconds: a signal must not end a rank alone.
-        return _train_stoppably(argv, command)
-    config, nproc_per_node = command.parse(argv)
-    share_processors()
-    refuse(machine_problems(config, nproc_per_node), PreflightError)
-    command.check(config)
-    with interruption_explained(config):
-        if nproc_per_node > 1:
-            end_start_bar()
-            module, *before = command.words or ("lightrft.cli.row_commands", command.name)
-            return launch(module, [*before, *argv], nproc_per_node=nproc_per_node)
-        become_only_process()
-        return _train_stoppably(argv, command)
+    stop_request = StopRequest()
+    with ExitStack() as stack:
+        if is_worker():
+            end_with_launcher()
+            # Before the imports that take seconds: a signal must not end a rank alone.
+            stack.enter_context(stop_request.listening())
+            config, _ = command.parse(argv)
+            share_processors()
+        else:
+            config, nproc_per_node = command.parse(argv)
+            share_processors()
+            refuse(machine_problems(config, nproc_per_node), PreflightError)
+            command.check(config)
+            stack.enter_context(interruption_explained(config))
+            if nproc_per_node > 1:
+                end_start_bar()
+                module, *before = command.words or ("lightrft.cli.row_commands", command.name)
+                return launch(module, [*before, *argv], nproc_per_node=nproc_per_node)
+            become_only_process()
+            stack.enter_context(stop_request.listening())
+        start_text("lightrft: loading libraries and data")
+        from lightrft.run.assembly import run_training
+
+        stack.enter_context(lack_of_memory_explained(config))
+        summary = run_training(
+            config,
+            stage=command.stage(config) if command.stage else command.name,
+            stop_request=stop_request,
+        )
+        if os.environ["RANK"] == "0":
+            following = command.next_commands or next_after_rows
+            print(following(summary.output_dir, summary.model_dir), flush=True)
+    return ExitCode.OK
 
 
 def check(config: TrainConfig) -> None:
@@ -148,40 +161,17 @@ def check(config: TrainConfig) -> None:
     check_algorithm(config)
 
 
-def _train_stoppably(argv: Sequence[str], command: StageCommand) -> int:
-    stop_request = StopRequest()
-    with stop_request.listening():
-        config, _ = command.parse(argv)
-        share_processors()
-        start_text("lightrft: loading libraries and data")
-        return train(
-            config,
-            stop_request,
-            stage=command.stage(config) if command.stage else command.name,
-            following=command.next_commands or next_after_rows,
-        )
-
-
-def train(
-    config: TrainConfig,
-    stop_request: StopRequest,
-    *,
-    stage: str = "policy",
-    following: Callable[[str, str], str] | None = None,
-) -> int:
-    """Train as one of the processes of a run, whose rank is in the environment."""
-    from lightrft.run.assembly import run_training
-    from lightrft.strategy.distributed.deadlines import phase_of
-
+@contextmanager
+def lack_of_memory_explained(config: TrainConfig) -> Iterator[None]:
+    """Adds to an exception for lack of memory its phase and what helps."""
     try:
-        summary = run_training(config, stage=stage, stop_request=stop_request)
+        yield
     except Exception as error:
         if is_out_of_memory(error):
+            from lightrft.strategy.distributed.deadlines import phase_of
+
             raise MemoryExhaustedError(memory_report(error, phase_of(error), config)) from error
         raise
-    if os.environ.get("RANK", "0") == "0":
-        print((following or next_commands)(summary.output_dir, summary.model_dir), flush=True)
-    return ExitCode.OK
 
 
 def next_commands(output_dir: str, model_dir: str) -> str:
@@ -310,7 +300,7 @@ TRAIN = StageCommand(
     check,
     next_commands,
 )
-build_parser = TRAIN.build_parser
+run, build_parser = partial(run_stage, command=TRAIN), TRAIN.build_parser
 
 
 if __name__ == "__main__":

@@ -171,16 +171,12 @@ class LinearLogprobHead(nn.Module):
         if targets is None:
             return self._projection(hidden)
         scaled = temperature / self.transform.scale
-        bias, mass = self._sampling_bias(hidden), None
+        bias = self._sampling_bias(hidden)
         layer = self._sampled_layer(bias, scaled)
         if isinstance(token_loss, HeadReader):
             nothing = hidden.new_zeros(len(hidden), dtype=torch.float32)
             return nothing, None, None, token_loss.read(Projected(hidden, layer))
-        if support is not None:
-            from lightrft.models.support import replay_support  # of truncated sampling
-
-            size = (self.workspace or Workspace()).chunk_columns
-            mass = replay_support(hidden, layer, targets, support, chunk_size=size)
+        mass = None if support is None else self._kept_mass(hidden, layer, targets, support)
         if token_loss is not None:
             return self._with_loss(hidden, targets, bias, scaled, entropy, mass, token_loss)
         output = linear_logprob(
@@ -213,6 +209,15 @@ class LinearLogprobHead(nn.Module):
         return OutputLayer(
             self.weight[: self.num_tokens], leading(bias, self.num_tokens), transform
         )
+
+    def _kept_mass(
+        self, hidden: Tensor, layer: OutputLayer, targets: Tensor, support: SamplingSupport
+    ) -> Tensor:
+        """Return `log_kept_mass` of each target."""
+        from lightrft.models.support import replay_support  # of runs with truncated sampling
+
+        size = (self.workspace or Workspace()).chunk_columns
+        return replay_support(hidden, layer, targets, support, chunk_size=size)
 
     def _sampling_bias(self, hidden: Tensor) -> Tensor | None:
         """The bias [vocab] of the distribution that tokens are drawn from; -inf where forbidden."""
