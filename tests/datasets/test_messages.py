@@ -393,16 +393,18 @@ def test_thinking_has_the_same_ids_in_every_stage(tmp_path):
 
 
 def test_the_taken_column_is_said_in_a_line_and_its_data_are_checked(tmp_path, capsys):
-    from lightrft.cli.preflight import check_data, with_found_keys
+    from lightrft.cli.preflight import check_data, found_columns
 
     path = written(tmp_path, [{"instruction": "Say.", "input": "Hello", "output": "Bonjour"}])
-    config = with_found_keys(TrainConfig(prompt_data=path), path, "train", says=True)
+    config = TrainConfig(prompt_data=path)
+    config = config.replaced(found_columns(config, path, "train", says=True))
     assert capsys.readouterr().out == f"{path}: prompts are taken by --input_key instruction\n"
     assert check_data(config).examples[0][0] == "Say.\n\nHello"
     path = written(tmp_path, [{"messages": [ASK], "label": "x"}])
-    config = with_found_keys(TrainConfig(prompt_data=path), path, "train", says=True)
+    config = TrainConfig(prompt_data=path)
+    config = config.replaced(found_columns(config, path, "train", says=True))
     assert capsys.readouterr().out.endswith(" by --input_key messages --apply_chat_template\n")
     assert check_data(config).labels == ((f"{path}:1", "x"),)
     path = written(tmp_path, [{"messages": [ASK], "prompt": "b"}])
-    assert with_found_keys(TrainConfig(), path, "train", says=True) == TrainConfig()
-    assert with_found_keys(TrainConfig(), str(tmp_path / "none.jsonl"), "train", says=True)
+    assert not found_columns(TrainConfig(), path, "train", says=True)
+    assert not found_columns(TrainConfig(), str(tmp_path / "none.jsonl"), "train", says=True)

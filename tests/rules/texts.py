@@ -216,11 +216,12 @@ def episodes_stay_within_the_context(stage: str, tmp_path: Path) -> None:
     taken = options(tmp_path, [{"input": text} for text in texts])
     config = TrainConfig(**taken, **EPISODES[stage], apply_chat_template=True, max_turns=9)
     assert config.has_episodes
-    bounded = prompts_within_context(config)
+    bounded = config.replaced(prompts_within_context(config))
     assert bounded.max_episode_tokens == POSITIONS
     read = load_run_prompts(config, load_tokenizer(str(config.pretrain)))
     assert [len(prompt.token_ids) for prompt in read.prompts] == [POSITIONS - NEW]
-    shorter = prompts_within_context(config.replaced({"prompt_max_len": 8, "max_len": 20}))
+    shorter = config.replaced({"prompt_max_len": 8, "max_len": 20})
+    shorter = shorter.replaced(prompts_within_context(shorter))
     assert (shorter.prompt_max_len, shorter.max_episode_tokens) == (8, 20)
 
 

@@ -6,13 +6,9 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightrft.config.files import make_folder, named_errors, read_bytes, require_flat, require_held
 from lightrft.config.options import ConfigError, masked, options_of
-
-if TYPE_CHECKING:
-    from lightrft.config.strategy_config import StrategyConfig
 
 MAX_TOML_BYTES = 2**22
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
@@ -39,7 +35,7 @@ def read_toml(path: Path) -> dict[str, object]:
     return values
 
 
-def write_toml(config: StrategyConfig, path: Path, left_out: set[str]) -> None:
+def write_toml(config: object, path: Path, left_out: set[str]) -> None:
     """Write the options of `config` in groups; those that are None and secrets are left out.
 
     The file appears whole or not at all, and only its owner may read it: a value that nobody marked
@@ -77,10 +73,10 @@ def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
     partial.replace(path)
 
 
-def without_secrets(config: StrategyConfig) -> dict[str, object]:
+def without_secrets(config: object) -> dict[str, object]:
     """The options by name, without secret ones; credentials in addresses are masked."""
     return {
-        name: masked(config.__dict__[name])
+        name: masked(vars(config)[name])
         for name, (_, info) in options_of(type(config)).items()
         if not info.secret
     }

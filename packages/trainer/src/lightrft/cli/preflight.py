@@ -13,6 +13,7 @@ from pathlib import Path
 from lightrft.config import (
     MonitoringOptions,
     PromptDataOptions,
+    PromptOptions,
     ScoringOptions,
     TeacherOptions,
     TrainConfig,
@@ -355,10 +356,10 @@ class CheckedData:
     examples: tuple[tuple[str, Row], ...] = ()
 
 
-def with_found_keys(
-    config: TrainConfig, source: str | None, split: str, *, says: bool
-) -> TrainConfig:
-    """The options with the column of the prompts, where only its name says which it is.
+def found_columns(
+    config: PromptOptions, source: str | None, split: str, *, says: bool
+) -> dict[str, object]:
+    """Return the column of the prompts, where only its name says which it is, as options.
 
     Args:
         config: Options of the command.
@@ -375,7 +376,7 @@ def with_found_keys(
     options = {} if row is None else found_keys(row.columns, config)
     if options and says:
         print(f"{source}: prompts are taken by {as_flags(options)}", flush=True)
-    return config.replaced(options)
+    return options
 
 
 def check_data(config: PromptDataOptions) -> CheckedData:

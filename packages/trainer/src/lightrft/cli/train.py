@@ -222,10 +222,12 @@ def parse_policy(
     """Complete and check options of reinforcement learning; errors as for `StageCommand.parse`."""
     processes: int = parsed.nproc_per_node
     if not problems:
-        from lightrft.cli.preflight import check_paths, with_found_keys
+        from lightrft.cli.preflight import check_paths, found_columns
 
         says = not is_worker()
-        config = with_found_keys(config, config.prompt_data, config.prompt_split, says=says)
+        config = config.replaced(
+            found_columns(config, config.prompt_data, config.prompt_split, says=says)
+        )
         world_size = int(os.environ.get("WORLD_SIZE", processes))
         try:
             config = config.overlapped(world_size)

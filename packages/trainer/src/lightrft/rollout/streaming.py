@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from lightrft.config import ConfigError, EnvironmentOptions, TrainConfig
+from lightrft.config import ConfigError, EnvironmentOptions, RolloutOptions
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.rollout.open_groups import OpenGroup, StreamState
@@ -142,7 +142,7 @@ class StreamSource:
         return replace(samples, num_prompts=num_prompts, stream=state, report=report)
 
 
-def _fixed_options(config: TrainConfig) -> dict[str, str]:
+def _fixed_options(config: RolloutOptions) -> dict[str, str]:
     """Those whose other values would not have let open responses come to where they are."""
     values = {
         "n_samples_per_prompt": config.n_samples_per_prompt,

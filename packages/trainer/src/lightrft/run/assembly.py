@@ -196,7 +196,8 @@ def _train(
         given, config = config, config.replaced(plan.kept)
         if join is not None:
             config = config.replaced(_NO_ENGINE)
-        config, note = _with_learning_rate(config, stage)
+        rate, note = _learning_rate(config, stage)
+        config = config.replaced(rate)
         read = cast("Callable[[TrainConfig], StageInputs]", STAGES.load(stage))
         folder, rank = Path(config.output_dir), int(os.environ.get("RANK", "0"))
         console: RunConsole | None = None
@@ -285,13 +286,13 @@ def _ready(config: TrainConfig, strategy: StrategyBase, **known: object) -> Trai
     return config.replaced({"ckpt_path": str(config.checkpoint_dir)})
 
 
-def _with_learning_rate(config: TrainConfig, stage: str) -> tuple[TrainConfig, tuple[str, ...]]:
-    """The configuration with the learning rate of the stage where none is given, and a line."""
+def _learning_rate(config: BuildOptions, stage: str) -> tuple[dict[str, object], tuple[str, ...]]:
+    """Return the learning rate of the stage where none is given, and a line."""
     if config.actor_learning_rate is not None:
-        return config, ()
+        return {}, ()
     rate = default_learning_rate(stage, has_adapters=config.lora_rank > 0)
     text = f"actor_learning_rate = {rate}: the default of {stage}"
-    return config.replaced({"actor_learning_rate": rate}), (text,)
+    return {"actor_learning_rate": rate}, (text,)
 
 
 def open_console(config: OutputOptions, stack: ExitStack) -> RunConsole:

@@ -80,7 +80,7 @@ def generate_for(config: TrainConfig, bridge: Bridge, wants_stop: Callable[[], b
     from lightrft.stages.policy.inputs import PolicyInputs
     from lightrft.stages.policy.split.generating_side import (
         build_generator,
-        generating_config,
+        generating_options,
         open_strategy,
     )
 
@@ -91,7 +91,7 @@ def generate_for(config: TrainConfig, bridge: Bridge, wants_stop: Callable[[], b
         stack.enter_context(rank_timeline(Path(config.output_dir), bridge.rank))
         stack.enter_context(console_sink(lambda *_: None))
         read = cast("Callable[[TrainConfig], PolicyInputs]", STAGES.load("policy"))
-        inputs = read(generating_config(config))
+        inputs = read(config.replaced(generating_options(config)))
         stack.callback(inputs.close)
         strategy = stack.enter_context(open_strategy(config))
         choose_threads(config, strategy.context)

@@ -35,7 +35,7 @@ NOISE = re.compile(
 )
 
 
-def place_frozen(read: Callable[[], Actor], config: TrainConfig, backend: Backend) -> nn.Module:
+def place_frozen(read: Callable[[], Actor], config: BuildOptions, backend: Backend) -> nn.Module:
     """A model that scores, off the host before the next one is read."""
     with backend.init_model_context(config.meta_init):
         model = read()
@@ -72,12 +72,16 @@ def require_equal_start(backend: Backend, actor: AnyModel, reference: nn.Module)
 
 
 def configure_trained(
-    model: SequenceModel, config: TrainConfig, context: DistributedContext
+    model: SequenceModel,
+    config: BuildOptions,
+    context: DistributedContext,
+    *,
+    balances: bool = False,
 ) -> None:
     """Configures a model before it is wrapped and compiled; says which layers have adapters."""
     if model.coverage:
         context.print(model.coverage)
-    configure_model(model, config)
+    configure_model(model, config, balances=balances)
     freeze(model, config.freeze_prefix)
 
 
@@ -149,7 +153,7 @@ def configure_models(
             turn_off_dropout(module, keeps_adapters=kept == "adapters")
         if isinstance(module, SequenceModel):
             module.pack_samples(False)
-            configure_model(module, config)
+            configure_model(module, config, balances=config.aux_loss_coef > 0)
             is_trained = any(each.requires_grad for each in module.parameters())
             drops = kept == "model" or (kept == "adapters" and config.lora_dropout > 0)
             proof = None
@@ -215,14 +219,20 @@ def _packed(
     return config
 
 
-def configure_model(model: SequenceModel, config: TrainConfig) -> None:
-    """Turns on the parts of a model that the options ask for; those it was built with stay."""
+def configure_model(model: SequenceModel, config: BuildOptions, *, balances: bool = False) -> None:
+    """Turn on the parts of a model that are asked for; those it was built with stay.
+
+    Args:
+        model: Is changed in place.
+        config: Asks for them.
+        balances: Sum what its routers choose, for a loss that balances experts.
+    """
     if config.gradient_checkpointing and not model.is_gradient_checkpointing:
         model.gradient_checkpointing_enable()
     if isinstance(model, Actor):
         if config.fused_linear_logprob:
             model.fuse_head(config.chunk_size)
-        if config.aux_loss_coef > 0 and not model.sums_routers:
+        if balances and not model.sums_routers:
             model.enable_router_sums()
 
 
@@ -246,11 +256,13 @@ def turn_off_dropout(model: nn.Module, *, keeps_adapters: bool) -> None:
                 setattr(module, attribute, 0.0)
 
 
-def load_teachers(config: TrainConfig, backend: Backend) -> dict[str, nn.Module]:
-    """The teachers that are models of the run, prepared one by one; servers are none."""
+def load_teachers(
+    folders: Mapping[str, str], config: BuildOptions, backend: Backend
+) -> dict[str, nn.Module]:
+    """Return the teachers of some folders by name, prepared one by one."""
     return {
         name: place_frozen(partial(Actor.from_pretrained, at), config, backend)
-        for name, at in config.teacher_folders.items()
+        for name, at in folders.items()
     }
 
 

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightrft.config import BuildOptions, ConfigError, ModelOptions, TrainConfig
+from lightrft.config import (
+    BuildOptions,
+    ConfigError,
+    ModelOptions,
+    RolloutOptions,
+    RowDataOptions,
+    TrainConfig,
+)
 from lightrft.engines.media.families import family_of
 from lightrft.engines.text import context_tokens
 from lightrft.models.loading import is_reward_model, load_config
@@ -93,29 +100,29 @@ def check_parts(config: BuildOptions, kind: type[_BaseAutoModelClass]) -> None:
     freeze_tensors(skeleton, config.freeze_prefix)
 
 
-def prompts_within_context(config: TrainConfig) -> TrainConfig:
-    """The options of prompts, lowered so that the model's context has room for a response.
+def prompts_within_context(config: RolloutOptions) -> dict[str, object]:
+    """Return options of prompts, lowered so that the model's context has room for a response.
 
     Raises:
         ConfigError: No prompt leaves room for a response.
     """
     longest = config.max_len or _context_of(config)
     if longest is None:
-        return config
+        return {}
     room = longest - config.generate_max_len
     if room < 1:
         raise ConfigError(
             f"generate_max_len: got {config.generate_max_len}, expected less than the {longest} "
             f"tokens that {config.pretrain} takes (max_len, or the positions of the model)"
         )
-    bounds = {"prompt_max_len": min(config.prompt_max_len, room)}
-    return config.replaced(bounds | ({"max_len": longest} if config.has_episodes else {}))
+    bounds: dict[str, object] = {"prompt_max_len": min(config.prompt_max_len, room)}
+    return bounds | ({"max_len": longest} if config.has_episodes else {})
 
 
-def rows_within_context(config: TrainConfig) -> TrainConfig:
-    """The options of given rows, of which none is longer than the model has positions."""
+def rows_within_context(config: RowDataOptions) -> dict[str, object]:
+    """Return options of given rows, of which none is longer than the model has positions."""
     longest = _context_of(config) or config.max_row_tokens
-    return config.replaced({"max_row_tokens": min(config.max_row_tokens, longest)})
+    return {"max_row_tokens": min(config.max_row_tokens, longest)}
 
 
 def _context_of(config: ModelOptions) -> int | None:

@@ -12,7 +12,7 @@ from lightrft.config.options import (
 )
 from lightrft.config.parts.rollout import SamplingOptions, ShapingOptions, StreamingOptions
 from lightrft.config.parts.run_control import RunControlOptions
-from lightrft.config.parts.training import TrainingOptions
+from lightrft.config.parts.training import HeadOptions, TrainingOptions
 from lightrft.config.registry import (
     AGGREGATIONS,
     POLICY_LOSSES,
@@ -481,6 +481,7 @@ class LearningOptions(
     StreamingOptions,
     SamplingOptions,
     ShapingOptions,
+    HeadOptions,
     TrainingOptions,
 ):
     """What a policy learns in a step, and from which samples."""

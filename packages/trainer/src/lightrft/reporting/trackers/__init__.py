@@ -8,7 +8,7 @@ else.
 from collections.abc import Callable
 from typing import cast
 
-from lightrft.config import TrainConfig
+from lightrft.config import OutputOptions
 from lightrft.config.registry import LOGGERS, Registry, installation_of, missing_module
 from lightrft.reporting.loggers import MetricsLogger
 from lightrft.reporting.trackers.best_effort import TrackerError
@@ -24,7 +24,7 @@ _BY_OPTION = Registry(
 )
 
 
-def build_trackers(config: TrainConfig) -> list[MetricsLogger]:
+def build_trackers(config: OutputOptions) -> list[MetricsLogger]:
     """The trackers that were asked for, ready to use; to be called on the first rank only.
 
     Raises:
@@ -36,7 +36,7 @@ def build_trackers(config: TrainConfig) -> list[MetricsLogger]:
     trackers = []
     for option, registry, name in asked:
         try:
-            build = cast("Callable[[TrainConfig], MetricsLogger]", registry.load(name))
+            build = cast("Callable[[OutputOptions], MetricsLogger]", registry.load(name))
             trackers.append(build(config))
         except Exception as error:
             module = missing_module(error)

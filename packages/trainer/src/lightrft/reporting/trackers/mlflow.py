@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightrft.config import TrainConfig
+from lightrft.config import OutputOptions
 from lightrft.config.toml import without_secrets
 from lightrft.reporting.trackers.best_effort import BestEffortLogger, finite, kept_id
 
@@ -23,7 +23,7 @@ _MAX_PARAMS, _MAX_METRICS, _MAX_CHARACTERS = 100, 1000, 500
 _ODD = re.compile(r"[^\w\-. :/]")
 
 
-def open_mlflow(config: TrainConfig) -> BestEffortLogger:
+def open_mlflow(config: OutputOptions) -> BestEffortLogger:
     """A run of MLflow, the same one for all parts of a run."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     from mlflow.entities import Metric
@@ -47,7 +47,7 @@ def open_mlflow(config: TrainConfig) -> BestEffortLogger:
     return BestEffortLogger("--loggers mlflow", send, lambda: client.set_terminated(run_id))
 
 
-def _find_or_create(client: "MlflowClient", config: TrainConfig, artifacts: str | None) -> str:
+def _find_or_create(client: "MlflowClient", config: OutputOptions, artifacts: str | None) -> str:
     """The id of the run that has this folder's tag."""
     from mlflow.entities import Param
 

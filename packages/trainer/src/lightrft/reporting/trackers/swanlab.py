@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from lightrft.config import TrainConfig
+from lightrft.config import OutputOptions
 from lightrft.config.toml import without_secrets
 from lightrft.reporting.trackers.best_effort import (
     BestEffortLogger,
@@ -15,7 +15,7 @@ from lightrft.reporting.trackers.best_effort import (
 FOLDER, ID_FILE = "swanlab", "swanlab_id"
 
 
-def open_swanlab(config: TrainConfig) -> BestEffortLogger:
+def open_swanlab(config: OutputOptions) -> BestEffortLogger:
     """A run of SwanLab; offline, each part of a run has a folder, and all have one id."""
     import swanlab
 

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from lightrft.config import TrainConfig
+from lightrft.config import OutputOptions
 from lightrft.config.toml import without_secrets
 from lightrft.reporting.trackers.best_effort import (
     BestEffortLogger,
@@ -15,7 +15,7 @@ from lightrft.reporting.trackers.best_effort import (
 FOLDER, ID_FILE = "trackio", "trackio_id"
 
 
-def open_trackio(config: TrainConfig) -> BestEffortLogger:
+def open_trackio(config: OutputOptions) -> BestEffortLogger:
     """A run of Trackio, the same one for all parts of a run."""
     folder = Path(config.output_dir)
     # Read when the package is imported.

@@ -4,14 +4,14 @@ import os
 import time
 from pathlib import Path
 
-from lightrft.config import TrainConfig
+from lightrft.config import OutputOptions
 from lightrft.config.toml import without_secrets
 from lightrft.reporting.trackers.best_effort import BestEffortLogger, kept_id
 
 ID_FILE = "wandb_id"
 
 
-def open_wandb(config: TrainConfig) -> BestEffortLogger:
+def open_wandb(config: OutputOptions) -> BestEffortLogger:
     """A run of W&B, the same one for all parts of a run."""
     import wandb
 

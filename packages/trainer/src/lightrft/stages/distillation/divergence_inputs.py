@@ -33,7 +33,8 @@ class DivergenceInputs(RowInputs[SupervisedRow, KnownTeachers]):
     ) -> tuple[TrainedModels, DivergenceObjective]:
         """See `RowInputs`."""
         models = build_model(config, training, num_steps)
-        teachers, servers = load_teachers(config, training.backend), open_servers(config)
+        teachers = load_teachers(config.teacher_folders, config, training.backend)
+        servers = open_servers(config)
         return models, DivergenceObjective(teachers, servers, config.offpolicy_fraction < 1)
 
 
@@ -63,7 +64,7 @@ def read_inputs(config: TrainConfig) -> DivergenceInputs:
     reading, data, held_out = read_rows(config, load_supervised)
     check_auditable(config, data.rows)
     if config.offpolicy_fraction < 1:
-        check_prompts(data.rows, prompts_within_context(config))
+        check_prompts(data.rows, config.replaced(prompts_within_context(config)))
     texts = [row.token_ids.tolist() for row in data.rows[:64]]
     prove_teachers(config, reading.tokenizer, texts)
     return DivergenceInputs(reading, data, held_out)

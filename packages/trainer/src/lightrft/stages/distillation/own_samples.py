@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from lightrft.config import PromptDataOptions, TrainConfig
+from lightrft.config import PromptDataOptions, RowDataOptions
 from lightrft.datasets.row_data import SupervisedRow
 from lightrft.datasets.types import DataError
 from lightrft.engines.types import GenerationRequest
@@ -47,7 +47,7 @@ def mixed_rows(
     return tuple(mixed)
 
 
-def chosen_places(config: TrainConfig, num_rows: int, number: int) -> NDArray[np.int64]:
+def chosen_places(config: RowDataOptions, num_rows: int, number: int) -> NDArray[np.int64]:
     """Return places of the rows that the student completes: as many as its share in the mean."""
     generator = np.random.default_rng((config.seed, number))
     count = int(num_rows * (1 - config.offpolicy_fraction) + generator.random())

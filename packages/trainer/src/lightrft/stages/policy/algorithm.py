@@ -141,7 +141,7 @@ def build_corrections(config: LearningOptions) -> "tuple[CorrectionTerm, ...]":
         raise ConfigError(f"off_policy_correction: {error}") from error
 
 
-def algorithm_problems(config: TrainConfig) -> list[str]:
+def algorithm_problems(config: LearningOptions) -> list[str]:
     """Reasons why the algorithm of a run cannot be computed, one line each.
 
     Only for options that are right by themselves.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from transformers import AutoModelForCausalLM
 
 from lightrft.algorithms.interface import advantage_traits
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, OutputOptions, TrainConfig
 from lightrft.datasets import Prompt, PromptDataset, collate_prompts, load_prompts
 from lightrft.datasets.batch_stream import planned_steps
 from lightrft.datasets.media import Modality
@@ -148,26 +148,29 @@ class PolicyInputs:
                 has_rewards=config.has_rewards,
             ),
             data=PolicyData(loader, self.eval_prompts, self.pretrain, self.teacher_rows),
-            logs=self.sample_logs(config),
+            logs=self.sample_logs(config, config.rollout_ranks, has_rewards=config.has_rewards),
         )
         stage.text_part = self.tokenizer if processor is None else processor
         return stage
 
-    def sample_logs(self, config: TrainConfig) -> SampleLogs:
+    def sample_logs(
+        self, config: OutputOptions, rollout_ranks: int, *, has_rewards: bool
+    ) -> SampleLogs:
         """The files of the ranks that train; ranks that only generate write those of samples."""
-        trajectories = trajectory_log(config)
+        trajectories = trajectory_log(config, has_rewards=has_rewards)
         shown = ShownSamples(
             partial(print_on_first_rank, None),
             every=config.sample_steps,
-            has_rewards=config.has_rewards,
+            has_rewards=has_rewards,
         )
-        if config.rollout_ranks:
+        if rollout_ranks:
             return SampleLogs(trajectories=trajectories, shown=shown)
         path = Path(config.output_dir) / SAMPLES_FILE
-        samples = SampleLog(path, has_rewards=config.has_rewards)
-        return SampleLogs(samples, trajectories, self.rollout_log(config), shown)
+        samples = SampleLog(path, has_rewards=has_rewards)
+        rollouts = self.rollout_log(config, has_rewards=has_rewards)
+        return SampleLogs(samples, trajectories, rollouts, shown)
 
-    def rollout_log(self, config: TrainConfig) -> RolloutLog | None:
+    def rollout_log(self, config: OutputOptions, *, has_rewards: bool) -> RolloutLog | None:
         """The log of all samples, or None."""
         if not config.save_rollouts:
             return None
@@ -175,7 +178,7 @@ class PolicyInputs:
         path = Path(config.output_dir) / ROLLOUTS_FILE
         from lightrft.reporting.rollouts import RolloutLog
 
-        return RolloutLog(path, held_out=held_out, has_rewards=config.has_rewards)
+        return RolloutLog(path, held_out=held_out, has_rewards=has_rewards)
 
     def media_digests(self) -> Iterator[bytes]:
         """See `StageInputs`."""
@@ -287,7 +290,7 @@ def build_environments(
     if not config.has_episodes:
         return SingleTurns(modality)
     folder = Path(config.output_dir) if has_journal else None
-    config = prompts_within_context(config)
+    config = config.replaced(prompts_within_context(config))
     if config.has_agent:
         from lightrft.rollout.agents.agents import Agents
 
@@ -309,12 +312,13 @@ def pretrain_mix(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
         return None
     from lightrft.stages.policy.pretrain_mix import PretrainMix, load_mixed_rows
 
-    texts = load_mixed_rows(config.pretrain_data, tokenizer, prompts_within_context(config))
+    bounded = config.replaced(prompts_within_context(config))
+    texts = load_mixed_rows(config.pretrain_data, tokenizer, bounded)
     batch_size = config.ptx_batch_size or config.train_batch_size
     return PretrainMix(texts, config.ptx_coef, batch_size, config.seed)
 
 
-def trajectory_log(config: TrainConfig) -> TrajectoryLog | None:
+def trajectory_log(config: OutputOptions, *, has_rewards: bool) -> TrajectoryLog | None:
     """The log of single tokens, or None."""
     if not config.save_trajectories:
         return None
@@ -322,7 +326,7 @@ def trajectory_log(config: TrainConfig) -> TrajectoryLog | None:
         Path(config.output_dir) / TRAJECTORIES_FILE,
         num_samples=config.num_trajectories_to_save,
         every=config.trajectory_steps or max(1, config.save_steps),
-        has_rewards=config.has_rewards,
+        has_rewards=has_rewards,
     )
 
 
@@ -340,9 +344,10 @@ def load_run_prompts(
         if for_evaluation
         else (config.prompt_data, config.max_samples, config.prompt_split, config.prompt_data_probs)
     )
-    config = prompts_within_context(config)
+    changes = prompts_within_context(config)
     if for_evaluation:  # no teacher reads them
-        config = config.replaced({"teacher_prompt_column": None})
+        changes["teacher_prompt_column"] = None
+    config = config.replaced(changes)
     return load_prompts(
         str(path), tokenizer, config, max_samples=max_samples, split=split, probabilities=shares
     )
@@ -387,7 +392,7 @@ def build_models(
     # Before the strategy wraps and compiles them.
     for trained in (actor, critic):
         if trained is not None:
-            configure_trained(trained, config, training.context)
+            configure_trained(trained, config, training.context, balances=config.aux_loss_coef > 0)
     ready_actor, ready_critic = training.prepare_models(
         actor, critic, max_steps=max_steps, frozen_steps=config.num_frozen_updates
     )
@@ -400,7 +405,7 @@ def build_models(
         read = partial(Actor.from_pretrained, allow_new_weights=config.allow_new_weights)
         reference = place_frozen(partial(read, path), config, backend)
         require_equal_start(backend, ready_actor, reference)
-    teachers = load_teachers(config, backend)
+    teachers = load_teachers(config.teacher_folders, config, backend)
     average = None
     if config.enable_ema:
         with backend.init_model_context(config.meta_init):

@@ -13,7 +13,7 @@ from lightrft.algorithms.aggregation import loss_weights, weighted_share
 from lightrft.algorithms.interface import PolicyLossFunction, PolicyLossTraits, TokenLoss
 from lightrft.algorithms.kl import estimate_kl
 from lightrft.algorithms.masking import mask_out
-from lightrft.config import LearningOptions, TrainConfig
+from lightrft.config import LearningOptions
 from lightrft.models import Actor
 from lightrft.records.batch import ExperienceBatch
 
@@ -127,7 +127,7 @@ class PolicyObjective:
 
 
 def why_loss_outside(
-    config: TrainConfig,
+    config: LearningOptions,
     traits: PolicyLossTraits,
     actor: nn.Module,
     corrections: Sequence[CorrectionTerm] = (),

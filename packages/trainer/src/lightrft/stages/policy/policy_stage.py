@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from torch import nn
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError, RolloutOptions, TrainConfig
 from lightrft.datasets.batch_stream import Batches, known_items, planned_steps
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.families import family_of
@@ -398,7 +398,7 @@ def prompt_encoder(parts: RolloutParts, actor: nn.Module) -> Encoder:
 
 
 def evaluate_prompts(
-    prompts: Sequence[Prompt], sampler: RolloutSampler | RemoteRollouts, config: TrainConfig
+    prompts: Sequence[Prompt], sampler: RolloutSampler | RemoteRollouts, config: RolloutOptions
 ) -> dict[str, float]:
     """Mean reward and components of one completion per prompt; collective.
 

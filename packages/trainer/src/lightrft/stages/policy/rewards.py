@@ -10,6 +10,7 @@ from torch import nn
 from lightrft.config import (
     ConfigError,
     RewardOptions,
+    RolloutOptions,
     ScorerOptions,
     ScoringOptions,
     ShapingOptions,
@@ -94,7 +95,7 @@ def prepare_reward_models(config: TrainConfig, backend: Backend) -> tuple[nn.Mod
 
 
 def build_model_rewards(
-    config: TrainConfig,
+    config: RolloutOptions,
     backend: Backend,
     models: Sequence[nn.Module],
     *,

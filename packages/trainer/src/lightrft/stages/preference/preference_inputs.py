@@ -64,7 +64,7 @@ class PreferenceInputs(RowInputs[Preference, KnownPreferences]):
             say(f"{name} in {shown_mask(row, self.reading.tokenizer)}")
 
     def load(
-        self, config: TrainConfig, training: ModelTraining, num_steps: int
+        self, config: RowRunOptions, training: ModelTraining, num_steps: int
     ) -> tuple[TrainedModels, PreferenceObjective]:
         """Load the model that is trained, and its frozen copy where one is needed.
 

@@ -74,7 +74,7 @@ class RewardInputs(RowInputs[Judgement, Counts]):
             say(f"warning: {text}")
 
     def load(
-        self, config: TrainConfig, training: ModelTraining, num_steps: int
+        self, config: RowRunOptions, training: ModelTraining, num_steps: int
     ) -> tuple[TrainedModels, RewardObjective]:
         """See `RowInputs`."""
         model = load_reward_model(config)
@@ -233,7 +233,7 @@ def load_rows(
 
 def judgement_reader(
     tokenizer: PreTrainedTokenizerBase,
-    config: TrainConfig,
+    config: RowRunOptions,
     first: Row,
     vocab_size: int | None,
     reader: RowMediaReader | None = None,

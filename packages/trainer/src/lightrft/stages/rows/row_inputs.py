@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic
 import numpy as np
 from transformers import AutoModelForCausalLM
 
-from lightrft.config import ConfigError, RowDataOptions, RowRunOptions, TrainConfig
+from lightrft.config import BuildOptions, ConfigError, RowDataOptions, RowRunOptions, TrainConfig
 from lightrft.config.batch_sizes import batch_problems
 from lightrft.config.train_config import DISTILLED_ROWS, DISTILLED_ROWS_AND_SAMPLES
 from lightrft.datasets.row_data import Item, RowData, SupervisedRow
@@ -188,7 +188,7 @@ def read_rows(
     """
     reading = read_vocabulary(config, generates=kind is AutoModelForCausalLM)
     given = {"vocab_size": reading.vocab_size, "reader": reading.reader}
-    config = rows_within_context(config)
+    config = config.replaced(rows_within_context(config))
     check_parts(config, kind)
     data = load(
         str(config.prompt_data),
@@ -258,7 +258,7 @@ def option_problems(config: TrainConfig, num_processes: int, command: str) -> li
     return found + [line.replace("rollout_batch_size", "train_batch_size") for line in lines]
 
 
-def build_model(config: TrainConfig, training: ModelTraining, max_steps: int) -> TrainedModels:
+def build_model(config: BuildOptions, training: ModelTraining, max_steps: int) -> TrainedModels:
     """Loads and prepares the model that is trained.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Generic
 import numpy as np
 from numpy.typing import NDArray
 
-from lightrft.config import TrainConfig, TrainingOptions
+from lightrft.config import RowRunOptions, TrainConfig, TrainingOptions
 from lightrft.datasets.row_data import Item
 from lightrft.experience.minibatches import MinibatchPlan, micro_slices, plan_minibatches
 from lightrft.strategy.distributed.context import DistributedContext
@@ -67,7 +67,7 @@ def planned_part(
     Args:
         items: Items of all ranks, the same on each.
         config: Its seed, `packing_samples` and sizes of micro-batches count; see
-            `bounded_by_tokens`.
+            `token_bound`.
         context: Says which rank this is.
         step: Number of the step, which fixes the permutation together with the seed.
     """
@@ -110,15 +110,15 @@ def shared_part(
     return RowPart(tuple(items), places, tuple(slices), num_counted)
 
 
-def bounded_by_tokens(config: TrainConfig, *, rows_per_item: int = 1) -> TrainConfig:
-    """The configuration by which micro-batches are cut.
+def token_bound(config: RowRunOptions, *, rows_per_item: int = 1) -> int | None:
+    """Return the tokens by which micro-batches are cut, or None where rows are counted.
 
     A packed one holds what as many of the longest rows would.
     """
     bound = config.micro_batch_tokens
     if bound is None and config.packing_samples:
         bound = config.micro_train_batch_size * config.max_row_tokens * rows_per_item
-    return config.replaced({"micro_batch_tokens": bound})
+    return bound
 
 
 def best_fit(places: Sequence[int], lengths: Sequence[int], max_tokens: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.models import configure_models
 from lightrft.stages.observer import ObservedRows, ObservedStep, Observer, open_observer
 from lightrft.stages.rows.row_objective import Known, RowBatch, RowObjective
-from lightrft.stages.rows.row_part import bounded_by_tokens, planned_part
+from lightrft.stages.rows.row_part import planned_part, token_bound
 from lightrft.stages.rows.row_passes import RowPasses
 from lightrft.stages.stage import Stage, Step, TrainedModels, Work, optimizer_step, record_total
 
@@ -66,7 +66,8 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
         size = config.train_batch_size // strategy.world_size
         self.loader = strategy.setup_dataloader(data, size, collate_fn=list)
         most = max(len(item.rows) for item in data.rows)
-        self._cut = bounded_by_tokens(self.config, rows_per_item=most)
+        bound = token_bound(self.config, rows_per_item=most)
+        self._cut = self.config.replaced({"micro_batch_tokens": bound})
         self._trained: Mapping[str, float] | None = None
 
     def planned_steps(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from lightrft.config import TrainConfig
+from lightrft.config import RowRunOptions, TrainConfig
 from lightrft.datasets.row_data import SupervisedRow
 from lightrft.datasets.supervised_rows import load_supervised
 from lightrft.stages.rows.row_inputs import (
@@ -32,7 +32,7 @@ class SupervisedInputs(RowInputs[SupervisedRow, Tensor]):
         say(shown_mask(self.data.rows[0], self.reading.tokenizer))
 
     def load(
-        self, config: TrainConfig, training: ModelTraining, num_steps: int
+        self, config: RowRunOptions, training: ModelTraining, num_steps: int
     ) -> tuple[TrainedModels, SupervisedObjective]:
         """See `RowInputs`."""
         return build_model(config, training, num_steps), SupervisedObjective.of(config)

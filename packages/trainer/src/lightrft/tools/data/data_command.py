@@ -19,6 +19,7 @@ from lightrft.cli.preflight import PlainTokenizer, model_problems, teacher_probl
 from lightrft.config import (
     ConfigError,
     PromptDataOptions,
+    RolloutOptions,
     RowDataOptions,
     ScoringOptions,
     SplitOptions,
@@ -297,7 +298,7 @@ def check(request: Request) -> int:
     config = propose_keys_of(request, rows)
     statements = load_statements(config)
     tokenizer = None if statements is None else statements.tokenizer
-    config = _within_context(config)
+    config = config.replaced(_within_context(config))
     reader = _reader(tokenizer, config)
     if rows:
         _say_of_model(rows[0], reader, statements, config)
@@ -356,17 +357,17 @@ def _reader(tokenizer: PreTrainedTokenizerBase | None, config: RowDataOptions) -
     return load_modality(config, tokenizer).renderer
 
 
-def _within_context(config: TrainConfig) -> TrainConfig:
-    """The options with the lengths that a run takes; says so where it takes none."""
+def _within_context(config: RolloutOptions) -> dict[str, object]:
+    """Return the lengths that a run takes; say so where it takes none."""
     if config.pretrain is None:
-        return config
+        return {}
     from lightrft.stages.opening import prompts_within_context
 
     try:
         return prompts_within_context(config)
     except ConfigError as error:  # of a run, which may have other options
         say(f"warning: {error}")
-        return config
+        return {}
 
 
 def _show_environment(usable: Sequence[CheckedRow], config: ScoringOptions) -> None:

@@ -119,7 +119,7 @@ def check(request: Request) -> int:
     """
     stage = request.stage
     reading = read_vocabulary(request.config, generates=stage == "prefer")
-    config = rows_within_context(request.config)
+    config = request.config.replaced(rows_within_context(request.config))
     tokenizer = reading.tokenizer
     items, first = read_source(request.source, config, tokenizer)
     build = PreferenceReader if stage == "prefer" else judgement_reader

@@ -67,7 +67,7 @@ def check(request: Request) -> int:
         ModelLoadError: A tokenizer that cannot be read.
     """
     reading = read_vocabulary(request.config)
-    config = rows_within_context(request.config)
+    config = request.config.replaced(rows_within_context(request.config))
     tokenizer = reading.tokenizer
     for place in config.teacher_folders.values():
         require_same_tokens(config, place, tokenizer)

@@ -27,8 +27,8 @@ from lightrft.cli.preflight import (
     check_data,
     device_problems,
     engine_problems,
+    found_columns,
     model_problems,
-    with_found_keys,
 )
 from lightrft.config import TrainConfig
 from lightrft.config.other_names import A_DATA_FILE, A_REWARD
@@ -106,7 +106,7 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, EvalSettings, int]:
         problems.append(f"--reward_fn is missing: {A_REWARD}")
     refuse(problems, ConfigError)
     says = not is_worker()
-    config = with_found_keys(config, config.eval_data, config.eval_split, says=says)
+    config = config.replaced(found_columns(config, config.eval_data, config.eval_split, says=says))
     config.prompt_data = None  # only the evaluation's prompts are read
     # Nothing is trained: sizes that fit any number of processes.
     world_size = int(os.environ.get("WORLD_SIZE", parsed.nproc_per_node))

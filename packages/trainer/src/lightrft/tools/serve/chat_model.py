@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-from lightrft.config import TrainConfig
+from lightrft.config import RolloutOptions
 from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.media import Modality, TextModality
 from lightrft.datasets.suffix import TurnSuffix
@@ -51,7 +51,7 @@ class ChatModel:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        config: TrainConfig,
+        config: RolloutOptions,
         limit: int | None = None,
         modality: Modality | None = None,
     ) -> None:

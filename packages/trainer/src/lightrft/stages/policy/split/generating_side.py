@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lightrft.config import TrainConfig
+from lightrft.config import SamplingOptions, TrainConfig
 from lightrft.datasets.batch_stream import Batches, BatchStream
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
@@ -34,9 +34,9 @@ from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.sync import WeightSyncReport
 
 
-def generating_config(config: TrainConfig) -> TrainConfig:
-    """The options of a rank that trains nothing: sizes of updates that fit any number of ranks."""
-    changes: dict[str, object] = {
+def generating_options(config: SamplingOptions) -> dict[str, object]:
+    """Return options of a rank that trains nothing: updates that fit any number of ranks."""
+    return {
         "fsdp": True,
         "zero_stage": TrainConfig.zero_stage,
         "sp_size": 1,
@@ -44,12 +44,11 @@ def generating_config(config: TrainConfig) -> TrainConfig:
         "train_batch_size": config.rollout_batch_size * config.n_samples_per_prompt,
         "strict": False,
     }
-    return config.replaced(changes)
 
 
 def open_strategy(config: TrainConfig) -> StrategyBase:
     """Ranks, engine and loader of the side that generates; it prepares no model."""
-    config = generating_config(config)
+    config = config.replaced(generating_options(config))
     sizes = (config.seed, config.max_norm, 1, config.train_batch_size)
     return FSDPV2Strategy(*sizes, args=config)
 
@@ -209,7 +208,8 @@ def build_generator(
     )
     path = Path(config.output_dir) / SAMPLES_FILE
     logs = SampleLogs(
-        SampleLog(path, has_rewards=config.has_rewards), rollouts=inputs.rollout_log(config)
+        SampleLog(path, has_rewards=config.has_rewards),
+        rollouts=inputs.rollout_log(config, has_rewards=config.has_rewards),
     )
     return Generator(
         config, bridge, session, backend.context, loader, sampler, inputs, logs, wants_stop
