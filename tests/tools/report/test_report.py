@@ -407,6 +407,7 @@ def test_every_metric_that_the_source_names_has_a_row():
     assert {"reward", "engine_hash", "eval/seconds", "approx_kl", "correction_weight"} <= names
     # Keys of other dictionaries: a term of a loss, an option, and what a checkpoint holds.
     others = {"value", "stream_chunk", "num_steps", "episode", "consumed_samples", "best", "carry"}
+    others |= {"new", "old_logprobs", "log_kept_mass", "weights"}  # tensors that observers get
     assert {name for name in names if name not in METRICS} == others
     assert metric_row("reward/score") is METRICS["reward/*"]
     assert metric_row("eval/reward") is METRICS["eval/reward"]
