@@ -30,13 +30,14 @@ strategy_parameters: parameters that are a whole strategy.
 repeated_class_names: names that classes of two or more files have, leading underscores left out.
 single_use_records: dataclasses and named tuples without methods (properties apart) that one call
     constructs. Handing the class to another function is such a call, too, as readers of files ask
-    for it; classes of one name are counted together. Both measures are shown with --list alone.
+    for it; classes of one name are counted together.
 trainer_closure: modules that `lightrft.trainer.spmd_ppo_trainer` imports when it is imported,
     directly or not, itself included; of packages only those that an import names.
 sft_closure, train_closure: the same of `lightrft sft` and `lightrft train`.
 step_files, command_files: with --run; files of which a function is called in the process of
     `lightrft train` during the second of three GRPO steps (from one line of metrics.jsonl to the
     next), and during the whole command, where importing counts, too.
+sft_step_files, sft_command_files: the same of `lightrft sft` on answers.
 """
 
 from __future__ import annotations
@@ -415,6 +416,7 @@ def measure(root: Path) -> dict[str, Measured]:
         **_function_measures(modules),
         **_module_measures(modules),
         **_text_measures(modules),
+        **_class_measures(modules),
     }
 
 
@@ -441,7 +443,7 @@ def look(frame, event, argument):
 threading.setprofile(look)
 sys.setprofile(look)
 from lightrft.cli.main import main
-code = main(["train", *arguments, "--output_dir", folder])
+code = main([*arguments, "--output_dir", folder])
 sys.setprofile(None)
 threading.setprofile(None)
 with open(out, "w") as file:
@@ -452,42 +454,54 @@ _REWARD = """
 def digits(prompts, responses, labels, **columns):
     return [sum(c.isdigit() for c in r) / max(1, len(r)) for r in responses]
 """
-_COMMAND = """
---fsdp --pretrain tiny --prompt_data prompts.jsonl --reward_fn reward.py:digits
---engine_type hf --advantage_estimator group_norm --n_samples_per_prompt 4
---rollout_batch_size 4 --train_batch_size 16 --micro_train_batch_size 4
---prompt_max_len 64 --generate_max_len 8 --max_steps 3
+_COMMANDS = {
+    "": """
+train --input_key prompt --reward_fn reward.py:digits --engine_type hf --advantage_estimator group_norm
+--n_samples_per_prompt 4 --rollout_batch_size 4 --prompt_max_len 64 --generate_max_len 8
+""",
+    "sft_": "sft",
+}
+_OPTIONS = """
+--fsdp --pretrain tiny --prompt_data prompts.jsonl --train_batch_size 16
+--micro_train_batch_size 4 --max_steps 3
 """
 
 
 def measure_run(root: Path) -> dict[str, Measured]:
-    """Files that a small run of the tree at `root` executes; takes about 15 seconds of a core.
+    """Files that small runs of the tree at `root` execute; takes about 30 seconds of a core.
 
     Raises:
-        subprocess.CalledProcessError: The run failed.
+        subprocess.CalledProcessError: A run failed.
     """
     python = root / ".venv/bin/python"
     program = str(python) if python.exists() else sys.executable
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    found: dict[str, Measured] = {}
     with tempfile.TemporaryDirectory() as folder:
-        prompts = [json.dumps({"input": f"What is {i} plus {i}?"}) for i in range(32)]
-        Path(folder, "prompts.jsonl").write_text("\n".join(prompts) + "\n", encoding="utf-8")
-        Path(folder, "reward.py").write_text(_REWARD, encoding="utf-8")
-        for arguments in (
-            ["-m", "lightrft.cli.main", "init-model", "tiny", "--preset", "tiny-qwen3"],
-            ["-c", _RUNNER, f"{folder}/run", f"{folder}/files.json", *_COMMAND.split()],
-        ):
+
+        def run(*arguments: str) -> None:
             command = [program, *arguments]
             subprocess.run(command, cwd=folder, env=environment, check=True, stdout=sys.stderr)
-        parts = json.loads(Path(folder, "files.json").read_text(encoding="utf-8"))
-    names = [{str(Path(file).relative_to(root)) for file in part} for part in parts]
-    if len(names) != 4:
-        raise ValueError(f"metrics.jsonl grew {len(names) - 1} times, expected 3")
-    whole = sorted(set().union(*names))
-    return {
-        "step_files": Measured(len(names[1]), sorted(names[1])),
-        "command_files": Measured(len(whole), whole),
-    }
+
+        prompts = [
+            json.dumps({"prompt": f"What is {i} plus {i}?", "completion": f"It is {i + i}."})
+            for i in range(48)
+        ]
+        Path(folder, "prompts.jsonl").write_text("\n".join(prompts) + "\n", encoding="utf-8")
+        Path(folder, "reward.py").write_text(_REWARD, encoding="utf-8")
+        run("-m", "lightrft.cli.main", "init-model", "tiny", "--preset", "tiny-qwen3")
+        for name, command in _COMMANDS.items():
+            listed = Path(folder, f"{name}files.json")
+            words = [*command.split(), *_OPTIONS.split()]
+            run("-c", _RUNNER, f"{folder}/{name}run", str(listed), *words)
+            parts = json.loads(listed.read_text(encoding="utf-8"))
+            names = [{f"packages/{file.split('/packages/')[1]}" for file in part} for part in parts]
+            if len(names) != 4:
+                raise ValueError(f"metrics.jsonl grew {len(names) - 1} times, expected 3")
+            whole = sorted(set().union(*names))
+            found[f"{name}step_files"] = Measured(len(names[1]), sorted(names[1]))
+            found[f"{name}command_files"] = Measured(len(whole), whole)
+    return found
 
 
 def _read_table(root: Path) -> dict[str, Any]:
@@ -539,8 +553,6 @@ def main() -> None:
     root = arguments.root.resolve()
     accepted = read_accepted(root)
     measured = measure(root) | (measure_run(root) if arguments.run else {})
-    if arguments.list:  # they have no accepted values yet
-        measured |= _class_measures(read_modules(root))
     for name, found in measured.items():
         limit = f"accepted {accepted[name]:8,d}  " if name in accepted else ""
         print(f"{found.value:8,d}  {limit}{name}")

@@ -57,6 +57,8 @@ def test_a_run_executes_no_more_files_than_accepted():
 def test_every_measure_has_an_accepted_value():
     assert set(measures.read_accepted(ROOT)) == {
         *measures.measure(Path("/nowhere")),
+        "sft_step_files",
+        "sft_command_files",
         "step_files",
         "command_files",
     }
