@@ -456,7 +456,8 @@ def digits(prompts, responses, labels, **columns):
 """
 _COMMANDS = {
     "": """
-train --input_key prompt --reward_fn reward.py:digits --engine_type hf --advantage_estimator group_norm
+train --input_key prompt --reward_fn reward.py:digits --engine_type hf
+--advantage_estimator group_norm
 --n_samples_per_prompt 4 --rollout_batch_size 4 --prompt_max_len 64 --generate_max_len 8
 """,
     "sft_": "sft",

@@ -149,13 +149,14 @@ def test_balancing_experts_is_exact_for_any_micro_batch(micro):
     actor = Actor(tiny_experts())
     actor.enable_router_sums()
     before = {n: p.detach().clone() for n, p in actor.model.named_parameters()}
-    strategy = get_fake_strategy({"train_batch_size": 6, "max_norm": 0.0, "bf16": False})
+    options = {"train_batch_size": 6, "max_norm": 0.0, "bf16": False}
+    training = get_fake_strategy(options).training
     zeros = torch.zeros_like(rollouts.rollout_logprobs)
     batch = ExperienceBatch(rollouts, PolicyOutputs(None, None, None, None), zeros, zeros)
     config = TrainConfig(
         loss_agg_mode="token-mean", micro_train_batch_size=micro, aux_loss_coef=0.5
     )
-    metrics = one_update(actor, batch, config, strategy=strategy, rate=1.0)
+    metrics = one_update(actor, batch, config, training=training, rate=1.0)
     assert metrics["aux_loss"] == pytest.approx(float(expected), rel=1e-6)
     found = [before[n] - p.detach() for n, p in actor.model.named_parameters()]
     assert [n for n, _ in actor.model.named_parameters()] == names

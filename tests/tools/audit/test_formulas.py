@@ -19,7 +19,7 @@ from lightrft.tools.audit.losses import (
     token_shares,
     value_term,
 )
-from lightrft.tools.audit.optimizers import Group, Optimizer, learning_rate
+from lightrft.tools.audit.optimizers import Optimizer, ParameterNumbers, learning_rate
 from lightrft.tools.audit.pairs import Borders, Pair, differentiated
 from lightrft.tools.audit.record import OptimizerFacts, RawSamples
 from lightrft.tools.audit.samples import shaped_rewards
@@ -279,7 +279,7 @@ def test_rates_and_steps_have_the_worked_values():
     assert found == pytest.approx([0.868198 - 0.2, 0.722208 - 0.1, 0.55], abs=1e-6)
     for decay, after in ((0.1, 0.89), (0.0, 0.9)):
         weights = {"w": torch.tensor([1.0], dtype=torch.float64)}
-        group = Group(betas=(0.9, 0.95), weight_decay=decay)
+        group = ParameterNumbers(betas=(0.9, 0.95), weight_decay=decay)
         optimizer = Optimizer("AdamW", weights, {"w": group})
         optimizer.step({"w": torch.tensor([0.5], dtype=torch.float64)}, 0.1, 1.0)
         assert float(optimizer.weights["w"]) == pytest.approx(after)

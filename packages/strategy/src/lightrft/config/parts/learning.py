@@ -484,7 +484,7 @@ class LearningOptions(
     HeadOptions,
     TrainingOptions,
 ):
-    """What a policy learns in a step, and from which samples."""
+    """Learning of a policy in a step, and the samples it learns from."""
 
     @property
     def correction(self) -> str | tuple[str, ...] | None:

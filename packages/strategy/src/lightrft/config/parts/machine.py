@@ -226,7 +226,7 @@ class EngineOptions(EngineChoiceOptions):
 
 
 class BackendOptions(PolicyModelOptions, DistributedOptions, TrainingOptions):
-    """What a backend prepares models and optimizers by."""
+    """Preparation of models and optimizers by a backend."""
 
 
 class MachineOptions(EngineOptions, DistributedOptions, HeadOptions, TrainingOptions):

@@ -8,7 +8,7 @@ import torch
 from lightrft.config import TrainConfig
 from lightrft.tools.audit.decisions import check_tokens
 from lightrft.tools.audit.record import PLACE, Integers
-from lightrft.tools.audit.replay import Step
+from lightrft.tools.audit.replay import ReplayedStep
 
 
 def in_items(config: TrainConfig) -> TrainConfig:
@@ -17,7 +17,7 @@ def in_items(config: TrainConfig) -> TrainConfig:
     return config.replaced({"rollout_batch_size": size, "n_samples_per_prompt": 1, "max_epochs": 1})
 
 
-def check_given(step: Step) -> None:
+def check_given(step: ReplayedStep) -> None:
     """Compares what an optimizer step is made of."""
     found, facts = step.found, step.record.facts
     found.number("items of the step", len(set(items_of(step))), step.config.train_batch_size)
@@ -28,7 +28,7 @@ def check_given(step: Step) -> None:
     _check_micro_batches(step)
 
 
-def check_places(step: Step) -> None:
+def check_places(step: ReplayedStep) -> None:
     """Compares the items that the step trains with those that its options draw.
 
     Each pass takes the items in an order of its own, drawn from seed + pass; a step takes the next
@@ -47,13 +47,13 @@ def check_places(step: Step) -> None:
     found.exact(name, trained, np.sort(order[place * size : (place + 1) * size]))
 
 
-def items_of(step: Step) -> list[int]:
+def items_of(step: ReplayedStep) -> list[int]:
     """[rows] the pair, ranking or answer that each row belongs to."""
     found: list[int] = step.record.samples.group_ids.tolist()
     return found
 
 
-def _check_micro_batches(step: Step) -> None:
+def _check_micro_batches(step: ReplayedStep) -> None:
     """Each holds whole items: their number, or no more than their tokens."""
     found, config, items = step.found, step.config, items_of(step)
     index = {int(i): row for row, i in enumerate(step.record.samples.sample_ids)}
@@ -77,7 +77,7 @@ def _check_micro_batches(step: Step) -> None:
     _check_tokens(step, several, set(sizes.values()))
 
 
-def _check_tokens(step: Step, micros: list[Integers], sizes: set[int]) -> None:
+def _check_tokens(step: ReplayedStep, micros: list[Integers], sizes: set[int]) -> None:
     """Micro batches of several items, of rows of these lengths, are within the bound of tokens."""
     config, bound = step.config, step.config.micro_batch_tokens
     if bound is None and len(sizes) > 1:

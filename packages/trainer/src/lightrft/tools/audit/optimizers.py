@@ -48,7 +48,7 @@ def _planned(position: int, num_steps: int, warmup: int, config: TrainingOptions
 
 
 @dataclass(slots=True)
-class Group:
+class ParameterNumbers:
     """Numbers of one parameter."""
 
     rate_share: float = 1.0
@@ -71,7 +71,7 @@ class Optimizer:
 
     kind: str
     weights: dict[str, Tensor]
-    groups: Mapping[str, Group]
+    groups: Mapping[str, ParameterNumbers]
     moments: dict[str, Tensor] = field(default_factory=dict)
 
     def step(self, slopes: Mapping[str, Tensor], rate: float, factor: float) -> None:
@@ -112,7 +112,9 @@ class Optimizer:
                 found[name] = rate * group.rate_share * (ends[0] - ends[1]).abs()
         return found
 
-    def _sgd_step(self, name: str, slope: Tensor, group: Group) -> tuple[Tensor, dict[str, Tensor]]:
+    def _sgd_step(
+        self, name: str, slope: Tensor, group: ParameterNumbers
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         if group.momentum == 0:
             return slope, {}
         key = f"momentum_buffer/{name}"
@@ -120,7 +122,7 @@ class Optimizer:
         return after, {key: after}
 
     def _adam_step(
-        self, name: str, slope: Tensor, group: Group
+        self, name: str, slope: Tensor, group: ParameterNumbers
     ) -> tuple[Tensor, dict[str, Tensor]]:
         first, second, count = (
             self.moments.get(f"{key}/{name}", torch.zeros((), dtype=torch.float64))
@@ -154,16 +156,16 @@ def clip_factor(norm: float, max_norm: float) -> float:
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
 
 
-def given_groups(facts: OptimizerFacts) -> dict[str, Group]:
+def given_groups(facts: OptimizerFacts) -> dict[str, ParameterNumbers]:
     """Numbers of each parameter as the run's optimizer has them."""
-    found: dict[str, Group] = {}
+    found: dict[str, ParameterNumbers] = {}
     first: float | None = None
     for entry in facts.groups:
         numbers = entry["numbers"]
         rate = float(numbers["initial_lr"] if "initial_lr" in numbers else numbers["lr"])
         first = rate / float(numbers.get("rate_factor", 1.0)) if first is None else first
         beta1, beta2 = numbers.get("betas", BETAS)
-        group = Group(
+        group = ParameterNumbers(
             rate / first if first else 1.0,
             (float(beta1), float(beta2)),
             float(numbers.get("eps", ADAM_EPS)),
@@ -176,11 +178,11 @@ def given_groups(facts: OptimizerFacts) -> dict[str, Group]:
 
 def configured_groups(
     names: Collection[str], weights: Mapping[str, Tensor], config: TrainingOptions
-) -> dict[str, Group]:
+) -> dict[str, ParameterNumbers]:
     """Numbers of each parameter as the options ask: matrices are decayed, vectors are not."""
     beta1, beta2 = config.adam_betas
     return {
-        name: Group(
+        name: ParameterNumbers(
             _rate_share(name, config),
             (beta1, beta2),
             ADAM_EPS,

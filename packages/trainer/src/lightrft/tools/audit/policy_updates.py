@@ -23,13 +23,13 @@ from lightrft.tools.audit.models import Scorer
 from lightrft.tools.audit.pairs import Borders, Differentiated, Pair, differentiated, with_rounding
 from lightrft.tools.audit.replay import (
     Numbers,
-    Step,
+    ReplayedStep,
     estimate,
     policy_options,
     score_models,
     token_weights,
 )
-from lightrft.tools.audit.updates import Objective, Term, Update
+from lightrft.tools.audit.updates import LossTerm, ReplayedLoss, Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +49,24 @@ class Inputs:
     error: float
 
 
-class OfTokens(Objective):
+class OfTokens(ReplayedLoss):
     """A mean over tokens, as a policy's.
 
     Args:
-        step, scorer, ended: See `Objective`.
+        step, scorer, ended: See `ReplayedLoss`.
         inputs: What it is computed from.
     """
 
-    def __init__(self, step: Step, scorer: Scorer | None, inputs: Inputs, ended: str = "") -> None:
+    def __init__(
+        self, step: ReplayedStep, scorer: Scorer | None, inputs: Inputs, ended: str = ""
+    ) -> None:
         super().__init__(step, scorer, ended)
         self.inputs, config = inputs, step.config
         loss = POLICY_LOSSES.get(config.policy_loss_name)
         self._mode = config.loss_agg_mode or (loss.aggregation if loss else "")
 
     def denominator(self, mask: Tensor) -> float:
-        """See `Objective`."""
+        """See `ReplayedLoss`."""
         config = self.step.config
         turns = config.max_turns if config.has_episodes else 1
         return normalizer(mask, self._mode, config.generate_max_len * turns)
@@ -74,22 +76,22 @@ class OfTokens(Objective):
         return token_shares(mask, self._mode) / max(self.denominator(mask), 1e-300)
 
 
-class PolicyObjective(OfTokens):
+class PolicyReplay(OfTokens):
     """The loss of an actor on samples."""
 
     scores = "logprobs"
 
     def terms(
         self, update: Update, scores: Pair, error: Tensor, others: Sequence[Tensor]
-    ) -> Iterator[Term]:
-        """See `Objective`."""
+    ) -> Iterator[LossTerm]:
+        """See `ReplayedLoss`."""
         step, numbers, mask = self.step, self.inputs.numbers, update.mask
         config, share = step.config, self.share(mask)
         weights = token_weights(step, numbers, self.inputs.advantages, mask, scores)
         if weights is not None and update.weights is not None:
             self._check_weights(update, update.weights, weights, error)
         factors = share if weights is None else share * weights
-        yield Term("policy", 1.0, *self._policy_term(update.micros, scores, factors, error))
+        yield LossTerm("policy", 1.0, *self._policy_term(update.micros, scores, factors, error))
         coef, reference = step.kl_coef, numbers.reference
         if config.use_kl_loss and coef > 0 and reference is not None:
 
@@ -99,12 +101,12 @@ class PolicyObjective(OfTokens):
 
             # Scores and those of the reference are rounded alike.
             shifts = (2 * error, -2 * error)
-            yield Term("kl", coef, *with_rounding(kl_of, scores, shifts, step.borders))
+            yield LossTerm("kl", coef, *with_rounding(kl_of, scores, shifts, step.borders))
         if config.entropy_coef > 0:
             for entropy in others:
                 exact = Differentiated(share * entropy, share)
                 moved = Differentiated(share * error, torch.zeros_like(share))
-                yield Term("entropy", -config.entropy_coef, exact, moved, number=1)
+                yield LossTerm("entropy", -config.entropy_coef, exact, moved, number=1)
 
     def _check_weights(self, update: Update, seen: Tensor, weights: Tensor, error: Tensor) -> None:
         """Weights by the new policy are rounded as its scores are, of a row as their sum."""
@@ -151,8 +153,8 @@ class ValueObjective(OfTokens):
 
     def terms(
         self, update: Update, scores: Pair, error: Tensor, others: Sequence[Tensor]
-    ) -> Iterator[Term]:
-        """See `Objective`."""
+    ) -> Iterator[LossTerm]:
+        """See `ReplayedLoss`."""
         step, old, mask = self.step, self.inputs.numbers.values, update.mask
         share, returns, clip = self.share(mask), self.inputs.returns, step.config.value_clip
         if old is None:
@@ -163,10 +165,12 @@ class ValueObjective(OfTokens):
 
         # What is learned is rounded as the values are.
         shift = 2 * error + self.inputs.error
-        yield Term("value", 1.0, *with_rounding(value_of, scores, (shift, -shift), step.borders))
+        yield LossTerm(
+            "value", 1.0, *with_rounding(value_of, scores, (shift, -shift), step.borders)
+        )
 
 
-def _not_recorded(step: Step) -> str:
+def _not_recorded(step: ReplayedStep) -> str:
     """Why the actor's gradients depend on what is not recorded; "" if they do not."""
     config = step.config
     if config.policy_loss_name not in POLICY_LOSSES:
@@ -178,11 +182,11 @@ def _not_recorded(step: Step) -> str:
     return ""
 
 
-def policy_objectives(step: Step, reference: Path | None) -> dict[str, Objective]:
+def policy_objectives(step: ReplayedStep, reference: Path | None) -> dict[str, ReplayedLoss]:
     """Compares scores, rewards and advantages; what actor and critic are trained on."""
     numbers = score_models(step, reference)
     inputs = Inputs(numbers, *estimate(step, numbers))
     return {
-        "actor": PolicyObjective(step, step.policy, inputs, _not_recorded(step)),
+        "actor": PolicyReplay(step, step.policy, inputs, _not_recorded(step)),
         "critic": ValueObjective(step, step.critic, inputs),
     }

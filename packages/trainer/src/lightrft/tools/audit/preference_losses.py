@@ -212,7 +212,7 @@ def _noisy(x: Tensor, share: float) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class PreferenceLoss:
+class PairFormula:
     """A built-in preference loss.
 
     Args:
@@ -231,28 +231,28 @@ class PreferenceLoss:
 _BETA = {"beta": 0.1}
 _EVEN, _SMOOTH = {**_BETA, "label_smoothing": 0.0}, {**_BETA, "label_smoothing": 0.1}
 _KTO = {**_BETA, "desirable_weight": 1.0, "undesirable_weight": 1.0}
-PREFERENCE_LOSSES: Mapping[str, PreferenceLoss] = {
-    "dpo": PreferenceLoss(dpo, _BETA),
-    "cdpo": PreferenceLoss(cdpo, _SMOOTH),
-    "robust": PreferenceLoss(robust, _SMOOTH),
-    "hinge": PreferenceLoss(hinge, _BETA),
-    "ipo": PreferenceLoss(ipo, _BETA),
-    "dpo_norm": PreferenceLoss(dpo_norm, _BETA),
-    "exo": PreferenceLoss(exo, {**_BETA, "label_smoothing": 1e-3}),
-    "nca": PreferenceLoss(nca, _BETA),
-    "sppo": PreferenceLoss(sppo, _BETA),
-    "apo_zero": PreferenceLoss(apo_zero, _BETA),
-    "apo_zero_unpaired": PreferenceLoss(apo_zero_unpaired, _BETA, of_answers=True),
-    "apo_down": PreferenceLoss(apo_down, _BETA),
-    "bco": PreferenceLoss(bco, {**_BETA, "delta": 0.0}),
-    "discopop": PreferenceLoss(discopop, {**_BETA, "tau": 0.05}),
-    "aot": PreferenceLoss(aot, _EVEN),
-    "aot_unpaired": PreferenceLoss(aot_unpaired, _EVEN),
-    "kto": PreferenceLoss(kto, _KTO, of_answers=True),
-    "simpo": PreferenceLoss(simpo, {"beta": 2.0, "gamma": 1.0}, has_reference=False),
-    "cpo": PreferenceLoss(cpo, {**_BETA, "alpha": 1.0}, has_reference=False),
-    "orpo": PreferenceLoss(orpo, _BETA, has_reference=False),
-    "sft": PreferenceLoss(sft, {}, has_reference=False),
+PREFERENCE_LOSSES: Mapping[str, PairFormula] = {
+    "dpo": PairFormula(dpo, _BETA),
+    "cdpo": PairFormula(cdpo, _SMOOTH),
+    "robust": PairFormula(robust, _SMOOTH),
+    "hinge": PairFormula(hinge, _BETA),
+    "ipo": PairFormula(ipo, _BETA),
+    "dpo_norm": PairFormula(dpo_norm, _BETA),
+    "exo": PairFormula(exo, {**_BETA, "label_smoothing": 1e-3}),
+    "nca": PairFormula(nca, _BETA),
+    "sppo": PairFormula(sppo, _BETA),
+    "apo_zero": PairFormula(apo_zero, _BETA),
+    "apo_zero_unpaired": PairFormula(apo_zero_unpaired, _BETA, of_answers=True),
+    "apo_down": PairFormula(apo_down, _BETA),
+    "bco": PairFormula(bco, {**_BETA, "delta": 0.0}),
+    "discopop": PairFormula(discopop, {**_BETA, "tau": 0.05}),
+    "aot": PairFormula(aot, _EVEN),
+    "aot_unpaired": PairFormula(aot_unpaired, _EVEN),
+    "kto": PairFormula(kto, _KTO, of_answers=True),
+    "simpo": PairFormula(simpo, {"beta": 2.0, "gamma": 1.0}, has_reference=False),
+    "cpo": PairFormula(cpo, {**_BETA, "alpha": 1.0}, has_reference=False),
+    "orpo": PairFormula(orpo, _BETA, has_reference=False),
+    "sft": PairFormula(sft, {}, has_reference=False),
 }
 # With the names of TRL.
 OTHER_NAMES = {
@@ -265,6 +265,6 @@ OTHER_NAMES = {
 }
 
 
-def preference_loss_named(name: str) -> PreferenceLoss | None:
+def preference_loss_named(name: str) -> PairFormula | None:
     """The loss of that name; None is the caller's own."""
     return PREFERENCE_LOSSES.get(OTHER_NAMES.get(name, name))

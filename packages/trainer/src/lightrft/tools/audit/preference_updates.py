@@ -14,20 +14,20 @@ from lightrft.tools.audit.models import Scorer, frozen_state
 from lightrft.tools.audit.pairs import Borders, Differentiated, Pair, with_rounding
 from lightrft.tools.audit.preference_losses import Answers, Pairs, preference_loss_named
 from lightrft.tools.audit.record import Flags, Integers, RecordError
-from lightrft.tools.audit.replay import Step
-from lightrft.tools.audit.updates import Objective, Term, Update, trained_model
+from lightrft.tools.audit.replay import ReplayedStep
+from lightrft.tools.audit.updates import LossTerm, ReplayedLoss, Update, trained_model
 
 GOOD = "is_good"
 
 
-def answer_places(step: Step) -> Flags:
+def answer_places(step: ReplayedStep) -> Flags:
     """[rows, seq] the tokens of answers, as the data have them."""
     if step.record.samples.facts.get(GOOD, np.zeros(0)).shape != step.rows.lengths.shape:
         raise RecordError(f"{step.record.folder} does not say which answers are better")
     return step.rows.mask
 
 
-class PreferenceObjective(Objective):
+class PreferenceReplay(ReplayedLoss):
     """The loss of a model on pairs of answers, or on labelled ones.
 
     Args:
@@ -38,7 +38,7 @@ class PreferenceObjective(Objective):
 
     scores = "logprobs"
 
-    def __init__(self, step: Step, scorer: Scorer, reference: Path | None) -> None:
+    def __init__(self, step: ReplayedStep, scorer: Scorer, reference: Path | None) -> None:
         found = {name: preference_loss_named(name) for name in step.config.preference_loss}
         unknown = [name for name, loss in found.items() if loss is None]
         super().__init__(
@@ -50,13 +50,13 @@ class PreferenceObjective(Objective):
         self._tokens = torch.from_numpy(step.rows.mask.sum(axis=1).astype(np.float64))
 
     def denominator(self, mask: Tensor) -> float:
-        """See `Objective`."""
+        """See `ReplayedLoss`."""
         return float(self.step.config.train_batch_size)
 
     def terms(
         self, update: Update, scores: Pair, error: Tensor, others: Sequence[Tensor]
-    ) -> Iterator[Term]:
-        """See `Objective`."""
+    ) -> Iterator[LossTerm]:
+        """See `ReplayedLoss`."""
         mask, tokens = update.mask, self._tokens.clamp(min=1.0)
         # Errors of single tokens have independent signs.
         doubts = 3 * (error**2).sum(dim=1).sqrt()
@@ -76,7 +76,7 @@ class PreferenceObjective(Objective):
         exact, moved = with_rounding(loss, scores, shifts, self.step.borders)
         # The tokens of an answer share their derivative, and so its rounding.
         shared = moved.slope * tokens.sqrt()[:, None]
-        yield Term("policy", 1.0, exact, Differentiated(moved.value, shared))
+        yield LossTerm("policy", 1.0, exact, Differentiated(moved.value, shared))
 
     def _values(self, sums: Pair, reference: Pair, z: float, doubt: float) -> Tensor:
         """The parts of the loss of the step, from the sums of its answers."""
@@ -162,6 +162,6 @@ class PreferenceObjective(Objective):
         return ids, mask
 
 
-def preference_objectives(step: Step, reference: Path | None) -> dict[str, Objective]:
+def preference_objectives(step: ReplayedStep, reference: Path | None) -> dict[str, ReplayedLoss]:
     """What the model is trained on."""
-    return {"actor": PreferenceObjective(step, trained_model(step), reference)}
+    return {"actor": PreferenceReplay(step, trained_model(step), reference)}

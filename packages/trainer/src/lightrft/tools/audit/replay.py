@@ -82,7 +82,7 @@ class Numbers:
 
 
 @dataclass(slots=True)
-class Step:
+class ReplayedStep:
     """Everything that the stages of one audit share.
 
     Args:
@@ -190,11 +190,13 @@ def _is_meant(name: str, targets: Sequence[str]) -> bool:
     return any(f".{name}".endswith(f".{t}") or re.fullmatch(t, whole) for t in targets)
 
 
-def open_step(record: StepRecord, config: TrainConfig, decided: Decisions, build: Builder) -> Step:
+def open_step(
+    record: StepRecord, config: TrainConfig, decided: Decisions, build: Builder
+) -> ReplayedStep:
     """Loads the states before the step into plain models.
 
     Args:
-        record, config, decided: See `Step`.
+        record, config, decided: See `ReplayedStep`.
         build: Makes the model that is trained.
     """
     facts, before = record.facts, record.folder / "before"
@@ -206,7 +208,7 @@ def open_step(record: StepRecord, config: TrainConfig, decided: Decisions, build
         critic = Values(before / "critic", rounds=rounds) if "critic" in states else None
     rows = build_rows(record.samples, config)
     found = Findings(tolerances_of(facts.compute_dtype))
-    return Step(record, config, found, rows, policy, critic, states, decided)
+    return ReplayedStep(record, config, found, rows, policy, critic, states, decided)
 
 
 def build_policy(
@@ -217,7 +219,7 @@ def build_policy(
     return Policy(folder, temperature=temperature, lora_scale=lora_scale, rounds=rounds)
 
 
-def check_rows(step: Step) -> None:
+def check_rows(step: ReplayedStep) -> None:
     """Ids, masks, the engine's logprobs, the type of numbers, and the scale of adapters."""
     found, rows, values = step.found, step.rows, step.record.values
     found.exact("token ids", rows.padded(values.token_ids).astype(np.int64), rows.ids)
@@ -231,7 +233,7 @@ def check_rows(step: Step) -> None:
     found.number("scale of adapters", scale, step.decided.lora_scale)
 
 
-def score_models(step: Step, reference: Path | None) -> Numbers:
+def score_models(step: ReplayedStep, reference: Path | None) -> Numbers:
     """Old and reference logprobs, entropies and values of the states before."""
     config, rows, run, policy = step.config, step.rows, step.record.values, step.policy
     if policy is None:
@@ -279,7 +281,7 @@ def score_models(step: Step, reference: Path | None) -> Numbers:
     return Numbers(old, sampling, entropies, ref, teacher, values)
 
 
-def _recorded_numbers(step: Step) -> Numbers:
+def _recorded_numbers(step: ReplayedStep) -> Numbers:
     """The run's own numbers, where no pass of its models can be repeated."""
     run, nothing = step.record.values, torch.zeros(step.rows.mask.shape, dtype=torch.float64)
 
@@ -302,7 +304,7 @@ def _recorded_numbers(step: Step) -> Numbers:
     )
 
 
-def _sampling(step: Step, old: Pair) -> Pair:
+def _sampling(step: ReplayedStep, old: Pair) -> Pair:
     """Old logprobs under the distribution that was sampled from."""
     if not step.record.values.log_kept_mass.size:
         return old
@@ -311,7 +313,7 @@ def _sampling(step: Step, old: Pair) -> Pair:
     return old.map(lambda each: each - mass)
 
 
-def _check_engine(step: Step, own: Tensor) -> None:
+def _check_engine(step: ReplayedStep, own: Tensor) -> None:
     """The engine sampled each token from the weights of its version.
 
     Those before the step are at hand; of older ones those that a record of this run holds.
@@ -328,7 +330,7 @@ def _check_engine(step: Step, own: Tensor) -> None:
         step.found.tokens(name, rows.rollout_logprobs, expected, step.mask & is_known, "engine")
 
 
-def _sampling_weights(step: Step, own: Tensor) -> tuple[Tensor, Tensor]:
+def _sampling_weights(step: ReplayedStep, own: Tensor) -> tuple[Tensor, Tensor]:
     """Logprobs of tokens under the weights that sampled them, and where these are known."""
     mask, current, policy = step.mask, step.record.facts.weights_version, step.policy
     versions = step.record.samples.facts.get(VERSIONS, np.zeros(0))
@@ -366,7 +368,7 @@ def _records_of(record: StepRecord, versions: Collection[int]) -> Iterator[tuple
             return
 
 
-def estimate(step: Step, numbers: Numbers) -> tuple[Pair, Tensor, float]:
+def estimate(step: ReplayedStep, numbers: Numbers) -> tuple[Pair, Tensor, float]:
     """Advantages (of run and own), the returns that a critic learns, and the rounding of both."""
     config, rows, samples, run = step.config, step.rows, step.record.samples, step.record.values
     moments = step.decided.reward_moments or step.record.facts.reward_moments
@@ -425,7 +427,7 @@ def estimate(step: Step, numbers: Numbers) -> tuple[Pair, Tensor, float]:
     return Pair(final, seen), learned, error
 
 
-def _check_advantages(step: Step, name: str, values: Pair, error: float) -> None:
+def _check_advantages(step: ReplayedStep, name: str, values: Pair, error: float) -> None:
     scale = max(1e-6, float(values.own.abs().max()))
     step.found.tokens(
         name,
@@ -438,7 +440,7 @@ def _check_advantages(step: Step, name: str, values: Pair, error: float) -> None
     )
 
 
-def _paid_by_turn(step: Step) -> Array:
+def _paid_by_turn(step: ReplayedStep) -> Array:
     """Parts of the rows' rewards that stand where turns end: [rows, seq]."""
     config, facts = step.config, step.record.samples.facts
     is_whole = config.reward_running_norm or config.reward_clip > 0
@@ -448,7 +450,7 @@ def _paid_by_turn(step: Step) -> Array:
     return step.rows.padded(facts[TURN_REWARDS])
 
 
-def _kl_penalty(step: Step, numbers: Numbers) -> tuple[Array, float]:
+def _kl_penalty(step: ReplayedStep, numbers: Numbers) -> tuple[Array, float]:
     """What the KL term takes from each token's reward, and the rounding of a row's sum of it."""
     mask, reference, old = step.mask, numbers.reference, numbers.old
     if step.reward_kl_coef <= 0 or reference is None:
@@ -476,7 +478,7 @@ def _row_sum(errors: Tensor, mask: Tensor) -> float:
 
 
 def token_weights(
-    step: Step, numbers: Numbers, advantages: Pair, mask: Tensor, new: Pair
+    step: ReplayedStep, numbers: Numbers, advantages: Pair, mask: Tensor, new: Pair
 ) -> Tensor | None:
     """What the loss of every token of an optimizer batch is multiplied with; None is 1.
 

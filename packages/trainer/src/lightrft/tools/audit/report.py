@@ -22,11 +22,11 @@ from lightrft.tools.audit.models import Classifier, Scorer, Student
 from lightrft.tools.audit.policy_updates import policy_objectives
 from lightrft.tools.audit.preference_updates import answer_places, preference_objectives
 from lightrft.tools.audit.record import Flags, RecordError, read_record
-from lightrft.tools.audit.replay import Step, build_policy, check_rows, open_step
+from lightrft.tools.audit.replay import ReplayedStep, build_policy, check_rows, open_step
 from lightrft.tools.audit.reward_updates import reward_objectives, score_places
 from lightrft.tools.audit.sources import check_sources, planned_steps
 from lightrft.tools.audit.supervised_updates import divergence_objectives, supervised_objectives
-from lightrft.tools.audit.updates import Objective, replay
+from lightrft.tools.audit.updates import ReplayedLoss, replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class StageAudit:
     """
 
     build: Callable[[TrainConfig, Path | None, Path, float, bool], Scorer]
-    objectives: Callable[[Step, Path | None], Mapping[str, Objective]]
-    places: Callable[[Step], Flags] | None = None
+    objectives: Callable[[ReplayedStep, Path | None], Mapping[str, ReplayedLoss]]
+    places: Callable[[ReplayedStep], Flags] | None = None
 
 
 STAGES: Mapping[str, StageAudit] = {
@@ -136,7 +136,7 @@ def audit_step(run: Path, step: int | None = None, *, reference: Path | None = N
     return AuditReport(str(run), record.facts.step, rows, audited.borders.num_taken)
 
 
-def _check_batch(step: Step, stage: StageAudit, *, is_configured: bool) -> None:
+def _check_batch(step: ReplayedStep, stage: StageAudit, *, is_configured: bool) -> None:
     """Compares what the step is trained on, and what its optimizer steps are made of."""
     if stage.places is None:
         check_rows(step)

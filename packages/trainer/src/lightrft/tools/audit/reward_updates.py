@@ -17,8 +17,8 @@ from lightrft.tools.audit.given_rows import items_of
 from lightrft.tools.audit.models import Scorer
 from lightrft.tools.audit.pairs import Borders, Pair, with_rounding
 from lightrft.tools.audit.record import Flags, RecordError
-from lightrft.tools.audit.replay import Step
-from lightrft.tools.audit.updates import Objective, Term, Update, trained_model
+from lightrft.tools.audit.replay import ReplayedStep
+from lightrft.tools.audit.updates import LossTerm, ReplayedLoss, Update, trained_model
 
 RANK, MARGIN, TARGET = "rank", "margin", "target"
 Given = Mapping[str, float]
@@ -75,7 +75,7 @@ REWARD_LOSSES: Mapping[str, RewardLoss] = {
 OTHER_NAMES = {"sigmoid": "bradley_terry", "logexp": "bradley_terry"}
 
 
-def score_places(step: Step) -> Flags:
+def score_places(step: ReplayedStep) -> Flags:
     """[rows, seq] the last token of each answer, or of each labelled step."""
     facts, rows = step.record.samples.facts, step.rows
     num_rows, num_tokens = len(rows.lengths), int(rows.lengths.sum())
@@ -87,7 +87,7 @@ def score_places(step: Step) -> Flags:
     return np.asarray(np.arange(rows.ids.shape[1])[None, :] == rows.lengths[:, None] - 1)
 
 
-class RewardObjective(Objective):
+class RewardReplay(ReplayedLoss):
     """The loss of a reward model.
 
     Args:
@@ -97,7 +97,7 @@ class RewardObjective(Objective):
 
     scores = "scores"
 
-    def __init__(self, step: Step, scorer: Scorer) -> None:
+    def __init__(self, step: ReplayedStep, scorer: Scorer) -> None:
         self._facts = step.record.samples.facts
         name = step.config.reward_loss or ("bradley_terry" if RANK in self._facts else "bce")
         self._loss = REWARD_LOSSES.get(OTHER_NAMES.get(name, name))
@@ -111,8 +111,8 @@ class RewardObjective(Objective):
 
     def terms(
         self, update: Update, scores: Pair, error: Tensor, others: Sequence[Tensor]
-    ) -> Iterator[Term]:
-        """See `Objective`."""
+    ) -> Iterator[LossTerm]:
+        """See `ReplayedLoss`."""
         mask, loss = update.mask, self._loss
         assert loss is not None  # else nothing is replayed
         given = self.step.config.reward_loss_args or {}
@@ -125,7 +125,7 @@ class RewardObjective(Objective):
         signs = torch.ones_like(error)
         signs[mask] = 2.0 * (torch.arange(int(mask.sum())) % 2).double() - 1.0
         shifts = (error, -error, signs * error, -signs * error)
-        yield Term("policy", 1.0, *with_rounding(total, scores, shifts, self.step.borders))
+        yield LossTerm("policy", 1.0, *with_rounding(total, scores, shifts, self.step.borders))
 
     def _labelled(self, scores: Tensor, function: Function, given: Given) -> Tensor:
         targets = self._facts[TARGET].astype(np.float64)
@@ -160,6 +160,6 @@ class RewardObjective(Objective):
         return first, second, weights
 
 
-def reward_objectives(step: Step, _: Path | None) -> dict[str, Objective]:
+def reward_objectives(step: ReplayedStep, _: Path | None) -> dict[str, ReplayedLoss]:
     """What the model is trained on."""
-    return {"actor": RewardObjective(step, trained_model(step))}
+    return {"actor": RewardReplay(step, trained_model(step))}

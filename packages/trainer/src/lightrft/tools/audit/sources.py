@@ -26,7 +26,7 @@ from lightrft.tools.audit.record import (
     StepRecord,
     named,
 )
-from lightrft.tools.audit.replay import Step
+from lightrft.tools.audit.replay import ReplayedStep
 
 RUN_FILE = "run.json"
 LINES = (".jsonl", ".ndjson")
@@ -110,7 +110,9 @@ def _num_bytes(line: bytes, config: PromptOptions) -> float:
     return len(text.encode()) if isinstance(text, str) else math.inf
 
 
-def check_sources(step: Step, before: StepRecord | None, planned: tuple[int, int] | None) -> None:
+def check_sources(
+    step: ReplayedStep, before: StepRecord | None, planned: tuple[int, int] | None
+) -> None:
     """Compares what a step of a configured run rests on; see the functions below.
 
     Args:
@@ -178,7 +180,7 @@ def _plan(facts: OptimizerFacts, config: TrainingOptions) -> tuple[object, ...]:
     return facts.schedule_steps, *schedule
 
 
-def _check_first_weights(step: Step) -> None:
+def _check_first_weights(step: ReplayedStep) -> None:
     """The weights that nothing trained are those of the model that the options name.
 
     Before the first update these are all weights, adapters included: they begin without effect
@@ -205,7 +207,7 @@ def _check_first_weights(step: Step) -> None:
 
 
 def _as_in_the_model(
-    step: Step, model: str, weights: Mapping[str, Tensor], *, with_adapters: bool
+    step: ReplayedStep, model: str, weights: Mapping[str, Tensor], *, with_adapters: bool
 ) -> Mapping[str, Tensor]:
     """Weights by their names in the model's files; adapters move what is frozen only in effect."""
     if not with_adapters:

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 
 from lightrft.tools.audit.losses import normalizer, token_shares
 from lightrft.tools.audit.pairs import Borders, Differentiated, Pair, with_rounding
-from lightrft.tools.audit.replay import Step, score_models
-from lightrft.tools.audit.updates import Objective, Term, Update, trained_model
+from lightrft.tools.audit.replay import ReplayedStep, score_models
+from lightrft.tools.audit.updates import LossTerm, ReplayedLoss, Update, trained_model
 
 # The mean that each supervised loss is taken in.
 SUPERVISED_AGGREGATIONS = {
@@ -23,19 +23,19 @@ SUPERVISED_AGGREGATIONS = {
 }
 
 
-class SupervisedObjective(Objective):
+class SupervisedReplay(ReplayedLoss):
     """A mean of -log p of the trained tokens; dft weighs each by p, as a constant."""
 
     scores = "logprobs"
 
     def denominator(self, mask: Tensor) -> float:
-        """See `Objective`."""
+        """See `ReplayedLoss`."""
         return normalizer(mask, SUPERVISED_AGGREGATIONS[self.step.config.sft_loss], 1)
 
     def terms(
         self, update: Update, scores: Pair, error: Tensor, others: Sequence[Tensor]
-    ) -> Iterator[Term]:
-        """See `Objective`."""
+    ) -> Iterator[LossTerm]:
+        """See `ReplayedLoss`."""
         loss, mask = self.step.config.sft_loss, update.mask
         share = token_shares(mask, SUPERVISED_AGGREGATIONS[loss]) / self.denominator(mask)
 
@@ -43,32 +43,34 @@ class SupervisedObjective(Objective):
             weights = new.own.detach().exp() if loss == "dft" else torch.ones_like(share)
             return -share * weights * new.own
 
-        yield Term("policy", 1.0, *with_rounding(mean, scores, (error, -error), self.step.borders))
+        yield LossTerm(
+            "policy", 1.0, *with_rounding(mean, scores, (error, -error), self.step.borders)
+        )
 
 
-class DivergenceObjective(Objective):
+class DivergenceReplay(ReplayedLoss):
     """The mean divergence of the trained tokens."""
 
     scores = ""
 
     def denominator(self, mask: Tensor) -> float:
-        """See `Objective`."""
+        """See `ReplayedLoss`."""
         return float(mask.sum())
 
     def terms(
         self, update: Update, scores: Pair, error: Tensor, others: Sequence[Tensor]
-    ) -> Iterator[Term]:
-        """See `Objective`."""
+    ) -> Iterator[LossTerm]:
+        """See `ReplayedLoss`."""
         share = update.mask / max(self.denominator(update.mask), 1.0)
         exact = Differentiated(scores.own * share, share)
-        yield Term("policy", 1.0, exact, Differentiated(self.step.unit * share, 0 * share))
+        yield LossTerm("policy", 1.0, exact, Differentiated(self.step.unit * share, 0 * share))
 
     def noises(self, slopes: Sequence[Tensor], moved: Tensor) -> list[Tensor]:
         """A token's gradient is that of many logprobs, which round also where they agree."""
         return [self.step.unit * slopes[0]] * len(slopes)
 
 
-def check_ends(step: Step) -> None:
+def check_ends(step: ReplayedStep) -> None:
     """Each run of trained tokens ends in a special token, at which a generation can stop."""
     config, name = step.config, "ends of trained turns"
     if config.train_on == "all" or config.train_on_regex is not None:
@@ -87,13 +89,13 @@ def check_ends(step: Step) -> None:
     step.found.exact(name, is_end & is_special, is_end)
 
 
-def supervised_objectives(step: Step, reference: Path | None) -> dict[str, Objective]:
+def supervised_objectives(step: ReplayedStep, reference: Path | None) -> dict[str, ReplayedLoss]:
     """Compares scores and ends of turns; what the model is trained on."""
     score_models(step, reference)
     check_ends(step)
-    return {"actor": SupervisedObjective(step, trained_model(step))}
+    return {"actor": SupervisedReplay(step, trained_model(step))}
 
 
-def divergence_objectives(step: Step, _: Path | None) -> dict[str, Objective]:
+def divergence_objectives(step: ReplayedStep, _: Path | None) -> dict[str, ReplayedLoss]:
     """What the student is trained on."""
-    return {"actor": DivergenceObjective(step, trained_model(step))}
+    return {"actor": DivergenceReplay(step, trained_model(step))}

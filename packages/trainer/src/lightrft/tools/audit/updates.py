@@ -27,7 +27,7 @@ from lightrft.tools.audit.optimizers import (
 )
 from lightrft.tools.audit.pairs import Differentiated, Pair
 from lightrft.tools.audit.record import RecordError, UpdateFacts, named, rows_of
-from lightrft.tools.audit.replay import NO_PASS, Step
+from lightrft.tools.audit.replay import NO_PASS, ReplayedStep
 from lightrft.tools.audit.tolerances import NOISE_OF_GRADIENTS, NOISE_SAFETY
 
 # Rounding of a recorded score.
@@ -65,7 +65,7 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class LossTerm:
     """A term of a loss.
 
     Args:
@@ -83,8 +83,8 @@ class Term:
     number: int = 0
 
 
-class Objective(ABC):
-    """What a model is trained on.
+class ReplayedLoss(ABC):
+    """Loss of one model, replayed from the record.
 
     Args:
         step: What is audited.
@@ -95,7 +95,7 @@ class Objective(ABC):
     # What a run records of each update; "" is nothing.
     scores: ClassVar[str]
 
-    def __init__(self, step: Step, scorer: Scorer | None, ended: str = "") -> None:
+    def __init__(self, step: ReplayedStep, scorer: Scorer | None, ended: str = "") -> None:
         self.step, self.scorer, self.ended = step, scorer, ended
 
     @abstractmethod
@@ -105,7 +105,7 @@ class Objective(ABC):
     @abstractmethod
     def terms(
         self, update: Update, scores: Pair, error: Tensor, others: Sequence[Tensor]
-    ) -> Iterable[Term]:
+    ) -> Iterable[LossTerm]:
         """The terms of the loss; compares what they rest on.
 
         Args:
@@ -136,7 +136,7 @@ class Updates:
     """
 
     def __init__(
-        self, step: Step, model: str, objective: Objective, *, is_configured: bool
+        self, step: ReplayedStep, model: str, objective: ReplayedLoss, *, is_configured: bool
     ) -> None:
         self.step, self._model, self._objective = step, model, objective
         self._is_configured, self._facts = is_configured, step.record.facts.optimizers[model]
@@ -276,7 +276,7 @@ class Updates:
                 self.step.found.hint(f"look at the gradient and the optimizer in update {before}")
         return torch.where(mask, self.step.rounding(scores.own, kind) + SAFETY * drift, 0.0)
 
-    def _check_loss(self, update: Update, term: Term) -> None:
+    def _check_loss(self, update: Update, term: LossTerm) -> None:
         self.step.found.number(
             f"{term.name} loss, {update.name}",
             update.facts.losses.get(term.name, math.nan),
@@ -444,7 +444,7 @@ class Updates:
         return {n: (v > bound).double() for n, v in second.items()}
 
 
-def trained_model(step: Step) -> Scorer:
+def trained_model(step: ReplayedStep) -> Scorer:
     """The plain model of what is trained.
 
     Raises:
@@ -460,7 +460,7 @@ def signed(sizes: Tensor) -> Tensor:
     return sizes * torch.from_numpy(np.random.default_rng(0).choice((-1.0, 1.0), sizes.shape))
 
 
-def unrecomputable(step: Step, model: str) -> str:
+def unrecomputable(step: ReplayedStep, model: str) -> str:
     """Why the gradients of a model depend on what is not recorded; "" if they do not."""
     config, kind = step.config, step.record.facts.optimizers[model].kind
     if model == "actor" and config.aux_loss_coef > 0:
@@ -471,7 +471,9 @@ def unrecomputable(step: Step, model: str) -> str:
     return "" if kind in KNOWN else f"optimizer {kind} is the caller's own"
 
 
-def replay(step: Step, objectives: Mapping[str, Objective], *, is_configured: bool) -> None:
+def replay(
+    step: ReplayedStep, objectives: Mapping[str, ReplayedLoss], *, is_configured: bool
+) -> None:
     """Replays all updates of a step in their order, then compares the states after them.
 
     Args:
