@@ -15,14 +15,14 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         RecordError: There is no record of the step, or it is damaged.
     """
-    given = build_parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     # Imported here: it brings transformers along.
     from lightrft.tools.audit.report import as_table, audit_step
 
-    reference = None if given.reference is None else Path(given.reference)
+    reference = None if args.reference is None else Path(args.reference)
     hide_progress_bars()
-    report = audit_step(Path(given.run), given.step, reference=reference)
-    print(json.dumps(report.to_json(), indent=2) if given.json else as_table(report))
+    report = audit_step(Path(args.run), args.step, reference=reference)
+    print(json.dumps(report.to_json(), indent=2) if args.json else as_table(report))
     return ExitCode.OK if report.first_difference is None else ExitCode.VERIFICATION
 
 

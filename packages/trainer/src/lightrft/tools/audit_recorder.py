@@ -95,10 +95,10 @@ class Recorder(Observer):
         if context.is_rank_0():
             shutil.rmtree(self._partial, ignore_errors=True)
             make_folder(self._partial)
-        self._optimizers = {name: self._facts_of(found) for name, found in self._models.items()}
+        self._optimizers = {name: self._facts_of(model) for name, model in self._models.items()}
         self._write_states("before")
-        for name, found in self._models.items() if context.is_rank_0() else ():
-            module = inner_module(found)
+        for name, model in self._models.items() if context.is_rank_0() else ():
+            module = inner_module(model)
             if isinstance(module, SequenceModel):
                 config = copy.deepcopy(module.pretrained.config)
                 if isinstance(module, Actor) and module.vocabulary.num_tokens is not None:
@@ -118,8 +118,8 @@ class Recorder(Observer):
         )
 
     def _write_states(self, when: str) -> None:
-        for name, found in self._models.items():
-            states = self._backend.full_states(found)
+        for name, model in self._models.items():
+            states = self._backend.full_states(model)
             folder = self._partial / when / name
             write_states(folder, states, keeps=self._backend.context.is_rank_0())
 
@@ -161,9 +161,9 @@ class Recorder(Observer):
             self._values |= batch_values(data.batch)
         # Ranks that share their sequences saw the same rows.
         counts = context.rank % context.config.sp_size == 0
-        own = Share(table, self._values, self.updates) if counts else Share(table, {}, [])
+        share = Share(table, self._values, self.updates) if counts else Share(table, {}, [])
         # Only the first rank writes.
-        parts = [pickle.dumps(own), *([b""] * (context.world_size - 1))]
+        parts = [pickle.dumps(share), *([b""] * (context.world_size - 1))]
         gathered = context.exchange_bytes(parts)
         if context.is_rank_0():
             self._write([pickle.loads(data) for data in gathered])
@@ -222,14 +222,14 @@ class Recorder(Observer):
 
 def batch_values(batch: ExperienceBatch) -> ByRow:
     """What was computed of this rank's samples before the first update."""
-    found: ByRow = {}
+    values: ByRow = {}
     for record in (batch, batch.outputs, batch.rollouts):
         for name in TOKEN_VALUES:
             tensor = getattr(record, name) if name in record.__slots__ else None
             if tensor is not None:
                 rollouts = batch.rollouts
-                found[name] = by_row(tensor, rollouts.attention_mask, rollouts.sample_ids.tolist())
-    return found
+                values[name] = by_row(tensor, rollouts.attention_mask, rollouts.sample_ids.tolist())
+    return values
 
 
 def by_row(tensor: Tensor, attention_mask: Tensor, ids: Sequence[int]) -> dict[int, Flat]:
@@ -268,20 +268,20 @@ def row_samples(data: ObservedRows) -> RawSamples:
 
 def _raw_samples(table: SampleTable, greedy: RowTable | None) -> RawSamples:
     """The samples of all ranks, in the order of their ids."""
-    found = table.columns
+    columns = table.columns
     for column in COLUMNS.values():
         if column.is_padded:
-            found[column.name] = table.per_token(column)
-    found |= {"rewards": found.pop("unshaped_rewards"), "is_failed": table.is_masked}
-    found["greedy_rewards"] = np.full(len(table), np.nan)
+            columns[column.name] = table.per_token(column)
+    columns |= {"rewards": columns.pop("unshaped_rewards"), "is_failed": table.is_masked}
+    columns["greedy_rewards"] = np.full(len(table), np.nan)
     if greedy is not None:
         rewards = np.where(greedy.is_masked, np.nan, greedy.rewards)
         by_group = dict(zip(greedy.group_ids.tolist(), rewards.tolist(), strict=True))
-        found["greedy_rewards"] = np.array([by_group[i] for i in table.group_ids.tolist()])
-    own = {item.name for item in fields(RawSamples)}
+        columns["greedy_rewards"] = np.array([by_group[i] for i in table.group_ids.tolist()])
+    names = {item.name for item in fields(RawSamples)}
     return RawSamples(
-        **{name: values for name, values in found.items() if name in own},  # type: ignore[arg-type]
-        facts={name: found[name] for name in (*table.facts, VERSIONS, CUT) if name in found}
+        **{name: values for name, values in columns.items() if name in names},  # type: ignore[arg-type]
+        facts={name: columns[name] for name in (*table.facts, VERSIONS, CUT) if name in columns}
         | {
             f"{COMPONENT}{name}": table.components[:, column].copy()
             for column, name in enumerate(table.component_names)
@@ -294,12 +294,12 @@ def _run_values(
 ) -> RunValues:
     """Flat columns in the order of the ids; what no row has is empty."""
     kinds: dict[str, type[np.generic]] = {"token_ids": np.int32, "response_mask": np.bool_}
-    found = {}
+    columns = {}
     for name in TOKEN_VALUES:
         rows, dtype = values.get(name, {}), kinds.get(name, np.float32)
         parts = [rows[i].astype(dtype) for i in ids if i in rows]
-        found[name] = np.concatenate([np.zeros(0, dtype), *parts])
-    return RunValues(rewards=rewards, **found)
+        columns[name] = np.concatenate([np.zeros(0, dtype), *parts])
+    return RunValues(rewards=rewards, **columns)
 
 
 def _joined(parts: Sequence[RecordedUpdate]) -> UpdateFacts:
@@ -318,7 +318,7 @@ def _joined(parts: Sequence[RecordedUpdate]) -> UpdateFacts:
 
 def _update_values(updates: Sequence[Sequence[RecordedUpdate]]) -> dict[str, NDArray[np.float32]]:
     """Per-token values of every optimizer step, flat in the order of its micro batches."""
-    found = {}
+    arrays = {}
     for number, parts in enumerate(updates):
         for name in OF_UPDATE:
             rows = [
@@ -329,5 +329,5 @@ def _update_values(updates: Sequence[Sequence[RecordedUpdate]]) -> dict[str, NDA
                 for i in micro
             ]
             if rows:
-                found[f"{number}/{name}"] = np.concatenate(rows).astype(np.float32)
-    return found
+                arrays[f"{number}/{name}"] = np.concatenate(rows).astype(np.float32)
+    return arrays

@@ -56,12 +56,12 @@ def row_advantages(name: str, scores: Scores, given: Given) -> Array:
         scores: Rewards and groups.
         given: Hyper-parameters by name.
     """
-    found = np.zeros(len(scores.rewards))
+    advantages = np.zeros(len(scores.rewards))
     if name == "zero":
-        return found
+        return advantages
     if name == "remax":
-        found[scores.is_kept] = (scores.rewards - scores.greedy)[scores.is_kept]
-        return found
+        advantages[scores.is_kept] = (scores.rewards - scores.greedy)[scores.is_kept]
+        return advantages
     if name == "gdpo":
         return _gdpo(scores, given)
     batch = scores.rewards[scores.is_kept]
@@ -71,11 +71,11 @@ def row_advantages(name: str, scores: Scores, given: Given) -> Array:
     share = len(groups) / max(len(informative), 1)
     for rows in informative:
         lengths = scores.lengths[rows].astype(np.float64)
-        found[rows] = _GROUP[name](_Group(scores.rewards[rows], lengths, batch, share, given))
+        advantages[rows] = _GROUP[name](_Group(scores.rewards[rows], lengths, batch, share, given))
     if name == "raft":  # tokens of all kept rows over those of the best
-        kept, best = scores.lengths[scores.is_kept].sum(), scores.lengths[found > 0].sum()
-        found *= kept / max(best, 1)
-    return found
+        kept, best = scores.lengths[scores.is_kept].sum(), scores.lengths[advantages > 0].sum()
+        advantages *= kept / max(best, 1)
+    return advantages
 
 
 def _gdpo(scores: Scores, given: Given) -> Array:
@@ -85,20 +85,20 @@ def _gdpo(scores: Scores, given: Given) -> Array:
         name, _, weight = part.partition("=")
         values = scores.components.get(name.strip(), none) if name.strip() else scores.rewards
         has = scores.is_kept & np.isfinite(values)
-        own = replace(scores, rewards=np.where(has, values, 0.0), is_kept=has)
-        total += float(weight or 1) * row_advantages("group_norm", own, given)
+        component = replace(scores, rewards=np.where(has, values, 0.0), is_kept=has)
+        total += float(weight or 1) * row_advantages("group_norm", component, given)
     return total / (_std(total[scores.is_kept]) + float(given.get("eps", 1e-6)))
 
 
 def enlargement(advantages: Array, scores: Scores) -> float:
     """By how much an estimator makes differences of a group's rewards larger, at least 2."""
-    found = 1.0
+    largest_factor = 1.0
     for group in np.unique(scores.groups):
         rows = (scores.groups == group) & scores.is_kept
         largest = float(np.abs(advantages[rows]).max(initial=0.0))
         if largest > 0 and differ(scores.rewards[rows]):
-            found = max(found, largest / float(np.ptp(scores.rewards[rows])))
-    return 2 * found
+            largest_factor = max(largest_factor, largest / float(np.ptp(scores.rewards[rows])))
+    return 2 * largest_factor
 
 
 def _std(values: Array) -> float:
@@ -130,8 +130,8 @@ class _Group:
         return np.asarray(self.rewards - self.rewards.mean())
 
     def over(self, std: float, deviations: Array | None = None) -> Array:
-        found = self.centred if deviations is None else deviations
-        return np.asarray(found / (std + float(self.given.get("eps", 1e-6))))
+        numerators = self.centred if deviations is None else deviations
+        return np.asarray(numerators / (std + float(self.given.get("eps", 1e-6))))
 
 
 def _group_norm(group: _Group) -> Array:
@@ -160,8 +160,8 @@ def _cpgd(group: _Group) -> Array:
 
 
 def _batch_mean_group_std(group: _Group) -> Array:
-    own = group.rewards - group.batch.mean()
-    return group.over(float(np.std(group.rewards, ddof=1)), np.asarray(own))
+    from_batch = group.rewards - group.batch.mean()
+    return group.over(float(np.std(group.rewards, ddof=1)), np.asarray(from_batch))
 
 
 def _pass_at_k(group: _Group) -> Array:
@@ -171,9 +171,9 @@ def _pass_at_k(group: _Group) -> Array:
 
 
 def _best(group: _Group) -> Array:
-    found = np.zeros(len(group.rewards))
-    found[np.argsort(-group.rewards, kind="stable")[0]] = 1.0
-    return found
+    advantages = np.zeros(len(group.rewards))
+    advantages[np.argsort(-group.rewards, kind="stable")[0]] = 1.0
+    return advantages
 
 
 _GROUP: dict[str, Callable[[_Group], Array]] = {
@@ -200,10 +200,10 @@ def token_rewards(rewards: Array, mask: Flags, penalty: Array, paid: Array) -> A
     That of a row stands on its last response token, but for what is paid before, less the penalty
     of each token.
     """
-    found = np.where(mask, paid - penalty, 0.0)
+    by_token = np.where(mask, paid - penalty, 0.0)
     for row in np.flatnonzero(mask.any(axis=1)):
-        found[row, np.flatnonzero(mask[row])[-1]] += rewards[row] - paid[row, mask[row]].sum()
-    return found
+        by_token[row, np.flatnonzero(mask[row])[-1]] += rewards[row] - paid[row, mask[row]].sum()
+    return by_token
 
 
 def backwards(mask: Flags, config: AlgorithmOptions) -> Iterator[tuple[int, int, float]]:
@@ -222,19 +222,19 @@ def backwards(mask: Flags, config: AlgorithmOptions) -> Iterator[tuple[int, int,
 
 def returns(rewards: Array, mask: Flags, config: AlgorithmOptions) -> Array:
     """Discounted return from each response token on: [rows, seq]."""
-    found, rest = np.zeros_like(rewards), np.zeros(len(mask))
+    totals, rest = np.zeros_like(rewards), np.zeros(len(mask))
     for row, t, discount in backwards(mask, config):
-        rest[row] = found[row, t] = rewards[row, t] + discount * rest[row]
-    return found
+        rest[row] = totals[row, t] = rewards[row, t] + discount * rest[row]
+    return totals
 
 
 def policy_lambds(mask: Flags, config: AlgorithmOptions) -> Array:
     """[rows] lambd of the advantages that the policy learns from."""
-    given = config.advantage_args or {}
-    if "length_alpha" in given:
+    options = config.advantage_args or {}
+    if "length_alpha" in options:
         lengths = np.maximum(mask.sum(axis=1), 1)
-        return np.asarray(np.maximum(1 - 1 / (float(given["length_alpha"]) * lengths), 0.0))
-    return np.full(len(mask), float(given.get("policy_lambd", config.lambd)))
+        return np.asarray(np.maximum(1 - 1 / (float(options["length_alpha"]) * lengths), 0.0))
+    return np.full(len(mask), float(options.get("policy_lambd", config.lambd)))
 
 
 def gae(
@@ -246,13 +246,13 @@ def gae(
 ) -> Array:
     """Generalised advantages: [rows, seq]; after the last response token the value is 0."""
     lambds = np.full(len(mask), config.lambd) if lambds is None else lambds
-    found = np.zeros_like(rewards)
+    advantages = np.zeros_like(rewards)
     next_value, next_advantage = np.zeros(len(mask)), np.zeros(len(mask))
     for row, t, discount in backwards(mask, config):
         delta = rewards[row, t] + discount * next_value[row] - values[row, t]
-        found[row, t] = delta + discount * lambds[row] * next_advantage[row]
-        next_value[row], next_advantage[row] = values[row, t], found[row, t]
-    return found
+        advantages[row, t] = delta + discount * lambds[row] * next_advantage[row]
+        next_value[row], next_advantage[row] = values[row, t], advantages[row, t]
+    return advantages
 
 
 def whitened(advantages: Array, mask: Flags) -> tuple[Array, float]:

@@ -46,8 +46,8 @@ class CorrectionTerm:
 
     def bound(self, name: str, none: float) -> float:
         """The last bound called `name`, or what stands for none."""
-        found = [o.partition("=")[2] for o in self.options if o.startswith(f"{name}=")]
-        return float(found[-1]) if found else none
+        bounds = [o.partition("=")[2] for o in self.options if o.startswith(f"{name}=")]
+        return float(bounds[-1]) if bounds else none
 
     @property
     def sides(self) -> tuple[str, str]:

@@ -52,18 +52,18 @@ def options_of_step(run: Path, record: StepRecord) -> tuple[TrainConfig, bool]:
     They are those of the run; of the step itself only what a run may change or decide on its way.
     Without a config.toml of the run the trainer was built in Python: its optimizers may be, too.
     """
-    own = TrainConfig.load(record.folder / CONFIG)
+    recorded = TrainConfig.load(record.folder / CONFIG)
     if not (run / CONFIG).is_file():
-        return own, False
-    found = TrainConfig.load(run / CONFIG)
+        return recorded, False
+    options = TrainConfig.load(run / CONFIG)
     free = {
-        name: own.__dict__[name]
+        name: recorded.__dict__[name]
         for name, (_, info) in options_of(TrainConfig).items()
         if info.may_change
-        or found.allow_changes
-        or (info.by_machine and found.__dict__[name] is None)
+        or options.allow_changes
+        or (info.by_machine and options.__dict__[name] is None)
     }
-    return found.replaced(free), True
+    return options.replaced(free), True
 
 
 def step_before(run: Path, record: StepRecord, config: MonitoringOptions) -> StepRecord | None:
@@ -204,7 +204,7 @@ def read_left_out(model: str, run: Path, step: int, config: TrainConfig) -> floa
 
     Their gradients were not finite, or there was nothing to learn from.
     """
-    path, found = run / METRICS, 0.0
+    path, total = run / METRICS, 0.0
     if not path.is_file():
         return None if config.dynamic_sampling and step > 1 else 0.0
     names = ("skipped_steps" if model == "actor" else f"{model}_skipped_steps", *NO_UPDATE)
@@ -213,8 +213,8 @@ def read_left_out(model: str, run: Path, step: int, config: TrainConfig) -> floa
         number, counts = entry.get("step"), [entry.get(name) for name in names]
         if is_number(number) and max(first, 1) <= number < step:
             shares = [count for count in counts if is_number(count) and 0 <= count <= 1]
-            found += max(shares, default=0.0)
-    return found
+            total += max(shares, default=0.0)
+    return total
 
 
 def check_decisions(
@@ -241,9 +241,9 @@ def check_decisions(
     for model in facts.optimizers:
         is_frozen = model == "actor" and facts.step <= config.freezing_actor_steps
         num_epochs = config.max_epochs if has_updates and not is_frozen else 0
-        own = [update for update in facts.updates if update.model == model]
-        _check_updates(found, model, own, record, config, num_epochs)
-        _check_micro_batches(found, own, record.samples, config)
+        updates = [update for update in facts.updates if update.model == model]
+        _check_updates(found, model, updates, record, config, num_epochs)
+        _check_micro_batches(found, updates, record.samples, config)
 
 
 def _check_groups(found: Findings, samples: RawSamples, config: TrainConfig) -> None:
@@ -268,9 +268,9 @@ def _check_groups(found: Findings, samples: RawSamples, config: TrainConfig) -> 
 def _check_moments(
     found: Findings, decided: Decisions, record: StepRecord, config: TrainConfig
 ) -> None:
-    seen, own = record.facts.reward_moments, decided.reward_moments
+    seen, wanted_moments = record.facts.reward_moments, decided.reward_moments
     name = "rewards counted before"
-    if own is None:
+    if wanted_moments is None:
         most = (record.facts.step - 1) * config.rollout_batch_size * config.n_samples_per_prompt
         # Rewards may have failed.
         fails = config.reward_failure == "mask" or config.dynamic_sampling or config.has_episodes
@@ -278,13 +278,15 @@ def _check_moments(
         count = seen[0] if seen else 0.0
         short = max(0.0, least - count, 0.0 if config.allow_changes else count - most)
         found.add(name, count, float(most), short, 0.0)
-    elif own and len(seen) == len(own):
-        spread = math.sqrt(own[2] / max(own[0], 1))
+    elif wanted_moments and len(seen) == len(wanted_moments):
+        spread = math.sqrt(wanted_moments[2] / max(wanted_moments[0], 1))
         names = (name, "their mean", "their squared deviations")
-        for each, run, wanted, scale in zip(names, seen, own, (0.0, spread, 0.0), strict=True):
+        for each, run, wanted, scale in zip(
+            names, seen, wanted_moments, (0.0, spread, 0.0), strict=True
+        ):
             found.number(each, run, wanted, scale=scale)
-    elif own or seen:
-        found.add(name, float(len(seen)), float(len(own)), math.inf, 0.0)
+    elif wanted_moments or seen:
+        found.add(name, float(len(seen)), float(len(wanted_moments)), math.inf, 0.0)
 
 
 def _check_updates(
@@ -367,10 +369,10 @@ def check_optimizers(
     for model, facts in record.facts.optimizers.items():
         count, groups = decided.counts[model], facts.groups
         found.number(f"optimizer of the {model} is AdamW", facts.kind in DECOUPLED, True)
-        for key, own in (("eps", ADAM_EPS), ("betas", config.adam_betas)):
-            seen = [np.ravel(group["numbers"].get(key, math.nan)) for group in groups]
-            seen_values = np.concatenate([np.zeros(0), *seen])
-            found.exact(f"{key} of the {model}", seen_values, np.tile(own, len(groups)))
+        for key, expected in (("eps", ADAM_EPS), ("betas", config.adam_betas)):
+            recorded = [np.ravel(group["numbers"].get(key, math.nan)) for group in groups]
+            recorded_values = np.concatenate([np.zeros(0), *recorded])
+            found.exact(f"{key} of the {model}", recorded_values, np.tile(expected, len(groups)))
         names = {name for group in groups for name in group["names"]}
         odd = sorted(names ^ set(wanted[model]))
         note = f"such as {odd[0]}" if odd else ""
@@ -392,13 +394,13 @@ def check_link(
     found: Findings, before: StepRecord, states: Mapping[str, Mapping[str, Tensor]]
 ) -> None:
     """A step begins with the weights and optimizer states that the one before ended with."""
-    for model, own in states.items():
+    for model, state in states.items():
         after = before.state("after", model)
         odd = sorted(
             name
-            for name in own.keys() | after.keys()
-            if name not in own or name not in after or not torch.equal(own[name], after[name])
+            for name in state.keys() | after.keys()
+            if name not in state or name not in after or not torch.equal(state[name], after[name])
         )
         note = f"such as {odd[0]}" if odd else ""
-        sizes = float(len(own)), float(len(after))
+        sizes = float(len(state)), float(len(after))
         found.add(f"states before, {model}", *sizes, float(len(odd)), 0.0, note)

@@ -19,12 +19,12 @@ def in_items(config: TrainConfig) -> TrainConfig:
 
 def check_given(step: ReplayedStep) -> None:
     """Compares what an optimizer step is made of."""
-    found, facts = step.found, step.record.facts
-    found.number("items of the step", len(set(items_of(step))), step.config.train_batch_size)
-    found.number("updates of the actor", len(facts.updates), 1)
+    findings, facts = step.found, step.record.facts
+    findings.number("items of the step", len(set(items_of(step))), step.config.train_batch_size)
+    findings.number("updates of the actor", len(facts.updates), 1)
     trained = [i for update in facts.updates for micro in update.micro_batches for i in micro]
     wanted = np.sort(step.record.samples.sample_ids)
-    found.exact("rows that train the actor", np.sort(np.array(trained, dtype=np.int64)), wanted)
+    findings.exact("rows that train the actor", np.sort(np.array(trained, dtype=np.int64)), wanted)
     _check_micro_batches(step)
 
 
@@ -34,28 +34,28 @@ def check_places(step: ReplayedStep) -> None:
     Each pass takes the items in an order of its own, drawn from seed + pass; a step takes the next
     `train_batch_size` of it, however many ranks share them, and what fills no step is left out.
     """
-    found, config, facts, name = step.found, step.config, step.record.facts, "rows of the data"
+    findings, config, facts, name = step.found, step.config, step.record.facts, "rows of the data"
     samples, size = step.record.samples, config.train_batch_size
     if config.allow_changes or facts.num_items < size or PLACE not in samples.facts:
-        found.skip(name, "the run may have been continued with other data or options")
+        findings.skip(name, "the run may have been continued with other data or options")
         return
     number, place = divmod(facts.step - 1, facts.num_items // size)
     generator = torch.Generator().manual_seed(config.seed + number)
     order = torch.randperm(facts.num_items, generator=generator).numpy()
     _, first = np.unique(samples.group_ids, return_index=True)
     trained = np.sort(samples.facts[PLACE][first])
-    found.exact(name, trained, np.sort(order[place * size : (place + 1) * size]))
+    findings.exact(name, trained, np.sort(order[place * size : (place + 1) * size]))
 
 
 def items_of(step: ReplayedStep) -> list[int]:
     """[rows] the pair, ranking or answer that each row belongs to."""
-    found: list[int] = step.record.samples.group_ids.tolist()
-    return found
+    items: list[int] = step.record.samples.group_ids.tolist()
+    return items
 
 
 def _check_micro_batches(step: ReplayedStep) -> None:
     """Each holds whole items: their number, or no more than their tokens."""
-    found, config, items = step.found, step.config, items_of(step)
+    findings, config, items = step.found, step.config, items_of(step)
     index = {int(i): row for row, i in enumerate(step.record.samples.sample_ids)}
     micros = [
         [index[i] for i in micro]
@@ -63,16 +63,18 @@ def _check_micro_batches(step: ReplayedStep) -> None:
         for micro in update.micro_batches
     ]
     sizes = {item: items.count(item) for item in set(items)}
-    held = [{items[row] for row in micro} for micro in micros]
-    whole = [sum(sizes[item] for item in own) for own in held]
-    found.exact("items in one micro batch", np.array(list(map(len, micros))), np.array(whole))
+    items_by_micro = [{items[row] for row in micro} for micro in micros]
+    whole = [sum(sizes[item] for item in members) for members in items_by_micro]
+    findings.exact("items in one micro batch", np.array(list(map(len, micros))), np.array(whole))
     if config.micro_batch_tokens is None and not config.packing_samples:
-        counts = np.array(list(map(len, held)), dtype=np.int64)
+        counts = np.array(list(map(len, items_by_micro)), dtype=np.int64)
         wanted = np.full(len(micros), config.micro_train_batch_size)
-        found.exact("items of micro batches", counts, wanted)
+        findings.exact("items of micro batches", counts, wanted)
         return
     several = [
-        step.rows.lengths[micro] for micro, own in zip(micros, held, strict=True) if len(own) > 1
+        step.rows.lengths[micro]
+        for micro, members in zip(micros, items_by_micro, strict=True)
+        if len(members) > 1
     ]
     _check_tokens(step, several, set(sizes.values()))
 

@@ -65,11 +65,11 @@ class Scorer(ABC):
 
     def in_bfloat16(self) -> Self:
         """The same model, computing in bfloat16 but for a value head: what rounding does to it."""
-        found = copy.deepcopy(self)
-        for name, part in found._model.items():
+        rounded = copy.deepcopy(self)
+        for name, part in rounded._model.items():
             if name != HEAD:
                 part.bfloat16()
-        return found
+        return rounded
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -77,11 +77,11 @@ class Scorer(ABC):
         if self._rounds:
             state = {n: v if n.startswith(HEAD) else v.bfloat16() for n, v in state.items()}
         weights = self.merged({name: value.double() for name, value in state.items()})
-        own = dict(self._model.named_parameters())
+        parameters = dict(self._model.named_parameters())
         # A second name of a tied parameter may be recorded, or not.
         known = dict(self._model.named_parameters(remove_duplicate=False))
-        given = {id(known[name]) for name in weights if name in known}
-        missing = sorted(name for name, value in own.items() if id(value) not in given)
+        covered = {id(known[name]) for name in weights if name in known}
+        missing = sorted(name for name, value in parameters.items() if id(value) not in covered)
         unknown = sorted(set(weights) - set(known))
         other = [n for n, v in weights.items() if n in known and v.shape != known[n].shape]
         if missing or unknown or other:
@@ -105,11 +105,11 @@ class Scorer(ABC):
                 f"the record is damaged: token {largest} is none of the model's {self._num_ids}; "
                 "audit another step with --step"
             )
-        found = [torch.zeros(mask.shape, dtype=torch.float64) for _ in range(self.num_outputs)]
+        numbers = [torch.zeros(mask.shape, dtype=torch.float64) for _ in range(self.num_outputs)]
         for rows, width in _chunks(mask, self._width):
-            for each, values in zip(found, self._outputs_of(ids, rows, width), strict=True):
+            for each, values in zip(numbers, self._outputs_of(ids, rows, width), strict=True):
                 each[rows, 1:width] = values.double()
-        return [torch.where(mask, each, 0.0) for each in found]
+        return [torch.where(mask, each, 0.0) for each in numbers]
 
     def slopes(
         self, ids: Integers, mask: Tensor, weights: Sequence[Tensor], state: Mapping[str, Tensor]
@@ -149,17 +149,17 @@ class Scorer(ABC):
             for name, value in self._model.named_parameters(remove_duplicate=False)
             if value.grad is not None
         }
-        found: dict[str, Tensor] = {}
+        gradients: dict[str, Tensor] = {}
         for name in state:
             layer = name.removesuffix(FIRST).removesuffix(SECOND)
-            own = slopes.get(f"{layer}.weight")
-            if name.endswith(FIRST) and own is not None:
-                found[name] = self._scale * state[layer + SECOND].T @ own
-            elif name.endswith(SECOND) and own is not None:
-                found[name] = self._scale * own @ state[layer + FIRST].T
+            slope = slopes.get(f"{layer}.weight")
+            if name.endswith(FIRST) and slope is not None:
+                gradients[name] = self._scale * state[layer + SECOND].T @ slope
+            elif name.endswith(SECOND) and slope is not None:
+                gradients[name] = self._scale * slope @ state[layer + FIRST].T
             elif name in slopes:
-                found[name] = slopes[name]
-        return found
+                gradients[name] = slopes[name]
+        return gradients
 
 
 class Policy(Scorer):
@@ -217,9 +217,9 @@ class Student(Policy):
 
     def in_bfloat16(self) -> Self:
         """See `Scorer`."""
-        found = super().in_bfloat16()
-        found.teacher = self.teacher.in_bfloat16()
-        return found
+        rounded = super().in_bfloat16()
+        rounded.teacher = self.teacher.in_bfloat16()
+        return rounded
 
     def _outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
         q = self.logprobs(tokens)
@@ -330,7 +330,9 @@ def _build(folder: Path, kind: AutoKind) -> PreTrainedModel:
 
 def _chunks(mask: Tensor, vocab: int) -> Iterator[tuple[list[int], int]]:
     """Rows with something to score, as many at a time as fit, and the width that they need."""
-    ends = {row: int(own.nonzero()[-1]) + 1 for row, own in enumerate(mask) if own.any()}
+    ends = {
+        row: int(row_mask.nonzero()[-1]) + 1 for row, row_mask in enumerate(mask) if row_mask.any()
+    }
     rows: list[int] = []
     width = 0
     for row in sorted(ends, key=ends.__getitem__):

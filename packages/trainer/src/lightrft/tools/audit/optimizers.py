@@ -85,16 +85,16 @@ class Optimizer:
         for name, group in self.groups.items():
             if name not in slopes:
                 continue
-            own_rate, weight = rate * group.rate_share, self.weights[name]
+            group_rate, weight = rate * group.rate_share, self.weights[name]
             slope = slopes[name] * factor
             if group.weight_decay and self.kind not in ("SGD", "Adam"):
-                self.weights[name] = weight * (1 - own_rate * group.weight_decay)
+                self.weights[name] = weight * (1 - group_rate * group.weight_decay)
             elif group.weight_decay:
                 slope = slope + group.weight_decay * weight
             step = self._sgd_step if self.kind == "SGD" else self._adam_step
             change, moments = step(name, slope, group)
             self.moments |= moments
-            self.weights[name] = self.weights[name] - own_rate * change
+            self.weights[name] = self.weights[name] - group_rate * change
 
     def spread(
         self, slopes: Mapping[str, Tensor], rate: float, factor: float, doubt: float
@@ -102,15 +102,15 @@ class Optimizer:
         """How far Adam's step moves each weight if gradients are off by `doubt`; {} of SGD."""
         if self.kind not in ADAM:
             return {}
-        found = {}
+        spreads = {}
         for name, group in self.groups.items():
             if name in slopes:
                 ends = [
                     self._adam_step(name, (slopes[name] + d) * factor, group)[0]
                     for d in (doubt, -doubt)
                 ]
-                found[name] = rate * group.rate_share * (ends[0] - ends[1]).abs()
-        return found
+                spreads[name] = rate * group.rate_share * (ends[0] - ends[1]).abs()
+        return spreads
 
     def _sgd_step(
         self, name: str, slope: Tensor, group: ParameterNumbers
@@ -158,7 +158,7 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 def given_groups(facts: OptimizerFacts) -> dict[str, ParameterNumbers]:
     """Numbers of each parameter as the run's optimizer has them."""
-    found: dict[str, ParameterNumbers] = {}
+    groups: dict[str, ParameterNumbers] = {}
     first: float | None = None
     for entry in facts.groups:
         numbers = entry["numbers"]
@@ -172,8 +172,8 @@ def given_groups(facts: OptimizerFacts) -> dict[str, ParameterNumbers]:
             float(numbers.get("weight_decay", 0.0)),
             float(numbers.get("momentum", 0.0)),
         )
-        found |= dict.fromkeys(entry["names"], group)
-    return found
+        groups |= dict.fromkeys(entry["names"], group)
+    return groups
 
 
 def configured_groups(
@@ -194,6 +194,6 @@ def configured_groups(
 
 def _rate_share(name: str, config: TrainingOptions) -> float:
     """The factor of the first part that the options name within a parameter's name."""
-    given = (config.learning_rate_factors or {}).items()
-    hits = (factor for part, factor in given if re.search(rf"(^|\.)({part})(\.|$)", name))
+    factors = (config.learning_rate_factors or {}).items()
+    hits = (factor for part, factor in factors if re.search(rf"(^|\.)({part})(\.|$)", name))
     return float(next(hits, 1.0))

@@ -68,12 +68,12 @@ class Borders:
 
     def highest(self, values: Pair, count: int) -> Tensor:
         """Places of so many highest values, of equal ones the first; [] of 0."""
-        by_own, by_run = (
+        by_exact, by_run = (
             torch.argsort(each, descending=True, stable=True)[:count]
             for each in (values.own, values.run)
         )
-        limit = values.own[by_own[-1:]] - self.tolerance
-        return by_run if bool((values.own[by_run] >= limit).all()) else by_own
+        limit = values.own[by_exact[-1:]] - self.tolerance
+        return by_run if bool((values.own[by_run] >= limit).all()) else by_exact
 
 
 # Values of scores, which are added up: differentiable by the own ones.

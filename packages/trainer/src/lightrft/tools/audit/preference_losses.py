@@ -76,10 +76,10 @@ class Pairs:
 
     def in_order(self, values: Tensor, seen: Tensor) -> Tensor:
         """From the smallest on; values that are equal to rounding in the run's order."""
-        found = values[torch.argsort(seen, stable=True)]
-        if bool((found.diff() < -4 * self.doubt).any()):
-            found = values[torch.argsort(values, stable=True)]
-        return found
+        ordered = values[torch.argsort(seen, stable=True)]
+        if bool((ordered.diff() < -4 * self.doubt).any()):
+            ordered = values[torch.argsort(values, stable=True)]
+        return ordered
 
 
 def dpo(p: Pairs, given: Given) -> Tensor:

@@ -39,13 +39,13 @@ class PreferenceReplay(ReplayedLoss):
     scores = "logprobs"
 
     def __init__(self, step: ReplayedStep, scorer: Scorer, reference: Path | None) -> None:
-        found = {name: preference_loss_named(name) for name in step.config.preference_loss}
-        unknown = [name for name, loss in found.items() if loss is None]
+        losses = {name: preference_loss_named(name) for name in step.config.preference_loss}
+        unknown = [name for name, loss in losses.items() if loss is None]
         super().__init__(
             step, scorer, f"preference loss {unknown[0]} is the caller's own" if unknown else ""
         )
         self._model, self._folder = scorer, reference or Path(str(step.config.pretrain))
-        self._losses = [loss for loss in found.values() if loss is not None]
+        self._losses = [loss for loss in losses.values() if loss is not None]
         self._is_good = torch.from_numpy(step.record.samples.facts[GOOD].astype(np.bool_))
         self._tokens = torch.from_numpy(step.rows.mask.sum(axis=1).astype(np.float64))
 
@@ -94,32 +94,32 @@ class PreferenceReplay(ReplayedLoss):
         mean_tokens = float(chosen.tokens.mean()) if len(chosen.tokens) else 1.0
         pairs = Pairs(chosen, rejected, mean_tokens, z, doubt)
         weights = config.preference_weights or (1.0,) * len(self._losses)
-        given, parts = config.preference_args or {}, []
+        args, parts = config.preference_args or {}, []
         for loss, weight in zip(self._losses, weights, strict=True):
-            options = {n: float(given.get(n, value)) for n, value in loss.defaults.items()}
+            options = {n: float(args.get(n, value)) for n, value in loss.defaults.items()}
             number = len(self._tokens) if loss.of_answers else config.train_batch_size
             parts.append(weight / number * loss.function(pairs, options))
         return torch.cat(parts)
 
     def _reference(self, mask: Tensor, doubts: Tensor) -> Pair:
         """Sums under the reference, of run and own; 0 where no loss reads them."""
-        step, found, seen = self.step, self.step.found, self.step.record.values.ref_logprobs
+        step, findings, seen = self.step, self.step.found, self.step.record.values.ref_logprobs
         is_wanted = any(loss.has_reference for loss in self._losses)
-        found.number("has a reference", seen.size > 0, is_wanted)
+        findings.number("has a reference", seen.size > 0, is_wanted)
         if not seen.size or not is_wanted:
             return Pair(0 * doubts, 0 * doubts)
         self._model.load(frozen_state(self._folder))
-        own = self._model.score(step.rows.ids, mask)[0].sum(dim=1, keepdim=True)
+        recomputed = self._model.score(step.rows.ids, mask)[0].sum(dim=1, keepdim=True)
         run = torch.from_numpy(step.rows.padded(seen)).sum(dim=1, keepdim=True)
-        found.tokens(
+        findings.tokens(
             "sums of the reference",
             run,
-            own,
-            torch.ones_like(own, dtype=torch.bool),
+            recomputed,
+            torch.ones_like(recomputed, dtype=torch.bool),
             "logprobs",
             floor=lambda: doubts[:, None],
         )
-        return Pair(own[:, 0], run[:, 0])
+        return Pair(recomputed[:, 0], run[:, 0])
 
     def _check_z(self, update: Update) -> float:
         """The mean log-ratio of answers behind other prompts, at least 0; 0 where nobody asks."""
@@ -131,10 +131,10 @@ class PreferenceReplay(ReplayedLoss):
             self._model.load(frozen_state(self._folder))
             reference = self._model.score(ids, mask)[0]
             self._model.load(update.state)
-            own = self._model.score(ids, mask)[0]
-            ratios = (own - reference).sum(dim=1)
-            error = torch.where(mask, self.step.rounding(own, "logprobs"), 0.0)
-            moved = 6 * float((error**2).sum().sqrt()) / len(own)
+            logprobs = self._model.score(ids, mask)[0]
+            ratios = (logprobs - reference).sum(dim=1)
+            error = torch.where(mask, self.step.rounding(logprobs, "logprobs"), 0.0)
+            moved = 6 * float((error**2).sum().sqrt()) / len(logprobs)
         z, size = max(0.0, float(ratios.mean())), float(ratios.abs().mean())
         seen = update.facts.losses.get("kl", float("nan"))
         name = f"log-ratio behind other prompts, {update.name}"
@@ -146,19 +146,25 @@ class PreferenceReplay(ReplayedLoss):
         rows, items = self.step.rows, items_of(self.step)
         starts = rows.mask.argmax(axis=1)
         texts = [tuple(rows.ids[row, :start]) for row, start in enumerate(starts)]
-        number, found = items[-1] + 1, []
+        number, answers = items[-1] + 1, []
         for item in range(number):
             prompt = texts[items.index(item)]
             turn = [(item + n) % number for n in range(1, number)]
             behind = [n for n in turn if texts[items.index(n)] != prompt][:1]
-            for row in (row for row, own in enumerate(items) if own in behind):
+            for row in (row for row, token_ids in enumerate(items) if token_ids in behind):
                 part = slice(starts[row], rows.lengths[row])
                 trained = [False] * len(prompt) + rows.mask[row, part].tolist()
-                found.append(([*prompt, *rows.ids[row, part].tolist()], trained))
-        width = max((len(ids) for ids, _ in found), default=0)
-        ids, mask = np.zeros((len(found), width), np.int64), torch.zeros(len(found), width).bool()
-        for row, (own, trained) in enumerate(found):
-            ids[row, : len(own)], mask[row, : len(own)] = own, torch.tensor(trained)
+                answers.append(([*prompt, *rows.ids[row, part].tolist()], trained))
+        width = max((len(ids) for ids, _ in answers), default=0)
+        ids, mask = (
+            np.zeros((len(answers), width), np.int64),
+            torch.zeros(len(answers), width).bool(),
+        )
+        for row, (token_ids, trained) in enumerate(answers):
+            ids[row, : len(token_ids)], mask[row, : len(token_ids)] = (
+                token_ids,
+                torch.tensor(trained),
+            )
         return ids, mask
 
 

@@ -247,22 +247,22 @@ class StepRecord:
             RecordError: They are missing or damaged.
         """
         folder = self.folder / when / model
-        found: dict[str, Tensor] = {}
+        state: dict[str, Tensor] = {}
         for path in sorted(folder.glob("state_*.safetensors")):
             try:
-                found |= load_tensors(path)
+                state |= load_tensors(path)
             except (SafetensorError, OSError) as error:
                 raise _damaged(path, str(error)) from error
-        weights = named(found, "weight", "master")
-        for name, value in found.items():
+        weights = named(state, "weight", "master")
+        for name, value in state.items():
             weight = weights.get(name.partition("/")[2])
             if weight is None or value.shape not in ((), weight.shape):
                 raise _damaged(folder, f"{name} of shape {list(value.shape)} is that of no weight")
         groups = [] if model not in self.facts.optimizers else self.facts.optimizers[model].groups
         unknown = [n for group in groups for n in group["names"] if n not in weights]
-        if unknown or not found:
+        if unknown or not state:
             raise _damaged(folder, f"no states of {short(unknown[:3]) if unknown else 'the model'}")
-        return found
+        return state
 
 
 def named(state: Mapping[str, Tensor], *kinds: str) -> dict[str, Tensor]:
@@ -282,8 +282,8 @@ def step_folder(run: Path, step: int) -> Path:
 
 def recorded_steps(run: Path) -> list[int]:
     """Steps with a complete record, ascending."""
-    found = [path.parent.name for path in (run / FOLDER).glob(f"step_*/{FACTS}")]
-    return sorted(int(name[5:]) for name in found if re.fullmatch(r"step_[0-9]{6,18}", name))
+    folders = [path.parent.name for path in (run / FOLDER).glob(f"step_*/{FACTS}")]
+    return sorted(int(name[5:]) for name in folders if re.fullmatch(r"step_[0-9]{6,18}", name))
 
 
 def write_states(folder: Path, states: Iterable[tuple[str, Tensor]], *, keeps: bool) -> None:
@@ -360,10 +360,10 @@ def read_record(run: Path, step: int | None = None) -> StepRecord:
     folder = step_folder(run, steps[-1] if step is None else step)
     try:
         facts = _read_facts(folder)
-        found, of_facts = _read_arrays(folder / SAMPLES, FACT)
-        samples = RawSamples(**found, facts=of_facts)
-        found, updates = _read_arrays(folder / VALUES, UPDATE)
-        record = StepRecord(folder, facts, samples, RunValues(**found), updates)
+        columns, of_facts = _read_arrays(folder / SAMPLES, FACT)
+        samples = RawSamples(**columns, facts=of_facts)
+        columns, updates = _read_arrays(folder / VALUES, UPDATE)
+        record = StepRecord(folder, facts, samples, RunValues(**columns), updates)
         problem = next(_problems(record), None)
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise _damaged(folder, str(error)) from error
@@ -420,12 +420,12 @@ def _group_problems(facts: Facts) -> Iterator[str]:
     """Groups of an optimizer without the numbers of a step."""
     for group in (group for each in facts.optimizers.values() for group in each.groups):
         typed(list[str], group.get("names"), "names of an optimizer's group")
-        given = typed(dict[str, bool | float | list[float]], group.get("numbers"), "its numbers")
-        for name, value in given.items():
+        numbers = typed(dict[str, bool | float | list[float]], group.get("numbers"), "its numbers")
+        for name, value in numbers.items():
             if isinstance(value, list):
                 typed(list[float], value, f"its {short(name)}")
-        betas = given.get("betas", [0.0, 0.0])
-        if not isinstance(betas, list) or len(betas) != 2 or given.keys().isdisjoint(RATES):
+        betas = numbers.get("betas", [0.0, 0.0])
+        if not isinstance(betas, list) or len(betas) != 2 or numbers.keys().isdisjoint(RATES):
             yield "its betas are not two numbers, or it has no rate"
 
 
@@ -464,8 +464,8 @@ def _update_problems(record: StepRecord) -> Iterator[str]:
             yield f"update {number + 1} of {update.model} is of rows or a model that it lacks"
             return
         for name in ("new", "weights"):
-            found = record.update_values.get(f"{number}/{name}")
-            if found is not None and found.shape != (sum(sizes[i] for i in ids),):
+            values = record.update_values.get(f"{number}/{name}")
+            if values is not None and values.shape != (sum(sizes[i] for i in ids),):
                 yield f"{UPDATE}{number}/{name} does not have a number for each token of its rows"
 
 

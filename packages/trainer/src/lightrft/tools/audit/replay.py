@@ -151,8 +151,8 @@ class ReplayedStep:
     @property
     def kl_coef(self) -> float:
         """Weight of the KL term."""
-        own = self.decided.kl_coef
-        return self.record.facts.kl_coef if own is None else own
+        expected = self.decided.kl_coef
+        return self.record.facts.kl_coef if expected is None else expected
 
     @property
     def kl_estimator(self) -> str:
@@ -207,8 +207,8 @@ def open_step(
         policy = build(before / "actor", decided.lora_scale, rounds)
         critic = Values(before / "critic", rounds=rounds) if "critic" in states else None
     rows = build_rows(record.samples, config)
-    found = Findings(tolerances_of(facts.compute_dtype))
-    return ReplayedStep(record, config, found, rows, policy, critic, states, decided)
+    findings = Findings(tolerances_of(facts.compute_dtype))
+    return ReplayedStep(record, config, findings, rows, policy, critic, states, decided)
 
 
 def build_policy(
@@ -221,16 +221,16 @@ def build_policy(
 
 def check_rows(step: ReplayedStep) -> None:
     """Ids, masks, the engine's logprobs, the type of numbers, and the scale of adapters."""
-    found, rows, values = step.found, step.rows, step.record.values
-    found.exact("token ids", rows.padded(values.token_ids).astype(np.int64), rows.ids)
-    found.exact("response mask", rows.padded(values.response_mask), rows.mask)
+    findings, rows, values = step.found, step.rows, step.record.values
+    findings.exact("token ids", rows.padded(values.token_ids).astype(np.int64), rows.ids)
+    findings.exact("response mask", rows.padded(values.response_mask), rows.mask)
     if step.is_reinforced:
         rollout = rows.padded(values.rollout_logprobs)
-        found.tokens("rollout logprobs", rollout, rows.rollout_logprobs, rows.mask, "number")
+        findings.tokens("rollout logprobs", rollout, rows.rollout_logprobs, rows.mask, "number")
     if step.config.bf16 is not None:
-        found.number("computes in bfloat16", step.is_rounded, step.config.bf16)
+        findings.number("computes in bfloat16", step.is_rounded, step.config.bf16)
     scale = step.record.facts.lora_scale
-    found.number("scale of adapters", scale, step.decided.lora_scale)
+    findings.number("scale of adapters", scale, step.decided.lora_scale)
 
 
 def score_models(step: ReplayedStep, reference: Path | None) -> Numbers:
@@ -250,14 +250,16 @@ def score_models(step: ReplayedStep, reference: Path | None) -> Numbers:
     def score(model: Scorer, state: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
         """Numbers of the tokens, and the mean distance that the run's dtype makes of each."""
         model.load(state)
-        found = model.score(rows.ids, step.mask)
-        return list(zip(found, step.noise(model, state, found), strict=True))
+        numbers = model.score(rows.ids, step.mask)
+        return list(zip(numbers, step.noise(model, state, numbers), strict=True))
 
-    (own, noise), (entropy, noise_of_entropy) = score(policy, named(step.states["actor"], "weight"))
+    (logprobs, noise), (entropy, noise_of_entropy) = score(
+        policy, named(step.states["actor"], "weight")
+    )
     if step.is_reinforced:
-        _check_engine(step, own)
+        _check_engine(step, logprobs)
     step.unit = min(step.unit, NOISE_SAFETY * noise)
-    sampled = torch.from_numpy(rows.rollout_logprobs) if config.use_rollout_logprobs else own
+    sampled = torch.from_numpy(rows.rollout_logprobs) if config.use_rollout_logprobs else logprobs
     old = paired("old logprobs", run.old_logprobs, sampled, noise)
     entropies = Pair(entropy, entropy)
     if run.entropy.size:
@@ -359,11 +361,11 @@ def _records_of(record: StepRecord, versions: Collection[int]) -> Iterator[tuple
     run, oldest = record.folder.parent.parent, min(versions, default=0)
     wanted = set(versions)
     for number in reversed([n for n in recorded_steps(run) if n < record.facts.step]):
-        found = read_record(run, number)
-        version = found.facts.weights_version
+        earlier = read_record(run, number)
+        version = earlier.facts.weights_version
         if version in wanted:
             wanted.remove(version)
-            yield version, found
+            yield version, earlier
         if version <= oldest:
             return
 
@@ -488,27 +490,27 @@ def token_weights(
         new: Logprobs that the update differentiates.
     """
     terms = parse(step.config)
-    found: Tensor | None = None
+    weights: Tensor | None = None
     if step.config.high_entropy_token_ratio > 0:
-        found = high_entropy(numbers.entropy, mask, step.borders, step.config).double()
+        weights = high_entropy(numbers.entropy, mask, step.borders, step.config).double()
     if terms:
         rollout = torch.from_numpy(step.rows.rollout_logprobs)
         tokens = Tokens(numbers.sampling, rollout, advantages, mask, new)
         factors = correction(terms, tokens, step.borders)
-        found = factors if found is None else found * factors
-    return found
+        weights = factors if weights is None else weights * factors
+    return weights
 
 
 def policy_options(config: AlgorithmOptions) -> dict[str, float]:
     """Hyper-parameters of the policy loss: of its paper, of common options, its own."""
-    found = dict(POLICY_LOSSES[config.policy_loss_name].defaults)
+    options = dict(POLICY_LOSSES[config.policy_loss_name].defaults)
     common = {
         "clip_low": (config.eps_clip_low, config.eps_clip),
         "clip_high": (config.eps_clip_high, config.eps_clip),
         "dual_clip": (config.dual_clip,),
     }
     for name, values in common.items():
-        given = [value for value in values if value is not None]
-        if given and name in found:
-            found[name] = given[0]
-    return found | {name: float(value) for name, value in (config.policy_loss_args or {}).items()}
+        choices = [value for value in values if value is not None]
+        if choices and name in options:
+            options[name] = choices[0]
+    return options | {name: float(value) for name, value in (config.policy_loss_args or {}).items()}

@@ -115,8 +115,8 @@ class RewardReplay(ReplayedLoss):
         """See `ReplayedLoss`."""
         mask, loss = update.mask, self._loss
         assert loss is not None  # else nothing is replayed
-        given = self.step.config.reward_loss_args or {}
-        options = {n: float(given.get(n, value)) for n, value in loss.defaults.items()}
+        args = self.step.config.reward_loss_args or {}
+        options = {n: float(args.get(n, value)) for n, value in loss.defaults.items()}
         values = self._compared if RANK in self._facts else self._labelled
 
         def total(new: Pair, _: Borders) -> Tensor:

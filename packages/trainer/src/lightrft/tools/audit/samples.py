@@ -72,12 +72,12 @@ def differ(rewards: Array) -> bool:
 
 def _is_informative(samples: RawSamples, is_kept: Flags) -> Flags:
     """Rows of groups whose accuracies differ: the others only fill up the batch."""
-    found = np.zeros(len(samples.group_ids), dtype=np.bool_)
+    informative = np.zeros(len(samples.group_ids), dtype=np.bool_)
     for group in np.unique(samples.group_ids):
-        own = samples.group_ids == group
-        scored = samples.accuracies[own & is_kept]
-        found[own] = differ(scored)
-    return found
+        is_member = samples.group_ids == group
+        scored = samples.accuracies[is_member & is_kept]
+        informative[is_member] = differ(scored)
+    return informative
 
 
 def paid_rewards(samples: RawSamples, config: TrainConfig) -> tuple[Array, float]:
@@ -129,11 +129,11 @@ def shaped_rewards(
 
 def _longest_turns(samples: RawSamples) -> Integers:
     """Tokens of the longest run of each row that was sampled without an observation."""
-    found = []
+    longest = []
     for where in rows_of(samples.prompt_lengths + samples.response_lengths):
         edges = np.flatnonzero(~np.r_[False, samples.is_sampled[where], False])
-        found.append(int((np.diff(edges) - 1).max(initial=0)))
-    return np.array(found, dtype=np.int64)
+        longest.append(int((np.diff(edges) - 1).max(initial=0)))
+    return np.array(longest, dtype=np.int64)
 
 
 def sampled_lengths(samples: RawSamples) -> Integers:

@@ -166,13 +166,13 @@ def _expected_change(
     record: StepRecord, before: StepRecord, model: str, count: int | None
 ) -> tuple[int, float]:
     """When the plan of the learning rate changed last, and by how much of the peak."""
-    own, old = record.facts.optimizers[model], before.facts.optimizers[model]
+    new, old = record.facts.optimizers[model], before.facts.optimizers[model]
     new_config, old_config = (TrainConfig.load(each.folder / CONFIG) for each in (record, before))
-    if _plan(own, new_config) == _plan(old, old_config) or count is None:
+    if _plan(new, new_config) == _plan(old, old_config) or count is None:
         return old.schedule_changed_at, old.schedule_gap
-    unchanged = replace(own, schedule_changed_at=-1)
+    unchanged = replace(new, schedule_changed_at=-1)
     former = learning_rate(1.0, count, old.schedule_steps, old, old_config)
-    return count, former - learning_rate(1.0, count, own.schedule_steps, unchanged, new_config)
+    return count, former - learning_rate(1.0, count, new.schedule_steps, unchanged, new_config)
 
 
 def _plan(facts: OptimizerFacts, config: TrainingOptions) -> tuple[object, ...]:
@@ -189,8 +189,8 @@ def _check_first_weights(step: ReplayedStep) -> None:
     config, facts = step.config, step.record.facts
     for model, state in step.states.items():
         name = f"first weights of the {model}"
-        own = config.critic_pretrain if model == "critic" else None
-        path = Path(own if isinstance(own, str) else str(config.pretrain))
+        critic_path = config.critic_pretrain if model == "critic" else None
+        path = Path(critic_path if isinstance(critic_path, str) else str(config.pretrain))
         is_frozen = model == "actor" and facts.step <= config.freezing_actor_steps + 1
         trained = set() if facts.step == 1 or is_frozen else set(step.trained_names(model))
         weights = {n: v for n, v in named(state, "weight", "master").items() if n not in trained}
@@ -246,25 +246,25 @@ def _check_components(found: Findings, samples: RawSamples, config: TrainConfig)
         found.skip(name, "parts of them have no weight among the options")
         return
     parts: list[np.ndarray] = []
-    for own in _component_names(config.reward_fn):
-        values = samples.facts.get(f"{COMPONENT}{own}")
+    for component in _component_names(config.reward_fn):
+        values = samples.facts.get(f"{COMPONENT}{component}")
         if values is None:
-            found.skip(name, f"no component is called {own}")
+            found.skip(name, f"no component is called {component}")
             return
         parts.append(values.astype(np.float64))
     weights = np.array(config.reward_weights or np.ones(len(parts)))
     terms, is_scored = weights[:, None] * np.stack(parts), ~samples.is_failed
-    own_sum, scale = terms.sum(axis=0)[is_scored], np.abs(terms).sum(axis=0)[is_scored]
-    distance = np.abs(samples.rewards[is_scored] - own_sum) / np.maximum(scale, 1.0)
-    totals = float(samples.rewards[is_scored].sum()), float(own_sum.sum())
+    recomputed, scale = terms.sum(axis=0)[is_scored], np.abs(terms).sum(axis=0)[is_scored]
+    distance = np.abs(samples.rewards[is_scored] - recomputed) / np.maximum(scale, 1.0)
+    totals = float(samples.rewards[is_scored].sum()), float(recomputed.sum())
     worst = float(np.where(np.isnan(distance), np.inf, distance).max(initial=0.0))
     found.add(name, *totals, worst, found.tolerances["number"])
 
 
 def _component_names(functions: Sequence[str]) -> list[str]:
     """The component of each function's own value; a second function of a name has it twice."""
-    found: list[str] = []
+    names: list[str] = []
     for spelling in functions:
         name = spelling.rpartition(":")[2]
-        found.append(f"{name}/{name}" if name in found else name)
-    return found
+        names.append(f"{name}/{name}" if name in names else name)
+    return names

@@ -187,10 +187,13 @@ class Updates:
         """Compares an update, and takes its step."""
         step, objective = self.step, self._objective
         scorer.load(update.state)
-        own, *others = scorer.score(step.rows.ids, update.mask)
-        scores = Pair(own, own if update.new is None else update.new)
+        first, *others = scorer.score(step.rows.ids, update.mask)
+        scores = Pair(first, first if update.new is None else update.new)
         error = self._check_scores(objective.scores, update, scores, scorer)
-        slopes, moved = [torch.zeros_like(each) for each in (own, *others)], torch.zeros_like(own)
+        slopes, moved = (
+            [torch.zeros_like(each) for each in (first, *others)],
+            torch.zeros_like(first),
+        )
         for term in objective.terms(update, scores, error, others):
             self._check_loss(update, term)
             slopes[term.number] += term.weight * term.exact.slope
@@ -198,8 +201,8 @@ class Updates:
 
         def gradient(by_number: Sequence[Tensor], of: Scorer) -> dict[str, Tensor]:
             of.load(update.state)
-            found = of.slopes(step.rows.ids, update.mask, by_number, update.state)
-            return {n: value for n, value in found.items() if n in self._optimizer.groups}
+            gradients = of.slopes(step.rows.ids, update.mask, by_number, update.state)
+            return {n: value for n, value in gradients.items() if n in self._optimizer.groups}
 
         exact = gradient(slopes, scorer)
         if step.is_rounded and not self._count:
@@ -211,15 +214,15 @@ class Updates:
 
     def _follow(self, update: Update) -> None:
         """Compares what needs no pass of the model: losses of the run's scores, and the rate."""
-        found = self.step.found
+        findings = self.step.found
         if update.new is None:
-            found.skip(f"losses, {update.name}", "its scores are not recorded")
+            findings.skip(f"losses, {update.name}", "its scores are not recorded")
         else:
             seen = torch.where(update.mask, update.new, 0.0)
             error = torch.where(update.mask, FLOAT32 * (-seen).clamp(min=1.0), 0.0)
             for term in self._objective.terms(update, Pair(seen, seen), error, ()):
                 self._check_loss(update, term)
-        found.skip(f"gradient norm, {update.name}", NO_PASS)
+        findings.skip(f"gradient norm, {update.name}", NO_PASS)
         if not update.facts.is_skipped:
             self._rate(update)
 
@@ -235,10 +238,10 @@ class Updates:
             flat = step.record.update_values.get(f"{number}/{what}")
             if flat is None:
                 return None
-            found = torch.zeros(rows.ids.shape, dtype=torch.float64)
+            values = torch.zeros(rows.ids.shape, dtype=torch.float64)
             for row, where in zip(batch, rows_of(rows.lengths[batch]), strict=True):
-                found[row, : rows.lengths[row]] = torch.from_numpy(flat[where])
-            return found
+                values[row, : rows.lengths[row]] = torch.from_numpy(flat[where])
+            return values
 
         mask = torch.zeros(rows.mask.shape, dtype=torch.bool)
         mask[batch] = torch.from_numpy(rows.mask[batch])
@@ -293,20 +296,20 @@ class Updates:
         rounding: Callable[[], Mapping[str, Tensor]],
     ) -> None:
         """Clips a gradient whose rounding is computed if needed, and takes the optimizer's step."""
-        found, facts = self.step.found, update.facts
+        findings, facts = self.step.found, update.facts
         optimizer, noise = self._optimizer, 0.0
         norm, name = norm_of(own), f"gradient norm, {update.name}"
         if facts.is_skipped:
             note = "the run skipped this update: its gradients were not finite"
-            found.add(name, facts.grad_norm, norm, math.inf, 0.0, note)
+            findings.add(name, facts.grad_norm, norm, math.inf, 0.0, note)
             return
         # Another backward pass, which is needed only where rounding may be all there is.
-        if not abs(facts.grad_norm - norm) <= found.tolerances["norm"] * norm / 10:
+        if not abs(facts.grad_norm - norm) <= findings.tolerances["norm"] * norm / 10:
             noise = 3 * norm_of(rounding())
-        share = found.tolerances["norm"]
+        share = findings.tolerances["norm"]
         if not self._count:
             share = min(share, NOISE_OF_GRADIENTS * self._rounded)
-        found.add(name, facts.grad_norm, norm, abs(facts.grad_norm - norm), share * norm + noise)
+        findings.add(name, facts.grad_norm, norm, abs(facts.grad_norm - norm), share * norm + noise)
         if optimizer.kind in ADAM and norm <= noise and not optimizer.moments:
             self._ended = f"the gradient of {update.name} is rounding: Adam steps by its sign"
             return
@@ -337,7 +340,7 @@ class Updates:
 
     def _compare_after(self) -> None:
         """Moments, the share of decay, and the change of the weights."""
-        found, optimizer = self.step.found, self._optimizer
+        findings, optimizer = self.step.found, self._optimizer
         after = as_double(self.step.record.state("after", self._model))
         self._compare_moments(after)
         before = as_double(self.step.states[self._model])
@@ -350,11 +353,11 @@ class Updates:
         if is_adam and self._is_configured and self._rates > 0:
             self._check_decay(weights, start)
         change = distance(optimizer.weights, start)
-        limit = found.tolerances["adam" if is_adam else "sgd"] * change
+        limit = findings.tolerances["adam" if is_adam else "sgd"] * change
         limit += 0.0 if is_adam else self._moved
         size = norm_of({n: start[n] for n in optimizer.groups})
         limit += ROUNDING * self._count * size
-        found.add(
+        findings.add(
             f"{self._model} weights after (change)",
             distance(weights, start),
             change,
@@ -374,7 +377,7 @@ class Updates:
         )
 
     def _compare_moments(self, after: Mapping[str, Tensor]) -> None:
-        found, noise = self.step.found, self._noise
+        findings, noise = self.step.found, self._noise
         betas = [group.betas[0] for group in self._optimizer.groups.values()]
         share_of_one = 1 - min(betas, default=0.0)
         floors = {
@@ -384,24 +387,27 @@ class Updates:
             "momentum_buffer": noise,
         }
         for key, floor in floors.items():
-            own = named(self._optimizer.moments, key)
+            moments = named(self._optimizer.moments, key)
             seen = named(after, key)
-            if not own or not self._count:
+            if not moments or not self._count:
                 continue
-            if own.keys() - seen.keys():
-                found.skip(f"{self._model} {key} after", "not recorded")
+            if moments.keys() - seen.keys():
+                findings.skip(f"{self._model} {key} after", "not recorded")
                 continue
-            size, difference = norm_of(own), norm_of({n: seen[n] - v for n, v in own.items()})
-            share = min(found.tolerances["moments"], NOISE_OF_GRADIENTS * self._rounded)
+            size, difference = (
+                norm_of(moments),
+                norm_of({n: seen[n] - v for n, v in moments.items()}),
+            )
+            share = min(findings.tolerances["moments"], NOISE_OF_GRADIENTS * self._rounded)
             # A square is off by twice as much as its root.
             weight = {"exp_avg_sq": 2.0, "step": 0.0}.get(key, 1.0)
             limit = weight * share * size + floor
-            run = norm_of({n: seen[n] for n in own})
-            found.add(f"{self._model} {key} after", run, size, difference, limit)
+            run = norm_of({n: seen[n] for n in moments})
+            findings.add(f"{self._model} {key} after", run, size, difference, limit)
 
     def _check_decay(self, weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> None:
         """The coefficient of the weights in what the run's change has beyond the own one."""
-        optimizer, config, found = self._optimizer, self.step.config, self.step.found
+        optimizer, config, findings = self._optimizer, self.step.config, self.step.found
         for what, wanted, is_matrix in (("matrices", config.l2, True), ("vectors", 0.0, False)):
             names = [n for n in optimizer.groups if (start[n].dim() >= 2) == is_matrix]
             size = norm_of({n: start[n] for n in names}) ** 2
@@ -412,9 +418,9 @@ class Updates:
             seen = wanted - overlap / (size * self._rates)
             count = math.sqrt(sum(start[n].numel() for n in names))
             # Rounding of Adam's unit steps, and of weights, averaged over all entries.
-            noise = count / math.sqrt(size) * found.tolerances["adam"]
+            noise = count / math.sqrt(size) * findings.tolerances["adam"]
             noise += 3 * ROUNDING * self._count / self._rates
-            limit = found.tolerances["decay"] * (wanted + noise)
+            limit = findings.tolerances["decay"] * (wanted + noise)
             # Entries that are alike, as those of new norms, are all rounded to the same side.
             rounded = {n: optimizer.weights[n].float() - optimizer.weights[n] for n in names}
             alike = sum(float((rounded[n] * start[n]).sum()) for n in names)
@@ -423,9 +429,9 @@ class Updates:
             # Another fault of the update moves weights mostly in other directions.
             is_other = overlap**2 < 0.5 * size * norm_of(beyond) ** 2
             if abs(seen - wanted) > limit and is_other:
-                found.skip(name, "its share is below the noise of Adam's first step")
+                findings.skip(name, "its share is below the noise of Adam's first step")
             else:
-                found.add(name, seen, wanted, abs(seen - wanted), limit)
+                findings.add(name, seen, wanted, abs(seen - wanted), limit)
 
     def _each(self, noise: float) -> float:
         """What an entry of a model's gradient may have of a norm of rounding."""
