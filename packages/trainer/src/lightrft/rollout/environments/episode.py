@@ -19,7 +19,7 @@ from lightrft.rollout.environments.specs import RowEnvironment
 
 
 class OtherAnswerError(EpisodeError):
-    """An environment that was to be brought back answered otherwise than before."""
+    """An environment that was being restored answered differently."""
 
 
 @dataclass(slots=True)
@@ -27,20 +27,20 @@ class Episode:
     """An episode in progress.
 
     Args:
-        number: Among those of the rank; says which worker hosts it.
+        number: Number in the rank; determines which worker hosts it.
         prompt: The data row, with the message of `reset`.
-        request_id: Of its first turn; another one after each start.
+        request_id: Request of its first turn; differs after each start.
         group_id, sample_id: As in `Rollout`.
         row: Arguments of `reset`.
-        environment: Its own.
-        seeds: Of the draws in `reset`, the same for all samples of a prompt, and of later ones.
+        environment: Environment of the row.
+        seeds: Seeds of `reset`, shared by all samples of a prompt, and of later calls.
         is_cut: Its last turn goes on.
-        max_sampled: Tokens that it may have sampled for now; None is as many as it wants.
+        max_sampled: Limit of sampled tokens for now; None is unlimited.
         no_room: Why it could not begin yet.
         is_late: Its last turn is answered, or rewarded, while other episodes go on.
-        num_restarts, num_forgotten: Of its starts over, and the tokens that it had sampled then.
-        reward: By its environment.
-        kept: What its environment kept at its end, where a reward function reads that.
+        num_restarts, num_forgotten: Number of restarts, and of tokens sampled before them.
+        reward: Reward by its environment.
+        kept: Final attributes of its environment, if a reward function reads them.
     """
 
     number: int
@@ -78,17 +78,17 @@ class Episode:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """Ids that the next turn continues."""
+        """Ids that precede the next turn."""
         return (*self.prompt.token_ids, *self.token_ids)
 
     @property
     def num_turns(self) -> int:
-        """Turns that have begun."""
+        """Number of turns that have begun."""
         return len(self.turn_texts)
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the model sampled."""
+        """Number of tokens that the model sampled."""
         return sum(self.sampled)
 
     @property
@@ -104,31 +104,31 @@ class Episode:
 
     @property
     def is_unanswered(self) -> bool:
-        """Whether the last turn is whole, and not yet searched for calls."""
+        """Whether the last turn is complete, and not yet parsed for calls."""
         return self.is_open and not self.is_cut and len(self.answers) < self.num_turns
 
     @property
     def is_answered(self) -> bool:
-        """Whether the calls of the last turn are, so that their answers can be appended."""
+        """Whether the calls of the last turn are answered and not yet appended."""
         is_so = self.is_open and 0 < self.num_turns == len(self.answers)
         return is_so and not self.segments[-1].observation
 
     @property
     def num_calls(self) -> int:
-        """Calls that were made."""
+        """Number of calls that were made."""
         return sum(call.outcome in ("ok", "error") for turn in self.answers for call in turn)
 
     @property
     def draws(self) -> tuple[int, int]:
-        """What the draws of the next call follow from, whatever worker makes it, and when."""
+        """Seed and number of the next call, which determine its random numbers."""
         return self.seeds[1], self.num_calls
 
     def add_turn(self, turn: Completion, text: str, *, is_cut: bool = False) -> None:
-        """Appends what was sampled of a turn.
+        """Append what was sampled of a turn.
 
         Args:
-            turn: The part that one call of the engine sampled.
-            text: Of the whole turn so far.
+            turn: Part that one call of the engine sampled.
+            text: Text of the whole turn so far.
             is_cut: The turn goes on.
         """
         self._extend(turn.output_token_ids, turn.output_logprobs, turn.weights_version, turn.facts)
@@ -141,7 +141,7 @@ class Episode:
         self.last, self.is_cut = turn, is_cut
 
     def add_observation(self, found: Rendered) -> None:
-        """Appends ids that nobody sampled."""
+        """Append ids that nobody sampled."""
         ids, place = found.token_ids, len(self.context)
         self.later += [replace(each, start=each.start + place) for each in found.later]
         self._extend(ids, [0.0] * len(ids), -1, {})
@@ -158,7 +158,7 @@ class Episode:
         self.versions += [version] * len(ids)
 
     def start_over(self) -> None:
-        """Forgets all turns; the prompt stays."""
+        """Forget all turns; the prompt stays."""
         self.num_forgotten += self.num_sampled
         for turns in (
             self.token_ids,
@@ -180,14 +180,13 @@ class Episode:
     def host_on(
         self, host: Host, *, seconds: float, stateless: Collection[str] = frozenset()
     ) -> None:
-        """Resets the environment, or brings it to where the episode is after its worker's end.
+        """Reset the environment, or restore it after the end of its worker.
 
-        Every call is made again, and must be answered as before; those of functions without state
-        need not be made.
+        Every call is repeated and must have the same answer. Stateless functions are skipped.
 
         Raises:
             EpisodeError: It cannot be reset.
-            OtherAnswerError: It answers otherwise.
+            OtherAnswerError: An answer differs.
         """
         host.start()
         if self.generation == host.generation:
@@ -215,7 +214,7 @@ class Episode:
         self.generation = host.generation
 
     def as_rollout(self) -> Rollout:
-        """The finished episode as a sample."""
+        """Return the finished episode as a sample."""
         last = self.last
         if last is None:  # the environment failed before the first turn
             last = Completion(
@@ -252,7 +251,7 @@ class Episode:
 
 
 def _joined(turn: Completion, part: Completion) -> Completion:
-    """A turn and the part that a further call of the engine sampled."""
+    """Join a turn and the part that a further call of the engine sampled."""
     lengths = len(turn.output_token_ids), len(part.output_token_ids)
     return replace(
         part,

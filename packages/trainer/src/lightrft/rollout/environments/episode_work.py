@@ -1,4 +1,4 @@
-"""Work on episodes that does not depend on how their turns are sampled: beginning, end, reward."""
+"""Work on episodes that is independent of how turns are sampled: begin, answer, reward, end."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class EpisodeWork:
     """Work on the episodes of a run.
 
     Args:
-        parts: Of the run.
-        pool: Hosts.
-        specs: Of the environments.
-        turns: As ids and as text.
+        parts: Parts of the run.
+        pool: Workers that host the environments.
+        specs: Specifications of the environments.
+        turns: Turns as ids and as text.
         special_ids: Ids that no text of an observation may have.
     """
 
@@ -52,29 +52,29 @@ class EpisodeWork:
     def new_episode(
         self, prompt: Prompt, request_id: int, index: int, params: SamplingParams
     ) -> Episode:
-        """An episode that has not begun.
+        """Return an episode that has not begun.
 
         Args:
             prompt: The data row.
             request_id: Number of the prompt in the run.
-            index: Of the sample in its group.
-            params: Of the run.
+            index: Index of the sample in its group.
+            params: Sampling parameters of the run.
         """
         environment = self.specs.of(prompt.row)
-        # Samples are compared with each other, so that they must have one task.
+        # Samples are compared with each other, so they need the same task.
         seed = request_seed(params.seed, request_id, 0) % 2**31
-        own = request_id * params.n + index
-        seeds = (seed, request_seed(params.seed, own, 1) % 2**31)
+        sample_id = request_id * params.n + index
+        seeds = (seed, request_seed(params.seed, sample_id, 1) % 2**31)
         known = dict(zip(("seed", "sample_seed"), seeds, strict=True))
         known["max_turns"] = self.parts.config.max_turns
-        given = {name: known[name] for name in environment.spec.takes}
+        arguments = {name: known[name] for name in environment.spec.takes}
         return Episode(
-            number=own,
+            number=sample_id,
             prompt=prompt,
-            request_id=own,
+            request_id=sample_id,
             group_id=request_id,
-            sample_id=own,
-            row=given | dict(prompt.row),
+            sample_id=sample_id,
+            row=arguments | dict(prompt.row),
             environment=environment,
             seeds=seeds,
         )
@@ -87,11 +87,11 @@ class EpisodeWork:
         journal: Journal,
         ledger: SampleLedger,
     ) -> EpisodeBatch:
-        """Episodes that are sampled together.
+        """Collect episodes that are sampled together.
 
         Args:
-            episodes: This rank's.
-            params: Of the run; turns end as the chat template ends them.
+            episodes: Episodes of this rank.
+            params: Sampling parameters of the run; the template's end of a turn is added.
             journal, ledger: See `EpisodeBatch`.
         """
         end = self.turns.observations.suffix.end_of_turn
@@ -111,7 +111,7 @@ class EpisodeWork:
         )
 
     def reset(self, batch: EpisodeBatch) -> Exception | None:
-        """Begins the episodes; each prompt gets the message of its `reset`."""
+        """Begin the episodes; add the message of `reset` to each prompt."""
         for episode in batch.episodes:
             episode.no_room = None
         problem = batch.each(batch.episodes, self._begin)
@@ -133,47 +133,49 @@ class EpisodeWork:
         return isinstance(function, ReadsEnvironments) and function.reads_environments
 
     def keep(self, batch: EpisodeBatch) -> Exception | None:
-        """Keeps what reward functions read of the episodes that have ended."""
+        """Store what reward functions read of the episodes that have ended."""
         if not self._is_kept:
             return None
         ended = [e for e in batch.episodes if not e.is_open and e.failure is None]
         return batch.after_end([e for e in ended if e.kept is None], self._keep)
 
     def reward(self, batch: EpisodeBatch, episode: Episode, host: Host) -> None:
-        """The reward of an episode that has ended; runs in a thread of the host."""
+        """Reward an episode that has ended; runs in a thread of the host."""
         if self._is_kept and episode.kept is None:
             self._keep(episode, host)
-        found = episode.reward = self._reward(episode, host)
+        result = episode.reward = self._reward(episode, host)
         entry = batch.ledger.of(episode.sample_id)
-        entry.reward_is(ENVIRONMENT, found, episode.context)
+        entry.reward_is(ENVIRONMENT, result, episode.context)
 
     def finish(
         self, batch: EpisodeBatch, problem: Exception | None = None
     ) -> dict[int, RewardResult | None]:
-        """Rewards of the environments by number of the episode, and their ends; collective.
+        """Reward and close episodes that have ended; collective.
 
         Args:
-            batch: Of episodes that have ended.
-            problem: Of this rank, raised on all.
+            batch: Episodes that have ended.
+            problem: Error of this rank, raised on all.
 
         Returns:
-            None where an environment failed.
+            Rewards by number of the episode; None where an environment failed.
         """
         unpaid = [e for e in batch.episodes if e.failure is None and e.reward is None]
-        found = batch.each(unpaid, partial(self.reward, batch))
+        reward_problem = batch.each(unpaid, partial(self.reward, batch))
         batch.close(self.parts.config.tool_timeout_seconds)
-        batch.is_open_anywhere(problem or found)
+        batch.is_open_anywhere(problem or reward_problem)
         results: dict[int, RewardResult | None] = {}
         for episode in batch.episodes:
-            own = None if episode.failure is not None else episode.reward
-            batch.journal.end(episode, None if own is None else [own.reward, dict(own.components)])
-            results[episode.number] = own
+            result = None if episode.failure is not None else episode.reward
+            batch.journal.end(
+                episode, None if result is None else [result.reward, dict(result.components)]
+            )
+            results[episode.number] = result
         return results
 
     def answer_calls(self, batch: EpisodeBatch, episode: Episode, host: Host) -> None:
-        """Makes the calls of the last turn that are not made, in their order; in a host's thread.
+        """Make the remaining calls of the last turn in order; runs in a thread of the host.
 
-        Answers that the journal of a killed process has must be given again.
+        Answers must equal those in the journal of a killed process.
         """
         key = (episode.sample_id, episode.num_turns - 1)
         known, answered = batch.journal.recorded.answers.get(key, []), episode.answers[-1]
@@ -197,7 +199,7 @@ class EpisodeWork:
     def _execute_call(
         self, episode: Episode, call: ToolCall, host: Host, before: AnsweredCall | None
     ) -> AnsweredCall:
-        """One call and its answer; never an exception of the tool."""
+        """Make one call; return its answer, never raise an exception of the tool."""
         try:
             arguments = check_call(call, episode.environment.functions)
         except MalformedCallError as error:
@@ -207,13 +209,13 @@ class EpisodeWork:
             text = as_error(f"no calls are left: {limit} were allowed")
             return AnsweredCall(call.name, arguments, "refused", text)
         is_stateless = call.name in self.specs.whole.stateless
-        # A journal names images and does not hold them: they are asked for again.
+        # A journal names images but does not hold them: request them again.
         if before is not None and is_stateless and not self.turns.encoder.reads_media:
             return before
         start, deadline = time.perf_counter(), self.parts.config.tool_timeout_seconds
         key, asked = str(episode.number), {"name": call.name, "arguments": arguments}
-        found = host.ask("call", key, seconds=deadline, draws=episode.draws, **asked)
-        answer = cast("dict[str, object]", found)
+        response = host.ask("call", key, seconds=deadline, draws=episode.draws, **asked)
+        answer = cast("dict[str, object]", response)
         seconds, text = time.perf_counter() - start, str(answer["text"])
         reward = float(cast("float", answer.get("reward", 0.0)))
         content = from_json(answer.get("content"), f"an image that {call.name} answered with")
@@ -229,14 +231,16 @@ class EpisodeWork:
         )
 
     def _keep(self, episode: Episode, host: Host) -> None:
-        """Keeps the attributes of an environment for reward functions."""
+        """Store the attributes of an environment for reward functions."""
         seconds = self.parts.config.tool_timeout_seconds
         episode.host_on(host, seconds=seconds, stateless=self.specs.whole.stateless)
-        found = host.ask("keep", str(episode.number), seconds=seconds, draws=episode.draws)
-        episode.kept = KeptEnvironment(*cast("tuple[str, dict[str, dict[str, object]]]", found))
+        attributes = host.ask("keep", str(episode.number), seconds=seconds, draws=episode.draws)
+        episode.kept = KeptEnvironment(
+            *cast("tuple[str, dict[str, dict[str, object]]]", attributes)
+        )
 
     def _reward(self, episode: Episode, host: Host) -> RewardResult:
-        """The reward of an episode by its environment."""
+        """Return the reward of an episode by its environment."""
         key, seconds = str(episode.number), self.parts.config.tool_timeout_seconds
         if not episode.environment.spec.has_reward:
             return RewardResult(0.0)

@@ -1,13 +1,13 @@
-"""Events in the episodes of a step, one line an event, written before it is used.
+"""Journal of a step's episodes: one line per event, written before the event is used.
 
-begin        what must be equal for a file to be continued
-reset        the prompt of an episode, with what `reset` told
+begin        facts that must match for a later run to replay the file
+reset        prompt of an episode, with the message that `reset` returned
 turn         what the engine sampled, and a hash of the ids before it
-round        which episodes had a turn together; it completes their lines
-answer       a call of the last turn and what came back
-observation  the ids that were appended after a turn
+round        samples that had a turn together; it completes their `turn` lines
+answer       a call of the last turn and its answer
+observation  ids appended after a turn
 failed       the environment failed; the episode is left out
-again        what a continued run was answered otherwise: the episode starts over
+again        a repeated answer differed: the episode starts over
 end          the reward
 """
 
@@ -32,12 +32,12 @@ from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.journal_lines import FORMAT, Event, event_line, read_event
 
 JOURNAL_FOLDER = "journal"
-# What may be wrong with a line.
+# Errors that a damaged line may raise.
 _FAULTS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class JournalError(ValueError):
-    """Damage of a journal; the message, one line, says from which line on."""
+    """A damaged journal; the message, one line, names the first damaged line."""
 
     def __init__(self, path: Path, line: int, reason: object) -> None:
         super().__init__(f"journal {path} is damaged from line {line} on ({reason})")
@@ -45,12 +45,12 @@ class JournalError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RecordedTurn:
-    """A sample of one call of the engine.
+    """One recorded completion of the engine.
 
     Args:
-        turn: Its number in the episode.
-        context_hash: Of the ids before it.
-        sampled: As the engine gave it, without these ids and the version of its weights.
+        turn: Index of the turn in its episode.
+        context_hash: Hash of the ids before it.
+        sampled: Completion without prompt ids and version of the weights.
     """
 
     turn: int
@@ -58,11 +58,11 @@ class RecordedTurn:
     sampled: Completion
 
     def completion(self, context: tuple[int, ...], version: int) -> Completion:
-        """As the engine gave it, which counts its weights from its own start."""
+        """Return the completion with `version`, which counts from the engine's start."""
         return replace(self.sampled, prompt_token_ids=context, weights_version=version)
 
     def entry(self, version: int, sampling: tuple[float, ...] = ()) -> LedgerEntry:
-        """As the engine's ledger had it."""
+        """Return the entry of the engine's ledger."""
         turn = self.sampled
         return LedgerEntry(
             turn.request_id,
@@ -82,12 +82,12 @@ class Recorded:
     """A journal, read back.
 
     Args:
-        header: What was known when it was begun.
-        rounds: Of each complete round, the turns by sample id.
-        resets, ends: Their events by sample id.
-        answers: By sample id and turn, in their order.
-        observations: Their events by sample id and turn.
-        failures: By sample id and number of turns before.
+        header: Event that began it.
+        rounds: Turns by sample id, for each complete round.
+        resets, ends: Events by sample id.
+        answers: Calls by sample id and turn, in order.
+        observations: Events by sample id and turn.
+        failures: Messages by sample id and number of turns before.
     """
 
     header: Event = field(default_factory=dict)
@@ -99,14 +99,14 @@ class Recorded:
     failures: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def keep(self, num_rounds: int) -> None:
-        """Forgets what is not in the first rounds."""
+        """Forget everything after the first `num_rounds` rounds."""
         del self.rounds[num_rounds:]
-        kept = {(sample, turn.turn) for own in self.rounds for sample, turn in own.items()}
-        self.answers = {key: found for key, found in self.answers.items() if key in kept}
-        self.observations = {k: found for k, found in self.observations.items() if k in kept}
+        kept = {(sample, turn.turn) for turns in self.rounds for sample, turn in turns.items()}
+        self.answers = {key: value for key, value in self.answers.items() if key in kept}
+        self.observations = {k: value for k, value in self.observations.items() if k in kept}
 
     def forget(self, sample_id: int) -> None:
-        """Forgets all of an episode but its prompt."""
+        """Forget an episode except for its prompt."""
         for turns in self.rounds:
             turns.pop(sample_id, None)
         for by_turn in (self.answers, self.observations, self.failures):
@@ -116,20 +116,20 @@ class Recorded:
 
 
 def read_journal(path: Path) -> Recorded:
-    """A journal as far as it goes; a last line that was not written to its end is dropped.
+    """Read a journal; drop a last line that was not written completely.
 
     Raises:
-        JournalError: It is damaged, or none of ours.
+        JournalError: It is damaged, or is no journal.
     """
-    found, damage = _read(path)
+    recorded, damage = _read(path)
     if damage is not None:
         raise damage
-    return found
+    return recorded
 
 
 def _read(path: Path, vocab_size: int | None = None) -> tuple[Recorded, JournalError | None]:
-    """The events before the first damage, and that."""
-    found, open_turns = Recorded(), cast("dict[int, RecordedTurn]", {})
+    """Return the events before the first damage, and the damage."""
+    recorded, open_turns = Recorded(), cast("dict[int, RecordedTurn]", {})
     check = number = 0
     try:
         for number, line in enumerate(lines_of(path), 1):
@@ -138,20 +138,20 @@ def _read(path: Path, vocab_size: int | None = None) -> tuple[Recorded, JournalE
             event, check = read_event(line[:-1], check)
             if (event["event"] == "begin") != (number == 1):
                 raise ValueError("a journal begins once")
-            _take(found, open_turns, event, vocab_size)
+            _take(recorded, open_turns, event, vocab_size)
     except _FAULTS as error:
-        return found, JournalError(path, max(number, 1), error)
-    return found, None if found.header else JournalError(path, 1, "it is empty")
+        return recorded, JournalError(path, max(number, 1), error)
+    return recorded, None if recorded.header else JournalError(path, 1, "it is empty")
 
 
 def _add_parent(found: Recorded, event: Event) -> None:
-    """Puts before the prompt of an agent's call the ids of the call that it goes on from."""
+    """Prepend the ids of the parent call to the prompt of an agent's call."""
     parent = event.get("parent")
     if parent is not None:
         before = cast("list[int]", found.resets[cast("int", parent)]["prompt_token_ids"])
-        turn = next(own[parent] for own in found.rounds if parent in own)
-        own = cast("list[int]", event["prompt_token_ids"])
-        event["prompt_token_ids"] = [*before, *turn.sampled.output_token_ids, *own]
+        turn = next(suffix[parent] for suffix in found.rounds if parent in suffix)
+        suffix = cast("list[int]", event["prompt_token_ids"])
+        event["prompt_token_ids"] = [*before, *turn.sampled.output_token_ids, *suffix]
 
 
 def _take(
@@ -160,7 +160,7 @@ def _take(
     event: Event,
     vocab_size: int | None,
 ) -> None:
-    """Adds one event."""
+    """Add one event."""
     kind = event["event"]
     if kind == "begin":
         found.header = event
@@ -203,45 +203,45 @@ def _take(
 
 
 def journal_path(folder: Path, step: int, batch: int, rank: int) -> Path:
-    """The file of one rank; further batches of dynamic sampling have their own."""
+    """Return the path of one rank's file; later batches of dynamic sampling have other files."""
     part = f".batch-{batch}" if batch else ""
     return folder / f"step-{step:06d}{part}.rank-{rank}.jsonl"
 
 
 def sampling_facts(params: SamplingParams) -> list[float]:
-    """Seed and distribution, as a header has them; min_p, which older ones lack, where it cuts."""
+    """Return seed and distribution as headers have them; min_p only if it cuts."""
     facts = params.distribution
     return [params.seed, *(facts if params.min_p else facts[:-1])]
 
 
 def images_fact(images: Iterable[ImageSource]) -> dict[str, str]:
-    """What names images, whose places have the same ids whatever they show; {} without any."""
+    """Return a hash of images, which have the same ids whatever they show; {} without any."""
     digests = "".join(image.digest for image in images)
     return {"images": sha256(digests.encode()).hexdigest()} if digests else {}
 
 
 def remove_further_ranks(folder: Path, step: int, batch: int, world_size: int) -> None:
-    """Removes the journals that a try of more processes has left of a batch."""
-    own = [journal_path(folder, step, batch, rank) for rank in range(world_size)]
-    for path in folder.glob(own[0].name.replace("rank-0", "rank-*")):
-        if path not in own:
+    """Remove a batch's journals of ranks that this run does not have."""
+    kept = [journal_path(folder, step, batch, rank) for rank in range(world_size)]
+    for path in folder.glob(kept[0].name.replace("rank-0", "rank-*")):
+        if path not in kept:
             path.unlink()
 
 
 class Journal:
     """The file of one rank and one step; nothing is written without a path.
 
-    What a killed process wrote is followed if it began as this one does, up to the first damage.
-    Its file stays until all that is followed has been written again.
+    The file of a killed process is replayed if its header matches, up to the first damage.
+    It stays until everything replayed has been written again.
 
     Args:
-        path: Of the file, or None.
-        header: What must be equal for a file to be followed.
-        vocab_size: Of the model; None takes any token.
+        path: Path of the file, or None.
+        header: Facts that must match for a file to be replayed.
+        vocab_size: Size of the model's vocabulary; None accepts any token.
 
     Attributes:
-        recorded: What is followed.
-        damage: Of what was there.
+        recorded: Events to replay.
+        damage: Damage of the existing file.
     """
 
     def __init__(
@@ -262,19 +262,19 @@ class Journal:
                 place.rename(place.with_name(f"{place.name}.{time.time_ns()}"))
         if path.is_file():
             old, self.damage = _read(path, vocab_size)
-            # Without a hash nobody knows whether the same weights sampled it.
+            # Without a hash we cannot know whether the same weights sampled it.
             if header.get("weights") and old.header == json.loads(json.dumps(begin)):
                 self.recorded = old
         self._file = self._partial.open("wb")
         self._append(begin)
 
     def follow(self, num_rounds: int) -> None:
-        """So many rounds are followed."""
+        """Replay `num_rounds` rounds."""
         self.recorded.keep(num_rounds)
         self.leave(0)
 
     def leave(self, number: int) -> None:
-        """Takes the place of the file that was followed, once round `number` is none of it."""
+        """Replace the replayed file once round `number` is beyond its rounds."""
         if self._file is None or self._path is None or number < len(self.recorded.rounds):
             return
         self._file.flush()
@@ -282,7 +282,7 @@ class Journal:
             os.replace(self._partial, self._path)
 
     def reset(self, episode: Episode) -> None:
-        """The prompt of an episode, with what `reset` added."""
+        """Write the prompt of an episode, with the message of `reset`."""
         prompt = episode.prompt
         self._write(
             episode,
@@ -294,7 +294,7 @@ class Journal:
         )
 
     def round(self, number: int, episodes: Sequence[Episode]) -> None:
-        """The last turns of episodes that were sampled together."""
+        """Write the last turns of episodes that were sampled together."""
         for episode in episodes:
             last = episode.last
             if last is None:
@@ -317,13 +317,13 @@ class Journal:
         self._append(line)
 
     def answer(self, episode: Episode, call: AnsweredCall) -> None:
-        """A call of the last turn and its answer."""
-        found = asdict(replace(call, content=()))  # its images are named in the text
-        del found["content"]
-        self._write(episode, "answer", turn=episode.num_turns - 1, call=found)
+        """Write a call of the last turn and its answer."""
+        fields = asdict(replace(call, content=()))  # the text names its images
+        del fields["content"]
+        self._write(episode, "answer", turn=episode.num_turns - 1, call=fields)
 
     def observation(self, episode: Episode) -> None:
-        """What was appended after the last turn."""
+        """Write what was appended after the last turn."""
         segment = episode.segments[-1]
         self._write(
             episode,
@@ -334,21 +334,21 @@ class Journal:
         )
 
     def failed(self, episode: Episode, failure: str) -> None:
-        """The environment failed, and the episode is left out."""
+        """Write that the environment failed, so the episode is left out."""
         self._write(episode, "failed", turn=episode.num_turns, failure=failure)
 
     def again(self, episode: Episode, reason: str) -> None:
-        """The episode starts over, and nothing that was followed of it counts any more."""
+        """Write that the episode starts over, and forget what was to be replayed of it."""
         self._write(episode, "again", reason=reason)
         self.recorded.forget(episode.sample_id)
 
     def end(self, episode: Episode, reward: object) -> None:
-        """The reward of an episode, or why it failed."""
+        """Write the reward of an episode, or why it failed."""
         failure = None if episode.failure is None else str(episode.failure)
         self._write(episode, "end", reward=reward, failure=failure)
 
     def close(self) -> None:
-        """Closes the file; what was followed and not reached is kept as it was."""
+        """Close the file; keep the replayed file if its end was not reached."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -1,4 +1,4 @@
-"""Lines of a journal: an event as JSON, and at its end a checksum of all that came so far."""
+"""Lines of a journal: an event as JSON, ending in a checksum of everything up to it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MARK = b', "check": "'
 
 
 def event_line(event: Event, before: int) -> tuple[bytes, int]:
-    """The line of an event, and its checksum.
+    """Return the line of an event, and its checksum.
 
     Args:
         event: JSON without `check`.
-        before: Checksum of the line before, 0 for the first one.
+        before: Checksum of the previous line, 0 for the first one.
     """
     text = json.dumps(event, ensure_ascii=False)[:-1].encode()
     check = zlib.crc32(text, before)
@@ -28,11 +28,11 @@ def event_line(event: Event, before: int) -> tuple[bytes, int]:
 
 
 def read_event(line: bytes, before: int) -> tuple[Event, int]:
-    """The event of a line without its end, and its checksum.
+    """Parse a line without its newline; return its event and checksum.
 
     Raises:
-        ValueError: It is damaged, or a line before it is lost or moved. TypeError, OverflowError
-            and RecursionError say so, too.
+        ValueError, TypeError, OverflowError, RecursionError: It is damaged, or an earlier line is
+            lost or moved.
     """
     text, _, end = line.rpartition(_MARK)
     check = zlib.crc32(text, before)
@@ -101,7 +101,7 @@ _CALL: Mapping[str, _Claim] = {
     "ends_episode": _one_of(True, False),
 }
 _TURN: Mapping[str, _Claim] = {"sample_id": _is_count, "turn": _is_count}
-# What is read of each event.
+# Fields that are read of each event.
 _FIELDS: Mapping[str, Mapping[str, _Claim]] = {
     "begin": {
         "format": _one_of(FORMAT),

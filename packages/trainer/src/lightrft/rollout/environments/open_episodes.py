@@ -1,12 +1,12 @@
-"""Open episodes: in each round they sample further turns, their environments stay in the workers.
+"""Open episodes: they sample further turns in each round; their environments stay in the workers.
 
-An open episode samples as many tokens as its group may have, over as many turns as these are; its
-calls are answered in between and waited for. A turn that is cut goes on in the next round. With
-`tool_lag` an episode has at most one whole turn a round: its calls, or its reward, are made while
-others go on, and waited for when it goes on itself, so many rounds later; this too follows from
-tokens and rounds alone. Between rounds an episode is a value, `OpenSample`; its environment waits
-in its worker for the same value, and is brought back wherever it has seen another one or none: it
-is reset with the same seeds, and all calls are made again. One that answers otherwise starts over.
+An open episode samples as many tokens as its group may have, over any number of turns. Its calls
+are answered in between and waited for. A turn that is cut goes on in the next round. With
+`tool_lag` an episode has at most one whole turn per round. Its calls, or its reward, then overlap
+with other episodes, and are waited for `tool_lag` rounds later; timing changes nothing here, too.
+Between rounds an episode is a value, `OpenSample`. If its environment does not match this value,
+it is restored: reset with the same seeds, and all calls repeated. If an answer differs, the
+episode starts over.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from lightrft.rollout.source import SampleRequests, Samples
 if TYPE_CHECKING:
     from lightrft.engines.media.sources import ImageSource
 
-# Episodes of an evaluation, in the same workers, have the numbers below it.
+# Episodes of an evaluation, in the same workers, have smaller numbers.
 _FIRST_NUMBER = 2**32
 
 
@@ -52,9 +52,9 @@ class _Late:
     """An episode whose last turn is answered, or rewarded, while others go on.
 
     Args:
-        episode: With that turn, and what comes of it.
-        entry: Its own.
-        answered: Done with it.
+        episode: Episode with that turn and its results.
+        entry: Ledger entry of the episode.
+        answered: Future of the answer or reward.
     """
 
     episode: Episode
@@ -67,10 +67,10 @@ class _Hosted:
     """An episode that this process knows.
 
     Args:
-        number: By which a worker knows its environment; None once that has ended.
-        sample: That it has come to; None while it goes on.
-        generation: Of the worker.
-        late: The episode beyond that sample.
+        number: Number of its environment in the worker; None once that has ended.
+        sample: Its latest value; None while it goes on.
+        generation: Generation of the worker.
+        late: Work on it beyond that sample.
     """
 
     number: int | None
@@ -79,17 +79,17 @@ class _Hosted:
     late: _Late | None = None
 
     def settle(self) -> None:
-        """Waits until nothing is asked of the environment."""
+        """Wait until no request to the environment is in flight."""
         if self.late is not None:
             wait([self.late.answered])
             self.late = None
 
 
 class OpenEpisodes:
-    """See `OpenResponses`.
+    """Open responses that are episodes; see `OpenResponses`.
 
     Args:
-        work: On the episodes of the run.
+        work: Work on the episodes of the run.
     """
 
     def __init__(self, work: EpisodeWork) -> None:
@@ -97,13 +97,13 @@ class OpenEpisodes:
         self._hosted: dict[int, _Hosted] = {}
 
     def begin(self, request_id: int, prompt: Prompt, params: SamplingParams) -> OpenGroup:
-        """See `OpenResponses`."""
-        own = range(request_id * params.n, (request_id + 1) * params.n)
-        samples = tuple(OpenSample(episode=EpisodeState(each)) for each in own)
+        """Begin a group of open episodes."""
+        sample_ids = range(request_id * params.n, (request_id + 1) * params.n)
+        samples = tuple(OpenSample(episode=EpisodeState(each)) for each in sample_ids)
         return OpenGroup(request_id, prompt, samples, params.logprobs_mode)
 
     def extended(self, groups: Sequence[OpenGroup], part: ResponsePart) -> list[OpenGroup]:
-        """See `OpenResponses`.
+        """Sample a further part of each group.
 
         Raises:
             RewardError: An environment failed on some rank, and failures are not masked.
@@ -124,17 +124,17 @@ class OpenEpisodes:
             problem = self._round(batch, part.round_number + self._work.parts.config.tool_lag)
         ended = replace(batch, episodes=[e for e in episodes if not e.is_open and not e.is_late])
         rewards = self._work.finish(ended, self._work.keep(ended))
-        found = list(groups)
+        extended = list(groups)
         for (place, index), episode in zip(places, episodes, strict=True):
-            samples = list(found[place].samples)
+            samples = list(extended[place].samples)
             samples[index] = self._left(episode, ledger, rewards.get(episode.number))
-            found[place] = found[place].extended(samples, part.round_number)
-        return found
+            extended[place] = extended[place].extended(samples, part.round_number)
+        return extended
 
     def finished(
         self, groups: Sequence[OpenGroup], group_ids: Sequence[int], requests: SampleRequests
     ) -> Samples:
-        """See `OpenResponses`."""
+        """Return groups that have ended as samples."""
         parts = self._work.parts
         prompts, ids = [group.prompt for group in groups], [group.request_id for group in groups]
         requests.ledger.ask(prompts, group_ids, requests.params.n, ids)
@@ -163,7 +163,7 @@ class OpenEpisodes:
         return replace(samples, tool_names=self._work.specs.tool_names)
 
     def _forget_others(self, groups: Sequence[OpenGroup]) -> None:
-        """Ends environments of episodes that are in no group: their step was given up."""
+        """End environments of episodes in no group, whose step was abandoned."""
         known = {g.request_id * len(g.samples) + i for g in groups for i in range(len(g.samples))}
         lost = [self._hosted.pop(each) for each in self._hosted.keys() - known]
         for hosted in lost:
@@ -177,12 +177,12 @@ class OpenEpisodes:
         wait(self._work.pool.begin(numbers, forget).values())
 
     def _free_numbers(self) -> Iterator[int]:
-        """The smallest ones, so that workers have equally many episodes."""
+        """Yield the smallest free numbers, so that workers have equally many episodes."""
         taken = {each.number for each in self._hosted.values()}
         return (number for number in count(_FIRST_NUMBER) if number not in taken)
 
     def _most(self, episode: Episode, length: int | None) -> int | None:
-        """Tokens that an episode may have after a part; while it waited, it has saved none."""
+        """Return an episode's token limit after a part; waiting saves none for later."""
         config = self._work.parts.config
         if length is None or config.stream_chunk is None or not config.tool_lag:
             return length
@@ -191,7 +191,7 @@ class OpenEpisodes:
     def _going_on(
         self, batch: EpisodeBatch, group: OpenGroup, index: int, numbers: Iterator[int]
     ) -> Episode:
-        """An episode that goes on, with its environment if that is where it should be."""
+        """Return an episode that goes on, with its environment if that matches."""
         sample, sample_id = group.samples[index], group.request_id * len(group.samples) + index
         hosted = self._hosted.get(sample_id)
         if hosted is not None and hosted.late is not None and hosted.sample is sample:
@@ -211,12 +211,12 @@ class OpenEpisodes:
         episode.number = hosted.number
         if episode.segments:
             episode.generation = hosted.generation if hosted.sample is sample else -1
-        # If this part is given up, nobody knows where its environment is.
+        # If this part is abandoned, the environment's state is unknown.
         hosted.sample = None
         return episode
 
     def _episode(self, group: OpenGroup, index: int, params: SamplingParams) -> Episode:
-        """An episode as a part has left it."""
+        """Return an episode as a part has left it."""
         sample = group.samples[index]
         state = _state(sample)
         episode = self._work.new_episode(group.prompt, group.request_id, index, params)
@@ -243,11 +243,11 @@ class OpenEpisodes:
         return episode
 
     def _host(self, batch: EpisodeBatch, prompts: Sequence[Prompt]) -> Exception | None:
-        """Brings environments back that are not where they should be, and begins new episodes.
+        """Restore environments that do not match, and begin new episodes.
 
         Args:
-            batch: Of episodes that go on.
-            prompts: Of each, without the message of `reset`.
+            batch: Episodes that go on.
+            prompts: Prompt of each, without the message of `reset`.
         """
         waiting = [e for e in batch.episodes if e.number not in batch.busy]
         away = [e for e in waiting if e.segments and e.generation < 0]
@@ -259,7 +259,7 @@ class OpenEpisodes:
         new = []
         for episode, prompt in zip(batch.episodes, prompts, strict=True):
             if not episode.segments and episode.is_open:
-                # Also of one that starts over: what `reset` says now counts.
+                # Also if it starts over: the new message of `reset` counts.
                 episode.prompt, episode.generation = prompt, 0
                 new.append(episode)
         problem = self._work.reset(replace(batch, episodes=new)) or problem
@@ -277,16 +277,16 @@ class OpenEpisodes:
             raise ChangedAnswerError(str(error)) from error
 
     def _answer(self, batch: EpisodeBatch, episode: Episode, host: Host) -> None:
-        """The calls of a turn, or the reward of an episode that ends in it."""
+        """Answer the calls of a turn, or reward an episode that ends in it."""
         work = self._work.answer_calls if episode.is_open else self._work.reward
         work(batch, episode, host)
 
     def _round(self, batch: EpisodeBatch, due: int) -> Exception | None:
-        """A turn, or a part of one, of each episode that may sample, and its calls; collective.
+        """Sample a turn, or part of one, per episode, and answer its calls; collective.
 
         Args:
-            batch: Of episodes that go on.
-            due: Round in which those go on whose calls are not waited for.
+            batch: Episodes that go on.
+            due: Round in which late episodes go on.
         """
         asked, going = list[GenerationRequest](), dict[int, Episode]()
         for episode in batch.episodes:
@@ -299,18 +299,18 @@ class OpenEpisodes:
                 self._take(batch, going.pop(completion.request_id), completion, due)
 
         try:
-            found = generate(batch.session, batch.one_turn, asked, take)
-            # Not every engine says when it has finished one.
-            take([completion for completion in found if completion.request_id in going])
+            completions = generate(batch.session, batch.one_turn, asked, take)
+            # Some engines do not call `take` for each completion.
+            take([completion for completion in completions if completion.request_id in going])
         except Exception:
-            wait(batch.busy.values())  # or they would ask what the step is done again with
+            wait(batch.busy.values())  # or their requests would mix with those of a repeated step
             raise
         return batch.collect(lambda: True)
 
     def _take(
         self, batch: EpisodeBatch, episode: Episode, completion: Completion, due: int
     ) -> None:
-        """Appends what was sampled, and begins what the environment does with a whole turn."""
+        """Append what was sampled, and start the environment's work on a whole turn."""
         self._work.turns.append(batch, episode, completion)
         if episode.is_cut:
             return
@@ -327,20 +327,20 @@ class OpenEpisodes:
     def _left(
         self, episode: Episode, ledger: SampleLedger, reward: RewardResult | None
     ) -> OpenSample:
-        """An episode as a part leaves it."""
+        """Return an episode as a part leaves it."""
         hosted = self._hosted[episode.sample_id]
         if hosted.sample is not None:
             return hosted.sample
-        found = self._so_far(episode, ledger.of(episode.sample_id), reward)
-        hosted.sample, hosted.generation = found, episode.generation
+        value = self._so_far(episode, ledger.of(episode.sample_id), reward)
+        hosted.sample, hosted.generation = value, episode.generation
         if not episode.is_open:
             hosted.number = None
-        return found
+        return value
 
     def _so_far(
         self, episode: Episode, entry: SampleEntry, reward: RewardResult | None, due: int = 0
     ) -> OpenSample:
-        """An episode as a value."""
+        """Return an episode as a value."""
         last, kept = episode.last, episode.kept
         noted = (entry.answers.get(turn, []) for turn in range(len(episode.answers)))
         reason: FinishReason = "abort" if last is None else last.finish_reason
@@ -383,12 +383,12 @@ def _state(sample: OpenSample) -> EpisodeState:
 
 
 def _answers(sample: OpenSample) -> dict[int, list[tuple[str | ImageSource, ...]]]:
-    """What was to be shown, turn by turn, as ledgers have it."""
+    """Return the shown answers, turn by turn, as ledgers have them."""
     return {turn: list(shown) for turn, shown in enumerate(_state(sample).noted)}
 
 
 def _last_turn(prompt: Prompt, group: OpenGroup, sample: OpenSample) -> Completion:
-    """The last turn so far."""
+    """Return the last turn so far."""
     state, segment = _state(sample), sample.segments[-1]
     stop = len(sample.token_ids) - len(segment.observation)
     start = stop - state.num_last
@@ -405,7 +405,7 @@ def _last_turn(prompt: Prompt, group: OpenGroup, sample: OpenSample) -> Completi
 
 
 def _note(entry: SampleEntry, prompt: Prompt, sample: OpenSample) -> None:
-    """What was written down of an episode in earlier steps."""
+    """Add what earlier steps recorded of an episode."""
     state = _state(sample)
     entry.prompt, entry.answers = prompt, _answers(sample)
     entry.has_failed |= state.has_failed

@@ -25,9 +25,9 @@ from lightrft.rollout.environments.worker import EnvironmentFullError
 
 Result = TypeVar("Result")
 _TURN_SCHEMA: dict[str, object] = {"parameters": {"properties": {"action": {"type": "string"}}}}
-# Longest answer of a tool that crosses the pipe, in characters for each token that is kept.
+# Longest answer of a tool that crosses the pipe, in characters per token that is kept.
 CHARACTERS_PER_TOKEN = 16
-# Operations of one worker; each has a thread that waits for it.
+# Operations of one worker; a thread waits for each.
 _MAX_IN_FLIGHT = 256
 
 
@@ -44,12 +44,12 @@ class EnvironmentSpec:
     """Specification of the author's class and tools.
 
     Args:
-        name: Of the class, and of its reward; None for stateless tools alone.
-        schemas: Of the tools, as chat templates take them.
+        name: Name of the class, and of its reward; None for stateless tools alone.
+        schemas: Schemas of the tools, as chat templates take them.
         has_reward: The class has `get_reward`.
-        takes: What its `reset` asks for beside the row: `seed` of the prompt, `sample_seed`, and
-            other makes `max_turns`.
-        answers_turns: It answers all that is said in a turn, as a user does, instead of calls.
+        takes: Arguments of its `reset` in addition to the row: `seed` of the prompt,
+            `sample_seed`, and with adapters `max_turns`.
+        answers_turns: It answers whole turns, as a user does, instead of calls.
         stateless: Names of the tools that are plain functions.
     """
 
@@ -62,26 +62,26 @@ class EnvironmentSpec:
 
     @classmethod
     def of(cls, described: Mapping[str, object]) -> Self:
-        """As the worker describes it."""
+        """Build the specification from a worker's description."""
         schemas = tuple(cast("list[dict[str, object]]", described["schemas"]))
         stateless = frozenset(cast("list[str]", described["stateless"]))
         takes = tuple(cast("list[str]", described["takes"]))
-        own = {**described, "schemas": schemas, "stateless": stateless, "takes": takes}
-        return cls(**own)  # type: ignore[arg-type]
+        fields = {**described, "schemas": schemas, "stateless": stateless, "takes": takes}
+        return cls(**fields)  # type: ignore[arg-type]
 
     @property
     def functions(self) -> dict[str, dict[str, object]]:
         """Schema of each tool by its name."""
         if self.answers_turns:
             return {TURN_TOOL: _TURN_SCHEMA}
-        found = [cast("dict[str, object]", schema["function"]) for schema in self.schemas]
-        return {str(function["name"]): function for function in found}
+        functions = [cast("dict[str, object]", schema["function"]) for schema in self.schemas]
+        return {str(function["name"]): function for function in functions}
 
 
 class Host:
-    """One worker and how often it was started: what it hosted before is gone.
+    """A worker and how often it was started; each start loses its episodes.
 
-    As a piece of work sees it, whose calls never reach a worker that was started later.
+    It serves one piece of work, whose calls never reach a worker that was started later.
     """
 
     def __init__(self, workers: _Workers) -> None:
@@ -90,7 +90,7 @@ class Host:
         self.generation = 0
 
     def start(self) -> None:
-        """Starts the worker if it does not run.
+        """Start the worker if it does not run.
 
         Raises:
             WorkerFailedError: It cannot be set up.
@@ -106,9 +106,9 @@ class Host:
         draws: tuple[int, int],
         **details: object,
     ) -> object:
-        """One operation on one episode of the worker that was started.
+        """Perform one operation on one episode of the worker that was started.
 
-        Its draws follow from `draws`.
+        Its random numbers depend on `draws`.
 
         Raises:
             EpisodeError: It failed, hung or ended its worker.
@@ -125,14 +125,16 @@ class Host:
             raise EpisodeError(text) from error
         except WorkerFailedError as error:
             where = f"\n{error.traceback}" if error.traceback else ""
-            found = NoRoomError if error.kind == EnvironmentFullError.__name__ else EpisodeError
-            raise found(f"{operation} failed: {error}{where}") from error
+            error_type = (
+                NoRoomError if error.kind == EnvironmentFullError.__name__ else EpisodeError
+            )
+            raise error_type(f"{operation} failed: {error}{where}") from error
 
     def forget(self, episode: str, *, seconds: float) -> None:
-        """Closes an episode if the worker still has it.
+        """Close an episode if the worker still has it.
 
         Raises:
-            EpisodeError, WorkerLostError: See `ask`.
+            EpisodeError, WorkerLostError: As `ask`.
         """
         self._worker = self._workers.current
         if self._worker is not None and self._worker.is_running:
@@ -140,10 +142,10 @@ class Host:
 
 
 class _Workers:
-    """Workers of one task, of which one at a time runs; for any number of threads.
+    """Workers of one task, running one at a time; for any number of threads.
 
     Args:
-        task: Theirs.
+        task: Task of the workers.
     """
 
     def __init__(self, task: WorkerTask) -> None:
@@ -158,7 +160,7 @@ class _Workers:
         self._is_apart = False
 
     def started(self) -> tuple[SharedWorker, int]:
-        """The worker that runs, and how many there were with it."""
+        """Return the running worker, and how many there were including it."""
         with self._lock:
             if self._is_closed:
                 raise EpisodeError("the workers have ended")
@@ -170,10 +172,10 @@ class _Workers:
             return self.current, self._generation
 
     def attempt(self, work: Callable[[Host], Result]) -> Result:
-        """`work(host)`, again from its start as often as the worker ends for another's sake.
+        """Return `work(host)`; restart it if another operation ended the worker.
 
-        Where nobody knows whose, those that were in flight are made one at a time: then it is known
-        if it ends again.
+        If the culprit is unknown, the operations in flight are repeated one at a time, so that a
+        second end has a known culprit.
         """
         is_apart = False
         while True:
@@ -185,7 +187,7 @@ class _Workers:
 
     @contextlib.contextmanager
     def _turn(self, *, is_apart: bool) -> Iterator[None]:
-        """Time with others, or with none."""
+        """Yield while others may run, too, or alone."""
         with self._turns:
             self._num_apart += is_apart
             self._turns.wait_for(
@@ -207,7 +209,7 @@ class _Workers:
                 self._turns.notify_all()
 
     def close(self) -> None:
-        """Ends the worker; no other is started."""
+        """End the worker; no other is started."""
         with self._lock:
             self._is_closed = True
             if self.current is not None:
@@ -215,23 +217,23 @@ class _Workers:
 
 
 class EnvironmentPool:
-    """The workers of one rank; a context manager that ends them.
+    """Workers of one rank; a context manager that ends them.
 
     Args:
-        config: Its options `environment`, `tools`, `environment_*` and whether there are rewards.
-        reads_images: The model does, so that answers may have some.
+        config: Options `environment`, `tools`, `environment_*` and whether there are rewards.
+        reads_images: The model reads images, so answers may have some.
 
     Attributes:
-        specs: Of the author's class and tools; of several classes, by their names.
+        specs: Specifications of the author's classes with the tools, by name.
 
     Raises:
-        ConfigError: The class or a tool cannot be loaded, or is not what it must be.
+        ConfigError: The class or a tool cannot be loaded, or is invalid.
     """
 
     def __init__(self, config: ScoringOptions, *, reads_images: bool = False) -> None:
         task = _task(config, reads_images=reads_images)
         count = config.environment_workers or os.cpu_count() or 1
-        # Schemas take a library that is slow to import and that no episode needs.
+        # Schemas need a library that is slow to import and that no episode needs.
         describing = replace(task, arguments=(*task.arguments[:3], True, *task.arguments[4:]))
         self._workers = [_Workers(describing), *(_Workers(task) for _ in range(count - 1))]
         try:
@@ -250,10 +252,10 @@ class EnvironmentPool:
     def begin(
         self, numbers: Sequence[int], work: Callable[[int, Host], Result]
     ) -> dict[int, Future[Result | EpisodeError]]:
-        """`work(number, host)` for each number, all hosts at once; not waited for.
+        """Start `work(number, host)` for each number, on all hosts at once.
 
-        Episodes of one host take turns, unless there are coroutines. Work begins again where its
-        worker ended for another's sake. An EpisodeError is a result; others are raised.
+        Episodes of one host take turns, unless there are coroutines. Work is restarted if another
+        operation ended its worker. An EpisodeError is a result; others are raised.
         """
 
         def serve(number: int) -> Result | EpisodeError:
@@ -266,7 +268,7 @@ class EnvironmentPool:
         return {number: self._threads[number % size].submit(serve, number) for number in numbers}
 
     def close(self) -> None:
-        """Ends the workers; may be called twice."""
+        """End the workers; may be called twice."""
         for threads in self._threads:
             threads.shutdown(wait=False, cancel_futures=True)
         for workers in self._workers:
@@ -274,7 +276,7 @@ class EnvironmentPool:
 
 
 def _task(config: ScoringOptions, *, reads_images: bool) -> WorkerTask:
-    """What every worker runs; the fourth argument is whether it describes its classes."""
+    """Return the task of each worker; its fourth argument is whether it describes its classes."""
     environment = None if config.environment is None else _absolute(config.environment)
     place, _ = split_reference(split_kind(environment or "")[1]) or ("", "")
     return WorkerTask(
@@ -297,7 +299,7 @@ def _task(config: ScoringOptions, *, reads_images: bool) -> WorkerTask:
 
 
 def _absolute(text: str) -> str:
-    """An import string that means the same in the worker; an address stays as it is."""
+    """Make an import string valid in the worker; leave an address unchanged."""
     kind, rest = split_kind(text)
     place, name = split_reference(rest) or ("", rest)
     if not place and kind is None:

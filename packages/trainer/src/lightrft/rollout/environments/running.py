@@ -1,4 +1,4 @@
-"""The present work of a worker, in memory that the trainer reads also when it has ended."""
+"""Current work of a worker, in memory that the trainer can read even after it has ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Running:
     """The operation whose code runs, counts of its kind, and a sign of life of the event loop.
 
     Args:
-        memory: File descriptor, which a worker inherits.
+        memory: File descriptor that a worker inherits.
     """
 
     def __init__(self, memory: int) -> None:
@@ -24,27 +24,27 @@ class Running:
 
     @classmethod
     def create(cls) -> Self:
-        """In the trainer, before a worker starts."""
+        """Allocate the memory in the trainer, before a worker starts."""
         memory = os.memfd_create("running")
         os.truncate(memory, _WORDS.size)
         return cls(memory)
 
     def close(self) -> None:
-        """Gives the memory back, once nobody reads it."""
+        """Release the memory, once nobody reads it."""
         self._words.close()
         os.close(self.memory)
 
     def begin(self, number: int) -> None:
-        """Code of an operation begins to run."""
+        """Record that code of an operation begins to run."""
         self._num_steps += 1
         self._write(number)
 
     def end(self) -> None:
-        """It has returned to the event loop."""
+        """Record that the code has returned to the event loop."""
         self._write(0)
 
     def beat(self) -> None:
-        """The event loop goes round."""
+        """Record that the event loop goes round."""
         self._num_beats += 1
         self._write(0)
 
@@ -52,6 +52,6 @@ class Running:
         _WORDS.pack_into(self._words, 0, number, self._num_steps, self._num_beats)
 
     def read(self) -> tuple[int, int, int]:
-        """Number of the operation that runs, 0 for none, and the counts; any change is progress."""
+        """Return the running operation (0: none) and the counts; any change is progress."""
         number, num_steps, num_beats = _WORDS.unpack_from(self._words)
         return int(number), int(num_steps), int(num_beats)

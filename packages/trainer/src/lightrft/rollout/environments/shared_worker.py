@@ -29,7 +29,7 @@ _CHUNK = 1 << 16
 
 
 class WorkerLostError(Exception):
-    """The worker has ended, and not by this operation as far as is known.
+    """The worker has ended; as far as we know, this operation did not cause it.
 
     Args:
         is_explained: Another operation is known to have ended it.
@@ -51,13 +51,12 @@ class _Asked:
 class SharedWorker:
     """One worker from its start to its end, for any number of threads.
 
-    Coroutines in it overlap and each is cancelled at its own deadline. The worker is killed where
-    the code of one operation runs for longer than that operation may take, or goes on after it was
-    cancelled. The operation that ends the worker, so or otherwise, is told why; the others get a
-    WorkerLostError.
+    Coroutines in it overlap, and each is cancelled at its deadline. The worker is killed if the
+    code of an operation runs past its deadline without a break, or goes on after being cancelled.
+    The operation that ends the worker gets the reason; the others get a WorkerLostError.
 
     Args:
-        task: Its handler reads requests itself, by an `OperationLoop`.
+        task: Task whose handler reads requests itself, by an `OperationLoop`.
     """
 
     def __init__(self, task: WorkerTask) -> None:
@@ -74,11 +73,11 @@ class SharedWorker:
 
     @property
     def is_running(self) -> bool:
-        """Whether it takes operations."""
+        """Whether it accepts operations."""
         return not self._has_ended
 
     def start(self) -> object:
-        """Starts it: what it says of itself.
+        """Start the worker; return its description.
 
         Raises:
             WorkerFailedError: It cannot be set up.
@@ -93,10 +92,10 @@ class SharedWorker:
         return described
 
     def ask(self, request: object, *, seconds: float) -> object:
-        """The answer to a request; waits for it.
+        """Send a request, wait, and return the answer.
 
         Raises:
-            WorkerTimeoutError: It took too long; says what was done.
+            WorkerTimeoutError: It took too long; the message says what was done.
             WorkerFailedError: The handler raised, or the operation ended the worker.
             WorkerLostError: The worker has ended for another reason.
         """
@@ -115,7 +114,7 @@ class SharedWorker:
         return asked.answer.result()
 
     def close(self) -> None:
-        """Kills it and its children, if it runs."""
+        """Kill the worker and its children, if it runs."""
         with self._lock:
             if self._has_ended:
                 return
@@ -124,7 +123,7 @@ class SharedWorker:
         self._thread.join()
 
     def _serve(self) -> None:
-        """The life of the worker; in a thread of its own."""
+        """Serve the worker until it ends; runs in a thread."""
         problem: Exception
         try:
             problem, guilty = self._follow()
@@ -143,7 +142,7 @@ class SharedWorker:
             asked.answer.set_exception(problem if number == guilty else lost)
 
     def _follow(self) -> tuple[Exception, int | None]:
-        """Sends and receives until the worker must end: why, and by which operation."""
+        """Send and receive until the worker must end; return why, and the guilty operation."""
         started, received = self._process.started, bytearray()
         requests, answers, printed = started.pipes()
         with selectors.DefaultSelector() as selector:
@@ -175,7 +174,7 @@ class SharedWorker:
                     return WorkerTimeoutError("its worker was killed"), hung
 
     def _set_writes(self, selector: selectors.BaseSelector, requests: int) -> None:
-        """Listens for room in the pipe as long as there is something to send."""
+        """Listen for room in the pipe as long as there is something to send."""
         is_set = requests in selector.get_map()
         if self._unsent and not is_set:
             selector.register(requests, selectors.EVENT_WRITE)
@@ -187,10 +186,10 @@ class SharedWorker:
             try:
                 del self._unsent[: os.write(requests, self._unsent[:_CHUNK])]
             except BrokenPipeError:
-                self._unsent.clear()  # the end of the answers says the rest
+                self._unsent.clear()  # the end of the answers explains it
 
     def _take(self, received: bytearray) -> int | None:
-        """Gives answers that are complete to those who wait; the operation that hung, if any."""
+        """Pass complete answers to those who wait; return the operation that hung, if any."""
         while len(received) >= FRAME.size:
             stop = FRAME.size + int(FRAME.unpack_from(received)[0])
             if len(received) < stop:
@@ -211,27 +210,27 @@ class SharedWorker:
         return None
 
     def _longest(self) -> float:
-        """Seconds that one of the operations in flight may take."""
+        """Return the longest deadline in seconds of the operations in flight."""
         with self._lock:
             return max((each.seconds for each in self._asked.values()), default=math.inf)
 
     def _stuck(self) -> int | None:
-        """The operation whose code has run for longer than it may; 0 if nobody knows which."""
+        """Return the operation whose code runs for too long; 0 if it is unknown."""
         progress, now = self._running.read(), time.monotonic()
         with self._lock:
             asked = dict(self._asked)
         if progress != self._progress or not asked:
             self._progress, self._since = progress, now
             return None
-        own = asked.get(progress[0])
-        limit = max(each.seconds for each in asked.values()) if own is None else own.seconds
+        running = asked.get(progress[0])
+        limit = max(each.seconds for each in asked.values()) if running is None else running.seconds
         if now - self._since <= limit:
             return None
-        return 0 if own is None else progress[0]
+        return 0 if running is None else progress[0]
 
     def _died(self) -> tuple[Exception, int | None]:
         text, is_memory = self._process.ending()
-        # Those that wait may hold more than the one that runs.
+        # Waiting operations may hold more memory than the running one.
         return WorkerFailedError(text), None if is_memory else self._running.read()[0]
 
     def _give_back(self) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lightrft.engines.media.sources import ImageSource
 
 
-# Of an observation that would not fit: less is not worth a turn.
+# Least tokens of an observation: shorter ones are not worth a turn.
 MIN_OBSERVATION_TOKENS = 8
 CUT = "[cut]"
 
@@ -47,9 +47,9 @@ class Observations:
     """Answers as token ids.
 
     Args:
-        config: Its options `max_observation_tokens` and those that bound an episode.
-        tokenizer: Of the model.
-        suffix: Renders answers.
+        config: Options `max_observation_tokens` and those that bound an episode.
+        tokenizer: Tokenizer of the model.
+        suffix: Renderer of answers.
     """
 
     config: RolloutOptions
@@ -57,43 +57,43 @@ class Observations:
     suffix: TurnSuffix
 
     def turn_tokens(self, context_length: int, max_tokens: int) -> int:
-        """Most tokens of a turn of at most `max_tokens` after so many."""
+        """Return the limit of a turn: `max_tokens`, or what the episode has left."""
         return max(1, min(max_tokens, self.config.max_episode_tokens - context_length))
 
     def has_room(self, turn: Sequence[int], context_length: int, count: int) -> bool:
-        """Whether so many answers would be seen."""
+        """Return whether `count` answers would fit."""
         return self._room(turn, context_length, count) >= MIN_OBSERVATION_TOKENS * count
 
     def after(
         self, turn: Sequence[int], context_length: int, answers: Sequence[str | Content]
     ) -> Rendered | None:
-        """The ids after a turn; None if its images leave no room for another turn.
+        """Return the ids after a turn; None if its images leave no room for another turn.
 
         Args:
-            turn: Its ids.
-            context_length: Tokens of the episode, the turn included.
-            answers: To its calls.
+            turn: Ids of the turn.
+            context_length: Tokens of the episode, including the turn.
+            answers: Answers to its calls.
 
         Raises:
-            ImageRefusedError: Images of an answer alone have more than `max_observation_tokens`, or
-                the model's processor or template refuses them.
+            ImageRefusedError: The images of an answer exceed `max_observation_tokens`, or the
+                processor or template refuses them.
         """
         contents = [(each,) if isinstance(each, str) else each for each in answers]
         cut = self._fitted(turn, context_length, contents)
         if cut is None:
             return None
-        found = self.suffix.after(turn, cut)
+        rendered = self.suffix.after(turn, cut)
         left = self.config.max_episode_tokens - context_length
-        if len(found.token_ids) >= left:  # a template that writes more than the text
+        if len(rendered.token_ids) >= left:  # the template writes more than the text
             if not all(isinstance(part, str) for each in contents for part in each):
                 return None
-            found = self.suffix.after(turn, [CUT] * len(contents))
-        return found
+            rendered = self.suffix.after(turn, [CUT] * len(contents))
+        return rendered
 
     def _fitted(
         self, turn: Sequence[int], context_length: int, contents: Sequence[Content]
     ) -> list[Content] | None:
-        """Answers, cut so that they fit; None if their images leave no room for another turn."""
+        """Cut answers to fit; return None if their images leave no room for another turn."""
         try:
             sizes = [self._image_tokens(turn, each) for each in contents]
         except (ValueError, TypeError, IndexError) as error:
@@ -118,15 +118,15 @@ class Observations:
         context_length: int,
         answers: Sequence[Content],
     ) -> bool:
-        """Whether the ids after a turn are these answers.
+        """Return whether the ids after a turn show these answers.
 
         Args:
-            segment: Of the turn.
+            segment: Segment of the turn, with its observation.
             turn, context_length, answers: See `after`.
         """
         texts = [part for content in answers for part in content if isinstance(part, str)]
         spans = [list(segment.observation[start:stop]) for start, stop in segment.text_spans]
-        # Most texts are shown as they are; what is cut, trimmed or has images is made again.
+        # Most texts are shown unchanged; those cut, trimmed or with images are rendered again.
         is_text = len(texts) == sum(map(len, answers))
         if is_text and [self._ids(text) for text in texts] == spans:
             return True
@@ -135,7 +135,7 @@ class Observations:
         return segment.observation in (self.suffix.after(turn, form).token_ids for form in forms)
 
     def _image_tokens(self, turn: Sequence[int], content: Content) -> int:
-        """Tokens that the images of an answer add to it."""
+        """Count the tokens that an answer's images add to it."""
         images = [part for part in content if not isinstance(part, str)]
         if not images:
             return 0
@@ -144,28 +144,28 @@ class Observations:
         return len(self.suffix.after(turn, [shown]).token_ids) - bare
 
     def _cut_content(self, content: Content, max_tokens: int) -> Content:
-        """An answer whose texts have at most so many tokens together."""
-        found: list[str | ImageSource] = []
+        """Cut an answer so that its texts have at most `max_tokens` together."""
+        parts: list[str | ImageSource] = []
         for part in content:
             if not isinstance(part, str):
-                found.append(part)
+                parts.append(part)
                 continue
-            found.append(self._cut(part, max(0, max_tokens)))
+            parts.append(self._cut(part, max(0, max_tokens)))
             max_tokens -= len(self._ids(part))
-        return tuple(found)
+        return tuple(parts)
 
     def _room(self, turn: Sequence[int], context_length: int, count: int) -> int:
-        """Tokens that so many answers may have, so that one token of a turn can follow."""
+        """Count the tokens for `count` answers that leave a turn at least one token."""
         frame = len(self.suffix.after(turn, [""] * count).token_ids)
         return self.config.max_episode_tokens - context_length - frame - 1
 
     def _cut(self, text: str, max_tokens: int) -> str:
-        """A text of at most so many tokens, and a mark where it was cut."""
-        found = self._ids(text)
-        if len(found) <= max_tokens:
+        """Cut a text to `max_tokens`, and mark where it was cut."""
+        ids = self._ids(text)
+        if len(ids) <= max_tokens:
             return text
         size = len(self._ids(CUT))
-        kept = self.tokenizer.decode(found[: max(0, max_tokens - size)], skip_special_tokens=False)
+        kept = self.tokenizer.decode(ids[: max(0, max_tokens - size)], skip_special_tokens=False)
         return f"{str(kept).rstrip(chr(0xFFFD))}{CUT}"
 
     def _ids(self, text: str) -> list[int]:
@@ -174,7 +174,7 @@ class Observations:
 
 
 _IMAGE = {"type": "image"}
-# More than a chat template writes before a turn, where it may begin to think for the model.
+# More than a chat template writes before a turn; it may open the model's thinking there.
 HEADER_TOKENS = 64
 
 
@@ -184,10 +184,10 @@ class Turns:
 
     Args:
         config: Bounds of prompts, turns and episodes.
-        tokenizer: Of the model.
-        encoder: Of prompts with media.
+        tokenizer: Tokenizer of the model.
+        encoder: Encoder of prompts with media.
         observations: Answers as ids.
-        spec: Of all environments together.
+        spec: Merged specification of all environments.
     """
 
     config: ScoringOptions
@@ -197,7 +197,7 @@ class Turns:
     spec: EnvironmentSpec
 
     def prepare(self, batch: EpisodeBatch, episode: Episode) -> None:
-        """Adds the message of `reset` to the prompt of an episode.
+        """Add the message of `reset` to the prompt of an episode.
 
         Raises:
             EpisodeError: The prompt is empty, too long, or images do not fit it.
@@ -207,40 +207,40 @@ class Turns:
         before = batch.journal.recorded.resets.get(episode.sample_id)
         has_images = episode.prompt.images[num_images:]
         if has_images and before is not None and before["told"] != episode.reset_message:
-            # Tokens alone do not tell one image from another.
+            # Different images may have the same tokens.
             batch.start_over(episode, ChangedAnswerError("reset answered otherwise"))
 
     def _with_reset_message(self, episode: Episode) -> Prompt:
-        """The prompt with texts and images of `reset` at the end of its last user message.
+        """Append texts and images of `reset` to the prompt's last user message.
 
         Raises:
-            EpisodeError: See `prepare`.
+            EpisodeError: As `prepare`.
         """
-        prompt, given = episode.prompt, episode.reset_parts
+        prompt, parts = episode.prompt, episode.reset_parts
         messages = [dict(message) for message in prompt.messages]
         last = max(i for i, message in enumerate(messages) if message["role"] == "user")
         content = messages[last]["content"]
-        if isinstance(content, str) and all(isinstance(part, str) for part in given):
-            messages[last]["content"] = "".join((content, *map(str, given)))
+        if isinstance(content, str) and all(isinstance(part, str) for part in parts):
+            messages[last]["content"] = "".join((content, *map(str, parts)))
         else:
-            own = ({"type": "text", "text": p} if isinstance(p, str) else _IMAGE for p in given)
-            messages[last]["content"] = [*as_parts(content), *own]
+            added = ({"type": "text", "text": p} if isinstance(p, str) else _IMAGE for p in parts)
+            messages[last]["content"] = [*as_parts(content), *added]
         if not messages[last]["content"]:
             raise EpisodeError("the row has no prompt, and reset gave none")
-        if not any(given):
+        if not any(parts):
             return prompt
-        images = tuple(part for part in given if not isinstance(part, str))
+        images = tuple(part for part in parts if not isinstance(part, str))
         media = prompt.media + Media({"image": images})
-        found = self._rendered(episode, replace(prompt, media=media, messages=tuple(messages)))
-        if len(found.token_ids) > self.config.prompt_max_len:
+        extended = self._rendered(episode, replace(prompt, media=media, messages=tuple(messages)))
+        if len(extended.token_ids) > self.config.prompt_max_len:
             raise EpisodeError(
-                f"the prompt has {len(found.token_ids)} tokens with what reset added, more than "
+                f"the prompt has {len(extended.token_ids)} tokens with what reset added, more than "
                 f"prompt_max_len {self.config.prompt_max_len}"
             )
-        return found
+        return extended
 
     def _rendered(self, episode: Episode, prompt: Prompt) -> Prompt:
-        """A prompt with text and ids of its messages and media."""
+        """Return a prompt with the text and ids of its messages and media."""
         tokenizer = episode.environment.tokenizer
         messages = [dict(message) for message in prompt.messages]
         text = template_of(tokenizer).render(messages, asks=True)
@@ -255,7 +255,7 @@ class Turns:
         return replace(prompt, text=text, token_ids=encoded.token_ids)
 
     def request(self, batch: EpisodeBatch, episode: Episode) -> GenerationRequest:
-        """Of the next call, which has random numbers of its own in whatever round."""
+        """Return the request of the next call, whose random numbers do not depend on the round."""
         context, so_far = episode.context, len(episode.turn_so_far)
         most = self._turn_tokens(batch, episode) - so_far
         if episode.max_sampled is not None:
@@ -269,7 +269,7 @@ class Turns:
         )
 
     def append(self, batch: EpisodeBatch, episode: Episode, part: Completion) -> None:
-        """Appends what was sampled of a turn; where an episode may have no more, it goes on."""
+        """Append what was sampled; a turn cut by `max_sampled` stays open."""
         ids = (*episode.turn_so_far, *part.output_token_ids)
         is_cut = (
             episode.max_sampled is not None
@@ -280,14 +280,14 @@ class Turns:
         episode.add_turn(part, str(text), is_cut=is_cut)
 
     def _turn_tokens(self, batch: EpisodeBatch, episode: Episode) -> int:
-        """Most tokens of the turn that is sampled now."""
+        """Return the token limit of the turn that is sampled now."""
         before = len(episode.context) - len(episode.turn_so_far)
         return self.observations.turn_tokens(before, batch.params.max_tokens)
 
     def parse_turn(self, batch: EpisodeBatch, episode: Episode) -> None:
-        """Finds the calls of the last turn, or ends the episode.
+        """Parse the calls of the last turn, or end the episode.
 
-        A call whose answer nobody would see is not made.
+        Calls whose answers would not fit are not made.
         """
         turn = episode.last
         episode.pending.clear()
@@ -299,13 +299,13 @@ class Turns:
         episode.pending += calls
         wrong = () if problem is None else (AnsweredCall("", {}, "malformed", as_error(problem)),)
         episode.answers.append([*wrong])
-        told = batch.ledger.of(episode.sample_id).answers
-        told[episode.num_turns - 1] = [answer.shown for answer in wrong]
+        shown_by_turn = batch.ledger.of(episode.sample_id).answers
+        shown_by_turn[episode.num_turns - 1] = [answer.shown for answer in wrong]
         for answer in wrong:
             batch.journal.answer(episode, answer)
 
     def _may_follow(self, episode: Episode, count: int) -> bool:
-        """Whether so many answers would be seen, and another turn can follow them."""
+        """Return whether `count` answers would fit, and another turn after them."""
         turn = episode.last
         if turn is None or turn.finish_reason != "stop":
             return False
@@ -315,7 +315,7 @@ class Turns:
         return self.observations.has_room(turn.output_token_ids, size, count)
 
     def _calls(self, episode: Episode, turn: Completion) -> tuple[list[ToolCall], str | None]:
-        """The calls in a turn, or the fault in them."""
+        """Return the calls in a turn, or what is wrong with them."""
         is_ended = turn.finish_reason == "stop"
         ids = turn.output_token_ids[:-1] if is_ended else turn.output_token_ids
         text = self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -327,7 +327,7 @@ class Turns:
             return [], str(error)
 
     def observe(self, batch: EpisodeBatch, episode: Episode) -> None:
-        """Appends the answers of the last turn, or ends the episode.
+        """Append the answers of the last turn, or end the episode.
 
         Raises:
             ImageRefusedError: Images of an answer cannot be shown.
@@ -336,17 +336,17 @@ class Turns:
         if turn is None or answers[-1].ends_episode or not self._may_follow(episode, len(answers)):
             episode.is_open = False
             return
-        found = self.observations.after(
+        rendered = self.observations.after(
             turn.output_token_ids, len(episode.context), [answer.shown for answer in answers]
         )
-        if found is None:
+        if rendered is None:
             episode.is_open = False
             return
-        episode.add_observation(found)
+        episode.add_observation(rendered)
         batch.journal.observation(episode)
 
     def check_observations(self, rollout: Rollout, entry: SampleEntry) -> None:
-        """Notes a fault where a turn is followed by anything but what was answered to it."""
+        """Set the fault of `entry` if a turn is followed by anything but its answers."""
         completion, stop = rollout.completion, 0
         context = len(completion.prompt_token_ids)
         # A turn may have several calls of the engine; each but the last ends in an observation.

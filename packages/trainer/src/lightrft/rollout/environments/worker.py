@@ -1,8 +1,8 @@
-"""Environments and tools as they live in a worker process: many episodes at once.
+"""Environments and tools in a worker process that hosts many episodes at once.
 
 The author's interface is TRL's: a class with `reset(**row)`, further public methods as tools, and
-optionally `get_reward()`; a function that makes one; or a dict of them, of which each row names
-one. Other makes come through adapters. Runs in the worker; imports the standard library, NumPy for
+optionally `get_reward()`; a function that makes one; or a dict of them, where each row names one.
+Adapters support other interfaces. Runs in the worker; imports the standard library, NumPy for
 images, and transformers once for the schemas.
 """
 
@@ -38,14 +38,14 @@ from lightrft.rollout.environments.operation_loop import OperationLoop, settled
 from lightrft.rollout.environments.running import Running
 
 NOT_TOOLS = ("reset", "get_reward", "get_call_reward")
-# Of an object in its text, which no later process gives it again.
+# Address in the text of an object, which differs in every process.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 Tool = Callable[..., object]
 Factory = Callable[[], object]
 
 
 class EpisodeLostError(ReportedError):
-    """The state of an episode is gone; nothing it answers from here on counts."""
+    """The state of an episode is lost; later answers do not count."""
 
 
 class EnvironmentFullError(ReportedError):
@@ -53,15 +53,15 @@ class EnvironmentFullError(ReportedError):
 
 
 class Adapted(ABC):
-    """One episode of an environment of another make.
+    """One episode of an environment with another interface.
 
     Attributes:
-        takes: What `reset` is given beside the row; see `EnvironmentSpec`.
+        takes: Arguments of `reset` in addition to the row; see `EnvironmentSpec`.
         takes_options: The constructor takes a mapping of options.
-        answers_turns: `step(action)` takes all that is said in a turn, and answers as a user does;
-            otherwise `step` is a tool that the model calls.
-        is_done: The episode has ended; the answer that came with it is not shown.
-        paid: Rewards of steps that no answer has taken along.
+        answers_turns: `step(action)` takes a whole turn and answers as a user does; otherwise
+            `step` is a tool that the model calls.
+        is_done: The episode has ended; its last answer is not shown.
+        paid: Rewards of steps that no answer has carried yet.
     """
 
     takes: ClassVar[tuple[str, ...]] = ("seed",)
@@ -72,29 +72,29 @@ class Adapted(ABC):
 
     @property
     def author(self) -> object:
-        """What has the attributes that reward functions read."""
+        """The object with the attributes that reward functions read."""
         return self
 
     @abstractmethod
     def reset(self, **row: object) -> object:
-        """Begins the episode; what it returns stands at the end of the user's message."""
+        """Begin the episode; the result is appended to the user's message."""
 
     def get_reward(self) -> float:
-        """The reward at the end, beyond those of its answers."""
+        """Return the reward at the end, beyond those of its answers."""
         return self.paid
 
     def get_call_reward(self) -> float:
-        """The rewards of steps since the last time."""
-        found, self.paid = self.paid, 0.0
-        return found
+        """Return the rewards of steps since the last time."""
+        rewards, self.paid = self.paid, 0.0
+        return rewards
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the episode, wherever it is."""
+        """End the episode, wherever it is."""
 
     @classmethod
     def schemas(cls) -> list[object]:
-        """Of its tools, as chat templates take them."""
+        """Return the schemas of its tools, as chat templates take them."""
         return []
 
 
@@ -102,15 +102,15 @@ class HostedEnvironments:
     """The handler of a worker: resets, calls, rewards.
 
     Args:
-        environment: Import string of a class, of a function that makes an environment or of a dict
-            of such by name; None for stateless tools alone.
+        environment: Import string of a class, of a function that makes an environment, or of a
+            dict of these by name; None for stateless tools alone.
         tools: Import strings of functions.
-        max_characters: Longest answer that is sent; the rest is cut, and said to be.
-        describes: Say what there is; one worker of several does.
-        reads_images: The model does, so that answers may have some.
-        options: Of the environment's class.
-        takes_attribute: A class without `get_reward` pays by its attribute `reward`; not where a
-            reward function may read what it kept.
+        max_characters: Longest answer that is sent; a longer one is cut, and says so.
+        describes: `describe` returns specifications; only one worker needs to.
+        reads_images: The model reads images, so answers may have some.
+        options: Arguments of the environment's class.
+        takes_attribute: A class without `get_reward` pays by its attribute `reward`; false where
+            a reward function may read that attribute.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class HostedEnvironments:
         options: Mapping[str, object] = MappingProxyType({}),
         takes_attribute: bool = False,
     ) -> None:
-        import numpy.random  # noqa: F401 - only what is imported before an operation is seeded
+        import numpy.random  # noqa: F401 - seeding covers only modules that are imported before
 
         self._reads_images = reads_images
         self._describes = describes
@@ -139,7 +139,7 @@ class HostedEnvironments:
         self._episodes: dict[str, object] = {}
 
     def describe(self) -> object:
-        """Of each environment by its name: schemas of its tools, and what its class has."""
+        """Return schemas and facts of the class for each environment, by name."""
         if not self._describes:
             return None
         kinds: Mapping[str, Factory | None] = self._factories or {"": None}
@@ -151,20 +151,20 @@ class HostedEnvironments:
         reset = getattr(cls, "reset", None)
         if make is not None and not inspect.isfunction(reset):
             raise ReportedError(_not_a_class(f"{name or 'environment'}: class {cls.__name__}"))
-        own = cls if issubclass(cls, Adapted) else None
+        adapted = cls if issubclass(cls, Adapted) else None
         return {
             "name": None if make is None else cls.__name__,
-            "schemas": self._schemas(instance, own),
+            "schemas": self._schemas(instance, adapted),
             "has_reward": not {"get_reward", "get_call_reward"}.isdisjoint(dir(cls))
             or (self._takes_attribute and _keeps_reward(cls)),
-            "takes": _takes(reset) if own is None else own.takes,
-            "answers_turns": own is not None and own.answers_turns,
+            "takes": _takes(reset) if adapted is None else adapted.takes,
+            "answers_turns": adapted is not None and adapted.answers_turns,
             "stateless": sorted(self._tools),
             "waits": self._waits(cls),
         }
 
     def _waits(self, cls: type[object]) -> bool:
-        """Whether operations are coroutines, which may overlap."""
+        """Return whether operations are coroutines, which may overlap."""
         methods = [getattr(cls, name, None) for name in (*NOT_TOOLS, *tool_names(cls))]
         return any(map(inspect.iscoroutinefunction, (*methods, *self._tools.values())))
 
@@ -190,12 +190,12 @@ class HostedEnvironments:
         failure: Callable[[BaseException], dict[str, object]],
         inherited: tuple[int, ...],
     ) -> None:
-        """All operations that the trainer asks for."""
+        """Serve all operations that the trainer requests."""
         running = Running(*inherited)
         OperationLoop(self.perform, failure, answers=answers, running=running).run(requests)
 
     async def perform(self, asked: dict[str, object]) -> object:
-        """One operation on one episode."""
+        """Perform one operation on one episode."""
         operation, episode = str(asked["operation"]), str(asked["episode"])
         if operation == "reset":
             return await self._reset(episode, cast("dict[str, object]", asked["row"]))
@@ -217,9 +217,9 @@ class HostedEnvironments:
     async def _reset(self, episode: str, row: dict[str, object]) -> object:
         if not self._factories:
             return None
-        # Where a row chooses, its environment does not get the choice, as in TRL.
+        # As in TRL, the environment does not receive the column that chose it.
         kind = "" if "" in self._factories else str(row.pop(ENVIRONMENT_COLUMN))
-        with suppress(Exception):  # of an episode that starts over, or of a step given up
+        with suppress(Exception):  # an episode that starts over, or of an abandoned step
             self._end(episode)
         environment = self._factories[kind]()
         self._episodes[episode] = environment
@@ -247,14 +247,14 @@ class HostedEnvironments:
                 answer["text"] = self._cut(as_text(result))
         except EpisodeLostError:
             raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the model
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - sent to the model
             text = self._cut(f"{type(error).__name__}: {error}")
             answer = {"text": as_text({"error": text}), "error": type(error).__name__}
-        own = self._episodes.get(episode)
-        if isinstance(own, Adapted) and own.is_done:
+        environment = self._episodes.get(episode)
+        if isinstance(environment, Adapted) and environment.is_done:
             answer["ends_episode"] = "yes"
-        if name not in self._tools and hasattr(own, "get_call_reward"):
-            paid = finite_number("get_call_reward", await settled(own.get_call_reward()))
+        if name not in self._tools and hasattr(environment, "get_call_reward"):
+            paid = finite_number("get_call_reward", await settled(environment.get_call_reward()))
             return {**answer, "reward": paid}
         return answer
 
@@ -280,18 +280,18 @@ class HostedEnvironments:
         return [finite_number("get_reward", reward), {}]
 
     def _keep(self, episode: str) -> list[object]:
-        """Name of the class, and its public attributes."""
+        """Return the name of the class, and its public attributes."""
         environment = self._episodes.get(episode)
         if isinstance(environment, Adapted):
             environment = environment.author
         return [type(environment).__name__, keep_attributes(environment)]
 
     def _parts(self, result: object, name: str) -> Parts:
-        """Texts and images of an answer.
+        """Return texts and images of an answer.
 
         Raises:
-            EpisodeLostError: The model reads text only, or a block is neither text nor an image
-                that can be read.
+            EpisodeLostError: The model reads text only, or a block is neither text nor a readable
+                image.
         """
         if has_image(result) and not self._reads_images:
             raise EpisodeLostError(
@@ -310,7 +310,7 @@ class HostedEnvironments:
 
 
 def tool_names(cls: type[object]) -> list[str]:
-    """Public functions of a class but `reset` and `get_reward`, sorted."""
+    """Return the public functions of a class except those of `NOT_TOOLS`, sorted."""
     return [
         name
         for name, _ in inspect.getmembers(cls, inspect.isfunction)
@@ -319,7 +319,7 @@ def tool_names(cls: type[object]) -> list[str]:
 
 
 def as_text(result: object) -> str:
-    """A result as text: strings as they are, all else as JSON, objects without their address."""
+    """Convert a result to text: strings unchanged, all else as JSON, without objects' addresses."""
     text = (
         result
         if isinstance(result, str)
@@ -331,7 +331,7 @@ def as_text(result: object) -> str:
 
 
 def _keeps_reward(cls: type[object]) -> bool:
-    """Whether methods of a class name an attribute `reward`, which is none of them."""
+    """Return whether methods use an attribute `reward` that is not a method itself."""
     methods = inspect.getmembers(cls, inspect.isfunction)
     is_named = any("reward" in method.__code__.co_names for _, method in methods)
     return is_named and not callable(getattr(cls, "reward", None))
@@ -349,7 +349,7 @@ def _answer(parts: Parts) -> dict[str, object]:
 def _load(text: str, kind: str) -> object:
     place = (split_reference(text) or ("", ""))[0]
     if place.endswith(".py"):
-        # The user's imports from beside the file work, as if it were run as a script.
+        # The user can import modules beside the file, as in a script.
         sys.path.insert(0, str(Path(place).resolve().parent))
     try:
         return load_reference(text, kind=kind)
@@ -358,7 +358,7 @@ def _load(text: str, kind: str) -> object:
 
 
 def _factories(text: str, options: Mapping[str, object]) -> dict[str, Factory]:
-    """Makers of environments, by the names that rows have for them; "" where there is one."""
+    """Return factories of environments by their names in rows; "" where there is only one."""
     kind, rest = split_kind(text)
     if kind is not None:
         adapt = cast("Callable[[str], type[Adapted]]", ENVIRONMENT_KINDS.load(kind))
@@ -367,10 +367,10 @@ def _factories(text: str, options: Mapping[str, object]) -> dict[str, Factory]:
             raise ReportedError(f"environment {text} takes no environment_args: leave them out")
         build = cast("Callable[..., object]", adapted)
         return {"": partial(build, options) if options else build}
-    found = _load(text, "environment")
-    named = found if isinstance(found, Mapping) and found else {"": found}
+    loaded = _load(text, "environment")
+    named = loaded if isinstance(loaded, Mapping) and loaded else {"": loaded}
     for name, make in named.items():
-        is_named = isinstance(name, str) and bool(name) == (named is found)
+        is_named = isinstance(name, str) and bool(name) == (named is loaded)
         if not callable(make) or not is_named:
             raise ReportedError(_not_a_class(f"environment {text} {name}".rstrip()))
     makers = cast("Mapping[str, Callable[..., object]]", named)
