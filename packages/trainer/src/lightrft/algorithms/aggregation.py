@@ -121,7 +121,7 @@ def aggregate(
     *,
     row_shares: Tensor | None = None,
 ) -> Tensor:
-    """The batch's share S_k / Z of the loss; scalar, with a graph even if it is 0.
+    """Return the batch's share S_k / Z of the loss; scalar, with a graph even if it is 0.
 
     Args:
         token_loss: [batch, seq]; values outside `mask` are ignored, NaN included.
@@ -151,7 +151,7 @@ def weighted_share(token_loss: Tensor, weights: Tensor, normalizer: Tensor | flo
 
 
 def balance_share(router_sums: Tensor, batch_sums: Tensor) -> Tensor:
-    """The share of some tokens in the load-balancing loss of their optimizer batch.
+    """Return the share of some tokens in the load-balancing loss of their optimizer batch.
 
         L = E sum_e f_e P_e,   f_e = C_e / R,   P_e = S_e / R
 

@@ -156,7 +156,7 @@ class CorrectionTerm:
 def parse_correction(
     texts: str | Sequence[str], *, low: float | None = None, high: float | None = None
 ) -> tuple[CorrectionTerm, ...]:
-    """The terms of a correction.
+    """Return the terms of a correction.
 
     Args:
         texts: Presets and terms, in one string with spaces or in several.
@@ -188,7 +188,7 @@ def parse_correction(
 
 
 def _expanded(word: str) -> list[str]:
-    """The terms of a preset with what was added to it, or the term itself."""
+    """Return the terms of a preset with what was added to it, or the term itself."""
     name, *options = word.split(":")
     if name in ACTIONS:
         return [word]

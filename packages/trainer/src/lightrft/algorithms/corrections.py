@@ -130,7 +130,7 @@ def _statistic(
     policies: Mapping[str, Tensor],
     mask: Tensor,
 ) -> Tensor:
-    """The statistic that a term compares with its bounds: [batch, seq]."""
+    """Return the statistic that a term compares with its bounds: [batch, seq]."""
     if term.statistic == "ratio":
         return _exp(_at_level(log_ratios, mask, term.level))
     if term.statistic in ("difference", "variation", "binary_kl"):

@@ -51,7 +51,7 @@ class TokenLoss:
     def unclipped(
         cls, loss: Tensor, ratio: Tensor, response_mask: Tensor, is_clamped: Tensor | None = None
     ) -> TokenLoss:
-        """A loss without clipping; `loss` and `ratio` count inside the mask only."""
+        """Return a loss without clipping; `loss` and `ratio` count inside the mask only."""
         never = response_mask & ~response_mask
         ratio = ratio.detach().masked_fill(~response_mask, 0.0)
         loss = loss.masked_fill(~response_mask, 0.0)
@@ -207,17 +207,17 @@ preference_loss = PreferenceLossTraits
 
 
 def policy_loss_traits(function: Callable[..., object]) -> PolicyLossTraits:
-    """The declared traits of a policy loss, or the defaults."""
+    """Return the declared traits of a policy loss, or the defaults."""
     return _traits(function, PolicyLossTraits())
 
 
 def advantage_traits(function: Callable[..., object]) -> AdvantageTraits:
-    """The declared traits of an advantage estimator, or the defaults."""
+    """Return the declared traits of an advantage estimator, or the defaults."""
     return _traits(function, AdvantageTraits())
 
 
 def preference_loss_traits(function: Callable[..., object]) -> PreferenceLossTraits:
-    """The declared traits of a preference loss, or the defaults."""
+    """Return the declared traits of a preference loss, or the defaults."""
     return _traits(function, PreferenceLossTraits())
 
 
@@ -236,7 +236,7 @@ Entry = TypeVar("Entry")
 
 
 def lookup(registry: Mapping[str, Entry], name: str, *, kind: str) -> Entry:
-    """The entry called `name`.
+    """Return the entry called `name`.
 
     Raises:
         ValueError: no such name; the message lists all names and the nearest one.

@@ -164,7 +164,7 @@ class KlController:
             )
 
     def update(self, kl: float, *, num_samples: int) -> KlController:
-        """The controller after one step.
+        """Return the controller after one step.
 
         Args:
             kl: Mean KL of the step over all ranks.
@@ -231,7 +231,7 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 
 
 def divergence(student: Tensor, teacher: Tensor, *, form: str, beta: float = 0.5) -> Tensor:
-    """One divergence per token, of q the student and p the teacher: [tokens].
+    """Return one divergence per token, of q the student and p the teacher: [tokens].
 
     reverse  sum_v q (log q - log p);  forward  sum_v p (log p - log q);
     jsd  beta KL(p || m) + (1 - beta) KL(q || m),  m = beta p + (1 - beta) q

@@ -40,7 +40,7 @@ def masked_row_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def entropy_threshold(entropy: Tensor, response_mask: Tensor, *, ratio: float) -> Tensor:
-    """The (1 - ratio) quantile of the entropies inside the mask, interpolated: scalar.
+    """Return the (1 - ratio) quantile of the entropies inside the mask, interpolated: scalar.
 
     Over several ranks pass the gathered entropies, so that the threshold is the whole batch's.
 
@@ -72,7 +72,7 @@ def high_entropy_mask(
 def high_entropy_mask_per_sequence(
     entropy: Tensor, response_mask: Tensor, *, ratio: float
 ) -> Tensor:
-    """The max(1, floor(ratio L_i)) most uncertain tokens of every row: [batch, seq] bool.
+    """Return the max(1, floor(ratio L_i)) most uncertain tokens of every row: [batch, seq] bool.
 
     Ties go to the earlier token; an empty row keeps nothing.
 
@@ -124,7 +124,7 @@ def log_ratio(logprobs: Tensor, other_logprobs: Tensor, mask: Tensor) -> LogRati
 
 
 def row_log_ratio(difference: Tensor, mask: Tensor, *, is_product: bool = False) -> LogRatio:
-    """The mean of the differences of a row, repeated on its tokens.
+    """Return the mean of the differences of a row, repeated on its tokens.
 
     The mean is clamped, not its terms: a single token beyond 20 counts in full.
 

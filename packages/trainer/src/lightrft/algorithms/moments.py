@@ -41,7 +41,7 @@ class Moments:
     sum_of_squares: float = 0.0
 
     def merge(self, other: Moments) -> Moments:
-        """The moments of both together.
+        """Return the moments of both together.
 
         Source: Chan, Golub and LeVeque 1979, Updating formulae for computing sample variances.
         """
@@ -113,7 +113,7 @@ class PairedMoments:
 
     @classmethod
     def joined(cls, parts: Tensor) -> PairedMoments:
-        """Those of all parts together.
+        """Return those of all parts together.
 
         Args:
             parts: [parts, 6] float64, each from `paired_moments`.
@@ -133,7 +133,7 @@ class PairedMoments:
         return torch.tensor(numbers, dtype=torch.float64)
 
     def is_constant(self, index: int) -> bool:
-        """Whether the first or second numbers are equal, up to rounding; False for NaN."""
+        """Return whether the first or second numbers are equal, up to rounding; False for NaN."""
         rounding = self.count * (1e-14 * self.means[index]) ** 2
         return self.count < 1 or self.squares[index] <= rounding
 

@@ -246,7 +246,7 @@ def aot_loss(sums: PreferenceSums, *, beta: float = 0.1, label_smoothing: float 
 def aot_unpaired_loss(
     sums: PreferenceSums, *, beta: float = 0.1, label_smoothing: float = 0.0
 ) -> Tensor:
-    """The same with x = sort(u) - sort(v); see `aot_loss`."""
+    """Return the same with x = sort(u) - sort(v); see `aot_loss`."""
     chosen, rejected = sums.chosen.log_ratios.sort(), sums.rejected.log_ratios.sort()
     return _smoothed(beta * (chosen.values - rejected.values), label_smoothing)
 
@@ -309,7 +309,7 @@ def sft_loss(sums: PreferenceSums) -> Tensor:
 
 
 def _rewards(sums: PreferenceSums, beta: float) -> tuple[Tensor, Tensor]:
-    """Both rewards: beta u and beta v."""
+    """Return both rewards: beta u and beta v."""
     return beta * sums.chosen.log_ratios, beta * sums.rejected.log_ratios
 
 

@@ -23,7 +23,7 @@ class SupervisedLoss:
     of_tokens: Callable[[Tensor], Tensor]
 
     def share(self, logprobs: Tensor, weights: Tensor, normalizer: Tensor) -> Tensor:
-        """The share of some tokens in the loss of a step, [].
+        """Return the share of some tokens in the loss of a step, [].
 
         Args:
             logprobs: Of any shape; 0 where nothing is trained.

@@ -42,7 +42,7 @@ class BatchStream(Generic[Item]):
         self.num_consumed = num_consumed
 
     def next_batch(self) -> Sequence[Item]:
-        """The items of the next step; starts the next pass when one is over.
+        """Return the items of the next step; starts the next pass when one is over.
 
         Raises:
             ValueError: A whole pass has no full batch.
@@ -75,7 +75,7 @@ class BatchStream(Generic[Item]):
 
 
 def check_lengths(prompts: Sequence[Prompt], max_tokens: int) -> None:
-    """Raises a ValueError that names the prompts with more than `max_tokens` tokens."""
+    """Raise a ValueError that names the prompts with more than `max_tokens` tokens."""
     too_long = [prompt.id for prompt in prompts if len(prompt.token_ids) > max_tokens]
     if too_long:
         raise ValueError(
@@ -85,7 +85,7 @@ def check_lengths(prompts: Sequence[Prompt], max_tokens: int) -> None:
 
 
 def batches_per_episode(batches: Batches[Item], *, world_size: int, batch_size: int) -> int:
-    """Steps of one whole pass.
+    """Return the steps of one whole pass.
 
     Args:
         batches: The data loader, or a sized iterable of batches.
@@ -118,7 +118,7 @@ def planned_steps(
     *,
     num_updates_per_episode: int | None = None,
 ) -> int:
-    """Steps of a whole run, those before a resume included.
+    """Return the steps of a whole run, those before a resume included.
 
     Args:
         batches: The data loader, or a sized iterable of batches.

@@ -81,7 +81,7 @@ class ChatIds:
         self._pieces = PieceIds(self.encode_text, encoder, end_of_turn, self._end_text)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Rendered:
-        """A conversation from its beginning, up to where the assistant speaks.
+        """Return a conversation from its beginning, up to where the assistant speaks.
 
         It has the ids that the template's whole text has, but for texts that hold the name of a
         special token: those are encoded apart.
@@ -96,7 +96,7 @@ class ChatIds:
     def suffix(
         self, turn: Sequence[int], calls: Sequence[Message], messages: Sequence[Message]
     ) -> Rendered:
-        """What follows a sampled turn: its missing end, further messages, the next header.
+        """Return what follows a sampled turn: its missing end, further messages, the next header.
 
         Args:
             turn: Sampled ids.
@@ -113,22 +113,22 @@ class ChatIds:
         )
 
     def text(self, text: str) -> Rendered:
-        """A text that the model is to continue; no part of it is a special token."""
+        """Return a text that the model is to continue; no part of it is a special token."""
         ids = [*frame_ids(self.tokenizer)[0], *self.encode_text(text, split_special_tokens=True)]
         self._refuse_places(ids)
         return Rendered(tuple(ids))
 
     def forges(self, text: str) -> bool:
-        """Whether a text holds the name of a special token."""
+        """Return whether a text holds the name of a special token."""
         return self._pattern.search(text) is not None
 
     def specials_of(self, text: str) -> list[int]:
-        """Special tokens of a text that the chat template wrote, in their order."""
+        """Return special tokens of a text that the chat template wrote, in their order."""
         found = self._pattern.findall(text)
         return [self._names[name] for name in found if name in self._names]
 
     def _check_frames(self, messages: Sequence[Message], tools: Sequence[Message]) -> None:
-        """Refuses special tokens where they cannot be told from the template's own."""
+        """Refuse special tokens where they cannot be told from the template's own."""
         # Templates write arguments as they were sent, or as the objects that they mean.
         forms = [*messages]
         for each in messages:
@@ -156,7 +156,7 @@ class ChatIds:
         return lambda messages: self._render(messages, tools)
 
     def _after(self, calls: Sequence[Message]) -> Callable[[Sequence[Message]], str]:
-        """Renders what follows a turn with such calls."""
+        """Render what follows a turn with such calls."""
         mark = f"Q{secrets.token_hex(8)}Z"
         marked = [_with_mark(call, mark) for call in calls]
 
@@ -193,7 +193,7 @@ class ChatIds:
         slots: Sequence[Slot],
         render: Callable[[Sequence[Message]], str],
     ) -> tuple[list[str], list[str]]:
-        """The template's pieces around some texts, and these as the template writes them."""
+        """Return the template's pieces around some texts, and these as the template writes them."""
         marks = {slot: f"Q{secrets.token_hex(8)}Z" for slot in slots}
 
         def shown(real: Slot | None = None) -> str:
@@ -222,7 +222,7 @@ class ChatIds:
         shown: Callable[[Slot | None], str],
         text: str,
     ) -> str:
-        """A text as the template writes it: trimmed, as JSON ...; else as it is."""
+        """Return a text as the template writes it: trimmed, as JSON ...; else as it is."""
         names, place = list(marks.values()), list(marks).index(slot)
         before = "".join(piece + name for piece, name in zip(frame, names[:place], strict=False))
         before += frame[place]
@@ -241,7 +241,7 @@ class ChatIds:
         frame: Sequence[str],
         join: Callable[[list[ImageSource]], Rendered],
     ) -> Rendered:
-        """The pieces with the images of messages."""
+        """Return the pieces with the images of messages."""
         images = [part for part in chain(*map(parts_of, messages)) if not isinstance(part, str)]
         if sum(map(self.encoder.num_places, frame)) != len(images):
             raise ImageRenderingError("the chat template drops or repeats an image")
@@ -268,7 +268,7 @@ class ChatIds:
 
 
 def _fitting(frame: Sequence[str], texts: Sequence[str], whole: str) -> list[str] | None:
-    """The texts, each as it is or stripped, if with the frame they make up the whole."""
+    """Return the texts, each as it is or stripped, if with the frame they make up the whole."""
     place, found = len(frame[0]), list[str]()
     if not whole.startswith(frame[0]):
         return None
@@ -282,13 +282,13 @@ def _fitting(frame: Sequence[str], texts: Sequence[str], whole: str) -> list[str
 
 
 def parts_of(message: Message) -> tuple[str | ImageSource, ...]:
-    """Texts and images of a message, in order."""
+    """Return the texts and images of a message, in order."""
     content = message["content"]
     return content if isinstance(content, tuple) else (cast("str", content),)
 
 
 def _slots(messages: Sequence[Message], is_wanted: Callable[[str], bool]) -> list[Slot]:
-    """Those texts of messages that are wanted, alone or with the others of their message."""
+    """Return those texts of messages that are wanted, alone or with the others of their message."""
     found = []
     for number, each in enumerate(messages):
         texts = {i: part for i, part in enumerate(parts_of(each)) if isinstance(part, str)}
@@ -299,7 +299,7 @@ def _slots(messages: Sequence[Message], is_wanted: Callable[[str], bool]) -> lis
 
 
 def _check_sizes(images: Sequence[ImageSource]) -> None:
-    """Raises a ValueError for more than can be decoded at once, by the headers of files."""
+    """Raise a ValueError for more than can be decoded at once, by the headers of files."""
     if len(images) > MAX_IMAGES:
         raise ValueError(f"{len(images)} new images at once: at most {MAX_IMAGES} are read")
     num_pixels = sum(width * height for width, height in (image.size() for image in images))
@@ -311,7 +311,7 @@ def _check_sizes(images: Sequence[ImageSource]) -> None:
 
 
 def _filled(messages: Sequence[Message], texts: Mapping[Slot, str]) -> list[Message]:
-    """Messages with other texts."""
+    """Return the messages with other texts."""
     found: list[Message] = []
     for number, each in enumerate(messages):
         parts = [texts.get((number, i), part) for i, part in enumerate(parts_of(each))]

@@ -56,7 +56,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Message] = (), *, asks: bool = False
     ) -> str:
-        """The text of messages.
+        """Return the text of messages.
 
         Args:
             messages: In the form of `lightrft.datasets.messages`.
@@ -80,13 +80,13 @@ class ChatTemplate:
             raise DataError(f"the chat template refused the messages: {reason}") from err
 
     def apply(self, render: Callable[[Sequence[Message]], str], messages: Sequence[Message]) -> str:
-        """The text of messages in the form that the template takes; see `in_either_form`."""
+        """Return the text of messages in the form that the template takes; see `in_either_form`."""
         if self._reasoning != REASONING:
             messages = [_renamed(each, self._reasoning) for each in messages]
         return in_either_form(render, messages)
 
     def unread_keys(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[str]:
-        """Keys of messages that the template does not write, and that change no meaning.
+        """Return the keys of messages that the template does not write, and that change no meaning.
 
         Each key is tried once, with a mark in its place.
 
@@ -121,7 +121,7 @@ class ChatTemplate:
     def _choose_reasoning(
         self, messages: Sequence[Message], tools: Sequence[Message], place: int
     ) -> None:
-        """Takes the name for thinking that the template reads; raises a DataError without one."""
+        """Take the name for thinking that the template reads; raise a DataError without one."""
         if self._reads.get((ASSISTANT, REASONING)):
             return
         for self._reasoning in REASONING_KEYS:
@@ -164,12 +164,12 @@ def _template_of(renderer: Renderer, template: str) -> ChatTemplate:
 
 
 def template_of(renderer: Renderer) -> ChatTemplate:
-    """The chat template of a renderer, with what was found out about it."""
+    """Return the chat template of a renderer, with what was found out about it."""
     return _template_of(renderer, str(renderer.chat_template))  # type: ignore[arg-type]
 
 
 def in_either_form(apply: Callable[[Sequence[Message]], str], messages: Sequence[Message]) -> str:
-    """Messages rendered with arguments of calls as objects, or as JSON where that fails.
+    """Return the messages rendered with arguments of calls as objects, or as JSON where that fails.
 
     A template that prints an object as Python does takes JSON, too.
 

@@ -88,7 +88,7 @@ class ChatTurns:
     def conversation(
         self, messages: Sequence[Message], tools: Sequence[Message] = ()
     ) -> tuple[tuple[int, ...], str]:
-        """Token ids of all messages, and their text.
+        """Return token ids of all messages, and their text.
 
         Raises:
             DataError: The template refuses them.
@@ -97,7 +97,7 @@ class ChatTurns:
         return self._ids(text), text
 
     def turns(self, talk: Conversation, *, start: int = 0, only_last: bool = False) -> list[Turn]:
-        """The assistant's turns; messages behind the last of them are left out.
+        """Return the assistant's turns; messages behind the last of them are left out.
 
         Args:
             talk: A conversation; turns that its row excludes are context.
@@ -158,7 +158,7 @@ class ChatTurns:
         *,
         start: int,
     ) -> Turn:
-        """The turn from `start` of the ids to the token that ends it."""
+        """Return the turn from `start` of the ids to the token that ends it."""
         ends = [i for i in range(start, len(whole)) if whole[i] == self.end]
         if len(ends) > 1:
             raise DataError(
@@ -182,7 +182,7 @@ class ChatTurns:
     def _compare(
         self, turn: Turn, messages: Sequence[Message], tools: Sequence[Message], start: int
     ) -> None:
-        """Refuses a turn of which the template marks other tokens by {% generation %}.
+        """Refuse a turn of which the template marks other tokens by {% generation %}.
 
         Args:
             turn: The last of the messages.

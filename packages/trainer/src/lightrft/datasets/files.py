@@ -72,7 +72,7 @@ class Row:
 
 
 def read_rows(path: str | Path, *, split: str = "train") -> list[Row]:
-    """All rows of a file, or of one split of a folder or of a data set.
+    """Return all rows of a file, or of one split of a folder or of a data set.
 
     Args:
         path: A .jsonl, .json (a list of objects) or .parquet file; a folder that holds
@@ -107,7 +107,7 @@ def read_rows(path: str | Path, *, split: str = "train") -> list[Row]:
 
 
 def scan_rows(path: str | Path, *, split: str = "train") -> Iterator[Row | DataError]:
-    """Rows as `read_rows` gives them, and in the place of each malformed one its error.
+    """Yield the rows as `read_rows` gives them, and in the place of each malformed one its error.
 
     Raises:
         DataError: nothing there, or no row of it can be read.
@@ -135,7 +135,7 @@ def scan_rows(path: str | Path, *, split: str = "train") -> Iterator[Row | DataE
 
 
 def _roots(source: str) -> tuple[Path, ...]:
-    """Folders in which files that the rows of a source name may lie."""
+    """Return the folders in which files that the rows of a source name may lie."""
     if os.path.exists(source):
         return (Path(source) if os.path.isdir(source) else Path(source).parent,)
     if not is_hub_name(source):
@@ -154,7 +154,7 @@ def is_hub_name(text: str) -> bool:
 
 
 def _load_rows(source: str, split: str) -> Iterator[Mapping[str, object]]:
-    """The rows of one split.
+    """Yield the rows of one split.
 
     Args:
         source: `owner/name[:configuration]`, or a folder that `save_to_disk` has written.
@@ -193,7 +193,7 @@ def _load_rows(source: str, split: str) -> Iterator[Mapping[str, object]]:
 
 
 def encoded_rows(rows: Iterable[Mapping[str, object]]) -> Iterator[Mapping[str, object]]:
-    """Rows; those of a data set with the encoded bytes of their media, not decoded.
+    """Yield the rows; those of a data set with the encoded bytes of their media, not decoded.
 
     A data set that a function transforms gives what the function makes of its rows.
     """
@@ -268,7 +268,7 @@ def _read_parquet(path: Path) -> Iterator[Row | DataError]:
 
 
 def _read_csv(path: Path) -> Iterator[Row | DataError]:
-    """Yields the rows of a table with a header: texts, and numbers in the columns of numbers."""
+    """Yield the rows of a table with a header: texts, and numbers in the columns of numbers."""
     csv.field_size_limit(MAX_TEXT_BYTES)
     try:
         lines = (line.decode("utf-8").removeprefix("\ufeff") for line in lines_of(path))
@@ -321,7 +321,7 @@ def _reader(path: Path) -> Callable[[Path], Iterator[Row | DataError]]:
 
 
 def local_files(source: str, split: str) -> list[Path]:
-    """Files that the rows of a source come from; none of what is not on this machine.
+    """Return the files that the rows of a source come from; none of what is not on this machine.
 
     Args:
         source: As `read_rows` takes it, `KIND:FILE` and `KIND:FOLDER` included.
@@ -361,7 +361,7 @@ def _files(path: Path, split: str) -> list[Path]:
 
 
 def _row(content: object, location: str) -> Row | DataError:
-    """The row of parsed content or of the bytes of a line."""
+    """Return the row of parsed content or of the bytes of a line."""
     try:
         value = _parse(content, location) if isinstance(content, bytes) else content
     except DataError as err:
@@ -378,7 +378,7 @@ def _cleaned(columns: Mapping[str, object], location: str) -> Row:
 
 
 def without_nan(value: object) -> object:
-    """The value of a cell, None for NaN: pandas writes that where there is nothing."""
+    """Return the value of a cell, None for NaN: pandas writes that where there is nothing."""
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
@@ -406,7 +406,7 @@ class _Unpadded(dict[str, object]):
 
 
 def _without_padding(columns: Mapping[str, object]) -> dict[str, object]:
-    """Columns of Arrow, whose messages and tools have null under each key that others have.
+    """Return columns of Arrow, whose messages and tools have null under each key that others have.
 
     A null that was meant cannot be told from these, and is left out as well.
     """
@@ -448,7 +448,7 @@ def _parse(content: bytes, location: str) -> object:
 def read_sources(
     text: str | Path, *, split: str = "train", probabilities: Sequence[float] = (), seed: int = 0
 ) -> list[Row]:
-    """The rows of one or several sources, in an order that depends on the arguments alone.
+    """Return the rows of one or several sources, in an order that depends on the arguments alone.
 
     Without probabilities the sources follow one another. With them every long enough part of the
     list holds the sources in these proportions, no row comes twice, and the list is as long as
@@ -477,7 +477,7 @@ def read_sources(
 def mixture_order(
     sizes: Sequence[int], probabilities: Sequence[float], *, seed: int
 ) -> list[tuple[int, int]]:
-    """Places (source, row) of the longest mixture without repetition.
+    """Return the places (source, row) of the longest mixture without repetition.
 
     The k-th row of source i stands at (k + 1/2) / p_i on a common scale, so that the first n
     places hold n p_i rows of each source, give or take one.

@@ -53,7 +53,7 @@ class MediaRow:
 
 
 def media_columns(config: MediaOptions) -> dict[str, tuple[str, ...]]:
-    """Columns of the data in which the media of each kind may be.
+    """Return the columns of the data in which the media of each kind may be.
 
     The default, `images`, also finds a column called `image`; an option finds what it names.
     """
@@ -65,7 +65,7 @@ def media_columns(config: MediaOptions) -> dict[str, tuple[str, ...]]:
 
 
 def media_row(row: Row, content: Content, config: MediaOptions, encoder: Encoder) -> MediaRow:
-    """One text or conversation of a row with its media: the gate that every row passes.
+    """Return one text or conversation of a row with its media: the gate that every row passes.
 
     Media are taken from the row's columns and from parts of messages, in OpenAI's form
     (`{"type": "image_url", "image_url": {"url": ...}}`) and in that of transformers
@@ -105,7 +105,7 @@ def media_row(row: Row, content: Content, config: MediaOptions, encoder: Encoder
 
 
 def _check_places(row: Row, media: Media, config: MediaOptions) -> None:
-    """Raises a DataError if a row names a file that it may not read, links followed.
+    """Raise a DataError if a row names a file that it may not read, links followed.
 
     A row that names the SHA-256 of a file shows nothing that its writer did not have.
     """
@@ -135,7 +135,7 @@ def frame_bounds(config: MediaOptions) -> MediaBounds:
 
 
 def column_media(row: Row, config: MediaOptions) -> Media:
-    """The media in the columns of one row.
+    """Return the media in the columns of one row.
 
     Raises:
         DataError: One is missing or of no known form, or two columns have some of one kind.
@@ -182,7 +182,7 @@ def _check_count(row: Row, kind: str, count: int, config: MediaOptions) -> None:
 
 
 def _refuse_media(row: Row, content: Content, config: MediaOptions) -> None:
-    """Raises a DataError if a row has media, for a model that reads text only."""
+    """Raise a DataError if a row has media, for a model that reads text only."""
     where = [
         f"column {name!r} holds {MEDIA_KINDS[kind].plural}"
         for kind, columns in media_columns(config).items()
@@ -200,7 +200,7 @@ def _refuse_media(row: Row, content: Content, config: MediaOptions) -> None:
 
 
 def _check_texts(row: Row, content: Content, encoder: Encoder) -> None:
-    """Raises a DataError if a text of a message would be read as the place of a medium."""
+    """Raise a DataError if a text of a message would be read as the place of a medium."""
     for number, message in enumerate([] if isinstance(content, str) else content, start=1):
         texts = [str(part.get("text")) for part in as_parts(message["content"])]
         for token in sorted(encoder.placeholders):
@@ -213,7 +213,7 @@ def _check_texts(row: Row, content: Content, encoder: Encoder) -> None:
 
 
 def _check_bare_marks(row: Row, text: str, encoder: Encoder) -> None:
-    """Raises a DataError if a text without a chat template has marks that no model knows."""
+    """Raise a DataError if a text without a chat template has marks that no model knows."""
     for kind, own in encoder.marks.items():
         mark = f"<{kind}>"
         if own != mark and mark in text:
@@ -243,14 +243,14 @@ class TextModality:
         self._has_model = has_model
 
     def showing(self, chat: RowRenderer) -> PromptTokenizer:
-        """The reader of rows whose prompts show tools."""
+        """Return the reader of rows whose prompts show tools."""
         return chat
 
     def check_turns(self) -> None:
         """Nothing: there are no media to stand behind a prompt."""
 
     def read(self, row: Row, config: PromptDataOptions) -> MediaRow:
-        """A row's text or messages; a DataError if it has media and there is a model."""
+        """Return a row's text or messages; a DataError if it has media and there is a model."""
         content = messages_of(row, config)
         if self._has_model:
             return media_row(row, content, config, TEXT_ENCODER)
@@ -261,12 +261,12 @@ class TextModality:
         return MediaRow(content, media)
 
     def renders(self, media: Media) -> bool:
-        """Whether `prompt` renders a row with these media."""
+        """Return whether `prompt` renders a row with these media."""
         del media
         return False
 
     def prompt(self, row: Row, prompt: Prompt, content: Content) -> Prompt:
-        """The prompt as it is."""
+        """Return the prompt as it is."""
         del row, content
         return prompt
 
@@ -299,11 +299,11 @@ class VisionPrompts:
         return self.encoder.processor
 
     def showing(self, chat: RowRenderer) -> PromptTokenizer:
-        """The reader of rows whose prompts show tools."""
+        """Return the reader of rows whose prompts show tools."""
         return VisionPrompts(self.encoder, chat)
 
     def check_turns(self) -> None:
-        """Raises a ConfigError if media cannot stand behind a prompt."""
+        """Raise a ConfigError if media cannot stand behind a prompt."""
         family = self.encoder.family
         if family.attends_to_images:
             raise ConfigError(
@@ -313,24 +313,24 @@ class VisionPrompts:
             )
 
     def read(self, row: Row, config: PromptDataOptions) -> MediaRow:
-        """A row's text or messages with its media; errors as `media_row`."""
+        """Return a row's text or messages with its media; errors as `media_row`."""
         return media_row(row, messages_of(row, config), config, self.encoder)
 
     def renders(self, media: Media) -> bool:
-        """Whether `prompt` renders a row with these media."""
+        """Return whether `prompt` renders a row with these media."""
         return bool(media)
 
     def __call__(
         self, text: str | list[str], *, add_special_tokens: bool, split_special_tokens: bool = False
     ) -> Mapping[str, list[list[int]]]:
-        """Token ids of texts without media."""
+        """Return token ids of texts without media."""
         found: Mapping[str, list[list[int]]] = self.encoder.processor.tokenizer(
             text, add_special_tokens=add_special_tokens, split_special_tokens=split_special_tokens
         )
         return found
 
     def convert_ids_to_tokens(self, ids: int) -> str:
-        """The text of a special token."""
+        """Return the text of a special token."""
         return str(self.encoder.processor.tokenizer.convert_ids_to_tokens(ids))
 
     def apply_chat_template(
@@ -356,11 +356,11 @@ class VisionPrompts:
         return self._chat is None
 
     def for_row(self, columns: Mapping[str, object]) -> PromptTokenizer:
-        """The renderer of one row."""
+        """Return the renderer of one row."""
         return self if self._chat is None else self._chat.for_row(columns)
 
     def prompt(self, row: Row, prompt: Prompt, content: Content) -> Prompt:
-        """A row's prompt as the model reads it; one without media as it is.
+        """Return a row's prompt as the model reads it; one without media as it is.
 
         Args:
             row: The row.
@@ -385,7 +385,7 @@ class VisionPrompts:
         return replace(prompt, text=text, token_ids=token_ids)
 
     def tokens(self, text: str, media: Media, location: str) -> PromptTokens:
-        """The tokens of a text with its media as the model reads them.
+        """Return the tokens of a text with its media as the model reads them.
 
         Args:
             text: With one placeholder for each medium.
@@ -418,7 +418,7 @@ Modality: TypeAlias = TextModality | VisionPrompts
 
 
 def with_media(messages: Sequence[Message], columns: Media, row: Row) -> MediaRow:
-    """Messages whose contents name their media as parts, and all media in that order.
+    """Return the messages whose contents name their media as parts, and all media in that order.
 
     Args:
         messages: As they stand in the row.
@@ -492,7 +492,7 @@ def _other_number(row: Row, named: Mapping[str, int], has: Mapping[str, int]) ->
 
 
 def as_parts(content: object) -> list[Message]:
-    """The content of a message as parts; the text of one without parts stays as it is."""
+    """Return the content of a message as parts; the text of one without parts stays as it is."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -504,7 +504,7 @@ def as_parts(content: object) -> list[Message]:
 
 
 def _parts(content: object) -> list[Message]:
-    """The parts of a content, its texts cut where they have marks of media."""
+    """Return the parts of a content, its texts cut where they have marks of media."""
     found: list[Message] = []
     for part in as_parts(content):
         # Some forms name the kind by the key alone.
@@ -522,7 +522,7 @@ def _parts(content: object) -> list[Message]:
 
 
 def _marks() -> re.Pattern[str]:
-    """The marks of media in plain texts of data sets."""
+    """Return the marks of media in plain texts of data sets."""
     return re.compile(rf"<({'|'.join(MEDIA_KINDS)})>")
 
 
@@ -543,7 +543,7 @@ def _checked_kind(part: Mapping[str, object], row: Row) -> MediumKind | None:
 
 
 def _value_of(part: Mapping[str, object], kind: MediumKind, row: Row) -> object:
-    """What a part holds of its medium; None where the columns have it.
+    """Return what a part holds of its medium; None where the columns have it.
 
     Raises:
         DataError: It asks for what would be left undone.
@@ -578,7 +578,7 @@ def _check_index(part: Mapping[str, object], place: int, row: Row) -> None:
 
 
 def _without_parts(content: Content) -> Content:
-    """Messages without the parts of media; contents without any stay as they are."""
+    """Return the messages without the parts of media; contents without any stay as they are."""
     if isinstance(content, str):
         return content
     found = []
@@ -590,7 +590,7 @@ def _without_parts(content: Content) -> Content:
 
 
 def _as_texts(row: Row, content: Content) -> Content:
-    """A content for a model of text; a DataError names the row of a part that is none."""
+    """Return a content for a model of text; a DataError names the row of a part that is none."""
     try:
         return content if isinstance(content, str) else with_texts(content)
     except DataError as error:
@@ -598,7 +598,7 @@ def _as_texts(row: Row, content: Content) -> Content:
 
 
 def _without_marks(content: Content) -> Content:
-    """A text or messages without the parts of media and without their marks."""
+    """Return a text or messages without the parts of media and without their marks."""
     if isinstance(content, str):
         return _marks().sub("", content)
     return [

@@ -74,7 +74,7 @@ class Conversation:
     untrained: frozenset[int] = frozenset()
 
     def __add__(self, other: Conversation) -> Conversation:
-        """Both, one after the other."""
+        """Return both, one after the other."""
         moved = {place + len(self.messages) for place in other.untrained}
         return Conversation(
             (*self.messages, *other.messages),
@@ -84,7 +84,7 @@ class Conversation:
 
 
 def read_messages(columns: Mapping[str, object], name: str, *, speaker: str = "") -> Conversation:
-    """The messages of a column alone.
+    """Return the messages of a column alone.
 
     Args:
         columns: Columns of a row.
@@ -117,7 +117,7 @@ def read_messages(columns: Mapping[str, object], name: str, *, speaker: str = ""
 def read_conversation(
     columns: Mapping[str, object], name: str, *, speaker: str = ""
 ) -> Conversation:
-    """The messages of a column with the row's system message and tools; see `read_messages`.
+    """Return the messages of a column with the row's system message and tools; see `read_messages`.
 
     Raises:
         DataError: The column holds something else, or the row has two system messages.
@@ -128,7 +128,7 @@ def read_conversation(
 
 
 def in_context(columns: Mapping[str, object], conversation: Conversation) -> Conversation:
-    """A conversation behind the row's column `system`, with the tools of its column `tools`.
+    """Return a conversation behind the row's column `system`, with the tools of its column `tools`.
 
     Raises:
         DataError: A column is no text or no list, or the row has two system messages.
@@ -146,7 +146,7 @@ def in_context(columns: Mapping[str, object], conversation: Conversation) -> Con
 
 
 def system_of(columns: Mapping[str, object]) -> str | None:
-    """The system message of a row's own column, if it has one.
+    """Return the system message of a row's own column, if it has one.
 
     Raises:
         DataError: It is no text.
@@ -161,7 +161,7 @@ def system_of(columns: Mapping[str, object]) -> str | None:
 
 
 def read_tools(columns: Mapping[str, object]) -> tuple[Message, ...]:
-    """The column `tools`, a list or one as JSON, in OpenAI's form.
+    """Return the column `tools`, a list or one as JSON, in OpenAI's form.
 
     Raises:
         DataError: It is something else.
@@ -183,7 +183,7 @@ def read_tools(columns: Mapping[str, object]) -> tuple[Message, ...]:
 
 
 def require_asked(messages: Sequence[Mapping[str, object]]) -> None:
-    """Raises a DataError if a prompt ends with an answer, which would be answered again."""
+    """Raise a DataError if a prompt ends with an answer, which would be answered again."""
     if messages and messages[-1]["role"] == ASSISTANT:
         raise DataError(
             f"the prompt ends with the assistant's message {str(messages[-1]['content'])[:60]!r}, "
@@ -198,7 +198,7 @@ def is_alpaca(columns: Mapping[str, object]) -> bool:
 
 
 def alpaca_prompt(columns: Mapping[str, object]) -> str:
-    """Instruction and input of a row of Alpaca, an empty line between them.
+    """Return the instruction and input of a row of Alpaca, an empty line between them.
 
     Raises:
         DataError: One is no text.
@@ -210,7 +210,7 @@ def alpaca_prompt(columns: Mapping[str, object]) -> str:
 
 
 def alpaca_turns(columns: Mapping[str, object]) -> Conversation:
-    """A row of Alpaca as turns: what came before (`history`), the instruction, the output.
+    """Return a row of Alpaca as turns: what came before (`history`), the instruction, the output.
 
     Raises:
         DataError: A column is no text, or the history no list of pairs.
@@ -244,7 +244,7 @@ def renaming(columns: Container[str]) -> str:
 
 
 def joined(content: object) -> str:
-    """A content as one text: templates of models of text print lists.
+    """Return a content as one text: templates of models of text print lists.
 
     Raises:
         DataError: A part is no text.
@@ -263,7 +263,7 @@ def joined(content: object) -> str:
 
 
 def with_texts(messages: Sequence[Message]) -> list[Message]:
-    """Messages with contents as texts; see `joined`."""
+    """Return the messages with contents as texts; see `joined`."""
     return [{**message, "content": joined(message["content"])} for message in messages]
 
 
@@ -282,7 +282,7 @@ def with_objects(message: Message) -> Message:
 
 
 def _message(message: object, place: str) -> tuple[Message, bool]:
-    """A message in OpenAI's form, and whether it may be trained."""
+    """Return a message in OpenAI's form, and whether it may be trained."""
     raw = message if isinstance(message, Mapping) else {}
     # Parquet fills absent fields with null.
     fields = {str(name): value for name, value in raw.items() if not _is_absent(value)}
@@ -311,7 +311,7 @@ def _message(message: object, place: str) -> tuple[Message, bool]:
 
 
 def _content(content: object) -> object:
-    """A text, or parts without the nulls of Parquet; None is neither."""
+    """Return a text, or parts without the nulls of Parquet; None is neither."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -325,7 +325,7 @@ def _content(content: object) -> object:
 
 
 def _take_calls(fields: Message, speaker: str, place: str) -> None:
-    """Puts the calls of a message under `tool_calls`, whatever form they have."""
+    """Put the calls of a message under `tool_calls`, whatever form they have."""
     calls: object = fields.pop(CALLS, None)
     if speaker in _CALLERS:
         calls, fields["content"] = fields.get("content"), ""
@@ -348,7 +348,7 @@ def _take_calls(fields: Message, speaker: str, place: str) -> None:
 
 
 def _call(call: object) -> Message:
-    """A call with its arguments as JSON; a ValueError says what is wrong."""
+    """Return a call with its arguments as JSON; a ValueError says what is wrong."""
     rest = {name: value for name, value in _mapping(call).items() if value is not None}
     function = rest.pop("function", None)
     if function is None:  # name and arguments stand in the call itself
@@ -385,7 +385,7 @@ def _mapping(value: object) -> Mapping[str, object]:
 
 
 def _take_reasoning(fields: Message) -> None:
-    """Puts thinking beside the content under one name."""
+    """Put thinking beside the content under one name."""
     for name in REASONING_KEYS:
         if isinstance(fields.get(name), str):
             text = fields.pop(name)
@@ -394,7 +394,7 @@ def _take_reasoning(fields: Message) -> None:
 
 
 def _take_marks(fields: Message, place: str) -> bool:
-    """Takes the marks of training out of a message; whether it may be trained."""
+    """Take the marks of training out of a message; whether it may be trained."""
     is_trained = True
     for name in _MARKS:
         if name not in fields:
@@ -432,17 +432,17 @@ class ReadRecord:
     remarks: dict[str, None] = field(default_factory=dict)
 
     def watch(self, row: Row) -> Row:
-        """The row; what is read of its columns is noted."""
+        """Return the row; what is read of its columns is noted."""
         self.columns |= dict.fromkeys(row.columns)
         self.remarks |= dict.fromkeys(filter(None, (row.remark,)))
         return replace(row, columns=WatchedColumns(row.columns, self))
 
     def watch_item(self, item: Row | DataError) -> Row | DataError:
-        """The same of what may be the error of a malformed row."""
+        """Return the same of what may be the error of a malformed row."""
         return self.watch(item) if isinstance(item, Row) else item
 
     def line(self, among: Container[str] | None = None) -> str:
-        """Names what was not read, in a few words; "" where all was.
+        """Return the names what was not read, in a few words; "" where all was.
 
         Args:
             among: Columns that count; None counts all.
@@ -461,7 +461,7 @@ class ReadRecord:
         return f"not read: {'; '.join(parts)}" if parts else ""
 
     def added_to(self, summary: str, path: str) -> str:
-        """A summary of rows with lines on what was left out or not read of them."""
+        """Return a summary of rows with lines on what was left out or not read of them."""
         lines = filter(None, (*self.remarks, self.line()))
         return "\n".join((summary, *(f"{path}: {line}" for line in lines)))
 
@@ -494,20 +494,20 @@ class WatchedColumns(Mapping[str, object]):
         return len(self._columns)
 
     def items(self) -> ItemsView[str, object]:
-        """Names and values, unnoted."""
+        """Return the names and values, unnoted."""
         return self._columns.items()
 
     def values(self) -> ValuesView[object]:
-        """Values, unnoted."""
+        """Return the values, unnoted."""
         return self._columns.values()
 
 
 def like(columns: Mapping[str, object], others: Mapping[str, object]) -> Mapping[str, object]:
-    """Columns whose reading is noted where that of others is."""
+    """Return the columns whose reading is noted where that of others is."""
     return WatchedColumns(columns, others.record) if isinstance(others, WatchedColumns) else columns
 
 
 def note_unread_keys(columns: Mapping[str, object], keys: Sequence[str]) -> None:
-    """Notes keys of messages that the chat template does not write."""
+    """Note keys of messages that the chat template does not write."""
     if keys and isinstance(columns, WatchedColumns):
         columns.record.keys |= dict.fromkeys(keys)

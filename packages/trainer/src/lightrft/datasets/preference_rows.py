@@ -97,7 +97,7 @@ def load_preferences(
     vocab_size: int | None = None,
     reader: RowMediaReader | None = None,
 ) -> RowData[Preference]:
-    """Reads pairs (chosen, rejected) or labelled answers (completion, label), as token ids.
+    """Read pairs (chosen, rejected) or labelled answers (completion, label), as token ids.
 
     Answers and prompts are texts, lists of messages or token ids. Conversations that
     do not begin with an assistant's message hold their prompt: what both have in common. A pair of
@@ -173,7 +173,7 @@ class PreferenceReader:
         self._encoder = RowEncoder(tokenizer, config, self._kind, reader=reader)
 
     def __call__(self, row: Row) -> Preference:
-        """The preference of a row; errors begin with its place.
+        """Return the preference of a row; errors begin with its place.
 
         Raises:
             DataError: It cannot be used.
@@ -242,7 +242,7 @@ class PreferenceReader:
 
 
 def _answer_columns(row: Row) -> tuple[str, ...]:
-    """The columns of both answers of a pair, or of a labelled one.
+    """Return the columns of both answers of a pair, or of a labelled one.
 
     Raises:
         DataError: The row is neither.
@@ -265,7 +265,7 @@ def _answer_columns(row: Row) -> tuple[str, ...]:
 
 
 def paired_chats(columns: Mapping[str, object]) -> tuple[tuple[Conversation, ...], int]:
-    """Both conversations of a pair of texts or messages, and the length of their prompt.
+    """Return both conversations of a pair of texts or messages, and the length of their prompt.
 
     Raises:
         DataError: They are no two answers to one prompt.
@@ -292,7 +292,7 @@ def paired_chats(columns: Mapping[str, object]) -> tuple[tuple[Conversation, ...
 
 
 def _labelled_chat(columns: Mapping[str, object], answer: object) -> tuple[Conversation, int]:
-    """A conversation, and how many messages of it are the prompt."""
+    """Return a conversation, and how many messages of it are the prompt."""
     prompt, talk = _prompt(columns), read_messages(columns, "completion", speaker=ASSISTANT)
     if talk.messages[0]["role"] != ASSISTANT:
         raise DataError(
@@ -308,7 +308,7 @@ def _prompt(columns: Mapping[str, object]) -> Conversation:
 
 
 def _check_prompt(columns: Mapping[str, object], shared: Sequence[Message]) -> None:
-    """Raises a DataError where a given prompt is none of what both conversations share."""
+    """Raise a DataError where a given prompt is none of what both conversations share."""
     if columns.get("prompt") is None:
         return
     prompt = read_messages(columns, "prompt", speaker="user").messages

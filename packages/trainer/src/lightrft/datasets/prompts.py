@@ -56,7 +56,7 @@ class LoadReport:
     remarks: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        """A line for a log, and one for each remark."""
+        """Return a line for a log, and one for each remark."""
         line = f"{self.path}: {self.num_prompts} prompts of at most {self.max_prompt_tokens} tokens"
         if self.num_too_long:
             examples = ", ".join(self.too_long_examples)
@@ -86,7 +86,7 @@ class PromptDataset(Dataset[Prompt]):
 
 
 def collate_prompts(prompts: list[Prompt]) -> list[Prompt]:
-    """The batch as it is: prompts have different lengths and are padded much later."""
+    """Return the batch as it is: prompts have different lengths and are padded much later."""
     return prompts
 
 
@@ -99,7 +99,7 @@ def load_prompts(
     split: str = "train",
     probabilities: Sequence[float] = (),
 ) -> PromptDataset:
-    """Reads, renders and tokenises the prompts of one source or of several.
+    """Read, render and tokenises the prompts of one source or of several.
 
     Prompts longer than `prompt_max_len` are dropped and counted in the report.
 
@@ -180,7 +180,7 @@ def build_prompts(
     *,
     has_model: bool = True,
 ) -> list[Prompt]:
-    """The prompts of some rows, tokenised together.
+    """Return the prompts of some rows, tokenised together.
 
     Args:
         rows: In the order of their ids.
@@ -221,7 +221,7 @@ def build_prompts(
 
 
 def _with_own_names(row: Row, prompt: Prompt, config: PromptOptions) -> dict[str, object]:
-    """The columns of a prompt, its own and the label's as JSON can hold them.
+    """Return the columns of a prompt, its own and the label's as JSON can hold them.
 
     Kept rows and reward services are JSON, and messages may hold media, labels dates. For rewards
     `conversations` are prompt and response, so that a prompt of that name is left out.
@@ -238,7 +238,7 @@ def _with_own_names(row: Row, prompt: Prompt, config: PromptOptions) -> dict[str
 
 
 def _for_episodes(prompt: Prompt, row: Row) -> Prompt:
-    """The prompt with what its environment needs.
+    """Return the prompt with what its environment needs.
 
     Raises:
         DataError: No message is the user's, or contents are not what they must be.

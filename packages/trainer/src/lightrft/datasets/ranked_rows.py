@@ -37,7 +37,7 @@ class RankedAnswers:
     by_name: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def ranks_of(self, name: str) -> tuple[float, ...]:
-        """The ranks of a score, () without; "" is the only one."""
+        """Return the ranks of a score, () without; "" is the only one."""
         return self.by_name.get(name, ()) if name else self.ranks
 
 
@@ -71,7 +71,7 @@ def ranking_reader(
     *,
     names: Collection[str] = (),
 ) -> Callable[[Row], RankedAnswers]:
-    """The way from rows like the first to rankings; see `PreferenceReader`."""
+    """Return the way from rows like the first to rankings; see `PreferenceReader`."""
     is_chat = not isinstance(first.columns.get("prompt"), str)
     kind = "messages" if is_chat else "prompt and completion"
     encoder = RowEncoder(tokenizer, config, kind, reader=reader)

@@ -52,7 +52,7 @@ class RowTokenizer(Protocol):
         ...
 
     def for_row(self, columns: Mapping[str, object]) -> PromptTokenizer:
-        """The tokenizer of one row; a DataError where the row names none."""
+        """Return the tokenizer of one row; a DataError where the row names none."""
         ...
 
 
@@ -71,7 +71,7 @@ def render(
     config: PromptDataOptions,
     content: str | Sequence[Message] | None = None,
 ) -> str:
-    """The text of the prompt of one row.
+    """Return the text of the prompt of one row.
 
     Args:
         row: The row.
@@ -116,7 +116,7 @@ def messages_of(row: Row, config: PromptDataOptions) -> str | list[Message]:
 
 
 def _text_of(columns: Mapping[str, object], text: str, config: PromptOptions) -> str:
-    """The text of a prompt, of Alpaca's instruction with its input, in `input_template`."""
+    """Return the text of a prompt, of Alpaca's instruction with its input, in `input_template`."""
     key = config.input_key
     if is_alpaca(columns) and key == "input":
         raise DataError(
@@ -133,7 +133,7 @@ def _text_of(columns: Mapping[str, object], text: str, config: PromptOptions) ->
 
 
 def _with_system(talk: Conversation, config: PromptOptions) -> list[Message]:
-    """The messages of a prompt, behind `system_prompt` if it is given."""
+    """Return the messages of a prompt, behind `system_prompt` if it is given."""
     require_asked(talk.messages)
     if config.system_prompt is None:
         return [*talk.messages]
@@ -154,7 +154,7 @@ def _check_options(key: str, config: PromptOptions) -> None:
 
 
 def found_keys(columns: Mapping[str, object], config: PromptOptions) -> dict[str, object]:
-    """Options that name the prompts of rows where the default column is not there.
+    """Return the options that name the prompts of rows where the default column is not there.
 
     One column of a known name is taken, and the chat template for messages. Of the columns of
     Alpaca `instruction` is, which brings its `input`.
@@ -177,7 +177,7 @@ def found_keys(columns: Mapping[str, object], config: PromptOptions) -> dict[str
 
 
 def as_flags(options: Mapping[str, object]) -> str:
-    """Options as one types them."""
+    """Return the options as one types them."""
     return " ".join(
         f"--{name}" if value is True else f"--{name} {value}" for name, value in options.items()
     )
@@ -189,7 +189,7 @@ def tokenise(
     config: PromptDataOptions,
     contents: Sequence[str | Sequence[Message] | None] = (),
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Text and token ids of the prompts of some rows, or of contents in their place.
+    """Return the text and token ids of the prompts of some rows, or of contents in their place.
 
     Raises:
         DataError: As for `render`, or a prompt has no tokens.
@@ -217,7 +217,7 @@ def tokenise(
 
 
 def label_of(row: Row, config: PromptOptions) -> str | None:
-    """The reference answer as text; numbers, lists and objects as JSON; None if absent."""
+    """Return the reference answer as text; numbers, lists and objects as JSON; None if absent."""
     if config.label_key is None:
         return None
     label = row.columns.get(config.label_key)
@@ -237,20 +237,20 @@ def _column(row: Row, name: str) -> object:
 
 
 def _has_no_prompt(row: Row, name: str) -> bool:
-    """Whether neither the column has one nor any other that may be meant."""
+    """Return whether neither the column has one nor any other that may be meant."""
     if name in row.columns:
         return row.columns[name] is None
     return not _likely_keys(row, name)
 
 
 def _likely_keys(row: Row, name: str) -> list[str]:
-    """Columns that may be meant by a name of none, the likeliest first."""
+    """Return the columns that may be meant by a name of none, the likeliest first."""
     nearest = difflib.get_close_matches(name, list(row.columns), n=1)
     return nearest or [column for column in INPUT_KEYS if column in row.columns]
 
 
 def render_chat(row: Row, tokenizer: PromptTokenizer, messages: Sequence[Message]) -> str:
-    """The text of a row's messages and tools, up to where the assistant speaks.
+    """Return the text of a row's messages and tools, up to where the assistant speaks.
 
     Raises:
         DataError: The chat template refuses them, or drops what changes their meaning.
@@ -269,7 +269,7 @@ def render_chat(row: Row, tokenizer: PromptTokenizer, messages: Sequence[Message
 def teacher_prompt_ids(
     rows: Sequence[Row], tokenizer: PromptTokenizer, config: PromptDataOptions
 ) -> list[tuple[int, ...]]:
-    """Token ids of each row's prompt with the text of `teacher_prompt_column` behind it.
+    """Return token ids of each row's prompt with the text of `teacher_prompt_column` behind it.
 
     The text follows that of the prompt, or of the user's last message, after an empty line.
 
@@ -283,7 +283,7 @@ def teacher_prompt_ids(
 
 
 def teacher_name(columns: Mapping[str, object], config: TeacherOptions, place: str) -> str:
-    """The name of a row's teacher.
+    """Return the name of a row's teacher.
 
     Raises:
         DataError: The row names none of them.
@@ -315,7 +315,7 @@ def _shown_to_teacher(row: Row, config: PromptDataOptions) -> Row:
 
 
 def _with_text(messages: Sequence[object], text: str, row: Row) -> list[object]:
-    """The messages, the user's last one longer."""
+    """Return the messages, the user's last one longer."""
     found = list(messages)
     for place in reversed(range(len(found))):
         message = found[place]

@@ -29,7 +29,7 @@ class EncodeText(Protocol):
     """Ids of a text; with `split_special_tokens` nothing in it becomes a special token."""
 
     def __call__(self, text: str, *, split_special_tokens: bool = False) -> list[int]:
-        """Those of one text."""
+        """Return those of one text."""
         ...
 
 
@@ -52,7 +52,7 @@ class PieceIds:
     def whole(
         self, frame: Sequence[str], texts: Sequence[str], images: Sequence[ImageSource]
     ) -> Rendered:
-        """A conversation from its beginning.
+        """Return a conversation from its beginning.
 
         Args:
             frame: Pieces of the template, one more than texts.
@@ -68,7 +68,7 @@ class PieceIds:
         texts: Sequence[str],
         images: Sequence[ImageSource],
     ) -> Rendered:
-        """What follows a sampled turn: its missing end, and the pieces behind that.
+        """Return what follows a sampled turn: its missing end, and the pieces behind that.
 
         Args:
             turn: Sampled ids.
@@ -89,7 +89,7 @@ class PieceIds:
         anchor: str,
         first: int | None,
     ) -> Rendered:
-        """The ids behind `found`; a first token that is `first` is there already."""
+        """Return the ids behind `found`; a first token that is `first` is there already."""
         left, spans, later = list(images), list[tuple[int, int]](), list[LaterImages]()
         for index, piece in enumerate(frame):
             if index:

@@ -66,11 +66,11 @@ class RowMediaReader:
         return self.modality.encoder
 
     def read(self, row: Row, content: Content, config: MediaOptions) -> MediaRow:
-        """A text or a conversation of a row with its media; see `media_row`."""
+        """Return a text or a conversation of a row with its media; see `media_row`."""
         return media_row(row, content, config, self.encoder)
 
     def refuse(self, row: Row, config: MediaOptions, what: str) -> None:
-        """Raises a DataError if a row of a kind that has no text before its answer has media."""
+        """Raise a DataError if a row of a kind that has no text before its answer has media."""
         if self.read(row, "", config).media:
             raise DataError(f"{row.location}: {what} have no images: give texts or messages")
 
@@ -113,7 +113,7 @@ class RowMediaReader:
     def without_marks(
         self, token_ids: Sequence[int], is_trained: NDArray[np.bool_], *, is_answer: bool
     ) -> NDArray[np.bool_]:
-        """The trained tokens without those that stand for media.
+        """Return the trained tokens without those that stand for media.
 
         Args:
             token_ids, is_trained: [tokens].
@@ -137,7 +137,7 @@ class RowMediaReader:
         given: ShownMedia,
         location: str,
     ) -> tuple[tuple[int, ...], NDArray[np.bool_], ShownMedia]:
-        """A row with a token for each feature of its media, and its media.
+        """Return a row with a token for each feature of its media, and its media.
 
         Args:
             token_ids: With one mark for each medium.
@@ -170,7 +170,7 @@ class RowMediaReader:
 def spread(
     encoded: PromptTokens, is_trained: NDArray[np.bool_], marks: frozenset[int]
 ) -> NDArray[np.bool_]:
-    """The trained tokens of a text among those with a token for each feature of its media.
+    """Return the trained tokens of a text among those with a token for each feature of its media.
 
     Each run of trained tokens, with some tokens before it, is looked for behind the run before it;
     a medium stands between two runs in both texts or in neither. The text behind the last medium
@@ -215,7 +215,7 @@ def spread(
 
 
 def _runs(is_trained: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Beginning and end of each run of trained tokens."""
+    """Return the beginning and end of each run of trained tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], is_trained, [False]]).astype(np.int8)))
     return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
 
@@ -246,7 +246,7 @@ class RowPixels:
         return cls(encoder, frozenset(kind for each in shown if each for kind in each.kinds))
 
     def read(self, rows: Sequence[RowWithMedia]) -> RowMedia:
-        """The media of a forward pass; rows with one prompt share its tensors."""
+        """Return the media of a forward pass; rows with one prompt share its tensors."""
         if not self.present:
             return NO_MEDIA
         shown = [(row.shown.text, row.shown.media) for row in rows if row.shown is not None]

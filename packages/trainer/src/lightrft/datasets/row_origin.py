@@ -20,12 +20,12 @@ _TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")
 
 
 def origin_path(path: Path) -> Path:
-    """The file that says where the rows of `path` come from."""
+    """Return the file that says where the rows of `path` come from."""
     return path.with_name(f"{path.name}.origin.json")
 
 
 def write_origin(path: Path, facts: Mapping[str, object]) -> None:
-    """Writes beside a file of rows where they come from.
+    """Write beside a file of rows where they come from.
 
     Args:
         path: The file.
@@ -68,14 +68,14 @@ def origin_of(path: Path, sha256: str) -> dict[str, object]:
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int]) -> dict[str, str]:
-    """The token of each id, by the id as JSON names it; "" where the tokenizer has none."""
+    """Return the token of each id, by the id as JSON names it; "" where the tokenizer has none."""
     ids = sorted(set(token_ids))
     tokens: list[str | None] = tokenizer.convert_ids_to_tokens(ids)
     return {str(i): token or "" for i, token in zip(ids, tokens, strict=True)}
 
 
 def check_tokens(sources: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Compares the tokens of ids in files of rows with those of the tokenizer they go to.
+    """Compare the tokens of ids in files of rows with those of the tokenizer they go to.
 
     Args:
         sources: As `prompt_data`; files without an origin are not looked at.

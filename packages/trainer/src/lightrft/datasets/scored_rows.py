@@ -40,7 +40,7 @@ def score_reader(
     vocab_size: int | None = None,
     reader: RowMediaReader | None = None,
 ) -> Callable[[Row], ScoredAnswer]:
-    """The way from rows to scored answers; see `PreferenceReader`."""
+    """Return the way from rows to scored answers; see `PreferenceReader`."""
     # Refuses options that change how texts are encoded.
     RowEncoder(tokenizer, config, "token ids")
     is_label = config.reward_loss in (None, "bce")

@@ -50,7 +50,7 @@ def step_reader(
     vocab_size: int | None = None,
     reader: RowMediaReader | None = None,
 ) -> Callable[[Row], LabelledSteps]:
-    """The way from rows to labelled steps; see `PreferenceReader`."""
+    """Return the way from rows to labelled steps; see `PreferenceReader`."""
     if config.apply_chat_template or config.chat_template or not tokenizer.is_fast:
         raise DataError(
             "rows in steps are texts, read by a fast tokenizer that knows the place of each token: "

@@ -87,7 +87,7 @@ class TurnSuffix:
         self.differences = self._differences(tools, has_system)
 
     def after(self, turn: Sequence[int], answers: Sequence[str | Content]) -> Rendered:
-        """The suffix of a sampled turn: its missing end, the observations, the next header.
+        """Return the suffix of a sampled turn: its missing end, the observations, the next header.
 
         Args:
             turn: Sampled ids, ended by a stop token.
@@ -109,7 +109,7 @@ class TurnSuffix:
         )
 
     def _find_end(self) -> int | None:
-        """The first special token after the content of an assistant turn."""
+        """Return the first special token after the content of an assistant turn."""
         try:
             rest = text_behind_answer(self._tokenizer)
         except Exception as error:  # a template is a program of the model's author
@@ -120,7 +120,7 @@ class TurnSuffix:
         return ids[0] if ids and ids[0] in self._special else None
 
     def _find_role(self) -> None:
-        """Finds as whom results can be sent: as a tool after a call, or as a user after a text."""
+        """Find as whom results can be sent: as a tool after a call, or as a user after a text."""
         reasons = []
         # Some templates take the arguments of a call as an object, others as JSON.
         forms: tuple[tuple[Role, bool], ...] = (("tool", False), ("tool", True), ("user", False))
@@ -142,7 +142,7 @@ class TurnSuffix:
         raise _refused("; ".join(dict.fromkeys(reasons)))
 
     def _frame(self, shape: Shape) -> tuple[str, ...]:
-        """The pieces of the suffix around the texts of observations, one more than texts."""
+        """Return the pieces of the suffix around the texts of observations, one more than texts."""
         if shape not in self._frames:
             self._frames[shape] = self._make_frame(shape)
         return self._frames[shape]
@@ -169,7 +169,7 @@ class TurnSuffix:
         return [f"{self._mark}x{index}x" for index in range(sum(chain(*shape)))]
 
     def _rest(self, shape: Shape, texts: Sequence[str]) -> str:
-        """The text after the end of the marked assistant turn when these texts answer it."""
+        """Return the text after the end of the marked assistant turn when these texts answer it."""
         messages = [_user("question"), self._answered_turn(), *self._results(shape, texts)]
         try:
             rendered = self._render(messages)
@@ -202,7 +202,7 @@ class TurnSuffix:
         return {"role": "assistant", "content": "", "tool_calls": [call]}
 
     def _results(self, shape: Shape, texts: Sequence[str]) -> list[Message]:
-        """Messages with the answers: as text where they are, else as parts."""
+        """Return the messages with the answers: as text where they are, else as parts."""
         given = iter(texts)
         contents: list[list[Message]] = [
             [_text(next(given)) if is_text else {"type": "image"} for is_text in each]
@@ -224,7 +224,7 @@ class TurnSuffix:
         ]
 
     def _shown(self, frame: tuple[str, ...], shape: Shape, texts: Sequence[str], index: int) -> str:
-        """A text as the template writes it (trimmed, as JSON ...); else as it is."""
+        """Return a text as the template writes it (trimmed, as JSON ...); else as it is."""
         marks = self._marks(shape)
         marks[index] = texts[index]
         before = "".join(p + m for p, m in zip(frame[:index], marks[:index], strict=True))
@@ -241,7 +241,7 @@ class TurnSuffix:
         return texts[index]
 
     def _first_special(self, text: str) -> int | None:
-        """The position of the first special token in a text."""
+        """Return the position of the first special token in a text."""
         names = [self._tokenizer.convert_ids_to_tokens(i) for i in self._special]
         places = [place for name in names if (place := text.find(name)) >= 0]
         return min(places, default=None)
@@ -313,7 +313,7 @@ def _text(text: str) -> Message:
 
 
 def _joined(parts: Sequence[Message]) -> object:
-    """Parts as one text if all of them are."""
+    """Return the parts as one text if all of them are."""
     if all("text" in part for part in parts):
         return "".join(str(part["text"]) for part in parts)
     return [part for part in parts if part.get("text") != ""]

@@ -76,7 +76,7 @@ def load_supervised(
     vocab_size: int | None = None,
     reader: RowMediaReader | None = None,
 ) -> RowData[SupervisedRow]:
-    """Reads rows, renders them and marks what is trained.
+    """Read rows, render them and mark what is trained.
 
     Rows of more than `max_row_tokens` are left out and counted.
 
@@ -145,17 +145,17 @@ def _summary(encoder: RowEncoder, found: Sequence[SupervisedRow], num_split: int
 
 
 def hash_of(prompt: str) -> bytes:
-    """Hash of a prompt's text; b"" of none."""
+    """Return the hash of a prompt's text; b"" of none."""
     return hashlib.blake2b(prompt.encode(), digest_size=16).digest() if prompt else b""
 
 
 def remark_of(rows: Iterable[SupervisedRow]) -> str:
-    """How many texts were read otherwise than they stand, in one line; "" without any."""
+    """Return how many texts were read otherwise than they stand, in one line; "" without any."""
     return counted(remark for row in rows for remark in row.remarks)
 
 
 def kind_of(row: Row) -> str:
-    """The kind of a row, by its columns.
+    """Return the kind of a row, by its columns.
 
     Raises:
         DataError: It has none.
@@ -190,7 +190,7 @@ class _Encoded:
 
 
 def _before(turn: Turn, messages: Sequence[Message], media: Media) -> ShownMedia:
-    """What stands before a turn: its text, and the media that its messages name."""
+    """Return what stands before a turn: its text, and the media that its messages name."""
     parts = [
         part.get("type")
         for message in (messages[: turn.num_messages] if media else ())
@@ -244,7 +244,7 @@ class RowEncoder:
         self._pattern, self.num_unmatched = config.train_on_regex, 0
 
     def rows(self, row: Row, *, start: int = 0) -> Iterator[SupervisedRow]:
-        """Rows to train on from one row of the data; errors begin with its place.
+        """Yield the rows to train on from one row of the data; errors begin with its place.
 
         Args:
             row: Of the data.
@@ -275,7 +275,7 @@ class RowEncoder:
             raise err if known else DataError(f"{row.location}: {err}") from err
 
     def _row(self, encoded: _Encoded, location: str) -> SupervisedRow | None:
-        """The row, or None without a match of the pattern."""
+        """Return the row, or None without a match of the pattern."""
         token_ids = encoded.token_ids
         trained = np.array(encoded.is_trained, dtype=np.bool_)
         trained[:1] = False
@@ -311,7 +311,7 @@ class RowEncoder:
         return TEXT_ENCODER if self._reader is None else self._reader.encoder
 
     def _read(self, row: Row, content: Content) -> MediaRow:
-        """A text or a conversation of a row with its media."""
+        """Return a text or a conversation of a row with its media."""
         if self._reader is None:
             return MediaRow(content if isinstance(content, str) else with_texts(content), Media())
         return self._reader.read(row, content, self._config)
@@ -383,7 +383,7 @@ class RowEncoder:
             yield _Encoded(turn.token_ids, own, _before(turn, messages, media))
 
     def _conversation(self, columns: Mapping[str, object]) -> tuple[Conversation, int]:
-        """The turns of a row, and how many messages of it are a prompt of their own."""
+        """Return the turns of a row, and how many messages of it are a prompt of their own."""
         if self.kind == "instruction and output":
             return alpaca_turns(columns), 0
         if not self._in_chat:
@@ -395,7 +395,7 @@ class RowEncoder:
         return prompt + answer, len(prompt.messages)
 
     def with_media_of(self, row: Row, columns: Mapping[str, object], location: str) -> Row:
-        """A row of other columns and of the media of a row."""
+        """Return a row of other columns and of the media of a row."""
         names = chain.from_iterable(media_columns(self._config).values())
         media = {name: row.columns[name] for name in names if name in row.columns}
         columns = like({**media, **columns}, row.columns)
@@ -408,7 +408,7 @@ def answer_of_ids(
     vocab_size: int | None,
     shown: ShownMedia | None = None,
 ) -> SupervisedRow:
-    """The ids of a column behind those of `prompt_ids`, trained alone.
+    """Return the ids of a column behind those of `prompt_ids`, trained alone.
 
     Args:
         columns: Of a row.
@@ -430,7 +430,7 @@ def answer_of_ids(
 def shown_by_ids(
     row: Row, config: MediaOptions, reader: RowMediaReader | None, what: str
 ) -> ShownMedia | None:
-    """The media of `prompt_ids`; see `RowMediaReader.of_ids`."""
+    """Return the media of `prompt_ids`; see `RowMediaReader.of_ids`."""
     if reader is None:
         return None
     return reader.of_ids(row, config, _integers(row.columns, "prompt_ids", None), what)
@@ -444,7 +444,7 @@ def _text(columns: Mapping[str, object], name: str) -> str:
 
 
 def finite_number(columns: Mapping[str, object], name: str) -> float:
-    """The number of a column.
+    """Return the number of a column.
 
     Raises:
         DataError: It is something else, or not finite.
@@ -457,7 +457,7 @@ def finite_number(columns: Mapping[str, object], name: str) -> float:
 
 
 def _integers(columns: Mapping[str, object], name: str, bound: int | None) -> list[int]:
-    """The numbers of a column, from 0 and below the bound."""
+    """Return the numbers of a column, from 0 and below the bound."""
     values = columns[name]
     if not isinstance(values, list) or not all(type(value) is int for value in values):
         raise DataError(f"column {name!r} must hold a list of numbers: got {str(values)[:80]!r}")
@@ -469,7 +469,7 @@ def _integers(columns: Mapping[str, object], name: str, bound: int | None) -> li
 
 
 def _flags(values: object) -> list[int]:
-    """The column `is_trained`: 0 and 1, or false and true."""
+    """Return the column `is_trained`: 0 and 1, or false and true."""
     if isinstance(values, list):
         values = [int(value) if isinstance(value, bool) else value for value in values]
     return _integers({"is_trained": values}, "is_trained", 2)

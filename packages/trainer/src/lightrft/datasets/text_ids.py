@@ -28,12 +28,12 @@ class TextTokenizer(Protocol):
     def __call__(
         self, text: list[str], *, add_special_tokens: bool
     ) -> Mapping[str, list[list[int]]]:
-        """Token ids under the key `input_ids`."""
+        """Return token ids under the key `input_ids`."""
         ...
 
 
 def frame_ids(tokenizer: TextTokenizer) -> tuple[list[int], list[int]]:
-    """Token ids that a tokenizer writes before and behind a text.
+    """Return token ids that a tokenizer writes before and behind a text.
 
     Raises:
         DataError: It encodes the text between them otherwise than alone.
@@ -107,7 +107,7 @@ class TextIds:
         self._names = tuple(map(str, tokenizer.convert_ids_to_tokens(self._ends)))
 
     def __call__(self, text: str, *, has_media: bool = False) -> WholeText:
-        """Token ids of a trained text.
+        """Return token ids of a trained text.
 
         Args:
             text: The whole text.
@@ -135,5 +135,5 @@ class TextIds:
 
 
 def counted(remarks: Iterable[str]) -> str:
-    """How many texts each remark is of, in one line; "" without any."""
+    """Return how many texts each remark is of, in one line; "" without any."""
     return "; ".join(f"{count} texts {what}" for what, count in Counter(remarks).items())

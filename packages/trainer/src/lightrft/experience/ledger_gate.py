@@ -81,7 +81,7 @@ class HostRows:
 
     @classmethod
     def of(cls, batch: RolloutBatch) -> HostRows:
-        """Those of a batch on any device."""
+        """Return those of a batch on any device."""
         values = {"rollout_logprobs": batch.rollout_logprobs, **batch.facts}
         if batch.compared_mask is None:
             batch = replace(batch, compared_mask=torch.zeros_like(batch.response_mask))
@@ -106,7 +106,7 @@ def check_ledger(
     slices: Sequence[slice],
     context: DistributedContext,
 ) -> None:
-    """Raises unless every row to train on is what journal and ledgers say; collective.
+    """Raise unless every row to train on is what journal and ledgers say; collective.
 
     Args:
         batch: This rank's rows.
@@ -161,7 +161,7 @@ def _check_repeated(table: RowTable) -> None:
 
 
 def rebuild(sample_id: int, evidence: Evidence) -> RebuiltRow:
-    """A sample's row from journal and ledger alone.
+    """Return a sample's row from journal and ledger alone.
 
     Raises:
         LedgerError: A call is in no ledger, or an observation holds what no text becomes.
@@ -192,7 +192,7 @@ def rebuild(sample_id: int, evidence: Evidence) -> RebuiltRow:
 def _part(
     token_ids: Sequence[int], turn: int = -1, entry: LedgerEntry | None = None
 ) -> dict[str, NDArray[Any]]:
-    """Tokens of one origin; without an entry nobody sampled them."""
+    """Return tokens of one origin; without an entry nobody sampled them."""
     count = len(token_ids)
     version, columns = -1 if entry is None else entry.weights_version, vouched_columns()
     vouched = {c.name: np.full(count, c.fill, c.dtype) for c in columns}
@@ -214,7 +214,7 @@ def _check_observation(
 
 
 def _facts(table: RowTable) -> dict[int, RowFacts]:
-    """What is written down of samples, as rows say it."""
+    """Return what is written down of samples, as rows say it."""
     columns = {name: table[name].tolist() for name, c in COLUMNS.items() if c.noted is not None}
     names, components = table.component_names, table.components.tolist()
     return {
@@ -263,7 +263,7 @@ def _require_equal(
 
 
 def _check_row(batch: HostRows, table: SampleTable, row: int, evidence: Evidence) -> RebuiltRow:
-    """One row of tensors against the row that must be; returns that."""
+    """Return one row of tensors against the row that must be; returns that."""
     sample_id = int(table.sample_ids[row])
     if int(batch.sample_ids[row]) != sample_id:
         raise LedgerError(

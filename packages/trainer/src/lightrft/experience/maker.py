@@ -168,7 +168,7 @@ def assemble(
     settings: AdvantageSettings,
     context: DistributedContext,
 ) -> ExperienceBatch:
-    """The experience of one rank.
+    """Return the experience of one rank.
 
     Args:
         table: The rows of all ranks.
@@ -311,7 +311,7 @@ def compute_outputs(
     slices: Sequence[slice],
     scores_actor: bool = True,
 ) -> PolicyOutputs:
-    """Logprobs of actor, reference and teacher, values and entropies of all response tokens.
+    """Return logprobs of actor, reference and teacher, values and entropies of all response tokens.
 
     One model after the other, so that only one needs its activations and gathered weights.
 
@@ -386,7 +386,7 @@ def _evaluate(critic: ValueModel, batch: RolloutBatch, *, slices: Sequence[slice
 
 
 def scoring_temperature(temperature: float) -> float:
-    """The temperature at which samples are scored: greedy samples are scored at 1."""
+    """Return the temperature at which samples are scored: greedy samples are scored at 1."""
     return temperature if temperature > 0 else 1.0
 
 
@@ -398,7 +398,7 @@ def run_policy(
     support: SamplingSupport | None,
     token_loss: TokenLossFunction | None = None,
 ) -> ActorOutput:
-    """One forward pass over rows.
+    """Return one forward pass over rows.
 
     Args:
         policy: Is called.
@@ -471,7 +471,7 @@ def make_experience(
     timer: StepTimer,
     reuses_policy_logprobs: bool = False,
 ) -> StepExperience:
-    """The experience of one step; collective.
+    """Return the experience of one step; collective.
 
     Args:
         samples, models: Of the step, and those that score.
@@ -530,7 +530,7 @@ def give_rows(
     num_training: int,
     encoder: Encoder,
 ) -> None:
-    """Gives the ranks that train the rows of this one that they train; collective with them.
+    """Give the ranks that train the rows of this one that they train; collective with them.
 
     Args:
         samples: Of the step; their holders are ranks of the launch.
@@ -554,13 +554,13 @@ def give_rows(
 def wanted_rows(
     plan: MinibatchPlan, num_data_ranks: int, sp_size: int, world_size: int
 ) -> list[NDArray[np.int64]]:
-    """Rows that each rank trains; the ranks beyond those that train want none."""
+    """Return the rows that each rank trains; the ranks beyond those that train want none."""
     found = [plan.row_index(each) for each in range(num_data_ranks) for _ in range(sp_size)]
     return found + [np.empty(0, np.int64)] * (world_size - len(found))
 
 
 def plan_step(table: RowTable, config: TrainingOptions, num_ranks: int, step: int) -> MinibatchPlan:
-    """Rows of each optimizer batch of a step, by data-parallel rank."""
+    """Return the rows of each optimizer batch of a step, by data-parallel rank."""
     return plan_minibatches(
         table.lengths,
         train_batch_size=config.train_batch_size,
@@ -599,7 +599,7 @@ def _batch(
 
 
 def _told(evidence: Evidence, version: int, config: ShapingOptions) -> Evidence:
-    """Evidence with what this step knows of the weights and of what it may train on."""
+    """Return the evidence with what this step knows of the weights and of what it may train on."""
     return replace(evidence, version=version, masks_truncated=config.mask_truncated)
 
 
@@ -617,7 +617,7 @@ def _version(samples: Samples, engine: RolloutEngine | None) -> int:
 
 
 def _greedy_rewards(samples: Samples) -> torch.Tensor | None:
-    """Reward of the one greedy sample of each row's group: [rows of table] float64."""
+    """Return the reward of the one greedy sample of each row's group: [rows of table] float64."""
     greedy = samples.greedy
     if greedy is None:
         return None

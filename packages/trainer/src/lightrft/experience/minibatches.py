@@ -31,11 +31,11 @@ class MinibatchPlan:
         return len(self.rows)
 
     def row_index(self, rank: int) -> NDArray[np.int64]:
-        """All rows of one rank, optimizer batch after optimizer batch."""
+        """Return all rows of one rank, optimizer batch after optimizer batch."""
         return np.array([row for batch in self.rows for row in batch[rank]], dtype=np.int64)
 
     def places(self, index: int, rank: int) -> slice:
-        """Where the rows of an optimizer batch stand among all rows of a rank."""
+        """Return where the rows of an optimizer batch stand among all rows of a rank."""
         start = sum(len(batch[rank]) for batch in self.rows[:index])
         return slice(start, start + len(self.rows[index][rank]))
 
@@ -48,7 +48,7 @@ class MinibatchPlan:
         micro_batch_size: int,
         config: TrainConfig,
     ) -> Sequence[slice]:
-        """Micro batches of one optimizer batch: consecutive rows of one rank's share.
+        """Return micro batches of one optimizer batch: consecutive rows of one rank's share.
 
         Args:
             lengths: [rows] tokens of each sample.
@@ -99,7 +99,7 @@ def plan_minibatches(
     step: int,
     episodes: NDArray[np.int64] | None = None,
 ) -> MinibatchPlan:
-    """Cuts the samples of one step into optimizer batches and distributes their rows over ranks.
+    """Cut the samples of one step into optimizer batches and distributes their rows over ranks.
 
     Args:
         lengths: [rows] tokens of each sample, in the order of the sample ids.
@@ -138,7 +138,7 @@ def epoch_order(num_minibatches: int, *, seed: int, step: int, epoch: int) -> tu
 
 
 def micro_slices(start: int, stop: int, micro_batch_size: int) -> Sequence[slice]:
-    """Consecutive slices of at most `micro_batch_size` rows that cover [start, stop)."""
+    """Return consecutive slices of at most `micro_batch_size` rows that cover [start, stop)."""
     return [
         slice(first, min(first + micro_batch_size, stop))
         for first in range(start, stop, micro_batch_size)
@@ -146,7 +146,7 @@ def micro_slices(start: int, stop: int, micro_batch_size: int) -> Sequence[slice
 
 
 def _cut(lengths: Sequence[int], max_tokens: int, packs_samples: bool) -> list[slice]:
-    """Consecutive rows of at most `max_tokens` tokens, padding included unless packed."""
+    """Return consecutive rows of at most `max_tokens` tokens, padding included unless packed."""
     slices: list[slice] = []
     start, longest, total = 0, 0, 0
     for row, length in enumerate(lengths):

@@ -45,7 +45,7 @@ class LogprobServer(Protocol):
     """A language model behind an address, which scores given tokens at temperature 1."""
 
     def score(self, texts: Sequence[Sequence[int]], *, top_k: int = 0) -> list[TextScores]:
-        """The numbers of each text, each of two tokens or more.
+        """Return the numbers of each text, each of two tokens or more.
 
         Raises:
             TeacherError: There is no usable answer for one of them.
@@ -53,11 +53,11 @@ class LogprobServer(Protocol):
         ...
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token by itself; TeacherError as for `score`."""
+        """Return the text of each token by itself; TeacherError as for `score`."""
         ...
 
     def close(self) -> None:
-        """Ends the connections; may be called twice."""
+        """End the connections; may be called twice."""
         ...
 
 
@@ -142,7 +142,7 @@ class TeacherRows:
 
     @classmethod
     def of_run(cls, prompts: Sequence[Prompt], config: SampledTeacherOptions) -> TeacherRows | None:
-        """Those of the training prompts; None where teachers need none.
+        """Return those of the training prompts; None where teachers need none.
 
         Raises:
             DataError: A row names none of the teachers.
@@ -155,7 +155,7 @@ class TeacherRows:
         return cls({prompt.id: prompt for prompt in prompts}, factors, config.teacher_column)
 
     def of(self, batch: RolloutBatch) -> list[Prompt]:
-        """The prompt of each row.
+        """Return the prompt of each row.
 
         Raises:
             RuntimeError: A row's tokens are of another prompt, or nobody says of which.
@@ -173,11 +173,11 @@ class TeacherRows:
         return found
 
     def names_of(self, batch: RolloutBatch) -> list[str]:
-        """The name of each row's teacher."""
+        """Return the name of each row's teacher."""
         return [str(prompt.columns[self.column]) for prompt in self.of(batch)]
 
     def factors_of(self, batch: RolloutBatch) -> Tensor:
-        """The weight of each row's teacher: [batch, 1] float32."""
+        """Return the weight of each row's teacher: [batch, 1] float32."""
         factors = [self.factors[name] for name in self.names_of(batch)]
         return torch.tensor(factors, device=batch.token_ids.device)[:, None]
 
@@ -286,7 +286,7 @@ class PromptedTeacher:
 
 
 def take_rows(batch: RolloutBatch, rows: Tensor) -> RolloutBatch:
-    """Some rows in a given order."""
+    """Return some rows in a given order."""
     return replace(
         batch,
         token_ids=batch.token_ids[rows],

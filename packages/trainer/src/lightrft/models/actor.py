@@ -110,7 +110,7 @@ class Actor(SequenceModel):
         chunk_size: int | None = None,
         allow_new_weights: Sequence[str] = (),
     ) -> Actor:
-        """Loads a checkpoint; see `lightrft.models.loading.load_causal_lm`."""
+        """Load a checkpoint; see `lightrft.models.loading.load_causal_lm`."""
         model = load_causal_lm(path, dtype=dtype, allow_new_weights=allow_new_weights)
         actor = cls(model, fused_linear_logprob=fused_linear_logprob, chunk_size=chunk_size)
         actor.use_vocabulary(vocabulary_of(path))
@@ -128,7 +128,7 @@ class Actor(SequenceModel):
         support: SamplingSupport | None = None,
         token_loss: TokenLossFunction | HeadReader | None = None,
     ) -> ActorOutput:
-        """Logprobs (and entropy) of the scored tokens.
+        """Return the logprobs (and entropy) of the scored tokens.
 
         Args:
             token_ids: [batch, seq] int64, padded.
@@ -176,7 +176,7 @@ class Actor(SequenceModel):
         return layout.join(router_sums(output.router_logits, layout.attention_mask, top_k=top_k))
 
     def enable_router_sums(self) -> None:
-        """Adds to every output what the load of the experts is computed from.
+        """Add to every output what the load of the experts is computed from.
 
         Raises:
             ValueError: The model has no experts.
@@ -211,7 +211,7 @@ class Actor(SequenceModel):
 def router_sums(
     router_logits: Sequence[Tensor] | None, attention_mask: Tensor, *, top_k: int
 ) -> Tensor:
-    """Choices and probability of each expert, summed over all real tokens.
+    """Return the choices and probability of each expert, summed over all real tokens.
 
     Sums, not means: those of micro batches and ranks add up to those of their batch.
 

@@ -39,7 +39,7 @@ BEGINNINGS = (True, False, "gaussian", "orthogonal")
 def check_adapters(
     config: BuildOptions, model: nn.Module, layers: Collection[str], whole: Collection[str] = ()
 ) -> None:
-    """Compares the adapters of `lora_path` with the options and the layers that get adapters.
+    """Compare the adapters of `lora_path` with the options and the layers that get adapters.
 
     Args:
         config: Has a `lora_path`.
@@ -129,7 +129,7 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 @torch.no_grad()
 def load_adapters(folder: Path, model: nn.Module, adapter: str) -> None:
-    """Copies factors and what is trained whole, after `check_adapters`, into a model.
+    """Copy factors and what is trained whole, after `check_adapters`, into a model.
 
     Args:
         folder: In PEFT's format.

@@ -133,7 +133,7 @@ def packed_attention(
 
 
 def has_varlen_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether one kernel takes all sequences; else torch's attention runs once for each."""
+    """Return whether one kernel takes all sequences; else torch's attention runs once for each."""
     if len({x.dtype for x in (query, key, value)}) > 1:
         return False
     return try_kernel(
@@ -142,7 +142,7 @@ def has_varlen_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def attend_each(qkv: QKV, bounds: SequenceBounds, options: AttentionOptions) -> Tensor:
-    """One call of torch's attention for each sequence: [1, heads, tokens, head_dim]."""
+    """Return one call of torch's attention for each sequence: [1, heads, tokens, head_dim]."""
     is_grouped = qkv[0].shape[1] != qkv[1].shape[1]
     pieces = []
     for start, stop in zip(bounds.offsets, bounds.offsets[1:], strict=False):
@@ -185,7 +185,7 @@ def _visible(
 
 
 def attend_stream(qkv: QKV, bounds: SequenceBounds, options: AttentionOptions) -> Tensor:
-    """One kernel for all sequences: [1, heads, tokens, head_dim]."""
+    """Return one kernel for all sequences: [1, heads, tokens, head_dim]."""
     if options.get("dropout"):
         raise ValueError("packed attention has no dropout on a GPU: set attention_dropout to 0")
     query, key, value = (x[0].transpose(0, 1) for x in qkv)
@@ -227,7 +227,7 @@ def try_packing(config: PretrainedConfig, device_type: str, *, bf16: bool) -> Ke
 
 
 def use_packed_attention(model: PreTrainedModel, *, sp_size: int = 1) -> None:
-    """Lets a model read packed sequences.
+    """Let a model read packed sequences.
 
     Args:
         model: With or without output projection; changed in place.
@@ -285,7 +285,7 @@ def short_attention(
 
 
 def use_short_attention(model: PreTrainedModel) -> None:
-    """Lets a model that would use torch's fused attention attend by `short_attention`."""
+    """Let a model that would use torch's fused attention attend by `short_attention`."""
     if model._supports_attention_backend and model._supports_sdpa:
         set_text_attention(model, SHORT)
 

@@ -33,7 +33,7 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Values [tokens] float32 of hidden states [tokens, hidden]."""
+        """Return the values [tokens] float32 of hidden states [tokens, hidden]."""
         with torch.autocast(hidden.device.type, enabled=False):
             values = F.linear(hidden.float(), self.weight.float(), self.bias.float())
         return values.squeeze(-1)
@@ -60,7 +60,7 @@ class Critic(SequenceModel):
     def from_pretrained(
         cls, path: str, *, dtype: str = "float32", allow_new_weights: Sequence[str] = ()
     ) -> Critic:
-        """Loads the trunk of any checkpoint, and the value head if it was saved beside it.
+        """Load the trunk of any checkpoint, and the value head if it was saved beside it.
 
         Raises:
             ModelLoadError: See `lightrft.models.loading.load_causal_lm`; or the head does not fit.
@@ -76,14 +76,14 @@ class Critic(SequenceModel):
         return critic
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Writes the trunk as a Hugging Face checkpoint with the value head beside it."""
+        """Write the trunk as a Hugging Face checkpoint with the value head beside it."""
         save_pretrained(self.trunk, None, directory)
         save_file(self.value_head.state_dict(), Path(directory) / HEAD_FILE)
 
     def forward(
         self, token_ids: Tensor, attention_mask: Tensor, *, media: RowMedia | None = None
     ) -> Tensor:
-        """Value before each token is sampled.
+        """Return the value before each token is sampled.
 
         Args:
             token_ids: [batch, seq] int64, padded.

@@ -44,7 +44,7 @@ class Projected:
         return own, self.logits(rows).detach()[:, : own.shape[1]]
 
     def at(self, index: Tensor) -> Projected:
-        """Some of the tokens."""
+        """Return some of the tokens."""
         rows, columns = (
             None if each is None else each[index] for each in (self.rows, self.columns)
         )
@@ -55,7 +55,7 @@ class Targets(Protocol):
     """The teacher's side of a comparison with the student's tokens."""
 
     def compared(self, own: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """Logits of student and teacher over the same outcomes, [rows, outcomes] each.
+        """Return the logits of student and teacher over the same outcomes, [rows, outcomes] each.
 
         Args:
             own: [rows, vocab] logits of the student, with their graph.
@@ -64,7 +64,7 @@ class Targets(Protocol):
         ...
 
     def at(self, index: Tensor) -> Targets:
-        """Those of some of the tokens."""
+        """Return those of some of the tokens."""
         ...
 
 
@@ -86,7 +86,7 @@ def divergence_sum(
     *,
     max_logits: int = MAX_LOGITS,
 ) -> Tensor:
-    """The sum over tokens of the divergence: [], differentiable by the student's numbers.
+    """Return the sum over tokens of the divergence: [], differentiable by the student's numbers.
 
     Its gradients are computed beside it, so that logits exist for some rows at a time and never
     again.
@@ -112,7 +112,7 @@ class _Parts:
     max_logits: int
 
     def differentiated(self, leaves: list[Tensor], rows: slice) -> tuple[Tensor, list[Tensor]]:
-        """The sum over some rows, and its gradients by hidden, weight and any bias."""
+        """Return the sum over some rows, and its gradients by hidden, weight and any bias."""
         hidden, weight, *bias = leaves
         layer = OutputLayer(weight, bias[0] if bias else None, self.layer.transform)
         own = Projected(hidden, layer).logits(slice(None))

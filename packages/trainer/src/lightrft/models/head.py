@@ -50,7 +50,7 @@ class HeadTransform:
 
 
 def read_head_transform(config: PretrainedConfig) -> HeadTransform:
-    """The distribution of a model's logits.
+    """Return the distribution of a model's logits.
 
     Raises:
         ValueError: The configuration scales the logits in a way that is not known for this type
@@ -123,7 +123,7 @@ class LinearLogprobHead(nn.Module):
 
     @contextmanager
     def in_float32(self) -> Iterator[None]:
-        """Gives the model's own forward pass logits that are not rounded to its dtype."""
+        """Give the model's own forward pass logits that are not rounded to its dtype."""
         self._is_exact = True
         try:
             yield
@@ -145,7 +145,7 @@ class LinearLogprobHead(nn.Module):
         support: SamplingSupport | None = None,
         token_loss: Callable[[Tensor, Tensor | None, Tensor], Tensor] | HeadReader | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Logprobs and entropy of targets; without targets the plain projection.
+        """Return the logprobs and entropy of targets; without targets the plain projection.
 
         The plain projection is what the model's own forward calls: scale and softcap are left to
         it. A tuple, not a record: ZeRO-3 finds no tensors to hook inside other containers.

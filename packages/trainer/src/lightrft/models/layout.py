@@ -63,7 +63,7 @@ class TokenLayout:
     def padded(
         cls, token_ids: Tensor, attention_mask: Tensor, scored_mask: Tensor | None = None
     ) -> Self:
-        """The layout of padded rows.
+        """Return the layout of padded rows.
 
         Args:
             token_ids: [batch, seq] int64.
@@ -103,7 +103,7 @@ class TokenLayout:
         group: ProcessGroup | None = None,
         is_cut_late: bool = False,
     ) -> Self:
-        """The layout of one stream, or of this rank's slice of it.
+        """Return the layout of one stream, or of this rank's slice of it.
 
         The stream is filled up to a multiple of the ranks; the filling is a sequence of its own.
 
@@ -155,7 +155,7 @@ class TokenLayout:
         )
 
     def attention_inputs(self, *, is_causal: bool = True) -> dict[str, object]:
-        """Inputs that tell the model which tokens see each other.
+        """Return the inputs that tell the model which tokens see each other.
 
         Where causality says it all there is no mask, for a mask of all pairs of positions takes
         the square of the row's length, and kernels that read none are out of reach.
@@ -216,7 +216,7 @@ class TokenLayout:
     def placed(
         self, token_loss: TokenLossFunction | HeadReader
     ) -> Callable[[Tensor, Tensor | None, Tensor], Tensor] | HeadReader:
-        """The loss as a function of indices into the scored tokens instead of their places.
+        """Return the loss as a function of indices into the scored tokens instead of their places.
 
         A reader is told the places of the tokens that the head gives it.
         """
@@ -230,7 +230,7 @@ class TokenLayout:
         return loss
 
     def scatter(self, values: Tensor) -> Tensor:
-        """One value per scored token back into [batch, seq]; all other entries are 0.
+        """Return one value per scored token back into [batch, seq]; all other entries are 0.
 
         Of a split stream every rank gets the values of all ranks. Collective then.
         """
@@ -239,7 +239,7 @@ class TokenLayout:
         return self.join(placed)
 
     def join(self, sums: Tensor) -> Tensor:
-        """Sums over this rank's tokens as sums over all tokens; collective for a split stream."""
+        """Sum over this rank's tokens as sums over all tokens; collective for a split stream."""
         if self.bounds is None or self.bounds.group is None:
             return sums
         return sum_over_ranks(sums, self.bounds.group)
@@ -279,7 +279,7 @@ class LayoutPolicy:
         *,
         is_cut_late: bool = False,
     ) -> TokenLayout:
-        """The layout of a batch; arguments and errors as for `TokenLayout.packed`."""
+        """Return the layout of a batch; arguments and errors as for `TokenLayout.packed`."""
         if self.is_packed:
             return TokenLayout.packed(
                 token_ids, attention_mask, scored_mask, group=self.sp_group, is_cut_late=is_cut_late
@@ -306,7 +306,7 @@ class _ScoredTokens:
 
 
 def _own_slice(num_tokens: int, group: ProcessGroup | None) -> slice:
-    """The tokens of a stream that this rank of `group` has."""
+    """Return the tokens of a stream that this rank of `group` has."""
     if group is None:
         return slice(0, num_tokens)
     size, rank = num_tokens // dist.get_world_size(group), dist.get_rank(group)

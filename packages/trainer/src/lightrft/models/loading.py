@@ -71,7 +71,7 @@ AutoClass = (
 
 
 def load_config(path: str) -> PretrainedConfig:
-    """The model's configuration.
+    """Return the model's configuration.
 
     Raises:
         ModelLoadError: There is no config.json, or it names an unknown architecture.
@@ -90,7 +90,7 @@ def common_fields(config: PretrainedConfig) -> dict[str, object]:
 
 
 def load_tokenizer(path: str, config: TemplateOptions | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint.
+    """Return the tokenizer of a checkpoint.
 
     Args:
         path: Of the checkpoint.
@@ -110,7 +110,7 @@ def load_tokenizer(path: str, config: TemplateOptions | None = None) -> PreTrain
 
 
 def chosen_template(config: TemplateOptions, own: str | None) -> str | None:
-    """The chat template of a run, which sets its arguments itself.
+    """Return the chat template of a run, which sets its arguments itself.
 
     So whatever renders by it, the saved model included, renders alike.
 
@@ -143,7 +143,7 @@ def chosen_template(config: TemplateOptions, own: str | None) -> str | None:
 
 
 def read_template(file: Path) -> str:
-    """The text of a chat template; raises a ConfigError if it is none."""
+    """Return the text of a chat template; raises a ConfigError if it is none."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     try:
@@ -156,7 +156,7 @@ def read_template(file: Path) -> str:
 
 
 def _require_bounded(file: Path) -> None:
-    """Raises a ModelLoadError for numbers after which tokenizers would take as much memory."""
+    """Raise a ModelLoadError for numbers after which tokenizers would take as much memory."""
 
     def numbers(value: object) -> Iterator[int]:
         items = value.values() if isinstance(value, dict) else value
@@ -235,7 +235,7 @@ def _writable(config: GenerationConfig) -> tuple[GenerationConfig, str]:
 
 
 def load_processor(path: str) -> ProcessorMixin:
-    """The converter of texts, images and videos into inputs of a vision-language model.
+    """Return the converter of texts, images and videos into inputs of a vision-language model.
 
     Raises:
         ModelLoadError: It is missing or unreadable, or packages that it needs are missing.
@@ -279,7 +279,7 @@ def _read(
 
 
 def _has_vocabulary(path: str) -> bool:
-    """Whether a folder has more of a tokenizer than settings; True of what is no folder."""
+    """Return whether a folder has more of a tokenizer than settings; True of what is no folder."""
     patterns = ("tokenizer.json", "tokenizer.model", "vocab*", "*.tiktoken", "*.model")
     folder = Path(path)
     return not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in patterns)
@@ -288,7 +288,7 @@ def _has_vocabulary(path: str) -> bool:
 def load_causal_lm(
     path: str, *, dtype: str = "float32", allow_new_weights: Sequence[str] = ()
 ) -> PreTrainedModel:
-    """A language model, or vision-language model, with its output projection.
+    """Return a language model, or vision-language model, with its output projection.
 
     Args:
         path: Directory of a checkpoint, or a model id of the Hugging Face hub.
@@ -311,7 +311,7 @@ def load_causal_lm(
 def load_trunk(
     path: str, *, dtype: str = "float32", allow_new_weights: Sequence[str] = ()
 ) -> PreTrainedModel:
-    """A model up to its last hidden states; arguments and errors as for `load_causal_lm`.
+    """Return a model up to its last hidden states; arguments and errors as for `load_causal_lm`.
 
     Output layers in the file are left there.
     """
@@ -321,7 +321,7 @@ def load_trunk(
 def save_pretrained(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: str | Path
 ) -> None:
-    """Writes config, weights and, if given, the tokenizer as one checkpoint directory."""
+    """Write config, weights and, if given, the tokenizer as one checkpoint directory."""
     with deepspeed_unless_used():
         model.save_pretrained(directory)
     if tokenizer is not None:
@@ -329,7 +329,7 @@ def save_pretrained(
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name in `DTYPES`."""
+    """Return the torch dtype of a name in `DTYPES`."""
     if name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}: expected one of {', '.join(DTYPES)}")
     return DTYPES[name]
@@ -344,7 +344,7 @@ def load_model(
     left_out: Sequence[str] = (),
     num_labels: int | None = None,
 ) -> PreTrainedModel:
-    """A model of any kind; see `load_causal_lm`.
+    """Return a model of any kind; see `load_causal_lm`.
 
     Args:
         auto_class: Chooses the kind.
@@ -406,7 +406,7 @@ def _one_line_errors(path: str) -> Iterator[None]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Leaves out the table that transformers prints about tensors that do not fit."""
+    """Leave out the table that transformers prints about tensors that do not fit."""
     found = logging.getLogger("transformers.modeling_utils")
     was_disabled, found.disabled = found.disabled, True
     try:
@@ -436,7 +436,7 @@ class _Fit:
         unexpected: Iterable[str],
         mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]],
     ) -> None:
-        """Raises a ModelLoadError that names every tensor that does not fit, up to a few."""
+        """Raise a ModelLoadError that names every tensor that does not fit, up to a few."""
         # A trunk has the names of the whole model without their first part.
         prefix = f"{model.base_model_prefix}."
 
@@ -538,7 +538,7 @@ def _only_local(path: str) -> bool:
 
 
 def _require(path: str, patterns: tuple[str, ...], what: str) -> None:
-    """Checks a local directory; a path that looks like a hub id is left to transformers."""
+    """Check a local directory; a path that looks like a hub id is left to transformers."""
     directory = Path(path)
     if not directory.is_dir():
         is_hub_id = path.count("/") <= 1 and not path.startswith((".", "/", "~"))
@@ -556,12 +556,12 @@ def _require(path: str, patterns: tuple[str, ...], what: str) -> None:
 
 
 def is_classifier(config: PretrainedConfig) -> bool:
-    """Whether a checkpoint is a sequence classifier, by the class that wrote it."""
+    """Return whether a checkpoint is a sequence classifier, by the class that wrote it."""
     return any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
 
 
 def is_reward_model(path: str) -> bool:
-    """Whether a checkpoint has a head that gives scores.
+    """Return whether a checkpoint has a head that gives scores.
 
     Raises:
         ModelLoadError: Its configuration cannot be read.

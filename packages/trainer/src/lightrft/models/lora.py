@@ -63,7 +63,7 @@ class LoraModel(SequenceModel):
     whole: tuple[str, ...] = ()
 
     def add_adapters(self, model: PreTrainedModel, config: BuildOptions) -> None:
-        """Freezes a model and puts adapters on its layers.
+        """Freeze a model and put adapters on its layers.
 
         Args:
             model: Is changed in place.
@@ -176,7 +176,7 @@ class LoraActor(LoraModel, Actor):
 
 
 def add_product(values: Tensor, start: int, first: Tensor, second: Tensor, *, scale: float) -> None:
-    """Adds scale * (second @ first), flattened, from element `start` on, in place.
+    """Add scale * (second @ first), flattened, from element `start` on, in place.
 
     The sum over the rank runs in float64 in a fixed order, where products of float32 numbers are
     exact: an element has the same bits whatever range it is computed in, on every device. Hashes
@@ -202,7 +202,7 @@ def add_product(values: Tensor, start: int, first: Tensor, second: Tensor, *, sc
 
 
 def _inject(model: PreTrainedModel, config: BuildOptions, whole: Sequence[str]) -> SavesPretrained:
-    """Puts the adapters into the layers; their description."""
+    """Put the adapters into the layers; their description."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -242,7 +242,7 @@ def _inject(model: PreTrainedModel, config: BuildOptions, whole: Sequence[str]) 
 def target_layers(
     model: nn.Module, targets: Sequence[str], *, frozen: Sequence[str] = ()
 ) -> list[str]:
-    """Names of the linear layers that the targets mean, without those below frozen prefixes.
+    """Return names of the linear layers that the targets mean, without those below frozen prefixes.
 
     A target is the last name of layers, or a regular expression for their whole names:
     `language_model.*` are those of a vision-language model's text.
@@ -342,7 +342,7 @@ def is_factor(name: str) -> bool:
 
 
 def _gather(factors: Sequence[SourceParameter], source: ParameterSource) -> dict[str, Tensor]:
-    """All factors, whole and in float32, on every rank; one all-gather if any is sharded."""
+    """Return all factors, whole and in float32, on every rank; one all-gather if any is sharded."""
     sharded = [entry for entry in factors if entry.is_sharded]
     full = {
         entry.checkpoint_name: entry.local_shard.float().view(entry.shape)

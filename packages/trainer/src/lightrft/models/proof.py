@@ -65,11 +65,11 @@ class Proof:
         self.measure_rounding(self.rows[:1], 1)
 
     def limit(self, *, is_same_way: bool = False) -> float:
-        """The largest distance that is rounding; arguments as for `exceeds`."""
+        """Return the largest distance that is rounding; arguments as for `exceeds`."""
         return (1.0 if is_same_way else FACTOR) * self.unit + self.floor
 
     def measure_rounding(self, rows: Sequence[Tensor], num_draws: int) -> None:
-        """Measures by further draws on the first rows; the largest change counts."""
+        """Measure by further draws on the first rows; the largest change counts."""
         found = [0.0]
         with self._attending(EAGER):
             for _ in range(num_draws):
@@ -94,7 +94,7 @@ class Proof:
         return not found <= self.limit(is_same_way=is_same_way)
 
     def numbers(self, found: float, *, is_same_way: bool = False) -> str:
-        """A distance beside what is rounding; arguments as for `exceeds`."""
+        """Return a distance beside what is rounding; arguments as for `exceeds`."""
         what = "d log p" if isinstance(self.inner, Actor) else "d of hidden states"
         limit = self.limit(is_same_way=is_same_way)
         return f"max |{what}| = {found:.2g}, at most {limit:.2g} is rounding"
@@ -135,7 +135,7 @@ class Proof:
         return self.distance_of_layout(is_training=True)
 
     def leak_between_rows(self) -> float:
-        """The change of the other rows by other tokens in the first one."""
+        """Return the change of the other rows by other tokens in the first one."""
         before = self._as_run(self.rows)
         after = self._as_run([self.rows[0].flip(0), *self.rows[1:]])
         return self._agreed(max(map(_distance, before[1:], after[1:])))
@@ -220,7 +220,7 @@ class Proof:
 
 
 def prove_model(model: nn.Module, context: DistributedContext, *, is_random: bool) -> Proof | None:
-    """Proves head, attention and padding of a prepared model; collective.
+    """Prove head, attention and padding of a prepared model; collective.
 
     Attention that ignores what the configuration asks for is replaced by the authors' own, which
     is said in a line.
@@ -269,7 +269,7 @@ def prove_model(model: nn.Module, context: DistributedContext, *, is_random: boo
 
 
 def _require_padding(proof: Proof, *, is_random: bool) -> None:
-    """Proves that padding changes nothing, nor training mode, in one pass; see `prove_model`."""
+    """Prove that padding changes nothing, nor training mode, in one pass; see `prove_model`."""
     found = proof.distance_of_layout() if is_random else proof.hold_noise()
     if not proof.exceeds(found):
         return
@@ -285,7 +285,7 @@ def _require_padding(proof: Proof, *, is_random: bool) -> None:
 
 
 def require_packing(proof: Proof) -> None:
-    """Proves that rows in one stream are as alone; collective.
+    """Prove that rows in one stream are as alone; collective.
 
     Args:
         proof: Of a model that packs by now.
@@ -306,7 +306,7 @@ def require_packing(proof: Proof) -> None:
 
 
 def random_rows(model: SequenceModel, device: torch.device) -> list[Tensor]:
-    """Rows of `LENGTHS` random tokens that a text may have."""
+    """Return the rows of `LENGTHS` random tokens that a text may have."""
     generator = torch.Generator().manual_seed(0)
     size = min(model.config.get_text_config().vocab_size, MAX_TOKEN)
     if isinstance(model, Actor):
@@ -328,7 +328,7 @@ def projected(hidden: Tensor) -> Tensor:
 
 @contextmanager
 def _rounded_otherwise(seed: int) -> Iterator[None]:
-    """Moves what each layer without parts computes by a unit in the last place."""
+    """Move what each layer without parts computes by a unit in the last place."""
     generator = torch.Generator().manual_seed(seed)
 
     def move(module: nn.Module, _: object, output: object) -> Tensor | None:
@@ -353,7 +353,7 @@ def _evaluate(module: nn.Module, _: object) -> None:
 
 @contextmanager
 def _drawing_modules(device: torch.device) -> Iterator[list[nn.Module]]:
-    """Collects the modules that draw random numbers themselves, not in a module of theirs."""
+    """Collect the modules that draw random numbers themselves, not in a module of theirs."""
     running: list[nn.Module] = []
     noisy: list[nn.Module] = []
     last = _random_state(device)
@@ -387,6 +387,6 @@ def _random_state(device: torch.device) -> Tensor:
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
-    """The largest difference; infinite where only one of both is a number."""
+    """Return the largest difference; infinite where only one of both is a number."""
     difference = (found - expected).abs().max() if len(found) else found.new_zeros(())
     return float(difference.nan_to_num(nan=torch.inf))

@@ -93,7 +93,7 @@ class RewardModel(SequenceModel):
         pooling: str = LAST_TOKEN,
         weights: Mapping[str, float] = ONE_SCORE,
     ) -> Self:
-        """Loads the trunk of any model, with a random head as wide as hidden states are.
+        """Load the trunk of any model, with a random head as wide as hidden states are.
 
         Args:
             path, dtype, allow_new_weights: See `lightrft.models.loading.load_causal_lm`.
@@ -129,7 +129,7 @@ class RewardModel(SequenceModel):
     def from_pretrained(
         cls, path: str, *, dtype: str = "float32", allow_new_weights: Sequence[str] = ()
     ) -> Self:
-        """Loads a sequence classifier, or a trunk with a head in `SCORE_FILE` beside it.
+        """Load a sequence classifier, or a trunk with a head in `SCORE_FILE` beside it.
 
         Args:
             path, dtype: See `lightrft.models.loading.load_causal_lm`.
@@ -158,7 +158,7 @@ class RewardModel(SequenceModel):
         return cls(model)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Writes what `from_pretrained` reads, without tokenizer and processor."""
+        """Write what `from_pretrained` reads, without tokenizer and processor."""
         save_pretrained(self.model, None, directory)
         if self.is_beside:
             head = {name: value.contiguous() for name, value in self.head.state_dict().items()}
@@ -173,7 +173,7 @@ class RewardModel(SequenceModel):
         is_read: Tensor | None = None,
         by_name: bool = False,
     ) -> Tensor:
-        """The score of each row: [batch] float32.
+        """Return the score of each row: [batch] float32.
 
         Args:
             token_ids: [batch, seq] int64, padded.
@@ -208,7 +208,7 @@ class RewardModel(SequenceModel):
         return self._joined(sums, by_name=by_name)
 
     def _joined(self, scores: Tensor, *, by_name: bool) -> Tensor:
-        """Scores [..., scores], or their weighted sum [...]."""
+        """Score [..., score], or their weighted sum [...]."""
         if by_name:
             return scores
         return (scores * scores.new_tensor(self._weights)).sum(dim=-1)
@@ -240,7 +240,7 @@ class RewardModel(SequenceModel):
 
 
 def load_score_head(path: str, trunk: PreTrainedModel) -> nn.Module:
-    """The head beside a trunk.
+    """Return the head beside a trunk.
 
     Raises:
         ModelLoadError: It is missing or damaged, or of another shape.

@@ -38,7 +38,7 @@ class ScoreHead(nn.Module):
         self.register_parameter("bias", bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Scores [texts, scores] float32 of hidden states [texts, hidden]."""
+        """Score [texts, score] float32 of hidden states [texts, hidden]."""
         with torch.autocast(hidden.device.type, enabled=False):
             bias = None if self.bias is None else self.bias.float()
             return F.linear(hidden.float(), self.weight.float(), bias)
@@ -69,7 +69,7 @@ class AttentionPool(nn.Module):
         )
 
     def forward(self, hidden: Tensor, is_own: Tensor) -> Tensor:
-        """Scores [texts, 1] of tokens.
+        """Score [texts, 1] of tokens.
 
         Args:
             hidden: [tokens, hidden] float32.
@@ -92,7 +92,7 @@ class AttentionHead(nn.Module):
         self.pools = nn.ModuleList(AttentionPool(hidden_size) for _ in range(num_scores))
 
     def forward(self, hidden: Tensor, texts: Tensor, num_texts: int) -> Tensor:
-        """Scores [texts, scores] float32.
+        """Score [texts, score] float32.
 
         Args:
             hidden: [tokens, hidden] of real tokens alone.
@@ -108,24 +108,24 @@ class HeadBuilder(Protocol):
     """An entry of the registry of poolings."""
 
     def __call__(self, hidden_size: int, num_scores: int) -> nn.Module:
-        """A head in float32 whose numbers are not set."""
+        """Return a head in float32 whose numbers are not set."""
         ...
 
 
 def last_token(hidden_size: int, num_scores: int) -> ScoreHead:
-    """The head of the last token's hidden state, with a bias."""
+    """Return the head of the last token's hidden state, with a bias."""
     weight = nn.Parameter(torch.empty(num_scores, hidden_size))
     return ScoreHead(weight, nn.Parameter(torch.zeros(num_scores)))
 
 
 def build_head(pooling: str, hidden_size: int, num_scores: int) -> nn.Module:
-    """A head of the registry; see `HeadBuilder`."""
+    """Return a head of the registry; see `HeadBuilder`."""
     return cast("HeadBuilder", SCORE_POOLINGS.load(pooling))(hidden_size, num_scores)
 
 
 @torch.no_grad()
 def initialise(head: nn.Module, seed: int) -> None:
-    """Fixes all numbers of a head by a seed: first scores are of size 1, biases 0.
+    """Fix all numbers of a head by a seed: first scores are of size 1, biases 0.
 
     Source: Stiennon et al. 2020, arXiv:2009.01325: deviation 1 / sqrt(hidden + 1).
     """
@@ -141,7 +141,7 @@ def initialise(head: nn.Module, seed: int) -> None:
 
 
 def pooling_of(config: PretrainedConfig) -> str:
-    """The pooling of a saved reward model."""
+    """Return the pooling of a saved reward model."""
     return str(_field(config, POOLING_FIELD, LAST_TOKEN))
 
 
@@ -153,7 +153,7 @@ def score_weights(config: PretrainedConfig) -> dict[str, float]:
 
 
 def describe_head(config: PretrainedConfig, pooling: str, weights: Mapping[str, float]) -> None:
-    """Puts what `pooling_of` and `score_weights` read into a configuration."""
+    """Put what `pooling_of` and `score_weights` read into a configuration."""
     if pooling != LAST_TOKEN:
         setattr(config, POOLING_FIELD, pooling)
     if len(weights) > 1:

@@ -55,7 +55,7 @@ class SequenceModel(nn.Module):
     def lay_out(
         self, token_ids: Tensor, attention_mask: Tensor, scored_mask: Tensor | None = None
     ) -> TokenLayout:
-        """Lays out a batch as the policy says; see `TokenLayout.packed`."""
+        """Lay out a batch as the policy says; see `TokenLayout.packed`."""
         return self.layout_policy.lay_out(
             token_ids,
             attention_mask,
@@ -65,7 +65,7 @@ class SequenceModel(nn.Module):
         )
 
     def gradient_checkpointing_enable(self) -> None:
-        """Recomputes activations in the backward pass instead of storing them."""
+        """Recompute activations in the backward pass instead of storing them."""
         self.pretrained.gradient_checkpointing_enable({"use_reentrant": False})
 
     @property
@@ -79,7 +79,7 @@ class SequenceModel(nn.Module):
         return any(getattr(layer, "gradient_checkpointing", False) for layer in self.modules())
 
     def pack_samples(self, is_packed: bool = True) -> None:
-        """Lays batches out as one stream without padding, or as padded rows again.
+        """Lay batches out as one stream without padding, or as padded rows again.
 
         Raises:
             LayoutRefusedError: The model mixes packed sequences; see `use_packed_attention`.
@@ -87,7 +87,7 @@ class SequenceModel(nn.Module):
         self._use_policy(replace(self.layout_policy, packs_samples=is_packed))
 
     def share_sequences(self, group: ProcessGroup | None) -> None:
-        """Divides each batch's stream among the ranks of a group (sequence parallelism).
+        """Divide each batch's stream among the ranks of a group (sequence parallelism).
 
         From then on all ranks of the group call the model with the same batch, and each gets the
         results of the whole batch.
@@ -113,7 +113,7 @@ class SequenceModel(nn.Module):
 
 
 def has_prefix(name: str, prefixes: Sequence[str]) -> bool:
-    r"""Whether the dotted name of a layer or tensor begins with one of some others.
+    r"""Return whether the dotted name of a layer or tensor begins with one of some others.
 
     These are regular expressions: `visual(?!\.merger)` is the tower of Qwen-VL without its
     projector. The `model.` that a language model has before the names of its trunk may be left out.
@@ -125,7 +125,7 @@ def has_prefix(name: str, prefixes: Sequence[str]) -> bool:
 
 
 def names_part(text: str) -> re.Pattern[str]:
-    """The pattern of the names of a part of a model, and of all below it.
+    """Return the pattern of the names of a part of a model, and of all below it.
 
     Raises:
         ConfigError: The text is no regular expression.
@@ -142,12 +142,12 @@ def _plain(name: str) -> str:
 
 
 def freeze(model: SequenceModel, prefixes: Sequence[str]) -> None:
-    """Excludes all tensors below the prefixes of a sequence model; see `freeze_tensors`."""
+    """Exclude all tensors below the prefixes of a sequence model; see `freeze_tensors`."""
     freeze_tensors(model.pretrained, prefixes)
 
 
 def freeze_tensors(model: nn.Module, prefixes: Sequence[str]) -> None:
-    """Excludes all tensors below the prefixes from training; they stay in saved and sent weights.
+    """Exclude all tensors below the prefixes from training; they stay in saved and sent weights.
 
     Args:
         model: Is changed in place, before a strategy prepares it.
@@ -174,7 +174,7 @@ def freeze_tensors(model: nn.Module, prefixes: Sequence[str]) -> None:
 
 
 def layout_policy(model: object) -> LayoutPolicy:
-    """The layout policy of a model; models of other kinds see padded rows."""
+    """Return the layout policy of a model; models of other kinds see padded rows."""
     return model.layout_policy if isinstance(model, SequenceModel) else LayoutPolicy()
 
 
@@ -192,7 +192,7 @@ def trunk_output(
     *,
     with_router_logits: bool = False,
 ) -> MoeModelOutputWithPast:
-    """Output of a transformers trunk for the inputs of a layout.
+    """Return the output of a transformers trunk for the inputs of a layout.
 
     Args:
         trunk: The model up to its last hidden states [batch or 1, tokens, hidden].

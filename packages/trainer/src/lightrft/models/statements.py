@@ -51,7 +51,7 @@ class Statements:
 
     @cached_property
     def num_ids(self) -> int:
-        """Number of ids of the tokenizer, up to its last one; marks of media do not count."""
+        """Number of ids of the tokenizer, up to its last one; mark of media do not count."""
         fields = self.config.to_dict().items() if family_of(self.config) else ()
         marks = [value for name, value in fields if name.endswith(("_token_id", "_token_index"))]
         ids = self.tokenizer.get_vocab().values()

@@ -46,7 +46,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def sum_over_ranks(values: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over a sequence-parallel group, from which every rank computes the same loss.
+    """Return the sum over a sequence-parallel group, from which every rank computes the same loss.
 
     Each rank's gradient is that of its own terms: the sum over the group of the parameters'
     gradients is the gradient of one loss, not of as many losses as there are ranks.
@@ -64,7 +64,7 @@ class LayoutRefusedError(ValueError):
 
 
 def check_head_counts(num_heads: int, sp_size: int) -> None:
-    """Raises LayoutRefusedError unless the query heads can be distributed evenly over the ranks."""
+    """Raise LayoutRefusedError unless the query heads can be distributed evenly over the ranks."""
     if num_heads % sp_size:
         legal = [size for size in range(1, num_heads + 1) if num_heads % size == 0]
         raise LayoutRefusedError(
@@ -76,7 +76,7 @@ def check_head_counts(num_heads: int, sp_size: int) -> None:
 def gather_sequence(
     query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All tokens of this rank's share of the heads, by one exchange.
+    """Return all tokens of this rank's share of the heads, by one exchange.
 
     Key heads are repeated where there are fewer than ranks, so that each rank gets those that its
     query heads belong to.
@@ -112,7 +112,7 @@ def scatter_sequence(attended: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def check_same_batch(token_ids: Tensor, *masks: Tensor, group: ProcessGroup) -> None:
-    """Raises ValueError unless all ranks of the group hold the same batch. Collective.
+    """Raise ValueError unless all ranks of the group hold the same batch. Collective.
 
     Ranks with batches of different sizes would otherwise wait for each other inside a collective.
     """

@@ -120,7 +120,7 @@ def use_newer_kernel(shapes: Iterable[KernelShape]) -> None:
 
 
 def use_own_kernel() -> None:
-    """Puts torch's own kernel back, if another one was turned on."""
+    """Put torch's own kernel back, if another one was turned on."""
     if current_flash_attention_impl() is not None:
         restore_flash_attention_impl()
         known_trials.clear()
@@ -257,5 +257,5 @@ def _one_by_one(stream: Stream, window: int | None) -> Tensor:
 
 
 def _error(value: Tensor, expected: Tensor) -> float:
-    """The largest difference over the largest value."""
+    """Return the largest difference over the largest value."""
     return float((value - expected).abs().max() / expected.abs().max())

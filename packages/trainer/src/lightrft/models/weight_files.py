@@ -17,7 +17,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 def count_model(path: str) -> int:
-    """Numbers in the weight files of a model directory; 0 where there are none."""
+    """Return the numbers in the weight files of a model directory; 0 where there are none."""
     try:
         return sum(map(count_parameters, weight_files(Path(path))))
     except ValueError:
@@ -25,7 +25,7 @@ def count_model(path: str) -> int:
 
 
 def cut_files(path: str) -> Iterator[tuple[Path, int, int]]:
-    """Weight files of a model directory that are shorter than their headers say.
+    """Yield the weight files of a model directory that are shorter than their headers say.
 
     Yields:
         The file, its bytes, and those that it should have.
@@ -43,7 +43,7 @@ def cut_files(path: str) -> Iterator[tuple[Path, int, int]]:
 
 
 def count_parameters(path: Path) -> int:
-    """Numbers in a safetensors file, from its header; 0 if it has none that can be read."""
+    """Return numbers in a safetensors file, from its header; 0 if it has none that can be read."""
     try:
         return sum(map(math.prod, _shapes(path).values()))
     except (OSError, ValueError, KeyError):
@@ -51,7 +51,7 @@ def count_parameters(path: Path) -> int:
 
 
 def tensor_shapes(path: str) -> dict[str, tuple[int, ...]]:
-    """Shapes by name in all safetensors files of a model directory that can be read."""
+    """Return the shapes by name in all safetensors files of a model directory that can be read."""
     found: dict[str, tuple[int, ...]] = {}
     for file in sorted(Path(path).glob("*.safetensors")):
         try:
@@ -67,7 +67,7 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _read_header(path: Path) -> tuple[int, dict[str, dict[str, object]]]:
-    """Length of a file's header, and what it says of each tensor by name."""
+    """Return the length of a file's header, and what it says of each tensor by name."""
     with regular_file(path).open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         # No more than there is: a damaged length would ask for as much memory.

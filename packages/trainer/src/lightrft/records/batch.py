@@ -119,7 +119,7 @@ def collate(
     media: RowMedia = NO_MEDIA,
     masks_truncated: bool = False,
 ) -> RolloutBatch:
-    """The rows of a table as right-padded tensors.
+    """Return the rows of a table as right-padded tensors.
 
     A row that is excluded from the loss has an empty response mask. It covers exactly the sampled
     tokens: observations are context, and nothing is added to a truncated response.
@@ -171,7 +171,7 @@ def collate(
 
 
 def _padded_columns(table: SampleTable, attention_mask: Tensor) -> dict[str, Tensor]:
-    """The table's columns of tokens as [batch, seq] tensors; integers become int64.
+    """Return the table's columns of tokens as [batch, seq] tensors; integers become int64.
 
     A rare one that no row has is left out.
     """
@@ -189,14 +189,14 @@ def _padded_columns(table: SampleTable, attention_mask: Tensor) -> dict[str, Ten
 
 
 def select_rollouts(batch: RolloutBatch, rows: slice) -> RolloutBatch:
-    """Consecutive rows, without the columns that are padding in all of them."""
+    """Return consecutive rows, without the columns that are padding in all of them."""
     attention_mask = batch.attention_mask[rows]
     width = int(attention_mask.sum(dim=1).max()) if attention_mask.numel() else 0
     return replace(_narrowed(batch, rows, width), media=batch.media[rows])
 
 
 def select_experience(batch: ExperienceBatch, rows: slice) -> ExperienceBatch:
-    """Consecutive rows, without the columns that are padding in all of them."""
+    """Return consecutive rows, without the columns that are padding in all of them."""
     rollouts = select_rollouts(batch.rollouts, rows)
     width = rollouts.token_ids.shape[1]
     outputs = _narrowed(batch.outputs, rows, width)
@@ -207,7 +207,7 @@ Record = TypeVar("Record", RolloutBatch, PolicyOutputs, ExperienceBatch)
 
 
 def _narrowed(record: Record, rows: slice, width: int) -> Record:
-    """The record with some rows and columns of all its tensors."""
+    """Return the record with some rows and columns of all its tensors."""
 
     def narrow(value: object) -> object:
         if isinstance(value, dict):

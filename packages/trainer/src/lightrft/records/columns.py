@@ -83,7 +83,7 @@ class Column:
         return bool(self.sent_where) and self.sent_where == self.implied
 
     def read(self, scored: Sequence[ScoredRollout]) -> Values:
-        """The values of samples, one after another."""
+        """Return the values of samples, one after another."""
         if self.level == "row":
             return np.array([self._values(item) for item in scored], dtype=self.dtype)
         parts = [np.asarray(self._values(item), dtype=self.dtype) for item in scored]
@@ -96,7 +96,7 @@ class Column:
         return completion.facts.get(self.name, (self.fill,) * len(completion.output_token_ids))
 
     def to_wire(self, values: Values) -> bytes:
-        """The bytes that are sent."""
+        """Return the bytes that are sent."""
         if self.wire == "bit":
             return np.packbits(values.astype(np.bool_)).tobytes()
         if self.wire == "runs":
@@ -129,7 +129,7 @@ def _versions(item: ScoredRollout) -> ArrayLike:
 
 
 def _even_versions(item: ScoredRollout) -> ArrayLike:
-    """The same if the weights of the row's end sampled all of it."""
+    """Return the same if the weights of the row's end sampled all of it."""
     completion = item.rollout.completion
     return np.where(completion.is_sampled, completion.weights_version, -1)
 
@@ -147,7 +147,7 @@ def _turn_rewards(item: ScoredRollout) -> list[float]:
 
 
 def _paid(item: ScoredRollout) -> ArrayLike:
-    """The rewards of turns on their last tokens."""
+    """Return the rewards of turns on their last tokens."""
     is_sampled = np.array(item.rollout.completion.is_sampled, dtype=np.bool_)
     found, rewards = np.zeros(len(is_sampled)), _turn_rewards(item)
     if rewards:
@@ -250,17 +250,17 @@ COLUMNS: dict[str, Column] = {
 
 
 def columns(travels: str) -> list[Column]:
-    """Those that leave their rank in one way, in the order of the table."""
+    """Return those that leave their rank in one way, in the order of the table."""
     return [column for column in COLUMNS.values() if column.travels == travels]
 
 
 def vouched_columns() -> list[Column]:
-    """Those that the ledger holds, in the order of the table."""
+    """Return those that the ledger holds, in the order of the table."""
     return [column for column in COLUMNS.values() if column.is_vouched]
 
 
 def join_facts(*parts: tuple[int, Facts]) -> dict[str, tuple[float, ...]]:
-    """Facts of the parts of a response, one after another; what a part lacks is filled.
+    """Return the facts of the parts of a response, one after another; what a part lacks is filled.
 
     Args:
         parts: Number of tokens, and their facts by column; others are not kept.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def media_request(prompt: Prompt, request_id: int, encoder: Encoder) -> GenerationRequest:
-    """A request with the prompt's media, if it has any.
+    """Return a request with the prompt's media, if it has any.
 
     Args:
         prompt: Is completed.
@@ -58,7 +58,7 @@ def media_request(prompt: Prompt, request_id: int, encoder: Encoder) -> Generati
 
 
 def encode_prompt(prompt: Prompt, encoder: Encoder) -> EncodedPrompt:
-    """A prompt as the processor gives it; the same object until the encoder forgets it."""
+    """Return a prompt as the processor gives it; the same object until the encoder forgets it."""
     if not encoder.reads_media:
         raise ConfigError(
             f"prompt {prompt.id} has {prompt.media.counts}: the trainer needs the model's "
@@ -68,7 +68,7 @@ def encode_prompt(prompt: Prompt, encoder: Encoder) -> EncodedPrompt:
 
 
 def encode_row(rollout: Rollout, encoder: Encoder) -> EncodedPrompt | None:
-    """A row as far as it has media, those of its observations included; None without media.
+    """Return a row as far as it has media, those of its observations included; None without media.
 
     Raises:
         ConfigError: There are media, and the model reads text only.
@@ -82,7 +82,7 @@ def encode_context(
     later: Sequence[LaterImages],
     encoder: Encoder,
 ) -> EncodedPrompt | None:
-    """All ids that a turn continues, with their media; None without media.
+    """Return all ids that a turn continues, with their media; None without media.
 
     Args:
         token_ids: Of the context.
@@ -108,7 +108,7 @@ def _encoded(
 
 
 def require_text(prompts: Sequence[Prompt], option: str) -> None:
-    """Raises a ConfigError if prompts have media, for an option that continues responses."""
+    """Raise a ConfigError if prompts have media, for an option that continues responses."""
     has_media = [prompt.id for prompt in prompts if prompt.media]
     if has_media:
         raise ConfigError(
@@ -142,13 +142,13 @@ class MediaSources:
         return cls(prompt.text, prompt.media, rollout.later, ids)
 
     def encode(self, encoder: Encoder) -> EncodedPrompt | None:
-        """The row up to its last medium."""
+        """Return the row up to its last medium."""
         start = encoder.kept(self.text, self.media) if self.media else None
         return encoder.row(self.token_ids, start, self.later)
 
 
 def media_of(prompts: Iterable[Prompt]) -> dict[int, Media]:
-    """The media of each prompt that has some, by its id."""
+    """Return the media of each prompt that has some, by its id."""
     return {prompt.id: prompt.media for prompt in prompts if prompt.media}
 
 
@@ -160,7 +160,7 @@ def deliver_media(
     encoder: Encoder,
     givers: RowExchange | None = None,
 ) -> RowMedia:
-    """The media of the rows that this rank wants; collective where the model reads media.
+    """Return the media of the rows that this rank wants; collective where the model reads media.
 
     Args:
         table, scored, wanted, encoder: See `exchange_media`.
@@ -181,7 +181,7 @@ def exchange_media(
     ranks: RowExchange,
     encoder: Encoder,
 ) -> tuple[EncodedPrompt | None, ...]:
-    """The media of the rows that this rank wants, of each; collective.
+    """Return the media of the rows that this rank wants, of each; collective.
 
     Original bytes travel, once for each prompt and rank, and pixels are made where rows are
     trained; the rows of a prompt share them. Rows of environments travel each for itself, since
@@ -222,7 +222,7 @@ def _key_of_row(sample_id: int) -> int:
 def agree_on_kinds(
     context: DistributedContext, kinds: Collection[MediumKind]
 ) -> frozenset[MediumKind]:
-    """Kinds of media that some rank has, from those of this rank; collective."""
+    """Return the kinds of media that some rank has, from those of this rank; collective."""
     counts = context.all_reduce({kind: int(kind in kinds) for kind in MEDIA_KINDS}, op="max")
     return frozenset(kind for kind in MEDIA_KINDS if counts[kind])
 
@@ -230,13 +230,13 @@ def agree_on_kinds(
 def _held(
     table: RowTable, rows: NDArray[np.int64], holder: int, keys: Mapping[int, int]
 ) -> list[int]:
-    """Keys of those rows with media that a rank holds, each once."""
+    """Return the keys of those rows with media that a rank holds, each once."""
     held = table.sample_ids[rows[table.holders[rows] == holder]].tolist()
     return list(dict.fromkeys(keys[sample] for sample in held if sample in keys))
 
 
 def pack_sources(own: Mapping[int, MediaSources], keys: Sequence[int]) -> bytes:
-    """The sources of some rows, which have the bytes of all media in them, each once."""
+    """Return the sources of some rows, which have the bytes of all media in them, each once."""
     if not keys:
         return b""
     from lightrft.engines.media.sources import ImageSource  # where rows have media

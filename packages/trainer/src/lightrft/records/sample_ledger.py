@@ -56,14 +56,14 @@ class SampleEntry:
     request_id: int = -1
 
     def reward_is(self, source: str, reward: RewardResult, token_ids: Sequence[int] = ()) -> None:
-        """Notes a reward, and the ids of prompt and response that it was given to."""
+        """Note a reward, and the ids of prompt and response that it was given to."""
         self.rewards[source] = reward
         self.has_failed |= reward is UNDECIDED
         if token_ids:
             self.scored.add(hash_context(token_ids))
 
     def share(self, first: SampleEntry, token_ids: Sequence[int]) -> None:
-        """Notes that the rewards of another row of its episode are its own.
+        """Note that the rewards of another row of its episode are its own.
 
         Args:
             first: That row's entry.
@@ -148,7 +148,7 @@ class SampleLedger:
         return self._greedy
 
     def of(self, sample_id: int) -> SampleEntry:
-        """The entry of a sample; any thread may ask."""
+        """Return the entry of a sample; any thread may ask."""
         return self.entries.setdefault(sample_id, SampleEntry())
 
     def ask(
@@ -158,14 +158,14 @@ class SampleLedger:
         group_size: int,
         request_ids: Iterable[int],
     ) -> None:
-        """Notes which prompt each sample answers."""
+        """Note which prompt each sample answers."""
         for prompt, group_id, request_id in zip(prompts, group_ids, request_ids, strict=True):
             for index in range(group_size):
                 entry = self.of(group_id * group_size + index)
                 entry.group_id, entry.prompt, entry.request_id = group_id, prompt, request_id
 
     def lack_baselines(self, group_ids: Iterable[int]) -> None:
-        """Notes the groups whose greedy completions have no reward."""
+        """Note the groups whose greedy completions have no reward."""
         lacking = set(group_ids)
         for entry in self.entries.values():
             entry.lacks_baseline |= entry.group_id in lacking

@@ -103,7 +103,7 @@ class RowTable:
         return self[names.get(column.level, column.level)].astype(np.int64)
 
     def take(self, rows: NDArray[np.int64]) -> Self:
-        """The given rows, in the given order."""
+        """Return the given rows, in the given order."""
         found = self.columns
         for name, values in found.items():
             column = COLUMNS.get(name)
@@ -157,7 +157,7 @@ _FIELDS = {item.name for item in fields(SampleTable)}
 
 
 def build_table(kind: type[Table], names: tuple[str, ...], columns: Mapping[str, Values]) -> Table:
-    """A table of columns, and the names of its reward components."""
+    """Return a table of columns, and the names of its reward components."""
     own = {item.name for item in fields(kind)}
     return kind(
         **{name: values for name, values in columns.items() if name in own},  # type: ignore[arg-type]
@@ -167,12 +167,12 @@ def build_table(kind: type[Table], names: tuple[str, ...], columns: Mapping[str,
 
 
 def tabulate(scored: Sequence[ScoredRollout]) -> SampleTable:
-    """Scored rollouts as a table, in the given order."""
+    """Return scored rollouts as a table, in the given order."""
     return _read(SampleTable, scored, COLUMNS.values())
 
 
 def row_table(scored: Sequence[ScoredRollout]) -> RowTable:
-    """The rows of scored rollouts as all ranks are told of them, in the given order."""
+    """Return the rows of scored rollouts as all ranks are told of them, in the given order."""
     return _read(RowTable, scored, columns("exchange"))
 
 
@@ -186,7 +186,7 @@ def _read(kind: type[Table], scored: Sequence[ScoredRollout], wanted: Iterable[C
 
 
 def merge(tables: Sequence[RowTable]) -> RowTable:
-    """All rows of the tables, ordered by sample id.
+    """Return all rows of the tables, ordered by sample id.
 
     Raises:
         ValueError: A sample id occurs twice.
@@ -203,7 +203,7 @@ def merge(tables: Sequence[RowTable]) -> RowTable:
 
 
 def join_tables(tables: Sequence[Table]) -> Table:
-    """All rows of the tables with all that they have, ordered by sample id."""
+    """Return all rows of the tables with all that they have, ordered by sample id."""
     names = tuple(sorted({name for table in tables for name in table.component_names}))
     aligned = [{**table.columns, "components": _components_under(names, table)} for table in tables]
     joined = build_table(type(tables[0]), names, _concatenate(aligned))
@@ -222,7 +222,7 @@ def _components_under(names: tuple[str, ...], table: RowTable) -> NDArray[np.flo
 
 
 def exchange(scored: Sequence[ScoredRollout] | Exception, context: DistributedContext) -> RowTable:
-    """The rows of all ranks, ordered by sample id, on every rank.
+    """Return the rows of all ranks, ordered by sample id, on every rank.
 
     Args:
         scored: This rank's samples, or why there are none.
@@ -245,12 +245,12 @@ def exchange(scored: Sequence[ScoredRollout] | Exception, context: DistributedCo
 
 
 def row_on_wire() -> np.dtype[np.void]:
-    """One row on the wire; the components follow as float64."""
+    """Return one row on the wire; the components follow as float64."""
     return np.dtype([(column.name, column.wire or column.dtype) for column in columns("exchange")])
 
 
 def to_wire(scored: Sequence[ScoredRollout]) -> bytes:
-    """The message of one rank to all others on its samples."""
+    """Return the message of one rank to all others on its samples."""
     table = row_table(scored)
     rows = np.zeros(len(table), dtype=row_on_wire())
     for name in rows.dtype.names or ():
@@ -273,7 +273,7 @@ def deliver_rows(
     wanted: Sequence[NDArray[np.int64]],
     context: RowExchange,
 ) -> SampleTable:
-    """The rows that this rank wants, with their tokens; collective.
+    """Return the rows that this rank wants, with their tokens; collective.
 
     Args:
         table: The rows of all ranks.
@@ -317,7 +317,7 @@ def _pack(samples: SampleTable, rows: RowTable) -> bytes:
 
 
 def _unpack(data: bytes, rows: RowTable) -> dict[str, Values]:
-    """The values that `_pack` packed of the rows."""
+    """Return the values that `_pack` packed of the rows."""
     found: dict[str, Values] = {}
     rest = memoryview(data)
     for column in columns("delivery"):
@@ -336,7 +336,7 @@ def _is_sent(column: Column, rows: RowTable) -> NDArray[np.bool_]:
 
 
 def _implied(column: Column, rows: RowTable, found: Mapping[str, Values]) -> Values:
-    """The values of a column as if none were sent."""
+    """Return the values of a column as if none were sent."""
     counts = rows.counts(column)
     if column.implied is True:
         return np.full(counts.sum(), True, column.dtype)
@@ -345,7 +345,7 @@ def _implied(column: Column, rows: RowTable, found: Mapping[str, Values]) -> Val
 
 
 def branch_id(sample_id: int, number: int) -> int:
-    """The id of a row of an episode.
+    """Return the id of a row of an episode.
 
     Raises:
         ValueError: There are too many branches, or samples.
@@ -366,7 +366,7 @@ def episode_places(table: RowTable) -> NDArray[np.int64]:
 
 
 def episodes_of(table: RowTable) -> RowTable:
-    """One row an episode, with the tokens that were sampled in all of its branches.
+    """Return one row an episode, with the tokens that were sampled in all of its branches.
 
     Without branches it is the table itself.
     """

@@ -93,7 +93,7 @@ def decide_by_machine(
 def packing_by_machine(
     config: TrainConfig, facts: ModelFacts | None, *, can_pack: bool
 ) -> tuple[bool, str]:
-    """Whether samples are packed where nobody said so, and why."""
+    """Return whether samples are packed where nobody said so, and why."""
     if not can_pack:
         if facts is None or facts.packs:
             return False, "not every rank packs with one kernel"

@@ -47,16 +47,16 @@ class StepMetrics:
         self._pairs: dict[str, tuple[Callable[[PairedMoments], float | None], list[Tensor]]] = {}
 
     def add_mean(self, name: str, total: float | Tensor, count: float | Tensor) -> None:
-        """Adds `total` over `count` items to the mean called `name`."""
+        """Add `total` over `count` items to the mean called `name`."""
         self.add_sums(name, (total, count), _mean)
 
     def add_masked_mean(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Adds the entries of `values` [batch, seq] where `mask` is true."""
+        """Add the entries of `values` [batch, seq] where `mask` is true."""
         kept = torch.where(mask, values.detach().double(), 0.0)
         self.add_mean(name, kept.sum(), mask.sum())
 
     def add_masked_means(self, values: Mapping[str, Tensor], mask: Tensor) -> None:
-        """Adds several masked means by name; see `add_masked_mean`."""
+        """Add several masked means by name; see `add_masked_mean`."""
         for name, each in values.items():
             self.add_masked_mean(name, each, mask)
 
@@ -66,7 +66,7 @@ class StepMetrics:
         sums: Tensor | Sequence[float | Tensor],
         finish: Callable[[Tensor], float | None],
     ) -> None:
-        """Adds some sums; `finish` makes the metric of their totals over all ranks, a vector.
+        """Add some sums; `finish` makes the metric of their totals over all ranks, a vector.
 
         A metric that is None is left out.
         """
@@ -75,7 +75,7 @@ class StepMetrics:
         self._derived[name] = (len(sums), finish)
 
     def add_count(self, name: str, count: float | Tensor) -> None:
-        """Adds to a number that is summed over micro batches, optimizer steps and ranks."""
+        """Add to a number that is summed over micro batches, optimizer steps and ranks."""
         self.add_sums(name, (count,), float)
 
     def add_pairs(
@@ -86,7 +86,7 @@ class StepMetrics:
         mask: Tensor,
         finish: Callable[[PairedMoments], float | None],
     ) -> None:
-        """Adds pairs of entries [batch, seq] where `mask` is true.
+        """Add pairs of entries [batch, seq] where `mask` is true.
 
         `finish` makes the metric of their moments over all ranks; one that is None is left out.
         """
@@ -94,7 +94,7 @@ class StepMetrics:
         parts.append(paired_moments(first, second, mask))
 
     def add_effective_samples(self, name: str, weights: Tensor, mask: Tensor) -> None:
-        """Adds weights [batch, seq] whose effective share of samples is the metric."""
+        """Add weights [batch, seq] whose effective share of samples is the metric."""
         self.add_sums(name, effective_sample_sums(weights, mask), effective_sample_fraction)
 
     def add_max(self, name: str, value: float | Tensor) -> None:
@@ -106,14 +106,14 @@ class StepMetrics:
         self._add(name, value, "min")
 
     def forget(self) -> None:
-        """Keeps the names, as a rank without data has them."""
+        """Keep the names, as a rank without data has them."""
         for (_, kind), values in self.values.items():
             values[:] = [_NOTHING[kind]]
         for _, parts in self._pairs.values():
             parts[:] = [torch.zeros_like(parts[0])]
 
     def reduce(self, context: DistributedContext) -> dict[str, float]:
-        """Joins the metrics of all ranks with one collective.
+        """Join the metrics of all ranks with one collective.
 
         Returns:
             Name -> value, the same on every rank, names sorted.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def load_modality(config: RowDataOptions, tokenizer: PreTrainedTokenizerBase) -> Modality:
-    """The reader of the prompts of the model that is trained.
+    """Return the reader of the prompts of the model that is trained.
 
     Raises:
         ConfigError: An option does not fit the model.
@@ -37,7 +37,7 @@ _PIXEL_COUNTS = {"Qwen": 1, "Glm4v": 2}
 
 
 def limit_pixels(processor: ProcessorMixin, config: MediaOptions) -> None:
-    """Sets the sizes to which a processor scales media; it is saved with the model."""
+    """Set the sizes to which a processor scales media; it is saved with the model."""
     name = type(processor).__name__
     counts = next((n for family, n in _PIXEL_COUNTS.items() if name.startswith(family)), None)
     given = {"longest_edge": config.max_pixels, "shortest_edge": config.min_pixels}

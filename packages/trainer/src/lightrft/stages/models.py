@@ -36,7 +36,7 @@ NOISE = re.compile(
 
 
 def place_frozen(read: Callable[[], Actor], config: BuildOptions, backend: Backend) -> nn.Module:
-    """A model that scores, off the host before the next one is read."""
+    """Return a model that scores, off the host before the next one is read."""
     with backend.init_model_context(config.meta_init):
         model = read()
     configure_model(model, config)
@@ -44,7 +44,7 @@ def place_frozen(read: Callable[[], Actor], config: BuildOptions, backend: Backe
 
 
 def require_equal_start(backend: Backend, actor: AnyModel, reference: nn.Module) -> None:
-    """Proves that actor and reference, read from one path, start from the same weights; collective.
+    """Prove that actor and reference, read from one path, start from the same weights; collective.
 
     Adapters are left out: they add nothing at first.
 
@@ -78,7 +78,7 @@ def configure_trained(
     *,
     balances: bool = False,
 ) -> None:
-    """Configures a model before it is wrapped and compiled; says which layers have adapters."""
+    """Configure a model before it is wrapped and compiled; say which layers have adapters."""
     if model.coverage:
         context.print(model.coverage)
     configure_model(model, config, balances=balances)
@@ -86,7 +86,7 @@ def configure_trained(
 
 
 def load_policy(path: str, config: BuildOptions) -> Actor:
-    """The trained actor: with adapters where they are what is trained."""
+    """Return the trained actor: with adapters where they are what is trained."""
     model = load_causal_lm(path, allow_new_weights=config.allow_new_weights)
     if config.lora_rank:
         from lightrft.models.lora import LoraActor  # of runs with adapters
@@ -104,7 +104,7 @@ def trained_model(
     optimizer: Optimizer | None = None,
     scheduler: LRScheduler | None = None,
 ) -> TrainedModel:
-    """A model with its optimizer, given apart or as a PreparedModel.
+    """Return a model with its optimizer, given apart or as a PreparedModel.
 
     Raises:
         ValueError: The model or its optimizer is missing.
@@ -128,7 +128,7 @@ def configure_models(
     *,
     kept: KeptDropout,
 ) -> TrainConfig:
-    """Lays out samples, heads and activations of all models as configured, and proves them once.
+    """Lay out samples, heads and activations of all models as configured, and prove them once.
 
     Args:
         config, context, models: Options of the run, its ranks, and the models.
@@ -199,7 +199,7 @@ def _packed(
     context: DistributedContext,
     proofs: Sequence[tuple[SequenceModel, Proof | None]],
 ) -> TrainConfig:
-    """Packs the samples of all models, or of none; see `configure_models`."""
+    """Pack the samples of all models, or of none; see `configure_models`."""
     device, bf16 = context.device.type, context.computes_in_bf16
     use_newer_kernel(KernelShape.of_model(model.config, device, bf16=bf16) for model, _ in proofs)
     try:
@@ -237,7 +237,7 @@ def configure_model(model: SequenceModel, config: BuildOptions, *, balances: boo
 
 
 def turn_off_dropout(model: nn.Module, *, keeps_adapters: bool) -> None:
-    """Sets all dropout of a model, and other noise of its training mode, to 0.
+    """Set all dropout of a model, and other noise of its training mode, to 0.
 
     A ratio to a reference, to an earlier pass or to another score is of the model as it is: with
     dropout it would be that of two random parts of it.

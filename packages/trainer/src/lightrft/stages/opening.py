@@ -53,7 +53,7 @@ def opening_line(config: BuildOptions, backend: Backend, num_weights: int, *, wa
 
 
 def decide_by_files(config: TrainConfig, backend: Backend, *, way: str = "") -> TrainConfig:
-    """Says the opening line, and decides what is left to the machine and the models; collective.
+    """Say the opening line, and decide what is left to the machine and the models; collective.
 
     Args:
         config, backend: Of the run.
@@ -69,7 +69,7 @@ def decide_by_files(config: TrainConfig, backend: Backend, *, way: str = "") -> 
 
 
 def check_parts(config: BuildOptions, kind: type[_BaseAutoModelClass]) -> None:
-    """Looks for what options name in the model, built without weights.
+    """Look for what options name in the model, built without weights.
 
     Raises:
         ConfigError: It is a reward model where a language model is trained, its files have tensors
@@ -132,7 +132,7 @@ def _context_of(config: ModelOptions) -> int | None:
 def shared_prompts(
     trained: Iterable[Hashable], held_out: Sequence[Hashable], what: str = "rows"
 ) -> list[str]:
-    """A line where prompts of an evaluation are trained on; none where all are its own.
+    """Return a line where prompts of an evaluation are trained on; none where all are its own.
 
     Args:
         trained: What tells the prompt of each trained row from others.

@@ -42,6 +42,6 @@ QUANTISED_LIMITS = ParityLimits(mean=0.2, largest=10.0, hidden=0.2)
 
 
 def parity_limits(dtypes: Collection[torch.dtype]) -> ParityLimits:
-    """The limits of the coarsest of the dtypes in which engine or trainer compute."""
+    """Return the limits of the coarsest of the dtypes in which engine or trainer compute."""
     found = [PARITY_LIMITS.get(dtype, QUANTISED_LIMITS) for dtype in dtypes]
     return max(found, key=lambda limits: limits.mean)

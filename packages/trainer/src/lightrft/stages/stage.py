@@ -74,7 +74,7 @@ class TrainedModels:
         return self.trained[0]
 
     def named(self, name: str) -> TrainedModel | None:
-        """The model of that name, or None."""
+        """Return the model of that name, or None."""
         return next((each for each in self.trained if each.name == name), None)
 
 
@@ -163,19 +163,19 @@ class Stage(Protocol, Generic[Batch]):
     kept_dropout: KeptDropout = "adapters"
 
     def planned_steps(self) -> int:
-        """Steps of a whole run, those before a resume included."""
+        """Return the steps of a whole run, those before a resume included."""
         ...
 
     def draw(self, step: Step) -> Batch:
-        """The batch of one step; collective, with the models in evaluation mode."""
+        """Return the batch of one step; collective, with the models in evaluation mode."""
         ...
 
     def update(self, batch: Batch, step: Step) -> Work:
-        """All optimizer steps of one step; collective, with the models in training mode."""
+        """Return all optimizer steps of one step; collective, with the models in training mode."""
         ...
 
     def finish(self, batch: Batch, metrics: dict[str, float]) -> dict[str, float]:
-        """Remembers what the next step needs, and completes the metrics.
+        """Remember what the next step needs, and complete the metrics.
 
         Args:
             batch: Of the step.
@@ -187,7 +187,7 @@ class Stage(Protocol, Generic[Batch]):
         return metrics
 
     def client_state(self) -> dict[str, object]:
-        """What a checkpoint holds of the memory, complete on the first rank; collective."""
+        """Return what a checkpoint holds of the memory, complete on the first rank; collective."""
         return self.memory.to_client_state()
 
     def evaluate(self) -> dict[str, float]:
@@ -195,15 +195,15 @@ class Stage(Protocol, Generic[Batch]):
         return {}
 
     def alarms(self, metrics: Mapping[str, float]) -> list[str]:
-        """One sentence for each thing that is wrong with the metrics of a step."""
+        """Return one sentence for each thing that is wrong with the metrics of a step."""
         return alarms(self.config, metrics)
 
     def resumed(self) -> None:
-        """Adapts to a loaded checkpoint, once the engine has the weights."""
+        """Adapt to a loaded checkpoint, once the engine has the weights."""
         return
 
     def prove_saved(self, folder: Path) -> None:
-        """Proves that the written model is the trained one, where that can be told; collective.
+        """Prove that the written model is the trained one, where that can be told; collective.
 
         Args:
             folder: Holds the result of the run.
@@ -214,7 +214,7 @@ class Stage(Protocol, Generic[Batch]):
         return
 
     def close(self) -> None:
-        """Closes files."""
+        """Close files."""
         return
 
 
@@ -222,7 +222,7 @@ class StageInputs(Protocol):
     """Inputs of a stage, read and checked before any process group or model exists."""
 
     def decided(self, config: TrainConfig, backend: Backend) -> TrainConfig:
-        """The configuration with what its options leave to the machine; collective."""
+        """Return the configuration with what its options leave to the machine; collective."""
         ...
 
     def build(self, config: TrainConfig, strategy: StrategyBase) -> Stage[object]:
@@ -238,18 +238,18 @@ class StageInputs(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends processes that were started."""
+        """End processes that were started."""
         ...
 
 
 def last_sampled_step(step: Step, config: StreamingOptions) -> int:
-    """The last step that is sampled before a step is trained on."""
+    """Return the last step that is sampled before a step is trained on."""
     last = step.number + config.rollout_lag
     return min(last, step.num_planned) if step.num_planned >= step.number else last
 
 
 def stored_number(client_state: Mapping[str, object], name: str) -> float:
-    """A number of a checkpoint's client state.
+    """Return a number of a checkpoint's client state.
 
     Raises:
         KeyError: It is missing.
@@ -270,7 +270,7 @@ def optimizer_step(
     timeout_minutes: float,
     before_step: Callable[[], None] = lambda: None,
 ) -> OptimizerStepResult:
-    """One optimizer step from the losses of its micro-batches, each computed in its turn.
+    """Return one optimizer step from the losses of its micro-batches, each computed in its turn.
 
     The gradient is that of the sum of all shares over micro-batches and ranks, so each share is
     divided by the denominator Z of the whole optimizer batch, over all ranks
@@ -309,7 +309,7 @@ def optimizer_step(
 
 
 def record_total(name: str, context: DistributedContext, metrics: StepMetrics) -> None:
-    """Counts one optimizer step of a metric whose shares were added with the count 0."""
+    """Count one optimizer step of a metric whose shares were added with the count 0."""
     metrics.add_mean(name, 0.0, 1.0 / context.num_data_ranks)
 
 

@@ -35,7 +35,7 @@ MAX_PROOF_TEXTS, MAX_PROOF_TOKENS = 4, 512
 
 
 def open_server(place: str, config: TrainConfig) -> LogprobServer:
-    """The server of a teacher.
+    """Return the server of a teacher.
 
     Raises:
         ConfigError: The address is none.
@@ -49,7 +49,7 @@ def prove_teachers(
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[Sequence[int]],
 ) -> None:
-    """Proves what can be known of the teachers before a model is built.
+    """Prove what can be known of the teachers before a model is built.
 
     Of servers the first process asks; the others begin with it or not at all.
 
@@ -77,7 +77,7 @@ def prove_teachers(
 def require_same_texts(
     server: LogprobServer, place: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Proves that a server reads every id as the student does.
+    """Prove that a server reads every id as the student does.
 
     Parts of characters have no text of their own: their ids are only known to exist there.
 
@@ -99,7 +99,7 @@ def require_same_texts(
 def require_equal_answers(
     server: LogprobServer, place: str, texts: Sequence[Sequence[int]], config: TeacherOptions
 ) -> None:
-    """Proves that a server scores the same tokens alike twice.
+    """Prove that a server scores the same tokens alike twice.
 
     Raises:
         ConfigError: The answers differ by more than `teacher_tolerance`.
@@ -121,14 +121,14 @@ def require_equal_answers(
 
 
 def shown_place(place: str) -> str:
-    """An address without credentials."""
+    """Return an address without credentials."""
     return mask_address(place)
 
 
 def require_same_tokens(
     config: ModelOptions, path: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Proves that every id stands for the same bytes in teacher and student.
+    """Prove that every id stands for the same bytes in teacher and student.
 
     Args:
         config: Names the student.
@@ -162,7 +162,7 @@ def require_same_tokens(
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
-    """The entry of each id in the vocabulary, and its text alone.
+    """Return the entry of each id in the vocabulary, and its text alone.
 
     An entry and the text that a decoder makes of it settle its bytes; the text alone would not:
     parts of characters look alike.
@@ -176,13 +176,13 @@ def token_texts(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
 
 
 def is_own_teacher(config: RowDataOptions) -> bool:
-    """Whether the student and its one teacher are read from one place."""
+    """Return whether the student and its one teacher are read from one place."""
     folder = config.teacher_folders.get("")
     return bool(folder) and Path(str(folder)).resolve() == Path(str(config.pretrain)).resolve()
 
 
 def require_zero(mean: float, config: TeacherOptions, context: DistributedContext) -> None:
-    """Proves that a model has no distance from itself, given its mean a token in nats.
+    """Prove that a model has no distance from itself, given its mean a token in nats.
 
     Raises:
         ParityError: It has.

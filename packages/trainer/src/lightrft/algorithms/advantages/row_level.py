@@ -22,7 +22,7 @@ MAX_FILTER_WEIGHT = 3.0
 
 
 def estimate_row_advantages(estimator: AdvantageFunction, inputs: RowAdvantageInputs) -> Tensor:
-    """One advantage per row of all ranks: [rows].
+    """Return one advantage per row of all ranks: [rows].
 
     Raises:
         ValueError: the estimator is token-level, or does not give one number per row.

@@ -23,7 +23,7 @@ from lightrft.algorithms.masking import at_least_float32, mask_out
 def estimate_token_advantages(
     estimator: AdvantageFunction, inputs: TokenAdvantageInputs
 ) -> TokenAdvantages:
-    """Advantages and returns of local rows.
+    """Advantages and return of local rows.
 
     Raises:
         ValueError: the estimator works on rows, or does not return `TokenAdvantages`.
@@ -244,7 +244,7 @@ def generalized_advantages(
 
 
 def _by_column(gamma: float | Tensor, like: Tensor) -> Sequence[float | Tensor]:
-    """The discount after the token of each column: a number, or [batch] of them."""
+    """Return the discount after the token of each column: a number, or [batch] of them."""
     if isinstance(gamma, Tensor):
         return gamma.to(like.dtype).unbind(dim=1)
     _check_unit_interval(gamma=gamma)

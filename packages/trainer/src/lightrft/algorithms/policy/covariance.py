@@ -79,7 +79,7 @@ def kl_cov_policy_loss(
     cov_ratio: float = 2e-3,
     kl_coef: float = 1.0,
 ) -> TokenLoss:
-    """The unclipped surrogate with a KL penalty on the tokens of highest covariance.
+    """Return the unclipped surrogate with a KL penalty on the tokens of highest covariance.
 
     L_t = -r_t A_t + kl_coef |logprobs_t - old_t| for the n = max(1, floor(cov_ratio N)) tokens of
     highest cov_t (of equals the first), else -r_t A_t

@@ -31,7 +31,7 @@ Arguments = tuple[tuple[object, ...], dict[str, object]]
 def vision_inputs(
     trunk: "PreTrainedModel", family: VisionFamily, layout: "TokenLayout", media: RowMedia
 ) -> dict[str, object]:
-    """Inputs of the forward pass beside token ids and bounds.
+    """Return the inputs of the forward pass beside token ids and bounds.
 
     Args:
         trunk: The model up to its last hidden states.
@@ -93,7 +93,7 @@ def run_trunk(
     media: RowMedia,
     arguments: Mapping[str, object],
 ) -> "MoeModelOutputWithPast":
-    """Runs the trunk; every rank runs its tower for every kind of `media.present`.
+    """Run the trunk; every rank runs its tower for every kind of `media.present`.
 
     Args:
         trunk, family, layout, media: As for `vision_inputs`.
@@ -123,7 +123,7 @@ def run_trunk(
 def _with_dummies(
     trunk: "PreTrainedModel", family: VisionFamily, kinds: Sequence[MediumKind]
 ) -> Callable[..., object]:
-    """Adds nothing, by way of the tower: its parameters are gathered and get zero gradients."""
+    """Add nothing, by way of the tower: its parameters are gathered and get zero gradients."""
 
     def hook(module: nn.Module, args: object, output: Tensor) -> Tensor:
         for kind in kinds:
@@ -143,7 +143,7 @@ def _features(
     inputs: Mapping[str, Tensor],
     family: VisionFamily,
 ) -> object:
-    """Features of one kind by the model's own method, or by that of the family."""
+    """Return the features of one kind by the model's own method, or by that of the family."""
     dtype, pixels = next(trunk.parameters()).dtype, family.kinds.values()
     typed = {k: v.to(dtype) if k in pixels else v for k, v in inputs.items()}
     if family.features is not None:
@@ -162,7 +162,7 @@ def _used(features: object) -> object:
 
 
 def _floats(found: object) -> Iterator[Tensor]:
-    """The tensors of features, those of inner layers included."""
+    """Yield the tensors of features, those of inner layers included."""
     if isinstance(found, Tensor):
         if found.is_floating_point():
             yield found
@@ -175,7 +175,7 @@ def _floats(found: object) -> Iterator[Tensor]:
 
 
 def cut_tokens(trunk: "PreTrainedModel", own: slice) -> AbstractContextManager[object]:
-    """Gives the language model this rank's part of the tokens, after all media are in place."""
+    """Give the language model this rank's part of the tokens, after all media are in place."""
 
     def cut(module: nn.Module, args: tuple[object, ...], given: dict[str, object]) -> Arguments:
         embeds, places = given["inputs_embeds"], given["position_ids"]

@@ -39,7 +39,7 @@ class DivergenceInputs(RowInputs[SupervisedRow, KnownTeachers]):
 
 
 def read_inputs(config: TrainConfig) -> DivergenceInputs:
-    """Checks the options and the teacher, then reads the rows.
+    """Check the options and the teacher, then read the rows.
 
     Raises:
         ConfigError: Options that cannot be run, or a teacher of other tokens.

@@ -55,12 +55,12 @@ def chosen_places(config: RowDataOptions, num_rows: int, number: int) -> NDArray
 
 
 def prompt_of(row: SupervisedRow) -> tuple[int, ...]:
-    """The tokens before the first trained one."""
+    """Return the tokens before the first trained one."""
     return tuple(row.prompt_ids.tolist())
 
 
 def with_completion(row: SupervisedRow, output: Sequence[int]) -> SupervisedRow:
-    """The row's prompt with other tokens behind it, all of which are trained."""
+    """Return the row's prompt with other tokens behind it, all of which are trained."""
     prompt = prompt_of(row)
     return replace(
         row,
@@ -70,7 +70,7 @@ def with_completion(row: SupervisedRow, output: Sequence[int]) -> SupervisedRow:
 
 
 def check_prompts(rows: Sequence[SupervisedRow], config: PromptDataOptions) -> None:
-    """Raises a DataError if the student cannot complete the prompt of a row."""
+    """Raise a DataError if the student cannot complete the prompt of a row."""
     for place, row in enumerate(rows):
         size = len(prompt_of(row))
         if not 0 < size <= config.prompt_max_len:

@@ -74,7 +74,7 @@ def served_targets(
 
 
 def open_servers(config: TrainConfig) -> dict[str, LogprobServer]:
-    """The servers among the teachers, by name."""
+    """Return the servers among the teachers, by name."""
     places = config.teacher_places.items()
     return {name: open_server(at, config) for name, at in places if is_served(at)}
 
@@ -86,7 +86,7 @@ def ask_for_rows(
     *,
     top_k: int,
 ) -> dict[int, TextScores]:
-    """Answers of a server about this rank's rows, by their places in the step; collective.
+    """Answer of a server about this rank's rows, by their places in the step; collective.
 
     Raises:
         TeacherError: On every rank, if the server failed one of them.

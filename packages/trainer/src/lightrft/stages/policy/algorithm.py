@@ -56,7 +56,7 @@ class Algorithm:
 
 
 def build_algorithm(config: LearningOptions) -> Algorithm:
-    """Loads what the options name, binds hyper-parameters and tries a user's own on an example.
+    """Load what the options name, bind hyper-parameters and try a user's own on an example.
 
     Raises:
         ConfigError: Unknown names or hyper-parameters, a file that cannot be imported, or a
@@ -74,7 +74,7 @@ def build_algorithm(config: LearningOptions) -> Algorithm:
 
 
 def build_policy_loss(config: AlgorithmOptions) -> PolicyLossFunction:
-    """The policy loss with its hyper-parameters.
+    """Return the policy loss with its hyper-parameters.
 
     Raises:
         ConfigError: See `build_algorithm`.
@@ -99,7 +99,7 @@ def build_policy_loss(config: AlgorithmOptions) -> PolicyLossFunction:
 
 
 def build_estimator(config: LearningOptions) -> AdvantageFunction:
-    """The advantage estimator with its hyper-parameters.
+    """Return the advantage estimator with its hyper-parameters.
 
     Raises:
         ConfigError: See `build_algorithm`.
@@ -121,7 +121,7 @@ def build_estimator(config: LearningOptions) -> AdvantageFunction:
 
 
 def build_corrections(config: LearningOptions) -> "tuple[CorrectionTerm, ...]":
-    """The terms of `off_policy_correction`; () without.
+    """Return the terms of `off_policy_correction`; () without.
 
     Raises:
         ConfigError: A term cannot be read.
@@ -142,7 +142,7 @@ def build_corrections(config: LearningOptions) -> "tuple[CorrectionTerm, ...]":
 
 
 def algorithm_problems(config: LearningOptions) -> list[str]:
-    """Reasons why the algorithm of a run cannot be computed, one line each.
+    """Return the reasons why the algorithm of a run cannot be computed, one line each.
 
     Only for options that are right by themselves.
     """
@@ -156,7 +156,7 @@ def algorithm_problems(config: LearningOptions) -> list[str]:
 
 
 def requirement_problems(config: LearningOptions, algorithm: Algorithm) -> list[str]:
-    """Needs of the algorithm that the options do not meet, one line each."""
+    """Return the needs of the algorithm that the options do not meet, one line each."""
     name, traits = config.advantage_estimator, algorithm.estimator_traits
     rules = (
         (
@@ -192,7 +192,7 @@ def requirement_problems(config: LearningOptions, algorithm: Algorithm) -> list[
 def unused_algorithm_options(
     config: TrainConfig, algorithm: Algorithm, *, has_reference: bool = True
 ) -> list[str]:
-    """Options that were changed and that this algorithm does not use, one sentence each."""
+    """Return options that were changed and that this algorithm does not use, one sentence each."""
     found = [
         f"{name} acts only with an advantage_estimator that has a critic"
         for name, (entry, info) in options_of(TrainConfig).items()
@@ -208,7 +208,7 @@ def unused_algorithm_options(
 
 
 def decide(config: TrainConfig) -> tuple[TrainConfig, Algorithm]:
-    """The configuration with what was left to the algorithm, and the algorithm.
+    """Return the configuration with what was left to the algorithm, and the algorithm.
 
     Raises:
         ConfigError: See `build_algorithm`.
@@ -230,7 +230,7 @@ def check_algorithm(
     engine_type: str | None,
     has_teacher: bool = False,
 ) -> None:
-    """Checks that a trainer has what its algorithm needs.
+    """Check that a trainer has what its algorithm needs.
 
     Args:
         config, algorithm: What it computes.
@@ -269,7 +269,7 @@ def check_algorithm(
 def _common_options(
     config: AlgorithmOptions, function: Callable[..., object], *, owner: str
 ) -> dict[str, object]:
-    """Values of the common options that the loss has an argument for.
+    """Return the values of the common options that the loss has an argument for.
 
     Raises:
         ConfigError: An option was given, and the loss has no such argument.
@@ -288,7 +288,7 @@ def _common_options(
 
 
 def _with_token_loss(function: Callable[..., object]) -> PolicyLossFunction:
-    """The loss, whose result may be a bare tensor, as one that gives a TokenLoss."""
+    """Return the loss, whose result may be a bare tensor, as one that gives a TokenLoss."""
 
     def loss(
         logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, response_mask: Tensor
@@ -308,7 +308,7 @@ def _with_token_loss(function: Callable[..., object]) -> PolicyLossFunction:
 
 
 def _try(check: Callable[[], str | None], *, owner: str, expected: str) -> None:
-    """Runs a user's function on an example batch.
+    """Run a user's function on an example batch.
 
     Raises:
         ConfigError: It raises, or its result is not what is expected.

@@ -171,7 +171,7 @@ class PolicyInputs:
         return SampleLogs(samples, trajectories, rollouts, shown)
 
     def rollout_log(self, config: OutputOptions, *, has_rewards: bool) -> RolloutLog | None:
-        """The log of all samples, or None."""
+        """Return the log of all samples, or None."""
         if not config.save_rollouts:
             return None
         held_out = (prompt.key for prompt in self.eval_prompts)
@@ -198,7 +198,7 @@ class PolicyInputs:
 
 
 def read_inputs(config: TrainConfig) -> PolicyInputs:
-    """Checks the options, then reads tokenizer, data and rewards.
+    """Check the options, then read tokenizer, data and rewards.
 
     Raises:
         DataError: Prompts that cannot be read.
@@ -257,7 +257,7 @@ def _task_key(prompt: Prompt) -> Hashable:
 
 
 def require_images(prompts: Iterable[Prompt]) -> None:
-    """Raises a DataError if a prompt has media that agents are not shown."""
+    """Raise a DataError if a prompt has media that agents are not shown."""
     for prompt in prompts:
         others = [kind for kind in prompt.media.kinds if kind != "image"]
         if others:
@@ -268,7 +268,7 @@ def require_images(prompts: Iterable[Prompt]) -> None:
 
 
 def _require_json(prompts: Iterable[Prompt]) -> None:
-    """Raises a DataError if a prompt cannot be kept in a checkpoint."""
+    """Raise a DataError if a prompt cannot be kept in a checkpoint."""
     for prompt in prompts:
         try:
             json.dumps([prompt.columns, prompt.row])
@@ -286,7 +286,7 @@ def build_environments(
     *,
     has_journal: bool = True,
 ) -> Agents | Environments | SingleTurns:
-    """Environments that answer the calls of the model; without any, single turns."""
+    """Return the environments that answer the calls of the model; without any, single turns."""
     if not config.has_episodes:
         return SingleTurns(modality)
     folder = Path(config.output_dir) if has_journal else None
@@ -307,7 +307,7 @@ def build_environments(
 
 
 def pretrain_mix(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainMix | None:
-    """The rows of `pretrain_data`, or None without."""
+    """Return the rows of `pretrain_data`, or None without."""
     if config.pretrain_data is None or config.ptx_coef == 0:
         return None
     from lightrft.stages.policy.pretrain_mix import PretrainMix, load_mixed_rows
@@ -319,7 +319,7 @@ def pretrain_mix(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
 
 
 def trajectory_log(config: OutputOptions, *, has_rewards: bool) -> TrajectoryLog | None:
-    """The log of single tokens, or None."""
+    """Return the log of single tokens, or None."""
     if not config.save_trajectories:
         return None
     return TrajectoryLog(
@@ -333,7 +333,7 @@ def trajectory_log(config: OutputOptions, *, has_rewards: bool) -> TrajectoryLog
 def load_run_prompts(
     config: TrainConfig, tokenizer: PromptTokenizer, *, for_evaluation: bool = False
 ) -> PromptDataset:
-    """The prompts of `prompt_data`, or those of `eval_data`.
+    """Return the prompts of `prompt_data`, or those of `eval_data`.
 
     Raises:
         DataError: They cannot be read.
@@ -354,7 +354,7 @@ def load_run_prompts(
 
 
 def _check_options(config: TrainConfig) -> None:
-    """Raises a ConfigError that lists all that is missing or does not fit."""
+    """Raise a ConfigError that lists all that is missing or does not fit."""
     missing = config.missing_inputs
     if missing:
         raise ConfigError("\n".join(missing))
@@ -372,7 +372,7 @@ def _check_options(config: TrainConfig) -> None:
 def build_models(
     config: TrainConfig, training: ModelTraining, max_steps: int
 ) -> tuple[TrainedModels, FrozenModels]:
-    """Loads and prepares actor and critic with the actor's moving average; and the frozen models.
+    """Load and prepare actor and critic with the actor's moving average; and the frozen models.
 
     Args:
         config: Paths and options of the models.

@@ -90,7 +90,7 @@ class SampleLogs:
         tokenizer: PreTrainedTokenizerBase,
         context: DistributedContext,
     ) -> None:
-        """Appends the samples of a step; collective."""
+        """Append the samples of a step; collective."""
         self.write_samples(step, experience.samples.scored, context)
         if context.rank == 0 and self.trajectories is not None:
             self.trajectories.log(step, experience, tokenizer)
@@ -100,14 +100,14 @@ class SampleLogs:
     def write_samples(
         self, step: int, scored: Sequence[ScoredRollout], context: DistributedContext
     ) -> None:
-        """Appends what the ranks that sampled know; collective among them."""
+        """Append what the ranks that sampled know; collective among them."""
         if self.rollouts is not None:
             self.rollouts.log(step, scored, context)
         if context.rank == 0 and self.samples is not None:
             self.samples.log(step, scored)
 
     def close(self) -> None:
-        """Closes the files."""
+        """Close the files."""
         for log in (self.samples, self.trajectories, self.rollouts):
             if log is not None:
                 log.close()
@@ -143,7 +143,7 @@ class PolicyMemory(StageMemory):
         *,
         media: Mapping[int, Media] | None = None,
     ) -> PolicyMemory:
-        """The memory of a rank before the first step."""
+        """Return the memory of a rank before the first step."""
         kl = KlController(config.init_kl_coef, config.kl_target, config.kl_horizon)
         moments = Moments() if config.reward_running_norm else None
         return cls(kl, moments, rank=rank, world_size=world_size, media=media or {})
@@ -154,7 +154,7 @@ class PolicyMemory(StageMemory):
         return self.in_flight.num_requests
 
     def after_step(self, batch: PolicyBatch, *, kl: float | None) -> PolicyMemory:
-        """The memory after one more step.
+        """Return the memory after one more step.
 
         Args:
             batch: What was trained on.
@@ -233,7 +233,7 @@ def sample_ahead(
     config: LearningOptions,
     num_planned: int,
 ) -> tuple[InFlight, list[Samples]]:
-    """The rows in flight with those of some further steps, and the new ones; collective.
+    """Return the rows in flight with those of some further steps, and the new ones; collective.
 
     Streaming rollouts begin no group that no step would train on: those that were open at the end
     would be the long ones. With dynamic sampling it is not known how many there are to come.
@@ -282,7 +282,7 @@ def take_step(
     config: LearningOptions,
     context: DistributedContext,
 ) -> tuple[Samples, InFlight]:
-    """The samples that a step trains on, and what stays in flight; collective.
+    """Return the samples that a step trains on, and what stays in flight; collective.
 
     Args:
         before: In flight before the step.
@@ -347,7 +347,7 @@ class ExperienceMaker:
     def make(
         self, prompts: Sequence[Prompt] | None, step: Step, memory: PolicyMemory
     ) -> PolicyBatch:
-        """Rolls out prompts, as many on every rank, and scores the responses; collective.
+        """Roll out prompts, as many on every rank, and score the responses; collective.
 
         Args:
             prompts: This rank's part of the step's prompts; None draws them.
@@ -402,7 +402,7 @@ class ExperienceMaker:
         return PolicyBatch(experience, in_flight, num_sampled_tokens, gate)
 
     def _note_versions(self, step: Step, memory: PolicyMemory) -> SampledVersions | None:
-        """Remembers which weights the engine has while this step samples ahead."""
+        """Remember which weights the engine has while this step samples ahead."""
         engine = self.session.engine
         if not (self.config.keeps_rows and self.config.ledger_gate) or engine is None:
             return None
@@ -418,7 +418,7 @@ class ExperienceMaker:
     def _sample(
         self, prompts: Sequence[Prompt] | None, step: Step, memory: PolicyMemory
     ) -> tuple[Samples, InFlight, int]:
-        """The samples that a step trains on, and what is in flight after it; collective.
+        """Return the samples that a step trains on, and what is in flight after it; collective.
 
         With `rollout_lag` K step t + K is sampled before step t is trained on, and the first K + 1
         steps are sampled before the first. The third result is the number of sampled tokens.
@@ -477,7 +477,7 @@ class ExperienceMaker:
         )
 
     def kl_coef(self, memory: PolicyMemory) -> float:
-        """Weight of the KL term; 0 without a reference model."""
+        """Return the weight of the KL term; 0 without a reference model."""
         return 0.0 if self.models.reference is None else memory.kl.coef
 
     def _next_prompts(self, step: Step) -> Callable[[], Sequence[Prompt]] | None:
@@ -519,7 +519,7 @@ class ExperienceMaker:
         )
 
     def _corrects_in_pass(self) -> bool:
-        """Whether corrections can take the logprobs of the update's own forward pass."""
+        """Return whether corrections can take the logprobs of the update's own forward pass."""
         terms = self.algorithm.corrections
         if not (terms and self.loss_inside):
             return not any(term.mean_one for term in terms)
@@ -527,11 +527,11 @@ class ExperienceMaker:
         return is_whole and all(term.is_token_wise for term in terms)
 
     def trains_actor(self, step: Step) -> bool:
-        """Whether the actor learns in a step (`freezing_actor_steps`)."""
+        """Return whether the actor learns in a step (`freezing_actor_steps`)."""
         return step.number > self.config.freezing_actor_steps
 
     def check_parity(self, experience: StepExperience, timer: StepTimer) -> ParityReport | None:
-        """Compares the engine's logprobs of an experience with the trainer's; collective.
+        """Compare the engine's logprobs of an experience with the trainer's; collective.
 
         Returns:
             What was found; None if the engine does not compute the trainer's model.

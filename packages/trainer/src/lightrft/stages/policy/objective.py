@@ -43,7 +43,7 @@ class LossTokens:
 
     @classmethod
     def of(cls, micro: ExperienceBatch, *, mode: str, factors: Tensor | None) -> LossTokens:
-        """Tokens of a micro batch, aggregated in a mode."""
+        """Return tokens of a micro batch, aggregated in a mode."""
         mask = micro.rollouts.response_mask
         return cls(
             mask=mask,
@@ -57,17 +57,17 @@ class LossTokens:
         )
 
     def at(self, rows: Tensor, columns: Tensor) -> LossTokens:
-        """Some tokens, as one row: [1, tokens]."""
+        """Return some tokens, as one row: [1, tokens]."""
         every = {item.name: getattr(self, item.name) for item in fields(self)}
         chosen = {k: None if v is None else v[rows, columns][None] for k, v in every.items()}
         return replace(self, **chosen)  # type: ignore[arg-type]
 
     def weighted(self, factors: Tensor) -> LossTokens:
-        """The tokens with further factors of the policy loss, like `mask`."""
+        """Return the tokens with further factors of the policy loss, like `mask`."""
         return replace(self, factors=factors if self.factors is None else self.factors * factors)
 
     def old_logprobs_or(self, logprobs: Tensor) -> Tensor:
-        """The old logprobs, which in the first pass are those of the policy itself."""
+        """Return the old logprobs, which in the first pass are those of the policy itself."""
         return logprobs.detach() if self.old_logprobs is None else self.old_logprobs
 
 
@@ -90,7 +90,7 @@ class PolicyObjective:
     def terms(
         self, tokens: LossTokens, logprobs: Tensor, entropy: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor], TokenLoss]:
-        """The objective's value over some tokens.
+        """Return the objective's value over some tokens.
 
         Args:
             tokens: Which, and what is known of them.
@@ -132,7 +132,7 @@ def why_loss_outside(
     actor: nn.Module,
     corrections: Sequence[CorrectionTerm] = (),
 ) -> str | None:
-    """The reason not to compute the loss inside the output projection; None if it is.
+    """Return the reason not to compute the loss inside the output projection; None if it is.
 
     Inside, it is asked of some tokens at a time: three matrix products with the vocabulary instead
     of four, and the same numbers.

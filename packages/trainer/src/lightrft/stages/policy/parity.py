@@ -77,7 +77,7 @@ class ParityReport:
         return self.mean <= self.limits.mean and self.worst.difference <= self.limits.largest
 
     def summary(self) -> str:
-        """One line."""
+        """Return one line."""
         if self.worst is None:
             return (
                 "parity: no token whose logprobs follow the same distribution in engine and trainer"
@@ -92,7 +92,7 @@ class ParityReport:
 def compare_logprobs(
     batch: RolloutBatch, logprobs: Tensor, *, limits: ParityLimits, context: DistributedContext
 ) -> ParityReport:
-    """Compares this rank's rows and joins what all ranks found; collective.
+    """Compare this rank's rows and join what all ranks found; collective.
 
     Args:
         batch: This rank's rows.
@@ -148,7 +148,7 @@ def check_parity(
     session: EngineSession,
     mean_limit: float | None = None,
 ) -> ParityReport:
-    """Raises unless engine and trainer agree on the logprobs of a step; collective.
+    """Raise unless engine and trainer agree on the logprobs of a step; collective.
 
     Args:
         batch: This rank's rows.
@@ -236,7 +236,7 @@ def first_divergence(
     limit: float,
     media: EncodedPrompt | None = None,
 ) -> str | None:
-    """Runs one sequence through the trainer's model and the engine's, and compares all layers.
+    """Run one sequence through the trainer's model and the engine's, and compare all layers.
 
     Collective where the trainer's model is sharded: every rank must call it.
 

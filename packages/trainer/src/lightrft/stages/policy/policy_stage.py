@@ -177,7 +177,7 @@ class PolicyStage(Stage[PolicyBatch]):
         )
 
     def _remote_rollouts(self) -> RemoteRollouts | None:
-        """The rollouts of the ranks that only generate, if there are any."""
+        """Return the rollouts of the ranks that only generate, if there are any."""
         if not self.config.rollout_ranks:
             return None
         from lightrft.stages.policy.split.training_side import RemoteRollouts
@@ -191,7 +191,7 @@ class PolicyStage(Stage[PolicyBatch]):
         )
 
     def _teacher(self, frozen: FrozenModels) -> TeacherFunction | None:
-        """What scores samples for the teachers; None without any."""
+        """Return what scores samples for the teachers; None without any."""
         if not self.config.teacher_places:
             return None
         from lightrft.stages.policy.teacher import build_teacher
@@ -200,7 +200,7 @@ class PolicyStage(Stage[PolicyBatch]):
         return build_teacher(self.config, frozen.teachers, rows, context)
 
     def _check_options(self, frozen: FrozenModels, parts: RolloutParts) -> None:
-        """Checks and configures the models, and warns about options without effect."""
+        """Check and configure the models, and warn about options without effect."""
         config, algorithm, strategy = self.config, self.algorithm, self.strategy
         if self.config.has_episodes and not parts.environments.answers_calls:
             raise ConfigError(
@@ -257,7 +257,7 @@ class PolicyStage(Stage[PolicyBatch]):
         return self.maker.make(None, step, self.memory)
 
     def roll_out(self, prompts: Sequence[Prompt], step: Step) -> PolicyBatch:
-        """The experience of given prompts; collective."""
+        """Return the experience of given prompts; collective."""
         return self.maker.make(prompts, step, self.memory)
 
     def client_state(self) -> dict[str, object]:
@@ -308,7 +308,7 @@ class PolicyStage(Stage[PolicyBatch]):
         return work
 
     def observe_step(self, batch: PolicyBatch, step: Step) -> Observer:
-        """The receiver of the step's numbers; collective where one is due."""
+        """Return the receiver of the step's numbers; collective where one is due."""
         return open_observer(
             step,
             self.config.audit_every,
@@ -343,7 +343,7 @@ class PolicyStage(Stage[PolicyBatch]):
         )
 
     def advise(self, metrics: Mapping[str, float], table: RowTable) -> None:
-        """Says once, from the third step on, that ranks wait for long responses."""
+        """Say once, from the third step on, that ranks wait for long responses."""
         idle, thin = (
             metrics[f"{each}_seconds"] / metrics["step_seconds"] for each in ("idle", "thin")
         )
@@ -375,12 +375,12 @@ class PolicyStage(Stage[PolicyBatch]):
         return alarms(self.config, metrics, compares_groups=compares_groups)
 
     def close(self) -> None:
-        """Closes the logs of samples."""
+        """Close the logs of samples."""
         self.maker.logs.close()
 
 
 def prompt_encoder(parts: RolloutParts, actor: nn.Module) -> Encoder:
-    """The encoder of prompts; that of text without a processor or for a model of text.
+    """Return the encoder of prompts; that of text without a processor or for a model of text.
 
     With environments it is theirs, so that each image is encoded once.
     """
@@ -400,7 +400,7 @@ def prompt_encoder(parts: RolloutParts, actor: nn.Module) -> Encoder:
 def evaluate_prompts(
     prompts: Sequence[Prompt], sampler: RolloutSampler | RemoteRollouts, config: RolloutOptions
 ) -> dict[str, float]:
-    """Mean reward and components of one completion per prompt; collective.
+    """Return the mean reward and components of one completion per prompt; collective.
 
     Every prompt counts once, whatever the number of ranks. The random numbers of training belong
     to other requests and stay as they are. Prompts whose reward could not be decided, or fails

@@ -57,7 +57,7 @@ class PretrainMix:
             )
 
     def rows(self, position: int) -> list[int]:
-        """The texts of optimizer step `position` of the run, over all ranks."""
+        """Return the texts of optimizer step `position` of the run, over all ranks."""
         first = position * self.batch_size
         places = [divmod(first + i, len(self.texts)) for i in range(self.batch_size)]
         orders = {
@@ -74,7 +74,7 @@ class PretrainMix:
         config: TrainingOptions,
         metrics: StepMetrics,
     ) -> list[Callable[[], Tensor]]:
-        """Micro batches of this rank; every rank gets equally many, empty ones included.
+        """Return micro batches of this rank; every rank gets equally many, empty ones included.
 
         Args:
             actor: Scores the texts.
@@ -117,7 +117,7 @@ class PretrainMix:
 def load_mixed_rows(
     path: str, tokenizer: PreTrainedTokenizerBase, config: TrainConfig
 ) -> list[SupervisedRow]:
-    """Rows to mix in, rendered and marked as those of `lightrft sft`.
+    """Return the rows to mix in, rendered and marked as those of `lightrft sft`.
 
     Texts, of which all is trained, are cut at the longest sequence of the run; other rows that are
     longer are left out.
@@ -152,7 +152,7 @@ def load_mixed_rows(
 
 
 def _with_text(row: Row, column: str) -> Row:
-    """The row with the text of the column that `pretrain_column` names."""
+    """Return the row with the text of the column that `pretrain_column` names."""
     if column == _TEXT_COLUMN:
         return row
     text = row.columns.get(column)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def build_run_reward(
     config: TrainConfig, *, recipes: RewardRecipes | None = None
 ) -> CombinedReward:
-    """The reward function of the options; a context manager that ends its processes."""
+    """Return the reward function of the options; a context manager that ends its processes."""
     return build_reward(
         config.reward_fn,
         weights=config.reward_weights[: num_functions(config)] or None,
@@ -53,12 +53,12 @@ def build_run_reward(
 
 
 def num_functions(config: ScorerOptions) -> int:
-    """Rewards that are not models of this run."""
+    """Return the rewards that are not models of this run."""
     return len(config.reward_fn) + len(reward_urls(config))
 
 
 def reward_recipes(config: RewardOptions, prompts: Sequence[Prompt]) -> RewardRecipes | None:
-    """The weights by row, or None without `reward_recipe`.
+    """Return the weights by row, or None without `reward_recipe`.
 
     Raises:
         ConfigError: The file is unusable.
@@ -80,7 +80,7 @@ def reward_recipes(config: RewardOptions, prompts: Sequence[Prompt]) -> RewardRe
 
 
 def prepare_reward_models(config: TrainConfig, backend: Backend) -> tuple[nn.Module, ...]:
-    """Loads the reward models and shards each over at most 8 ranks."""
+    """Load the reward models and shard each over at most 8 ranks."""
     with backend.init_model_context():
         new = config.allow_new_weights
         models = [
@@ -102,7 +102,7 @@ def build_model_rewards(
     tokenizer: PreTrainedTokenizerBase,
     recipes: RewardRecipes | None,
 ) -> ModelRewards | None:
-    """The reward models of a run, or None without any.
+    """Return the reward models of a run, or None without any.
 
     Args:
         config: Paths, weights and the rows of a forward pass.
@@ -174,7 +174,7 @@ def build_trainer_rewards(
     backend: Backend,
     config: ShapingOptions,
 ) -> tuple[RewardFunction, ModelRewards | None]:
-    """The reward function and the reward models of a trainer.
+    """Return the reward function and the reward models of a trainer.
 
     Args:
         source: Functions (objects with `score()`) and prepared modules that give one score per

@@ -74,7 +74,7 @@ def experience_metrics(
     has_rewards: bool = True,
     num_sampled_tokens: int,
 ) -> dict[str, float]:
-    """Metrics of a step that every rank knows without communication.
+    """Return the metrics of a step that every rank knows without communication.
 
     Args:
         step: What was trained on.
@@ -100,7 +100,7 @@ def experience_metrics(
 def _stage_speeds(
     step: StepExperience, metrics: Mapping[str, float], num_epochs: int
 ) -> dict[str, float]:
-    """Tokens per second of forward passes and update."""
+    """Return tokens per second of forward passes and update."""
     outputs, num_tokens = step.batch.outputs, float(step.table.lengths.sum())
     speeds = {"train_tokens_per_second": num_epochs * num_tokens / metrics["train_seconds"]}
     known = (outputs.old_logprobs, outputs.ref_logprobs, outputs.teacher_logprobs, outputs.values)
@@ -111,7 +111,7 @@ def _stage_speeds(
 
 
 def selection_metrics(samples: Samples) -> dict[str, float]:
-    """Groups that dynamic sampling sampled and did not train on."""
+    """Return the groups that dynamic sampling sampled and did not train on."""
     selection = samples.selection
     if selection is None:
         return {}
@@ -128,7 +128,7 @@ def selection_metrics(samples: Samples) -> dict[str, float]:
 
 
 def stream_metrics(samples: Samples) -> dict[str, float]:
-    """Tokens that streaming rollouts sampled, and groups that go on in the next step."""
+    """Return tokens that streaming rollouts sampled, and groups that go on in the next step."""
     report = samples.report
     if report is None:
         return {}
@@ -141,7 +141,7 @@ def stream_metrics(samples: Samples) -> dict[str, float]:
 
 
 def record_staleness(step: StepExperience, metrics: StepMetrics) -> None:
-    """Adds how many updates old this rank's tokens are."""
+    """Add how many updates old this rank's tokens are."""
     staleness = step.version - step.rows.token_versions[step.rows.is_sampled]
     metrics.add_mean("staleness/token_share", float((staleness > 0).sum()), len(staleness))
     metrics.add_mean("staleness/mean", float(staleness.sum()), len(staleness))
@@ -162,7 +162,7 @@ def group_metrics(table: RowTable) -> dict[str, np.floating]:
 def record_experience(
     step: StepExperience, metrics: StepMetrics, config: LearningOptions, *, has_rewards: bool = True
 ) -> None:
-    """Adds what this rank's rows say: advantages, values and, where the actor was asked, policy."""
+    """Add what this rank's rows say: advantages, values and, where the actor was asked, policy."""
     batch, rollouts = step.batch, step.batch.rollouts
     mask = rollouts.response_mask
     if config.use_rollout_logprobs:
@@ -189,7 +189,7 @@ def record_experience(
 
 
 def record_tallies(reward: RewardFunction, metrics: StepMetrics) -> None:
-    """Adds what a reward counted since the last step: tokens, seconds and cost of a judge."""
+    """Add what a reward counted since the last step: tokens, seconds and cost of a judge."""
     tallies = reward.take_tallies() if isinstance(reward, CountsCosts) else {}
     for name, (total, count) in tallies.items():
         if count is None:
@@ -215,7 +215,7 @@ def rollout_means(samples: Samples) -> list[Mean]:
 
 
 def conversation_means(scored: Sequence[ScoredRollout], tool_names: Sequence[str]) -> list[Mean]:
-    """Turns, calls and their outcomes; of each tool its calls, errors and seconds.
+    """Return the turns, calls and their outcomes; of each tool its calls, errors and seconds.
 
     Args:
         scored: This rank's samples.
@@ -246,7 +246,7 @@ def conversation_means(scored: Sequence[ScoredRollout], tool_names: Sequence[str
 
 
 def repeated_share(token_ids: Sequence[int], *, size: int = 4) -> float:
-    """Share of the runs of `size` tokens that occurred before in the same response."""
+    """Return the share of the runs of `size` tokens that occurred before in the same response."""
     count = len(token_ids) - size + 1
     if count < 2:
         return 0.0
@@ -258,7 +258,7 @@ def repeated_share(token_ids: Sequence[int], *, size: int = 4) -> float:
 def record_policy(
     rollouts: RolloutBatch, outputs: PolicyOutputs, metrics: StepMetrics, *, kl_estimator: str
 ) -> None:
-    """Adds what the policy at the start of the step says: entropy, KL, and the engine's logprobs.
+    """Add what the policy at the start of the step says: entropy, KL, and the engine's logprobs.
 
     What `record_mismatch` adds is taken over all response tokens whose logprobs follow the same
     distribution in engine and trainer.
@@ -298,7 +298,7 @@ def record_ratios(
     mask: Tensor,
     metrics: StepMetrics,
 ) -> None:
-    """Adds ratios of new to old policy, what was clipped, and the size of the update."""
+    """Add ratios of new to old policy, what was clipped, and the size of the update."""
     # Held, so that one token far away does not make the mean infinite.
     difference = log_ratio(logprobs, old_logprobs, mask).values
     means = {
@@ -324,7 +324,7 @@ def num_nonfinite(values: Tensor | None, mask: Tensor) -> Tensor:
 def record_mismatch(
     rollout_logprobs: Tensor, logprobs: Tensor, compared_mask: Tensor, metrics: StepMetrics
 ) -> None:
-    """Adds what rows of a step say about the difference between engine and trainer.
+    """Add what rows of a step say about the difference between engine and trainer.
 
     Raw: nothing is clipped or left out. With d_t = rollout_t - trainer_t, both logprobs of the
     sampled token t under the same distribution:
@@ -375,7 +375,7 @@ def record_by_media(
     has_media: Tensor,
     metrics: StepMetrics,
 ) -> None:
-    """Adds mean and largest difference of rows without and with media apart.
+    """Add mean and largest difference of rows without and with media apart.
 
     An encoder that differs in the engine shows in `.../media` alone.
 
@@ -391,13 +391,13 @@ def record_by_media(
 
 
 def _largest(values: Tensor, mask: Tensor) -> Tensor:
-    """The largest marked value, NaN if one of them is; -inf without any."""
+    """Return the largest marked value, NaN if one of them is; -inf without any."""
     kept = torch.where(mask, values, -torch.inf).flatten()
     return torch.cat([kept, kept.new_tensor([-torch.inf])]).max()
 
 
 def pearson(moments: PairedMoments) -> float | None:
-    """The correlation; None where one side is constant. NaN passes, to be seen."""
+    """Return the correlation; None where one side is constant. NaN passes, to be seen."""
     if moments.is_constant(0) or moments.is_constant(1):
         return None
     return moments.products / math.sqrt(moments.squares[0] * moments.squares[1])

@@ -32,7 +32,7 @@ def build_teacher(
     rows: TeacherRows | None,
     context: DistributedContext,
 ) -> TeacherFunction | None:
-    """What scores sampled tokens for their teachers; None without any.
+    """Return what scores sampled tokens for their teachers; None without any.
 
     Args:
         config: Names the teachers.
@@ -70,7 +70,7 @@ def check_first_step(
     config: RowDataOptions,
     context: DistributedContext,
 ) -> None:
-    """Compares student and teacher before the first update where both are one model; collective.
+    """Compare student and teacher before the first update where both are one model; collective.
 
     A teacher with a prompt of its own is given the student's, on the same way.
 

@@ -198,7 +198,7 @@ class PolicyUpdate:
         return self.training.context.reduce_over_data(local, "sum")
 
     def token_weights(self, batch: ExperienceBatch) -> Tensor | None:
-        """Weights of tokens before the forward pass: [batch, seq], or None where all are 1.
+        """Return weights of tokens before the forward pass: [batch, seq], or None where all are 1.
 
         They have the corrections unless these need the policy of that pass. The weights
         multiply the numerator of the loss only: Z still counts every response token.
@@ -219,7 +219,7 @@ class PolicyUpdate:
         return weights
 
     def _entropy_mask(self, batch: ExperienceBatch) -> Tensor:
-        """The tokens where the policy at the start of the step is least certain."""
+        """Return the tokens where the policy at the start of the step is least certain."""
         entropy, mask = batch.outputs.entropy, batch.rollouts.response_mask
         if entropy is None:
             raise RuntimeError("choosing tokens by entropy needs the entropies before the update")
@@ -242,7 +242,7 @@ class PolicyUpdate:
         return any(term.follows_policy for term in self.corrections)
 
     def _corrects_in_pass(self, batch: ExperienceBatch) -> bool:
-        """Whether the logprobs that corrections need are those of the forward pass."""
+        """Return whether the logprobs that corrections need are those of the forward pass."""
         return self.follows_policy or batch.outputs.old_logprobs is None
 
     def correction_of(self, batch: ExperienceBatch, new_logprobs: Tensor | None = None) -> Tensor:
@@ -320,7 +320,7 @@ class PolicyUpdate:
         router_sums: Tensor | None,
         scored: list[Tensor],
     ) -> Tensor:
-        """The loss of one micro batch.
+        """Return the loss of one micro batch.
 
         Args:
             batch, rows: The micro batch.
@@ -378,7 +378,7 @@ class PolicyUpdate:
     def _score(
         self, micro: ExperienceBatch, actor: nn.Module, token_loss: TokenLossFunction | None
     ) -> tuple[ActorOutput, ExperienceBatch]:
-        """The actor's output for a micro batch, and the batch with the old logprobs.
+        """Return the actor's output for a micro batch, and the batch with the old logprobs.
 
         In the first pass over it these are the output's own; the metrics get them then.
         """

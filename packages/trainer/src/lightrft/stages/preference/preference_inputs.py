@@ -120,7 +120,7 @@ class PreferenceInputs(RowInputs[Preference, KnownPreferences]):
 
 
 def read_inputs(config: TrainConfig) -> PreferenceInputs:
-    """Checks the options, then reads tokenizer and rows.
+    """Check the options, then read tokenizer and rows.
 
     Raises:
         ConfigError: Options that cannot be run.
@@ -147,7 +147,7 @@ def read_inputs(config: TrainConfig) -> PreferenceInputs:
 
 
 def preference_problems(config: TrainConfig, num_processes: int) -> list[str]:
-    """Problems of the options of learning from preferences, one line each."""
+    """Return the problems of the options of learning from preferences, one line each."""
     found = option_problems(config, num_processes, "prefer")
     try:
         build_loss(config)
@@ -159,7 +159,7 @@ def preference_problems(config: TrainConfig, num_processes: int) -> list[str]:
 def data_problems(
     config: RowRunOptions, items: Sequence[Preference], held_out: Sequence[Preference]
 ) -> list[str]:
-    """Reasons why these losses cannot be computed from this data, one line each."""
+    """Return the reasons why these losses cannot be computed from this data, one line each."""
     found = []
     size = config.train_batch_size
     loss = build_loss(config)

@@ -82,7 +82,7 @@ class PreferenceLoss:
 
 
 def build_loss(config: PreferenceOptions) -> PreferenceLoss:
-    """Loads the losses, binds their hyper-parameters, and tries them on an example.
+    """Load the losses, bind their hyper-parameters, and try them on an example.
 
     Raises:
         ConfigError: Unknown names or hyper-parameters, weights that do not fit, or a function that
@@ -115,7 +115,7 @@ def build_loss(config: PreferenceOptions) -> PreferenceLoss:
 
 
 def _try_term(term: PreferenceTerm) -> None:
-    """Runs a loss on an example.
+    """Run a loss on an example.
 
     Raises:
         ConfigError: It raises, or its result is not what is expected.

@@ -340,7 +340,7 @@ def answer_sums(logprobs: Tensor, num_items: int) -> Tensor:
 
 
 def tokens_per_chosen(items: Sequence[Preference]) -> float:
-    """Mean tokens of a chosen (or good) answer; 1 without one."""
+    """Return the mean tokens of a chosen (or good) answer; 1 without one."""
     tokens = [
         row.num_trained
         for item in items
@@ -363,7 +363,7 @@ def other_answers(items: Sequence[Preference], place: int) -> tuple[SupervisedRo
 def behind(
     prompt: NDArray[np.int32], row: SupervisedRow, shown: ShownMedia | None = None
 ) -> SupervisedRow:
-    """The answer of a row behind another prompt, and the media of that."""
+    """Return the answer of a row behind another prompt, and the media of that."""
     start = int(row.is_trained.argmax())
     return SupervisedRow(
         np.concatenate([prompt, row.token_ids[start:]]),

@@ -61,19 +61,19 @@ class StoredReference:
     def by_item(
         self, trained: Sequence[Preference], held_out: Sequence[Preference]
     ) -> dict[int, tuple[float, ...]]:
-        """The sums by the identity of each item."""
+        """Return the sums by the identity of each item."""
         pairs = [*zip(trained, self.trained, strict=True)]
         pairs += zip(held_out, self.held_out, strict=True)
         return {id(item): sums for item, sums in pairs}
 
     def save(self, path: Path) -> None:
-        """Writes the file whole or not at all."""
+        """Write the file whole or not at all."""
         make_folder(path.parent)
         write_whole(path, sealed(asdict(self)) + "\n")
 
 
 def read_stored(path: Path, origin: ReferenceOrigin, sizes: tuple[int, int]) -> StoredReference:
-    """The file, if it is of this data and template.
+    """Return the file, if it is of this data and template.
 
     Args:
         path: Exists.
@@ -93,7 +93,7 @@ def read_stored(path: Path, origin: ReferenceOrigin, sizes: tuple[int, int]) -> 
 
 
 def require_origin(stored: StoredReference, origin: ReferenceOrigin, path: Path) -> None:
-    """Raises a ConfigError if the numbers follow from something else."""
+    """Raise a ConfigError if the numbers follow from something else."""
     own, other = asdict(origin), asdict(stored.origin)
     different = [name for name in own if own[name] != other[name]]
     if different:
@@ -110,7 +110,7 @@ def origin_of_data(
     held_out: Sequence[Preference],
     tokenizer: PreTrainedTokenizerBase,
 ) -> ReferenceOrigin:
-    """The origin of numbers about these rows, whose model is not known yet."""
+    """Return the origin of numbers about these rows, whose model is not known yet."""
     digest = hashlib.sha256()
     for kind in (trained, held_out):
         digest.update(f"{len(kind)} items\n".encode())
@@ -124,7 +124,7 @@ def origin_of_data(
 
 
 def hash_of_start(model: PreparedModel, backend: Backend) -> str:
-    """Hash of the weights a run starts from, without adapters, and their dtype; collective.
+    """Return hash of the weights a run starts from, without adapters, and their dtype; collective.
 
     The same for every strategy and number of ranks.
     """
@@ -136,5 +136,5 @@ def hash_of_start(model: PreparedModel, backend: Backend) -> str:
 
 
 def stored_path(config: PreferenceOptions) -> Path | None:
-    """The file of a run, or None without one."""
+    """Return the file of a run, or None without one."""
     return None if config.ref_logprobs is None else Path(config.ref_logprobs)

@@ -48,7 +48,7 @@ class Comparisons:
     def of(
         cls, judgements: Sequence[Judgement], device: torch.device, name: str = ""
     ) -> Comparisons:
-        """The comparisons of these judgements: all pairs of a ranking, none of a label.
+        """Return the comparisons of these judgements: all pairs of a ranking, none of a label.
 
         Args:
             judgements: Of one kind.
@@ -78,7 +78,7 @@ class Comparisons:
 
 
 def judgement_facts(judgements: Sequence[Judgement]) -> dict[str, NDArray[np.float64]]:
-    """What the data say of the rows of some judgements, for observers.
+    """Return what the data say of the rows of some judgements, for observers.
 
     Returns:
         Of pairs and rankings `rank` [rows], the better one smaller, and of pairs `margin` [rows];
@@ -102,7 +102,7 @@ def judgement_facts(judgements: Sequence[Judgement]) -> dict[str, NDArray[np.flo
 
 @torch.no_grad()
 def record_scores(metrics: StepMetrics, scores: Tensor, lengths: Tensor) -> None:
-    """Adds metrics of some rows' scores.
+    """Add metrics of some rows' scores.
 
     Args:
         metrics: Receives them.
@@ -119,7 +119,7 @@ def record_scores(metrics: StepMetrics, scores: Tensor, lengths: Tensor) -> None
 def record_comparisons(
     metrics: StepMetrics, scores: Tensor, lengths: Tensor, comparisons: Comparisons, name: str = ""
 ) -> None:
-    """Adds metrics of how scores keep to comparisons; those of several scores go together.
+    """Add metrics of how scores keep to comparisons; those of several scores go together.
 
     Args:
         metrics: Receives them.
@@ -140,7 +140,7 @@ def record_comparisons(
 
 @torch.no_grad()
 def record_agreement(metrics: StepMetrics, differences: Tensor, weights: Tensor) -> None:
-    """Adds metrics of logits d, of which sigmoid(d) is the probability of what is right.
+    """Add metrics of logits d, of which sigmoid(d) is the probability of what is right.
 
     Args:
         metrics: Receives them.
@@ -169,7 +169,7 @@ def _wins(differences: Tensor) -> Tensor:
 
 
 def calibration_error(sums: Tensor) -> float | None:
-    """Expected calibration error, the weighted mean over bins of |confidence - accuracy|.
+    """Return expected calibration error, the weighted mean over bins of |confidence - accuracy|.
 
     Args:
         sums: [3 * bins] of each bin the weight, the summed confidence and what was right.

@@ -98,7 +98,7 @@ class RewardInputs(RowInputs[Judgement, Counts]):
 
 
 def read_inputs(config: TrainConfig) -> RewardInputs:
-    """Checks the options, then reads tokenizer and rows.
+    """Check the options, then read tokenizer and rows.
 
     Raises:
         ConfigError: Options that cannot be run.
@@ -150,7 +150,7 @@ class ScorePlan:
 
 
 def plan_scores(config: RowRunOptions) -> ScorePlan:
-    """Scores as the options say, or those of a reward model that is trained on.
+    """Score as the options say, or those of a reward model that is trained on.
 
     Raises:
         ConfigError: Options contradict each other or the model, or cannot be run.
@@ -213,7 +213,7 @@ def load_rows(
     vocab_size: int | None = None,
     reader: RowMediaReader | None = None,
 ) -> RowData[Judgement]:
-    """Rankings, steps, scores, or what `load_preferences` reads, by columns of the first row."""
+    """Rankings, steps, score, or what `load_preferences` reads, by columns of the first row."""
     read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
     kind = _kind_of(read[0], config)
     if kind is not None:
@@ -238,14 +238,14 @@ def judgement_reader(
     vocab_size: int | None,
     reader: RowMediaReader | None = None,
 ) -> Callable[[Row], Judgement]:
-    """The way from rows like the first to judgements; see `PreferenceReader`."""
+    """Return the way from rows like the first to judgements; see `PreferenceReader`."""
     kind = _kind_of(first, config)
     build = PreferenceReader if kind is None else kind.build_reader
     return build(tokenizer, config, first, vocab_size, reader)
 
 
 def _kind_of(first: Row, config: RowRunOptions) -> _Kind | None:
-    """The kind of rows like the first; None is that of preferences."""
+    """Return the kind of rows like the first; None is that of preferences."""
     kind = next(
         (kind for name, kind in _KINDS.items() if first.columns.get(name) is not None), None
     )
@@ -256,7 +256,7 @@ def _kind_of(first: Row, config: RowRunOptions) -> _Kind | None:
 
 
 def load_reward_model(config: RowRunOptions) -> RewardModel:
-    """The model to train: a reward model as it is, any other model with a new head.
+    """Return the model to train: a reward model as it is, any other model with a new head.
 
     Raises:
         ModelLoadError: It cannot be read.
@@ -278,7 +278,7 @@ def load_reward_model(config: RowRunOptions) -> RewardModel:
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase, judgements: Sequence[Judgement]) -> int | None:
-    """The padding token of the saved classifier: None where rows end in the tokenizer's.
+    """Return the padding token of the saved classifier: None where rows end in the tokenizer's.
 
     transformers takes the last token that is no padding for the last one of a row. Where padding
     is the end of a text, that is a wrong one; without padding it reads row by row, and refuses
@@ -290,7 +290,7 @@ def padding_id(tokenizer: PreTrainedTokenizerBase, judgements: Sequence[Judgemen
 
 
 def doubts(judgements: Sequence[Judgement]) -> list[str]:
-    """One sentence for each thing that is odd about the data."""
+    """Return one sentence for each thing that is odd about the data."""
     keys = [tuple(row.key for row in each.rows) for each in judgements]
     seen = set(keys)
     num_reversed = sum(len(key) == 2 and key[::-1] in seen for key in keys)

@@ -222,7 +222,7 @@ def count_losses(judgements: Sequence[Judgement], name: str = "") -> int:
 
 
 def _read_lengths(judgements: Sequence[Judgement]) -> list[int]:
-    """Tokens of each row, or up to the end of each step."""
+    """Return tokens of each row, or up to the end of each step."""
     lengths: list[int] = []
     for each in judgements:
         if isinstance(each, LabelledSteps):
@@ -246,14 +246,14 @@ def _labels(judgements: Sequence[Judgement], like: Tensor) -> Tensor:
 
 
 def loss_name(config: RewardModelOptions, *, is_paired: bool) -> str:
-    """The loss of a run: as set, else that of its data."""
+    """Return the loss of a run: as set, else that of its data."""
     return config.reward_loss or ("bradley_terry" if is_paired else "bce")
 
 
 def build_losses(
     config: RewardModelOptions, scores: Collection[str], *, is_paired: bool
 ) -> dict[str, RewardLoss]:
-    """The loss of each score; see `build_loss`."""
+    """Return the loss of each score; see `build_loss`."""
     own = config.reward_head_losses or (None,) * len(scores)
     return {
         name: build_loss(config, is_paired=is_paired, name=loss)
@@ -264,7 +264,7 @@ def build_losses(
 def build_loss(
     config: RewardModelOptions, *, is_paired: bool, name: str | None = None
 ) -> RewardLoss:
-    """The loss of a run with its hyper-parameters, tried on an example.
+    """Return the loss of a run with its hyper-parameters, tried on an example.
 
     Args:
         config: Its options `reward_loss`, `reward_loss_args` and `centering_coef` count.

@@ -33,7 +33,7 @@ def prove_published(
     judgements: Sequence[Judgement],
     context: DistributedContext,
 ) -> None:
-    """Scores a row by the trained model and by the written one; collective.
+    """Score a row by the trained model and by the written one; collective.
 
     The first rank reads the folder as `reward_pretrain` does, and where transformers has the class
     of the model, scores the row by its own forward pass, too. Rows with images are not tried.
@@ -79,7 +79,7 @@ def _score(model: nn.Module, token_ids: Tensor) -> Tensor:
 
 
 def _published_scores(folder: Path, token_ids: Tensor, dtype: str) -> list[float]:
-    """The score of a row by the written model, by our forward pass and by transformers'."""
+    """Return the score of a row by the written model, by our forward pass and by transformers'."""
     written = RewardModel.from_pretrained(str(folder), dtype=dtype).eval()
     found = [float(_score(written, token_ids))]
     if not written.is_beside:
@@ -92,7 +92,7 @@ def _published_scores(folder: Path, token_ids: Tensor, dtype: str) -> list[float
 def prove_pooling(
     model: nn.Module, judgements: Sequence[Judgement], context: DistributedContext
 ) -> float:
-    """Proves that the score of a row depends on its last token and on no padding; collective.
+    """Prove that the score of a row depends on its last token and on no padding; collective.
 
     Args:
         model: Prepared.

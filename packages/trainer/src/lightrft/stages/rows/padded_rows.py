@@ -41,7 +41,7 @@ def pad(
     *,
     pixels: RowPixels = TEXT_ALONE,
 ) -> PaddedRows:
-    """Rows as tensors on a device.
+    """Return the rows as tensors on a device.
 
     Args:
         rows: One or more.

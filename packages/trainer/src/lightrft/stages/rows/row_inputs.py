@@ -152,7 +152,7 @@ class RowInputs(ABC, Generic[Item, Known]):
 
 
 def check_auditable(config: RowRunOptions, rows: Iterable[SupervisedRow]) -> None:
-    """Raises a ConfigError if steps on these rows are to be recorded and cannot be recomputed."""
+    """Raise a ConfigError if steps on these rows are to be recorded and cannot be recomputed."""
     if config.audit_every and any(row.shown for row in rows):
         raise ConfigError("audit_every recomputes rows of text, and some have images: leave it out")
     if config.audit_every and family_of(load_config(str(config.pretrain))) is not None:
@@ -218,7 +218,7 @@ def read_rows(
 
 
 def read_vocabulary(config: RowDataOptions, *, generates: bool = True) -> RowReading:
-    """What reads the rows of `pretrain`.
+    """Return what reads the rows of `pretrain`.
 
     Args:
         config: Options of the run.
@@ -242,7 +242,7 @@ def read_vocabulary(config: RowDataOptions, *, generates: bool = True) -> RowRea
 
 
 def option_problems(config: TrainConfig, num_processes: int, command: str) -> list[str]:
-    """Problems of the options of training on given rows, one line each.
+    """Return the problems of the options of training on given rows, one line each.
 
     Args:
         config: Options of the run.
@@ -259,7 +259,7 @@ def option_problems(config: TrainConfig, num_processes: int, command: str) -> li
 
 
 def build_model(config: BuildOptions, training: ModelTraining, max_steps: int) -> TrainedModels:
-    """Loads and prepares the model that is trained.
+    """Load and prepare the model that is trained.
 
     Args:
         config: Its path and options.
@@ -279,14 +279,14 @@ def last_trained(row: SupervisedRow) -> int:
 
 
 def shown_mask(row: SupervisedRow, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The beginning of a row as text, what is trained between >> and <<."""
+    """Return the beginning of a row as text, what is trained between >> and <<."""
     text = marked_text(row, tokenizer)
     cut = "..." if len(text) > _SHOWN_CHARACTERS else ""
     return f"the first row, what is trained between >> and <<: {text[:_SHOWN_CHARACTERS]!r}{cut}"
 
 
 def marked_text(row: SupervisedRow, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A row as text, what is trained between >> and <<."""
+    """Return a row as text, what is trained between >> and <<."""
     changes = np.flatnonzero(row.is_trained[1:] != row.is_trained[:-1]) + 1
     edges = [0, *changes.tolist(), len(row.token_ids)]
     text = ""

@@ -122,7 +122,7 @@ def token_bound(config: RowRunOptions, *, rows_per_item: int = 1) -> int | None:
 
 
 def best_fit(places: Sequence[int], lengths: Sequence[int], max_tokens: int) -> tuple[int, ...]:
-    """The rows in an order in which they fill packed micro-batches of a bounded size.
+    """Return the rows in an order in which they fill packed micro-batches of a bounded size.
 
     Best-fit decreasing: each row, the longest first, goes to the fullest micro-batch that it fits
     into. A micro-batch is cut where the next row does not fit, and the first row of each one did

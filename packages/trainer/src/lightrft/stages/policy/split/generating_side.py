@@ -85,7 +85,7 @@ class Generator:
     _report: DrawnReport | None = None
 
     def handlers(self) -> dict[str, Callable[..., None]]:
-        """What is done at each command."""
+        """Return what is done at each command."""
         own: dict[str, Callable[..., None]] = {
             "draw": self.draw,
             "drawn": lambda: self.bridge.answer(self._report),
@@ -97,7 +97,7 @@ class Generator:
     def draw(
         self, number: int, last: int, start: Start | None, sync: WeightSyncReport | None
     ) -> None:
-        """Gives a step's rows to the ranks that train them, and samples the steps to come.
+        """Give a step's rows to the ranks that train them, and sample the steps to come.
 
         Args:
             number, last: Of the step, and the last one to sample before it is trained on.
@@ -166,7 +166,7 @@ class Generator:
         )
 
     def _give(self, number: int, samples: Samples) -> None:
-        """Answers with what all ranks know of a step, and gives the rows to those that train."""
+        """Answer with what all ranks know of a step, and give the rows to those that train."""
         side, evidence = self.bridge.side, samples.evidence
         samples = SampledStep.held_by(samples, side.num_training)
         known = replace(samples, scored=(), evidence=None, agent_counts=None)
@@ -178,7 +178,7 @@ class Generator:
         self.logs.write_samples(number, samples.scored, self.context)
 
     def save(self, num_steps: int) -> None:
-        """Gives the rows in flight after so many steps, for a checkpoint."""
+        """Give the rows in flight after so many steps, for a checkpoint."""
         self.bridge.answer(to_bytes(self.flights[num_steps], self.context.rank))
 
     def evaluate(self, params: SamplingParams) -> None:
@@ -196,7 +196,7 @@ def build_generator(
     bridge: Bridge,
     wants_stop: Callable[[], bool],
 ) -> Generator:
-    """Makes the parts of a rank that generates, whose engine has started."""
+    """Make the parts of a rank that generates, whose engine has started."""
     config, algorithm = decide(config)
     reward, _ = build_trainer_rewards(inputs.reward, None, backend, config)
     environments = inputs.environments

@@ -52,7 +52,7 @@ class SampledStep:
 
     @staticmethod
     def held_by(samples: Samples, num_training: int) -> Samples:
-        """The samples with the ranks of the launch as holders."""
+        """Return the samples with the ranks of the launch as holders."""
         table = replace(samples.table, holders=samples.table.holders + num_training)
         return replace(samples, table=table, stream=NOTHING_OPEN)
 

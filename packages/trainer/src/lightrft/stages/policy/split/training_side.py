@@ -58,7 +58,7 @@ class RemoteRollouts:
         return told[0].for_training
 
     def _start(self, step: Step, in_flight: InFlight) -> Start:
-        """The state for the first step of this process; complete on the first rank."""
+        """Return the state for the first step of this process; complete on the first rank."""
         own = to_bytes(in_flight, self._context.rank)
         parts = self._context.exchange_bytes([own, *[b""] * (self._context.world_size - 1)])
         data = _stream(step)
@@ -67,7 +67,7 @@ class RemoteRollouts:
         )
 
     def complete(self, step: Step) -> None:
-        """Waits until what the step has the others sample is there, and notes how it was."""
+        """Wait until what the step has the others sample is there, and note how it was."""
         with step.timer.stage("wait"):
             reports = cast("list[DrawnReport]", self.bridge.ask("drawn"))
         self._report = first = reports[0]
@@ -87,14 +87,14 @@ class RemoteRollouts:
             step.metrics.add_mean("thin_seconds", each.thin_seconds, 1.0)
 
     def completed(self, number: int) -> tuple[InFlight, int]:
-        """What is in flight after a completed step, and the tokens sampled in it."""
+        """Return what is in flight after a completed step, and the tokens sampled in it."""
         self._num_steps = number
         if self._report is None:
             raise RuntimeError("a step ends before its sampling has")
         return InFlight(self._report.num_requests), self._report.num_tokens
 
     def saved_rows(self) -> list[bytes] | None:
-        """The rows in flight after the completed steps; None where no step has begun yet."""
+        """Return the rows in flight after the completed steps; None where no step has begun yet."""
         if self._num_steps is None:
             return None
         return cast("list[bytes]", self.bridge.ask("save", self._num_steps))
