@@ -65,7 +65,7 @@ def loss_weights(
     Args:
         mask: [batch, seq] bool.
         mode: A name in `AGGREGATIONS`.
-        dtype: Of the weights; 1 / L_i is rounded to it.
+        dtype: Dtype of the weights; 1 / L_i is rounded to it.
         row_shares: [batch] share of each row in its sequence; None where each is a sequence.
     """
     aggregation = lookup(AGGREGATIONS, mode, kind="loss aggregation")

@@ -101,7 +101,7 @@ class PairedMoments:
 
     Args:
         count: How many pairs.
-        means: Of the first and of the second numbers.
+        means: Means of the first and of the second numbers.
         squares: Sums of squared deviations of each.
         products: Sum of the products of their deviations.
     """

@@ -26,7 +26,7 @@ class SupervisedLoss:
         """Return the share of some tokens in the loss of a step, [].
 
         Args:
-            logprobs: Of any shape; 0 where nothing is trained.
+            logprobs: Logprobs of any shape; 0 where nothing is trained.
             weights: Like it, see `loss_weights`.
             normalizer: Z of the step.
         """

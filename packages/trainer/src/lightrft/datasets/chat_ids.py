@@ -52,7 +52,7 @@ class ChatIds:
     Args:
         tokenizer: With a chat template.
         end_of_turn: Id that ends an assistant turn; None where the next turn's first token does.
-        encoder: Of images.
+        encoder: Encoder of images.
         renderer: Applies the template where that is the processor's; None is the tokenizer.
     """
 

@@ -55,7 +55,7 @@ class ChatTurns:
     turn by the special token that begins the next message.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: Tokenizer of the model.
         prompts: Renders instead of it, where a processor has the chat template.
 
     Raises:

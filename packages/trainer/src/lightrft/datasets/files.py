@@ -456,7 +456,7 @@ def read_sources(
 
     Args:
         text: Files, folders or names of data sets, separated by commas.
-        split: Of folders and data sets, see `read_rows`.
+        split: Split of folders and data sets, see `read_rows`.
         probabilities: One for each source, with sum 1; empty follows the sizes.
         seed: Draws the rows of sources that are not used whole.
 

@@ -50,8 +50,8 @@ class JudgementKind(Generic[Judgement]):
         """The judgements of rows; those with a row of more than `max_row_tokens` are left out.
 
         Args:
-            rows: Of this kind.
-            path: Of the rows, for messages.
+            rows: Rows of this kind.
+            path: Path of the rows, for messages.
             tokenizer, config, vocab_size, reader: See `load_preferences`.
 
         Raises:

@@ -77,7 +77,7 @@ def media_row(row: Row, content: Content, config: MediaOptions, encoder: Encoder
         row: Holds the columns, and says where it stands.
         content: A text that no chat template is applied to, or the messages.
         config: Names the columns; `text_only` leaves out media, with their places.
-        encoder: Of the model.
+        encoder: Encoder of the model's prompts.
 
     Raises:
         DataError: A medium cannot be read, there are more or fewer than places, more than
@@ -275,7 +275,7 @@ class VisionPrompts:
     """Renders and encodes rows for a vision-language model.
 
     Args:
-        encoder: Of the model.
+        encoder: Encoder of the model's prompts.
         chat: Renders in its place, for environments whose tools prompts show.
     """
 
@@ -390,7 +390,7 @@ class VisionPrompts:
         Args:
             text: With one placeholder for each medium.
             media: In order of appearance.
-            location: Of the row.
+            location: Place of the row, for messages.
 
         Raises:
             DataError: A medium cannot be read, or the text names another number of media.

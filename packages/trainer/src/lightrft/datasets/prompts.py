@@ -99,7 +99,7 @@ def load_prompts(
     split: str = "train",
     probabilities: Sequence[float] = (),
 ) -> PromptDataset:
-    """Read, render and tokenises the prompts of one source or of several.
+    """Read, render and tokenise the prompts of one source or of several.
 
     Prompts longer than `prompt_max_len` are dropped and counted in the report.
 
@@ -184,8 +184,8 @@ def build_prompts(
 
     Args:
         rows: In the order of their ids.
-        first_id: Of the first row.
-        tokenizer: Of the model; `VisionPrompts` reads images and videos.
+        first_id: Id of the first row.
+        tokenizer: Tokenizer of the model; `VisionPrompts` reads images and videos.
         config: See `load_prompts`.
         has_model: Whether the tokenizer is a model's; without one nothing reads the media.
 

@@ -28,7 +28,7 @@ class RankedAnswers:
 
     Args:
         rows: Two answers or more, each behind the prompt.
-        ranks: Of each; 1 is better than 2, and equal ones are ties.
+        ranks: Rank of each; 1 is better than 2, and equal ones are ties.
         by_name: Instead of them, the ranks of several scores; a score may have none.
     """
 

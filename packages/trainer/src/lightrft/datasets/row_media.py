@@ -51,7 +51,7 @@ class RowMediaReader:
     """A reader of the media of rows, for a model that takes them or refuses them.
 
     Args:
-        modality: Of the model.
+        modality: Modality of the model.
         marks: Tokens that stand for media, which are never trained.
     """
 
@@ -143,7 +143,7 @@ class RowMediaReader:
             token_ids: With one mark for each medium.
             is_trained: [tokens].
             given: Media of the row.
-            location: Of the row.
+            location: Place of the row, for messages.
 
         Raises:
             DataError: Text and media do not agree, or the tokens of the processor are not those

@@ -79,7 +79,7 @@ def check_tokens(sources: str, tokenizer: PreTrainedTokenizerBase) -> None:
 
     Args:
         sources: As `prompt_data`; files without an origin are not looked at.
-        tokenizer: Of the model that is trained.
+        tokenizer: Tokenizer of the trained model.
 
     Raises:
         DataError: An id stands for another token, or an origin is damaged.

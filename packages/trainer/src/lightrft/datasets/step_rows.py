@@ -31,7 +31,7 @@ class LabelledSteps:
 
     Args:
         answer: Its trained tokens are the last ones of the steps.
-        labels: Of each step, whether it is right.
+        labels: Label of each step: whether it is right.
     """
 
     answer: SupervisedRow

@@ -47,7 +47,7 @@ class TurnSuffix:
         tools: Schemas of the tools that prompts show.
         has_system: Whether prompts begin with a system message.
         is_conversation: Observations are what a user says next, not results of calls.
-        encoder: Of prompts with media.
+        encoder: Encoder of prompts with media.
 
     Attributes:
         role: As whom results of tools are sent: "user" where the template drops or refuses calls.

@@ -88,7 +88,7 @@ def load_supervised(
         max_samples: Use at most this many rows of the data, from the start.
         split, probabilities: See `read_sources`.
         vocab_size: Of the model, which bounds the ids of rows that bring them; None is no bound.
-        reader: Of images and videos; None looks at no media.
+        reader: Reader of images and videos; None reads no media.
 
     Raises:
         DataError: A row cannot be used, or all are too long.
@@ -176,7 +176,7 @@ class _Encoded:
     """A row with one token for each medium.
 
     Args:
-        token_ids, is_trained: Of equal length.
+        token_ids, is_trained: Ids and marks of trained tokens, of equal length.
         shown: Text that it begins with, and media, of which there may be none.
         remarks: See `SupervisedRow`.
         prompt: Text before what is trained first; "" is that of `shown`.
@@ -247,7 +247,7 @@ class RowEncoder:
         """Yield the rows to train on from one row of the data; errors begin with its place.
 
         Args:
-            row: Of the data.
+            row: Row of the data.
             start: Assistant turns of messages before it are context.
 
         Raises:
@@ -411,8 +411,8 @@ def answer_of_ids(
     """Return the ids of a column behind those of `prompt_ids`, trained alone.
 
     Args:
-        columns: Of a row.
-        name: Of the column.
+        columns: Columns of a row.
+        name: Name of the column.
         vocab_size: See `load_supervised`.
         shown: Media of the prompt, see `shown_by_ids`.
 
@@ -482,7 +482,7 @@ def matched_tokens(
 
     Args:
         tokenizer: A fast one.
-        token_ids: Of a row, whose text has the special tokens.
+        token_ids: Ids of a row, whose text has the special tokens.
         pattern: A regular expression of Python.
 
     Raises:

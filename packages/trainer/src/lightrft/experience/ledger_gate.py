@@ -110,7 +110,7 @@ def check_ledger(
 
     Args:
         batch: This rank's rows.
-        table: The same rows, in the same order: they know the versions.
+        table: Table of these rows, in their order; it knows the versions.
         evidence: On these rows.
         step: The rows of all ranks, of which advantages are made, and the greedy samples beside
             them, if there are.

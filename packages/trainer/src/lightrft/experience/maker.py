@@ -94,7 +94,7 @@ class AdvantageSettings:
         config: Discounts, clip ranges and the KL estimator.
         estimator: Turns rewards into advantages.
         kl_coef: Weight of the KL penalty in the reward; 0 is off.
-        moments: Of all rewards before the step, or None without running normalisation.
+        moments: Moments of all rewards before the step, or None without running normalisation.
         teacher_factors: Weights of the teachers of some rows, [batch, 1]; None is 1 each.
     """
 
@@ -112,7 +112,7 @@ class ShapedRewards:
     Args:
         rewards: [rows] float64.
         is_clipped: [rows] bool.
-        moments: Of all rewards so far, or None without running normalisation.
+        moments: Moments of all rewards so far, or None without running normalisation.
         greedy_rewards: [rows] float64 of the greedy completions of their prompts, shaped alike; or
             None.
     """
@@ -134,7 +134,7 @@ def shape_rewards(
 
     Args:
         table: The samples; excluded rows do not count into the moments.
-        moments: Of all rewards before this step, or None without running normalisation.
+        moments: Moments of all rewards before this step, or None without running normalisation.
         config: reward_running_norm_minus_mean and reward_clip.
         greedy_rewards: [rows] as they were given; they do not count into the moments.
     """
@@ -176,7 +176,7 @@ def assemble(
         rollouts, outputs: This rank's rows.
         rewards: [rows of table] from `shape_rewards`.
         greedy_rewards: [rows of table] rewards of the greedy completions; ReMax only.
-        settings: Of the estimation.
+        settings: Settings of the estimation.
         context: Sums the moments over all ranks.
 
     Raises:
@@ -402,7 +402,7 @@ def run_policy(
 
     Args:
         policy: Is called.
-        rows: Of a micro-batch.
+        rows: Rows of a micro-batch.
         entropy, support, token_loss: See `lightrft.models.Actor`.
     """
     inside = {} if token_loss is None else {"token_loss": token_loss}
@@ -424,7 +424,7 @@ class StepExperience:
 
     Args:
         batch: This rank's rows, optimizer batch after optimizer batch.
-        rows: The same rows with their tokens, before they were padded.
+        rows: Rows with their tokens, before they were padded.
         samples: What was sampled.
         rewards: The rewards the estimator saw, of the rows of `table`.
         plan: Which rows of `table` each rank trains in which optimizer batch.
@@ -450,7 +450,7 @@ class Delivery:
 
     Args:
         training: The ranks that train.
-        encoder: Of media.
+        encoder: Encoder of media.
         generating: To the ranks that have the samples, which then call `give_rows`; None is the
             ranks that train.
     """
@@ -534,11 +534,11 @@ def give_rows(
 
     Args:
         samples: Of the step; their holders are ranks of the launch.
-        config: Of the run.
+        config: Options of the run.
         step: As for `make_experience`.
         bridge: To them.
         num_training: How many they are.
-        encoder: Of prompts with media.
+        encoder: Encoder of prompts with media.
     """
     table, num_ranks = samples.table, num_training // config.sp_size
     plan = plan_step(table, config, num_ranks, step)
@@ -630,7 +630,7 @@ def replayed_support(params: SamplingParams, engine_name: str | None) -> Samplin
 
     Args:
         params: How the samples were drawn.
-        engine_name: Of the engine that drew them.
+        engine_name: Name of the engine that drew them.
     """
     if not params.truncates:
         return None

@@ -52,7 +52,7 @@ class MinibatchPlan:
 
         Args:
             lengths: [rows] tokens of each sample.
-            index: Of the optimizer batch.
+            index: Index of the optimizer batch.
             rank: Whose share.
             micro_batch_size: Rows of a micro batch, where the options do not count tokens.
             config: Bound of the tokens of a micro batch, padding included unless samples are

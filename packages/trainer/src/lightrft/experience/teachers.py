@@ -131,9 +131,9 @@ class TeacherRows:
 
     Args:
         prompts: All of the run.
-        names: Of the teachers, in order.
+        names: Names of the teachers, in order.
         factors: Weight of each teacher by name; {} with one alone.
-        column: Of the data, with the name of a row's teacher.
+        column: Column of the data with the name of a row's teacher.
     """
 
     prompts: Mapping[int, Prompt]

@@ -205,7 +205,7 @@ def packing_hindrance(
     """Ways, other than attention that is known here, by which tokens see each other; None if none.
 
     Args:
-        model_class: Of the model.
+        model_class: Class of the model.
         text_config: Of its text part.
     """
     kinds = set(text_config.to_dict().get("layer_types") or ()) - LAYER_TYPES

@@ -22,7 +22,7 @@ class Projected:
     """Hidden states [tokens, hidden] and the layer that makes logits of them.
 
     Args:
-        hidden: Of the scored tokens that this rank computes.
+        hidden: Hidden states of the scored tokens of this rank.
         layer: Whole on this rank.
         rows, columns: [tokens] places of these tokens in the batch; None inside the layer.
     """
@@ -93,7 +93,7 @@ def divergence_sum(
 
     Args:
         student, teacher: Of the same tokens.
-        divergence: Of logits [rows, outcomes] of both: [rows].
+        divergence: Divergence of logits [rows, outcomes] of both: [rows].
         max_logits: Of one of them that exist at a time.
     """
     layer = student.layer

@@ -93,7 +93,7 @@ def load_tokenizer(path: str, config: TemplateOptions | None = None) -> PreTrain
     """Return the tokenizer of a checkpoint.
 
     Args:
-        path: Of the checkpoint.
+        path: Path of the checkpoint.
         config: Its options `chat_template` and `chat_template_args` count.
 
     Raises:
@@ -419,7 +419,7 @@ class _Fit:
     """Comparison of the tensors of a checkpoint with those of a model.
 
     Args:
-        path: Of the checkpoint.
+        path: Path of the checkpoint.
         new: Patterns of names that need not fit; None where nothing can be new.
         left_out: Patterns of names that may stand in the file unused.
     """

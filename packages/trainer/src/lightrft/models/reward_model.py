@@ -208,7 +208,7 @@ class RewardModel(SequenceModel):
         return self._joined(sums, by_name=by_name)
 
     def _joined(self, scores: Tensor, *, by_name: bool) -> Tensor:
-        """Score [..., score], or their weighted sum [...]."""
+        """Return scores [..., score], or their weighted sum [...]."""
         if by_name:
             return scores
         return (scores * scores.new_tensor(self._weights)).sum(dim=-1)

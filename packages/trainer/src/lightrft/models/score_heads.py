@@ -38,7 +38,7 @@ class ScoreHead(nn.Module):
         self.register_parameter("bias", bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Score [texts, score] float32 of hidden states [texts, hidden]."""
+        """Return scores [texts, score] float32 of hidden states [texts, hidden]."""
         with torch.autocast(hidden.device.type, enabled=False):
             bias = None if self.bias is None else self.bias.float()
             return F.linear(hidden.float(), self.weight.float(), bias)
@@ -53,7 +53,7 @@ class AttentionPool(nn.Module):
     Source: pooling by a learned query, Lee et al. 2019, arXiv:1810.00825, sec. 3.2.
 
     Args:
-        hidden_size: Of the trunk.
+        hidden_size: Width of the trunk.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -92,7 +92,7 @@ class AttentionHead(nn.Module):
         self.pools = nn.ModuleList(AttentionPool(hidden_size) for _ in range(num_scores))
 
     def forward(self, hidden: Tensor, texts: Tensor, num_texts: int) -> Tensor:
-        """Score [texts, score] float32.
+        """Return scores [texts, score] float32.
 
         Args:
             hidden: [tokens, hidden] of real tokens alone.

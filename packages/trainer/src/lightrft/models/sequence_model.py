@@ -197,7 +197,7 @@ def trunk_output(
     Args:
         trunk: The model up to its last hidden states [batch or 1, tokens, hidden].
         layout: Places the tokens.
-        media: Of the rows; None is text.
+        media: Media of the rows; None is text.
         with_router_logits: Ask for the logits of the experts of every layer.
 
     Raises:

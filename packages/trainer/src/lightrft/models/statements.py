@@ -30,7 +30,7 @@ class Statements:
 
     Args:
         path: Folder of the model.
-        tokenizer: Of the run, with the chat template that it renders by.
+        tokenizer: Tokenizer of the run, with its chat template.
         config: Configuration of the model.
         generation: Its generation config; None where there is none.
         generation_note: What is wrong with the file of the generation config; "" if nothing is.
@@ -51,7 +51,7 @@ class Statements:
 
     @cached_property
     def num_ids(self) -> int:
-        """Number of ids of the tokenizer, up to its last one; mark of media do not count."""
+        """Number of ids of the tokenizer, up to its last one; marks of media do not count."""
         fields = self.config.to_dict().items() if family_of(self.config) else ()
         marks = [value for name, value in fields if name.endswith(("_token_id", "_token_index"))]
         ids = self.tokenizer.get_vocab().values()

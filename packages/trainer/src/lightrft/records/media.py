@@ -34,7 +34,7 @@ def media_request(prompt: Prompt, request_id: int, encoder: Encoder) -> Generati
     Args:
         prompt: Is completed.
         request_id: Fixes its random numbers.
-        encoder: Of the model.
+        encoder: Encoder of the model's prompts.
 
     Raises:
         ConfigError: There are media, and the model reads text only.
@@ -85,10 +85,10 @@ def encode_context(
     """Return all ids that a turn continues, with their media; None without media.
 
     Args:
-        token_ids: Of the context.
+        token_ids: Ids of the context.
         prompt: With which it begins; None where all its images are later ones.
         later: Images behind the prompt.
-        encoder: Of the model.
+        encoder: Encoder of the model's prompts.
 
     Raises:
         ValueError: The ids are not those of their media.
@@ -122,9 +122,9 @@ class MediaSources:
     """Sources of a row; the rows of a prompt share them if none has images of its own.
 
     Args:
-        text, media: Of the prompt.
+        text, media: Text and media of the prompt.
         later: Images behind it.
-        token_ids: Of the row, as far as `later` goes.
+        token_ids: Ids of the row, as far as `later` goes.
     """
 
     text: str
@@ -164,7 +164,7 @@ def deliver_media(
 
     Args:
         table, scored, wanted, encoder: See `exchange_media`.
-        context: Of the ranks that train.
+        context: Process groups of the ranks that train.
         givers: To the ranks that have the samples, which then call `exchange_media`; None is the
             ranks that train.
     """
@@ -192,7 +192,7 @@ def exchange_media(
         scored: The samples of this rank.
         wanted: Which rows of `table` each rank wants, the same on every rank.
         ranks: Bring bytes from rank to rank.
-        encoder: Of the model.
+        encoder: Encoder of the model's prompts.
     """
     rank, own = ranks.rank, dict[int, MediaSources]()
     keys: dict[int, int] = {}

@@ -67,7 +67,7 @@ class SampleEntry:
 
         Args:
             first: That row's entry.
-            token_ids: Of prompt and response.
+            token_ids: Ids of prompt and response.
         """
         self.given, self.penalty = first.given, first.penalty
         self.has_failed, self.is_abandoned = first.has_failed, first.is_abandoned

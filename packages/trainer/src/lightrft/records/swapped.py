@@ -25,7 +25,7 @@ def position_metrics(table: RowTable, prompts: Sequence[Prompt]) -> dict[str, fl
 
     Args:
         table: Equally many rows of each prompt, group i those of prompt i, on every rank.
-        prompts: Of the evaluation.
+        prompts: Prompts of the evaluation.
     """
     if VERDICT not in table.component_names or not prompts:
         return {}

@@ -57,7 +57,7 @@ def decide_by_machine(
     Args:
         config: With the same open options on every rank.
         context: Started.
-        facts: Of the models; None if they are built already, by somebody who chose.
+        facts: Facts of the models; None if they are built already, by somebody who chose.
     """
     is_open = {
         "fused_linear_logprob": config.fused_linear_logprob is None,

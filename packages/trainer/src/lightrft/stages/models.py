@@ -272,7 +272,7 @@ class FrozenModels:
 
     Args:
         reference: None where there is none.
-        teachers: Those of the run's processes by name, the only one as "".
+        teachers: Teachers in the run's processes, by name; "" is the only one.
     """
 
     reference: nn.Module | None = None

@@ -33,9 +33,9 @@ def opening_line(config: BuildOptions, backend: Backend, num_weights: int, *, wa
     """Model and size, algorithm, processes, strategy and arithmetic.
 
     Args:
-        config: Of the run.
+        config: Options of the run.
         backend: Started.
-        num_weights: Of the model.
+        num_weights: Number of weights of the model.
         way: The algorithm, where options choose among several.
     """
     context, world = backend.context, backend.context.world_size
@@ -53,10 +53,10 @@ def opening_line(config: BuildOptions, backend: Backend, num_weights: int, *, wa
 
 
 def decide_by_files(config: TrainConfig, backend: Backend, *, way: str = "") -> TrainConfig:
-    """Say the opening line, and decide what is left to the machine and the models; collective.
+    """Say the opening line, and decide the options left to machine and models; collective.
 
     Args:
-        config, backend: Of the run.
+        config, backend: Options and backend of the run.
         way: See `opening_line`.
 
     Raises:

@@ -17,9 +17,9 @@ class ParityLimits:
     """Largest differences that rounding explains.
 
     Args:
-        mean: Of the mean |difference| of a token's logprobs.
-        largest: Of the largest |difference| of a token's logprobs.
-        hidden: Of ||a - b|| / ||b|| of the outputs of a layer.
+        mean: Limit of the mean |difference| of a token's logprobs.
+        largest: Limit of the largest |difference| of a token's logprobs.
+        hidden: Limit of ||a - b|| / ||b|| of the outputs of a layer.
     """
 
     mean: float

@@ -83,7 +83,7 @@ class Step:
     """One step under way: its place in the run, its data, and what measures it.
 
     Args:
-        number: Of the step, counted from 1.
+        number: Number of the step, counted from 1.
         data: This rank's batches from the position of the run on; None without a loader.
         num_planned: Steps of the whole run; 0 is unknown.
         is_first: No step of this process came before it.
@@ -178,7 +178,7 @@ class Stage(Protocol, Generic[Batch]):
         """Remember what the next step needs, and complete the metrics.
 
         Args:
-            batch: Of the step.
+            batch: Batch of the step.
             metrics: The step's numbers over all ranks.
 
         Returns:

@@ -55,7 +55,7 @@ def prove_teachers(
 
     Args:
         config: Names them.
-        tokenizer: Of the student.
+        tokenizer: Tokenizer of the student.
         texts: Token ids of some rows, which servers score twice.
 
     Raises:
@@ -132,8 +132,8 @@ def require_same_tokens(
 
     Args:
         config: Names the student.
-        path: Of the teacher.
-        tokenizer: Of the student.
+        path: Path of the teacher.
+        tokenizer: Tokenizer of the student.
 
     Raises:
         ConfigError: An id differs; the message shows the first. Or a model reads images, or the

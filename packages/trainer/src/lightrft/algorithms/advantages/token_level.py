@@ -23,7 +23,7 @@ from lightrft.algorithms.masking import at_least_float32, mask_out
 def estimate_token_advantages(
     estimator: AdvantageFunction, inputs: TokenAdvantageInputs
 ) -> TokenAdvantages:
-    """Advantages and return of local rows.
+    """Advantages and returns of local rows.
 
     Raises:
         ValueError: the estimator works on rows, or does not return `TokenAdvantages`.

@@ -35,9 +35,9 @@ def vision_inputs(
 
     Args:
         trunk: The model up to its last hidden states.
-        family: Of the model.
-        layout: Of the batch.
-        media: Of its rows.
+        family: Family of the model.
+        layout: Layout of the batch.
+        media: Media of its rows.
 
     Raises:
         ValueError: The tokens of a row do not begin with its encoded prompt.
@@ -97,7 +97,7 @@ def run_trunk(
 
     Args:
         trunk, family, layout, media: As for `vision_inputs`.
-        arguments: Of the call.
+        arguments: Arguments of the call.
     """
     input_ids = layout.input_ids
     with ExitStack() as hooks:

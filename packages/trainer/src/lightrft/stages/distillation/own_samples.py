@@ -29,8 +29,8 @@ def mixed_rows(
     Args:
         passes: Options of the run, and its ranks.
         session: Engine of these ranks.
-        rows: Of all ranks, the same on each.
-        number: Of the step.
+        rows: Rows of all ranks, equal on each.
+        number: Number of the step.
     """
     context, places = passes.context, chosen_places(passes.config, len(rows), number)
     own = places[context.rank :: context.world_size]

@@ -1,4 +1,4 @@
-"""From the options to the loss, the estimator and the corrections that they name."""
+"""Build the loss, the estimator and the corrections that the options name."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -27,7 +27,7 @@ from lightrft.engines.factory import engine_facts
 if TYPE_CHECKING:
     from lightrft.algorithms.correction_terms import CorrectionTerm
 
-# Options that reach every loss which has an argument of that name; the first one given wins.
+# Options for every loss that has an argument of that name; the first one that is set wins.
 COMMON_LOSS_OPTIONS = {
     "clip_low": ("eps_clip_low", "eps_clip"),
     "clip_high": ("eps_clip_high", "eps_clip"),
@@ -41,10 +41,10 @@ class Algorithm:
     """Loss, estimator and corrections of a run, hyper-parameters included.
 
     Args:
-        policy_loss, loss_traits: The loss of a token, and what it declares.
-        estimator, estimator_traits: Rewards to advantages likewise.
+        policy_loss, loss_traits: Loss of a token, and its declared traits.
+        estimator, estimator_traits: Estimator of advantages, and its declared traits.
         corrections: Terms for the difference between engine and trainer; () is none.
-        asked_aggregation: What `loss_agg_mode` was given as; None leaves it to the loss.
+        asked_aggregation: `loss_agg_mode` as the user set it; None leaves it to the loss.
     """
 
     policy_loss: PolicyLossFunction
@@ -56,11 +56,11 @@ class Algorithm:
 
 
 def build_algorithm(config: LearningOptions) -> Algorithm:
-    """Load what the options name, bind hyper-parameters and try a user's own on an example.
+    """Load the named functions, bind hyper-parameters and try custom functions on an example.
 
     Raises:
         ConfigError: Unknown names or hyper-parameters, a file that cannot be imported, or a
-            function that cannot be called as it will be.
+            function that rejects the arguments it will get.
     """
     loss, estimator = build_policy_loss(config), build_estimator(config)
     return Algorithm(
@@ -77,7 +77,7 @@ def build_policy_loss(config: AlgorithmOptions) -> PolicyLossFunction:
     """Return the policy loss with its hyper-parameters.
 
     Raises:
-        ConfigError: See `build_algorithm`.
+        ConfigError: As `build_algorithm`.
     """
     name = config.policy_loss_name
     function = cast("Callable[..., object]", POLICY_LOSSES.load(name))
@@ -102,7 +102,7 @@ def build_estimator(config: LearningOptions) -> AdvantageFunction:
     """Return the advantage estimator with its hyper-parameters.
 
     Raises:
-        ConfigError: See `build_algorithm`.
+        ConfigError: As `build_algorithm`.
     """
     name = config.advantage_estimator
     owner = f"advantage_estimator {name}"
@@ -121,19 +121,19 @@ def build_estimator(config: LearningOptions) -> AdvantageFunction:
 
 
 def build_corrections(config: LearningOptions) -> "tuple[CorrectionTerm, ...]":
-    """Return the terms of `off_policy_correction`; () without.
+    """Return the terms of `off_policy_correction`; () if it is not set.
 
     Raises:
-        ConfigError: A term cannot be read.
+        ConfigError: A term cannot be parsed.
     """
     if not config.correction:
         return ()
     from lightrft.algorithms.correction_terms import parse_correction  # of runs with some
 
     bounds = {"low": config.correction_low, "high": config.correction_high}
-    given = {name: bound for name, bound in bounds.items() if bound is not None}
+    set_bounds = {name: bound for name, bound in bounds.items() if bound is not None}
     parse = bind(
-        parse_correction, {**given, **(config.correction_args or {})}, owner="correction_args"
+        parse_correction, {**set_bounds, **(config.correction_args or {})}, owner="correction_args"
     )
     try:
         return parse(config.correction)
@@ -142,21 +142,21 @@ def build_corrections(config: LearningOptions) -> "tuple[CorrectionTerm, ...]":
 
 
 def algorithm_problems(config: LearningOptions) -> list[str]:
-    """Return the reasons why the algorithm of a run cannot be computed, one line each.
+    """Return the reasons why the algorithm cannot be computed, one line each.
 
-    Only for options that are right by themselves.
+    Only for options that are valid by themselves.
     """
-    found: list[str] = []
+    problems: list[str] = []
     for build in (build_policy_loss, build_estimator, build_corrections):
         try:
             build(config)
         except ConfigError as error:
-            found += str(error).splitlines()
-    return found or requirement_problems(config, build_algorithm(config))
+            problems += str(error).splitlines()
+    return problems or requirement_problems(config, build_algorithm(config))
 
 
 def requirement_problems(config: LearningOptions, algorithm: Algorithm) -> list[str]:
-    """Return the needs of the algorithm that the options do not meet, one line each."""
+    """Return the requirements of the algorithm that the options do not meet, one line each."""
     name, traits = config.advantage_estimator, algorithm.estimator_traits
     rules = (
         (
@@ -192,8 +192,8 @@ def requirement_problems(config: LearningOptions, algorithm: Algorithm) -> list[
 def unused_algorithm_options(
     config: TrainConfig, algorithm: Algorithm, *, has_reference: bool = True
 ) -> list[str]:
-    """Return options that were changed and that this algorithm does not use, one sentence each."""
-    found = [
+    """Return one sentence for each changed option that this algorithm does not use."""
+    warnings = [
         f"{name} acts only with an advantage_estimator that has a critic"
         for name, (entry, info) in options_of(TrainConfig).items()
         if info.acts_with == CRITIC
@@ -201,17 +201,17 @@ def unused_algorithm_options(
         and config.__dict__[name] != entry.default
     ]
     if config.lora_dropout:
-        found.append("lora_dropout is off in reinforcement, where it would change the ratios")
+        warnings.append("lora_dropout is off in reinforcement, where it would change the ratios")
     if config.kl_target is not None and not has_reference:
-        found.append("kl_target acts only with a reference model and init_kl_coef > 0")
-    return found
+        warnings.append("kl_target acts only with a reference model and init_kl_coef > 0")
+    return warnings
 
 
 def decide(config: TrainConfig) -> tuple[TrainConfig, Algorithm]:
-    """Return the configuration with what was left to the algorithm, and the algorithm.
+    """Return the configuration with the algorithm's defaults filled in, and the algorithm.
 
     Raises:
-        ConfigError: See `build_algorithm`.
+        ConfigError: As `build_algorithm`.
     """
     algorithm = build_algorithm(config)
     decided = {
@@ -233,85 +233,85 @@ def check_algorithm(
     """Check that a trainer has what its algorithm needs.
 
     Args:
-        config, algorithm: What it computes.
-        has_critic, has_reference, has_teacher: The models it was given.
+        config, algorithm: Options and algorithm of the run.
+        has_critic, has_reference, has_teacher: Models that the trainer has.
         engine_type: Name of the engine that samples; None if there is none yet.
 
     Raises:
         ConfigError: A model is missing, or the engine hides which tokens it kept.
     """
-    found = requirement_problems(config, algorithm)
+    problems = requirement_problems(config, algorithm)
     if algorithm.estimator_traits.needs_critic and not has_critic:
-        found.append(
+        problems.append(
             f"advantage_estimator {config.advantage_estimator!r} needs a critic: pass one, or "
             "choose group_norm, rloo, reinforce++ or another estimator without a critic"
         )
     if config.use_kl_loss and not has_reference:
-        found.append(
+        problems.append(
             "use_kl_loss needs a reference model: pass initial_model and init_kl_coef > 0, or "
             "leave use_kl_loss out"
         )
     if has_teacher != bool(config.teacher_folders):
-        found.append(
+        problems.append(
             "teacher_model goes with the option teacher, its folder: got teacher "
             f"{config.teacher!r} and {'a' if has_teacher else 'no'} teacher_model"
         )
     facts = engine_facts(engine_type)
     if config.min_p > 0 and not facts.draws_min_p:
-        found.append(NO_MIN_P.format(engine=engine_type))
+        problems.append(NO_MIN_P.format(engine=engine_type))
     is_known = facts.has_known_order(top_k=config.top_k, top_p=config.top_p, min_p=config.min_p)
     if algorithm.corrections and not is_known:
-        found.append(UNKNOWN_ORDER.format(engine=engine_type))
-    if found:
-        raise ConfigError("\n".join(found))
+        problems.append(UNKNOWN_ORDER.format(engine=engine_type))
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def _common_options(
     config: AlgorithmOptions, function: Callable[..., object], *, owner: str
 ) -> dict[str, object]:
-    """Return the values of the common options that the loss has an argument for.
+    """Return the values of the common options that are arguments of the loss.
 
     Raises:
-        ConfigError: An option was given, and the loss has no such argument.
+        ConfigError: An option is set, and the loss has no such argument.
     """
     known, values = keyword_options(function), {}
     for argument, names in COMMON_LOSS_OPTIONS.items():
-        given = [name for name in names if config.__dict__[name] is not None]
-        if given and argument not in known:
+        set_names = [name for name in names if config.__dict__[name] is not None]
+        if set_names and argument not in known:
             raise ConfigError(
-                f"{owner} has no {_WORDS[argument]}: leave out {' and '.join(given)} "
+                f"{owner} has no {_WORDS[argument]}: leave out {' and '.join(set_names)} "
                 f"(its options are {', '.join(known) or 'none'})"
             )
-        if given:
-            values[argument] = config.__dict__[given[0]]
+        if set_names:
+            values[argument] = config.__dict__[set_names[0]]
     return values
 
 
 def _with_token_loss(function: Callable[..., object]) -> PolicyLossFunction:
-    """Return the loss, whose result may be a bare tensor, as one that gives a TokenLoss."""
+    """Wrap a loss that may return a bare tensor so that it returns a TokenLoss."""
 
     def loss(
         logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, response_mask: Tensor
     ) -> TokenLoss:
-        found = function(logprobs, old_logprobs, advantages, response_mask)
-        if not isinstance(found, Tensor):
-            return cast("TokenLoss", found)
-        if found.shape != response_mask.shape:
+        result = function(logprobs, old_logprobs, advantages, response_mask)
+        if not isinstance(result, Tensor):
+            return cast("TokenLoss", result)
+        if result.shape != response_mask.shape:
             raise ValueError(
-                f"its loss has the shape {list(found.shape)} for tensors of the shape "
+                f"its loss has the shape {list(result.shape)} for tensors of the shape "
                 f"{list(response_mask.shape)}"
             )
         difference = torch.where(response_mask, logprobs.detach() - old_logprobs, 0.0)
-        return TokenLoss.unclipped(found, difference.clamp(-20, 20).exp(), response_mask)
+        return TokenLoss.unclipped(result, difference.clamp(-20, 20).exp(), response_mask)
 
     return policy_loss(**asdict(policy_loss_traits(function)))(loss)
 
 
 def _try(check: Callable[[], str | None], *, owner: str, expected: str) -> None:
-    """Run a user's function on an example batch.
+    """Run a custom function on an example batch.
 
     Raises:
-        ConfigError: It raises, or its result is not what is expected.
+        ConfigError: It raises, or its result is not the expected one.
     """
     try:
         problem = check()
@@ -330,14 +330,14 @@ def _try_policy_loss(loss: PolicyLossFunction) -> str | None:
     logprobs = (old + 0.1 * torch.randn(2, 4, generator=generator)).requires_grad_()
     advantages = torch.randn(2, 4, generator=generator)
     mask = torch.tensor([[False, True, True, True], [False, True, True, False]])
-    found: object = loss(logprobs, old, advantages, mask)
-    if not isinstance(found, TokenLoss):
-        return f"it gives {type(found).__name__}"
-    if found.loss.shape != mask.shape:
-        return f"its loss has the shape {list(found.loss.shape)} for tensors {list(mask.shape)}"
-    if not found.loss.requires_grad:
+    result: object = loss(logprobs, old, advantages, mask)
+    if not isinstance(result, TokenLoss):
+        return f"it gives {type(result).__name__}"
+    if result.loss.shape != mask.shape:
+        return f"its loss has the shape {list(result.loss.shape)} for tensors {list(mask.shape)}"
+    if not result.loss.requires_grad:
         return "no gradient flows from its loss to logprobs"
-    if not bool(found.loss.isfinite().all()):
+    if not bool(result.loss.isfinite().all()):
         return "its loss is not finite"
     return None
 

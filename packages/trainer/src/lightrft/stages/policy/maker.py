@@ -1,6 +1,6 @@
-"""The experience of a step: prompts are rolled out, scored by all models, and checked.
+"""Experience of a step: prompts are rolled out, scored by all models, and checked.
 
-`PolicyMemory` is what one step leaves for the next.
+`PolicyMemory` is the state that one step leaves for the next.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PolicyBatch:
-    """Experience of a step, and what else became of it.
+    """Experience of a step, and further results of making it.
 
     Args:
-        experience: What is trained on.
-        in_flight: What the step leaves to later ones.
-        num_sampled_tokens: Sampled in this step over all ranks.
-        gate: Compares the logprobs [batch, seq] that the update computes with the engine's; None if
-            that is done or not due.
+        experience: Experience to train on.
+        in_flight: Rows left to later steps.
+        num_sampled_tokens: Tokens sampled in this step over all ranks.
+        gate: Compares the update's logprobs [batch, seq] with the engine's; None if the comparison
+            is done already or not due.
     """
 
     experience: StepExperience
@@ -76,7 +76,7 @@ class PolicyBatch:
 
 @dataclass(frozen=True, slots=True)
 class SampleLogs:
-    """Files and the console, to which samples go on the first rank; None is absent."""
+    """Logs of samples, written on the first rank; None is no log."""
 
     samples: SampleLog | None = None
     trajectories: TrajectoryLog | None = None
@@ -100,7 +100,7 @@ class SampleLogs:
     def write_samples(
         self, step: int, scored: Sequence[ScoredRollout], context: DistributedContext
     ) -> None:
-        """Append what the ranks that sampled know; collective among them."""
+        """Append the samples that the sampling ranks know; collective among them."""
         if self.rollouts is not None:
             self.rollouts.log(step, scored, context)
         if context.rank == 0 and self.samples is not None:
@@ -118,12 +118,12 @@ class PolicyMemory(StageMemory):
     """Memory of reinforcement between steps.
 
     Args:
-        kl: Weight of the KL term.
-        moments: Of all rewards so far, or None without running normalisation.
-        num_undecided: Steps in a row of which the reward decided no sample.
+        kl: Controller of the KL weight.
+        moments: Moments of all rewards so far, or None without running normalisation.
+        num_undecided: Steps in a row in which the reward decided no sample.
         in_flight: Rows that later steps train on.
-        rank, world_size: Whose rows these are.
-        media: Of the prompts by id, where rows in flight may have some.
+        rank, world_size: Rank that holds these rows, and number of ranks.
+        media: Media of the prompts by id, where rows in flight may have some.
     """
 
     kl: KlController
@@ -157,9 +157,9 @@ class PolicyMemory(StageMemory):
         """Return the memory after one more step.
 
         Args:
-            batch: What was trained on.
-            kl: Mean KL to the reference model of a response, or None without one; the weight
-                stays as it is where that is not finite.
+            batch: Batch of the step.
+            kl: Mean KL of a response to the reference model, or None without one; the weight does
+                not change if it is not finite.
         """
         step, controller = batch.experience, self.kl
         if kl is not None and math.isfinite(kl):
@@ -173,10 +173,10 @@ class PolicyMemory(StageMemory):
         )
 
     def to_client_state(self) -> dict[str, object]:
-        """See `StageMemory`; of the rows in flight, those of this rank."""
+        """Return plain values for a checkpoint, with this rank's rows in flight."""
         from lightrft.rollout.in_flight import to_bytes
 
-        found = self.moments
+        moments = self.moments
         rows = np.frombuffer(bytearray(to_bytes(self.in_flight, self.rank)), np.uint8)
         return {
             "num_requests": self.in_flight.num_requests,
@@ -184,12 +184,12 @@ class PolicyMemory(StageMemory):
             "num_undecided": self.num_undecided,
             "kl_coef": self.kl.coef,
             "reward_moments": None
-            if found is None
-            else [found.count, found.mean, found.sum_of_squares],
+            if moments is None
+            else [moments.count, moments.mean, moments.sum_of_squares],
         }
 
     def restored(self, client_state: Mapping[str, object]) -> PolicyMemory:
-        """See `StageMemory`; how to adapt and shape stays as it is."""
+        """Return the memory with the values of a checkpoint; settings stay."""
         from lightrft.rollout.in_flight import from_parts
 
         moments, saved = self.moments, client_state["reward_moments"]
@@ -202,7 +202,7 @@ class PolicyMemory(StageMemory):
             kl=replace(self.kl, coef=stored_number(client_state, "kl_coef")),
             moments=moments,
             in_flight=from_parts(
-                # A text is of before rows had parts.
+                # Checkpoints of older versions hold one string.
                 [parts.encode()] if isinstance(parts, str) else [each.tobytes() for each in parts],
                 int(stored_number(client_state, "num_requests")),
                 rank=self.rank,
@@ -213,7 +213,7 @@ class PolicyMemory(StageMemory):
         )
 
     def rows(self) -> list[tuple[str, str]]:
-        """See `StageMemory`."""
+        """Return name and state of each value, for the table of a continued run."""
         moments = self.moments
         return [
             ("kl_coef", f"{self.kl.coef:g}"),
@@ -233,19 +233,19 @@ def sample_ahead(
     config: LearningOptions,
     num_planned: int,
 ) -> tuple[InFlight, list[Samples]]:
-    """Return the rows in flight with those of some further steps, and the new ones; collective.
+    """Sample some further steps; return the rows in flight with theirs, and these; collective.
 
-    Streaming rollouts begin no group that no step would train on: those that were open at the end
-    would be the long ones. With dynamic sampling it is not known how many there are to come.
+    Streaming rollouts start no group that no step would train on: the groups still open at the end
+    would be the long ones. With dynamic sampling the number of further groups is unknown.
 
     Args:
         sampler: Generates and scores.
-        flight: Before.
-        steps: Their numbers.
-        draw: Gives this rank's prompts of a step.
-        next_prompts: Gives further ones, for dynamic sampling and streaming rollouts, or None.
-        timer: Measures it.
-        config: Of the run.
+        flight: Rows in flight before.
+        steps: Numbers of the steps.
+        draw: Returns this rank's prompts of a step.
+        next_prompts: Returns further prompts for dynamic sampling and streaming, or None.
+        timer: Measures the durations.
+        config: Options of the run.
         num_planned: Steps of the whole run; 0 is unknown.
     """
     drawn, size = list[Samples](), config.rollout_batch_size
@@ -282,14 +282,14 @@ def take_step(
     config: LearningOptions,
     context: DistributedContext,
 ) -> tuple[Samples, InFlight]:
-    """Return the samples that a step trains on, and what stays in flight; collective.
+    """Return the samples that a step trains on, and the rows that stay in flight; collective.
 
     Args:
-        before: In flight before the step.
-        flight: The same with what the step sampled.
-        drawn: What it sampled.
-        config: Of the run.
-        context: Of the ranks that have the rows.
+        before: Rows in flight before the step.
+        flight: Rows in flight with those of this step.
+        drawn: Samples of this step.
+        config: Options of the run.
+        context: Process groups of the ranks that have the rows.
 
     Raises:
         LedgerError: Samples would be trained twice, or are lost.
@@ -307,20 +307,20 @@ def take_step(
 
 @dataclass(slots=True)
 class ExperienceMaker:
-    """Makes the experience of one step after another; holds nothing of them.
+    """Make the experience of each step; keeps nothing between steps.
 
     Args:
         config: Options of the run.
         algorithm: Estimator, loss and corrections.
-        backend: Prepared the models, and knows this rank's part.
-        session: The engine of these ranks.
-        models: Actor, reference and critic as the strategy wrapped them.
+        backend: Backend that prepared the models.
+        session: Engine of these ranks.
+        actor, models: Wrapped actor, and all models of the forward passes.
         sampler: Generates and scores.
-        tokenizer: Of the actor.
-        encoder: Of prompts with media.
-        logs: Receive samples.
-        teacher_rows: What the prompts say to teachers, or None.
-        remote: Rollouts of ranks that only generate; None where the ranks that train sample.
+        tokenizer: Tokenizer of the actor.
+        encoder: Encoder of prompts with media.
+        logs: Logs of samples.
+        teacher_rows: Texts of the prompts for teachers, or None.
+        remote: Rollouts of ranks that only generate; None where the training ranks sample.
         loss_inside: See `PolicyUpdate`.
     """
 
@@ -347,17 +347,17 @@ class ExperienceMaker:
     def make(
         self, prompts: Sequence[Prompt] | None, step: Step, memory: PolicyMemory
     ) -> PolicyBatch:
-        """Roll out prompts, as many on every rank, and score the responses; collective.
+        """Roll out equally many prompts on every rank and score the responses; collective.
 
         Args:
-            prompts: This rank's part of the step's prompts; None draws them.
-            step: Its number, timer, and data for further prompts.
-            memory: Of the steps before.
+            prompts: This rank's prompts of the step; None draws them.
+            step: Step with its number, timer, and data for further prompts.
+            memory: Memory of the steps before.
 
         Raises:
             ValueError: There are no prompts, one is too long, or the number of samples is not a
                 multiple of train_batch_size.
-            ParityError: Engine and trainer disagree, or a student and a teacher of the same
+            ParityError: Engine and trainer disagree, or a student and a teacher with the same
                 weights.
             RewardError: The reward decided no sample of several steps in a row.
         """
@@ -371,7 +371,7 @@ class ExperienceMaker:
                 "its limits, and at the responses in samples.jsonl"
             )
         is_compared = self._compares(step)
-        # A difference is explained by looking into the engine's layers.
+        # Level 1 keeps the weights: explaining a difference reads the engine's layers.
         self.session.sleep(level=1 if is_compared else 2)
         experience = make_experience(
             samples,
@@ -402,7 +402,7 @@ class ExperienceMaker:
         return PolicyBatch(experience, in_flight, num_sampled_tokens, gate)
 
     def _note_versions(self, step: Step, memory: PolicyMemory) -> SampledVersions | None:
-        """Remember which weights the engine has while this step samples ahead."""
+        """Record which weights the engine has while this step samples ahead."""
         engine = self.session.engine
         if not (self.config.keeps_rows and self.config.ledger_gate) or engine is None:
             return None
@@ -418,23 +418,23 @@ class ExperienceMaker:
     def _sample(
         self, prompts: Sequence[Prompt] | None, step: Step, memory: PolicyMemory
     ) -> tuple[Samples, InFlight, int]:
-        """Return the samples that a step trains on, and what is in flight after it; collective.
+        """Return the samples to train on, the rows in flight afterwards, and the sampled tokens.
 
-        With `rollout_lag` K step t + K is sampled before step t is trained on, and the first K + 1
-        steps are sampled before the first. The third result is the number of sampled tokens.
+        Collective. With `rollout_lag` K, step t + K is sampled before step t is trained on. The
+        first K + 1 steps are sampled before the first. The last result is a number.
         """
         if self.remote is not None:
-            # What is in flight, and how much was sampled, is known when the step is trained.
+            # The rows in flight and the number of tokens are known when the step is trained.
             return self.remote.draw(step, memory.in_flight), InFlight(), 0
         session, before = self.session, memory.in_flight
         session.take_work()  # of an evaluation
         first = step.number + len(before.held)
-        given = [] if prompts is None else [prompts]
+        passed = [] if prompts is None else [prompts]
         flight, drawn = sample_ahead(
             self.sampler,
             before,
             range(first, last_sampled_step(step, self.config) + 1),
-            draw=lambda: given.pop() if given else self._drawn(step),
+            draw=lambda: passed.pop() if passed else self._drawn(step),
             next_prompts=self._next_prompts(step),
             timer=step.timer,
             config=self.config,
@@ -448,10 +448,10 @@ class ExperienceMaker:
         return trained, left, sum(each.num_sampled_tokens for each in drawn)
 
     def _drawn(self, step: Step) -> Sequence[Prompt]:
-        """This rank's part of the next prompts.
+        """Return this rank's part of the next prompts.
 
         Raises:
-            ValueError: There is no data.
+            ValueError: The step has no data.
         """
         if step.data is None:
             raise ValueError(
@@ -465,7 +465,7 @@ class ExperienceMaker:
         return rows.factors_of if rows is not None and rows.factors else None
 
     def _check_teacher(self, experience: StepExperience) -> None:
-        """See `check_first_step`."""
+        """Compare student and teacher before the first update; see `check_first_step`."""
         from lightrft.stages.policy.teacher import check_first_step
 
         slices, teacher = self._forward_slices(experience), self.models.teacher
@@ -495,7 +495,7 @@ class ExperienceMaker:
     def _compares(self, step: Step) -> bool:
         every = self.config.parity_check_steps
         if every == 0 and self.config.stream_chunk is not None:
-            every = 1  # responses go on over updates, and so would what an engine caches of them
+            every = 1  # responses span updates, and so would stale values in an engine's cache
         is_due = every >= 0 and (step.is_first or (every > 0 and step.number % every == 0))
         return is_due and self._can_compare
 
@@ -505,7 +505,7 @@ class ExperienceMaker:
         return engine is not None and engine.computes_model
 
     def reuses_policy_logprobs(self, step: Step) -> bool:
-        """Whether nobody needs the old logprobs before the one update that computes them too."""
+        """Return whether the pass of the update can provide the old logprobs."""
         log = self.logs.trajectories
         is_logged = log is not None and log.is_due(step.number)
         has_kl_reward = self.models.reference is not None and not self.config.use_kl_loss
@@ -519,7 +519,7 @@ class ExperienceMaker:
         )
 
     def _corrects_in_pass(self) -> bool:
-        """Return whether corrections can take the logprobs of the update's own forward pass."""
+        """Return whether corrections can use the logprobs of the update's forward pass."""
         terms = self.algorithm.corrections
         if not (terms and self.loss_inside):
             return not any(term.mean_one for term in terms)
@@ -531,10 +531,10 @@ class ExperienceMaker:
         return step.number > self.config.freezing_actor_steps
 
     def check_parity(self, experience: StepExperience, timer: StepTimer) -> ParityReport | None:
-        """Compare the engine's logprobs of an experience with the trainer's; collective.
+        """Compare the logprobs of engine and trainer on an experience; collective.
 
         Returns:
-            What was found; None if the engine does not compute the trainer's model.
+            Report of the comparison; None if the engine does not compute the trainer's model.
 
         Raises:
             ParityError: They differ by more than rounding explains.

@@ -28,9 +28,9 @@ class LossTokens:
     Args:
         mask: bool, True on the tokens that count.
         shares: float64, weight of a token in the aggregation, before the division by Z.
-        advantages: Of the tokens.
+        advantages: Advantages of the tokens.
         old_logprobs: Before the update; None in the first pass over the tokens.
-        ref_logprobs: Of the reference model, or None.
+        ref_logprobs: Logprobs of the reference model, or None.
         factors: What further multiplies the policy loss (corrections, kept tokens), or None.
     """
 
@@ -139,9 +139,9 @@ def why_loss_outside(
 
     Args:
         config: `fused_linear_logprob` decided.
-        traits: Of the policy loss.
+        traits: Traits of the policy loss.
         actor: The policy, unwrapped.
-        corrections: Of the loss.
+        corrections: Corrections of the loss.
     """
     name = f"policy_loss {config.policy_loss_name}"
     if not config.fused_linear_logprob:

@@ -1,4 +1,4 @@
-"""The parity gate: engine and trainer must give the tokens of a step the same logprobs."""
+"""Parity gate: engine and trainer must compute the same logprobs for the tokens of a step."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class WorstToken:
     """The token on which engine and trainer differ most.
 
     Args:
-        sample_id: Its sample.
-        position: Its place in the row; the response starts at `response_start`.
-        turn: Of the response, counted from 0: observations end a turn.
-        token_ids: The row up to and including the token.
-        rollout_logprob, logprob: Of the engine and of the trainer.
-        response_start: Place of the first sampled token.
+        sample_id: Id of its sample.
+        position: Position in the row; the response starts at `response_start`.
+        turn: Turn of the response, counted from 0: observations end a turn.
+        token_ids: Row up to and including the token.
+        rollout_logprob, logprob: Logprobs of the engine and of the trainer.
+        response_start: Position of the first sampled token.
     """
 
     sample_id: int
@@ -55,13 +55,13 @@ class WorstToken:
 
 @dataclass(frozen=True, slots=True)
 class ParityReport:
-    """Findings of the gate over all ranks.
+    """Result of the gate over all ranks.
 
     Args:
         num_tokens: Tokens compared.
         mean: Mean |difference| of their logprobs.
-        worst: The token that differs most; None without tokens.
-        limits: What is allowed.
+        worst: Token that differs most; None without tokens.
+        limits: Allowed differences.
     """
 
     num_tokens: int
@@ -77,7 +77,7 @@ class ParityReport:
         return self.mean <= self.limits.mean and self.worst.difference <= self.limits.largest
 
     def summary(self) -> str:
-        """Return one line."""
+        """Return the result in one line."""
         if self.worst is None:
             return (
                 "parity: no token whose logprobs follow the same distribution in engine and trainer"
@@ -92,13 +92,13 @@ class ParityReport:
 def compare_logprobs(
     batch: RolloutBatch, logprobs: Tensor, *, limits: ParityLimits, context: DistributedContext
 ) -> ParityReport:
-    """Compare this rank's rows and join what all ranks found; collective.
+    """Compare this rank's rows and join the results of all ranks; collective.
 
     Args:
         batch: This rank's rows.
         logprobs: [batch, seq] of the trainer, under the weights that sampled the rows.
-        limits: What is allowed.
-        context: Reaches the other ranks.
+        limits: Allowed differences.
+        context: Process groups of the ranks.
     """
     mask = batch.compared_mask
     if mask is None:
@@ -106,13 +106,13 @@ def compare_logprobs(
     size = (batch.rollout_logprobs.double() - logprobs.double()).abs()
     size = torch.where(mask, size, 0.0)
     worst = _worst_token(batch, logprobs, size, mask)
-    own = (int(mask.sum()), float(size.sum()), worst)
-    found: list[tuple[int, float, WorstToken | None]] = context.gather_objects(
-        own, context.dp_group
+    local = (int(mask.sum()), float(size.sum()), worst)
+    results: list[tuple[int, float, WorstToken | None]] = context.gather_objects(
+        local, context.dp_group
     )
-    num_tokens = sum(count for count, _, _ in found)
-    total = sum(amount for _, amount, _ in found)
-    candidates = [token for _, _, token in found if token is not None]
+    num_tokens = sum(count for count, _, _ in results)
+    total = sum(amount for _, amount, _ in results)
+    candidates = [token for _, _, token in results if token is not None]
     return ParityReport(
         num_tokens,
         total / max(num_tokens, 1),
@@ -153,18 +153,18 @@ def check_parity(
     Args:
         batch: This rank's rows.
         logprobs: [batch, seq] of the trainer, under the weights that sampled the rows.
-        actor: The trainer's model as the strategy wrapped it.
-        backend: Prepared the actor.
-        session: The engine of these ranks.
+        actor: Trainer's model as the strategy wrapped it.
+        backend: Backend that prepared the actor.
+        session: Engine of these ranks.
         mean_limit: Allowed mean |difference|; None takes that of the dtypes in use.
 
     Returns:
-        What was found.
+        Report of the comparison.
 
     Raises:
         NotImplementedError: There is no engine.
-        ParityError: They do not agree; on all ranks, with numbers, the worst token and, with the
-            embedded engine, the first layer whose outputs differ.
+        ParityError: They disagree. All ranks raise, with numbers and the worst token; with the
+            embedded engine also the first layer whose outputs differ.
     """
     engine, context = session.running, backend.context
     dtypes = compute_dtypes(backend.config, engine, backend.parameter_source(actor))
@@ -193,19 +193,19 @@ def _layer(
     session: EngineSession,
     context: DistributedContext,
 ) -> str:
-    """The layer where the two models part, as far as the engine can be watched; collective."""
+    """Return a line on the first layer that differs, if the engine shows its layers; collective."""
     engine, worst = session.running, report.worst
     if worst is None:
         return ""
     if context.config.sp_size > 1:
         return "  layers: not compared, each rank computes a slice of the sequence"
-    own = dict(zip(batch.sample_ids.tolist(), batch.media.prompts, strict=False))
-    holders = context.gather_objects(own.get(worst.sample_id))
+    local_media = dict(zip(batch.sample_ids.tolist(), batch.media.prompts, strict=False))
+    holders = context.gather_objects(local_media.get(worst.sample_id))
     media = next((media for media in holders if media is not None), None)
     session.wake_up()
     if engine.weights_were_dropped:
         return "  layers: not compared, the engine has dropped its weights to sleep"
-    found = first_divergence(
+    layer = first_divergence(
         inner_module(actor),
         actor,
         engine,
@@ -214,8 +214,8 @@ def _layer(
         limit=report.limits.hidden,
         media=media,
     )
-    # Every rank's engine holds weights of its own; the fault may be in one of them.
-    texts = [text for text in context.gather_objects(found) if text is not None]
+    # Each rank's engine has a copy of the weights; only one of them may be wrong.
+    texts = [text for text in context.gather_objects(layer) if text is not None]
     if not texts:
         what = "the images of this row" if media is not None else "its hidden states"
         return f"  layers: not compared, the {engine.name} engine does not show {what}"
@@ -236,32 +236,32 @@ def first_divergence(
     limit: float,
     media: EncodedPrompt | None = None,
 ) -> str | None:
-    """Run one sequence through the trainer's model and the engine's, and compare all layers.
+    """Run one sequence through the models of trainer and engine, and compare all layers.
 
     Collective where the trainer's model is sharded: every rank must call it.
 
     Args:
-        trainer: The actor itself; its modules are watched.
-        actor: The same as the strategy wrapped it; it is called.
-        engine: Of this rank.
-        token_ids: The sequence.
-        device: Where the actor computes.
+        trainer: Unwrapped actor, whose modules are watched.
+        actor: Actor as the strategy wrapped it, which is called.
+        engine: Engine of this rank.
+        token_ids: Ids of the sequence.
+        device: Device of the actor.
         limit: Allowed ||a - b|| / ||b|| of a layer's output.
-        media: The prompt that the sequence begins with, if that has images or videos.
+        media: Prompt that the sequence begins with, if it has images or videos.
 
     Returns:
-        One line about the first layer that differs, "" if none does; None if the engine cannot be
-        watched.
+        One line about the first layer that differs, "" if none does; None if the engine does not
+        show its layers.
     """
     tokens = torch.tensor([list(token_ids)], device=device)
     mask = torch.ones_like(tokens, dtype=torch.bool)
-    given = {} if media is None else {"media": RowMedia((media,), media.kinds)}
-    expected = module_outputs(checkpoint_module(trainer), lambda: actor(tokens, mask, **given))
-    found = engine.layer_outputs(token_ids, media)
-    if not found:
+    inputs = {} if media is None else {"media": RowMedia((media,), media.kinds)}
+    expected = module_outputs(checkpoint_module(trainer), lambda: actor(tokens, mask, **inputs))
+    outputs = engine.layer_outputs(token_ids, media)
+    if not outputs:
         return None
-    for name in [name for name in found if name in expected]:
-        distance = _distance(found[name], expected[name])
+    for name in [name for name in outputs if name in expected]:
+        distance = _distance(outputs[name], expected[name])
         # Written so that NaN counts as a difference.
         if distance is not None and not distance <= limit:
             return (
@@ -272,7 +272,7 @@ def first_divergence(
 
 
 def _distance(found: Tensor, expected: Tensor) -> float | None:
-    """||found - expected|| / ||expected||; None if their sizes differ (other layouts of a row)."""
+    """Return ||found - expected|| / ||expected||; None if the sizes (layouts) differ."""
     if found.numel() != expected.numel():
         return None
     right = expected.double().flatten().cpu()

@@ -54,22 +54,22 @@ if TYPE_CHECKING:
     from lightrft.stages.policy.split.training_side import RemoteRollouts
     from lightrft.strategy.strategy_base import StrategyBase
 
-# Of a step without full work of the engines: above it streaming rollouts are proposed.
+# Share of a step with idle or nearly idle engines, above which streaming is proposed.
 MAX_WAITING_SHARE = 1 / 3
 CHUNK_MULTIPLE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutParts:
-    """Parts that rollouts are made and scored with.
+    """Parts that generate and score rollouts.
 
     Args:
         reward: Scores responses.
-        tokenizer: Of the actor.
+        tokenizer: Tokenizer of the actor.
         model_rewards: Reward models whose scores are added to the reward, or None.
-        environments: Answer the calls of responses of several turns; or single turns.
-        processor: Of images; None for models of text.
-        has_rewards: Something scores responses; else their reward is 0 and says nothing.
+        environments: Answer calls in responses of several turns; or single turns.
+        processor: Processor of images; None for models of text.
+        has_rewards: Something scores responses; without it their reward is a meaningless 0.
     """
 
     reward: RewardFunction
@@ -88,7 +88,7 @@ class PolicyData:
         prompts: This rank's batches of prompts; None where callers pass them.
         eval_prompts: Held-out prompts, all of them on every rank.
         pretrain: Texts whose language-modelling loss is mixed in, or None.
-        teacher_rows: What the prompts say to teachers, or None.
+        teacher_rows: Texts of the prompts for teachers, or None.
     """
 
     prompts: Batches[Prompt] | None = None
@@ -98,16 +98,16 @@ class PolicyData:
 
 
 class PolicyStage(Stage[PolicyBatch]):
-    """Rolls out, scores and trains; the engine's weights follow the actor's.
+    """Roll out, score and train; the engine's weights follow the actor's.
 
     Args:
-        config: Options of the run; what they leave to the machine is decided.
+        config: Options of the run, with the machine's choices made.
         strategy: Trains over ranks and hosts the rollout engine.
         models: "actor" first, then "critic" if there is one.
         frozen: Reference model of the KL term, and teacher.
-        parts: What rollouts are made and scored with.
+        parts: Parts that generate and score rollouts.
         data: Prompts and texts.
-        logs: Receive samples.
+        logs: Logs of samples.
 
     Raises:
         ConfigError: A part or model is missing, or options do not fit.
@@ -115,7 +115,7 @@ class PolicyStage(Stage[PolicyBatch]):
 
     syncs_engine = True
     item_name = "prompts"
-    # Adapters' too: the old logprobs of an update come from another pass than the new ones.
+    # No dropout in adapters either: old and new logprobs come from different passes.
     kept_dropout = "none"
     _is_advised = False
 
@@ -191,7 +191,7 @@ class PolicyStage(Stage[PolicyBatch]):
         )
 
     def _teacher(self, frozen: FrozenModels) -> TeacherFunction | None:
-        """Return what scores samples for the teachers; None without any."""
+        """Return the function that scores samples for the teachers; None without any."""
         if not self.config.teacher_places:
             return None
         from lightrft.stages.policy.teacher import build_teacher
@@ -249,31 +249,31 @@ class PolicyStage(Stage[PolicyBatch]):
             )
 
     def planned_steps(self) -> int:
-        """See `Stage`."""
+        """Return the number of steps of the whole run."""
         return planned_steps(self.loader, self.config, self.strategy.world_size)
 
     def draw(self, step: Step) -> PolicyBatch:
-        """See `Stage`."""
+        """Return the batch of one step."""
         return self.maker.make(None, step, self.memory)
 
     def roll_out(self, prompts: Sequence[Prompt], step: Step) -> PolicyBatch:
-        """Return the experience of given prompts; collective."""
+        """Return the experience of these prompts; collective."""
         return self.maker.make(prompts, step, self.memory)
 
     def client_state(self) -> dict[str, object]:
-        """See `Stage`; the rows in flight of all ranks, on the first."""
-        found = self.memory.to_client_state()
+        """Return the memory, on the first rank with the rows in flight of all ranks."""
+        state = self.memory.to_client_state()
         remote = self.maker.remote
         parts = None if remote is None else remote.saved_rows()
         if parts is not None:
-            return {**found, "carry": [np.frombuffer(bytearray(each), np.uint8) for each in parts]}
-        (rows,) = cast("list[NDArray[np.uint8]]", found["carry"])
+            return {**state, "carry": [np.frombuffer(bytearray(each), np.uint8) for each in parts]}
+        (rows,) = cast("list[NDArray[np.uint8]]", state["carry"])
         context = self.strategy.context
         parts = context.exchange_bytes([rows.tobytes(), *[b""] * (context.world_size - 1)])
-        return {**found, "carry": [np.frombuffer(bytearray(each), np.uint8) for each in parts]}
+        return {**state, "carry": [np.frombuffer(bytearray(each), np.uint8) for each in parts]}
 
     def update(self, batch: PolicyBatch, step: Step) -> Work:
-        """See `Stage`; no optimizer step where there is nothing to learn from."""
+        """Take all optimizer steps of one step; none if there is nothing to learn from."""
         experience, maker = batch.experience, self.maker
         kl_coef = maker.kl_coef(self.memory)
         record_experience(experience, step.metrics, self.config, has_rewards=self.has_rewards)
@@ -308,7 +308,7 @@ class PolicyStage(Stage[PolicyBatch]):
         return work
 
     def observe_step(self, batch: PolicyBatch, step: Step) -> Observer:
-        """Return the receiver of the step's numbers; collective where one is due."""
+        """Return the observer of the step; collective if one is due."""
         return open_observer(
             step,
             self.config.audit_every,
@@ -327,7 +327,7 @@ class PolicyStage(Stage[PolicyBatch]):
         )
 
     def finish(self, batch: PolicyBatch, metrics: dict[str, float]) -> dict[str, float]:
-        """See `Stage`."""
+        """Update the memory and complete the metrics."""
         self.maker.encoder.forget()
         if self.maker.remote is not None:
             in_flight, num_tokens = self.maker.remote.completed(int(metrics["global_step"]))
@@ -343,7 +343,7 @@ class PolicyStage(Stage[PolicyBatch]):
         )
 
     def advise(self, metrics: Mapping[str, float], table: RowTable) -> None:
-        """Say once, from the third step on, that ranks wait for long responses."""
+        """Advise streaming once, from the third step on, if ranks wait for long responses."""
         idle, thin = (
             metrics[f"{each}_seconds"] / metrics["step_seconds"] for each in ("idle", "thin")
         )
@@ -351,7 +351,7 @@ class PolicyStage(Stage[PolicyBatch]):
             return
         self._is_advised = True
         if self.config.has_episodes and self.maker.encoder.reads_media:
-            return  # its environments may show what no checkpoint holds
+            return  # its environments may show media that no checkpoint holds
         chunk = -(-int(table.sampled_lengths.mean()) // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
         try:
             self.config.replaced({"stream_chunk": self.config.stream_chunk or chunk})
@@ -364,13 +364,17 @@ class PolicyStage(Stage[PolicyBatch]):
             )
 
     def evaluate(self) -> dict[str, float]:
-        """See `evaluate_prompts`."""
+        """Evaluate the held-out prompts; see `evaluate_prompts`."""
         sampler = self.maker.remote or self.maker.sampler
-        found = evaluate_prompts(self.data.eval_prompts, sampler, self.config)
-        return found if self.has_rewards else {n: v for n, v in found.items() if n != "eval/reward"}
+        metrics = evaluate_prompts(self.data.eval_prompts, sampler, self.config)
+        return (
+            metrics
+            if self.has_rewards
+            else {n: v for n, v in metrics.items() if n != "eval/reward"}
+        )
 
     def alarms(self, metrics: Mapping[str, float]) -> list[str]:
-        """See `Stage`."""
+        """Return one sentence for each thing that is wrong with the metrics of a step."""
         compares_groups = self.algorithm.estimator_traits.needs_groups
         return alarms(self.config, metrics, compares_groups=compares_groups)
 
@@ -380,18 +384,18 @@ class PolicyStage(Stage[PolicyBatch]):
 
 
 def prompt_encoder(parts: RolloutParts, actor: nn.Module) -> Encoder:
-    """Return the encoder of prompts; that of text without a processor or for a model of text.
+    """Return the encoder of prompts; the text encoder for models that read no media.
 
-    With environments it is theirs, so that each image is encoded once.
+    The environments' encoder is used if it reads media, so that each image is encoded once.
     """
     if parts.processor is None or not isinstance(actor, SequenceModel):
         return TEXT_ENCODER
     family = family_of(actor.config)
     if family is None:
         return TEXT_ENCODER
-    own = parts.environments.encoder
-    if own.reads_media:
-        return own
+    shared = parts.environments.encoder
+    if shared.reads_media:
+        return shared
     from lightrft.engines.media.encoder import PromptEncoder  # where a model reads media
 
     return PromptEncoder(cast("ProcessorMixin", parts.processor), family)
@@ -402,14 +406,14 @@ def evaluate_prompts(
 ) -> dict[str, float]:
     """Return the mean reward and components of one completion per prompt; collective.
 
-    Every prompt counts once, whatever the number of ranks. The random numbers of training belong
-    to other requests and stay as they are. Prompts whose reward could not be decided, or fails
-    with `reward_failure=mask`, are left out of the means, and counted.
+    Every prompt counts once, whatever the number of ranks. Evaluation does not change the random
+    numbers of training. Prompts with an undecided reward, or with a failed one under
+    `reward_failure=mask`, are counted but left out of the means.
 
     Args:
         prompts: All prompts, the same list on every rank.
         sampler: Generates and scores; the engine stays awake.
-        config: How.
+        config: Options of sampling.
 
     Returns:
         `eval/reward`, `eval/<component>`, `eval/response_length`, `eval/truncated_share`,
@@ -424,7 +428,7 @@ def evaluate_prompts(
         raise RewardError("the reward failed for every prompt of the evaluation")
     metrics = {
         "eval/num_prompts": float(len(table)),
-        # Nothing could be decided: what the model wrote must not end the run.
+        # If nothing could be decided, the model's outputs must not end the run.
         "eval/reward": float(kept.rewards.mean()) if len(kept) else math.nan,
         "eval/response_length": float(table.sampled_lengths.mean()),
         "eval/truncated_share": float(table.is_truncated.mean()),
@@ -437,5 +441,5 @@ def evaluate_prompts(
         metrics["eval/masked_share"] = float(table.is_masked.mean())
     from lightrft.records.swapped import position_metrics
 
-    found = position_metrics(table, prompts)
-    return metrics | {f"eval/{name}": value for name, value in found.items()}
+    positions = position_metrics(table, prompts)
+    return metrics | {f"eval/{name}": value for name, value in positions.items()}

@@ -124,7 +124,7 @@ def load_mixed_rows(
 
     Args:
         path: Any source of rows, of which the split train is used.
-        tokenizer: Of the actor.
+        tokenizer: Tokenizer of the actor.
         config: Its options `pretrain_column`, `apply_chat_template`, `chat_template`,
             `prompt_max_len` and `generate_max_len` count.
 

@@ -53,7 +53,7 @@ def build_run_reward(
 
 
 def num_functions(config: ScorerOptions) -> int:
-    """Return the rewards that are not models of this run."""
+    """Return the number of rewards that are not models of this run."""
     return len(config.reward_fn) + len(reward_urls(config))
 
 
@@ -73,7 +73,7 @@ def reward_recipes(config: RewardOptions, prompts: Sequence[Prompt]) -> RewardRe
         *(numbered("model", i, len(models)) for i in range(len(models))),
     ]
     recipes = load_recipes(config.reward_recipe, column=config.reward_recipe_column, names=names)
-    # At the start: in a step it would be one rank's error between collectives.
+    # Checked at the start: during a step only one rank would raise, between collectives.
     for prompt in prompts:
         recipes.weights_of(prompt.columns.get(recipes.column))
     return recipes
@@ -87,7 +87,7 @@ def prepare_reward_models(config: TrainConfig, backend: Backend) -> tuple[nn.Mod
             RewardModel.from_pretrained(path, allow_new_weights=new)
             for path in config.reward_pretrain
         ]
-    # Not by prepare_models_and_optimizers, which leaves them alone beside a remote reward.
+    # `prepare_models_and_optimizers` skips reward models beside a remote reward.
     prepared = tuple(backend.prepare_model(model, shard_size=8) for model in models)
     for model in prepared:
         prove_model(model, backend.context, is_random=True)
@@ -106,9 +106,9 @@ def build_model_rewards(
 
     Args:
         config: Paths, weights and the rows of a forward pass.
-        backend: Prepared the models.
-        models: In the order of `reward_pretrain`.
-        tokenizer: Of the actor; a model with its vocabulary reads the sampled ids themselves.
+        backend: Backend that prepared the models.
+        models: Models in the order of `reward_pretrain`.
+        tokenizer: Actor's; a model with its vocabulary reads the sampled ids themselves.
         recipes: Weights by row, or None.
     """
     if not models:
@@ -117,8 +117,8 @@ def build_model_rewards(
 
     weights = config.reward_weights[num_functions(config) :] or (1.0,) * len(models)
     entries = [
-        ScoringModel(numbered("model", index, len(models)), model, own, weights[index])
-        for index, (model, own) in enumerate(
+        ScoringModel(numbered("model", index, len(models)), model, text_tokenizer, weights[index])
+        for index, (model, text_tokenizer) in enumerate(
             zip(models, tokenizers_of_scorers(config, tokenizer), strict=True)
         )
     ]
@@ -133,27 +133,27 @@ def tokenizers_of_scorers(
 ) -> list[PreTrainedTokenizerBase | None]:
     """Return the tokenizer of each reward model; None for one that reads the sampled ids.
 
-    It reads them if its tokenizer has the actor's vocabulary and writes the same around a text, and
-    its chat template, if messages are rendered, is the actor's; else they are read anew as
-    `lightrft reward` reads rows.
+    A model reads them if its tokenizer has the actor's vocabulary and frames a text alike. If
+    messages are rendered, its chat template must be the actor's, too. Otherwise the model reads
+    texts anew, as `lightrft reward` reads rows.
 
     Raises:
-        ConfigError: It would have to read episodes or messages anew, and cannot.
+        ConfigError: A model would have to read episodes or messages anew, and cannot.
     """
     chosen: list[PreTrainedTokenizerBase | None] = []
     for path in config.reward_pretrain:
         said = read_statements(path, generates=False).require_consistent()
-        own, is_chat = said.tokenizer, config.apply_chat_template
-        # The template of a model of images is its processor's.
+        scorer, is_chat = said.tokenizer, config.apply_chat_template
+        # Models of images have their template in the processor.
         renders_alike = (
-            own.chat_template in (None, tokenizer.chat_template) or family_of(said.config)
+            scorer.chat_template in (None, tokenizer.chat_template) or family_of(said.config)
             if is_chat
-            else frame_ids(own) == frame_ids(tokenizer)
+            else frame_ids(scorer) == frame_ids(tokenizer)
         )
-        if own.get_vocab() == tokenizer.get_vocab() and renders_alike:
+        if scorer.get_vocab() == tokenizer.get_vocab() and renders_alike:
             chosen.append(None)
             continue
-        if config.has_episodes or (is_chat and not own.chat_template):
+        if config.has_episodes or (is_chat and not scorer.chat_template):
             other = (
                 "episodes are tokens of the policy"
                 if config.has_episodes
@@ -164,7 +164,7 @@ def tokenizers_of_scorers(
                 f"{config.pretrain}, and {other}: give a reward model trained from the policy's "
                 "own model"
             )
-        chosen.append(own)
+        chosen.append(scorer)
     return chosen
 
 
@@ -177,21 +177,21 @@ def build_trainer_rewards(
     """Return the reward function and the reward models of a trainer.
 
     Args:
-        source: Functions (objects with `score()`) and prepared modules that give one score per
-            row of the sampled ids, one or a list of them; their rewards are added.
-        model_rewards: Reward models with tokenizers, weights or recipes of their own.
-        backend: Prepared the modules.
+        source: Functions (objects with `score()`) and prepared modules that score each row of
+            sampled ids: one, or a list whose rewards are added.
+        model_rewards: Reward models with further tokenizers, weights or recipes.
+        backend: Backend that prepared the modules.
         config: Rows of a forward pass.
 
     Raises:
         ValueError: There is no reward.
-        TypeError: One cannot score.
+        TypeError: An item of `source` cannot score.
     """
-    given = list(source) if isinstance(source, list | tuple) else [source] if source else []
+    items = list(source) if isinstance(source, list | tuple) else [source] if source else []
     modules: list[nn.Module] = []
     functions: list[RewardFunction] = []
-    for item in given:
-        # The head of a reward model has this name, too.
+    for item in items:
+        # A reward model's head is called `score`, too.
         score = getattr(item, "score", None)
         if callable(score) and not isinstance(score, nn.Module):
             functions.append(cast("RewardFunction", item))

@@ -1,4 +1,4 @@
-"""Metrics of the samples of a step, and of what the policy says about them."""
+"""Metrics of the samples of a step, and of the policy on them."""
 
 import math
 from collections import Counter
@@ -28,14 +28,14 @@ Mean = tuple[str, float, float]
 
 
 def table_metrics(table: RowTable, *, has_rewards: bool = True) -> dict[str, float]:
-    """Rewards and lengths of all samples; exact and equal on every rank without communication.
+    """Return metrics of rewards and lengths of all samples.
 
-    Rows that are excluded from the loss are counted in `masked_share` only, and of these the ones
-    that the reward could not decide in `undecided_share`.
+    They are exact and equal on every rank without communication. Rows that are excluded from the
+    loss count in `masked_share` only, and those with an undecided reward in `undecided_share`.
 
     Args:
-        table: Of the samples.
-        has_rewards: Something scored them; without it there is nothing to say of rewards.
+        table: Rows of the samples.
+        has_rewards: Something scored the samples; without it metrics of rewards are left out.
     """
     kept = table.take(np.flatnonzero(~table.is_masked).astype(np.int64))
     metrics = {
@@ -77,11 +77,11 @@ def experience_metrics(
     """Return the metrics of a step that every rank knows without communication.
 
     Args:
-        step: What was trained on.
-        reduced: The step's metrics over all ranks; its durations are there.
+        step: Experience of the step.
+        reduced: Metrics of the step over all ranks, with its durations.
         num_epochs: Passes of the update over the samples.
         has_rewards: See `table_metrics`.
-        num_sampled_tokens: Sampled in this step over all ranks, for whichever steps.
+        num_sampled_tokens: Tokens sampled during this step over all ranks.
     """
     metrics = table_metrics(episodes_of(step.table), has_rewards=has_rewards)
     metrics |= selection_metrics(step.samples) | stream_metrics(step.samples)
@@ -111,7 +111,7 @@ def _stage_speeds(
 
 
 def selection_metrics(samples: Samples) -> dict[str, float]:
-    """Return the groups that dynamic sampling sampled and did not train on."""
+    """Return metrics of the groups that dynamic sampling sampled and did not train on."""
     selection = samples.selection
     if selection is None:
         return {}
@@ -128,7 +128,7 @@ def selection_metrics(samples: Samples) -> dict[str, float]:
 
 
 def stream_metrics(samples: Samples) -> dict[str, float]:
-    """Return tokens that streaming rollouts sampled, and groups that go on in the next step."""
+    """Return metrics of streaming rollouts: sampled tokens and open groups."""
     report = samples.report
     if report is None:
         return {}
@@ -141,7 +141,7 @@ def stream_metrics(samples: Samples) -> dict[str, float]:
 
 
 def record_staleness(step: StepExperience, metrics: StepMetrics) -> None:
-    """Add how many updates old this rank's tokens are."""
+    """Record by how many updates this rank's tokens are stale."""
     staleness = step.version - step.rows.token_versions[step.rows.is_sampled]
     metrics.add_mean("staleness/token_share", float((staleness > 0).sum()), len(staleness))
     metrics.add_mean("staleness/mean", float(staleness.sum()), len(staleness))
@@ -149,8 +149,9 @@ def record_staleness(step: StepExperience, metrics: StepMetrics) -> None:
 
 
 def group_metrics(table: RowTable) -> dict[str, np.floating]:
-    """Over the prompts: the share of those whose samples all have the same reward (zero variance),
-    and the mean of the standard deviation of the rewards of their samples.
+    """Return the share of prompts whose samples have equal rewards, and the mean deviation.
+
+    The latter is the mean over prompts of the standard deviation of their samples' rewards.
     """
     groups = [table.rewards[table.group_ids == group] for group in np.unique(table.group_ids)]
     return {
@@ -162,18 +163,18 @@ def group_metrics(table: RowTable) -> dict[str, np.floating]:
 def record_experience(
     step: StepExperience, metrics: StepMetrics, config: LearningOptions, *, has_rewards: bool = True
 ) -> None:
-    """Add what this rank's rows say: advantages, values and, where the actor was asked, policy."""
+    """Record metrics of this rank's rows: advantages, values and, if it was run, policy."""
     batch, rollouts = step.batch, step.batch.rollouts
     mask = rollouts.response_mask
     if config.use_rollout_logprobs:
-        # Compared with themselves they would look perfect.
+        # Logprobs compared with themselves would look perfect.
         rollouts = replace(rollouts, compared_mask=None)
     if batch.outputs.old_logprobs is not None:
         record_policy(rollouts, batch.outputs, metrics, kl_estimator=config.kl_estimator_name)
     means = {"advantage_mean": batch.advantages, "advantage_abs": batch.advantages.abs()}
     if has_rewards:
         scored = step.rewards.rewards[torch.from_numpy(~step.table.is_masked)]
-        # Every rank has the rewards of all.
+        # The number is equal on all ranks: each has all rewards.
         metrics.add_max("nonfinite/rewards", float((~scored.isfinite()).sum()))
         num_clipped = float(step.rewards.is_clipped.sum())
         metrics.add_mean("reward_clipped_share", num_clipped, len(step.table))
@@ -189,7 +190,7 @@ def record_experience(
 
 
 def record_tallies(reward: RewardFunction, metrics: StepMetrics) -> None:
-    """Add what a reward counted since the last step: tokens, seconds and cost of a judge."""
+    """Record the counts of a reward since the last step: tokens, seconds and cost of a judge."""
     tallies = reward.take_tallies() if isinstance(reward, CountsCosts) else {}
     for name, (total, count) in tallies.items():
         if count is None:
@@ -199,27 +200,27 @@ def record_tallies(reward: RewardFunction, metrics: StepMetrics) -> None:
 
 
 def rollout_means(samples: Samples) -> list[Mean]:
-    """What this rank's samples say before anything is trained; each rank has the same names."""
+    """Return means of this rank's samples before training; the names are equal on all ranks."""
     ids = (item.rollout.completion.sampled_token_ids for item in samples.scored)
-    found = [
+    means = [
         ("repeated_share", 0.0, 0.0),
         *(("repeated_share", repeated_share(i), 1.0) for i in ids),
     ]
     if samples.tool_names is not None:
-        found += conversation_means(samples.scored, samples.tool_names)
+        means += conversation_means(samples.scored, samples.tool_names)
     if samples.agent_counts is not None:
-        found += [(f"agent/{name}", 0.0, 0.0) for name in AGENT_COUNTS]
+        means += [(f"agent/{name}", 0.0, 0.0) for name in AGENT_COUNTS]
     for counts in samples.agent_counts or ():
-        found += [(f"agent/{name}", count, 1.0) for name, count in counts.items()]
-    return found
+        means += [(f"agent/{name}", count, 1.0) for name, count in counts.items()]
+    return means
 
 
 def conversation_means(scored: Sequence[ScoredRollout], tool_names: Sequence[str]) -> list[Mean]:
-    """Return the turns, calls and their outcomes; of each tool its calls, errors and seconds.
+    """Return means of turns, calls and outcomes; of each tool its calls, errors and seconds.
 
     Args:
         scored: This rank's samples.
-        tool_names: The same on every rank.
+        tool_names: Names of the tools, equal on all ranks.
     """
     known = [talk for item in scored if (talk := item.rollout.conversation) is not None]
     calls = [call for talk in known for turn in talk.answers for call in turn]
@@ -233,20 +234,20 @@ def conversation_means(scored: Sequence[ScoredRollout], tool_names: Sequence[str
         "episode/restarts": sum(talk.num_restarts for talk in known),
         "episode/failed_share": sum(item.is_masked for item in scored),
     }
-    found: list[Mean] = [(name, total, len(known)) for name, total in totals.items()]
+    means: list[Mean] = [(name, total, len(known)) for name, total in totals.items()]
     for name in tool_names:
-        own = [call for call in made if call.name == name]
-        errors = sum(call.outcome == "error" for call in own)
-        found += [
-            (f"tool/{name}/calls", len(own), len(known)),
-            (f"tool/{name}/error_share", errors, len(own)),
-            (f"tool/{name}/seconds", sum(call.seconds for call in own), len(own)),
+        tool_calls = [call for call in made if call.name == name]
+        errors = sum(call.outcome == "error" for call in tool_calls)
+        means += [
+            (f"tool/{name}/calls", len(tool_calls), len(known)),
+            (f"tool/{name}/error_share", errors, len(tool_calls)),
+            (f"tool/{name}/seconds", sum(call.seconds for call in tool_calls), len(tool_calls)),
         ]
-    return found
+    return means
 
 
 def repeated_share(token_ids: Sequence[int], *, size: int = 4) -> float:
-    """Return the share of the runs of `size` tokens that occurred before in the same response."""
+    """Return the share of runs of `size` tokens that occurred before in the same response."""
     count = len(token_ids) - size + 1
     if count < 2:
         return 0.0
@@ -258,16 +259,16 @@ def repeated_share(token_ids: Sequence[int], *, size: int = 4) -> float:
 def record_policy(
     rollouts: RolloutBatch, outputs: PolicyOutputs, metrics: StepMetrics, *, kl_estimator: str
 ) -> None:
-    """Add what the policy at the start of the step says: entropy, KL, and the engine's logprobs.
+    """Record metrics of the policy at the start of the step: entropy, KL, and parity.
 
-    What `record_mismatch` adds is taken over all response tokens whose logprobs follow the same
-    distribution in engine and trainer.
+    `record_mismatch` runs over the response tokens whose logprobs follow the same distribution in
+    engine and trainer.
 
     Args:
-        rollouts: The rows.
-        outputs: What the models say about them; the old logprobs are there.
+        rollouts: Rows of the step.
+        outputs: Outputs of the models, with the old logprobs.
         metrics: Receives the numbers.
-        kl_estimator: Of the KL to the reference model.
+        kl_estimator: Estimator of the KL to the reference model.
     """
     mask, old, sampling = rollouts.response_mask, outputs.old_logprobs, outputs.sampling_logprobs
     teacher = outputs.teacher_logprobs
@@ -298,8 +299,8 @@ def record_ratios(
     mask: Tensor,
     metrics: StepMetrics,
 ) -> None:
-    """Add ratios of new to old policy, what was clipped, and the size of the update."""
-    # Held, so that one token far away does not make the mean infinite.
+    """Record ratios of new to old policy, clipped shares, and the size of the update."""
+    # Bounded, so that one outlier token does not make the mean infinite.
     difference = log_ratio(logprobs, old_logprobs, mask).values
     means = {
         "ratio_mean": token_loss.ratio,
@@ -314,7 +315,7 @@ def record_ratios(
 
 
 def num_nonfinite(values: Tensor | None, mask: Tensor) -> Tensor:
-    """Number of entries of `values` [batch, seq] that are NaN or infinite where `mask` is true."""
+    """Return how many entries of `values` [batch, seq] are NaN or infinite inside `mask`."""
     if values is None:
         return mask.new_zeros((), dtype=mask.dtype).long()
     return (mask & ~values.detach().isfinite()).sum()
@@ -324,7 +325,7 @@ def num_nonfinite(values: Tensor | None, mask: Tensor) -> Tensor:
 def record_mismatch(
     rollout_logprobs: Tensor, logprobs: Tensor, compared_mask: Tensor, metrics: StepMetrics
 ) -> None:
-    """Add what rows of a step say about the difference between engine and trainer.
+    """Record the difference between engine and trainer on rows of a step.
 
     Raw: nothing is clipped or left out. With d_t = rollout_t - trainer_t, both logprobs of the
     sampled token t under the same distribution:
@@ -375,7 +376,7 @@ def record_by_media(
     has_media: Tensor,
     metrics: StepMetrics,
 ) -> None:
-    """Add mean and largest difference of rows without and with media apart.
+    """Record mean and largest difference separately for rows with and without media.
 
     An encoder that differs in the engine shows in `.../media` alone.
 
@@ -391,13 +392,13 @@ def record_by_media(
 
 
 def _largest(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the largest marked value, NaN if one of them is; -inf without any."""
+    """Return the largest marked value, NaN if a marked one is NaN; -inf if none is marked."""
     kept = torch.where(mask, values, -torch.inf).flatten()
     return torch.cat([kept, kept.new_tensor([-torch.inf])]).max()
 
 
 def pearson(moments: PairedMoments) -> float | None:
-    """Return the correlation; None where one side is constant. NaN passes, to be seen."""
+    """Return the correlation; None if one side is constant. NaN is passed on to be seen."""
     if moments.is_constant(0) or moments.is_constant(1):
         return None
     return moments.products / math.sqrt(moments.squares[0] * moments.squares[1])

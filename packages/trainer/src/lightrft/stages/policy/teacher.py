@@ -38,7 +38,7 @@ def build_teacher(
         config: Names the teachers.
         models: Prepared, those of folders.
         rows: What the prompts say to teachers, where the options need it.
-        context: Of the ranks.
+        context: Process groups of the ranks.
 
     Raises:
         ConfigError: The options need columns of prompts that are not known here.

@@ -1,4 +1,4 @@
-"""The update of a step: optimizer steps of policy and critic."""
+"""Optimizer steps of policy and critic in one step of a run."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PolicyUpdate:
-    """The optimizer steps of one step of a run: their objective, models and metrics.
+    """Optimizer steps of one step of a run, with their objective, models and metrics.
 
     Args:
-        config: Coefficients and sizes, `loss_agg_mode` decided.
-        policy_loss: One loss value per token.
-        training: Prepared the models.
+        config: Options of the run, with `loss_agg_mode` set.
+        policy_loss: Loss function with one value per token.
+        training: Strategy part that prepared the models.
         metrics: Receives the numbers.
         corrections: Terms for the difference between engine and trainer; () is none.
         kl_coef: Weight of the KL to the reference model in the loss; 0 is off.
-        observer: Receives what is computed.
+        observer: Receives the computed tensors.
         loss_inside: The actor computes the loss inside its output projection; see
             `objective.why_loss_outside`.
-        gate: Receives the policy's logprobs [batch, seq] before the optimizer acts, where the
-            update has to compute them; None asks for none.
+        gate: Called with the policy's logprobs [batch, seq] before the optimizer acts, if the
+            update computes them; None is not called.
     """
 
     config: TrainConfig
@@ -76,12 +76,12 @@ class PolicyUpdate:
         step_number: int,
         pretrain: PretrainMix | None = None,
     ) -> None:
-        """All optimizer steps of one experience; every rank takes equally many.
+        """Take all optimizer steps of one experience; every rank takes equally many.
 
         Args:
-            step: What to train on.
-            models: What is trained.
-            step_number: Of the step in the run; fixes the order of the optimizer batches.
+            step: Experience to train on.
+            models: Models to train.
+            step_number: Number of the step in the run; fixes the order of the optimizer batches.
             pretrain: Texts whose loss is mixed in, or None.
         """
         config, plan, context = self.config, step.plan, self.training.context
@@ -121,18 +121,17 @@ class PolicyUpdate:
         slices: Sequence[slice] = (),
         extra_losses: Sequence[Callable[[], Tensor]] = (),
     ) -> None:
-        """One optimizer step of the actor.
+        """Take one optimizer step of the actor.
 
         loss = policy + kl_coef KL - entropy_coef H + aux_loss_coef balance + further terms. The
-        first three are aggregated with the same Z, which is summed over ranks before the first
-        backward: the step does not depend on micro batches.
+        first three are aggregated with the same Z. It is summed over ranks before the first
+        backward, so micro batches do not change the step.
 
         Args:
             batch: This rank's rows of the optimizer batch.
-            actor: What is updated.
-            slices: Micro batches; none cuts by rows.
-            extra_losses: Micro batches of other data; each gives its share of the loss. Every rank
-                has equally many.
+            actor: Model to update.
+            slices: Micro batches; () cuts by rows.
+            extra_losses: Loss shares of micro batches of other data, equally many on every rank.
         """
         slices = slices or self._row_slices(batch)
         weights, sums = self.token_weights(batch), None
@@ -140,15 +139,17 @@ class PolicyUpdate:
             sums = self._router_sums(batch, actor.model, slices)
         normalizer = self._normalizer(batch)
         self.observer.begin_update(actor.name, normalizer)
-        found = list[Tensor]()
+        logprobs = list[Tensor]()
         shares = [
-            partial(self._policy_share, batch, rows, actor.model, normalizer, weights, sums, found)
+            partial(
+                self._policy_share, batch, rows, actor.model, normalizer, weights, sums, logprobs
+            )
             for rows in slices
         ]
 
         def check() -> None:
             if self.gate is not None:
-                self.gate(join_micro_batches(found, batch.rollouts.token_ids.shape[1]))
+                self.gate(join_micro_batches(logprobs, batch.rollouts.token_ids.shape[1]))
 
         self.optimize(actor, [*shares, *extra_losses], check)
         record_total("policy_loss", self.training.context, self.metrics)
@@ -158,7 +159,7 @@ class PolicyUpdate:
     def value_step(
         self, batch: ExperienceBatch, critic: TrainedModel, *, slices: Sequence[slice] = ()
     ) -> None:
-        """One optimizer step of the critic, aggregated like the policy's."""
+        """Take one optimizer step of the critic, aggregated like the policy's."""
         normalizer = self._normalizer(batch)
         self.observer.begin_update(critic.name, normalizer)
         shares = [
@@ -198,10 +199,10 @@ class PolicyUpdate:
         return self.training.context.reduce_over_data(local, "sum")
 
     def token_weights(self, batch: ExperienceBatch) -> Tensor | None:
-        """Return weights of tokens before the forward pass: [batch, seq], or None where all are 1.
+        """Return the weights of tokens before the forward pass: [batch, seq]; None if all are 1.
 
-        They have the corrections unless these need the policy of that pass. The weights
-        multiply the numerator of the loss only: Z still counts every response token.
+        They include the corrections, except corrections that need the policy of that pass. The
+        weights multiply only the numerator of the loss: Z still counts every response token.
         Collective: every rank calls it.
 
         Args:
@@ -219,7 +220,7 @@ class PolicyUpdate:
         return weights
 
     def _entropy_mask(self, batch: ExperienceBatch) -> Tensor:
-        """Return the tokens where the policy at the start of the step is least certain."""
+        """Mark the tokens where the policy at the start of the step is least certain."""
         entropy, mask = batch.outputs.entropy, batch.rollouts.response_mask
         if entropy is None:
             raise RuntimeError("choosing tokens by entropy needs the entropies before the update")
@@ -242,7 +243,7 @@ class PolicyUpdate:
         return any(term.follows_policy for term in self.corrections)
 
     def _corrects_in_pass(self, batch: ExperienceBatch) -> bool:
-        """Return whether the logprobs that corrections need are those of the forward pass."""
+        """Return whether corrections need the logprobs of the forward pass."""
         return self.follows_policy or batch.outputs.old_logprobs is None
 
     def correction_of(self, batch: ExperienceBatch, new_logprobs: Tensor | None = None) -> Tensor:
@@ -257,7 +258,7 @@ class PolicyUpdate:
             )
         from lightrft.algorithms.corrections import correction_weights  # of runs with some
 
-        found = correction_weights(
+        result = correction_weights(
             trainer_logprobs,
             rollouts.rollout_logprobs,
             mask,
@@ -266,36 +267,36 @@ class PolicyUpdate:
             new_logprobs=new_logprobs,
         )
         if any(term.mean_one for term in self.corrections):
-            found = found.normalized(self.training.context.reduce_over_data(found.sums, "sum"))
+            result = result.normalized(self.training.context.reduce_over_data(result.sums, "sum"))
         means = {
-            "correction_weight": found.weights,
-            "correction_raw_weight": found.raw,
-            "correction_capped_share": found.is_capped,
-            "correction_rejected_share": found.is_rejected,
-            "correction_invalid_share": found.is_invalid,
+            "correction_weight": result.weights,
+            "correction_raw_weight": result.raw,
+            "correction_capped_share": result.is_capped,
+            "correction_rejected_share": result.is_rejected,
+            "correction_invalid_share": result.is_invalid,
         }
         metrics.add_masked_means(means, mask)
-        metrics.add_max("correction_raw_weight_max", found.raw.where(mask, -torch.inf).max())
-        metrics.add_effective_samples("correction_effective_share", found.weights, mask)
-        return found.weights
+        metrics.add_max("correction_raw_weight_max", result.raw.where(mask, -torch.inf).max())
+        metrics.add_effective_samples("correction_effective_share", result.weights, mask)
+        return result.weights
 
     def _corrected(self, tokens: LossTokens, old_logprobs: Tensor, engine: Tensor) -> LossTokens:
-        """Some tokens with corrections of which each looks at one of them; logprobs [tokens]."""
+        """Weight some tokens by corrections that act on single tokens; logprobs are [tokens]."""
         from lightrft.algorithms.corrections import correction_weights  # of runs with some
 
-        found = correction_weights(
+        result = correction_weights(
             old_logprobs[None],
             engine[None],
             tokens.mask,
             terms=self.corrections,
             advantages=tokens.advantages,
         )
-        return tokens.weighted(found.weights)
+        return tokens.weighted(result.weights)
 
     def _router_sums(
         self, batch: ExperienceBatch, actor: nn.Module, slices: Sequence[slice]
     ) -> Tensor:
-        """[2, experts] over all tokens of the optimizer batch: one more forward pass.
+        """Return [2, experts] over all tokens of the optimizer batch, by one more forward pass.
 
         The load of the experts is known only after all micro batches.
         """
@@ -323,8 +324,8 @@ class PolicyUpdate:
         """Return the loss of one micro batch.
 
         Args:
-            batch, rows: The micro batch.
-            actor: The policy.
+            batch, rows: Optimizer batch and rows of the micro batch.
+            actor: Policy model.
             normalizer: Z of the optimizer batch over all ranks.
             weights: [batch, seq] of this rank's tokens, or None where all are 1.
             router_sums: [2, experts] of all tokens, or None without balancing.
@@ -380,7 +381,7 @@ class PolicyUpdate:
     ) -> tuple[ActorOutput, ExperienceBatch]:
         """Return the actor's output for a micro batch, and the batch with the old logprobs.
 
-        In the first pass over it these are the output's own; the metrics get them then.
+        In the first pass the output's logprobs are the old ones, and the metrics record them.
         """
         rollouts, is_first = micro.rollouts, micro.outputs.old_logprobs is None
         entropy: EntropyMode = "value" if is_first else "none"

@@ -58,7 +58,7 @@ class PreferenceLoss:
         """Return the share [] of some pairs in the loss of the step; shares add up to it.
 
         Args:
-            sums: Of the pairs.
+            sums: Sums of the pairs.
             counts: Items (pairs, or labelled answers) and answers of the step, over all ranks.
         """
         num_items, num_answers = counts

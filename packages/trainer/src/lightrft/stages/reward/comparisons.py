@@ -51,9 +51,9 @@ class Comparisons:
         """Return the comparisons of these judgements: all pairs of a ranking, none of a label.
 
         Args:
-            judgements: Of one kind.
+            judgements: Judgements of one kind.
             device: For the results.
-            name: Of the score whose rankings count; "" is the only one.
+            name: Name of the score whose rankings count; "" is the only one.
         """
         found: list[tuple[int, int, float, bool, float]] = []
         start = 0
@@ -124,8 +124,8 @@ def record_comparisons(
     Args:
         metrics: Receives them.
         scores, lengths: See `record_scores`.
-        comparisons: Of these rows.
-        name: Of the score, whose accuracy is also shown apart; "" is the only one.
+        comparisons: Comparisons of these rows.
+        name: Name of the score, whose accuracy is also shown apart; "" is the only one.
     """
     weights = comparisons.weights * ~comparisons.is_tie
     differences, longer = map(comparisons.differences, (scores, lengths.double()))

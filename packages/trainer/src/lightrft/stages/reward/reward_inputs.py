@@ -213,7 +213,7 @@ def load_rows(
     vocab_size: int | None = None,
     reader: RowMediaReader | None = None,
 ) -> RowData[Judgement]:
-    """Rankings, steps, score, or what `load_preferences` reads, by columns of the first row."""
+    """Return rankings, steps, scores, or preferences, by the columns of the first row."""
     read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
     kind = _kind_of(read[0], config)
     if kind is not None:

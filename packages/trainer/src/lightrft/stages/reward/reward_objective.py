@@ -269,7 +269,7 @@ def build_loss(
     Args:
         config: Its options `reward_loss`, `reward_loss_args` and `centering_coef` count.
         is_paired: The data hold pairs, not labelled answers.
-        name: Of the loss; None is that of the run.
+        name: Name of the loss; None is that of the run.
 
     Raises:
         ConfigError: It is of other data, or cannot be called as it will be.

@@ -40,9 +40,9 @@ def prove_published(
 
     Args:
         model: As it was trained, in evaluation mode.
-        folder: Of the written model.
+        folder: Folder of the written model.
         judgements: Training data.
-        context: Of the run.
+        context: Process groups of the run.
 
     Raises:
         ModelLoadError: A score differs by more than roundings.
@@ -97,7 +97,7 @@ def prove_pooling(
     Args:
         model: Prepared.
         judgements: Training data.
-        context: Of the run.
+        context: Process groups of the run.
 
     Returns:
         By how much a score at least changes with the last token.

@@ -57,9 +57,9 @@ class RowReading:
     """The parts of a model that read rows.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: Tokenizer of the model.
         statements: What the model says of itself.
-        reader: Of their images and videos.
+        reader: Reader of their images and videos.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -178,7 +178,7 @@ def read_rows(
     Args:
         config: Options of the run.
         load: Reads rows; its arguments are those of `load_supervised`.
-        kind: Of the trained model.
+        kind: Kind of the trained model.
 
     Raises:
         ConfigError: The model is none of the kind or has no layers of the names that options give,
@@ -246,7 +246,7 @@ def option_problems(config: TrainConfig, num_processes: int, command: str) -> li
 
     Args:
         config: Options of the run.
-        num_processes: Of the run.
+        num_processes: Number of processes of the run.
         command: That trains.
     """
     if command == "distill":

@@ -131,7 +131,7 @@ def best_fit(places: Sequence[int], lengths: Sequence[int], max_tokens: int) -> 
     Args:
         places: Of the rows of a rank.
         lengths: Tokens of every row.
-        max_tokens: Of a micro-batch; a longer row stands alone.
+        max_tokens: Most tokens of a micro-batch; a longer row stands alone.
     """
     packs: list[list[int]] = []
     # Room and number of each pack, the fullest first.

@@ -58,7 +58,7 @@ class Generator:
     """Samples, scores and keeps rows until they are trained.
 
     Args:
-        config: Of the run, as the ranks that train have it.
+        config: Options of the run, as the ranks that train have them.
         bridge: To them.
         session: The engine of this side.
         context: Ranks of this side.

@@ -27,8 +27,8 @@ class RemoteRollouts:
 
     Args:
         bridge: To them.
-        config: Of the run.
-        session, context: Those of the ranks that train.
+        config: Options of the run.
+        session, context: Engine and groups of the ranks that train.
     """
 
     def __init__(
