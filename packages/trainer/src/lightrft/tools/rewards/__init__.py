@@ -1,1 +1,1 @@
-"""Reward kinds with needs of their own."""
+"""Reward kinds that need sandboxes, workers or services."""

@@ -1,4 +1,4 @@
-"""The tests of a row, the program in an answer, and how the two are run together."""
+"""Tests of a row, the program in an answer, and the run of both together."""
 
 import ast
 import hashlib
@@ -16,7 +16,7 @@ from lightrft.tools.rewards.sandbox import Ending
 MAX_CODE_CHARACTERS = 100_000
 _FENCES = ("```", "~~~")
 _KEY_BYTES = 32
-# What a program has no business with, unless it looks for its tests.
+# Names that few programs need unless they look for their tests.
 _SUSPICIOUS = re.compile(r"_getframe|_current_frames|\bgc\b|\bbuiltins\b|__builtins__|__eq__")
 _COLLECTIONS: Mapping[str, Callable[[Any], object]] = {
     "set": set,
@@ -29,12 +29,13 @@ _COLLECTIONS: Mapping[str, Callable[[Any], object]] = {
 
 
 def canonical(value: object) -> str:
-    """A text that equal values of Python's own types share, whatever their classes call equal.
+    """Return a text that is the same for equal values of built-in types.
 
-    It runs in the sandbox, too, of whose Python nothing is known but that it is version 3.
+    Classes that define their `__eq__` cannot influence it. It also runs in the sandbox, on any
+    Python 3.
 
     Raises:
-        TypeError: The value is of another type.
+        TypeError: The value has another type.
     """
     from collections.abc import Set
 
@@ -64,10 +65,10 @@ def canonical(value: object) -> str:
     raise TypeError("no value of Python's own types")
 
 
-# Runs in the sandbox. The answer is a module that is not `__main__`; what it prints goes nowhere.
-# Where a test compares with a constant, a hash of the answer's value goes out and is compared
-# there, so that nothing in here knows what is right. Any other test has passed when its key is
-# written, which is read once it has run.
+# Runs in the sandbox. The answer becomes a module other than `__main__`; its output is discarded.
+# If a test compares with a constant, the sandbox sends a hash of the answer's value, and the
+# comparison happens outside: nothing inside knows the right value. Any other test passes by writing
+# its key, which the sandbox reads only after the test ran.
 _HARNESS = f"""
 import hashlib, json, os, sys, types
 {inspect.getsource(canonical)}
@@ -107,11 +108,11 @@ run()
 
 @dataclass(frozen=True, slots=True)
 class CodeTests:
-    """The tests of one row, of one kind.
+    """Tests of one row, all of one kind.
 
     Args:
-        asserts: Statements that run after the answer, and must not raise.
-        pairs: Standard input, and the standard output that the answer must print.
+        asserts: Statements that run after the answer and must not raise.
+        pairs: Standard inputs with the standard outputs that the answer must print.
     """
 
     asserts: tuple[str, ...] = ()
@@ -126,9 +127,9 @@ class CodeOutcome:
     """Result of running an answer with its tests.
 
     Args:
-        num_passed: Tests.
-        ended: How the last program ended that did not pass everything, or `passed`; `undecided`
-            where the deadline of the caller ended it after it had all the time of its limits.
+        num_passed: Number of tests that passed.
+        ended: `passed`, or the end of the last program that did not pass everything; `undecided`
+            if the caller's deadline ended it after all the time of its limits.
     """
 
     num_passed: int
@@ -136,12 +137,12 @@ class CodeOutcome:
 
 
 def is_suspicious(code: str) -> bool:
-    """Whether a program names what forged tests are made with; some honest ones do, too."""
+    """Return whether a program uses names that forge tests; some honest ones do, too."""
     return _SUSPICIOUS.search(code) is not None
 
 
 def find_code(response: str) -> str:
-    """The last fenced block of a text, closed or not; without one, the whole text."""
+    """Return the last fenced block of a text, closed or not; without one, the whole text."""
     block: list[str] | None = None
     last: list[str] | None = None
     fence = ""
@@ -159,34 +160,34 @@ def find_code(response: str) -> str:
 
 
 def read_tests(label: str) -> CodeTests:
-    """The tests of a label: see docs/data_formats.md.
+    """Return the tests of a label; see docs/data_formats.md.
 
     Raises:
-        ValueError: It holds none; the message is one line.
+        ValueError: The label holds no tests; the message is one line.
     """
     try:
-        found = json.loads(label)
+        tests = json.loads(label)
     except (ValueError, RecursionError):
-        found = [label]  # statements as they are
-    if isinstance(found, dict) and {"inputs", "outputs"} <= found.keys():
-        found = _paired(found)
-    if not isinstance(found, list) or not found:
+        tests = [label]  # statements as they are
+    if isinstance(tests, dict) and {"inputs", "outputs"} <= tests.keys():
+        tests = _paired(tests)
+    if not isinstance(tests, list) or not tests:
         raise ValueError(
             "expected tests: a list of statements such as 'assert add(1, 2) == 3', or of "
             f'{{"input": ..., "output": ...}}; got {label[:60]!r}'
         )
-    if all(isinstance(test, str) and test.strip() for test in found):
-        asserts = tuple(cast("list[str]", found))
+    if all(isinstance(test, str) and test.strip() for test in tests):
+        asserts = tuple(cast("list[str]", tests))
         for test in asserts:
             _require_statement(test)
         return CodeTests(asserts=asserts)
-    if all(isinstance(test, dict) and _is_pair(test) for test in found):
-        return CodeTests(pairs=tuple((test["input"], test["output"]) for test in found))
+    if all(isinstance(test, dict) and _is_pair(test) for test in tests):
+        return CodeTests(pairs=tuple((test["input"], test["output"]) for test in tests))
     raise ValueError("every test must be a statement, or each an object of texts input and output")
 
 
 def _paired(found: Mapping[str, object]) -> list[object]:
-    """The tests of an object of inputs and outputs; raises a ValueError."""
+    """Return the tests of an object of inputs and outputs, or raise a ValueError."""
     inputs, outputs = found["inputs"], found["outputs"]
     if not isinstance(inputs, list) or not isinstance(outputs, list):
         raise ValueError("'inputs' and 'outputs' of tests must be lists")
@@ -196,25 +197,25 @@ def _paired(found: Mapping[str, object]) -> list[object]:
 
 
 def run_tests(code: str, tests: CodeTests, run: Callable[[bytes, bytes], Ending]) -> CodeOutcome:
-    """Runs the answer with its tests: statements in one program, inputs in one program each.
+    """Run the answer with its tests: statements in one program, inputs in one program each.
 
     Args:
-        code: The answer's program.
-        tests: Of the row.
-        run: Runs a source with a standard input.
+        code: Program of the answer.
+        tests: Tests of the row.
+        run: Function that runs a source with a standard input.
     """
     if tests.asserts:
         return _run_asserts(code, tests.asserts, run)
     num_passed = 0
-    for given, expected in tests.pairs:
-        ending = run(_encoded(code), _encoded(given))
+    for stdin, expected in tests.pairs:
+        ending = run(_encoded(code), _encoded(stdin))
         printed = ending.stdout.decode(errors="replace")
         is_right = ending.reason == "ended" and ending.returncode == 0
         if is_right and _lines(printed) == _lines(expected):
             num_passed += 1
             continue
         ended = _described(ending)
-        if ended != "failed":  # more of it would take as long, or as much
+        if ended != "failed":  # further tests would hit the same limit
             return CodeOutcome(num_passed, ended)
     return CodeOutcome(num_passed, "passed" if num_passed == len(tests) else "failed")
 
@@ -223,18 +224,18 @@ def _run_asserts(
     code: str, asserts: tuple[str, ...], run: Callable[[bytes, bytes], Ending]
 ) -> CodeOutcome:
     compared = [_comparison(test) for test in asserts]
-    keys = [secrets.token_hex(_KEY_BYTES // 2) for found in compared if found is None]
+    keys = [secrets.token_hex(_KEY_BYTES // 2) for pair in compared if pair is None]
     tests = [
-        ("exec", test) if found is None else ("eval", found[0])
-        for test, found in zip(asserts, compared, strict=True)
+        ("exec", test) if pair is None else ("eval", pair[0])
+        for test, pair in zip(asserts, compared, strict=True)
     ]
     job = _encoded(json.dumps([code, tests]))
     ending = run(_HARNESS.encode(), b"%08x" % len(job) + job + "".join(keys).encode())
     lines = Counter(ending.stdout.decode(errors="replace").splitlines())
     numbers = Counter(line.partition(" ")[0] for line in lines.elements())
-    own = iter(keys)
-    expected = [next(own) if found is None else found[1] for found in compared]
-    # One line for each: who writes several tries.
+    unused_keys = iter(keys)
+    expected = [next(unused_keys) if pair is None else pair[1] for pair in compared]
+    # A test with several lines fails: its program was guessing.
     num_passed = sum(
         lines[f"{index} {line}"] == numbers[str(index)] == 1 for index, line in enumerate(expected)
     )
@@ -245,7 +246,7 @@ def _run_asserts(
 
 
 def _comparison(test: str) -> tuple[str, str] | None:
-    """Of `assert EXPRESSION == CONSTANT` the expression, and the hash of the constant; or None."""
+    """Return the expression and the constant's hash of `assert EXPRESSION == CONSTANT`, or None."""
     statements = ast.parse(test).body
     checked = statements[0].test if isinstance(statements[0], ast.Assert) else None
     if len(statements) > 1 or not isinstance(checked, ast.Compare) or len(checked.ops) > 1:
@@ -264,7 +265,7 @@ def _comparison(test: str) -> tuple[str, str] | None:
 
 
 def _constant(node: ast.expr) -> object:
-    """The value of a literal, or of a collection made of one; raises a ValueError without one."""
+    """Return the value of a literal or of a collection made of one, or raise a ValueError."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         make = _COLLECTIONS.get(node.func.id)
         if make is not None and len(node.args) == 1 and not node.keywords:
@@ -275,12 +276,12 @@ def _constant(node: ast.expr) -> object:
 def _described(ending: Ending) -> Literal["failed", "timeout", "output", "deadline"]:
     if ending.reason != "ended":
         return "timeout" if ending.reason == "memory" else ending.reason
-    # Killed from outside: by the limit of processor time, or for memory.
+    # Killed at the limit of processor time, or for its memory.
     return "timeout" if ending.returncode in (-9, 137, -24, 152) else "failed"
 
 
 def _lines(text: str) -> list[str]:
-    """The lines without spaces at their ends, and without empty lines at the end."""
+    """Return the lines without trailing spaces and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 

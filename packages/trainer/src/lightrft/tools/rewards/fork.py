@@ -12,14 +12,14 @@ from lightrft.rewards.worker import ReportedError
 
 
 class Fork:
-    """Calls a function in a fork, which ends when a call takes too much processor time.
+    """A forked process for calls of a function; ends when a call takes too much processor time.
 
-    The next call forks anew, within milliseconds. By the clock a call may take as long as it likes,
-    so that a busy machine decides nothing: whoever calls the worker has a deadline. Results may be
-    made of what a stranger wrote, so that they come as JSON.
+    The next call forks anew, within milliseconds. Wall-clock time is not limited here, so a busy
+    machine changes no result; callers of the worker have a deadline. Results may contain untrusted
+    data and therefore come as JSON.
 
     Args:
-        compute: The function; its results are plain values.
+        compute: Function to call; returns plain values.
     """
 
     def __init__(self, compute: Callable[..., object]) -> None:
@@ -27,7 +27,7 @@ class Fork:
         self._running: tuple[int, Connection] | None = None
 
     def call(self, *arguments: object, seconds: float) -> object:
-        """The result; None where it took more processor time, or the fork ended itself.
+        """Return the result; None if it took more processor time or the fork ended itself.
 
         Raises:
             ReportedError: The system killed the fork, which says nothing about the arguments.
@@ -45,7 +45,7 @@ class Fork:
         return None
 
     def close(self) -> None:
-        """Ends the fork; may be called twice."""
+        """End the fork; may be called twice."""
         if self._running is not None:
             process, channel = self._running
             os.kill(process, signal.SIGKILL)
@@ -63,9 +63,9 @@ class Fork:
         return process, ours
 
     def _serve(self, channel: Connection) -> Never:
-        """Answers until the other end is closed."""
+        """Answer calls until the other end is closed."""
         try:
-            # Ends the process when its timer expires, in native code too.
+            # An expired timer ends the process, in native code too.
             signal.signal(signal.SIGPROF, signal.SIG_DFL)
             while True:
                 arguments, seconds = channel.recv()

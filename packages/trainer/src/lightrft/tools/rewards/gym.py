@@ -16,16 +16,16 @@ _OPEN, _CLOSE = "<answer>", "</answer>"
 
 
 class GymReward:
-    """The score of the task's own scorer, as it is: partial scores included.
+    """The unchanged score of the task's scorer, partial scores included.
 
-    Components: the score under the task's name; `scorer_failed` is 1 where the scorer raised or
-    was not given the answer, which scores 0. Where it took more than 5 s of processor time, or
-    ended its process, the answer is undecided.
+    Components: the score under the task's name; `scorer_failed` is 1 if the scorer raised or the
+    answer was withheld from it, which scores 0. An answer is undecided if the scorer took more than
+    5 s of processor time or ended its process.
 
     Args:
-        config: Its `reward_timeout_seconds` is the deadline of one call, `reward_workers` the
+        config: Options; `reward_timeout_seconds` is the deadline of one call, `reward_workers` the
             number of processes.
-        spelling: `reasoning_gym:NAME`.
+        spelling: Reward as `reasoning_gym:NAME`.
 
     Raises:
         ConfigError: There is no such task, or the package is missing.
@@ -51,7 +51,7 @@ class GymReward:
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
     ) -> list[RewardResult | None]:
-        """See `RewardFunction.score`."""
+        """Return the score of each response."""
         del prompts, labels
         if not responses:
             return []
@@ -60,7 +60,7 @@ class GymReward:
             self._require_entry(index, entry)
         answers = [find_answer(response) for response in responses]
         try:
-            found = self.workers.call(
+            scores = self.workers.call(
                 (answers, list(entries), ANSWER_SECONDS), seconds=self._seconds
             )
         except WorkerTimeoutError as err:
@@ -70,10 +70,10 @@ class GymReward:
             ) from err
         except WorkerFailedError as err:
             raise RewardError(f"reward {self._spelling} failed: {err}") from err
-        return [self._result(scored) for scored in cast("list[tuple[float, str] | None]", found)]
+        return [self._result(scored) for scored in cast("list[tuple[float, str] | None]", scores)]
 
     def close(self) -> None:
-        """Ends the worker processes; may be called twice."""
+        """End the worker processes; may be called twice."""
         self.workers.close()
 
     def _require_entry(self, index: int, entry: object) -> None:
@@ -94,7 +94,7 @@ class GymReward:
 
 
 def find_answer(response: str) -> str:
-    """The text of the last `<answer>`, to its end or that of the response; else the last line."""
+    """Return the text of the last `<answer>`, closed or not; without one, the last line."""
     start = response.rfind(_OPEN)
     if start >= 0:
         answer = response[start + len(_OPEN) :].partition(_CLOSE)[0].strip()

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 from lightrft.datasets.types import DataError
 
-# Tasks of reasoning-gym, as data and as rewards, and the column of what their score needs.
+# Prefix of reasoning-gym's tasks, as data and as rewards, and the column of their entries.
 GYM_PREFIX, GYM_COLUMN = "reasoning_gym:", "reasoning_gym"
 _OWN = {"size": 1000, "test_size": 100, "seed": 0}
 _NAME = re.compile(r"\w+", re.ASCII)
@@ -19,11 +19,11 @@ class GymSource:
     """One task with its options.
 
     Args:
-        name: Of the task.
-        size, test_size: Rows of the splits train and test.
-        seed: Of both. The rows of test follow those of train in one sequence: row i depends on
-            seed + i alone, so that neighbouring seeds have nearly all rows in common.
-        options: Of the task.
+        name: Name of the task.
+        size, test_size: Numbers of rows of the splits train and test.
+        seed: Seed of both splits. The rows of test follow those of train in one sequence. Row i
+            depends only on seed + i, so neighbouring seeds share nearly all rows.
+        options: Options of the task.
     """
 
     name: str
@@ -34,17 +34,17 @@ class GymSource:
 
 
 def parse_gym_source(text: str) -> GymSource:
-    """The task that a source names.
+    """Return the task that a source names.
 
     Raises:
-        DataError: It is spelled wrongly.
+        DataError: The source is misspelled.
     """
     name, options = split_query(text, GYM_PREFIX)
     if not _NAME.fullmatch(name):
         raise DataError(f"{text}: expected {GYM_PREFIX}NAME, the name of a task")
-    own = {key: options.pop(key, default) for key, default in _OWN.items()}
+    settings = {key: options.pop(key, default) for key, default in _OWN.items()}
     numbers = {}
-    for key, value in own.items():
+    for key, value in settings.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < (key == "size"):
             raise DataError(f"{text}: {key} must be a whole number, got {value!r}")
         numbers[key] = value
@@ -52,7 +52,7 @@ def parse_gym_source(text: str) -> GymSource:
 
 
 def gym_rows(text: str, split: str) -> Iterator[Mapping[str, object]]:
-    """The rows of one split: `input`, `label`, `task` and the entry that the score needs.
+    """Yield the rows of one split: `input`, `label`, `task` and the entry that the score needs.
 
     Raises:
         DataError: The package is missing, or there is no such task, option or split.
@@ -89,14 +89,14 @@ def gym_rows(text: str, split: str) -> Iterator[Mapping[str, object]]:
 
 
 def split_query(text: str, prefix: str) -> tuple[str, dict[str, object]]:
-    """(WHAT, options) of a source; values are JSON where they can be, else texts.
+    """Return the name and options of a source; values are JSON where possible, else texts.
 
     Args:
-        text: As it was given.
-        prefix: `KIND:`, which may be missing.
+        text: Source from the command line.
+        prefix: Prefix `KIND:`, which may be missing.
 
     Raises:
-        DataError: It is spelled wrongly.
+        DataError: The source is misspelled.
     """
     what, _, query = text.removeprefix(prefix).partition("?")
     pairs = [part.partition("=") for part in query.split("&")] if query else []

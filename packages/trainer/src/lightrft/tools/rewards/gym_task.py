@@ -1,4 +1,4 @@
-"""Scoring with reasoning-gym, in a worker: the part that calls its scorers."""
+"""The part of scoring with reasoning-gym that runs in a worker and calls its scorers."""
 
 import ast
 import math
@@ -9,11 +9,11 @@ from typing import Literal, cast
 from lightrft.rewards.worker import ReportedError
 from lightrft.tools.rewards.fork import Fork
 
-# Score, and how it was found.
+# Score, and whether the scorer worked.
 Scored = tuple[float, Literal["scored", "failed"]]
 
-# Scorers that give the answer to `eval` or to sympy's parser, which uses that: only what cannot
-# call anything of Python's gets there.
+# Scorers that pass the answer to `eval`, or to sympy's parser, which uses it. They only get answers
+# that cannot call Python functions.
 EVALUATED = frozenset({"string_insertion", "spiral_matrix", "binary_matrix", "n_queens"})
 _INTEGRATION = frozenset({"simple_integration", "intermediate_integration"})
 PARSED = _INTEGRATION | {"polynomial_multiplication", "puzzle24", "countdown"}
@@ -23,10 +23,10 @@ _PLAIN = re.compile(r"(?:[\w\s#-]|\.(?![A-Za-z_]))*", re.ASCII)
 
 
 class GymScorer:
-    """Scores answers of one task; a hanging one is ended alone.
+    """Scorer of the answers of one task; a hanging answer ends without the others.
 
     Args:
-        name: Of the task.
+        name: Name of the task.
     """
 
     def __init__(self, name: str) -> None:
@@ -44,23 +44,23 @@ class GymScorer:
         self._scorer = cast("Callable[[str, Mapping[str, object]], float]", scorer)
 
     def describe(self) -> object:
-        """Nothing to say."""
+        """Return nothing: there is nothing to report."""
         return None
 
     def __call__(self, request: object) -> list[Scored | None]:
-        """The scores of (answers, entries, seconds of processor time for each); None beyond."""
+        """Return the scores of (answers, entries, seconds of processor time); None beyond these."""
         answers, entries, seconds = cast(
             "tuple[Sequence[str], Sequence[Mapping[str, object]], float]", request
         )
-        found = []
+        scores = []
         try:
             for answer, entry in zip(answers, entries, strict=True):
                 scored = cast("Scored | None", self._fork.call(answer, entry, seconds=seconds))
-                found.append(None if scored is None else (scored[0], scored[1]))
+                scores.append(None if scored is None else (scored[0], scored[1]))
         finally:
-            # What an answer did to the fork is gone with it.
+            # No answer may change the fork for those of the next call.
             self._fork.close()
-        return found
+        return scores
 
     def _score(self, answer: str, entry: Mapping[str, object]) -> Scored:
         if not is_harmless(self._name, answer):
@@ -73,7 +73,7 @@ class GymScorer:
 
 
 def is_harmless(name: str, answer: str) -> bool:
-    """Whether a scorer that evaluates answers may get this one."""
+    """Return whether a scorer that evaluates answers may get this one."""
     if name in PARSED:
         words = re.findall(r"[A-Za-z]{2,}", answer)
         return _FORMULA.fullmatch(answer) is not None and all(map(_WORD.fullmatch, words))

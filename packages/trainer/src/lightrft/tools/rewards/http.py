@@ -1,8 +1,8 @@
-"""The one way to ask another machine: HTTP with limits on time, size and place.
+"""HTTP client for all requests to other machines, with limits on time, size and address.
 
-A request is repeated while the service is busy or not there, and all of that (connecting, sending,
-waiting, reading, pauses) happens inside one deadline. Answers are bounded, never compressed and
-never redirected. Whatever goes wrong is an `RequestError` of one line without credentials.
+A request is repeated while the service is busy or unreachable. One deadline covers connecting,
+sending, waiting, reading and pauses. Answers are bounded, never compressed and never redirected.
+Each failure is a `RequestError` of one line without credentials.
 
 httpx is imported at the first request.
 """
@@ -33,10 +33,10 @@ T = TypeVar("T")
 # Statuses of a service that is starting, restarting or overloaded.
 TEMPORARY_STATUSES = frozenset({408, 409, 425, 429, *range(500, 600)})
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.25, 10.0
-# A service that is there and talks nonsense will not learn better.
+# A service that answers garbage is not going to recover.
 MAX_GARBLED_ANSWERS = 3
 _SAID_BYTES = 800
-# Shorter credentials are replaced in errors only: in what an answer says they may be a number.
+# Shorter credentials are replaced in errors only: in an answer they may be an ordinary number.
 _MIN_HIDDEN_CHARACTERS = 8
 
 
@@ -44,10 +44,10 @@ class RequestError(Exception):
     """A request that got no usable answer.
 
     Args:
-        message: One line; no credentials, no control characters.
-        is_temporary: The same request may succeed later.
-        is_garbled: Something answered, but not in HTTP.
-        wait_seconds: How long the service asks to wait, or 0.
+        message: One line without credentials and control characters.
+        is_temporary: Whether the same request may succeed later.
+        is_garbled: Whether the answer was not HTTP.
+        wait_seconds: Seconds that the service asks to wait, or 0.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class RequestLimits:
     """Limits of one request.
 
     Args:
-        total_seconds: Deadline of everything, repetitions included.
+        total_seconds: Deadline of the whole request, repetitions included.
         connect_seconds: Deadline of one attempt to connect.
-        max_bytes: Longest answer.
-        concurrency: Requests under way at once.
+        max_bytes: Size of the longest answer.
+        concurrency: Number of requests at once.
     """
 
     total_seconds: float
@@ -86,9 +86,9 @@ class ClientRequest:
     """One request.
 
     Args:
-        url: http or https; `USER:PASSWORD@` becomes an Authorization header.
-        body: Sent by POST; without one the address is asked by GET.
-        headers: Beside those that the client sets.
+        url: Address, http or https; `USER:PASSWORD@` becomes an Authorization header.
+        body: Body of a POST request; None sends a GET request.
+        headers: Further headers beside those of the client.
     """
 
     url: str
@@ -96,11 +96,11 @@ class ClientRequest:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def without_credentials(self, text: str, *, shortest: int = 1) -> str:
-        """A text of a stranger without the values that this request sends to be let in.
+        """Return a received text without the credentials that this request sends.
 
         Args:
-            text: That may repeat them.
-            shortest: Values of fewer characters are left.
+            text: Text that may repeat them.
+            shortest: Length of the shortest values that are replaced.
         """
         values = set[str]()
         for name, value in self.headers.items():
@@ -119,12 +119,12 @@ class ClientRequest:
 
 
 class HttpClient:
-    """Sends requests and gives the bodies of their answers; holds a thread and connections.
+    """Client that sends requests and returns bodies; holds a thread and connections.
 
     Args:
-        limits: Of every request.
-        uses_environment: Proxies and certificates of the environment count, except for this
-            machine's own addresses.
+        limits: Limits of every request.
+        uses_environment: Whether proxies and certificates of the environment are used, except for
+            addresses of this machine.
     """
 
     def __init__(self, limits: RequestLimits, *, uses_environment: bool = False) -> None:
@@ -137,21 +137,21 @@ class HttpClient:
         self._clients: dict[tuple[bool, bool], httpx.AsyncClient] = {}
 
     def fetch(self, request: ClientRequest) -> bytes:
-        """The body of a successful answer, without the credentials that were sent.
+        """Return the body of a successful answer, without the credentials that were sent.
 
         Raises:
-            RequestError: There is none.
+            RequestError: There is no successful answer.
         """
         return self._run(self._fetch(request, []))
 
     def fetch_all(
         self, requests: Sequence[ClientRequest], *, seconds: list[float] | None = None
     ) -> list[bytes | RequestError]:
-        """The body of each answer, or what went wrong with it; one deadline for all.
+        """Return the body or error of each answer; one deadline for all.
 
         Args:
-            requests: All sent.
-            seconds: Receives how long each answer took, without waiting for its turn.
+            requests: Requests to send.
+            seconds: List that receives the time of each answer, without the wait for its turn.
         """
         taken = [] if seconds is None else seconds
 
@@ -167,7 +167,7 @@ class HttpClient:
         return self._run(gather())
 
     def close(self) -> None:
-        """Ends the thread and the connections; may be called twice."""
+        """End the thread and the connections; may be called twice."""
         with self._lock:
             loop, thread = self._loop, self._thread
             self._loop = self._thread = None
@@ -179,9 +179,9 @@ class HttpClient:
             thread.join(5)
 
     def _run(self, work: Coroutine[object, object, T]) -> T:
-        # On a busy machine this takes seconds, which are no part of the first request's deadline.
+        # On a busy machine the import takes seconds; keep them out of the first deadline.
         importlib.import_module("httpx")
-        # A loop of its own: the caller's thread may already run one, as in a notebook.
+        # A separate loop: the caller's thread may already run one, as in a notebook.
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -194,9 +194,9 @@ class HttpClient:
         return asyncio.run_coroutine_threadsafe(work, loop).result()
 
     async def _fetch(self, request: ClientRequest, taken: list[float]) -> bytes:
-        """Repeats until there is an answer, the request is refused, or time is over.
+        """Repeat until there is an answer, the request is refused, or time is over.
 
-        How long it took, without waiting for its turn, is added to `taken`.
+        Its time, without the wait for its turn, is added to `taken`.
         """
         seconds, shown = self.limits.total_seconds, shown_address(request.url)
         num_attempts, num_garbled, pause = 0, 0, FIRST_WAIT_SECONDS
@@ -260,13 +260,12 @@ class HttpClient:
         is_plain = url.lower().startswith("http:")
         if (trusts, is_plain) not in self._clients:
             self._clients[trusts, is_plain] = httpx.AsyncClient(
-                # The deadline of everything is kept by asyncio; httpx counts each read alone.
+                # asyncio keeps the overall deadline; httpx would time each read alone.
                 timeout=httpx.Timeout(None, connect=self.limits.connect_seconds),
                 limits=httpx.Limits(max_connections=self.limits.concurrency),
                 follow_redirects=False,
                 trust_env=trusts,
-                # Loading certificates costs 0.1 s; without TLS, and without redirects to it, there
-                # is nothing to verify.
+                # Loading certificates costs 0.1 s; plain HTTP without redirects needs none.
                 verify=not (is_plain and not trusts),
                 headers={"accept-encoding": "identity", "user-agent": "lightrft"},
             )
@@ -291,7 +290,7 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _read(answer: "httpx.Response", request: ClientRequest, max_bytes: int) -> bytes:
-    """The body, if the status is that of success."""
+    """Return the body of a successful answer; raise a RequestError for any other."""
     if 300 <= answer.status_code < 400:
         raise RequestError(
             f"status {answer.status_code}: redirects are not followed, give the final address"
@@ -307,7 +306,7 @@ async def _read(answer: "httpx.Response", request: ClientRequest, max_bytes: int
             break
         if len(data) > max_bytes:
             raise RequestError(f"the answer is longer than {max_bytes} bytes")
-    # As latin-1 every byte stays itself. Before anything is cut off: half a key is too much of it.
+    # latin-1 keeps every byte. Replace before cutting: half a key must not leak either.
     shortest = _MIN_HIDDEN_CHARACTERS if is_right else 1
     text = request.without_credentials(data.decode("latin-1"), shortest=shortest)
     body = text.encode("latin-1")
@@ -323,7 +322,7 @@ async def _read(answer: "httpx.Response", request: ClientRequest, max_bytes: int
 
 
 def _wait_seconds(text: str) -> float:
-    """The header Retry-After: seconds, or a date; 0 if it is neither."""
+    """Return the wait of a header Retry-After, seconds or a date; 0 if it is neither."""
     try:
         seconds = float(text)
     except ValueError:
@@ -336,7 +335,7 @@ def _wait_seconds(text: str) -> float:
 
 
 def shown_address(url: str) -> str:
-    """An address without user, password, query and fragment."""
+    """Return an address without user, password, query and fragment."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -345,7 +344,7 @@ def shown_address(url: str) -> str:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether an address is one of this machine's own."""
+    """Return whether an address belongs to this machine."""
     host = (urlsplit(url).hostname or "").rstrip(".")
     if host == "localhost" or host.endswith(".localhost"):
         return True
@@ -356,11 +355,11 @@ def is_loopback(url: str) -> bool:
 
 
 def parse_json(data: bytes | str) -> object:
-    """The value of a JSON text, for all that a stranger may send.
+    """Return the value of an untrusted JSON text.
 
     Raises:
-        ValueError: It is no JSON, nested too deeply, or holds NaN, an infinity or a number with
-            thousands of digits; the message is one line.
+        ValueError: The text is no JSON, nested too deeply, or holds NaN, an infinity or a number
+            with thousands of digits; the message is one line.
     """
     try:
         return json.loads(data, parse_constant=refuse_constant, parse_float=finite_float)
@@ -371,7 +370,7 @@ def parse_json(data: bytes | str) -> object:
 
 
 def finite_numbers(found: object, count: int) -> list[float] | None:
-    """The list as floats if it holds that many finite numbers; else None."""
+    """Return the list as floats if it holds that many finite numbers; else None."""
     if not isinstance(found, list) or len(found) != count:
         return None
     if not all(isinstance(x, int | float) and not isinstance(x, bool) for x in found):

@@ -1,7 +1,7 @@
-"""Grades and comparisons by a model: of an OpenAI-compatible server, or of a folder.
+"""Grades and comparisons by a judge model, on an OpenAI-compatible server or in a folder.
 
-A response stands between two marks that hold a hash of it, which it cannot name, and the judge ends
-its answer with a line of a known form. Whatever else it answers is an error, never a score.
+A response stands between two marks that hold a hash of it, so it cannot contain them. The judge
+ends its answer with a line of a fixed form. Any other answer is an error, never a score.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ _PRICES = ("input", "output")
 
 @dataclass(frozen=True, slots=True)
 class JudgeReply:
-    """The text of an answer, and the tokens that the server counted (0 if it does not)."""
+    """Text of an answer, and the server's token counts (0 if it counts none)."""
 
     content: str
     prompt_tokens: int
@@ -59,7 +59,7 @@ class JudgeReply:
 
 @dataclass(slots=True)
 class _Costs:
-    """Sums of what the judge was asked since they were last taken; several threads add to them."""
+    """Costs of the judge since they were last taken; several threads add to them."""
 
     num_questions: int = 0
     num_cached: int = 0
@@ -71,10 +71,12 @@ class _Costs:
 
 
 class _JudgeServer(Protocol):
-    """A model that answers: its name in errors, and bytes that its answers follow from.
+    """A model that answers questions.
 
     Args:
-        keeps_weights: Its answers to a question are the same for the whole run.
+        shown: Name for errors.
+        identity: Bytes that change whenever the model changes.
+        keeps_weights: Whether answers to a question stay the same for the whole run.
     """
 
     shown: str
@@ -84,11 +86,11 @@ class _JudgeServer(Protocol):
     def answers(
         self, bodies: Sequence[bytes], *, seconds: list[float]
     ) -> Sequence[bytes | RequestError]:
-        """See `JudgeModel.answers`."""
+        """Return the body or error of each answer."""
         ...
 
     def close(self) -> None:
-        """Ends it; may be called twice."""
+        """End the model; may be called twice."""
         ...
 
 
@@ -96,8 +98,8 @@ class _ServedJudge:
     """A judge behind an address; see `JudgeModel`.
 
     Args:
-        url: Of the server, up to `/v1`.
-        config: `reward_timeout_seconds` is the deadline of a call.
+        url: Address of the server, up to `/v1`.
+        config: Options; `reward_timeout_seconds` is the deadline of a call.
     """
 
     keeps_weights = True
@@ -120,26 +122,26 @@ class _ServedJudge:
     def answers(
         self, bodies: Sequence[bytes], *, seconds: list[float]
     ) -> Sequence[bytes | RequestError]:
-        """See `JudgeModel.answers`."""
+        """Return the body or error of each answer; one deadline for all."""
         requests = [ClientRequest(self._url, body, headers=self._headers) for body in bodies]
         return self._client.fetch_all(requests, seconds=seconds)
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Close the connections."""
         self._client.close()
 
 
 class JudgeReward:
     """Grades of the judge divided by 10, or how a response compares with others to its prompt.
 
-    An answer that was used before is taken from the run's folder: the key is a hash of address, or
-    of weights and tokenizer, and request, so that nothing that changes the question or the judge of
-    a folder finds an old answer.
+    Earlier answers come from a cache in the run's folder. Its key is a hash of the request and of
+    the server's address or the model's weights and tokenizer. A changed question or model in a
+    folder therefore never gets an old answer.
 
     Args:
-        config: Its `judge_*` options, `reward_timeout_seconds` as the deadline of one call, and
-            `output_dir`, where the cache is if that folder exists.
-        name: Of the reward and of its component.
+        config: Options `judge_*`, `reward_timeout_seconds` as the deadline of one call, and
+            `output_dir`, which holds the cache if that folder exists.
+        name: Name of the reward and of its component.
 
     Raises:
         ConfigError: No model, one that cannot be loaded, or a template that cannot be used.
@@ -154,8 +156,7 @@ class JudgeReward:
                 "the reward judge needs --judge_model FOLDER, --judge_model policy for the one "
                 "that is trained, or --judge_url http://HOST:PORT/v1 and --judge_model NAME"
             )
-        # The engine answers all questions of a rank at once; elsewhere as many requests as these
-        # may be under way.
+        # The engine answers all questions of a rank at once; other judges get CONCURRENCY requests.
         self.whole_batch = config.judges_by_policy
         self.parallel_calls = 0 if config.judges_by_policy else CONCURRENCY
         if config.judge_compare == VERDICTS:
@@ -185,19 +186,19 @@ class JudgeReward:
         return JudgeModel(str(config.judge_model), self._fields, config)
 
     def use_engine(self, engine: RolloutEngine) -> None:
-        """See `UsesEngine`."""
+        """Answer with this engine if the policy is the judge."""
         if isinstance(self.server, JudgePolicy):
             self.server.use_engine(engine)
 
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
     ) -> list[RewardResult | None]:
-        """See `RewardFunction.score`."""
+        """Return the result of each response."""
         if not self.server.keeps_weights:
             self._cache = AnswerCache(None)
-        found = [columns[name] for name in MEDIA_COLUMNS if name in columns]
+        media_columns = [columns[name] for name in MEDIA_COLUMNS if name in columns]
         media = [Media()] * len(responses)
-        for column in found:
+        for column in media_columns:
             more = [value if isinstance(value, Media) else Media() for value in column]
             media = [one + another for one, another in zip(media, more, strict=True)]
 
@@ -209,14 +210,14 @@ class JudgeReward:
         return self._style.grade(tasks, responses, ask)
 
     def take_tallies(self) -> Tallies:
-        """See `CountsCosts`."""
+        """Return the costs since the last call."""
         with self._costs.lock:
             taken, self._costs = self._costs, _Costs()
         tokens = {
             "prompt_tokens": taken.prompt_tokens,
             "completion_tokens": taken.completion_tokens,
         }
-        found: dict[str, tuple[float, float | None]] = {
+        tallies: dict[str, tuple[float, float | None]] = {
             **{name: (total, taken.num_requests) for name, total in tokens.items()},
             "seconds": (taken.seconds, taken.num_requests),
             "cached_share": (taken.num_cached, taken.num_questions),
@@ -226,11 +227,11 @@ class JudgeReward:
             counts = (taken.prompt_tokens, taken.completion_tokens)
             pairs = zip(_PRICES, counts, strict=True)
             cost = sum(self._prices.get(name, 0.0) * count for name, count in pairs)
-            found["cost"] = (cost / 1e6, None)
-        return {f"{self.name}/{name}": value for name, value in found.items()}
+            tallies["cost"] = (cost / 1e6, None)
+        return {f"{self.name}/{name}": value for name, value in tallies.items()}
 
     def close(self) -> None:
-        """Ends the connections; may be called twice."""
+        """Close the judge; may be called twice."""
         self.server.close()
 
     def _body(self, text: str, media: Media) -> bytes:
@@ -242,10 +243,10 @@ class JudgeReward:
         return json.dumps(request, sort_keys=True, allow_nan=False).encode()
 
     def _answers(self, questions: Sequence[Question], bodies: Sequence[bytes]) -> list[str]:
-        """The answer to each question, each of them usable.
+        """Return a usable answer to each question.
 
         Raises:
-            RewardError: One is not.
+            RewardError: An answer is not usable.
         """
         start = self.server.identity + b"\0"
         keys = [hashlib.sha256(start + body).hexdigest() for body in bodies]
@@ -276,7 +277,7 @@ class JudgeReward:
         return True
 
     def _ask(self, asked: Mapping[str, tuple[Question, bytes]]) -> dict[str, str]:
-        """Puts usable answers into the cache; what is wrong with the others, by key."""
+        """Put usable answers into the cache; return the problems of the others by key."""
         seconds: list[float] = []
         bodies = [body for _, body in asked.values()]
         answers = self.server.answers(bodies, seconds=seconds) if bodies else []
@@ -289,20 +290,20 @@ class JudgeReward:
                 problems[key] = str(answer)
                 continue
             try:
-                found = read_completion(answer)
+                reply = read_completion(answer)
                 with self._costs.lock:
-                    self._costs.prompt_tokens += found.prompt_tokens
-                    self._costs.completion_tokens += found.completion_tokens
-                question.read(found.content)
+                    self._costs.prompt_tokens += reply.prompt_tokens
+                    self._costs.completion_tokens += reply.completion_tokens
+                question.read(reply.content)
             except ValueError as err:
                 problems[key] = str(err)
             else:
-                self._cache.put(key, found.content)
+                self._cache.put(key, reply.content)
         return problems
 
 
 def _checked_prices(prices: Mapping[str, object]) -> dict[str, float]:
-    """Prices by million tokens."""
+    """Return the prices per million tokens; raise a ConfigError if one is wrong."""
     for name, price in prices.items():
         is_number = isinstance(price, int | float) and not isinstance(price, bool) and price >= 0
         if name not in _PRICES or not is_number:
@@ -314,13 +315,13 @@ def _checked_prices(prices: Mapping[str, object]) -> dict[str, float]:
 
 
 def read_completion(answer: bytes) -> JudgeReply:
-    """The text of a chat completion, and its tokens.
+    """Return the text of a chat completion and its token counts.
 
     Raises:
-        ValueError: It is none, is incomplete, or has no text; one line.
+        ValueError: The body is no chat completion, is incomplete, or has no text; one line.
     """
-    found = parse_json(answer)
-    choices = found.get("choices") if isinstance(found, dict) else None
+    completion = parse_json(answer)
+    choices = completion.get("choices") if isinstance(completion, dict) else None
     choice = choices[0] if isinstance(choices, list) and choices else None
     message = choice.get("message") if isinstance(choice, dict) else None
     if not isinstance(choice, dict) or not isinstance(message, dict):
@@ -333,7 +334,7 @@ def read_completion(answer: bytes) -> JudgeReply:
         raise ValueError(f"the answer ended for the reason {one_line(repr(reason))[:60]}")
     if not isinstance(content, str):
         raise ValueError(f"the answer has no text: content is {type(content).__name__}")
-    usage = found.get("usage") if isinstance(found, dict) else None
+    usage = completion.get("usage") if isinstance(completion, dict) else None
     counts = [
         count if isinstance(count, int) else 0
         for name in ("prompt_tokens", "completion_tokens")
@@ -343,12 +344,13 @@ def read_completion(answer: bytes) -> JudgeReply:
 
 
 class AnswerCache:
-    """Texts by key; each rank appends to a file of its own and reads those of all.
+    """Texts by key; each rank appends to its file and reads the files of all.
+
+    Lines that were changed since they were written are skipped; their questions are asked again.
 
     Args:
-        folder: Made with the first answer if the folder above it exists; if not, or None, answers
-            are kept in memory only. A line that something changed since it was written is left
-            out, so that its question is asked again.
+        folder: Folder of the files, made with the first answer. If it is None or its parent does
+            not exist, answers stay in memory.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -361,11 +363,11 @@ class AnswerCache:
                     self._take(line)
 
     def get(self, key: str) -> str | None:
-        """The answer, or None."""
+        """Return the answer, or None."""
         return self._answers.get(key)
 
     def put(self, key: str, answer: str) -> None:
-        """Keeps an answer, unless another thread was first with one."""
+        """Keep an answer unless another thread already kept one."""
         with self._lock:
             if key in self._answers:
                 return
@@ -385,7 +387,7 @@ class AnswerCache:
             os.close(file)
 
     def _take(self, line: bytes) -> None:
-        """One line; what a killed run left unfinished is none."""
+        """Take the answer of a line; skip lines that a killed run left unfinished."""
         entry = parse_object(line)
         key, answer = entry.get("key"), entry.get("answer")
         if not (isinstance(key, str) and isinstance(answer, str)):
@@ -399,7 +401,7 @@ def _digest(key: str, answer: str) -> str:
 
 
 def _part(address: str) -> dict[str, object]:
-    """A medium of a message, in OpenAI's form."""
+    """Return a medium as part of a message, in OpenAI's format."""
     if address.startswith("data:audio/wav"):
         data = {"data": address.partition(",")[2], "format": "wav"}
         return {"type": "input_audio", "input_audio": data}

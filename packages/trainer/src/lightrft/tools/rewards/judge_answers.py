@@ -1,4 +1,4 @@
-"""Answers of a judge as numbers: grades, verdicts on two responses, rankings."""
+"""Parsers of a judge's answers: grades, verdicts on two responses, rankings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightrft.tools.rewards.http import parse_json
 
 MAX_SCORE = 10.0
 _THINKING = re.compile(r"<(/?)(?:think|thinking|reasoning|thought)>", re.IGNORECASE)
-# What models put around a word: emphasis, quotes, brackets, marks of headings and lists.
+# Characters that models put around a word: emphasis, quotes, brackets, marks of headings and lists.
 _DRESS = r"[\s*_`\"'\[\]()>#:=-]*"
 _SCORE = re.compile(
     r"[\s*_`\"'\[\]()>#-]*(?:(?:(?:final|overall|total)\s+)?(?:score|rating|grade)\b"
@@ -29,14 +29,14 @@ _RANKING = re.compile(
 
 
 def read_score(content: str) -> float:
-    """The number of the last line, `Score: N`, also dressed up, `N/10`, or of a JSON object.
+    """Return the score of the last line, `Score: N` or `N/10` with any markup, or of a JSON object.
 
     Raises:
-        ValueError: There is none, more than one, or it is out of range; one line.
+        ValueError: There is no score or more than one, or it is out of range; one line.
     """
     lines = _lines(content)
-    found = _SCORE.fullmatch(lines[-1]) if lines else None
-    text = found[1] if found else _json_score("\n".join(lines))
+    match = _SCORE.fullmatch(lines[-1]) if lines else None
+    text = match[1] if match else _json_score("\n".join(lines))
     shown = one_line(content[-200:])
     if text is None:
         raise ValueError(f"the last line must be 'Score: N', the answer ends with {shown!r}")
@@ -49,30 +49,30 @@ def read_score(content: str) -> float:
 
 
 def read_verdict(content: str) -> float:
-    """1 if the last line says that the first response is better, `Better: A`; 0 for B, 0.5 a tie.
+    """Return 1 if the last line is `Better: A`, 0 for B and 0.5 for a tie.
 
     Raises:
-        ValueError: It says nothing of this; one line.
+        ValueError: The last line is no verdict; one line.
     """
     lines = _lines(content)
-    found = _VERDICT.fullmatch(lines[-1]) if lines else None
-    if found is None:
+    match = _VERDICT.fullmatch(lines[-1]) if lines else None
+    if match is None:
         raise ValueError(
             "the last line must be 'Better: A', 'Better: B' or 'Better: tie', the answer ends with "
             f"{one_line(content[-200:])!r}"
         )
-    return {"a": 1.0, "b": 0.0, "tie": 0.5}[found[1].lower()]
+    return {"a": 1.0, "b": 0.0, "tie": 0.5}[match[1].lower()]
 
 
 def read_ranking(content: str, *, count: int) -> list[int]:
-    """The numbers of the last line, `Ranking: 2 > 1 > 3`, the best first, counted from 0.
+    """Return the numbers of the last line, `Ranking: 2 > 1 > 3`, the best first, counted from 0.
 
     Raises:
-        ValueError: It has none, or not each of 1 to `count` once; one line.
+        ValueError: The last line does not hold each of 1 to `count` once; one line.
     """
     lines = _lines(content)
-    found = _RANKING.fullmatch(lines[-1]) if lines else None
-    order = [int(number) - 1 for number in re.findall("[0-9]+", found[1])] if found else []
+    match = _RANKING.fullmatch(lines[-1]) if lines else None
+    order = [int(number) - 1 for number in re.findall("[0-9]+", match[1])] if match else []
     if sorted(order) != list(range(count)):
         raise ValueError(
             f"the last line must be 'Ranking: 2 > 1 > ...' with each number from 1 to {count} "
@@ -82,7 +82,7 @@ def read_ranking(content: str, *, count: int) -> list[int]:
 
 
 def _lines(content: str) -> list[str]:
-    """The lines after the thinking, without spaces around them and without empty ones.
+    """Return the non-empty lines after the thinking, without surrounding spaces.
 
     Raises:
         ValueError: The thinking does not end.
@@ -99,10 +99,10 @@ def _json_score(text: str) -> str | None:
     if not body.startswith("{"):
         return None
     try:
-        found = parse_json(body)
+        entries = parse_json(body)
     except ValueError:
         return None
-    values = found.items() if isinstance(found, dict) else ()
+    values = entries.items() if isinstance(entries, dict) else ()
     scores = [value for name, value in values if name in ("score", "rating", "grade")]
     is_one = len(scores) == 1 and isinstance(scores[0], int | float)
     return repr(scores[0]) if is_one and not isinstance(scores[0], bool) else None

@@ -1,4 +1,4 @@
-"""Judges that are models of this machine: of a folder, in a process of its own, or the policy."""
+"""Judges that run on this machine: a model of a folder in a worker process, or the policy."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ from lightrft.strategy.config import ConfigError
 from lightrft.tools.rewards.http import RequestError
 from lightrft.tools.serve.chat_model import NO_TURNS, ChatModel, judge_tokens
 
-# Of computing or waiting, for large weights on a slow disk.
+# Time to load, by processor or clock: large weights on a slow disk take long.
 START_SECONDS = 600.0
 
 
 class JudgeModel:
-    """Requests of OpenAI's protocol to a model that a worker process holds on the CPU.
+    """Judge of a folder, in a worker process on the CPU; takes requests of OpenAI's protocol.
 
-    The worker answers one question after another, each by itself: an answer follows from the
-    weights and its question alone, whatever was asked before it or beside it. It ends with the
-    run, also when that is killed.
+    The worker answers one question at a time. An answer depends only on the weights and its
+    question, not on other questions. The worker ends with the run, also when that is killed.
 
     Args:
-        folder: Of the model, with a chat template.
-        fields: Of every request, beside its messages.
-        config: `reward_timeout_seconds` is the deadline of a call.
+        folder: Folder of the model, with a chat template.
+        fields: Fields of every request, beside its messages.
+        config: Options; `reward_timeout_seconds` is the deadline of a call.
 
     Attributes:
-        shown: For errors.
-        identity: Bytes that other weights or another tokenizer change.
+        shown: Name for errors.
+        identity: Bytes that change with the weights and the tokenizer.
 
     Raises:
         ConfigError: There is no model, it cannot be loaded, or it refuses a field.
@@ -67,13 +66,13 @@ class JudgeModel:
     def answers(
         self, bodies: Sequence[bytes], *, seconds: list[float]
     ) -> Sequence[bytes | RequestError]:
-        """The body of each answer, or what went wrong with it; one deadline for all.
+        """Return the body or error of each answer; one deadline for all.
 
         Args:
-            bodies: Of the requests.
-            seconds: Receives how long each answer took.
+            bodies: Bodies of the requests.
+            seconds: List that receives the time of each answer.
         """
-        left, found = self._seconds, list[bytes | RequestError]()
+        left, answers = self._seconds, list[bytes | RequestError]()
         problem: RequestError | None = None
         for body in bodies:
             if problem is None:
@@ -88,36 +87,36 @@ class JudgeModel:
                     )
                 except WorkerFailedError as err:
                     refusal = RequestError(str(err))
-                    if err.kind:  # of this question; the worker lives
-                        found.append(refusal)
+                    if err.kind:  # only this question failed; the worker lives
+                        answers.append(refusal)
                         continue
                     problem = refusal
                 else:
                     left -= taken
                     seconds.append(taken)
-                    found.append(answer.encode())
+                    answers.append(answer.encode())
                     continue
-            found.append(problem)
-        return found
+            answers.append(problem)
+        return answers
 
     def close(self) -> None:
-        """Ends the worker; may be called twice."""
+        """End the worker; may be called twice."""
         self.workers.close()
 
 
 class JudgePolicy:
-    """Requests of OpenAI's protocol to the engine of the run, with the weights of the step.
+    """The policy as judge: requests of OpenAI's protocol to the run's engine and current weights.
 
-    It is asked between batches, when the engine samples nothing else, and a call asks all its
-    questions at once. What the engine samples here is in no ledger: it is not trained on.
+    Calls come between batches, when the engine samples nothing else, and send all their questions
+    at once. The ledger does not count these samples: they are not trained on.
 
     Args:
-        fields: Of every request, beside its messages.
-        config: `pretrain` has the tokenizer.
+        fields: Fields of every request, beside its messages.
+        config: Options; `pretrain` is the folder of the tokenizer.
 
     Attributes:
-        shown: For errors.
-        identity: Names the weights that answer.
+        shown: Name for errors.
+        identity: Name of the weights that answer.
 
     Raises:
         ConfigError: There is no chat template, or a field is refused.
@@ -139,7 +138,7 @@ class JudgePolicy:
         self.shown, self.identity = "policy", b"policy"
 
     def use_engine(self, engine: RolloutEngine) -> None:
-        """Answers by this engine from now on."""
+        """Answer with this engine from now on."""
         self._engine = engine
         limit = engine.max_model_len or self._rules.max_tokens
         self._chat.rules = replace(self._rules, max_tokens=limit)
@@ -147,7 +146,7 @@ class JudgePolicy:
     def answers(
         self, bodies: Sequence[bytes], *, seconds: list[float]
     ) -> Sequence[bytes | RequestError]:
-        """See `JudgeModel.answers`.
+        """Return the body or error of each answer.
 
         Raises:
             RewardError: There is no engine.
@@ -162,25 +161,25 @@ class JudgePolicy:
         asked = [body for body in dict.fromkeys(bodies) if body not in self._answers]
         if asked:
             began = time.perf_counter()
-            found = self._chat.answers(asked, self.shown, self._engine.generate)
-            num_sampled = sum(isinstance(each, bytes) for each in found)
+            answers = self._chat.answers(asked, self.shown, self._engine.generate)
+            num_sampled = sum(isinstance(each, bytes) for each in answers)
             taken = time.perf_counter() - began
             seconds += [taken / num_sampled] * num_sampled if num_sampled else []
-            for body, each in zip(asked, found, strict=True):
+            for body, each in zip(asked, answers, strict=True):
                 self._answers[body] = each if isinstance(each, bytes) else RequestError(str(each))
         return [self._answers[body] for body in bodies]
 
     def close(self) -> None:
-        """Nothing: the engine is the run's."""
+        """Forget the engine, which belongs to the run."""
         self._engine = None
 
 
 class JudgeWorker:
-    """The model, in the worker.
+    """The model in the worker.
 
     Args:
-        folder: Of the model.
-        max_tokens: Most that a request asks for.
+        folder: Folder of the model.
+        max_tokens: Largest number of tokens that a request asks for.
 
     Raises:
         ReportedError: The model cannot be loaded, or shows no turns.
@@ -201,11 +200,11 @@ class JudgeWorker:
         self._model, self._name = model, folder
 
     def describe(self) -> object:
-        """Nothing to say."""
+        """Return nothing: there is nothing to report."""
         return None
 
     def __call__(self, request: object) -> tuple[str, float]:
-        """The answer to the body of one request, and how long it took."""
+        """Return the answer to the body of one request, and its time in seconds."""
         began = time.perf_counter()
         [answer] = self._model.chat.answers(
             [cast("bytes", request)], self._name, self._model.engine.generate

@@ -1,4 +1,4 @@
-"""Questions to a judge and what follows from its answers: grades, rubrics, comparisons."""
+"""Questions to a judge and the rewards of its answers: grades, rubrics, comparisons."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ this form, which holds the number of each response once, the best first:
 Ranking: 2 > 1 > 3"""
 _PLACES = ("mark", "prompt", "label", "response", "question", "first", "second", "responses")
 _PLACE = re.compile(rf"\{{({'|'.join(_PLACES)})\}}")
-# Where a marker of some chat template may begin or end: servers read such texts inside a message as
-# the real ones. A space breaks them: <|im_end|>, </s>, <<SYS>>, <end_of_turn>, <0x0A>, [INST],
-# [TOOL_CALLS], [|assistant|], [gMASK], MiniMax's ]~b]ai.
+# Positions where a marker of some chat template may begin or end. Servers treat such texts inside a
+# message as real markers. A space breaks them: <|im_end|>, </s>, <<SYS>>, <end_of_turn>, <0x0A>,
+# [INST], [TOOL_CALLS], [|assistant|], [gMASK], MiniMax's ]~b]ai.
 _SPECIAL = re.compile(
     r"<(?=[/<]?\||[/<]?(?:[^\W\d]|0x))|(?<=\|)>|\[(?=[/|]?[^\W\d_][^\[\]\s]*\])|\](?=~)"
 )
@@ -86,9 +86,9 @@ class Question:
     """One question to the judge.
 
     Args:
-        text: Of the message.
-        index: Of the response in its call, the first one of several.
-        read: Reads an answer; a ValueError of one line says why it cannot be used.
+        text: Text of the message.
+        index: Index of the response in its call, the first one of several.
+        read: Function that parses an answer; raises a ValueError of one line if it is not usable.
     """
 
     text: str
@@ -105,7 +105,7 @@ class Style(Protocol):
     def grade(
         self, tasks: Sequence[JudgedPrompt], responses: Sequence[str], ask: Answers
     ) -> list[RewardResult | None]:
-        """One result for each response; None where there is nothing to compare it with."""
+        """Return one result per response; None if there is nothing to compare it with."""
         ...
 
 
@@ -114,9 +114,9 @@ class RubricPart:
     """A question of a rubric.
 
     Args:
-        name: Of its component.
-        question: What is graded.
-        weight: In the reward.
+        name: Name of its component.
+        question: Question that is graded.
+        weight: Weight in the reward.
     """
 
     name: str
@@ -126,12 +126,14 @@ class RubricPart:
 
 @dataclass(frozen=True, slots=True)
 class Grades:
-    """Every response alone, by each part of a rubric; the reward is the weighted mean, 0 to 1.
+    """Grades of each response alone by each part of a rubric; the reward is their weighted mean.
+
+    Rewards are from 0 to 1.
 
     Args:
-        name: Of the reward.
-        template: With the places of `fill_template`.
-        parts: Of the rubric; () asks for one grade.
+        name: Name of the reward.
+        template: Question with the placeholders of `fill_template`.
+        parts: Parts of the rubric; () asks for one grade.
     """
 
     name: str
@@ -141,7 +143,7 @@ class Grades:
     def grade(
         self, tasks: Sequence[JudgedPrompt], responses: Sequence[str], ask: Answers
     ) -> list[RewardResult | None]:
-        """See `Style.grade`."""
+        """Return the weighted grade of each response."""
         parts = self.parts or (RubricPart("", "", 1.0),)
         asked = [part.question and f"\nGrade one thing alone: {part.question}\n" for part in parts]
         answers = ask(
@@ -173,12 +175,12 @@ class Grades:
 class PairComparisons:
     """Share of the other responses to a prompt that a response beats, ties counting half.
 
-    Each pair is asked about in both orders, so that a judge who prefers a place says nothing.
+    Each pair is asked about in both orders, which cancels a judge's preference for a position.
 
     Args:
-        name: Of the reward.
-        template: With the places of `fill_template`.
-        fill: Makes a question of the template, a task and both responses.
+        name: Name of the reward.
+        template: Question with the placeholders of `fill_template`.
+        fill: Function that makes a question of the template, a task and both responses.
     """
 
     name: str
@@ -188,7 +190,7 @@ class PairComparisons:
     def grade(
         self, tasks: Sequence[JudgedPrompt], responses: Sequence[str], ask: Answers
     ) -> list[RewardResult | None]:
-        """See `Style.grade`."""
+        """Return each response's share of wins."""
         groups, fill = _groups(tasks), self.fill or fill_template
         pairs = [pair for group in groups for pair in combinations(group, 2)]
         both = [order for i, j in pairs for order in ((i, j), (j, i))]
@@ -209,19 +211,19 @@ class PairComparisons:
         for (i, j), win in wins.items():
             shares.setdefault(i, []).append(win)
             shares.setdefault(j, []).append(1 - win)
-        return _results(self.name, {i: fmean(found) for i, found in shares.items()}, len(tasks))
+        return _results(self.name, {i: fmean(share) for i, share in shares.items()}, len(tasks))
 
 
 @dataclass(frozen=True, slots=True)
 class Rankings:
-    """Place of a response among those to its prompt, 1 for the best and 0 for the last.
+    """Rank of a response among those to its prompt, 1 for the best and 0 for the last.
 
-    The judge ranks them all in one order and in the reverse one; a response has the mean of both
-    places, and equal responses the mean of theirs.
+    The judge ranks all responses in one order and in the reverse order. A response gets the mean
+    of both ranks, and equal responses get the mean of theirs.
 
     Args:
-        name: Of the reward.
-        template: With the places of `fill_template`.
+        name: Name of the reward.
+        template: Question with the placeholders of `fill_template`.
     """
 
     name: str
@@ -230,7 +232,7 @@ class Rankings:
     def grade(
         self, tasks: Sequence[JudgedPrompt], responses: Sequence[str], ask: Answers
     ) -> list[RewardResult | None]:
-        """See `Style.grade`."""
+        """Return the mean rank of each response."""
         groups = _groups(tasks)
         orders = [order for group in groups for order in _orders(group, responses)]
         answers = ask(
@@ -252,8 +254,8 @@ class Rankings:
                 places.setdefault(key, []).append(1 - place / (len(order) - 1))
         equal = {i: 0.5 for group in groups for i in group if len(group) > 1}
         keys = {i: _key(tasks[i], responses[i]) for i in equal}
-        found = {i: fmean(places[key]) if key in places else 0.5 for i, key in keys.items()}
-        return _results(self.name, found, len(tasks))
+        rewards = {i: fmean(places[key]) if key in places else 0.5 for i, key in keys.items()}
+        return _results(self.name, rewards, len(tasks))
 
 
 def _key(task: JudgedPrompt, response: str) -> str:
@@ -261,9 +263,9 @@ def _key(task: JudgedPrompt, response: str) -> str:
 
 
 def _orders(group: Sequence[int], responses: Sequence[str]) -> list[list[int]]:
-    """Two orders of the different responses of a group; none where all are equal."""
+    """Return two orders of the different responses of a group; none if all are equal."""
     first = {responses[i]: i for i in reversed(group)}
-    # By content: neither the place in the group nor what came before decides who is shown first.
+    # The content decides which is shown first, not its place in the group or earlier questions.
     order = sorted(first.values(), key=lambda i: hashlib.sha256(responses[i].encode()).digest())
     return [order, order[::-1]] if len(order) > 1 else []
 
@@ -285,12 +287,12 @@ def _results(name: str, found: Mapping[int, float], count: int) -> list[RewardRe
 def fill_template(
     template: str, task: JudgedPrompt, given: Mapping[str, str | Sequence[str]]
 ) -> str:
-    """The question to the judge. Nothing that a text holds is a place to fill or a mark.
+    """Return the question to the judge; placeholders and marks inside texts have no effect.
 
     Args:
-        template: With places such as `{response}`, by name.
+        template: Question with placeholders such as `{response}`.
         task: Prompt and reference answer.
-        given: Texts by place; `responses` are several, each between marks of its own.
+        given: Texts by placeholder; `responses` are several texts, each between two marks.
     """
     responses = [plain_text(text) for text in given.get("responses", ())]
     texts = {
@@ -311,9 +313,9 @@ def fill_template(
 
 
 def plain_text(text: str) -> str:
-    """The text without markers of chat templates, each broken by a space.
+    """Return the text with each marker of a chat template broken by a space.
 
-    Wide and narrow forms of a character are one, and what is not seen stands in no marker's way.
+    Wide and narrow forms of a character count as equal; invisible characters are ignored.
     """
     folded, places = text, list(range(len(text)))
     if not text.isascii():
@@ -329,8 +331,8 @@ def plain_text(text: str) -> str:
     return " ".join(text[start:end] for start, end in pairwise(cuts))
 
 
-# Style of `--judge_compare`: its maker and template, the places that a template of one's own must
-# have, and how many marks.
+# For each `--judge_compare`: the class, its template, the placeholders that a user's template must
+# have, and its least number of marks.
 STYLES: dict[str, tuple[type[Grades | PairComparisons | Rankings], str, tuple[str, ...], int]] = {
     "none": (Grades, TEMPLATE, ("response",), 2),
     "pairs": (PairComparisons, PAIR_TEMPLATE, ("first", "second"), 2),
@@ -339,35 +341,35 @@ STYLES: dict[str, tuple[type[Grades | PairComparisons | Rankings], str, tuple[st
 
 
 def load_style(name: str, compare: str, template: str | None, rubric: str | None) -> Style:
-    """The way to ask.
+    """Return the style of asking the judge.
 
     Args:
-        name: Of the reward.
-        compare: One of `STYLES`.
-        template: File of a question of one's own, or None.
-        rubric: TOML file with a table a part, or None.
+        name: Name of the reward.
+        compare: Key of `STYLES`.
+        template: File of the user's question, or None.
+        rubric: TOML file with one table per part, or None.
 
     Raises:
-        ConfigError: A file cannot be read, or is not what it must be.
+        ConfigError: A file cannot be read or is not valid.
     """
     make, default, places, num_marks = STYLES[compare]
     parts = () if rubric is None else load_rubric(rubric)
     if parts and make is not Grades:
         raise ConfigError(f"judge_rubric: a judge with --judge_compare {compare} has one question")
     needed = (*places, *(("question",) if parts else ()))
-    own = default if template is None else _load_template(template, needed, num_marks)
-    return Grades(name, own, parts) if make is Grades else make(name, own)
+    question = default if template is None else _load_template(template, needed, num_marks)
+    return Grades(name, question, parts) if make is Grades else make(name, question)
 
 
 def load_rubric(path: str) -> tuple[RubricPart, ...]:
-    """The parts of a rubric, a TOML file with a table for each.
+    """Return the parts of a rubric, a TOML file with one table per part.
 
         [correct]
         question = "Is the answer right?"
         weight = 2
 
     Raises:
-        ConfigError: It cannot be read, or a part has no question or no positive weight.
+        ConfigError: The file cannot be read, or a part has no question or no positive weight.
     """
     try:
         tables = read_toml(Path(path))

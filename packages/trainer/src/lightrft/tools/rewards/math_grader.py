@@ -1,4 +1,4 @@
-"""Comparing two mathematical answers by value, in a worker process."""
+"""Comparison of two mathematical answers by value, in a worker process."""
 
 import logging
 import re
@@ -6,20 +6,19 @@ from typing import cast
 
 from lightrft.tools.rewards.fork import Fork
 
-# Letters that math-verify takes for units where they end a text, so that 2t+4 and 4+2t differ; and
-# those that may stand in for them.
+# Letters that math-verify takes for units at the end of a text, which makes 2t+4 and 4+2t differ;
+# and letters that may replace them.
 _UNIT = re.compile(r"(?<![A-Za-z\\])[cghlmost](?![A-Za-z])")
 _OTHER_LETTERS = "xyzuvwabknpqr"
 _OPERATOR = re.compile(r".[-+*^(]|\\(?:cdot|times)\b")
 
 
 class MathGrader:
-    """Compares two answers in LaTeX or plain notation by their mathematical value, in a worker.
+    """Comparison of two answers in LaTeX or plain notation by mathematical value, in a worker.
 
     math-verify limits its time by SIGALRM, which does not stop native code; here its limits are
-    off. Comparisons run in a fork of this process, which ends when one takes too much processor
-    time and is forked anew within milliseconds, where a new worker would load the grammar for
-    seconds.
+    off. Comparisons run in a fork of this process instead. The fork ends when one takes too much
+    processor time. A new fork takes milliseconds; a new worker would load the grammar for seconds.
     """
 
     def __init__(self) -> None:
@@ -29,17 +28,17 @@ class MathGrader:
         self._parse = math_verify.parse
         self._verify = math_verify.verify
         self._fork = Fork(self._verdict)
-        self._compare("\\frac{1}{2}", "0.5")  # loads the grammar now, not within a deadline
+        self._compare("\\frac{1}{2}", "0.5")  # loads the grammar now, before any deadline
 
     def describe(self) -> object:
-        """Nothing to say."""
+        """Return nothing: there is nothing to report."""
         return None
 
     def __call__(self, request: object) -> bool | None:
-        """Whether (answer, gold) are equal by value; None beyond so many seconds of processor time.
+        """Return whether (answer, gold) have equal values; None beyond (seconds) of processor time.
 
-        What cannot be parsed has no value. None also where the comparison fails or ends itself: an
-        answer of a model must not end the run.
+        Answers that cannot be parsed equal nothing. A comparison that fails or ends its process
+        returns None, too: a model's answer must not end the run.
         """
         answer, gold, seconds = cast("tuple[str, str, float]", request)
         return cast("bool | None", self._fork.call(answer, gold, seconds=seconds))
@@ -62,8 +61,8 @@ class MathGrader:
 def without_units(answer: str, gold: str) -> tuple[str, str]:
     """Return two formulas in which letters that might be units have other names.
 
-    They are variables only where both formulas compute something with the same ones: of `5m` and
-    `5` math-verify decides.
+    Letters count as variables only if both formulas compute something with the same ones;
+    math-verify decides on `5m` and `5`.
     """
     letters = {*_UNIT.findall(answer)}
     if letters != {*_UNIT.findall(gold)} or not all(map(_OPERATOR.search, (answer, gold))):

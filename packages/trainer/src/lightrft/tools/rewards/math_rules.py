@@ -1,4 +1,4 @@
-"""Rule rewards for mathematics: the final answer of the response against the label."""
+"""Rule rewards for mathematics, which compare the response's final answer with the label."""
 
 import queue
 import re
@@ -18,15 +18,15 @@ from lightrft.rewards.process import (
 )
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
 
-# The start of a box, an escaped character (of which a brace is no brace), or a brace.
+# The start of a box, an escaped character (an escaped brace does not count), or a brace.
 _BRACE = re.compile(r"\\?\\(?:boxed|fbox)\s*+\{|\\.|[{}]", flags=re.DOTALL)
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
 _HASHES = re.compile(r"####\s*([^\n]+)")
 _DECORATION = ("\\left", "\\right", "\\!", "\\,", "\\;", "\\$", "$")
 MAX_ANSWER_CHARACTERS = 1000
-# Of processor time: every answer gets the short one; then some of those that need more the long.
+# Processor time of a comparison in the first round, and how many comparisons get more time after.
 _SHORT_SECONDS, _MAX_LONG = 1.0, 8
-# Of the deadline by the clock, in processor time of all answers of a round: what a model writes
+# Share of the deadline that all answers of a round may take as processor time: answers of a model
 # must not use up the deadline, which would end the run.
 _ROUND_SHARE = 0.25
 # Spaces that separate nothing: `1 2` and `1 1/2` keep theirs.
@@ -34,32 +34,32 @@ _SPACE = re.compile(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last complete `\boxed{...}`, braces balanced; None if there is none.
+    r"""Return the content of the last complete `\boxed{...}`, braces balanced; None without one.
 
-    One pass over the text: what a model writes must not decide how long this takes.
+    One pass over the text keeps the time linear for any answer.
     """
     unclosed: list[tuple[int, bool]] = []
     start = end = -1
-    for found in _BRACE.finditer(text, 0, text.rfind("}") + 1):
-        piece = found[0]
+    for match in _BRACE.finditer(text, 0, text.rfind("}") + 1):
+        piece = match[0]
         if piece == "}":
             if unclosed:
                 position, is_box = unclosed.pop()
                 if is_box and position > start:
-                    start, end = position, found.start()
+                    start, end = position, match.start()
         elif piece == "{" or len(piece) > 2:
-            unclosed.append((found.end(), len(piece) > 2))
+            unclosed.append((match.end(), len(piece) > 2))
     return None if start < 0 else text[start:end].strip()
 
 
 def last_hashes(text: str) -> str | None:
-    """The text after the last `####` on its line, the answer mark of GSM8K; None without one."""
-    found = _HASHES.findall(text)
-    return found[-1].strip() if found else None
+    """Return the text after the last `####`, GSM8K's answer mark, on its line; None without one."""
+    answers = _HASHES.findall(text)
+    return answers[-1].strip() if answers else None
 
 
 def to_number(text: str) -> Fraction | None:
-    """The number a plain text such as `1,234.50`, `-3/4` or `$18` stands for; None otherwise."""
+    """Return the number of a plain text such as `1,234.50`, `-3/4` or `$18`; None for others."""
     if len(text) > MAX_ANSWER_CHARACTERS:
         return None
     parts = normalize(text).removesuffix("%").split("/")
@@ -70,14 +70,14 @@ def to_number(text: str) -> Fraction | None:
 
 
 def normalize(text: str) -> str:
-    """The answer without spacing, currency signs and a final full stop."""
+    """Return the answer without spacing, currency signs and a final full stop."""
     for piece in _DECORATION:
         text = text.replace(piece, "")
     return _SPACE.sub("", text).removesuffix(".")
 
 
 def quick_match(answer: str, gold: str) -> bool | None:
-    """Return whether the answers are equal as text or both plain numbers; None takes a grader.
+    """Return whether the answers are equal texts or plain numbers; None if a grader must decide.
 
     An empty answer equals nothing.
     """
@@ -104,12 +104,12 @@ _TASK = WorkerTask("lightrft.tools.rewards.math_grader", "MathGrader", memory_by
 
 @dataclass(frozen=True, slots=True)
 class MathRule:
-    """Places of the answers.
+    """Rule that finds the answers.
 
     Args:
         name: Name of the reward and of its component.
-        find_answer: The final answer of a response, or None.
-        find_gold: The reference answer of a label; raises ValueError if it holds none.
+        find_answer: Function that returns the final answer of a response, or None.
+        find_gold: Function that returns a label's reference answer; raises ValueError without one.
     """
 
     name: str
@@ -122,7 +122,7 @@ def _boxed_gold(label: str) -> str:
     gold = label.strip() if boxed is None else boxed
     if not gold:
         raise ValueError("the label is empty")
-    if gold.startswith('{"') and gold.endswith("}"):  # of JSON; sets of LaTeX have no such mark
+    if gold.startswith('{"') and gold.endswith("}"):  # JSON; sets of LaTeX have no quotes
         raise ValueError(
             f"expected a final answer, got an object {gold[:60]}: set --label_key to a column that "
             "has the answer itself"
@@ -153,20 +153,19 @@ GSM8K = MathRule("gsm8k", _gsm8k_answer, _gsm8k_gold)
 
 
 class MathReward:
-    """1 if the response's final answer equals the label's, else 0; sees only the response.
+    """Reward of 1 if the response's final answer equals the label's, else 0.
 
-    Equal text and plain numbers are decided here; everything else by math-verify in
-    worker processes, which get processor time, so that a busy machine changes no reward. What they
-    cannot decide in it is None; an answer of more than 1000 characters is no final answer and
-    scores 0. Every answer of a call is tried for a second before
-    eight of those that need more get all of the time.
+    This process decides on equal texts and plain numbers; math-verify in worker processes decides
+    on all others. Their limits are in processor time, so a busy machine changes no reward. An
+    undecided answer is None; an answer of more than 1000 characters scores 0. Every answer of a
+    call gets a second; then up to eight undecided ones get all of the time.
 
     Args:
-        rule: Where the answers stand.
+        rule: Rule that finds the answers.
         grading_seconds: Processor time of one comparison.
         batch_seconds: Deadline of one call of `score` by the clock, starts of workers included. A
-            call that does not keep it has failed.
-        num_workers: Grading processes at most; none starts before it is needed.
+            call that misses it fails.
+        num_workers: Largest number of grading processes; each starts when it is needed.
     """
 
     needs_labels = True
@@ -191,7 +190,7 @@ class MathReward:
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
     ) -> list[RewardResult | None]:
-        """See `RewardFunction.score`."""
+        """Return the reward of each response; None if it is undecided."""
         del prompts, columns
         deadline = time.monotonic() + self._batch_seconds
         outcomes: list[bool | None] = [False] * len(responses)
@@ -207,18 +206,18 @@ class MathReward:
             undecided = [index for index in pairs if outcomes[index] is None][:most]
             share = _ROUND_SHARE * self._batch_seconds / max(1, len(undecided))
             limit = min(seconds, self._grading_seconds, share)
-            found = self.grade([pairs[index] for index in undecided], limit, deadline)
-            for index, outcome in zip(undecided, found, strict=True):
+            matches = self.grade([pairs[index] for index in undecided], limit, deadline)
+            for index, outcome in zip(undecided, matches, strict=True):
                 outcomes[index] = outcome
         return [self._result(outcome) for outcome in outcomes]
 
     def close(self) -> None:
-        """Ends the worker processes; may be called twice."""
+        """End the worker processes; may be called twice."""
         for worker in self.workers:
             worker.close()
 
     def label_problem(self, label: str | None) -> str | None:
-        """The reason why no response to a row with this label can be right; None if one can."""
+        """Return why no response to a row with this label can be right; None if one can."""
         if label is None:
             return "the row has no label: set --label_key"
         try:
@@ -236,7 +235,7 @@ class MathReward:
     def grade(
         self, pairs: Sequence[tuple[str, str]], seconds: float, deadline: float
     ) -> list[bool | None]:
-        """Whether each answer equals its gold answer; None where that takes more seconds."""
+        """Return whether each answer equals its gold answer; None if that takes more seconds."""
         if not pairs:
             return []
         idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
@@ -278,12 +277,12 @@ class MathReward:
 
 
 def boxed_math(config: RewardOptions, name: str) -> MathReward:
-    """The reward `boxed_math` of a run."""
+    """Return the reward `boxed_math` of a run."""
     del name
     return MathReward(BOXED_MATH, batch_seconds=config.reward_timeout_seconds)
 
 
 def gsm8k(config: RewardOptions, name: str) -> MathReward:
-    """The reward `gsm8k` of a run."""
+    """Return the reward `gsm8k` of a run."""
     del name
     return MathReward(GSM8K, batch_seconds=config.reward_timeout_seconds)

@@ -1,4 +1,4 @@
-"""Feeding a process and reading it, within limits."""
+"""Input and output of a process, within limits."""
 
 import os
 import random
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import IO, cast
 
 _CHUNK = 1 << 16
-# The longest interval of the question whether to stop.
+# Longest interval between two checks whether to stop.
 _POLL_SECONDS = 0.25
 _RANDOM = random.Random()
 
@@ -21,9 +21,9 @@ class Captured:
     """Output of a process.
 
     Args:
-        stdout, stderr: Together at most the limit.
-        is_complete: The process ended before any limit.
-        is_full: It printed more than the limit.
+        stdout, stderr: Output, each cut at the limit.
+        is_complete: Whether the process ended before any limit.
+        is_full: Whether it printed more than the limit.
     """
 
     stdout: bytes
@@ -40,14 +40,14 @@ def capture(
     max_bytes: int,
     is_over: Callable[[], bool],
 ) -> Captured:
-    """Sends the input and reads both outputs until the process ends or a limit is reached.
+    """Send the input and read both outputs until the process ends or a limit is reached.
 
     Args:
-        process: With three pipes; what it leaves running may hold them open.
-        stdin: Its standard input.
-        ends: By `time.monotonic`.
-        max_bytes: Of both outputs together.
-        is_over: Asked at least four times a second whether to stop.
+        process: Process with three pipes; its remaining children may hold them open.
+        stdin: Standard input of the process.
+        ends: Deadline on the clock of `time.monotonic`.
+        max_bytes: Limit of both outputs together.
+        is_over: Function that says whether to stop; called at least four times a second.
     """
     pipes = cast("tuple[IO[bytes], ...]", (process.stdin, process.stdout, process.stderr))
     outputs = {file.fileno(): bytearray() for file in pipes[1:]}
@@ -63,7 +63,7 @@ def capture(
             left = ends - time.monotonic()
             if left <= 0 or is_over():
                 break
-            # What a process writes must not say when it is looked at.
+            # Random intervals: a process must not predict the checks by its output.
             for key, _ in selector.select(min(left, _POLL_SECONDS * _RANDOM.random())):
                 if key.fd == writes:
                     pending = _send(writes, pending)
@@ -83,7 +83,7 @@ def capture(
 
 
 def _send(file: int, pending: memoryview) -> memoryview:
-    """The rest that is still to be sent; nothing if nobody reads."""
+    """Send a chunk and return the rest; nothing is left if nobody reads."""
     try:
         return pending[os.write(file, pending[:_CHUNK]) :] if pending else pending
     except BrokenPipeError:
@@ -93,9 +93,9 @@ def _send(file: int, pending: memoryview) -> memoryview:
 def _has_ended(
     process: "subprocess.Popen[bytes]", ends: float, is_over: Callable[[], bool]
 ) -> bool:
-    """Whether the process ends in time; it may close its outputs and go on.
+    """Return whether the process ends in time; it may close its outputs and go on.
 
-    It is not reaped: until then its number, and that of its group, belong to nobody else.
+    The process is not reaped, so no other process can get its id or its group's.
     """
     watched = os.pidfd_open(process.pid)
     poll = select.poll()  # `select` takes no file numbers from 1024 on

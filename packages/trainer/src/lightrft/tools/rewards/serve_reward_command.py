@@ -20,12 +20,12 @@ EXAMPLE_PORT = 8008
 
 
 def run(argv: Sequence[str]) -> int:
-    """Serves until it is interrupted; see `lightrft serve-reward --help`.
+    """Serve until interrupted; see `lightrft serve-reward --help`.
 
     Raises:
-        ConfigError: An unknown reward function.
-        UsageError: An address where this machine cannot listen.
-        RewardError: A reward function that cannot be loaded.
+        ConfigError: The reward function is unknown.
+        UsageError: This machine cannot listen at the address.
+        RewardError: The reward function cannot be loaded.
     """
     options = build_parser().parse_args(argv)
     from lightrft.rewards import build_reward
@@ -75,7 +75,7 @@ def _server(
 
 
 def build_parser() -> Parser:
-    """The parser of `lightrft serve-reward`."""
+    """Return the parser of `lightrft serve-reward`."""
     parser = Parser(
         "serve-reward", "Serve a reward function over HTTP, for lightrft train --remote_rm_url."
     )

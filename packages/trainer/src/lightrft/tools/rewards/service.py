@@ -1,7 +1,7 @@
 """A reward function as an HTTP service, in the protocol of `lightrft.tools.rewards.remote`.
 
-One thread holds all connections (asyncio), another one scores, one request at a time. A connection
-carries one request; who is slow, large or unknown is turned away before it costs anything.
+One thread holds all connections (asyncio); another scores one request at a time. A connection
+carries one request. Slow, large and unauthorised clients are refused before they cost anything.
 """
 
 import asyncio
@@ -29,15 +29,15 @@ _DISCARD_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ServiceLimits:
-    """Limits of time, memory and connections that clients have.
+    """Limits of time, memory and connections for clients.
 
     Args:
-        read_seconds: From the connection to the end of the request.
-        write_seconds: For the answer to be taken.
-        max_body_bytes: Longest request.
-        max_held_bytes: Of all requests that were read and not answered yet.
-        max_connections: At once; further ones are told to come again.
-        max_waiting: Requests that are scored or wait for it.
+        read_seconds: Time from the connection to the end of the request.
+        write_seconds: Time for the client to take the answer.
+        max_body_bytes: Size of the longest request.
+        max_held_bytes: Size of all requests that were read and not answered yet.
+        max_connections: Number of connections at once; further ones are asked to retry.
+        max_waiting: Number of requests that are scored or wait for it.
     """
 
     read_seconds: float = 30.0
@@ -49,7 +49,7 @@ class ServiceLimits:
 
 
 class _RefusedError(Exception):
-    """A request that is answered by a status and a sentence."""
+    """A request that is refused with a status and a sentence."""
 
     def __init__(self, status: HTTPStatus, message: str) -> None:
         super().__init__(message)
@@ -57,16 +57,16 @@ class _RefusedError(Exception):
 
 
 class RewardServer:
-    """Answers requests with the rewards of one function, one request at a time.
+    """Server of the rewards of one function, one request at a time.
 
-    It listens from the moment it is made; use it as a context manager, or close it.
+    It listens as soon as it is constructed; use it as a context manager, or close it.
 
     Args:
-        reward: The function.
-        host, port: Where to listen; port 0 takes a free one (`server_port`).
-        token: Requests without `Authorization: Bearer TOKEN` are refused; None takes all but those
+        reward: Reward function.
+        host, port: Address to listen at; port 0 takes a free one (`server_port`).
+        token: Token that requests need as `Authorization: Bearer TOKEN`; None accepts all but those
             of sites in a browser.
-        limits: What clients may cost.
+        limits: Limits for clients.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RewardServer:
         self._held_bytes = 0
 
     def serve_forever(self) -> None:
-        """Serves until `shutdown`, or an exception such as KeyboardInterrupt."""
+        """Serve until `shutdown`, or an exception such as KeyboardInterrupt."""
         self._ended.clear()
         try:
             asyncio.run(self._serve())
@@ -101,13 +101,13 @@ class RewardServer:
             self._ended.set()
 
     def shutdown(self) -> None:
-        """Ends `serve_forever` of another thread, and waits for that."""
+        """End `serve_forever` of another thread, and wait for its end."""
         if self._loop is not None and self._stopping is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stopping.set)
             self._ended.wait(_DISCARD_SECONDS + self._limits.write_seconds)
 
     def server_close(self) -> None:
-        """Stops listening; may be called twice."""
+        """Stop listening; may be called twice."""
         self._socket.close()
         self._scorer.shutdown(wait=False, cancel_futures=True)
 
@@ -137,7 +137,7 @@ class RewardServer:
                 await writer.drain()
                 if status != HTTPStatus.OK:
                     await _discard(reader, writer)
-        except (OSError, asyncio.IncompleteReadError):  # the client has gone, or takes nothing
+        except (OSError, asyncio.IncompleteReadError):  # the client left or reads nothing
             writer.transport.abort()
         finally:
             self._held_bytes -= len(body)
@@ -160,19 +160,19 @@ class RewardServer:
         except _RefusedError as err:
             return err.status, {"error": str(err)}
         except RewardError as err:
-            # Not a status that a client repeats: the same request would fail again.
+            # A status after which clients do not retry: the same request would fail again.
             return HTTPStatus.UNPROCESSABLE_ENTITY, {"error": str(err)}
 
     async def _read(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: bytearray
     ) -> None:
-        """Fills the body of a request that may be answered."""
+        """Fill the body of an acceptable request; refuse any other."""
         if self.num_connections > self._limits.max_connections:
             raise _RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections")
         method, headers = await _read_head(reader)
         if self._token is not None:
-            given = headers.get("authorization", "").encode()
-            if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+            authorization = headers.get("authorization", "").encode()
+            if not hmac.compare_digest(authorization, f"Bearer {self._token}".encode()):
                 raise _RefusedError(HTTPStatus.UNAUTHORIZED, "wrong or no token")
         if method != "POST":
             raise _RefusedError(HTTPStatus.METHOD_NOT_ALLOWED, "expected POST")
@@ -220,7 +220,7 @@ class RewardServer:
 
 
 async def _read_head(reader: asyncio.StreamReader) -> tuple[str, Message]:
-    """Method and headers."""
+    """Return the method and the headers."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
     except asyncio.LimitOverrunError:
@@ -238,7 +238,7 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[str, Message]:
 
 
 def _refuse_sites(headers: Message) -> None:
-    """Refuses what a site in a browser of this machine may send without asking."""
+    """Refuse requests that a site in a browser of this machine may send without permission."""
     if "origin" in headers:
         raise _RefusedError(HTTPStatus.FORBIDDEN, "sites in a browser need a token")
     if headers.get_content_type() != "application/json" or "content-type" not in headers:
@@ -248,7 +248,7 @@ def _refuse_sites(headers: Message) -> None:
 
 
 async def _discard(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Takes what a refused client still sends for a moment, or the refusal would be lost."""
+    """Read what a refused client still sends for a moment; else the refusal would be lost."""
     if writer.can_write_eof():
         writer.write_eof()
     try:
@@ -292,7 +292,7 @@ def _score(reward: RewardFunction, body: bytes) -> dict[str, object]:
 
 
 def _arguments(body: bytes) -> tuple[Texts, Texts, Labels, Columns]:
-    """Prompts, responses, labels and columns of a request; raises a ValueError."""
+    """Return a request's prompts, responses, labels and columns, or raise a ValueError."""
     request = parse_json(body)
     if not isinstance(request, dict):
         raise ValueError("expected a JSON object")

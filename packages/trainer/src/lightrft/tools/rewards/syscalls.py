@@ -1,8 +1,8 @@
-"""The system calls that a sandbox refuses: those whose memory or time nothing outside can count.
+"""System calls that a sandbox refuses because their memory or time cannot be counted from outside.
 
-Memory that no process has mapped is in no file of `/proc`. What makes it is refused here, so that
-the rest can be counted. The filter is a program of the kernel's (seccomp, classic BPF), which looks
-at numbers alone, never at memory.
+Memory that no process has mapped appears in no file of `/proc`. Calls that make such memory are
+refused, so the rest can be counted. The kernel runs the filter (seccomp, classic BPF), which sees
+only numbers, never memory.
 """
 
 import errno
@@ -16,14 +16,14 @@ from lightrft.config.files import typed
 from lightrft.config.toml import read_toml
 
 _FILE = Path(__file__).with_name("syscalls.toml")
-# Refused calls, those that are refused if time is counted, and those without effect then, with
-# their number on x86_64 and on those that use Linux's common table; -1 is none.
+# Refused calls, calls refused if time is counted, and calls without effect then. Each has its
+# number on x86_64 and on machines that use Linux's common table; -1 is none.
 _CALLS = typed(dict[str, dict[str, tuple[int, int]]], read_toml(_FILE), _FILE)
 _SETSOCKOPT, _MMAP, _MADVISE = (54, 208), (9, 222), (28, 233)
 # Huge pages stay whole while a page of them is mapped.
 _HUGE = (mmap.MADV_HUGEPAGE, 25)
 _SOCKETS = ((41, 198), (53, 199))
-# Others, such as AF_VSOCK, leave the namespace or are work of the kernel's.
+# Other families, such as AF_VSOCK, leave the namespace or make the kernel do the work.
 _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
 # AUDIT_ARCH_* and the column of the tables.
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1), "riscv64": (0xC00000F3, 1)}
@@ -44,20 +44,20 @@ def has_filter() -> bool:
 
 
 def refused_numbers(*, is_counted: bool) -> dict[str, int]:
-    """The calls that `call_filter` refuses whatever they ask for, with their numbers here."""
+    """Return the calls that `call_filter` always refuses, with their numbers on this machine."""
     column = _MACHINES[os.uname().machine][1]
     named = {**_CALLS["refused"], **(_CALLS["refused_if_counted"] if is_counted else {})}
     return {name: each[column] for name, each in named.items() if each[column] >= 0}
 
 
 def call_filter(*, is_counted: bool, shared_bytes: int) -> bytes:
-    """The filter of a program, as `bwrap --seccomp` reads it.
+    """Return the filter of a program in the format of `bwrap --seccomp`.
 
     Args:
-        is_counted: Whether processor time limits the program: it can then not give way to all
-            other programs.
-        shared_bytes: Largest memory without a file that processes can share: it stays as large
-            while a page of it is mapped.
+        is_counted: Whether processor time limits the program; calls that change its priority then
+            have no effect.
+        shared_bytes: Size of the largest shared mapping without a file; it keeps all its memory
+            while any page is mapped.
     """
     architecture, column = _MACHINES[os.uname().machine]
     program = [_ARCHITECTURE, (_EQUAL, 1, 0, architecture), _KILL, _NUMBER]
@@ -79,7 +79,7 @@ def call_filter(*, is_counted: bool, shared_bytes: int) -> bytes:
     families = _unless(0, _FAMILIES, _error(errno.EAFNOSUPPORT))
     for numbers in _SOCKETS:
         program += _for(numbers[column], families)
-    # Buffers keep their size; the kernel, too, gives less than was asked for without a word.
+    # Buffers keep their size without an error; the kernel also grants less silently.
     sizes = [*_unless(1, (socket.SOL_SOCKET,), _ALLOW)[:-1]]
     grows = [_load(2), (_EQUAL, 1, 0, socket.SO_SNDBUF), (_EQUAL, 0, 1, socket.SO_RCVBUF)]
     program += _for(_SETSOCKOPT[column], [*sizes, *grows, _error(0), _ALLOW])
@@ -90,21 +90,21 @@ def call_filter(*, is_counted: bool, shared_bytes: int) -> bytes:
 
 
 def _for(number: int, body: list[_Instruction]) -> list[_Instruction]:
-    """The body for one call, of which every way returns; other calls pass it by."""
+    """Return instructions that run the body for one call; every path of the body returns."""
     return [(_EQUAL, 0, len(body), number), *body]
 
 
 def _load(argument: int, offset: int = 0) -> _Instruction:
-    """Loads the lower half of an argument; with offset 4 the upper one."""
+    """Return the load of an argument's lower half; with offset 4, of its upper half."""
     return (_LOAD, 0, 0, 16 + 8 * argument + offset)
 
 
 def _unless(argument: int, values: tuple[int, ...], result: _Instruction) -> list[_Instruction]:
-    """Returns the result unless the argument is one of the values, then allows the call."""
+    """Return instructions that allow a call with one of the values, else give the result."""
     jumps = [(_EQUAL, len(values) - place, 0, int(value)) for place, value in enumerate(values)]
     return [_load(argument), *jumps, result, _ALLOW]
 
 
 def _error(number: int) -> _Instruction:
-    """The call does nothing and returns this error; 0 says that it did what it was to do."""
+    """Return the instruction that skips the call and returns this error; 0 pretends success."""
     return (_RETURN, 0, 0, 0x00050000 | number)

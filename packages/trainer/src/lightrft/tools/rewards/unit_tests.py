@@ -1,4 +1,4 @@
-"""The reward of a program: it passes the tests of its row, in a sandbox."""
+"""Reward of a program that passes the tests of its row, in a sandbox."""
 
 import logging
 import math
@@ -28,24 +28,23 @@ from lightrft.tools.rewards.sandbox import (
 )
 
 logger = logging.getLogger(__name__)
-# Before a deadline, a program is started only if there is time for its start.
+# A program starts only if this much time is left before the deadline.
 _START_SECONDS = 0.5
-# The clock ended them, which says nothing of what they are worth.
+# The clock ended these programs, which says nothing about their quality.
 _LATE = ("undecided", "deadline")
 
 
 class UnitTestsReward:
-    """1 if the answer's program passes all tests of the row's label, else 0.
+    """Reward of 1 if the answer's program passes all tests of the row's label, else 0.
 
-    Components: `tests_passed` is the share of the tests, `timeout` is 1 where a program was ended
-    for its time or memory, `suspicious` where it names what forged tests are made with. One that
-    runs until the deadline of the call is undecided. Without a sandbox that works it cannot be
-    made.
+    Components: `tests_passed` is the share of passed tests; `timeout` is 1 if a program was ended
+    for its time or memory; `suspicious` is 1 if it uses names that forge tests. A program that
+    runs until the deadline of the call is undecided.
 
     Args:
-        config: Its `sandbox`, `test_timeout_seconds` and `reward_timeout_seconds`, the deadline of
-            one call.
-        name: Of the reward and of its component.
+        config: Options `sandbox`, `test_timeout_seconds` and `reward_timeout_seconds`, the deadline
+            of one call.
+        name: Name of the reward and of its component.
 
     Raises:
         ConfigError: No sandbox works here.
@@ -73,16 +72,16 @@ class UnitTestsReward:
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
     ) -> list[RewardResult | None]:
-        """See `RewardFunction.score`."""
+        """Return the reward of each program; None if it is undecided."""
         del prompts, columns
         deadline = time.monotonic() + self._seconds
         tests = [self._tests(index, label) for index, label in enumerate(labels)]
         codes = [find_code(text) for text in responses]
-        found = self._run_all(codes, tests, deadline)
-        return [self._result(*row) for row in zip(codes, tests, found, strict=True)]
+        outcomes = self._run_all(codes, tests, deadline)
+        return [self._result(*row) for row in zip(codes, tests, outcomes, strict=True)]
 
     def label_problem(self, label: str | None) -> str | None:
-        """The reason why no response to a row with this label can be right; None if one can."""
+        """Return why no response to a row with this label can be right; None if one can."""
         if label is None:
             return "the row has no label: set --label_key"
         try:
@@ -92,7 +91,7 @@ class UnitTestsReward:
         return None
 
     def close(self) -> None:
-        """Removes the sandbox's folder; may be called twice."""
+        """Remove the sandbox's folder; may be called twice."""
         self._sandbox.close()
 
     def _tests(self, index: int, label: str | None) -> CodeTests:
@@ -104,7 +103,7 @@ class UnitTestsReward:
     def _run_all(
         self, codes: Sequence[str], tests: Sequence[CodeTests], deadline: float
     ) -> list[CodeOutcome]:
-        """Runs every answer; one that keeps its place waits with its rest until all others ran."""
+        """Run every answer; those that keep a slot too long run again after all others."""
         if not codes:
             return []
         with ThreadPoolExecutor(self._num_slots, thread_name_prefix="sandbox") as threads:
@@ -112,12 +111,12 @@ class UnitTestsReward:
                 has_queue = len(codes) > self._num_slots
                 seconds = self._sandbox.limits.total_seconds if has_queue else math.inf
                 run_one = partial(self._run_one, deadline=deadline)
-                found = list(threads.map(partial(run_one, seconds=seconds), codes, tests))
+                outcomes = list(threads.map(partial(run_one, seconds=seconds), codes, tests))
                 if has_queue:
-                    cut = [at for at, each in enumerate(found) if each.ended == "undecided"]
+                    cut = [at for at, each in enumerate(outcomes) if each.ended == "undecided"]
                     again = threads.map(lambda at: run_one(codes[at], tests[at]), cut)
                     for at, each in zip(cut, again, strict=True):
-                        found[at] = found[at] if each.ended in _LATE else each
+                        outcomes[at] = outcomes[at] if each.ended in _LATE else each
             except SandboxError as err:
                 raise RewardError(f"reward {self.name!r}: {err}") from err
             except KeyboardInterrupt:
@@ -125,15 +124,15 @@ class UnitTestsReward:
                 raise
             finally:
                 threads.shutdown(wait=False, cancel_futures=True)
-        self._require_time(found)
-        return found
+        self._require_time(outcomes)
+        return outcomes
 
     def _run_one(
         self, code: str, tests: CodeTests, *, deadline: float, seconds: float = math.inf
     ) -> CodeOutcome:
-        """Result of one answer, of which no program keeps its place for more than so many seconds.
+        """Run one answer; none of its programs keeps a slot for more than `seconds`.
 
-        It is undecided where one had all the time of its limits.
+        The outcome is undecided if a program had all the time of its limits.
         """
         if not code.strip() or len(code) > MAX_CODE_CHARACTERS:
             return CodeOutcome(0, "failed")
@@ -153,7 +152,7 @@ class UnitTestsReward:
         return tested
 
     def _require_time(self, found: Sequence[CodeOutcome]) -> None:
-        """Raises a RewardError where programs had too little time, and none had too much."""
+        """Raise a RewardError if programs had too little time and none had all of its time."""
         num_late = sum(each.ended in _LATE for each in found)
         if not num_late:
             return

@@ -1,7 +1,7 @@
 """Generative reward models: pairs of answers as questions in both orders, and their verdicts.
 
-`both_orders:FILE` is a source of data like any other: `lightrft sft` trains on its columns `prompt`
-and `completion`, `lightrft train` and `lightrft eval` ask its `input` and score by its `label`.
+`both_orders:FILE` is a source of data. `lightrft sft` trains on its columns `prompt` and
+`completion`; `lightrft train` and `lightrft eval` ask its `input` and score by its `label`.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from lightrft.records.swapped import PAIR_COLUMN, VERDICT
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
 from lightrft.tools.rewards.judge_questions import JudgedPrompt, PairComparisons, plain_text
 
-# The way of `judge_compare` that asks as `both_orders` does.
+# The value of `judge_compare` that asks the questions of `both_orders`.
 VERDICTS = "verdicts"
 SOURCE_PREFIX = "both_orders:"
 LETTERS = ("A", "B")
@@ -42,10 +42,10 @@ _ANY_VERDICT = re.compile(r"[^\w]*verdict[^\w]*:", re.IGNORECASE)
 
 
 def ask(prompt: str, first: str, second: str) -> str:
-    """The question of which answer is better.
+    """Return the question which answer is better.
 
-    Nothing that a text holds is a place to fill, a mark or a marker of a chat template. The mark is
-    a hash of the texts, the same in both orders.
+    Placeholders, marks and markers of chat templates inside texts have no effect. The mark is a
+    hash of the texts, the same in both orders.
     """
     texts = [plain_text(text) for text in (prompt, first, second)]
     hashed = "\0".join((texts[0], *sorted(texts[1:]))).encode("utf-8", "replace")
@@ -55,14 +55,14 @@ def ask(prompt: str, first: str, second: str) -> str:
 
 
 def verdict_style(name: str, config: ScorerOptions) -> PairComparisons:
-    """The way to ask a judge that was trained on `both_orders`: the questions of its training.
+    """Return comparisons that ask a judge trained on `both_orders` its training questions.
 
     Args:
-        name: Of the reward.
-        config: Has no template and no rubric.
+        name: Name of the reward.
+        config: Options without a template and a rubric.
 
     Raises:
-        ConfigError: It has one.
+        ConfigError: The options have a template or a rubric.
     """
     for option in ("judge_template", "judge_rubric"):
         if config.__dict__[option] is not None:
@@ -78,20 +78,20 @@ def verdict_style(name: str, config: ScorerOptions) -> PairComparisons:
 
 
 def read_verdict(response: str) -> str | None:
-    """The letter of the last line, `Verdict: A`; None without one, or with several verdicts."""
+    """Return the letter of the last line, `Verdict: A`; None without or with several verdicts."""
     lines = response.rstrip().splitlines()
-    found = _VERDICT.fullmatch(lines[-1].strip()) if lines else None
-    if found is None or sum(_ANY_VERDICT.match(line) is not None for line in lines) > 1:
+    match = _VERDICT.fullmatch(lines[-1].strip()) if lines else None
+    if match is None or sum(_ANY_VERDICT.match(line) is not None for line in lines) > 1:
         return None
-    return found[1]
+    return match[1]
 
 
 def both_orders(text: str, split: str) -> Iterator[Mapping[str, object]]:
-    """Two rows for each pair of `both_orders:FILE`, the chosen answer first and then second.
+    """Yield two rows per pair of `both_orders:FILE`, first with the chosen answer as A, then as B.
 
     Args:
-        text: The source; FILE is any other source of pairs of texts or messages.
-        split: Of FILE.
+        text: Source; FILE is any other source of pairs of texts or messages.
+        split: Split of FILE.
 
     Raises:
         DataError: A row is no such pair.
@@ -114,14 +114,14 @@ def both_orders(text: str, split: str) -> Iterator[Mapping[str, object]]:
 
 
 class VerdictReward:
-    """1 if the verdict names the better answer, whose letter is the label; else 0.
+    """Reward of 1 if the verdict names the better answer, whose letter is the label; else 0.
 
-    Components: `verdict` is 1 where it names the better answer, -1 where the other, 0 where there
-    is none; `readable` is 1 where there is one, and of those `names_first` is 1 where it is A.
+    Components: `verdict` is 1 for the better answer, -1 for the other and 0 without a verdict;
+    `readable` is 1 if there is a verdict; `names_first`, only with a verdict, is 1 if it is A.
 
     Args:
-        config: Not used.
-        name: Of the reward.
+        config: Unused options.
+        name: Name of the reward.
     """
 
     needs_labels = True
@@ -135,7 +135,7 @@ class VerdictReward:
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
     ) -> list[RewardResult]:
-        """See `RewardFunction.score`."""
+        """Return the reward of each verdict."""
         del prompts, columns
         results = []
         for index, (response, label) in enumerate(zip(responses, labels, strict=True)):
@@ -144,14 +144,14 @@ class VerdictReward:
                 raise RewardError(f"reward {self.name!r}, label of sample {index}: {problem}")
             letter = read_verdict(response)
             named = 0.0 if letter is None else 1.0 if letter == label else -1.0
-            found = {VERDICT: named, "readable": float(letter is not None)}
+            components = {VERDICT: named, "readable": float(letter is not None)}
             if letter is not None:
-                found["names_first"] = float(letter == LETTERS[0])
-            results.append(RewardResult(float(named > 0), found))
+                components["names_first"] = float(letter == LETTERS[0])
+            results.append(RewardResult(float(named > 0), components))
         return results
 
     def label_problem(self, label: str | None) -> str | None:
-        """See `ChecksLabels`."""
+        """Return why a label is no letter of an answer; None if it is one."""
         if label in LETTERS:
             return None
         return (
@@ -160,14 +160,14 @@ class VerdictReward:
         )
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the reward holds nothing."""
 
 
 def _texts(columns: Mapping[str, object]) -> tuple[str, str, str]:
-    """Prompt, chosen and rejected answer of a row.
+    """Return the prompt, chosen and rejected answer of a row.
 
     Raises:
-        DataError: It is no pair of texts or messages.
+        DataError: The row is no pair of texts or messages.
     """
     if not all(columns.get(name) for name in ("chosen", "rejected")):
         known = ", ".join(map(repr, columns)) or "none"
@@ -181,10 +181,10 @@ def _texts(columns: Mapping[str, object]) -> tuple[str, str, str]:
 
 
 def _text_of(messages: Sequence[Message]) -> str:
-    """The content of one message; of several each behind its role.
+    """Return the content of one message; with several, each behind its role.
 
     Raises:
-        DataError: A message holds something else than text.
+        DataError: A message holds something other than text.
     """
     for key in (CALLS, REASONING):
         if any(key in message for message in messages):
