@@ -35,7 +35,7 @@ from lightrft.strategy.config import ConfigError
 if TYPE_CHECKING:
     from lightrft.engines.base import RolloutEngine
 
-# Makes a reward of the options and of its spelling: its name, `KIND:WHAT` or an address.
+# Makes a reward from the options and its spelling: its name, `KIND:WHAT` or an address.
 RewardFactory = Callable[[ScoringOptions, str], RewardFunction]
 
 
@@ -48,13 +48,13 @@ def reward_urls(config: ServiceOptions) -> tuple[str, ...]:
 class CombinedReward:
     """The weighted sum of reward functions; a context manager that ends their processes.
 
-    Components of all functions are reported unweighted under their own names; where two functions
-    use one name, the later one's becomes `function/name`.
+    Components of all functions are reported unweighted under their names. Where two functions use
+    one name, the later one's becomes `function/name`.
 
     Args:
-        functions: May be none where reward models score the responses.
-        weights: One per function.
-        recipes: Weights by row instead; a function is asked for the rows whose recipe names it.
+        functions: Reward functions; may be none where reward models score the responses.
+        weights: One weight per function.
+        recipes: Weights by row instead; a function scores the rows whose recipe names it.
     """
 
     def __init__(
@@ -86,49 +86,51 @@ class CombinedReward:
 
     @property
     def needs_labels(self) -> bool:
-        """One of the functions does."""
+        """Whether one of the functions needs labels."""
         return any(function.needs_labels for function in self.functions)
 
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
     ) -> list[RewardResult | None]:
-        """See `RewardFunction.score`; undecided by one function is undecided."""
+        """Score by all functions and sum; a response undecided by one function is undecided."""
         weights = self._row_weights(len(responses), columns)
 
         def score(index: int) -> dict[int, RewardResult | None]:
             rows = [i for i, row in enumerate(weights) if index in row]
             with self._turns[index]:
-                found = self.functions[index].score(
+                results = self.functions[index].score(
                     [prompts[i] for i in rows],
                     [responses[i] for i in rows],
                     [labels[i] for i in rows],
-                    # Copies: what a function does to its row reaches no other response or function.
+                    # Copies: changes of a row by a function reach no other response or function.
                     {name: [_apart(values[i]) for i in rows] for name, values in columns.items()},
                 )
-            if len(found) != len(rows):
+            if len(results) != len(rows):
                 raise RewardError(
-                    f"reward {self.functions[index].name} returned {len(found)} results for "
+                    f"reward {self.functions[index].name} returned {len(results)} results for "
                     f"{len(rows)} responses: expected one for each"
                 )
-            return dict(zip(rows, found, strict=True))
+            return dict(zip(rows, results, strict=True))
 
         count = len(self.functions)
-        # In this thread, where signals work: the only one, and those that run in this process.
+        # In this thread, where signals work: a single function, and those that run in this process.
         others = [i for i, each in enumerate(self.functions) if count > 1 and _is_elsewhere(each)]
         here = [index for index in range(count) if index not in others]
         # Functions wait for processes and services, so threads are enough to overlap them.
         with ThreadPoolExecutor(len(others) or 1, thread_name_prefix="reward") as threads:
             calls = [threads.submit(score, index) for index in others]
-            found = {index: score(index) for index in here}
-            found |= {index: call.result() for index, call in zip(others, calls, strict=True)}
-        by_function = [found[index] for index in range(count)]
+            function_results = {index: score(index) for index in here}
+            function_results |= {
+                index: call.result() for index, call in zip(others, calls, strict=True)
+            }
+        by_function = [function_results[index] for index in range(count)]
         return [
             self._combine(row, {index: by_function[index][i] for index in row})
             for i, row in enumerate(weights)
         ]
 
     def _row_weights(self, num_rows: int, columns: Columns) -> list[Mapping[int, float]]:
-        """Index of a function -> its weight, for each row."""
+        """Return, for each row, the weight by index of function."""
         if self._recipes is None:
             return [dict(enumerate(self._weights))] * num_rows
         values = columns.get(self._recipes.column, [None] * num_rows)
@@ -138,12 +140,12 @@ class CombinedReward:
 
     @property
     def label_use(self) -> Literal["labels", "column", ""]:
-        """That of the function which makes most of labels; all but users' own read them."""
+        """The largest label use of any function; all but users' functions read labels."""
         uses = [f.label_use if isinstance(f, TakesColumns) else "labels" for f in self.functions]
         return "labels" if "labels" in uses else "column" if "column" in uses else ""
 
     def label_problem(self, label: str | None) -> str | None:
-        """The reason why no response to a row with this label can be right; None without one."""
+        """Return why no response to a row with this label can be right; None if one can."""
         for function in self.functions:
             if isinstance(function, ChecksLabels):
                 problem = function.label_problem(label)
@@ -158,19 +160,19 @@ class CombinedReward:
                 function.check_columns(columns)
 
     def try_out(self, prompts: Texts, labels: Labels, columns: Columns) -> None:
-        """Calls a user's functions once; a RewardError if one fails or returns no numbers."""
+        """Call users' functions once; raise a RewardError if one fails or returns no numbers."""
         for function in self.functions:
             if isinstance(function, TakesColumns):
                 function.try_out(prompts, labels, columns)
 
     def use_engine(self, engine: "RolloutEngine") -> None:
-        """See `UsesEngine`."""
+        """Pass the engine to the functions that use it."""
         for function in self.functions:
             if isinstance(function, UsesEngine):
                 function.use_engine(engine)
 
     def take_tallies(self) -> Tallies:
-        """See `CountsCosts`."""
+        """Return the tallies of all functions."""
         counting = [each for each in self.functions if isinstance(each, CountsCosts)]
         return {name: tally for each in counting for name, tally in each.take_tallies().items()}
 
@@ -199,8 +201,8 @@ class CombinedReward:
             if result is None:
                 return None
             for name, value in result.components.items():
-                own = f"{self.functions[index].name}/{name}" if name in components else name
-                components[own] = value
+                key = f"{self.functions[index].name}/{name}" if name in components else name
+                components[key] = value
             total += weights[index] * result.reward
         return RewardResult(total, components)
 
@@ -213,21 +215,21 @@ def build_reward(
     has_models: bool = False,
     config: ScoringOptions | None = None,
 ) -> CombinedReward:
-    """Loads and checks reward functions, before any model exists.
+    """Load and check reward functions, before any model exists.
 
     Args:
         names: Names in `REWARDS` or `FILE.py:FUNCTION`; their rewards are summed.
         weights: One factor per name and then per reward service; None means 1 each.
         recipes: Weights by row instead of `weights`, or None.
-        has_models: Reward models score the responses too, so that there may be no names.
-        config: Its options on rewards count, reward services among them; None takes the defaults.
+        has_models: Whether reward models score the responses too; then `names` may be empty.
+        config: Options of rewards, reward services among them; None takes the defaults.
 
     Returns:
         The sum; close it, or use it as a context manager.
 
     Raises:
-        ConfigError: no names, an unknown name, file or function, one twice, or wrong weights.
-        RewardError: a user's file cannot be imported or its function not be called.
+        ConfigError: No names, an unknown name, file or function, one twice, or wrong weights.
+        RewardError: A user's file cannot be imported or its function cannot be called.
     """
     config = config or TrainConfig()
     urls = reward_urls(config)
@@ -252,7 +254,7 @@ def build_reward(
 
 
 def load_recipes(path: str | Path, *, column: str, names: Sequence[str]) -> RewardRecipes:
-    """Reads a TOML file with a table for every value of the column.
+    """Read a TOML file with a table for every value of the column.
 
         [math]
         gsm8k = 1.0
@@ -260,9 +262,9 @@ def load_recipes(path: str | Path, *, column: str, names: Sequence[str]) -> Rewa
         model = 0.5
 
     Args:
-        path: The file.
-        column: Of the data rows.
-        names: Rewards of the run.
+        path: Path of the file.
+        column: Column of the data rows.
+        names: Names of the run's rewards.
 
     Raises:
         ConfigError: The file cannot be read, two rewards have one name, or a table names an
@@ -293,7 +295,7 @@ def load_recipes(path: str | Path, *, column: str, names: Sequence[str]) -> Rewa
 
 
 def _apart(value: object) -> object:
-    """A value that shares nothing which can be changed; media cannot."""
+    """Return a copy of a value; media cannot be changed and are not copied."""
     return value if isinstance(value, Media) else deepcopy(value)
 
 
@@ -303,9 +305,9 @@ def _is_elsewhere(function: RewardFunction) -> bool:
 
 
 def _check_arguments(functions: Sequence[RewardFunction], config: ScorerOptions) -> None:
-    """Raises a ConfigError for an argument that no function has."""
-    own = [function for function in functions if isinstance(function, TakesColumns)]
-    used = {option for function in own for option in function.options}
+    """Raise a ConfigError for an argument that no function has."""
+    user_functions = [function for function in functions if isinstance(function, TakesColumns)]
+    used = {option for function in user_functions for option in function.options}
     unknown = sorted(set(config.reward_args or {}) - used)
     if unknown:
         raise ConfigError(
@@ -314,7 +316,7 @@ def _check_arguments(functions: Sequence[RewardFunction], config: ScorerOptions)
 
 
 def numbered(name: str, index: int, count: int) -> str:
-    """The name of one of several rewards of a kind."""
+    """Return the name of one of several rewards of a kind."""
     return name if count == 1 else f"{name}_{index}"
 
 
@@ -329,9 +331,9 @@ def _build_one(config: ScoringOptions, name: str) -> RewardFunction:
         return UserReward(path, function, config)
     if name.endswith(".py"):
         raise ConfigError(f"reward function {name}: expected FILE.py:FUNCTION, say {name}:reward")
-    found = REWARDS.load(name)
+    loaded = REWARDS.load(name)
     if REWARDS.is_packaged(name):
-        return cast("RewardFactory", found)(config, name)
-    if callable(getattr(found, "score", None)):
-        return cast("RewardFunction", found)
-    return PlainReward(name, cast("Callable[..., object]", found), config)
+        return cast("RewardFactory", loaded)(config, name)
+    if callable(getattr(loaded, "score", None)):
+        return cast("RewardFunction", loaded)
+    return PlainReward(name, cast("Callable[..., object]", loaded), config)

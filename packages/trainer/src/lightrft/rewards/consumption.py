@@ -1,4 +1,4 @@
-"""Processor time and memory of a process and those below it, whatever else the machine does."""
+"""Processor time and memory of a process and its descendants, whatever else the machine does."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ POLL_SECONDS = 0.25
 _VFORKS = {"x86_64": (56, 58, 435)}.get(os.uname().machine, (220, 435))
 # Upper bounds: both buffers of a socket, pages of a pipe, an entry of a file system in memory.
 _SOCKET_BYTES, _DESCRIPTOR_BYTES, _ENTRY_BYTES = 512 << 10, 8 << 10, 2 << 10
-# Of each piece of a process's memory, and of it for each process that it may have been copied from.
+# Bytes per memory mapping of a process, and bytes per mapping and process that may be a copy.
 _PIECE_BYTES, _COPY_BYTES = 512, 64
 _STATUS = re.compile(rb"^(FDSize|VmPTE|VmSwap):\s+(\d+)", re.MULTILINE)
 _SHARED = re.compile(rb"^\S+ ...s \S+ (\S+ \d+) +/dev/zero \(deleted\)$", re.MULTILINE)
@@ -25,24 +25,23 @@ _ESCAPED = re.compile(rb"\\([0-7]{3})")
 
 
 class Consumption:
-    """Memory and processor time of a process and those below it, looked at four times a second.
+    """Memory and processor time of a process and its descendants, sampled four times a second.
 
-    None of it depends on what else the machine does: a process that waits for a processor or for
-    the disk does not wait by itself. Processes that live between two looks count with the
-    processor time of those that waited for them. Children that their parent ignores count nowhere
-    when they have ended: what runs at the looks is a sample of all that ran, and must not come to
-    more than twice the limit.
+    Other load of the machine does not count: waiting for a processor or the disk is not idle time.
+    Processes that live between two samples count by the processor time of those that waited for
+    them. Children that their parent ignores count nowhere once they have ended. Therefore the
+    running processes at each sample are extrapolated, and may sum to twice the limit.
 
     Args:
         process: Id of the first process, which ends after all others.
         busy_seconds: Limit of their processor time.
         idle_seconds: Limit of the time in which none of them had anything to do.
-        memory_bytes: Limit of all together; pages that several share count once. None sets none.
-        shared_bytes: Of each piece of memory without a file that several can share, counted for
-            every one: what is left of it does not show how large it is.
+        memory_bytes: Limit of all together, with shared pages counted once. None sets none.
+        shared_bytes: Size assumed of each piece of anonymous memory that several can share: its
+            mappings do not show how large it is.
 
     Attributes:
-        busy_seconds, idle_seconds: Up to the last look.
+        busy_seconds, idle_seconds: Totals at the last sample.
         is_too_large: Whether memory has passed its limit.
     """
 
@@ -64,7 +63,7 @@ class Consumption:
         self._sampled_seconds, self._runs = 0.0, dict[Path, int]()
 
     def is_over(self) -> bool:
-        """Whether a limit has been passed; looks if it is time for that."""
+        """Return whether a limit has been passed; take a sample if one is due."""
         passed = time.monotonic() - self._looked
         if passed < POLL_SECONDS:
             return False
@@ -74,7 +73,7 @@ class Consumption:
         busy = max(self.busy_seconds, sum(map(_processor_seconds, processes)))
         working = [thread for process in processes for thread in _working_threads(process)]
         if not working:
-            # A look that comes late says little of the time since the last one.
+            # A late sample says little about the time since the last one.
             most = min(passed, 2 * POLL_SECONDS)
             self.idle_seconds += max(0.0, most - (busy - self.busy_seconds))
         self._sample(working, min(passed, 4 * POLL_SECONDS))
@@ -86,9 +85,9 @@ class Consumption:
         return is_late or self.is_too_large
 
     def _sample(self, working: Sequence[Path], passed: float) -> None:
-        """Adds what threads ran since the last look; new ones stand for all that came and went.
+        """Add what threads ran since the last sample; new threads stand for all that came and went.
 
-        These count with the time that passed, by the share of a processor that they got.
+        New threads count with the time that passed, times the share of a processor that they got.
         """
         runs = dict[Path, int]()
         for thread in working:
@@ -103,9 +102,9 @@ class Consumption:
 
 
 def _below(process: psutil.Process) -> list[psutil.Process]:
-    """Children and theirs: the kernel names them, for the table of all processes may be long."""
+    """Return all descendants as the kernel lists them: the table of all processes may be long."""
     threads = Path(f"/proc/{process.pid}/task")
-    found, names = list[psutil.Process](), list[str]()
+    descendants, names = list[psutil.Process](), list[str]()
     with contextlib.suppress(OSError, psutil.Error):
         if not (threads / str(process.pid) / "children").exists():
             return [*process.children(recursive=True)]  # an option of the kernel
@@ -114,12 +113,12 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
     for name in names:
         with contextlib.suppress(psutil.Error):
             child = psutil.Process(int(name))
-            found += [child, *_below(child)]
-    return found
+            descendants += [child, *_below(child)]
+    return descendants
 
 
 def _processor_seconds(process: psutil.Process) -> float:
-    """Of the process, and of its children that have ended."""
+    """Return the seconds of the process and of its children that have ended."""
     with contextlib.suppress(psutil.Error):
         times = process.cpu_times()
         return float(times.user + times.system + times.children_user + times.children_system)
@@ -127,7 +126,7 @@ def _processor_seconds(process: psutil.Process) -> float:
 
 
 def _working_threads(process: psutil.Process) -> list[Path]:
-    """Its threads that run, or wait for a processor or the disk."""
+    """Return the threads that run, or wait for a processor or the disk."""
     working = []
     with contextlib.suppress(OSError):
         for thread in Path(f"/proc/{process.pid}/task").iterdir():
@@ -141,26 +140,24 @@ def _working_threads(process: psutil.Process) -> list[Path]:
 
 
 def _gives_way(thread: Path) -> bool:
-    """Whether its session leaves the processors to others, as none does that is just started."""
+    """Return whether its session has lower priority; no session starts with one."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int((thread.parents[1] / "autogroup").read_bytes().split()[2]) > 0
     return False
 
 
 def _waits_for_child(thread: Path) -> bool:
-    """Whether it looks like one that waits for the disk, and waits for a child to become another
-    program.
-    """
+    """Return whether it seems to wait for the disk, but waits for its child's exec (vfork)."""
     with contextlib.suppress(OSError, ValueError):
         return int((thread / "syscall").read_text().split()[0]) in _VFORKS
     return False
 
 
 def _unmapped_bytes(processes: Sequence[psutil.Process], shared_bytes: int) -> int:
-    """At most what processes hold beside the pages that they have mapped.
+    """Return an upper bound of what processes hold beside their mapped pages.
 
-    Tables of pages and of their pieces, buffers of pipes and shared memory without a file are
-    counted for all of them; sockets and entries of files in memory for a sandbox.
+    Page tables, pipe buffers and anonymous shared memory are counted for all processes. Sockets
+    and file entries in memory are counted for a sandbox.
     """
     total, shared, inside = 0, set[bytes](), None
     for process in processes:
@@ -181,7 +178,7 @@ def _unmapped_bytes(processes: Sequence[psutil.Process], shared_bytes: int) -> i
 
 
 def _socket_bytes(process: Path) -> int:
-    """Of all sockets of its network namespace, those that no process has open any more, too."""
+    """Return the bytes of all sockets of its network namespace, closed ones included."""
     num_sockets = queued = 0
     with contextlib.suppress(OSError):
         words = (process / "net/sockstat").read_text().split()
@@ -193,7 +190,7 @@ def _socket_bytes(process: Path) -> int:
 
 
 def _entry_bytes(process: Path) -> int:
-    """Of files and folders, empty ones too, in the file systems in memory that it can write to."""
+    """Return the bytes of files and folders in the in-memory file systems that it can write."""
     total, places = 0, list[bytes]()
     with contextlib.suppress(OSError):
         places = _IN_MEMORY.findall((process / "mountinfo").read_bytes())

@@ -1,8 +1,8 @@
 """Attributes of an environment at the end of its episode, for reward functions that read them.
 
-Environments live in processes of their own. What crosses is JSON; other values are in it as
-pickles, which only the process of a reward function opens, and only when they are read. What a
-model made an environment do may have written them: they make values of known types, and no code.
+Environments run in other processes. They send JSON, in which other values are pickles. Only the
+process of a reward function opens these, and only when they are read. A model's actions may have
+written them, so they make values of known types and run no code.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import cast
 from lightrft.rewards.types import ENVIRONMENTS, KeptEnvironment
 from lightrft.rewards.worker import ReportedError
 
-# Of one attribute; what is longer is no state of an episode.
+# Limit of one attribute; what is longer is no state of an episode.
 MAX_ATTRIBUTE_BYTES = 1 << 20
-# What values are made of, by module.
+# Callables that make values, by module.
 _MAKERS: Mapping[str, frozenset[str]] = {
     "builtins": frozenset(("bytearray", "complex", "frozenset", "range", "set", "slice")),
     "collections": frozenset(("Counter", "OrderedDict", "defaultdict", "deque")),
@@ -46,12 +46,12 @@ class UnreadableAttributeError(ReportedError):
 class EnvironmentSnapshot:
     """The public attributes of an environment, to be read.
 
-    `isinstance` takes it for one of the author's class where the reward's file has that class.
+    `isinstance` takes it for the author's class if the reward's file has that class.
 
     Args:
-        kept: What was kept.
-        opens_pickles: This process may run what it unpickles.
-        classes: By name, those of the reward's file.
+        kept: Attributes of the environment.
+        opens_pickles: Whether this process may run what it unpickles.
+        classes: Classes of the reward's file by name.
     """
 
     __slots__ = ("_classes", "_kept", "_opens_pickles")
@@ -71,8 +71,8 @@ class EnvironmentSnapshot:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        found = self._classes.get(self._kept.class_name)
-        return found if isinstance(found, type) else EnvironmentSnapshot
+        cls = self._classes.get(self._kept.class_name)
+        return cls if isinstance(cls, type) else EnvironmentSnapshot
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("_"):
@@ -82,18 +82,18 @@ class EnvironmentSnapshot:
         if name not in kept.attributes:
             listing = ", ".join(sorted(kept.attributes)) or "none, since its episode failed"
             raise AttributeError(f"no {place}: kept are its public attributes, {listing}")
-        found = kept.attributes[name]
-        if "json" in found:
-            return found["json"]
-        if "error" in found:
-            raise UnreadableAttributeError(f"{place} cannot be read: {found['error']}")
+        attribute = kept.attributes[name]
+        if "json" in attribute:
+            return attribute["json"]
+        if "error" in attribute:
+            raise UnreadableAttributeError(f"{place} cannot be read: {attribute['error']}")
         if not self._opens_pickles:
             raise UnreadableAttributeError(
                 f"{place} is neither number, text, list nor dict, which alone are read in the "
                 "trainer's process: give the reward as FILE.py:FUNCTION"
             )
         try:
-            return _ValueUnpickler(io.BytesIO(base64.b64decode(str(found["pickle"])))).load()
+            return _ValueUnpickler(io.BytesIO(base64.b64decode(str(attribute["pickle"])))).load()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise UnreadableAttributeError(f"{place} cannot be read here: {reason}") from error
@@ -111,7 +111,7 @@ def with_snapshots(
     opens_pickles: bool,
     classes: Mapping[str, object] = _NO_CLASSES,
 ) -> dict[str, object]:
-    """Arguments of a reward function, its environments to be read; see `EnvironmentSnapshot`."""
+    """Return a reward function's arguments with its environments as `EnvironmentSnapshot`."""
     if ENVIRONMENTS not in arguments:
         return dict(arguments)
     kept = cast("Sequence[KeptEnvironment]", arguments[ENVIRONMENTS])
@@ -120,18 +120,18 @@ def with_snapshots(
 
 
 def keep_attributes(environment: object) -> dict[str, dict[str, object]]:
-    """The public attributes and properties of an environment, methods apart; each for itself."""
-    found = {}
+    """Return the public attributes and properties of an environment, without methods."""
+    attributes = {}
     for name in dir(environment):
         if name.startswith("_"):
             continue
         try:
             value: object = getattr(environment, name)
             if not inspect.isroutine(value):
-                found[name] = _encoded(value)
-        except Exception as error:  # noqa: BLE001 - told to whoever reads it
-            found[name] = {"error": f"{type(error).__name__}: {error}"}
-    return found
+                attributes[name] = _encoded(value)
+        except Exception as error:  # noqa: BLE001 - shown to whoever reads it
+            attributes[name] = {"error": f"{type(error).__name__}: {error}"}
+    return attributes
 
 
 def _encoded(value: object) -> dict[str, object]:
@@ -150,15 +150,15 @@ class _ValueUnpickler(pickle.Unpickler):
     """Reads values of the types of `_MAKERS`."""
 
     def find_class(self, module: str, name: str) -> object:
-        """What makes a value. Nothing can be set on it: a pickle may do so with what it names."""
+        """Return what makes a value, wrapped so that a pickle can set no attribute on it."""
         if name not in _MAKERS.get(module, ()):
             raise pickle.UnpicklingError(
                 f"it holds {module}.{name}: keep numbers, texts, lists, dicts, sets, dates, paths "
                 "and arrays of NumPy"
             )
-        found = cast("Callable[..., object]", getattr(import_module(module), name))
-        # Itself an argument of what makes arrays, and without attributes to set.
-        return found if (module, name) == ("numpy", "ndarray") else partial(found)
+        maker = cast("Callable[..., object]", getattr(import_module(module), name))
+        # An argument of what makes arrays, and without attributes to set.
+        return maker if (module, name) == ("numpy", "ndarray") else partial(maker)
 
 
 class _Bounded(io.BytesIO):

@@ -1,4 +1,4 @@
-"""Reward functions as TRL, verl and OpenRLHF call them, made into ours."""
+"""Adapters for reward functions with the signatures of TRL, verl and OpenRLHF."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Protocol, cast, runtime_checkable
 
 Function = Callable[..., object]
-# Parameters there, and what is given to them here.
+# Their parameters, and our arguments for them.
 _OURS = {
     "solution_str": "responses",
     "solution_strs": "responses",
@@ -20,7 +20,7 @@ _OURS = {
 }
 # Columns of verl's data, which may be absent here.
 _OPTIONAL = ("data_source", "extra_info")
-# Parameters that nothing is given to, and what to do.
+# Parameters without a counterpart here, and what to do instead.
 WITHOUT_COUNTERPART = {
     "environments": "it is given what an environment kept: train with --environment",
     "completion_ids": "give the function a parameter responses, which are texts",
@@ -40,11 +40,11 @@ class _ToList(Protocol):
 
 
 def adapted(function: Function) -> Function:
-    """A function with parameters of ours, for one whose names say that it is another project's.
+    """Return a function with our parameters, if the names are those of another project.
 
-    `solution_str` is verl's, called for each response; `solution_strs` its form for batches;
-    `queries` is OpenRLHF's (prompt and response in one text, a dict as result); `ground_truth` is
-    the label where the data has no such column. Others are returned as they are.
+    `solution_str` is verl's, called for each response; `solution_strs` is its batched form.
+    `queries` is OpenRLHF's: prompt and response in one text, a dict as result. `ground_truth` is
+    the label where the data has no such column. Other functions are returned unchanged.
     """
     try:
         names = inspect.signature(function).parameters
@@ -69,13 +69,13 @@ def _as_ours(
     drops: Sequence[str] = (),
     keeps: Sequence[str] = (),
 ) -> Function:
-    """The function behind `call`, with a signature that says what it is to be given.
+    """Return the function behind `call`, with a signature that names its inputs.
 
     Args:
-        function: Theirs.
-        call: Takes it and the keyword arguments of ours.
-        adds, drops: Parameters that the call needs, and those that it makes.
-        keeps: Parameters that are columns under their own name, if there are any.
+        function: Function of the other project.
+        call: Callable that takes the function and our keyword arguments.
+        adds, drops: Parameters that `call` needs, and parameters that it makes.
+        keeps: Parameters that are columns of the same name, if the data has them.
     """
     kept = list[inspect.Parameter]()
     for each in inspect.signature(function).parameters.values():
@@ -85,8 +85,8 @@ def _as_ours(
             name = each.name if each.name in keeps else _OURS.get(each.name, each.name)
             default = None if name in (*_OPTIONAL, *keeps) else each.default
             kept.append(each.replace(name=name, kind=each.KEYWORD_ONLY, default=default))
-    own = {each.name for each in kept}
-    more = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in adds if n not in own]
+    names = {each.name for each in kept}
+    more = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in adds if n not in names]
     signature = inspect.Signature(sorted([*more, *kept], key=lambda each: each.kind))
 
     @functools.wraps(function)
@@ -98,18 +98,18 @@ def _as_ours(
 
 
 def _theirs(function: Function, arguments: Mapping[str, object]) -> dict[str, object]:
-    """The arguments by their names; what is left of ours goes to `**keywords`."""
+    """Return the arguments under their names; the rest of ours goes to `**keywords`."""
     names = inspect.signature(function).parameters
-    found = {
+    values = {
         name: arguments.get(_OURS.get(name, name))
         for name, each in names.items()
         if each.kind is not each.VAR_KEYWORD
         and (_OURS.get(name, name) in arguments or name in _OURS or name in _OPTIONAL)
     }
     if any(each.kind is each.VAR_KEYWORD for each in names.values()):
-        used = {*found, *(_OURS.get(name, name) for name in found)}
-        found |= {name: value for name, value in arguments.items() if name not in used}
-    return found
+        used = {*values, *(_OURS.get(name, name) for name in values)}
+        values |= {name: value for name, value in arguments.items() if name not in used}
+    return values
 
 
 def _for_each(function: Function, arguments: Mapping[str, object]) -> list[object]:
@@ -154,7 +154,7 @@ def _with_ground_truth(function: Function, arguments: Mapping[str, object]) -> o
 
 
 def _later(returned: object, change: Callable[[object], object]) -> object:
-    """The change of a value, or of that which comes of it."""
+    """Return the change of a value, or an awaitable of it if the value is awaitable."""
     if not inspect.isawaitable(returned):
         return change(returned)
 
@@ -169,7 +169,7 @@ def _listed(value: object) -> Sequence[object]:
 
 
 def _score(item: object) -> object:
-    """A score of verl as ours: the other numbers of a dict are components."""
+    """Return a score of verl in our form: the other numbers of a dict are components."""
     if not isinstance(item, Mapping) or "score" not in item:
         return item
     others = {name: value for name, value in item.items() if isinstance(value, Real)}
@@ -177,7 +177,7 @@ def _score(item: object) -> object:
 
 
 def _logged(returned: object) -> object:
-    """The dict of OpenRLHF as a list: its rewards, and what it logs as components."""
+    """Return the dict of OpenRLHF as a list: its rewards, and what it logs as components."""
     if not isinstance(returned, Mapping) or "rewards" not in returned:
         return returned
     rewards = _listed(returned["rewards"])

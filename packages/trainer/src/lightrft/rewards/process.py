@@ -1,9 +1,9 @@
 """Worker processes that can be killed when a deadline passes.
 
-The worker is a new interpreter that runs `worker.py`, not a fork and not a spawn of the present
-program: it holds no CUDA context, no process group and no lock of the trainer, and a script
-without an `if __name__ == "__main__"` guard is not run twice. `supervisor.py` stands between: it
-ends the worker with everything that it started, also when the trainer itself is killed.
+The worker is a new interpreter that runs `worker.py`, not a fork or a spawn of this program. It
+holds no CUDA context, process group or lock of the trainer, and a script without an
+`if __name__ == "__main__"` guard is not run twice. `supervisor.py` stands between: it ends the
+worker with everything that it started, also when the trainer itself is killed.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class WorkerFailedError(Exception):
     Args:
         message: Type and message of the exception, or how the process ended.
         kind: Name of the exception's type; empty if the process ended.
-        traceback: The user's part of it; empty if there is none.
+        traceback: Part of the traceback in the user's code; empty if there is none.
     """
 
     def __init__(self, message: str, *, kind: str = "", traceback: str = "") -> None:
@@ -56,7 +56,7 @@ class WorkerFailedError(Exception):
         self.traceback = traceback
 
 
-# A variable is kept back if one of its words, between underscores, is one of these ...
+# A variable is withheld if one of its words, between underscores, is one of these ...
 _WORD = re.compile(
     "keys?|apikey|tokens?|secrets?|password|passwd|pass|pat|auth|credentials?|cookie"
 )
@@ -68,11 +68,11 @@ _HAS_PASSWORD = re.compile(r"://[^/\s]*@")
 def worker_environment(
     passed: Collection[str] = (), source: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """The variables of the environment without secrets.
+    """Return the environment's variables without secrets.
 
     Args:
-        passed: Names that are given all the same.
-        source: None takes the environment of this process.
+        passed: Names that are passed all the same.
+        source: Variables to filter; None takes the environment of this process.
     """
     source = os.environ if source is None else source
     return {
@@ -83,7 +83,7 @@ def worker_environment(
 
 
 def names_a_secret(name: str) -> bool:
-    """Whether the name of a variable says that its value is a secret."""
+    """Return whether the name of a variable says that its value is a secret."""
     lower = name.lower()
     return any(map(_WORD.fullmatch, lower.split("_"))) or bool(_ENDINGS.search(lower))
 
@@ -92,10 +92,10 @@ MAX_LINES, MAX_CHARACTERS = 20, 500
 
 
 class WorkerOutput:
-    """Passes the first lines of each call on to standard error.
+    """Output of a worker: passes the first lines of each call to standard error.
 
     Args:
-        name: Of the reward function, for the line that says how many lines are not shown.
+        name: Name of the reward function, for the line that counts the lines not shown.
     """
 
     def __init__(self, name: str) -> None:
@@ -104,7 +104,7 @@ class WorkerOutput:
         self._num_lines = 0
 
     def feed(self, chunk: bytes) -> None:
-        """Takes what was read from the worker."""
+        """Take what was read from the worker."""
         *lines, self._pending = (self._pending + chunk).split(b"\n")
         for line in lines:
             self._take(line)
@@ -112,7 +112,7 @@ class WorkerOutput:
             self._pending = self._pending[: 4 * MAX_CHARACTERS]
 
     def end_call(self) -> None:
-        """Ends the last line, and says how many were left out."""
+        """End the last line, and say how many were left out."""
         if self._pending:
             self._take(self._pending)
             self._pending = b""
@@ -138,15 +138,15 @@ class WorkerTask:
 
     Args:
         module, factory: The worker imports `module` and calls `factory(*arguments)`.
-        arguments: Picklable.
+        arguments: Picklable arguments of the factory.
         shown_file: Tracebacks start at the first frame of this file.
         memory_bytes: Limit of the worker's address space; None sets none.
         resident_bytes: Memory that the worker and its children may hold together; None sets no
             limit. It is measured four times a second.
-        memory_option: Sets it.
+        memory_option: Option that sets it.
         passed_variables: Variables of the environment that it gets although they are secrets.
-        start_seconds: The start, imports included, may take this long, and longer while it has
-            neither computed nor waited for so long in sum: a busy machine ends no run.
+        start_seconds: Limit of the start, imports included. A slower start is accepted until the
+            worker has computed or waited that long in sum: a busy machine ends no run.
     """
 
     module: str
@@ -165,9 +165,9 @@ class StartedWorker:
     """A worker that runs.
 
     Args:
-        process: Its supervisor.
-        channel: Closed to end both; says why the supervisor ended the worker, if it did.
-        output: Of the worker.
+        process: Process of its supervisor.
+        channel: Socket that ends both when closed; says why the supervisor ended the worker.
+        output: Output of the worker.
     """
 
     process: subprocess.Popen[bytes]
@@ -175,7 +175,7 @@ class StartedWorker:
     output: WorkerOutput
 
     def pipes(self) -> tuple[int, int, int]:
-        """For requests, answers and what it prints; none of them blocks."""
+        """Return the pipes of requests, answers and printed output; none of them blocks."""
         process = self.process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -183,7 +183,7 @@ class StartedWorker:
         return process.stdin.fileno(), process.stdout.fileno(), process.stderr.fileno()
 
     def drain(self) -> None:
-        """Takes what the worker has printed by now."""
+        """Take what the worker has printed by now."""
         with contextlib.suppress(BlockingIOError):
             for _ in range(_MAX_CHUNKS):
                 chunk = os.read(self.pipes()[2], _CHUNK)
@@ -196,8 +196,8 @@ class WorkerProcess:
     """One worker, started on first use and again after it was killed.
 
     Args:
-        task: What it runs.
-        name: Shown with what it prints.
+        task: Task that it runs.
+        name: Name shown with what it prints.
         inherited: File descriptors that it gets, for a handler that reads requests itself.
     """
 
@@ -222,13 +222,13 @@ class WorkerProcess:
         return self._started is not None and self._started.process.poll() is None
 
     def start(self, *, seconds: float | None = None) -> object:
-        """Starts the worker: what its handler says of itself.
+        """Start the worker and return its handler's description.
 
         Args:
-            seconds: A deadline, beside `start_seconds`.
+            seconds: Deadline, beside `start_seconds`.
 
         Raises:
-            WorkerFailedError: the task could not be set up, or not in time.
+            WorkerFailedError: The task could not be set up, or not in time.
         """
         self.close()
         ours, theirs = socket.socketpair()
@@ -280,16 +280,16 @@ class WorkerProcess:
             raise
 
     def call(self, request: object, *, seconds: float) -> object:
-        """The handler's answer.
+        """Return the handler's answer.
 
         Args:
-            request: Picklable.
+            request: Picklable request.
             seconds: Deadline, without the time to start the worker.
 
         Raises:
-            WorkerTimeoutError: no answer in time; the worker is killed, the next call starts
-                another.
-            WorkerFailedError: the handler raised, or the worker died.
+            WorkerTimeoutError: No answer came in time. The worker is killed; the next call
+                starts another.
+            WorkerFailedError: The handler raised, or the worker died.
         """
         if not self.is_running:
             self.start()
@@ -336,7 +336,7 @@ class WorkerProcess:
         return self._started
 
     def ending(self) -> tuple[str, bool]:
-        """The end of the worker in words, and whether it held too much memory."""
+        """Return how the worker ended, in words, and whether it held too much memory."""
         started = self.started
         returncode: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -401,30 +401,30 @@ def _is_complete(received: bytearray) -> bool:
 
 
 def _end(started: StartedWorker) -> None:
-    """Has the supervisor kill the worker and all its descendants, and waits for that."""
+    """Have the supervisor kill the worker and all its descendants, and wait for that."""
     process = started.process
     started.channel.close()
     try:
         process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:  # somebody stopped the supervisor
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # its own session: the group id is its pid
+            os.killpg(process.pid, signal.SIGKILL)  # a session leader: the group id is its pid
         process.wait()
     for pipe in (process.stdin, process.stdout, process.stderr):
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-    # A killed process removes none of its own.
+    # A killed process does not remove its folders.
     remove_left_folders()
 
 
 class WorkerPool:
-    """Workers that are started when they are needed; the first one serves calls one by one.
+    """Workers that are started when needed; the first one serves calls one by one.
 
     Args:
-        task: What each runs.
+        task: Task that each one runs.
         size: Calls at once.
-        name: Shown with what they print.
+        name: Name shown with what they print.
     """
 
     def __init__(self, task: WorkerTask, *, size: int, name: str) -> None:
@@ -435,11 +435,11 @@ class WorkerPool:
             self._idle.put(worker)
 
     def start(self) -> object:
-        """Starts the first worker: what its handler says of itself; see `WorkerProcess.start`."""
+        """Start the first worker and return its handler's description."""
         return self.workers[0].start()
 
     def call(self, request: object, *, seconds: float) -> object:
-        """The answer of an idle worker, which is waited for; see `WorkerProcess.call`."""
+        """Wait for an idle worker and return its answer; see `WorkerProcess.call`."""
         worker = self._idle.get()
         try:
             return worker.call(request, seconds=seconds)

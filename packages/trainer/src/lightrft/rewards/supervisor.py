@@ -2,10 +2,10 @@
 
     python -P supervisor.py CHANNEL MEMORY_BYTES WORKER.py
 
-It starts the worker as its child and adopts whatever the worker's processes leave behind, also
-those that opened sessions of their own. When the trainer closes the channel or dies, when the
-worker ends, or when all of them together hold more memory than they may, it kills every one of
-them and ends the way the worker did. It runs no code of users, so nothing can hold it up.
+It starts the worker as its child and adopts whatever processes the worker leaves behind, also
+those that opened new sessions. It kills all of them when the trainer closes the channel or dies,
+when the worker ends, or when together they hold more memory than allowed. Then it ends the way
+the worker did. It runs no code of users, so nothing can hold it up.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ def main() -> None:
 def _watch(
     worker: int, parent: int, channel: socket.socket, woken: int, memory_bytes: int
 ) -> int | None:
-    """Waits for a reason to end, ends all; the worker's wait status, None if it was killed here."""
+    """Wait for a reason to end, then kill all; return the wait status, None if killed here."""
     round_number = 0
     while True:
         ready, _, _ = select.select([channel.fileno(), woken], [], [], _POLL_SECONDS)
@@ -79,10 +79,10 @@ def _watch(
                 channel.send(MEMORY_REASON)
             break
     for _ in range(_MAX_ROUNDS):
-        found = psutil.Process().children(recursive=True)
-        if not found:
+        processes = psutil.Process().children(recursive=True)
+        if not processes:
             break
-        for process in found:
+        for process in processes:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         _reap(worker)
@@ -103,26 +103,28 @@ def _end_like(status: int | None) -> None:
 
 
 def _reap(worker: int) -> int | None:
-    """Collects ended processes; the wait status of the worker if it is among them."""
-    found = None
+    """Collect ended processes; return the wait status of the worker if it is among them."""
+    worker_status = None
     with contextlib.suppress(ChildProcessError):
         while True:
             process, status = os.waitpid(-1, os.WNOHANG)
             if process == 0:
                 break
             if process == worker:
-                found = status
-    return found
+                worker_status = status
+    return worker_status
 
 
 def _all_hold_more(limit: int, worker: int, round_number: int) -> bool:
-    """Whether the worker, or in some rounds all processes together, hold more than the limit."""
-    own, is_scan = psutil.Process(), round_number % _SCANS_EVERY == 0
-    return holds_more(own.children(recursive=True) if is_scan else [psutil.Process(worker)], limit)
+    """Return whether the worker, or in some rounds all processes, exceed the limit."""
+    supervisor, is_scan = psutil.Process(), round_number % _SCANS_EVERY == 0
+    return holds_more(
+        supervisor.children(recursive=True) if is_scan else [psutil.Process(worker)], limit
+    )
 
 
 def holds_more(processes: Sequence[psutil.Process], limit: int) -> bool:
-    """Whether processes hold more bytes than the limit together."""
+    """Return whether processes together hold more bytes than the limit."""
     if sum(map(_resident_bytes, processes)) <= limit:
         return False
     # Processes that share pages were counted with all of them.
@@ -136,7 +138,7 @@ def _resident_bytes(process: psutil.Process) -> int:
 
 
 def _proportional_bytes(process: psutil.Process) -> int:
-    """Memory of a process, of which it has its share of what it shares with others."""
+    """Return the memory of a process, with its share of what it shares with others."""
     with contextlib.suppress(OSError, ValueError):
         sums = (memory_folder(process.pid) / "smaps_rollup").read_bytes()
         return 1024 * int(sums.partition(b"\nPss:")[2].split(maxsplit=1)[0])
@@ -144,10 +146,10 @@ def _proportional_bytes(process: psutil.Process) -> int:
 
 
 def memory_folder(process: int) -> Path:
-    """The folder of `/proc` that shows the memory of a process: of a thread if the first has ended.
+    """Return the `/proc` folder of a process's memory, or of a thread if the first has ended.
 
     Raises:
-        OSError: It is gone.
+        OSError: The process is gone.
     """
     for folder in (Path(f"/proc/{process}"), *Path(f"/proc/{process}/task").iterdir()):
         with contextlib.suppress(OSError):

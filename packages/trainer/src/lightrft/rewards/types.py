@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from lightrft.engines.base import RolloutEngine
 
-# What is scored, one entry per response; columns by name.
+# Scored texts, one entry per response; columns by name.
 Texts = Sequence[str]
 Labels = Sequence[str | None]
 Columns = Mapping[str, Sequence[object]]
-# A total and what it is the total of, by the name of a metric: the mean over all ranks is reported,
-# or, where the second is None, the sum.
+# Total and its count by the name of a metric. The mean over all ranks is reported, or the sum if
+# the count is None.
 Tallies = Mapping[str, tuple[float, float | None]]
-# Columns of media, beside those of the data: of each response a `Media` of its prompt.
+# Columns of media, beside those of the data: a `Media` of the prompt for each response.
 MEDIA_COLUMNS = ("images", "videos", "audios")
-# All that is offered beside the columns of the data: of each response also its conversation.
+# Columns offered beside those of the data: each response also has its conversation.
 CONVERSATIONS = "conversations"
 OFFERED_COLUMNS = (*MEDIA_COLUMNS, CONVERSATIONS)
-# Beside these, where an environment is played: of each response what its environment kept.
+# Column offered where an environment is played: what it kept, for each response.
 ENVIRONMENTS = "environments"
 
 
@@ -34,16 +34,16 @@ class RewardResult:
 
     Args:
         reward: The number to maximise.
-        components: What it is made of, by name, unweighted.
+        components: Parts of the reward by name, unweighted.
     """
 
     reward: float
     components: Mapping[str, float] = field(default_factory=dict)
 
 
-# In the place of a reward that could not be decided: no failure of the function. Told by identity.
+# In place of a reward that could not be decided: no failure of the function. Compared by identity.
 UNDECIDED = RewardResult(math.nan, {"undecided": 1.0})
-# Where a function says None, as TRL's do of rows that are others' to score. Told by identity.
+# Where a function returns None, as TRL's do for rows that others score. Compared by identity.
 NOT_SCORED = RewardResult(0.0)
 
 
@@ -52,8 +52,8 @@ class KeptEnvironment:
     """An environment as it crosses processes.
 
     Args:
-        class_name: Of the author's class.
-        attributes: By name `{"json": value}`, `{"pickle": base64}` or `{"error": text}`.
+        class_name: Name of the author's class.
+        attributes: `{"json": value}`, `{"pickle": base64}` or `{"error": text}` by name.
     """
 
     class_name: str = ""
@@ -61,7 +61,7 @@ class KeptEnvironment:
 
 
 class RewardFunction(Protocol):
-    """Scores responses; holds processes, so it must be closed."""
+    """Scorer of responses; holds processes, so it must be closed."""
 
     @property
     def name(self) -> str:
@@ -70,16 +70,16 @@ class RewardFunction(Protocol):
 
     @property
     def needs_labels(self) -> bool:
-        """Every row must have a label."""
+        """Whether every row must have a label."""
         ...
 
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
     ) -> Sequence[RewardResult | None]:
-        """One result per response, in order; None for one that could not be decided.
+        """Return one result per response, in order; None for one that could not be decided.
 
-        That response alone is left out of the loss, whatever `--reward_failure` says: what a model
-        writes must neither end a run nor earn a number that nobody computed.
+        Only undecided responses are left out of the loss, whatever `--reward_failure` says: what a
+        model writes must neither end a run nor earn a number that nobody computed.
 
         Args:
             prompts: Rendered prompts.
@@ -88,25 +88,25 @@ class RewardFunction(Protocol):
             columns: The other columns of the data rows.
 
         Raises:
-            RewardError: a reward could not be computed.
+            RewardError: A reward could not be computed.
         """
         ...
 
     def close(self) -> None:
-        """Ends the worker processes; may be called twice."""
+        """End the worker processes; may be called twice."""
         ...
 
 
 @runtime_checkable
 class CallStyle(Protocol):
-    """The way to call a reward; one that does not say so is called in the trainer's thread.
+    """The way to call a reward; one without these attributes is called in the trainer's thread.
 
-    Either way it gets one group of responses in a call.
+    By default it gets one group of responses per call.
 
     Args:
         parallel_calls: Calls that it answers at once, each in a thread; 0: only in the trainer's
             thread.
-        whole_batch: It gets all responses of a rank in one call, in the trainer's thread.
+        whole_batch: Whether it gets all responses of a rank in one call, in the trainer's thread.
     """
 
     parallel_calls: int
@@ -118,7 +118,7 @@ class UsesEngine(Protocol):
     """A reward that asks the engine of the run, between batches and in the trainer's thread."""
 
     def use_engine(self, engine: "RolloutEngine") -> None:
-        """Gives it the engine, which is awake and samples nothing else."""
+        """Pass the engine, which is awake and samples nothing else."""
         ...
 
 
@@ -127,7 +127,7 @@ class CountsCosts(Protocol):
     """A reward that knows what it costs."""
 
     def take_tallies(self) -> Tallies:
-        """Sums since the last time; the same names on every rank."""
+        """Return sums since the last call; the same names on every rank."""
         ...
 
 
@@ -136,7 +136,7 @@ class ChecksLabels(Protocol):
     """A reward that knows which labels it can use."""
 
     def label_problem(self, label: str | None) -> str | None:
-        """The reason why no response to a row with this label can be right; None if one can."""
+        """Return why no response to a row with this label can be right; None if one can."""
         ...
 
 
@@ -145,20 +145,20 @@ class TakesColumns(Protocol):
     """A reward function whose signature names columns of the data.
 
     Args:
-        options: Of `reward_args`, those that it takes.
+        options: Values of `reward_args` that it takes.
         label_use: "labels" where it reads labels as such, "column" where it only names the label's
-            column or takes everything, "" where it is not given the label.
+            column or takes everything, "" where it does not get the label.
     """
 
     options: Mapping[str, object]
     label_use: Literal["labels", "column", ""]
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Raises a RewardError if a column that it needs is missing."""
+        """Raise a RewardError if a column that it needs is missing."""
         ...
 
     def try_out(self, prompts: Texts, labels: Labels, columns: Columns) -> None:
-        """Raises a RewardError if it cannot score responses that are the labels."""
+        """Raise a RewardError if it cannot score responses that are the labels."""
         ...
 
 
@@ -167,7 +167,7 @@ class ReadsEnvironments(Protocol):
     """A reward that may read what environments kept at the end of their episodes.
 
     Args:
-        reads_environments: It does: the column `environments` must be offered.
+        reads_environments: Whether the column `environments` must be offered.
     """
 
     reads_environments: bool
@@ -178,19 +178,19 @@ class RewardRecipes:
     """Weights of rewards by the value that a row has in one column.
 
     Args:
-        column: Of the data rows.
+        column: Column of the data rows.
         weights: Value of the column -> name of a reward -> its weight. A reward that is not named
-            is not asked for these rows.
+            does not score these rows.
     """
 
     column: str
     weights: Mapping[str, Mapping[str, float]]
 
     def weights_of(self, value: object) -> Mapping[str, float]:
-        """The weights of a row with this value.
+        """Return the weights of a row with this value.
 
         Raises:
-            RewardError: There is no recipe for it.
+            RewardError: No recipe has this value.
         """
         if not isinstance(value, str) or value not in self.weights:
             raise RewardError(

@@ -45,48 +45,48 @@ class Signature:
     """Arguments that a user's function takes.
 
     Args:
-        parameters: Of the function.
-        whole_batch: It wants all responses of a rank in one call.
+        parameters: Parameters of the function.
+        whole_batch: Whether it wants all responses of a rank in one call.
     """
 
     parameters: Sequence[Parameter]
     whole_batch: bool
 
     def of_kind(self, *kinds: str) -> list[Parameter]:
-        """The parameters of some kinds of `inspect.Parameter`, by name."""
+        """Return the parameters of the kinds of `inspect.Parameter` with these names."""
         return [parameter for parameter in self.parameters if parameter["kind"] in kinds]
 
     @property
     def by_keyword(self) -> dict[str, bool]:
-        """Names that can be given by keyword, and whether each must be given."""
-        found = self.of_kind("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")
-        return {parameter["name"]: parameter["is_required"] for parameter in found}
+        """Names that can be passed by keyword, and whether each is required."""
+        parameters = self.of_kind("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")
+        return {parameter["name"]: parameter["is_required"] for parameter in parameters}
 
     @property
     def takes_all(self) -> bool:
-        """It has `**keywords`."""
+        """Whether it has `**keywords`."""
         return bool(self.of_kind("VAR_KEYWORD"))
 
 
 class FunctionReward:
     """A function `f(prompts=, responses=, labels=, **columns)`, wherever it runs.
 
-    Where it has a parameter `completions` and the row's prompt is messages, `prompts` and
-    `completions` are messages, as TRL gives them.
+    If it has a parameter `completions` and the row's prompt is messages, `prompts` and
+    `completions` are messages, as in TRL.
 
-    It returns one number or one dict of numbers per response. Of a dict, `reward` is the reward if
-    present, else the sum; the other entries are components. Of `prompts`, `responses`
-    (or `completions`), `labels` and the data's columns the function gets those it has a parameter
-    for; under `images`, `videos` and `audios` it gets lists of Pillow images, of frames with their
-    facts and of samples with their rate, under `conversations` the messages of prompt and
-    response, and in a run with an environment under `environments` what each episode's kept, if it
-    has parameters of these names.
+    It returns one number or one dict of numbers per response. In a dict, `reward` is the reward if
+    present, else the sum; the other entries are components. The function gets those of `prompts`,
+    `responses` (or `completions`), `labels` and the data's columns that it has a parameter for.
+    Parameters of these names get more: `images`, `videos` and `audios` get lists of Pillow images,
+    of frames with their facts and of samples with their rate. `conversations` gets the messages
+    of prompt and response. In a run with an environment, `environments` gets what each episode's
+    environment kept.
 
     Args:
-        spelling: The name, after what says where the function is and a colon, if there is that.
-        signature: Of the function.
-        config: Its `reward_args` are values of keyword-only arguments; those of other names are
-            left out.
+        spelling: Name of the function, after its place and a colon if it has one.
+        signature: Signature of the function.
+        config: Options; `reward_args` are values of keyword-only arguments, and other names are
+            ignored.
     """
 
     needs_labels = False
@@ -98,17 +98,17 @@ class FunctionReward:
         self._signature = signature
         self.whole_batch = signature.whole_batch
         self._input_key, self._label_key = config.input_key, config.label_key
-        own = {parameter["name"] for parameter in signature.of_kind("KEYWORD_ONLY")}
+        keyword_only = {parameter["name"] for parameter in signature.of_kind("KEYWORD_ONLY")}
         self.reads_environments = (
             ENVIRONMENTS in self._signature.by_keyword and config.environment is not None
         )
-        given = config.reward_args or {}
-        self.options = {key: value for key, value in given.items() if key in own}
+        arguments = config.reward_args or {}
+        self.options = {key: value for key, value in arguments.items() if key in keyword_only}
 
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
     ) -> list[RewardResult]:
-        """See `RewardFunction.score`."""
+        """Call the function and return its results with components."""
         if not responses:
             return []
         self.check_columns(columns)
@@ -119,7 +119,7 @@ class FunctionReward:
             )
         offered = self._offered(prompts, responses, labels, columns)
         asked = self._signature.by_keyword
-        # Pixels are large: who takes everything is not given them.
+        # Pixels are large: functions that take everything do not get them.
         apart = ("completions", *OFFERED_COLUMNS, ENVIRONMENTS)
         left_out = apart if self._signature.takes_all else offered
         chosen = {
@@ -146,7 +146,7 @@ class FunctionReward:
     def _offered(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
     ) -> dict[str, Sequence[object]]:
-        """All that the function may ask for, by name."""
+        """Return all that the function may ask for, by name."""
         answers = [[{"role": "assistant", "content": response}] for response in responses]
         asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
         nothing: list[object] = [()] * len(responses)
@@ -158,10 +158,10 @@ class FunctionReward:
         }
         if "completions" not in self._signature.by_keyword:
             return offered
-        # TRL's signature: of a row whose prompt is messages, prompt and response are, too. Under
+        # TRL's signature: if a row's prompt is messages, prompt and response are messages. Under
         # the name of whole conversations there is no prompt.
-        own = columns.get(self._input_key, ()) if self._input_key != CONVERSATIONS else ()
-        chats = {i: cast("list[object]", c) for i, c in enumerate(own) if isinstance(c, list)}
+        inputs = columns.get(self._input_key, ()) if self._input_key != CONVERSATIONS else ()
+        chats = {i: cast("list[object]", c) for i, c in enumerate(inputs) if isinstance(c, list)}
         whole = cast("Sequence[list[object]]", columns.get(CONVERSATIONS, ()))
         said = {i: whole[i][len(chat) :] if whole else answers[i] for i, chat in chats.items()}
         offered["prompts"] = [chats.get(i, prompt) for i, prompt in enumerate(prompts)]
@@ -170,7 +170,7 @@ class FunctionReward:
 
     @property
     def label_use(self) -> Literal["labels", "column", ""]:
-        """See `TakesColumns`."""
+        """Use of labels, as in `TakesColumns`."""
         asked = self._signature.by_keyword
         if "labels" in asked:
             return "labels"
@@ -192,7 +192,7 @@ class FunctionReward:
             )
 
     def try_out(self, prompts: Texts, labels: Labels, columns: Columns) -> None:
-        """Scores the labels as if they were responses, so that a wrong result is found early.
+        """Score the labels as if they were responses, so that wrong results show early.
 
         Raises:
             RewardError: The function fails, or returns something else than numbers.
@@ -201,7 +201,7 @@ class FunctionReward:
             self.score(prompts, [label or "" for label in labels], labels, columns)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to close."""
 
     def _call(self, arguments: dict[str, object], num_responses: int) -> list[CheckedResult]:
         raise NotImplementedError
@@ -210,12 +210,12 @@ class FunctionReward:
 class PlainReward(FunctionReward):
     """A function of this process; nothing stops it if it hangs.
 
-    It is one of a module, or was added by `lightrft.config.register`.
+    It comes from a module, or was added by `lightrft.config.register`.
 
     Args:
-        name: As it was asked for.
-        function: See `FunctionReward`.
-        config: See `FunctionReward`.
+        name: Spelling in the options.
+        function: Function as described by `FunctionReward`.
+        config: Options as described by `FunctionReward`.
     """
 
     def __init__(self, name: str, function: Callable[..., object], config: ScoringOptions) -> None:
@@ -223,17 +223,17 @@ class PlainReward(FunctionReward):
         super().__init__(name, Signature(**describe_function(function)), config)
         self._function = function
         self._loop = AwaitLoop()
-        # A thread of its own: the caller's may already run a loop, as in a notebook.
+        # A separate thread: the caller's may already run a loop, as in a notebook.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
 
     def close(self) -> None:
-        """Ends the thread of async functions; may be called twice."""
+        """End the thread of async functions; may be called twice."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _call(self, arguments: dict[str, object], num_responses: int) -> list[CheckedResult]:
         try:
-            given = with_snapshots(with_pixels(arguments), opens_pickles=False)
-            returned = self._function(**given)
+            inputs = with_snapshots(with_pixels(arguments), opens_pickles=False)
+            returned = self._function(**inputs)
             if can_wait(returned):
                 returned = self._thread.submit(self._loop.settle, returned).result()
             return checked_results(returned, num_responses)
@@ -247,14 +247,14 @@ class UserReward(FunctionReward):
     The file is loaded and the signature checked here, before any model exists.
 
     Args:
-        path: The file.
+        path: Path of the file.
         function: Name of the function in it.
-        config: Its `reward_timeout_seconds` is the deadline of one call, `reward_workers` the
-            number of processes; see `FunctionReward`.
+        config: Options; `reward_timeout_seconds` is the deadline of one call, `reward_workers` the
+            number of processes. See `FunctionReward`.
 
     Raises:
-        ConfigError: no such file or function.
-        RewardError: the file cannot be imported, or the function cannot be called this way.
+        ConfigError: The file or function does not exist.
+        RewardError: The file cannot be imported, or the function cannot be called this way.
     """
 
     def __init__(self, path: str | Path, function: str, config: ScoringOptions) -> None:
@@ -280,12 +280,12 @@ class UserReward(FunctionReward):
 
     @property
     def needs_labels(self) -> bool:  # type: ignore[override]
-        """It has a parameter `labels`, or one of the label's column, without a default."""
+        """Whether `labels` or the label's column is a parameter without a default."""
         asked = self._signature.by_keyword
         return any(asked.get(name or "", False) for name in ("labels", self._label_key))
 
     def close(self) -> None:
-        """Ends the worker processes; may be called twice."""
+        """End the worker processes; may be called twice."""
         self.workers.close()
 
     def _call(self, arguments: dict[str, object], num_responses: int) -> list[CheckedResult]:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 MODULE_NAME = "lightrft_user_reward"
 
-
-# Reward, or None for the sum of the components, and components of one response; without either
+# Reward of one response, or None for the sum of its components, and the components. Without
+# either, the function did not score the response.
 # the function did not score it.
 CheckedResult = tuple[float | None, dict[str, float]]
 
@@ -65,7 +65,7 @@ class UserFunction:
     Args:
         path: The file.
         name: The function.
-        seed: Of the global generators, together with the responses of a call.
+        seed: Seed of the global generators, combined with the responses of a call.
     """
 
     def __init__(self, path: str, name: str, seed: int) -> None:
@@ -74,29 +74,29 @@ class UserFunction:
         self._loop = AwaitLoop()
 
     def describe(self) -> object:
-        """Its parameters, and whether it wants all responses in one call."""
+        """Return the parameters, and whether the function wants all responses in one call."""
         return describe_function(self._function)
 
     def __call__(self, request: object) -> object:
-        """The results as [reward or null, components] pairs, checked."""
+        """Return the results as [reward or null, components] pairs, checked."""
         arguments = cast("dict[str, object]", request)
         responses = arguments.get("responses", arguments.get("completions"))
         seed_generators(self._seed, responses)
         classes = vars(sys.modules[MODULE_NAME])
-        given = with_snapshots(with_pixels(arguments), opens_pickles=True, classes=classes)
-        returned = self._loop.settle(self._function(**given))
+        inputs = with_snapshots(with_pixels(arguments), opens_pickles=True, classes=classes)
+        returned = self._loop.settle(self._function(**inputs))
         return checked_results(returned, len(cast("list[object]", responses)))
 
 
 def with_bytes(arguments: Mapping[str, object]) -> dict[str, object]:
-    """Arguments whose media hold their files' bytes: a worker may run in another folder."""
+    """Return arguments whose media hold their files' bytes: workers may run in another folder."""
     return _with_media(arguments, lambda media: media.loaded())
 
 
 def with_pixels(arguments: Mapping[str, object]) -> dict[str, object]:
-    """Arguments in which media are lists of what they decode to, once for each prompt of a call.
+    """Return arguments with media replaced by lists of what they decode to.
 
-    Each response has pixels of its own, which a function may draw on.
+    Media are decoded once per prompt. Each response gets its copy: a function may draw on pixels.
     """
     decoded: dict[tuple[str, ...], list[object]] = {}
 
@@ -136,10 +136,10 @@ class AwaitLoop:
         self._runner: asyncio.Runner | None = None
 
     def settle(self, returned: object) -> object:
-        """The returned value, with all that can be awaited awaited.
+        """Return the value after awaiting it and, if it is a list, all of its items together.
 
         Args:
-            returned: A value or something that gives one; of a list also every item, together.
+            returned: Value, awaitable, or list of them.
         """
         if not can_wait(returned):
             return returned
@@ -149,7 +149,7 @@ class AwaitLoop:
 
 
 def can_wait(returned: object) -> bool:
-    """Whether a value, or an item of a list, must be awaited."""
+    """Return whether a value, or an item of a list, must be awaited."""
     is_list = isinstance(returned, list | tuple)
     return inspect.isawaitable(returned) or (
         is_list and any(map(inspect.isawaitable, cast("Sequence[object]", returned)))
@@ -165,7 +165,7 @@ async def _settled(returned: object) -> object:
 
 
 def describe_function(function: Callable[..., object]) -> Description:
-    """The signature of a function, as it can be sent between processes."""
+    """Return the signature of a function in a form that can be sent between processes."""
     parameters: list[Parameter] = [
         {
             "name": parameter.name,
@@ -179,9 +179,9 @@ def describe_function(function: Callable[..., object]) -> Description:
 
 
 def seed_generators(seed: int, responses: object) -> None:
-    """Sets the global generators to what depends on nothing but the seed and the call's responses.
+    """Seed the global generators from the seed and the responses of the call alone.
 
-    So a random reward is the same whichever worker gives it, and whenever.
+    A random reward then does not depend on the worker or the time of the call.
     """
     text = json.dumps([seed, responses], default=repr).encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest())
@@ -192,7 +192,7 @@ def seed_generators(seed: int, responses: object) -> None:
 
 
 def _load(path: Path, name: str) -> Callable[..., object]:
-    # The user's imports from beside the file work, as if it were run as a script.
+    # Make imports from the file's folder work, as if the file were run as a script.
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(MODULE_NAME, path)
     if spec is None or spec.loader is None:
@@ -214,10 +214,10 @@ def _load(path: Path, name: str) -> Callable[..., object]:
 
 
 def checked_results(returned: object, num_responses: int) -> list[CheckedResult]:
-    """The returned values as (reward or None, components) of each response.
+    """Return (reward or None, components) of each response.
 
     Raises:
-        ReportedError: It is not one finite number or dict of them per response.
+        ReportedError: The values are not one finite number or dict of numbers per response.
     """
     items = returned.tolist() if isinstance(returned, SupportsToList) else returned
     if not isinstance(items, Sequence) or isinstance(items, str):
@@ -246,14 +246,14 @@ def _checked_item(index: int, item: object) -> CheckedResult:
 
 
 def finite_number(place: str, value: object) -> float:
-    """A number that a user's code returned; True is 1.
+    """Return the number that a user's code returned; True is 1.
 
     Args:
-        place: Names it in the error.
-        value: A number, or a tensor or an array of one.
+        place: Name of the value in the error.
+        value: Number, or tensor or array of one number.
 
     Raises:
-        ReportedError: It is anything else, or not finite.
+        ReportedError: The value is anything else, or not finite.
     """
     plain = value.tolist() if isinstance(value, SupportsToList) else value
     if not isinstance(plain, Real):

@@ -1,12 +1,12 @@
 """The program of a reward worker process. Run as a file; imports the standard library only.
 
 Messages on stdin and stdout are frames: 8 bytes of length, then the body. The parent sends
-pickles, since columns may hold any object; the worker answers in JSON, so that nothing which user
-code made is unpickled in the trainer. The first message is `{"path": ..., "module": ...,
-"factory": ..., "arguments": ..., "memory_bytes": ...}`: the worker imports `module`, calls
-`factory(*arguments)`, answers with what `describe` of the result says, and then answers every
-request with `handler(request)`, or leaves the pipes to `handler.serve`. `supervisor.py` starts it,
-and ends it with the trainer.
+pickles, since columns may hold any object. The worker answers in JSON, so the trainer unpickles
+nothing that user code made. The first message is `{"path": ..., "module": ..., "factory": ...,
+"arguments": ..., "memory_bytes": ...}`. The worker imports `module`, calls `factory(*arguments)`
+and answers with `describe()` of the result. Then it answers each request with `handler(request)`,
+or leaves the pipes to `handler.serve`. `supervisor.py` starts the worker, and ends it with the
+trainer.
 """
 
 import importlib
@@ -29,11 +29,11 @@ class Handler(Protocol):
     """The callable that a task's factory returns."""
 
     def describe(self) -> object:
-        """JSON-able answer to the first message."""
+        """Return the JSON-able answer to the first message."""
         ...
 
     def __call__(self, request: object) -> object:
-        """JSON-able answer to one request."""
+        """Return the JSON-able answer to one request."""
         ...
 
 
@@ -42,7 +42,7 @@ class Server(Protocol):
     """A handler that reads requests itself, and may answer them in another order."""
 
     def describe(self) -> object:
-        """See `Handler`."""
+        """Return the JSON-able answer to the first message."""
         ...
 
     def serve(
@@ -53,7 +53,7 @@ class Server(Protocol):
         failure: Callable[[BaseException], dict[str, object]],
         inherited: tuple[int, ...],
     ) -> None:
-        """Until there are no more requests."""
+        """Serve until there are no more requests."""
         ...
 
 
@@ -99,7 +99,7 @@ def _start(setup: dict[str, object]) -> Handler | Server:
 
 
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The two pipes under new numbers: what user code prints must not mix with answers."""
+    """Move the pipes to new descriptors, so that output of user code does not mix with answers."""
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDONLY)
@@ -130,13 +130,13 @@ def _read(pipe: BinaryIO) -> object:
 
 
 def framed(answer: object) -> bytes:
-    """An answer as it is written."""
+    """Return the frame of an answer."""
     body = json.dumps(answer).encode()
     return FRAME.pack(len(body)) + body
 
 
 def write_frame(pipe: BinaryIO, frame: bytes) -> None:
-    """Writes all of it at once."""
+    """Write all of it at once."""
     pipe.write(frame)
     pipe.flush()
 
