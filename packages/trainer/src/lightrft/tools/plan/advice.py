@@ -11,17 +11,17 @@ from lightrft.tools.plan.duration import step_seconds
 from lightrft.tools.plan.memory import MemoryPlan, fitting_budget, fitting_share, plan_memory
 from lightrft.tools.plan.setup import Setup
 
-# One of each may be chosen beside leaving all as it is.
+# At most one of each row is chosen.
 CHOICES: tuple[tuple[Mapping[str, object], ...], ...] = (
     ({"gradient_checkpointing": True},),
     ({"micro_train_batch_size": 1, "micro_rollout_batch_size": 1},),
     ({"zero_stage": 3}, {"fsdp": True}),
     ({"adam_offload": True}, {"fsdp_cpu_offload": True, "adam_offload": False}),
 )
-# Never chosen, since it trains something else; but named.
+# Never chosen, since it trains something else; only proposed.
 ADAPTERS: Mapping[str, object] = {"lora_rank": 16}
 NUM_REMEDIES = 3
-# A setting more is proposed for a step that is shorter by this share at least.
+# Each additional setting must shorten the step by at least this share.
 WORTH = 0.05
 
 
@@ -31,7 +31,7 @@ class Advice:
 
     Args:
         changes: Options and their new values; empty if the run fits as it is.
-        plan: With them; it may still not fit.
+        plan: Plan with the changes; it may still not fit.
     """
 
     changes: Mapping[str, object]
@@ -50,29 +50,29 @@ class Advice:
 
 
 def advise(setup: Setup, gpu: Gpu | None = None) -> Advice:
-    """The changes with which all fits and a step is predicted to be shortest.
+    """Return the changes with which all fits and a step is predicted to be shortest.
 
     Args:
-        setup: Of the run.
-        gpu: By which steps are timed; None takes one whose shares of compute, memory and links
-            are common.
+        setup: Setup of the run.
+        gpu: GPU that times the steps; None takes one with common shares of compute, memory and
+            links.
     """
     now = Advice({}, plan_memory(setup))
     if now.plan.fits:
         return now
     gpu = GPUS["h100-80g"] if gpu is None else gpu
-    found = now
+    nearest = now
     fitting: list[Advice] = []
     for advice in _candidates(setup):
         if advice.plan.fits:
             fitting.append(advice)
-        elif _excess(advice.plan) < _excess(found.plan):
-            found = advice
-    return min(fitting, key=lambda each: _cost(each, gpu)) if fitting else found
+        elif _excess(advice.plan) < _excess(nearest.plan):
+            nearest = advice
+    return min(fitting, key=lambda each: _cost(each, gpu)) if fitting else nearest
 
 
 def remedies(setup: Setup) -> list[str]:
-    """Single changes that lower the worst phase most, with what they save."""
+    """Return single changes that lower the worst phase most, with what they save."""
     worst = plan_memory(setup).worst
     savings = []
     others = [] if setup.config.lora_rank else [ADAPTERS]
@@ -89,7 +89,7 @@ def remedies(setup: Setup) -> list[str]:
 
 
 def _cost(advice: Advice, gpu: Gpu) -> tuple[float, int]:
-    """Seconds of a step where a setting more must win some; without rollouts their number."""
+    """Return a step's seconds, with a price per setting; without rollouts the cost of settings."""
     setup = advice.plan.setup
     if not setup.rolls_out:
         # From the cheapest on, as they stand in `CHOICES`.
@@ -100,7 +100,7 @@ def _cost(advice: Advice, gpu: Gpu) -> tuple[float, int]:
 
 
 def _excess(plan: MemoryPlan) -> float:
-    """The largest need over what there is."""
+    """Return the largest ratio of need to supply."""
     needs = [plan.worst.device_bytes / max(1.0, plan.usable_bytes)]
     if plan.setup.host_bytes:
         needs.append(plan.host_bytes / plan.setup.host_bytes)
@@ -110,7 +110,7 @@ def _excess(plan: MemoryPlan) -> float:
 
 
 def _choices(setup: Setup) -> list[list[dict[str, object]]]:
-    """What may be changed; without rollouts nothing of them."""
+    """Return what may be changed; without rollouts, none of their options."""
     left_out = () if setup.rolls_out else ("micro_rollout_batch_size",)
     choices = [
         [{n: value for n, value in step.items() if n not in left_out} for step in choice]
@@ -126,7 +126,7 @@ def _combinations(setup: Setup) -> Iterator[dict[str, object]]:
     for steps in product(*([{}, *choice] for choice in _choices(setup))):
         merged = {name: value for step in steps for name, value in step.items()}
         uses_fsdp = bool(merged.get("fsdp", config.fsdp))
-        # Each belongs to one way of sharding.
+        # Each option belongs to one way of sharding.
         if (uses_fsdp and "zero_stage" in merged) or (
             not uses_fsdp and "fsdp_cpu_offload" in merged
         ):
@@ -135,20 +135,20 @@ def _combinations(setup: Setup) -> Iterator[dict[str, object]]:
 
 
 def _acting(step: Mapping[str, object], config: TrainConfig) -> dict[str, object]:
-    """The settings of a step that change something."""
+    """Return the settings of a step that change something."""
     if "fsdp_cpu_offload" in step and not step.get("fsdp", config.fsdp):
         return {}
     return {k: v for k, v in step.items() if config.__dict__[k] != v}
 
 
 def _candidates(setup: Setup) -> Iterator[Advice]:
-    """Every combination with the engine as it is; over more GPUs; and with the share that fits."""
-    given, sizes = setup.config.engine_tp_size, [setup.config.engine_tp_size]
+    """Yield each combination with the engine as is, over more GPUs, and with a share that fits."""
+    configured, sizes = setup.config.engine_tp_size, [setup.config.engine_tp_size]
     if setup.has_server_engine and setup.has_gpu:
         most = min(setup.ranks_per_node, setup.world_size)
-        sizes += [tp for tp in (2, 4, 8) if given < tp <= most and _divides(tp, setup)]
+        sizes += [tp for tp in (2, 4, 8) if configured < tp <= most and _divides(tp, setup)]
     for changes, tp in product(_combinations(setup), sizes):
-        wanted = changes if tp == given else {**changes, "engine_tp_size": tp}
+        wanted = changes if tp == configured else {**changes, "engine_tp_size": tp}
         plan = plan_memory(_changed(setup, wanted))
         yield Advice(wanted, plan)
         share = fitting_share(plan)
@@ -158,7 +158,7 @@ def _candidates(setup: Setup) -> Iterator[Advice]:
 
 
 def _divides(tp: int, setup: Setup) -> bool:
-    """Whether vLLM can cut the model and the world into so many parts."""
+    """Return whether vLLM can cut the model and the world into `tp` parts."""
     return setup.actor_size.num_heads % tp == 0 and setup.world_size % tp == 0
 
 

@@ -1,4 +1,4 @@
-"""Numbers that no option and no data sheet has: each says whether it was measured."""
+"""Numbers that no option or data sheet has: each says whether it was measured."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,10 @@ class Constant:
     """A number of the model of time.
 
     Args:
-        value: In its unit.
-        meaning: With the unit.
+        value: Number in its unit.
+        meaning: Meaning with the unit.
         measured_on: Machine, GPU and versions of the run that it is from; "" is an assumption.
-        compare: What others report of it.
+        compare: Numbers that others report of it.
     """
 
     value: float
@@ -25,13 +25,13 @@ class Constant:
 
     @property
     def source(self) -> str:
-        """The origin of the number."""
+        """Origin of the number."""
         kind = f"measured on {self.measured_on}" if self.measured_on else "assumed"
         return f"{kind}; {self.compare}" if self.compare else kind
 
 
 ASSUMED_FILE = Path(__file__).with_name("constants.toml")
-# By name {"value": ..., "measured_on": ...}; benchmarks that ran on a GPU write it.
+# {name: {"value": ..., "measured_on": ...}}; benchmarks that ran on a GPU write it.
 MEASURED_FILE = Path(__file__).with_name("measured_constants.json")
 
 
@@ -53,11 +53,11 @@ CONSTANTS = with_measured()
 
 
 def measured_count() -> str:
-    """How many of the constants were measured, as text."""
+    """Describe how many of the constants were measured."""
     number = sum(bool(each.measured_on) for each in CONSTANTS.values())
     return f"{number} of {len(CONSTANTS)} constants are measured"
 
 
 def constant(name: str) -> float:
-    """The value of a constant."""
+    """Return the value of a constant."""
     return CONSTANTS[name].value

@@ -29,9 +29,9 @@ class StepSeconds:
     """Predicted seconds of one step.
 
     Args:
-        num_gpus: Ranks.
-        memory_bytes: Of a rank in the phase that needs most; None where it does not fit.
-        phases: By name, in their order.
+        num_gpus: Number of ranks.
+        memory_bytes: Bytes of a rank in the phase that needs most; None where it does not fit.
+        phases: Seconds by phase, in order.
     """
 
     num_gpus: int
@@ -67,8 +67,8 @@ def scale(setup: Setup, gpu: Gpu, counts: Sequence[int]) -> list[StepSeconds]:
 def efficiency(rows: Sequence[StepSeconds]) -> list[float | None]:
     """Return the least GPU-seconds of all rows over those of each; None where it does not fit.
 
-    The least need not be those of the fewest GPUs: with weights on the host each GPU has a link of
-    its own, so more of them bring a whole model sooner.
+    The least need not be those of the fewest GPUs. With weights on the host, each GPU has a
+    separate link, so more GPUs bring a whole model sooner.
     """
     costs = [None if row.memory_bytes is None else row.total * row.num_gpus for row in rows]
     least = min((cost for cost in costs if cost is not None), default=0.0)
@@ -96,7 +96,7 @@ def where_it_stops_paying(setup: Setup, rows: Sequence[StepSeconds]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A form of a step: its seconds, and the options that make it of one that waits for all."""
+    """Form of a step: its seconds, and the options to get it from one that waits for all."""
 
     seconds: float
     flags: str
@@ -110,14 +110,14 @@ def forms(setup: Setup, gpu: Gpu) -> list[Form]:
     """
     config, phases = setup.config, step_seconds(setup, gpu).phases
     total = sum(phases.values())
-    found = [Form(total, "")]
+    current = [Form(total, "")]
     if config.rollout_lag or config.stream_chunk or config.has_episodes:
-        return found
+        return current
     # With less, the longest responses reach their bound of age and are waited for.
     chunk = math.ceil(max(setup.mean_tokens, config.max_response_tokens / config.max_staleness))
     streams = Form(total - phases["rollout"] * _tail_share(setup, gpu), f"--stream_chunk {chunk}")
     others = [streams, *_splits(setup, gpu)]
-    return found + sorted((f for f in others if f.seconds < total), key=lambda f: f.seconds)[:2]
+    return current + sorted((f for f in others if f.seconds < total), key=lambda f: f.seconds)[:2]
 
 
 def _splits(setup: Setup, gpu: Gpu) -> Iterator[Form]:
@@ -248,7 +248,7 @@ def _gather(setup: Setup, num_bytes: float, gpu: Gpu) -> float:
     local = min(setup.ranks_per_node, setup.world_size)
     share = constant("link_share") * GB
     inside = num_bytes * (local - 1) / local / (gpu.link_gb_per_second * share)
-    # What comes from other nodes arrives over all network cards of the node and is passed on.
+    # Data of other nodes arrives over all network cards of the node and is passed on.
     num_nodes = -(-setup.world_size // local)
     across = num_bytes * (num_nodes - 1) / num_nodes / local
     return max(inside, across / (constant("node_gb_per_second") * share))

@@ -7,7 +7,7 @@ from lightrft.run.gpus import GB
 from lightrft.tools.plan.constants import constant
 from lightrft.tools.plan.setup import Setup
 
-# vLLM's own defaults (`EngineArgs.get_batch_defaults`, version 0.32) for a device of at least so
+# vLLM's defaults (`EngineArgs.get_batch_defaults`, version 0.32) for a device of at least so
 # many bytes: tokens of a profiled batch, and responses at a time.
 LARGE_DEVICE = 70 * 2**30
 LARGE_BATCH, SMALL_BATCH = (16_384, 1024), (8192, 256)
@@ -20,13 +20,13 @@ class EngineRoom:
     """An engine's share of one device, and its use.
 
     Args:
-        share_bytes: Of the device; infinite where the engine takes what it needs.
-        weight_bytes: Of this rank's part.
-        graph_bytes: Of CUDA graphs, which stay while the engine sleeps.
-        activation_bytes: Of the largest batch, which vLLM profiles at its start.
+        share_bytes: Bytes of the device; infinite where the engine takes what it needs.
+        weight_bytes: Bytes of this rank's part of the weights.
+        graph_bytes: Bytes of CUDA graphs, which stay while the engine sleeps.
+        activation_bytes: Bytes of the largest batch, which vLLM profiles at its start.
         token_bytes: Keys and values of one token on this rank.
-        longest_tokens, mean_tokens: Of rows.
-        num_rows: That this engine samples in a step.
+        longest_tokens, mean_tokens: Tokens of the longest and of an average row.
+        num_rows: Rows that this engine samples in a step.
     """
 
     share_bytes: float
@@ -40,7 +40,7 @@ class EngineRoom:
 
     @property
     def fixed_bytes(self) -> float:
-        """Whatever the number of rows is."""
+        """Bytes that do not depend on the number of rows."""
         return self.weight_bytes + self.graph_bytes + self.activation_bytes
 
     @property
@@ -50,27 +50,27 @@ class EngineRoom:
 
     @property
     def cache_tokens(self) -> float:
-        """Tokens for whose keys and values there is room."""
+        """Tokens whose keys and values fit."""
         return (self.share_bytes - self.fixed_bytes) / self.token_bytes
 
     @property
     def useful_rows(self) -> int:
-        """As many as decoding should have at a time, or all there are."""
+        """Rows that decoding should have at a time, or all of them if they are fewer."""
         return min(int(constant("useful_rows")), self.num_rows)
 
     @property
     def least_bytes(self) -> float:
-        """The share with which it starts: vLLM refuses without room for one longest row."""
+        """Smallest share with which it starts: vLLM refuses without room for one longest row."""
         return self.fixed_bytes + self.token_bytes * self.longest_tokens
 
     @property
     def useful_bytes(self) -> float:
-        """The share with room for a useful number of average rows."""
+        """Share with room for a useful number of average rows."""
         rows = self.useful_rows * self.token_bytes * self.mean_tokens
         return max(self.least_bytes, self.fixed_bytes + rows)
 
     def problem(self) -> str:
-        """The reason that the share is too small, or ""."""
+        """Return the reason that the share is too small, or ""."""
         numbers = (self.share_bytes, self.weight_bytes, self.graph_bytes + self.activation_bytes)
         share, weights, others = (f"{number / GB:.1f}" for number in numbers)
         held = (
@@ -87,16 +87,16 @@ class EngineRoom:
 
 
 def engine_room(setup: Setup) -> EngineRoom | None:
-    """The room of a server engine; None of an embedded one, which shares the trainer's memory."""
+    """Return the room of a server engine; None of an embedded one, which shares trainer memory."""
     if not setup.has_server_engine:
         return None
     config, size, c = setup.config, setup.actor_size, setup.compute_bytes
     tp = config.engine_tp_size
     share = config.engine_mem_util * setup.capacity_bytes if setup.has_gpu else float("inf")
     tokens, num_seqs = LARGE_BATCH if setup.capacity_bytes >= LARGE_DEVICE else SMALL_BATCH
-    given = {name: str(value) for name, value in (config.engine_args or {}).items()}
+    texts = {name: str(value) for name, value in (config.engine_args or {}).items()}
     tokens, num_seqs = (
-        int(given[name]) if given.get(name, "").isdecimal() else default
+        int(texts[name]) if texts.get(name, "").isdecimal() else default
         for name, default in (("max_num_batched_tokens", tokens), ("max_num_seqs", num_seqs))
     )
     expert = size.intermediate * size.num_active_experts
@@ -116,21 +116,21 @@ def engine_room(setup: Setup) -> EngineRoom | None:
 
 
 def asleep_bytes(setup: Setup) -> float:
-    """What an engine that sleeps keeps on the device."""
+    """Return what a sleeping engine keeps on the device."""
     room = engine_room(setup)
     return 0.0 if room is None else room.graph_bytes
 
 
 def working_share(setup: Setup, trainer_bytes: float, usable_bytes: float) -> float | None:
-    """The share nearest to the wanted one with which engine and trainer work, in whole hundredths.
+    """Return the share nearest to the wanted one that works for engine and trainer, in hundredths.
 
     Args:
-        setup: Of the run.
-        trainer_bytes: On the device while the engine is awake.
-        usable_bytes: Of the device.
+        setup: Setup of the run.
+        trainer_bytes: Bytes of the trainer on the device while the engine is awake.
+        usable_bytes: Usable bytes of the device.
 
     Returns:
-        None where none is enough for both.
+        The share, or None if none is enough for both.
     """
     room = engine_room(setup)
     if room is None or not setup.has_gpu:

@@ -1,6 +1,6 @@
 """The memory of a run, phase by phase, against what its machine has.
 
-A phase adds its own to what FSDP2 or a stage of ZeRO holds of the models at rest.
+A phase adds to what FSDP2 or a stage of ZeRO holds of the models at rest.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,13 +11,13 @@ from lightrft.tools.plan.constants import constant
 from lightrft.tools.plan.engine_room import EngineRoom, asleep_bytes, engine_room, working_share
 from lightrft.tools.plan.setup import Model, ModelSize, Setup
 
-# Predictions err by less than this factor; and those that no device was traced for, perhaps.
+# Predictions err by less than this factor; the second one is a guess for untraced devices.
 TOLERANCE, UNTRACED_TOLERANCE = 1.1, 1.3
 LARGEST_BUDGET = 2**15
 MEGABYTE = 1_000_000
 # Buckets in flight at a time.
 NUM_BUCKETS = 2
-# As in `strategy.deepspeed.engine_config`; and DeepSpeed's own limits.
+# As in `strategy.deepspeed.engine_config`, and DeepSpeed's limits.
 ZERO_BUCKET = 50_000_000
 ZERO1_BUCKET = 500_000_000
 ZERO3_LIVE = 1_000_000_000
@@ -42,9 +42,9 @@ class MemoryTerm:
     """One item of a sum.
 
     Args:
-        name: Of what it is.
-        num_bytes: Of one rank.
-        is_on_host: It lies in the host's memory beside a GPU.
+        name: Name of the item.
+        num_bytes: Bytes on one rank.
+        is_on_host: Whether it lies in the host's memory beside a GPU.
     """
 
     name: str
@@ -53,7 +53,7 @@ class MemoryTerm:
 
 
 def resting(setup: Setup, model: Model) -> Iterator[MemoryTerm]:
-    """A trained model between updates, once Adam's states exist; gradients are in `peaks`."""
+    """Yield a trained model between updates, once Adam's states exist; gradients are in `peaks`."""
     config, world, c = setup.config, setup.world_size, setup.compute_bytes
     trained, total = model.trained, model.total
     if config.fsdp:
@@ -69,12 +69,12 @@ def resting(setup: Setup, model: Model) -> Iterator[MemoryTerm]:
 
 
 def moment_bytes(is_8bit: bool) -> float:
-    """Bytes of Adam's two moments a number; of 8 bits with a float32 scale for each 256."""
+    """Return bytes of Adam's two moments a number; 8-bit ones have a float32 scale for each 256."""
     return 2 * (1 + FLOAT / 256) if is_8bit else 2 * FLOAT
 
 
 def _resting_zero(setup: Setup, model: Model) -> Iterator[MemoryTerm]:
-    """`resting` under a stage of ZeRO."""
+    """Yield `resting` under a stage of ZeRO."""
     config, world, c = setup.config, setup.world_size, setup.compute_bytes
     trained, total = model.trained, model.total
     stage = config.zero_stage
@@ -94,7 +94,7 @@ def _resting_zero(setup: Setup, model: Model) -> Iterator[MemoryTerm]:
 
 
 def evaluated(setup: Setup, model: Model) -> float:
-    """Bytes of a model without gradients."""
+    """Return the bytes of a model without gradients."""
     if setup.config.fsdp and not model.scores_tokens:
         # `prepare_reward_models` asks for at most so many shards.
         return setup.compute_bytes * model.total / min(REWARD_SHARDS, setup.world_size)
@@ -103,10 +103,10 @@ def evaluated(setup: Setup, model: Model) -> float:
 
 
 def gathered(setup: Setup, model: Model) -> float:
-    """Whole weights that a forward pass holds beside the shards."""
+    """Return the bytes of whole weights that a forward pass holds beside the shards."""
     c = setup.compute_bytes
     if setup.config.fsdp:
-        # An end's weights while they are copied out of what the ranks sent, and two layers.
+        # Weights of an end while they are copied out of what the ranks sent, and two layers.
         return c * 2 * (model.end + model.layer)
     if setup.config.zero_stage < 3:
         return 0
@@ -117,19 +117,19 @@ def gathered(setup: Setup, model: Model) -> float:
 
 
 def _divided(model: Model) -> int:
-    """Numbers that stage 3 gathers: small weights of a trained model stay whole."""
+    """Return how many numbers stage 3 gathers: a trained model's small weights stay whole."""
     return model.total - (model.size.small_parameters if model.trained else 0)
 
 
 def copied(setup: Setup, model: Model) -> float:
-    """Both forms of weights that stage 3 fetched together: as they came, and as tensors."""
+    """Return the bytes of weights that stage 3 fetched together: as received, and as tensors."""
     if setup.config.fsdp or setup.config.zero_stage < 3:
         return 0
     return setup.compute_bytes * 2 * min(_divided(model), ZERO_BUCKET)
 
 
 def forward_peak(setup: Setup, model: Model, num_rows: int) -> Iterator[MemoryTerm]:
-    """A forward pass without gradients."""
+    """Yield the memory of a forward pass without gradients."""
     tokens = setup.micro_tokens(num_rows)
     one = Model(model.size, 0, model.scores_tokens, checkpoints=True)
     live = gathered(setup, model)
@@ -142,12 +142,12 @@ def forward_peak(setup: Setup, model: Model, num_rows: int) -> Iterator[MemoryTe
 
 
 def train_peak(setup: Setup, model: Model) -> list[MemoryTerm]:
-    """The addition of an update to `resting`, at its largest moment."""
+    """Return the addition of an update to `resting`, at its largest moment."""
     return max(moments(setup, model), key=lambda terms: sum(t.num_bytes for t in terms))
 
 
 def moments(setup: Setup, model: Model) -> Iterator[list[MemoryTerm]]:
-    """The addition of an update to `resting` at each moment that may be its largest."""
+    """Yield the addition of an update to `resting` at each moment that may be its largest."""
     rows, c = setup.config.micro_train_batch_size, setup.compute_bytes
     tokens, scored = setup.micro_tokens(rows), setup.scored_tokens(rows)
     kept = MemoryTerm(
@@ -188,7 +188,7 @@ def _fsdp_moments(
     yield [*held, kept, head, end, output, next_layer]
     one_layer = kept.num_bytes / max(1, model.size.num_layers)
     rest = MemoryTerm(kept.name, max(0.0, kept.num_bytes - one_layer))
-    # The root unit, which has what is shared or has no unit of its own, stays until its turn.
+    # The root unit, which has what is shared or has no unit, stays until its turn.
     waiting = () if model.has_own_head else (end, output)
     # What arrives is copied: for the layer before, unless its gradients take that room.
     layers = MemoryTerm("gathered layers", (2 if is_whole else 3) * c * unit)
@@ -216,7 +216,7 @@ def _fsdp_moments(
 
 
 def gradients_of_one_tensor(model: Model) -> int:
-    """Of the embedding at one moment: a tied one has that of each use, and their sum."""
+    """Return the embedding's gradients at one moment: one per use if tied, and their sum."""
     if not model.trains_all:
         return 0
     return 3 if model.size.is_tied and model.scores_tokens else 1
@@ -298,23 +298,23 @@ def _zero1_moments(
 
 
 def layer_token_bytes(size: ModelSize, compute_bytes: int) -> float:
-    """Bytes that the backward pass of one layer keeps of a token."""
+    """Return the bytes that the backward pass of one layer keeps of a token."""
     c = compute_bytes
-    # Norms widen their input, keep it and the narrow result before the gain; and the product with
-    # the gain is what the projections keep. In float32 nothing is narrow.
+    # Norms widen their input, keep it and the narrow result before the gain. The projections keep
+    # the product with the gain. In float32 nothing is narrow.
     norm = (FLOAT + 2 * c) if c == 2 else 3 * FLOAT
-    found = 2.0 * (norm * size.hidden + FLOAT)
-    found += c * (size.q_width + 2 * size.kv_width)  # queries, keys, values
-    found += c * size.q_width + FLOAT * size.num_heads  # attention's result and its log sums
+    kept = 2.0 * (norm * size.hidden + FLOAT)
+    kept += c * (size.q_width + 2 * size.kv_width)  # queries, keys, values
+    kept += c * size.q_width + FLOAT * size.num_heads  # attention's result and its log sums
     if size.has_qk_norm:
-        found += (FLOAT + c) * (size.q_width + size.kv_width) if c == 2 else 0
-        found += 2 * FLOAT * (size.q_width + size.kv_width) if c == FLOAT else 0
-        found += FLOAT * (size.num_heads + size.num_kv_heads)
-    return found + 4 * c * size.intermediate * size.num_active_experts
+        kept += (FLOAT + c) * (size.q_width + size.kv_width) if c == 2 else 0
+        kept += 2 * FLOAT * (size.q_width + size.kv_width) if c == FLOAT else 0
+        kept += FLOAT * (size.num_heads + size.num_kv_heads)
+    return kept + 4 * c * size.intermediate * size.num_active_experts
 
 
 def trunk_bytes(model: Model, num_tokens: int, compute_bytes: int) -> float:
-    """Bytes that a forward pass up to the last hidden states keeps for its backward pass."""
+    """Return bytes that a forward pass up to the last hidden states keeps for its backward pass."""
     size = model.size
     kept = layer_token_bytes(size, compute_bytes)
     if model.checkpoints:
@@ -325,7 +325,7 @@ def trunk_bytes(model: Model, num_tokens: int, compute_bytes: int) -> float:
 
 
 def tower_bytes(setup: Setup, model: Model, num_rows: int) -> float:
-    """Bytes that a vision tower keeps of prompts that are images from end to end."""
+    """Return bytes that a vision tower keeps of prompts that are images from end to end."""
     vision, c = model.size.vision, setup.compute_bytes
     if vision is None:
         return 0.0
@@ -337,7 +337,7 @@ def tower_bytes(setup: Setup, model: Model, num_rows: int) -> float:
 
 
 def block_bytes(model: Model, num_tokens: int, compute_bytes: int) -> float:
-    """Bytes that one layer's backward pass adds: gradients of activations, recomputed ones."""
+    """Return bytes that a layer's backward pass adds: activations' gradients, recomputations."""
     size = model.size
     passing = 3 * compute_bytes * size.intermediate * size.num_active_experts
     again = layer_token_bytes(size, compute_bytes) if model.checkpoints else 0
@@ -345,7 +345,7 @@ def block_bytes(model: Model, num_tokens: int, compute_bytes: int) -> float:
 
 
 def head_bytes(setup: Setup, model: Model, num_scored: int, *, is_training: bool) -> float:
-    """Work space of the output layer, the gradient of its weight left out."""
+    """Return the work space of the output layer, without the gradient of its weight."""
     size, c = model.size, setup.compute_bytes
     hidden = num_scored * size.hidden
     if setup.stage == "divergence" and is_training:
@@ -366,15 +366,15 @@ def head_bytes(setup: Setup, model: Model, num_scored: int, *, is_training: bool
     if columns is None:
         columns = GPU_CHUNK_COLUMNS if setup.has_gpu else CPU_CHUNK_COLUMNS
     columns = min(columns, size.vocab)
-    found = c * hidden + 32 * 2**20
+    total = c * hidden + 32 * 2**20
     if is_training:
         # A chunk's logits and their gradient, and the gradient of the hidden states.
-        found += num_scored * columns * (FLOAT + c) + (FLOAT + c) * hidden
-    return found
+        total += num_scored * columns * (FLOAT + c) + (FLOAT + c) * hidden
+    return total
 
 
 def kept_head_bytes(setup: Setup, model: Model) -> float:
-    """What is left of the output layer when its loss is there, for the backward pass."""
+    """Return what the output layer keeps for the backward pass once its loss is computed."""
     size, c = model.size, setup.compute_bytes
     num_scored = setup.scored_tokens(setup.config.micro_train_batch_size)
     if setup.is_fused or not model.scores_tokens:
@@ -384,7 +384,7 @@ def kept_head_bytes(setup: Setup, model: Model) -> float:
 
 
 def loss_bytes(model: Model, num_scored: int, compute_bytes: int) -> float:
-    """Work space of a loss inside the output layer on a GPU, its weight's gradient left out."""
+    """Return the work space of a loss in the output layer on a GPU, its weight's gradient apart."""
     c, vocab, width = compute_bytes, model.size.vocab, model.size.hidden
     least, most = LOSS_TOKENS
     most = min(max(LOSS_BUDGET // (FLOAT * vocab), least), most) // LOSS_MULTIPLE * LOSS_MULTIPLE
@@ -396,19 +396,19 @@ def loss_bytes(model: Model, num_scored: int, compute_bytes: int) -> float:
         stored = LOSS_BUDGET + FLOAT * rows * columns
     # Hidden states of the chunk, gathered and padded, and both gradients of hidden states.
     states = width * (2 * c * rows + FLOAT * rows + FLOAT * num_scored)
-    found = stored + states + c * rows * columns
+    total = stored + states + c * rows * columns
     if not model.trains_all or c == FLOAT:
-        return found
+        return total
     if num_chunks == 1:
-        return found  # The weight's gradient is written in its own dtype.
+        return total  # The weight's gradient is written in its dtype.
     # Summed in float32, then narrowed.
     weight = FLOAT * vocab * width
     narrowed = weight + (FLOAT + c) * width * num_scored
-    return max(found + (FLOAT - c) * vocab * width, narrowed)
+    return max(total + (FLOAT - c) * vocab * width, narrowed)
 
 
 def _divergence_bytes(setup: Setup, num_scored: int) -> float:
-    """Logits of student and teacher for some tokens at a time, within the teacher's pass."""
+    """Return bytes of student and teacher logits for some tokens, within the teacher's pass."""
     size, c = setup.actor_size, setup.compute_bytes
     teachers = [model for name, model in setup.evaluated.items() if name.split()[0] == "teacher"]
     whole = sum(gathered(setup, each) for each in teachers)
@@ -424,8 +424,8 @@ class Phase:
     """Memory of one phase of a run on a rank at its peak.
 
     Args:
-        name: Of the phase.
-        terms: What adds up.
+        name: Name of the phase.
+        terms: Items that add up.
     """
 
     name: str
@@ -433,17 +433,17 @@ class Phase:
 
     @property
     def device_bytes(self) -> float:
-        """On the device (on the host without a GPU)."""
+        """Bytes on the device (on the host without a GPU)."""
         return rank_bytes(self.terms)
 
     @property
     def allocated_bytes(self) -> float:
-        """Of them what torch allocates, which `max_memory_allocated` measures."""
+        """Bytes on the device that torch allocates, as `max_memory_allocated` measures."""
         return rank_bytes([term for term in self.terms if term.name != CONTEXT])
 
     @property
     def host_bytes(self) -> float:
-        """On the host beside a GPU."""
+        """Bytes on the host beside a GPU."""
         return sum(term.num_bytes for term in self.terms if term.is_on_host)
 
 
@@ -452,8 +452,8 @@ class MemoryPlan:
     """All phases of a run.
 
     Args:
-        setup: What it was made for.
-        phases: In the order of a step.
+        setup: Run that the plan was made for.
+        phases: Phases in the order of a step.
     """
 
     setup: Setup
@@ -461,7 +461,7 @@ class MemoryPlan:
 
     @property
     def usable_bytes(self) -> float:
-        """Of a rank's memory, without the reserve."""
+        """Bytes of a rank's memory, without the reserve."""
         return self.setup.capacity_bytes * (1 - constant("reserve_share"))
 
     @property
@@ -483,37 +483,37 @@ class MemoryPlan:
 
     @property
     def tolerance(self) -> float:
-        """The factor by which the sum may err."""
+        """Factor by which the sum may err."""
         return TOLERANCE if self.is_traced else UNTRACED_TOLERANCE
 
     @property
     def host_bytes(self) -> float:
-        """Of one rank, at most."""
+        """Largest bytes of one rank on the host."""
         return max(phase.host_bytes for phase in self.phases)
 
     @property
     def room(self) -> EngineRoom | None:
-        """Of the engine in its share; None of one that has none."""
+        """Room of the engine in its share; None without an engine or a share."""
         return engine_room(self.setup)
 
     @property
     def problems(self) -> list[str]:
-        """What does not fit: a phase into the device or the host, the engine into its share."""
-        worst, found = self.worst, []
+        """What does not fit: a phase in the device or the host, or the engine in its share."""
+        worst, problems = self.worst, []
         if worst.device_bytes > self.usable_bytes:
-            found.append(
+            problems.append(
                 f"{worst.name} needs {gigabytes(worst.device_bytes)} of "
                 f"{gigabytes(self.usable_bytes)}"
             )
         host = self.setup.host_bytes
         if host is not None and self.host_bytes > host:
             ranks = self.setup.ranks_per_node
-            found.append(
+            problems.append(
                 f"the host needs {gigabytes(ranks * self.host_bytes)} of {gigabytes(ranks * host)} "
                 f"for the {ranks} ranks of a node"
             )
         problem = "" if self.room is None else self.room.problem()
-        return [*found, problem] if problem else found
+        return [*problems, problem] if problem else problems
 
     @property
     def fits(self) -> bool:
@@ -522,7 +522,7 @@ class MemoryPlan:
 
 
 def plan_memory(setup: Setup) -> MemoryPlan:
-    """Predicts every phase, from the second step on, when all states exist."""
+    """Predict every phase, from the second step on, when all states exist."""
     if not setup.rolls_out:
         return MemoryPlan(setup, tuple(_given_phases(setup)))
     always = [*_context(setup), *model_terms(setup)]
@@ -546,9 +546,9 @@ def plan_memory(setup: Setup) -> MemoryPlan:
 
 
 def fitting_budget(setup: Setup) -> int:
-    """Tokens of a micro-batch: the largest power of two up to `LARGEST_BUDGET` that fits.
+    """Return the most micro-batch tokens that fit: a power of two up to `LARGEST_BUDGET`.
 
-    It leaves as much as a prediction may err by, is not more than the batch has, and not less than
+    It leaves room for a prediction's error, and is not more than the batch has. It is not less than
     the longest row, which is trained whatever the budget is.
     """
     least, most = setup.item_tokens, min(LARGEST_BUDGET, setup.batch_tokens)
@@ -562,12 +562,12 @@ def fitting_budget(setup: Setup) -> int:
 
 
 def with_tokens(setup: Setup, tokens: int) -> Setup:
-    """The setup with another token budget of micro-batches."""
+    """Return the setup with another token budget of micro-batches."""
     return replace(setup, config=setup.config.replaced({"micro_batch_tokens": tokens}))
 
 
 def with_budget(setup: Setup) -> Setup:
-    """The setup with the token budget of a start on GPUs, where its options leave it open."""
+    """Return the setup with the token budget of a start on GPUs, if its options leave it open."""
     config = setup.config
     if not setup.has_gpu or config.micro_batch_tokens is not None or config.sizes_in_rows:
         return setup
@@ -575,7 +575,7 @@ def with_budget(setup: Setup) -> Setup:
 
 
 def _given_phases(setup: Setup) -> Iterator[Phase]:
-    """Phases of a stage that reads its rows."""
+    """Yield the phases of a stage that reads its rows."""
     always = [*_context(setup), *model_terms(setup)]
     yield Phase("load", (*_context(setup), *_loading(setup)))
     if setup.stage == "prefer":
@@ -585,12 +585,12 @@ def _given_phases(setup: Setup) -> Iterator[Phase]:
 
 
 def rank_bytes(terms: Sequence[MemoryTerm]) -> float:
-    """The sum of what lies on the device."""
+    """Return the sum of what lies on the device."""
     return sum(term.num_bytes for term in terms if not term.is_on_host)
 
 
 def fitting_share(plan: MemoryPlan) -> float | None:
-    """The share of its engine with which all of a run works; None where there is none."""
+    """Return the engine's share with which all of a run works; None if there is none."""
     setup = plan.setup
     trainer = rank_bytes([*_context(setup), *model_terms(setup)])
     if not _sleeps(setup):
@@ -622,7 +622,7 @@ def _sleeps(setup: Setup) -> bool:
 
 
 def _shares_memory(setup: Setup) -> bool:
-    """The embedded engine uses the trainer's weights where they are whole and of its dtype."""
+    """Return whether the embedded engine uses the trainer's weights: whole, and of its dtype."""
     config = setup.config
     is_whole = setup.world_size == 1 or (not config.fsdp and config.zero_stage < 3)
     is_alike = not config.fsdp or setup.compute_bytes == 4
@@ -654,7 +654,7 @@ def _engine(setup: Setup) -> Iterator[MemoryTerm]:
 
 
 def _waking(setup: Setup) -> Iterator[MemoryTerm]:
-    """Of an engine that takes weights before it has a cache again."""
+    """Yield the memory of an engine that takes weights before it has a cache again."""
     yield from _engine_weights(setup)
     yield MemoryTerm("engine: graphs", asleep_bytes(setup))
 
@@ -667,10 +667,10 @@ def _buckets(setup: Setup) -> Iterator[MemoryTerm]:
 
 
 def _loading(setup: Setup) -> Iterator[MemoryTerm]:
-    """Sharding takes whole weights from the host, unless ranks read their own rows: then adapters.
+    """Yield whole weights on their way from the host, or adapters if ranks read only their rows.
 
-    Actor and critic are read together, then each other model once those before it are placed,
-    reward models together; all of them in float32.
+    Actor and critic are read together. Each other model is read once those before it are placed;
+    reward models are read together. All of them are in float32.
     """
     yield from (term for term in model_terms(setup) if "Adam" not in term.name)
     models = setup.evaluated
@@ -695,7 +695,7 @@ def _scoring(setup: Setup, rows: int) -> list[MemoryTerm]:
 
 
 def _training(setup: Setup) -> list[MemoryTerm]:
-    """Actor and critic take turns, and gradients are gone after each."""
+    """Return the larger of actor and critic: they take turns, and gradients are gone after each."""
     models = [setup.actor] if setup.critic is None else [setup.actor, setup.critic]
     return max((train_peak(setup, model) for model in models), key=rank_bytes)
 
@@ -715,12 +715,12 @@ def _saving(setup: Setup) -> Iterator[MemoryTerm]:
 
 
 def gigabytes(num_bytes: float) -> str:
-    """With one decimal, or three below 1 GB."""
+    """Format with one decimal, or three below 1 GB."""
     return f"{num_bytes / GB:.1f} GB" if num_bytes >= GB else f"{num_bytes / GB:.3f} GB"
 
 
 def memory_table(plan: MemoryPlan) -> str:
-    """One block of lines for each phase, its terms from the largest on."""
+    """Return one block of lines for each phase, its largest terms first."""
     lines = []
     for phase in plan.phases:
         verdict = "" if phase.device_bytes <= plan.usable_bytes else "  TOO LARGE"
@@ -730,7 +730,7 @@ def memory_table(plan: MemoryPlan) -> str:
 
 
 def summary(plan: MemoryPlan) -> str:
-    """The verdict in one line."""
+    """Return the verdict in one line."""
     worst, setup = plan.worst, plan.setup
     where = "GPU" if setup.has_gpu else "share of the host"
     text = (
@@ -745,9 +745,9 @@ def summary(plan: MemoryPlan) -> str:
 
 
 def _terms(phase: Phase) -> list[str]:
-    found = sorted(phase.terms, key=lambda term: -term.num_bytes)
+    terms = sorted(phase.terms, key=lambda term: -term.num_bytes)
     return [
         f"  {gigabytes(term.num_bytes):>12}  {term.name}{' (host)' if term.is_on_host else ''}"
-        for term in found
+        for term in terms
         if term.num_bytes >= 1e-3 * max(1.0, phase.device_bytes + phase.host_bytes)
     ]

@@ -1,4 +1,4 @@
-"""`lightrft plan`: memory and seconds of a run on given GPUs, without any of them."""
+"""`lightrft plan`: memory and seconds of a run on GPUs that need not be there."""
 
 import argparse
 import json
@@ -93,7 +93,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def build_parser() -> Parser:
-    """The parser of `lightrft plan`."""
+    """Return the parser of `lightrft plan`."""
     parser = Parser(
         "plan",
         "Predict memory and seconds of a run from its options, a model's configuration and the "
@@ -139,7 +139,7 @@ def build_parser() -> Parser:
 
 
 def _share(text: str) -> float:
-    """A share above 0, at most 1."""
+    """Parse a share above 0, at most 1."""
     try:
         value = float(text)
     except ValueError:
@@ -153,7 +153,7 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 def to_json(plan: MemoryPlan, advice: Advice) -> dict[str, object]:
-    """The answer for a program.
+    """Return the answer for a program.
 
     Args:
         plan: Memory of the settings of the command.
@@ -172,7 +172,7 @@ def to_json(plan: MemoryPlan, advice: Advice) -> dict[str, object]:
 
 
 def full_report(plan: MemoryPlan, advice: Advice, gpu: Gpu) -> str:
-    """The whole text of `lightrft plan`.
+    """Return the whole text of `lightrft plan`.
 
     Args:
         plan: Memory of the settings of the command.
@@ -224,7 +224,7 @@ def _seconds(setup: Setup, gpu: Gpu) -> list[str]:
 
 
 def time_table(rows: Sequence[StepSeconds]) -> str:
-    """A line for each number of GPUs, below a line that says what it is worth; also Markdown."""
+    """Return a Markdown table with a line for each number of GPUs, after a line on its accuracy."""
     names = (*rows[0].phases, "total")
     lines = [
         f"Estimated seconds of a step, computed and not timed: {measured_count()}, the others are "

@@ -1,4 +1,4 @@
-"""The models, options and machine that a plan is made for, and what follows from them."""
+"""The models, options and machine of a plan, and what follows from them."""
 
 import re
 from collections.abc import Mapping
@@ -20,13 +20,13 @@ class ModelSize:
     """Sizes of a decoder with gated feed-forward blocks (Llama, Mistral, Qwen and their kin).
 
     Args:
-        num_layers, hidden, intermediate, vocab: As usual; intermediate is that of one expert.
-        num_heads, num_kv_heads, head_dim: Of attention.
-        is_tied: Output projection and embedding are one matrix.
-        has_qkv_bias: Of the projections to queries, keys and values.
-        has_qk_norm: Queries and keys are normalised.
-        num_experts, num_active_experts: Feed-forward blocks of a layer, and those a token sees.
-        vision: Of its tower; None reads text alone.
+        num_layers, hidden, intermediate, vocab: Usual sizes; `intermediate` is that of one expert.
+        num_heads, num_kv_heads, head_dim: Sizes of attention.
+        is_tied: Whether output projection and embedding are one matrix.
+        has_qkv_bias: Whether the projections to queries, keys and values have biases.
+        has_qk_norm: Whether queries and keys are normalised.
+        num_experts, num_active_experts: Feed-forward blocks of a layer, and of a token.
+        vision: Size of its tower; None reads text alone.
     """
 
     num_layers: int
@@ -45,13 +45,13 @@ class ModelSize:
 
     @classmethod
     def of_config(cls, values: Mapping[str, object]) -> "ModelSize":
-        """From a model's configuration.
+        """Return the size from a model's configuration.
 
         Args:
             values: Fields under the names that most models have for them.
 
         Raises:
-            ConfigError: It lacks a size.
+            ConfigError: The configuration lacks a size.
         """
         fields = dict(values)
         # DBRX keeps sizes in further parts.
@@ -62,9 +62,9 @@ class ModelSize:
 
         def number(*names: str, default: int | None = None) -> int:
             for name in names:
-                found = fields.get(name)
-                if isinstance(found, int) and 0 < found <= LARGEST_INT:
-                    return found
+                value = fields.get(name)
+                if isinstance(value, int) and 0 < value <= LARGEST_INT:
+                    return value
             if default is None:
                 raise ConfigError(
                     f"the configuration of the model has no {names[0]}: expected a decoder with "
@@ -105,17 +105,17 @@ class ModelSize:
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the embedding, and of an untied output projection."""
+        """Numbers of the embedding, and of an untied output projection."""
         return self.vocab * self.hidden
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer."""
+        """Numbers of one layer."""
         return self._attention_parameters + self.num_experts * self._expert_parameters
 
     @property
     def active_layer_parameters(self) -> int:
-        """The parameters of a layer that one token passes through."""
+        """Numbers of a layer that one token passes through."""
         return self._attention_parameters + self.num_active_experts * self._expert_parameters
 
     @property
@@ -131,24 +131,24 @@ class ModelSize:
 
     @property
     def root_parameters(self) -> int:
-        """All that stands outside of the layers."""
+        """Numbers outside of the layers."""
         return self.embedding_parameters * (1 if self.is_tied else 2) + self.hidden
 
     @property
     def tower_parameters(self) -> int:
-        """Of the vision tower and its projector."""
+        """Numbers of the vision tower and its projector."""
         return 0 if self.vision is None else self.vision.parameters
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Numbers of the whole model."""
         text = self.root_parameters + self.num_layers * self.layer_parameters
         return text + self.tower_parameters
 
     def adapter_parameters(self, rank: int, *, on_tower: bool = True) -> int:
-        """Of adapters of this rank on all linear layers, of the tower as well unless it is frozen.
+        """Count the numbers of adapters on all linear layers, with the tower unless it is frozen.
 
-        Experts are one tensor with an axis of its own, which no adapter takes.
+        Experts are one tensor with an extra axis, which no adapter takes.
         """
         ends = 2 * (self.hidden + self.q_width) + 2 * (self.hidden + self.kv_width)
         if self.num_experts == 1:
@@ -158,15 +158,15 @@ class ModelSize:
 
     @property
     def small_parameters(self) -> int:
-        """Of tensors with at most 100,000 numbers, which stage 3 of ZeRO keeps whole."""
+        """Numbers in tensors of at most 100,000 numbers, which stage 3 of ZeRO keeps whole."""
         matrices = [self.hidden * self.q_width] * 2 + [self.hidden * self.kv_width] * 2
         matrices += [self.hidden * self.intermediate] * 3 * self.num_experts
-        found = sum(size for size in matrices if size <= 100_000)
+        matrix_numbers = sum(size for size in matrices if size <= 100_000)
         biases = self.q_width + 2 * self.kv_width if self.has_qkv_bias else 0
-        return self.num_layers * (found + biases + 2 * self.hidden) + self.hidden
+        return self.num_layers * (matrix_numbers + biases + 2 * self.hidden) + self.hidden
 
 
-# Stages whose memory is known, and the answers that they compare with each other.
+# Stages whose memory is known, and the number of answers that they compare with each other.
 PLANNED = {"policy": 1, "sft": 1, "prefer": 2, "reward": 2, "divergence": 1}
 # Preference losses that read no reference.
 WITHOUT_REFERENCE = {"simpo", "cpo", "orpo", "sft"}
@@ -178,10 +178,10 @@ SHAPES = typed(dict[str, ModelSize], read_toml(_SHAPES_FILE), _SHAPES_FILE)
 
 
 def read_model_size(path: str) -> ModelSize:
-    """The size of a checkpoint's directory, or of a name in `SHAPES`.
+    """Return the size of a checkpoint's directory, or of a name in `SHAPES`.
 
     Raises:
-        ConfigError: It is neither, or its config.json lacks a size.
+        ConfigError: The path is neither, or its config.json lacks a size.
     """
     if path in SHAPES:
         return SHAPES[path]
@@ -192,7 +192,7 @@ def read_model_size(path: str) -> ModelSize:
             f"no config.json in {path!r}{near}: give a model directory or one of "
             f"{', '.join(SHAPES)}"
         )
-    # Here: they import torch, which a plan for published shapes needs not.
+    # Imported here: they import torch, which a plan for published shapes does not need.
     from transformers import CONFIG_MAPPING
 
     from lightrft.models.loading import ModelLoadError, common_fields, load_config
@@ -210,11 +210,11 @@ class Model:
     """One model of a run.
 
     Args:
-        size: Its numbers.
-        trained: Numbers that get gradients: 0 of a model that is only evaluated.
-        scores_tokens: It has an output projection over the vocabulary; a critic or a reward model
-            has one value instead.
-        checkpoints: Activations are computed again in the backward pass.
+        size: Sizes of the model.
+        trained: Count of numbers that get gradients: 0 of a model that is only evaluated.
+        scores_tokens: Whether it has an output projection over the vocabulary; a critic or a reward
+            model has one value instead.
+        checkpoints: Whether activations are computed again in the backward pass.
     """
 
     size: ModelSize
@@ -230,7 +230,7 @@ class Model:
 
     @property
     def adapters(self) -> int:
-        """Of them trained ones that are in no file."""
+        """Numbers of trained adapters, which are in no file."""
         is_adapted = 0 < self.trained < self.stored - self.size.tower_parameters
         return self.trained if is_adapted else 0
 
@@ -272,17 +272,17 @@ class Setup:
     """A run on a machine.
 
     Args:
-        config: Its options.
-        actor_size: Of the trained policy.
-        world_size: Ranks.
-        ranks_per_node: Of them on one node.
+        config: Options of the run.
+        actor_size: Size of the trained policy.
+        world_size: Number of ranks.
+        ranks_per_node: Number of ranks on one node.
         has_gpu: Whether ranks have a GPU each.
         capacity_bytes: Memory of a rank's device; of its share of the host without a GPU.
-        host_bytes: Memory of the host that is this rank's share; None is not known.
+        host_bytes: This rank's share of the host's memory; None if it is not known.
         engine: "vllm", "sglang" or "hf"; "" where only other ranks generate.
-        stage: Of `config.registry.STAGES`.
-        rows_per_item: Answers that are compared with each other, at most; 1 where none are.
-        longest_row: Tokens of the longest row of given ones; None takes what the options allow.
+        stage: Name in `config.registry.STAGES`.
+        rows_per_item: Largest number of answers compared with each other; 1 if none are.
+        longest_row: Tokens of the longest row of the data; None takes what the options allow.
         mean_length_share: Mean response over the longest that the options allow.
     """
 
@@ -306,7 +306,7 @@ class Setup:
 
     @cached_property
     def compute_bytes(self) -> int:
-        """Of a number in forward and backward passes."""
+        """Bytes of a number in forward and backward passes."""
         return 2 if self.config.computes_in_bf16(has_gpu=self.has_gpu) else 4
 
     @property
@@ -351,20 +351,20 @@ class Setup:
     @cached_property
     def evaluated(self) -> dict[str, Model]:
         """Models without gradients, by name."""
-        found: dict[str, Model] = {}
+        models: dict[str, Model] = {}
         names = set(self.config.preference_loss)
         stored = self.config.ref_logprobs
         has_stored = stored is not None and Path(stored).exists()
         compares = self.stage == "prefer" and self.config.lora_rank == 0 and not has_stored
         if self.config.init_kl_coef > 0 or (compares and not names <= WITHOUT_REFERENCE):
-            found["reference"] = Model(self.actor_size, 0)
+            models["reference"] = Model(self.actor_size, 0)
         for name, place in self.config.teacher_folders.items():
-            found[f"teacher {name}".strip()] = Model(read_model_size(place), 0)
+            models[f"teacher {name}".strip()] = Model(read_model_size(place), 0)
         if self.config.enable_ema:
-            found["moving average"] = Model(self.actor_size, 0)
+            models["moving average"] = Model(self.actor_size, 0)
         for index, path in enumerate(self.config.reward_pretrain):
-            found[f"reward model {index + 1}"] = Model(read_model_size(path), 0, False)
-        return found
+            models[f"reward model {index + 1}"] = Model(read_model_size(path), 0, False)
+        return models
 
     @cached_property
     def judge(self) -> ModelSize | None:
@@ -374,7 +374,7 @@ class Setup:
 
     @property
     def has_server_engine(self) -> bool:
-        """Whether the engine has weights and a cache of its own on the device."""
+        """Whether the engine has separate weights and a separate cache on the device."""
         return bool(self.engine) and self.rolls_out and engine_facts(self.engine).has_own_memory
 
     @property
@@ -394,7 +394,7 @@ class Setup:
 
     @property
     def builds_on_meta(self) -> bool:
-        """Whether ranks read their own rows of the files instead of the whole model."""
+        """Whether each rank reads only its rows of the files instead of the whole model."""
         # A reward model has a head that is in no file.
         is_read = self.config.fsdp and self.stage != "reward"
         return is_read and self.config.builds_on_meta(
@@ -405,16 +405,16 @@ class Setup:
 
     @property
     def mean_tokens(self) -> float:
-        """Of an average response."""
+        """Tokens of an average response."""
         return self.mean_length_share * self.config.max_response_tokens
 
     @property
     def mean_row_tokens(self) -> float:
-        """Prompt and response of an average sample."""
+        """Tokens of prompt and response of an average sample."""
         return min(self.row_tokens, self.config.prompt_max_len + self.mean_tokens)
 
     def num_patches(self, num_rows: int) -> int:
-        """Patches of so many rows whose prompts are images from end to end."""
+        """Count the patches of `num_rows` rows whose prompts are images from end to end."""
         vision = self.actor_size.vision
         if vision is None:
             return 0
@@ -424,13 +424,13 @@ class Setup:
 
     @property
     def row_tokens(self) -> int:
-        """Of the longest row."""
+        """Tokens of the longest row."""
         if self.rolls_out:
             return self.config.max_episode_tokens
         return self.config.max_row_tokens if self.longest_row is None else self.longest_row
 
     def micro_tokens(self, num_rows: int) -> int:
-        """Tokens of a micro batch of so many rows, or given items, on one rank, at most."""
+        """Return the most tokens of a micro batch of rows, or items of the data, on one rank."""
         if not self.rolls_out:
             return -(-self._given_tokens(num_rows) // self.config.sp_size)
         tokens = self.config.max_micro_tokens(num_rows) or num_rows * self.row_tokens
@@ -449,7 +449,7 @@ class Setup:
         return share * self.item_tokens
 
     def _given_tokens(self, num_items: int) -> int:
-        """Tokens of a micro batch of given items, at most."""
+        """Return the most tokens that a micro batch of items of the data has."""
         config, item = self.config, self.item_tokens
         bound = config.micro_batch_tokens
         if bound is None and config.packing_samples:
@@ -459,7 +459,7 @@ class Setup:
         return max(item, min(bound, self.batch_tokens))
 
     def scored_tokens(self, num_rows: int) -> int:
-        """Of them those the output projection sees."""
+        """Return the tokens of a micro batch that the output projection sees."""
         if not self.rolls_out:
             return self.micro_tokens(num_rows)
         share = self.config.max_response_tokens / max(1, self.row_tokens)

@@ -1,4 +1,4 @@
-"""The budget of a run on the machine that it starts on."""
+"""The memory budget of a run on the machine that it starts on."""
 
 import os
 from collections.abc import Callable
@@ -35,22 +35,22 @@ def check_budget(
     inputs: StageInputs | None = None,
     resumes: bool = False,
 ) -> TrainConfig:
-    """Compares what a run will need with what its ranks have; collective.
+    """Compare what a run will need with what its ranks have; collective.
 
-    On GPUs the share of an engine that would leave too little is lowered, and micro-batches get
-    the token budget that fits, on all ranks alike.
+    On GPUs, an engine's share that leaves too little is lowered, and micro-batches get the token
+    budget that fits, on all ranks alike.
 
     Args:
         config, strategy: Options of the run, and its ranks, which get the planned bytes.
-        stage: A name in `config.registry.STAGES`; the memory of others is not known.
+        stage: Name in `config.registry.STAGES`; the memory of others is not known.
         inputs: Rows of the stage; None are those of rollouts.
-        resumes: The run continues: its micro-batches stay as they are.
+        resumes: Whether the run continues: its micro-batches then stay as they are.
 
     Returns:
         The configuration, with the share and the token budget that fit.
 
     Raises:
-        MemoryError: It cannot fit on a GPU; the message shows the sum and the cheapest remedies.
+        MemoryError: The run cannot fit on a GPU; the message shows the sum and cheapest remedies.
     """
     path = Path(str(config.pretrain))
     if not config.check_memory or not (path / "config.json").is_file():
@@ -83,15 +83,15 @@ def check_budget(
 def settle(
     setup: Setup, write: Callable[[str], None], *, agree: Callable[[int], int] | None = int
 ) -> TrainConfig:
-    """The decision of `check_budget`, once the machine is known; the same on all ranks.
+    """Decide for `check_budget`, once the machine is known; the same on all ranks.
 
     Args:
-        setup: The run on the machine.
-        write: Gets a line for each decision.
-        agree: The least of a number over all ranks; None leaves micro-batches as they are.
+        setup: Run on the machine.
+        write: Callback that gets a line for each decision.
+        agree: Minimum of a number over all ranks; None leaves micro-batches as they are.
     """
     plan = plan_memory(setup)
-    # Ranks that generate in other processes have the share that was given.
+    # Ranks that generate in other processes keep the configured share.
     may_change = setup.has_server_engine and not setup.config.rollout_ranks
     if setup.has_gpu and not plan.fits and may_change:
         plan = _with_another_share(plan, write)
@@ -110,9 +110,9 @@ def settle(
     from lightrft.tools.plan.advice import advise, remedies
 
     lines = [f"  {number}. {text}" for number, text in enumerate(remedies(plan.setup), start=1)]
-    found = advise(plan.setup)
-    if found.plan.fits:
-        lines.append(f"  settings that fit: {found.flags}")
+    suggested = advise(plan.setup)
+    if suggested.plan.fits:
+        lines.append(f"  settings that fit: {suggested.flags}")
     advice = "\n".join(("; ".join(plan.problems), *lines))
     if setup.has_gpu and is_hopeless(plan):
         raise MemoryError(
@@ -125,9 +125,9 @@ def settle(
 
 
 def is_hopeless(plan: MemoryPlan) -> bool:
-    """Whether more is missing than a prediction errs by, on the device or in the engine's share.
+    """Return whether the device or the engine's share lacks more than a prediction errs by.
 
-    The host has swap, and other programs that end: it is warned about.
+    The host only gets a warning: it has swap, and other programs may end.
     """
     room = plan.room
     lacks_share = room is not None and room.least_bytes > TOLERANCE * room.share_bytes
@@ -135,12 +135,12 @@ def is_hopeless(plan: MemoryPlan) -> bool:
 
 
 def machine_setup(config: TrainConfig, context: DistributedContext) -> Setup:
-    """The run on this machine; its smallest rank counts, so that all ranks decide alike."""
-    own = device_bytes(context.device)
-    has_gpu = context.all_reduce(int(own is None), op="max") == 0
+    """Return the run on this machine; its smallest rank counts, so that all ranks decide alike."""
+    local_bytes = device_bytes(context.device)
+    has_gpu = context.all_reduce(int(local_bytes is None), op="max") == 0
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or context.world_size)
     host = psutil.virtual_memory().available / ranks
-    capacity = own if has_gpu and own is not None else host
+    capacity = local_bytes if has_gpu and local_bytes is not None else host
     capacity, host = (-float(context.all_reduce(-x, op="max")) for x in (capacity, host))
     engine = config.engine_type
     if config.rollout_ranks and not config.devices_shared:
@@ -158,17 +158,17 @@ def machine_setup(config: TrainConfig, context: DistributedContext) -> Setup:
 
 
 def device_bytes(device: torch.device) -> float | None:
-    """The memory of a rank's GPU; None without one."""
+    """Return the memory of a rank's GPU; None without one."""
     is_gpu = device.type == "cuda"
     return float(torch.cuda.get_device_properties(device).total_memory) if is_gpu else None
 
 
 def _with_another_share(plan: MemoryPlan, write: Callable[[str], None]) -> MemoryPlan:
-    """The plan with a share of the engine on which it works beside the trainer, if there is one."""
+    """Return the plan with an engine's share that works beside the trainer, if there is one."""
     setup, share = plan.setup, fitting_share(plan)
-    given = setup.config.engine_mem_util
-    if share is None or share == given:
+    configured = setup.config.engine_mem_util
+    if share is None or share == configured:
         return plan
-    why = "the trainer needs the rest" if share < given else "its weights and rows need it"
-    write(f"engine_mem_util = {share:g} instead of {given:g}: {why}")
+    why = "the trainer needs the rest" if share < configured else "its weights and rows need it"
+    write(f"engine_mem_util = {share:g} instead of {configured:g}: {why}")
     return plan_memory(replace(setup, config=setup.config.replaced({"engine_mem_util": share})))

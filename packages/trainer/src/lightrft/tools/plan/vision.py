@@ -1,4 +1,4 @@
-"""The size of a vision tower with its projector, from a model's configuration alone."""
+"""The size of a vision tower with its projector, from a model's configuration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,16 +11,16 @@ WIDE = 4
 
 @dataclass(frozen=True, slots=True)
 class VisionSize:
-    """Sizes of a transformer over patches, and of what projects them into the text model.
+    """Sizes of a transformer over patches, and of its projector into the text model.
 
     Args:
-        num_layers, hidden, intermediate: As of a text model.
+        num_layers, hidden, intermediate: Sizes as of a text model.
         num_products: Matrices of a feed-forward block: 3 where it is gated.
         num_kept: Results of its width that its backward pass needs.
         patch_numbers: Numbers of a patch's pixels.
         merged: Patches that become one token of the text model.
         text_hidden: Width of those tokens.
-        other_parameters: Of tables of positions, and of further projectors.
+        other_parameters: Numbers of position tables and of further projectors.
     """
 
     num_layers: int
@@ -35,13 +35,13 @@ class VisionSize:
 
     @classmethod
     def of_config(cls, values: Mapping[str, object]) -> "VisionSize | None":
-        """From the contents of a config.json; None for a model of text."""
-        found = values.get("vision_config")
+        """Return the size from the contents of a config.json; None for a model of text."""
+        tower = values.get("vision_config")
         text = values.get("text_config")
-        if not isinstance(found, Mapping):
+        if not isinstance(tower, Mapping):
             return None
 
-        def number(*names: str, default: int = 1, fields: Mapping[str, object] = found) -> int:
+        def number(*names: str, default: int = 1, fields: Mapping[str, object] = tower) -> int:
             numbers = (fields.get(name) for name in names)
             return next((n for n in numbers if isinstance(n, int) and n > 0), default)
 
@@ -49,7 +49,7 @@ class VisionSize:
         text_hidden = number("hidden_size", fields=inner)
         # Qwen2-VL calls the tower's width embed_dim, and hidden_size what it is projected to.
         hidden = number("embed_dim", "hidden_size", default=1024)
-        is_gated = str(found.get("model_type", "")).startswith("qwen2_5_vl")
+        is_gated = str(tower.get("model_type", "")).startswith("qwen2_5_vl")
         side = number("patch_size", default=14)
         merge = number("spatial_merge_size")
         patch = side**2 * number("in_channels", "num_channels", "in_chans", default=3)
@@ -73,9 +73,9 @@ class VisionSize:
             merged=merge**2,
             text_hidden=number("out_hidden_size", default=text_hidden),
             other_parameters=positions * hidden,
-            num_kept=4 if is_gated else 3 if found.get("hidden_act") == "quick_gelu" else 2,
+            num_kept=4 if is_gated else 3 if tower.get("hidden_act") == "quick_gelu" else 2,
         )
-        stacked = found.get("deepstack_visual_indexes")
+        stacked = tower.get("deepstack_visual_indexes")
         if isinstance(stacked, list | tuple):
             more = size.other_parameters + len(stacked) * size.projector_parameters
             size = replace(size, other_parameters=more)
@@ -83,24 +83,24 @@ class VisionSize:
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer, biases and norms included."""
+        """Numbers of one layer, biases and norms included."""
         feed_forward = self.num_products * (self.hidden + 1) * self.intermediate
         return 4 * self.hidden * (self.hidden + 1) + feed_forward + 5 * self.hidden
 
     @property
     def projector_parameters(self) -> int:
-        """Of two layers from merged patches to the text model's width."""
+        """Numbers of two layers from merged patches to the text model's width."""
         width = self.hidden * self.merged
         return width * width + width * self.text_hidden + 2 * width + self.text_hidden
 
     @property
     def parameters(self) -> int:
-        """Of tower and projector."""
+        """Numbers of tower and projector."""
         ends = self.patch_numbers * self.hidden + self.projector_parameters + self.other_parameters
         return self.num_layers * self.layer_parameters + ends
 
     def adapter_parameters(self, rank: int) -> int:
-        """Of adapters of this rank on its linear layers, queries, keys and values being one."""
+        """Count the numbers of adapters on linear layers, with queries, keys and values in one."""
         attention = 4 * self.hidden + 2 * self.hidden
         feed_forward = self.num_products * (self.hidden + self.intermediate)
         merged = self.hidden * self.merged
@@ -108,13 +108,13 @@ class VisionSize:
         return rank * (self.num_layers * (attention + feed_forward) + projector)
 
     def layer_patch_bytes(self, compute_bytes: int) -> float:
-        """Bytes that the backward pass of one layer keeps of a patch."""
+        """Return bytes that the backward pass of one layer keeps of a patch."""
         # Inputs and results of both norms and of attention; queries, keys and values, rotated.
-        found = 11.25 * compute_bytes * self.hidden
+        kept = 11.25 * compute_bytes * self.hidden
         if self.num_products == 3:
-            found += 2 * WIDE * self.hidden  # these norms widen what they keep
-        return found + compute_bytes * self.num_kept * self.intermediate
+            kept += 2 * WIDE * self.hidden  # these norms widen what they keep
+        return kept + compute_bytes * self.num_kept * self.intermediate
 
     def end_patch_bytes(self, compute_bytes: int) -> float:
-        """Bytes that are kept of a patch before the first layer and after the last one."""
+        """Return bytes that are kept of a patch before the first layer and after the last one."""
         return compute_bytes * (self.patch_numbers + 3 * self.hidden)
