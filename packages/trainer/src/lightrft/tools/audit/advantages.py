@@ -1,4 +1,4 @@
-"""Advantages by every built-in estimator, one row and one token at a time.
+"""Advantages of every built-in estimator, computed row by row and token by token.
 
 Sources: group_norm, arXiv:2402.03300; dr_grpo, arXiv:2503.20783; group_mean_batch_std, TRL's
 scale_rewards="batch"; rloo, arXiv:2402.14740; opo, arXiv:2505.23585; remax, arXiv:2310.10505;
@@ -20,7 +20,7 @@ from lightrft.config.parts.learning import AlgorithmOptions
 from lightrft.tools.audit.record import Array, Flags, Integers
 from lightrft.tools.audit.samples import differ
 
-MIN_VARIANCE = 1e-8  # of what is whitened
+MIN_VARIANCE = 1e-8  # of advantages before whitening
 TOKEN_ESTIMATORS = ("gae", "reinforce", "reinforce++")
 WHITENING = ("gae", "reinforce++", "reinforce_baseline")
 
@@ -33,11 +33,11 @@ class Scores:
     """Rewards of the rows of a step.
 
     Args:
-        rewards, greedy: [rows]; greedy rewards are NaN without.
-        groups: [rows] int64.
-        lengths: [rows] response tokens, of excluded rows too.
-        is_kept: [rows] bool; the others have no part in their group.
-        components: [rows] by name, NaN without.
+        rewards, greedy: [rows]; greedy rewards are NaN without a greedy completion.
+        groups: Group of each row: [rows] int64.
+        lengths: Response tokens of each row, including excluded rows: [rows].
+        is_kept: Rows that count in their group: [rows] bool.
+        components: Reward components by name: [rows]; NaN where missing.
     """
 
     rewards: Array
@@ -49,10 +49,10 @@ class Scores:
 
 
 def row_advantages(name: str, scores: Scores, given: Given) -> Array:
-    """One advantage a row; 0 for excluded rows and in groups of equal rewards.
+    """Return one advantage per row; 0 for excluded rows and for groups of equal rewards.
 
     Args:
-        name: Of the estimator.
+        name: Name of the estimator.
         scores: Rewards and groups.
         given: Hyper-parameters by name.
     """
@@ -72,14 +72,14 @@ def row_advantages(name: str, scores: Scores, given: Given) -> Array:
     for rows in informative:
         lengths = scores.lengths[rows].astype(np.float64)
         advantages[rows] = _GROUP[name](_Group(scores.rewards[rows], lengths, batch, share, given))
-    if name == "raft":  # tokens of all kept rows over those of the best
+    if name == "raft":  # tokens of all kept rows / tokens of the best rows
         kept, best = scores.lengths[scores.is_kept].sum(), scores.lengths[advantages > 0].sum()
         advantages *= kept / max(best, 1)
     return advantages
 
 
 def _gdpo(scores: Scores, given: Given) -> Array:
-    """Components, each normalised in its group, and their weighted sum over the step."""
+    """Normalise each component within its group, then their weighted sum over the step."""
     total, none = np.zeros(len(scores.rewards)), np.full(len(scores.rewards), math.nan)
     for part in str(given.get("components", "")).split(","):
         name, _, weight = part.partition("=")
@@ -91,7 +91,7 @@ def _gdpo(scores: Scores, given: Given) -> Array:
 
 
 def enlargement(advantages: Array, scores: Scores) -> float:
-    """By how much an estimator makes differences of a group's rewards larger, at least 2."""
+    """Return how much an estimator enlarges reward differences within a group, at least 2."""
     largest_factor = 1.0
     for group in np.unique(scores.groups):
         rows = (scores.groups == group) & scores.is_kept
@@ -102,7 +102,7 @@ def enlargement(advantages: Array, scores: Scores) -> float:
 
 
 def _std(values: Array) -> float:
-    """With n - 1; 1 where that is undefined or 0."""
+    """Return the standard deviation with n - 1; 1 where it is undefined or 0."""
     if len(values) < 2 or np.ptp(values) == 0:
         return 1.0
     return float(np.std(values, ddof=1))
@@ -115,7 +115,7 @@ class _Group:
     Args:
         rewards, lengths: [rows].
         batch: Rewards of the kept rows of all groups.
-        share: All groups over those of unequal rewards.
+        share: Number of groups / number of groups with unequal rewards.
         given: Hyper-parameters by name.
     """
 
@@ -195,10 +195,10 @@ ESTIMATORS = (*_GROUP, "gdpo", "remax", "zero", *TOKEN_ESTIMATORS)
 
 
 def token_rewards(rewards: Array, mask: Flags, penalty: Array, paid: Array) -> Array:
-    """The reward of each token: [rows, seq].
+    """Return the reward of each token: [rows, seq].
 
-    That of a row stands on its last response token, but for what is paid before, less the penalty
-    of each token.
+    The last response token gets the row's reward minus earlier payments. Each token pays its
+    penalty.
     """
     by_token = np.where(mask, paid - penalty, 0.0)
     for row in np.flatnonzero(mask.any(axis=1)):
@@ -207,10 +207,10 @@ def token_rewards(rewards: Array, mask: Flags, penalty: Array, paid: Array) -> A
 
 
 def backwards(mask: Flags, config: AlgorithmOptions) -> Iterator[tuple[int, int, float]]:
-    """Row, token and discount after it, of every response token from the last one on.
+    """Yield (row, token, discount to the next token) of response tokens, from the last backwards.
 
-    With `turn_credit` discounted, gamma counts turns: it acts where the next response token does
-    not follow at once, since an observation stands between.
+    With `turn_credit` discounted, gamma counts turns: it applies only where an observation
+    separates a response token from the next one.
     """
     for row in range(len(mask)):
         following = -1
@@ -221,7 +221,7 @@ def backwards(mask: Flags, config: AlgorithmOptions) -> Iterator[tuple[int, int,
 
 
 def returns(rewards: Array, mask: Flags, config: AlgorithmOptions) -> Array:
-    """Discounted return from each response token on: [rows, seq]."""
+    """Return the discounted return from each response token on: [rows, seq]."""
     totals, rest = np.zeros_like(rewards), np.zeros(len(mask))
     for row, t, discount in backwards(mask, config):
         rest[row] = totals[row, t] = rewards[row, t] + discount * rest[row]
@@ -229,7 +229,7 @@ def returns(rewards: Array, mask: Flags, config: AlgorithmOptions) -> Array:
 
 
 def policy_lambds(mask: Flags, config: AlgorithmOptions) -> Array:
-    """[rows] lambd of the advantages that the policy learns from."""
+    """Return lambd of the policy's advantages: [rows]."""
     options = config.advantage_args or {}
     if "length_alpha" in options:
         lengths = np.maximum(mask.sum(axis=1), 1)
@@ -244,7 +244,7 @@ def gae(
     config: AlgorithmOptions,
     lambds: Array | None = None,
 ) -> Array:
-    """Generalised advantages: [rows, seq]; after the last response token the value is 0."""
+    """Return generalised advantages: [rows, seq]; the value after the last token is 0."""
     lambds = np.full(len(mask), config.lambd) if lambds is None else lambds
     advantages = np.zeros_like(rewards)
     next_value, next_advantage = np.zeros(len(mask)), np.zeros(len(mask))
@@ -256,12 +256,12 @@ def gae(
 
 
 def whitened(advantages: Array, mask: Flags) -> tuple[Array, float]:
-    """(A - mean) / std over the tokens of the step, std with n, and that std."""
+    """Return (A - mean) / std over the tokens of the step, and that std (with n)."""
     inside = advantages[mask]
     if inside.size == 0:
         return advantages, 1.0
     variance = float(((inside - inside.mean()) ** 2).mean())
-    # What float32 leaves of equal numbers is no variance.
+    # Rounding errors of equal float32 numbers are not variance.
     is_constant = np.ptp(inside) == 0 or variance <= (1e-14 * inside.mean()) ** 2
     std = 1.0 if is_constant else math.sqrt(max(variance, MIN_VARIANCE))
     return np.where(mask, (advantages - inside.mean()) / std, 0.0), std

@@ -1,4 +1,4 @@
-"""Weights of tokens: off-policy corrections, and the tokens of high entropy.
+"""Weights of tokens: off-policy corrections and high-entropy tokens.
 
 Sources: decoupled PPO, arXiv:2110.00641; IcePop, arXiv:2510.18855; DeepSeek-V3.2, arXiv:2512.02556;
 high-entropy tokens, arXiv:2506.01939.
@@ -37,7 +37,7 @@ SIGNS = ("negative", "positive", "towards")
 
 @dataclass(frozen=True, slots=True)
 class CorrectionTerm:
-    """One word of a correction: ACTION:STATISTIC:LEVEL and what follows."""
+    """One word of a correction: ACTION:STATISTIC:LEVEL and its options."""
 
     action: str
     statistic: str
@@ -45,20 +45,20 @@ class CorrectionTerm:
     options: tuple[str, ...] = ()
 
     def bound(self, name: str, none: float) -> float:
-        """The last bound called `name`, or what stands for none."""
+        """Return the last bound called `name`; `none` without."""
         bounds = [o.partition("=")[2] for o in self.options if o.startswith(f"{name}=")]
         return float(bounds[-1]) if bounds else none
 
     @property
     def sides(self) -> tuple[str, str]:
-        """The two policies that are compared."""
+        """Names of the two compared policies."""
         pairs = ["old/engine", *(option for option in self.options if "/" in option)]
         first, _, second = pairs[-1].partition("/")
         return first, second
 
 
 def parse(config: TrainConfig) -> tuple[CorrectionTerm, ...]:
-    """The terms of `off_policy_correction`; () without."""
+    """Return the terms of `off_policy_correction`; () without."""
     words: list[str] = []
     for word in _text(config).split():
         name, *options = word.split(":")
@@ -76,7 +76,7 @@ def parse(config: TrainConfig) -> tuple[CorrectionTerm, ...]:
 
 
 def _text(config: TrainConfig) -> str:
-    """As given; of rows that older weights sampled it is tis, unless none is."""
+    """Return the option; by default tis for rows sampled by older weights, else ""."""
     text = config.off_policy_correction
     if text is None and (config.rollout_lag or config.stream_chunk):
         text = None if config.use_rollout_logprobs else "tis"
@@ -86,7 +86,7 @@ def _text(config: TrainConfig) -> str:
 
 
 def _added(terms: list[str], option: str) -> list[str]:
-    """The option with the one term that it can belong to; a pair with all."""
+    """Add an option to the one term that can have it; a pair of policies to all terms."""
     if "/" in option:
         return [f"{term}:{option}" for term in terms]
     weights = [term for term in terms if term.startswith("weight")]
@@ -100,20 +100,20 @@ def _added(terms: list[str], option: str) -> list[str]:
 
 
 def follows_policy(config: TrainConfig) -> bool:
-    """Whether a term looks at the policy that is updated."""
+    """Return whether a term reads the updated policy."""
     return any("new" in term.sides for term in parse(config))
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Numbers that corrections look at: pairs of [rows, seq] tensors of one optimizer batch.
+    """Inputs of corrections: pairs of [rows, seq] tensors of one optimizer batch.
 
     Args:
-        old: Logprobs of the trainer under the distribution that was sampled from.
-        rollout: Of the engine, exact.
-        advantages: Of the run and recomputed.
-        mask: [rows, seq] bool.
-        new: Logprobs of the policy that the update differentiates; those of `old` by default.
+        old: Logprobs of the trainer under the sampling distribution.
+        rollout: Logprobs of the engine, exact.
+        advantages: Advantages of the run and recomputed ones.
+        mask: Tokens of the batch: [rows, seq] bool.
+        new: Logprobs of the updated policy; `old` by default.
     """
 
     old: Pair
@@ -123,13 +123,13 @@ class Tokens:
     new: Pair | None = None
 
     def of(self, side: str) -> Pair:
-        """The logprobs of a policy by its name."""
+        """Return the logprobs of the policy with this name."""
         engine = Pair(self.rollout, self.rollout)
         return {"old": self.old, "engine": engine, "new": self.new or self.old}[side]
 
 
 def correction(terms: tuple[CorrectionTerm, ...], tokens: Tokens, borders: Borders) -> Tensor:
-    """The factor of every token's loss: [rows, seq], 0 where rejected and outside the mask."""
+    """Return each token's loss factor: [rows, seq]; 0 where rejected or outside the mask."""
     mask, scale = tokens.mask, 1.0
     weights, is_rejected = torch.ones_like(tokens.rollout), torch.zeros_like(mask)
     for term in terms:
@@ -174,7 +174,7 @@ def _value(term: CorrectionTerm, first: Tensor, second: Tensor, mask: Tensor) ->
 
 
 def _rest(q: Tensor, p: Tensor) -> Tensor:
-    """(1 - q) ln(1 - p), 0 for q = 1."""
+    """Return (1 - q) ln(1 - p); 0 for q = 1."""
     return torch.where(q < 1, (1 - q) * torch.log1p(-p.clamp(max=1)), 0.0)
 
 
@@ -205,7 +205,7 @@ def _has_sign(term: CorrectionTerm, tokens: Tokens, borders: Borders) -> Tensor:
 
 
 def high_entropy(entropy: Pair, mask: Tensor, borders: Borders, config: AlgorithmOptions) -> Tensor:
-    """Tokens whose entropy is among the highest of the batch or of their row: [rows, seq]."""
+    """Return the tokens of highest entropy in the batch or in each row: [rows, seq] bool."""
     ratio = config.high_entropy_token_ratio
     if config.high_entropy_scope == "batch":
         above = entropy.map(lambda each: each - _quantile(each[mask], 1 - ratio))

@@ -1,6 +1,6 @@
-"""Decisions of a step: what its options, a count of its updates and the step before ask for.
+"""Values that a step must have by its options, the count of updates and the previous step.
 
-A number of the record serves only where none of them says what it has to be.
+A recorded number is used only where none of these sources determines it.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ from lightrft.tools.audit.record import (
 )
 from lightrft.tools.audit.samples import build_rows, merged_moments, paid_rewards
 
-# Of one step, how much of the KL weight may change.
+# Largest relative change of the KL weight in one step.
 MAX_KL_ERROR = 0.2
 METRICS, NO_UPDATE = "metrics.jsonl", ("dynamic/skipped_steps", "undecided_steps")
 
 
 def options_of_step(run: Path, record: StepRecord) -> tuple[TrainConfig, bool]:
-    """The options that a step had to follow, and whether its optimizers are theirs.
+    """Return the options of a step, and whether its optimizers were built from them.
 
-    They are those of the run; of the step itself only what a run may change or decide on its way.
-    Without a config.toml of the run the trainer was built in Python: its optimizers may be, too.
+    The options are those of the run. The step's record supplies only options that a run may change
+    or decide on its way. Without a config.toml of the run, the trainer was built in Python, and
+    perhaps its optimizers, too.
     """
     recorded = TrainConfig.load(record.folder / CONFIG)
     if not (run / CONFIG).is_file():
@@ -67,9 +68,9 @@ def options_of_step(run: Path, record: StepRecord) -> tuple[TrainConfig, bool]:
 
 
 def step_before(run: Path, record: StepRecord, config: MonitoringOptions) -> StepRecord | None:
-    """The record of the step before; None without one, or where it may be of another try."""
+    """Return the record of the previous step; None if missing or perhaps of another attempt."""
     number = record.facts.step - 1
-    # A continued run that records fewer steps leaves those of the try before where they are.
+    # A continued run that records fewer steps leaves records of the earlier attempt in place.
     if config.audit_every == 1 and number in recorded_steps(run):
         with contextlib.suppress(RecordError):
             return read_record(run, number)
@@ -78,15 +79,15 @@ def step_before(run: Path, record: StepRecord, config: MonitoringOptions) -> Ste
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """Numbers that a step begins with, and sizes of its update.
+    """Values at the start of a step, and sizes of its update.
 
     Args:
-        kl_coef: Weight of the KL term; None is unknown.
-        reward_moments: Count, mean and squared deviations of all rewards before; empty without,
-            None is unknown.
-        lora_scale: Of the adapters; 0 without.
-        schedule_steps: Optimizer steps of the whole run, by model; 0 is unknown.
-        counts: Optimizer steps before this step, by model; None is unknown.
+        kl_coef: Weight of the KL term; None if unknown.
+        reward_moments: Count, mean and squared deviations of all earlier rewards; empty without
+            running normalisation, None if unknown.
+        lora_scale: Scale of the adapters; 0 without.
+        schedule_steps: Optimizer steps of the whole run, by model; 0 if unknown.
+        counts: Optimizer steps before this step, by model; None if unknown.
     """
 
     kl_coef: float | None
@@ -105,15 +106,15 @@ def decide(
     is_configured: bool,
     planned: tuple[int, int] | None,
 ) -> Decisions:
-    """The decisions of a step.
+    """Return the decisions of a step.
 
     Args:
-        run: Its metrics say which updates were left out.
-        record: Of the step.
-        before: Of the step before; None without.
-        config: What it had to follow.
-        is_configured: All models are made from the options.
-        planned: Fewest and most steps of the run; where they differ, the run's own count serves.
+        run: Folder of the run, whose metrics name skipped updates.
+        record: Record of the step.
+        before: Record of the previous step; None without.
+        config: Options of the step.
+        is_configured: True if all models are built from the options.
+        planned: Fewest and most steps of the run; if they differ, the run's count is used.
     """
     least, most = planned or (0, record.facts.num_planned)
     num_planned = most if least == most else record.facts.num_planned
@@ -134,12 +135,12 @@ def decide(
 
 
 def kl_estimator(config: ShapingOptions) -> str:
-    """The estimator of the KL term; that of its place unless the user chose one."""
+    """Return the KL estimator: the user's, else k3+ in the loss or k1 in the reward."""
     return config.kl_estimator or ("k3+" if config.use_kl_loss else "k1")
 
 
 def _taken_steps(model: str, num_steps: int, config: AlgorithmOptions) -> int:
-    """Of the first steps of a run, those in which a model is updated."""
+    """Return how many of the first `num_steps` steps update a model."""
     num_frozen = max(config.freezing_actor_steps, 0) if model == "actor" else 0
     return max(num_steps - num_frozen, 0)
 
@@ -150,7 +151,7 @@ def _updates_of_step(config: TrainConfig) -> int:
 
 
 def _kl_coef(record: StepRecord, before: StepRecord | None, config: TrainConfig) -> float | None:
-    """Ziegler et al. 2019, arXiv:1909.08593: it follows the KL of the step before."""
+    """Adapt the weight to the previous step's KL: Ziegler et al. 2019, arXiv:1909.08593."""
     if config.init_kl_coef == 0 or config.kl_target is None or record.facts.step == 1:
         return config.init_kl_coef
     if before is None:
@@ -187,7 +188,7 @@ def _reward_moments(
 def _count(
     model: str, run: Path, record: StepRecord, before: StepRecord | None, config: TrainConfig
 ) -> int | None:
-    """Optimizer steps that a model took before this step."""
+    """Return the number of optimizer steps of a model before this step."""
     num_steps = record.facts.step - 1
     if before is not None:
         made = [u for u in before.facts.updates if u.model == model and not u.is_skipped]
@@ -200,9 +201,9 @@ def _count(
 
 
 def read_left_out(model: str, run: Path, step: int, config: TrainConfig) -> float | None:
-    """Steps before this one whose updates were not taken, by the run's metrics; None is unknown.
+    """Return how many earlier steps were skipped by the run's metrics; None if unknown.
 
-    Their gradients were not finite, or there was nothing to learn from.
+    A step is skipped if gradients are not finite or no row has a signal.
     """
     path, total = run / METRICS, 0.0
     if not path.is_file():
@@ -220,21 +221,21 @@ def read_left_out(model: str, run: Path, step: int, config: TrainConfig) -> floa
 def check_decisions(
     found: Findings, decided: Decisions, record: StepRecord, config: TrainConfig, is_kept: Flags
 ) -> None:
-    """Compares what a step began with, and the sizes and contents of its update.
+    """Compare the values at the start of a step, and the sizes and contents of its update.
 
     Args:
         found: Receives the comparisons.
-        decided: See there.
-        record: Of the step.
-        config: What it had to follow.
-        is_kept: [rows] bool, the row is trained on.
+        decided: Expected values.
+        record: Record of the step.
+        config: Options of the step.
+        is_kept: Rows that are trained on: [rows] bool.
     """
     facts = record.facts
     _check_groups(found, record.samples, config)
     if decided.kl_coef is None:
         found.skip("KL weight", "it follows the KL of the step before, which is not recorded")
     else:
-        # What float32 leaves of the KL terms of a row.
+        # Allow for float32 rounding of a row's KL terms.
         found.number("KL weight", facts.kl_coef, decided.kl_coef, floor=1e-6 * decided.kl_coef)
     _check_moments(found, decided, record, config)
     has_updates = bool(is_kept.any())
@@ -247,7 +248,7 @@ def check_decisions(
 
 
 def _check_groups(found: Findings, samples: RawSamples, config: TrainConfig) -> None:
-    """The rows of a group answer the same tokens, and each group has all of its rows."""
+    """Check that rows of a group share their prompt, and that each group is complete."""
     whole = list(rows_of(samples.prompt_lengths + samples.response_lengths))
     prompts = [
         samples.token_ids[where][:size].tobytes()
@@ -272,7 +273,7 @@ def _check_moments(
     name = "rewards counted before"
     if wanted_moments is None:
         most = (record.facts.step - 1) * config.rollout_batch_size * config.n_samples_per_prompt
-        # Rewards may have failed.
+        # Failed rewards are not counted.
         fails = config.reward_failure == "mask" or config.dynamic_sampling or config.has_episodes
         least = 1 if fails or config.allow_changes else most
         count = seen[0] if seen else 0.0
@@ -297,7 +298,7 @@ def _check_updates(
     config: TrainingOptions,
     num_epochs: int,
 ) -> None:
-    """Every epoch trains each row once, in the optimizer batches that the seed gives."""
+    """Check that each epoch trains every row once, in the batches drawn from the seed."""
     place = {int(i): row for row, i in enumerate(record.samples.sample_ids)}
     num_rows, size = len(place), config.train_batch_size
     num_batches = num_rows // size
@@ -318,14 +319,14 @@ def _check_updates(
 
 
 def _in_order(batches: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The rows of each batch, and the batches, in an order of their own."""
+    """Sort the rows of each batch, then the batches."""
     return sorted(sorted(batch) for batch in batches)
 
 
 def _check_micro_batches(
     found: Findings, updates: Sequence[UpdateFacts], samples: RawSamples, config: TrainConfig
 ) -> None:
-    """Micro batches hold their number of rows, or no more than their tokens."""
+    """Check that micro batches have the configured number of rows or tokens."""
     size, tokens = config.micro_train_batch_size, config.micro_batch_tokens
     micros = [micro for update in updates for micro in update.micro_batches]
     if tokens is None and not config.packing_samples:
@@ -342,7 +343,7 @@ def _check_micro_batches(
 def check_tokens(
     found: Findings, micros: Sequence[Integers], packs: bool | None, limit: int
 ) -> None:
-    """Micro batches of several rows, of these lengths, have no more tokens than the limit."""
+    """Check that micro batches of several rows stay within the limit of tokens."""
     held = [int(each.sum() if packs else len(each) * each.max()) for each in micros]
     most = max(held, default=0)
     found.add("tokens of micro batches", float(most), float(limit), max(0.0, most - limit), 0.0)
@@ -356,15 +357,15 @@ def check_optimizers(
     states: Mapping[str, Mapping[str, Tensor]],
     wanted: Mapping[str, Collection[str]],
 ) -> None:
-    """Compares classes, numbers, trained names, counters and schedules with the options.
+    """Compare optimizer classes, numbers, trained names, counters and schedules with the options.
 
     Args:
         found: Receives the comparisons.
-        decided: See there.
-        record: Of the step.
-        config: What it had to follow.
-        states: Before the step, by model.
-        wanted: Names of the weights that each model trains.
+        decided: Expected values.
+        record: Record of the step.
+        config: Options of the step.
+        states: States before the step, by model.
+        wanted: Names of the trained weights, by model.
     """
     for model, facts in record.facts.optimizers.items():
         count, groups = decided.counts[model], facts.groups
@@ -393,7 +394,7 @@ def check_optimizers(
 def check_link(
     found: Findings, before: StepRecord, states: Mapping[str, Mapping[str, Tensor]]
 ) -> None:
-    """A step begins with the weights and optimizer states that the one before ended with."""
+    """Check that a step starts with the final weights and optimizer states of the previous one."""
     for model, state in states.items():
         after = before.state("after", model)
         odd = sorted(

@@ -1,4 +1,4 @@
-"""Findings of an audit, quantity by quantity in the order of the chain, and the verdict."""
+"""Findings of an audit, in the order of the computation, and the verdict."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from lightrft.tools.audit.record import Array, Flags
 from lightrft.tools.audit.tolerances import MEAN_SHARES
 
-# Kinds of tolerance that are relative to each value itself.
+# Kinds of tolerance that are relative to each value.
 PER_TOKEN = ("logprobs", "replayed", "engine", "weights")
 EQUAL, DIFFERS, NOT_AUDITED = "equal", "differs", "not audited"
 
@@ -22,11 +22,11 @@ class Finding:
     """One row of the table.
 
     Args:
-        quantity: What was compared, and at which update.
-        run, own: A number that stands for the run's and for the recomputed value; None without.
-        difference, limit: What was measured, and up to which it is rounding.
+        quantity: Compared quantity, and its update.
+        run, own: Summary of the run's value and of the recomputed value; None without.
+        difference, limit: Measured difference, and the largest that rounding explains.
         verdict: "equal", "differs" or "not audited".
-        note: Where the largest difference is, or why nothing was compared.
+        note: Place of the largest difference, or the reason to compare nothing.
     """
 
     quantity: str
@@ -40,18 +40,18 @@ class Finding:
 
 @dataclass(slots=True)
 class Findings:
-    """Collects comparisons.
+    """Collector of comparisons.
 
     Args:
-        tolerances: By kind, see `tolerances`.
-        rows: So far.
+        tolerances: Tolerances by kind, see `tolerances`.
+        rows: Findings so far.
     """
 
     tolerances: Mapping[str, float]
     rows: list[Finding] = field(default_factory=list)
 
     def skip(self, quantity: str, why: str) -> None:
-        """Say that something cannot be recomputed."""
+        """Note that a quantity cannot be recomputed."""
         self.rows.append(Finding(quantity, None, None, None, None, NOT_AUDITED, why))
 
     def number(
@@ -64,7 +64,7 @@ class Findings:
         scale: float = 0.0,
         floor: float = 0.0,
     ) -> None:
-        """Compare two numbers; `scale` is what the difference is relative to if larger."""
+        """Compare two numbers; the difference is relative to `scale` if that is larger."""
         limit = self.tolerances[kind] * max(abs(own), scale) + floor
         self.add(quantity, run, own, abs(run - own), limit)
 
@@ -90,15 +90,15 @@ class Findings:
         scale: float = 1.0,
         floor: Callable[[], Tensor | float] = float,
     ) -> None:
-        """Compare [rows, seq] values: of the mask closely, 0 outside of it.
+        """Compare [rows, seq] values inside the mask; outside, the run's must be 0.
 
         Args:
-            quantity: What.
-            run, own: Values.
-            mask: Where they count.
-            kind: Of the tolerance.
-            scale: What differences of "advantages" are relative to.
-            floor: Rounding of each value; asked for where the tolerance alone is exceeded.
+            quantity: Name of the quantity.
+            run, own: Values of the run and recomputed values.
+            mask: Tokens that count.
+            kind: Kind of tolerance.
+            scale: Unit of differences for kinds that are not relative to each value.
+            floor: Rounding of each value; called only if the tolerance alone is exceeded.
         """
         run, own, mask = (np.asarray(each) for each in (run, own, mask))
         if run.shape != own.shape:
@@ -120,7 +120,7 @@ class Findings:
         self.add(quantity, means[0], means[1], largest, limit, note)
 
     def hint(self, text: str) -> None:
-        """Say where to look if the last quantity differs."""
+        """Add advice to the last finding if it differs."""
         last = self.rows[-1]
         if last.verdict == DIFFERS:
             self.rows[-1] = replace(last, note=f"{last.note}; {text}")
@@ -134,8 +134,8 @@ class Findings:
         limit: float,
         note: str = "",
     ) -> None:
-        """Compare by a difference and a limit that the caller knows."""
-        # Also false for NaN.
+        """Add a comparison by its difference and limit."""
+        # False for NaN, too.
         verdict = EQUAL if difference <= limit else DIFFERS
         self.rows.append(Finding(quantity, run, own, difference, limit, verdict, note))
 

@@ -1,4 +1,4 @@
-"""Steps on rows of the data: which rows they train, in which items and micro batches."""
+"""Checks of steps on rows of the data: trained rows, items and micro batches."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lightrft.tools.audit.replay import ReplayedStep
 
 
 def in_items(config: TrainConfig) -> TrainConfig:
-    """A run on given rows in the words of reinforcement: a step is one optimizer step on items."""
+    """Return rollout options that describe a step on data: one optimizer step on its items."""
     size = config.train_batch_size
     return config.replaced({"rollout_batch_size": size, "n_samples_per_prompt": 1, "max_epochs": 1})
 
 
 def check_given(step: ReplayedStep) -> None:
-    """Compares what an optimizer step is made of."""
+    """Compare the items, rows and micro batches of an optimizer step."""
     findings, facts = step.found, step.record.facts
     findings.number("items of the step", len(set(items_of(step))), step.config.train_batch_size)
     findings.number("updates of the actor", len(facts.updates), 1)
@@ -29,10 +29,10 @@ def check_given(step: ReplayedStep) -> None:
 
 
 def check_places(step: ReplayedStep) -> None:
-    """Compares the items that the step trains with those that its options draw.
+    """Compare the trained items with the items that the options select.
 
-    Each pass takes the items in an order of its own, drawn from seed + pass; a step takes the next
-    `train_batch_size` of it, however many ranks share them, and what fills no step is left out.
+    Each pass shuffles the items with seed + pass. A step takes the next `train_batch_size` items,
+    for any number of ranks. Items that fill no step are dropped.
     """
     findings, config, facts, name = step.found, step.config, step.record.facts, "rows of the data"
     samples, size = step.record.samples, config.train_batch_size
@@ -48,13 +48,13 @@ def check_places(step: ReplayedStep) -> None:
 
 
 def items_of(step: ReplayedStep) -> list[int]:
-    """[rows] the pair, ranking or answer that each row belongs to."""
+    """Return the pair, ranking or answer of each row: [rows]."""
     items: list[int] = step.record.samples.group_ids.tolist()
     return items
 
 
 def _check_micro_batches(step: ReplayedStep) -> None:
-    """Each holds whole items: their number, or no more than their tokens."""
+    """Check that micro batches have whole items, within their number or tokens."""
     findings, config, items = step.found, step.config, items_of(step)
     index = {int(i): row for row, i in enumerate(step.record.samples.sample_ids)}
     micros = [
@@ -80,7 +80,7 @@ def _check_micro_batches(step: ReplayedStep) -> None:
 
 
 def _check_tokens(step: ReplayedStep, micros: list[Integers], sizes: set[int]) -> None:
-    """Micro batches of several items, of rows of these lengths, are within the bound of tokens."""
+    """Check that micro batches of several items stay within the limit of tokens."""
     config, bound = step.config, step.config.micro_batch_tokens
     if bound is None and len(sizes) > 1:
         step.found.skip("tokens of micro batches", "the longest ranking of the data bounds them")

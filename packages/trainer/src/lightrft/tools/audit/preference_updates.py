@@ -1,4 +1,4 @@
-"""The objective of a step on preferences."""
+"""Objective of a step on preferences."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ GOOD = "is_good"
 
 
 def answer_places(step: ReplayedStep) -> Flags:
-    """[rows, seq] the tokens of answers, as the data have them."""
+    """Return [rows, seq] bool: the tokens of answers, as in the data."""
     if step.record.samples.facts.get(GOOD, np.zeros(0)).shape != step.rows.lengths.shape:
         raise RecordError(f"{step.record.folder} does not say which answers are better")
     return step.rows.mask
 
 
 class PreferenceReplay(ReplayedLoss):
-    """The loss of a model on pairs of answers, or on labelled ones.
+    """Loss of a model on pairs of answers or on labelled answers.
 
     Args:
-        step: What is audited.
-        scorer: Its plain model.
-        reference: Folder of the reference; None takes `pretrain` of the options.
+        step: Step under audit.
+        scorer: Plain model of the trained model.
+        reference: Folder of the reference model; None uses the option `pretrain`.
     """
 
     scores = "logprobs"
@@ -50,13 +50,13 @@ class PreferenceReplay(ReplayedLoss):
         self._tokens = torch.from_numpy(step.rows.mask.sum(axis=1).astype(np.float64))
 
     def denominator(self, mask: Tensor) -> float:
-        """See `ReplayedLoss`."""
+        """Return the number of items per step."""
         return float(self.step.config.train_batch_size)
 
     def terms(
         self, update: Update, scores: Pair, error: Tensor, others: Sequence[Tensor]
     ) -> Iterator[LossTerm]:
-        """See `ReplayedLoss`."""
+        """Yield the preference loss."""
         mask, tokens = update.mask, self._tokens.clamp(min=1.0)
         # Errors of single tokens have independent signs.
         doubts = 3 * (error**2).sum(dim=1).sqrt()
@@ -67,19 +67,19 @@ class PreferenceReplay(ReplayedLoss):
             sums = Pair(new.own.where(mask, 0.0).sum(dim=1), run)
             return self._values(sums, reference, z, float(doubts.max()))
 
-        # Reference sums are rounded alike.
+        # Sums of the reference have the same rounding error.
         apart = torch.where(self._is_good, 2.0, -2.0) * doubts
         shifts = [
             torch.where(mask, (sums / tokens)[:, None], 0.0)
             for sums in (apart, -apart, apart.abs(), -apart.abs())
         ]
         exact, moved = with_rounding(loss, scores, shifts, self.step.borders)
-        # The tokens of an answer share their derivative, and so its rounding.
+        # All tokens of an answer have the same derivative, so its rounding error is shared.
         shared = moved.slope * tokens.sqrt()[:, None]
         yield LossTerm("policy", 1.0, exact, Differentiated(moved.value, shared))
 
     def _values(self, sums: Pair, reference: Pair, z: float, doubt: float) -> Tensor:
-        """The parts of the loss of the step, from the sums of its answers."""
+        """Return the parts of the step's loss from the log-probability of each answer."""
         is_good, config = self._is_good, self.step.config
         chosen, rejected = (
             Answers(
@@ -102,7 +102,7 @@ class PreferenceReplay(ReplayedLoss):
         return torch.cat(parts)
 
     def _reference(self, mask: Tensor, doubts: Tensor) -> Pair:
-        """Sums under the reference, of run and own; 0 where no loss reads them."""
+        """Return and check reference log-probabilities of answers; 0 if no loss reads them."""
         step, findings, seen = self.step, self.step.found, self.step.record.values.ref_logprobs
         is_wanted = any(loss.has_reference for loss in self._losses)
         findings.number("has a reference", seen.size > 0, is_wanted)
@@ -122,7 +122,7 @@ class PreferenceReplay(ReplayedLoss):
         return Pair(recomputed[:, 0], run[:, 0])
 
     def _check_z(self, update: Update) -> float:
-        """The mean log-ratio of answers behind other prompts, at least 0; 0 where nobody asks."""
+        """Return the mean log-ratio of mismatched answers, at least 0; 0 if no loss needs it."""
         if not any("desirable_weight" in loss.defaults for loss in self._losses):
             return 0.0
         ids, mask = self._others()
@@ -142,7 +142,7 @@ class PreferenceReplay(ReplayedLoss):
         return z
 
     def _others(self) -> tuple[Integers, Tensor]:
-        """The answers of the next item with another prompt behind the prompt of each item."""
+        """Return each prompt followed by answers of the next item with another prompt."""
         rows, items = self.step.rows, items_of(self.step)
         starts = rows.mask.argmax(axis=1)
         texts = [tuple(rows.ids[row, :start]) for row, start in enumerate(starts)]
@@ -151,7 +151,7 @@ class PreferenceReplay(ReplayedLoss):
             prompt = texts[items.index(item)]
             turn = [(item + n) % number for n in range(1, number)]
             behind = [n for n in turn if texts[items.index(n)] != prompt][:1]
-            for row in (row for row, token_ids in enumerate(items) if token_ids in behind):
+            for row in (row for row, member in enumerate(items) if member in behind):
                 part = slice(starts[row], rows.lengths[row])
                 trained = [False] * len(prompt) + rows.mask[row, part].tolist()
                 answers.append(([*prompt, *rows.ids[row, part].tolist()], trained))
@@ -160,14 +160,11 @@ class PreferenceReplay(ReplayedLoss):
             np.zeros((len(answers), width), np.int64),
             torch.zeros(len(answers), width).bool(),
         )
-        for row, (token_ids, trained) in enumerate(answers):
-            ids[row, : len(token_ids)], mask[row, : len(token_ids)] = (
-                token_ids,
-                torch.tensor(trained),
-            )
+        for row, (text, trained) in enumerate(answers):
+            ids[row, : len(text)], mask[row, : len(text)] = text, torch.tensor(trained)
         return ids, mask
 
 
 def preference_objectives(step: ReplayedStep, reference: Path | None) -> dict[str, ReplayedLoss]:
-    """What the model is trained on."""
+    """Return the objective of the trained model."""
     return {"actor": PreferenceReplay(step, trained_model(step), reference)}
