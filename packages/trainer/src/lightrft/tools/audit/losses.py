@@ -1,8 +1,8 @@
-"""Policy losses, KL terms and the value loss; autograd gives their derivatives.
+"""Policy losses, KL terms and the value loss; autograd computes their derivatives.
 
-p are log-probabilities under the trained policy, q under that of the start of the step.
+p are log-probabilities under the trained policy, q under the policy at the start of the step.
 
-Sources: formulas and papers as in the docstrings.
+Sources: papers in the docstrings.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Batch:
     """Rows of one micro batch.
 
     Args:
-        p, q: [rows, seq] of the trained policy and of the old one.
+        p, q: Log-probabilities of the trained and the old policy: [rows, seq].
         advantages: [rows, seq].
         mask: [rows, seq] bool.
-        borders: Decides at bounds.
+        borders: Decisions at bounds.
     """
 
     p: Pair
@@ -38,16 +38,16 @@ class Batch:
 
     @property
     def difference(self) -> Pair:
-        """P - q inside the mask, 0 outside."""
+        """Difference p - q inside the mask, 0 outside."""
         return self.p.less(self.q, self.mask)
 
     @property
     def mean_difference(self) -> Pair:
-        """The mean of P - q over the tokens of each row, at each of them."""
+        """Mean of p - q over the tokens of each row, at each token."""
         return self.difference.map(self.row_mean)
 
     def row_mean(self, values: Tensor) -> Tensor:
-        """[rows, seq] the mean of each row at all of its tokens."""
+        """Return the mean of each row, repeated for each token: [rows, seq]."""
         total = values.sum(dim=1, keepdim=True)
         return (total / row_lengths(self.mask)).expand_as(values)
 
@@ -58,25 +58,25 @@ Loss = Callable[[Batch, Options], Tensor]
 
 
 def _ratio(difference: Tensor) -> Tensor:
-    """The exponential of what is held within +-20."""
+    """Return the exponential of the difference clamped to +-20."""
     return difference.clamp(-HELD, HELD).exp()
 
 
 def _beyond(batch: Batch, value: Pair, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Above `high` with a positive advantage, and below `low` with a negative one."""
+    """Return where A > 0 and value > `high`, and where A < 0 and value < `low`."""
     advantages, borders = batch.advantages, batch.borders
     is_high = (advantages > 0) & borders.above(value, high)
     return is_high, (advantages < 0) & ~borders.at_least(value, low)
 
 
 def _bounded(batch: Batch, value: Pair, low: float, high: float) -> Tensor:
-    """The bounds where the value is beyond them in the sense above."""
+    """Replace the value by a bound where it is `_beyond` that bound."""
     is_high, is_low = _beyond(batch, value, low, high)
     return torch.where(is_high, high, torch.where(is_low, low, value.own))
 
 
 def _surrogate(batch: Batch, difference: Pair, given: Options) -> Tensor:
-    """-min(r A, clip(r) A) of ratios that are capped with negative A."""
+    """Return -min(r A, clip(r) A), with r capped for negative A."""
     ratio, cap = difference.map(_ratio), given.get("dual_clip", math.inf)
     bounded = _bounded(batch, ratio, 1 - given["clip_low"], 1 + given["clip_high"])
     is_capped = (batch.advantages < 0) & batch.borders.above(ratio, cap)
@@ -84,31 +84,31 @@ def _surrogate(batch: Batch, difference: Pair, given: Options) -> Tensor:
 
 
 def ppo(batch: Batch, given: Options) -> Tensor:
-    """Schulman et al. 2017, arXiv:1707.06347, eq. 7; Ye et al. 2019, arXiv:1912.09729."""
+    """Follow Schulman et al. 2017, arXiv:1707.06347, eq. 7; Ye et al. 2019, arXiv:1912.09729."""
     return _surrogate(batch, batch.difference, given)
 
 
 def gspo(batch: Batch, given: Options) -> Tensor:
-    """Zheng et al. 2025, arXiv:2507.18071, eq. 5: one ratio a row."""
+    """Follow Zheng et al. 2025, arXiv:2507.18071, eq. 5: one ratio per row."""
     return _surrogate(batch, batch.mean_difference, given)
 
 
 def gspo_token(batch: Batch, given: Options) -> Tensor:
-    """The same, sec. 4.3: the gradient of a token is that of its own advantage."""
+    """Follow the paper of `gspo`, sec. 4.3: each token's gradient has its own advantage."""
     mean = batch.mean_difference
     by_token = Pair(with_slope_of(mean.own, batch.p.own), mean.run)
     return _surrogate(batch, by_token, given)
 
 
 def gmpo(batch: Batch, given: Options) -> Tensor:
-    """Zhao et al. 2025, arXiv:2507.20673: geometric mean of bounded ratios."""
+    """Follow Zhao et al. 2025, arXiv:2507.20673: geometric mean of bounded ratios."""
     high = given["max_log_ratio"]
     bounded = _bounded(batch, batch.difference, -given.get("max_log_fall", high), high)
     return -_ratio(batch.row_mean(bounded)) * batch.advantages
 
 
 def cpgd(batch: Batch, given: Options) -> Tensor:
-    """Liu et al. 2025, arXiv:2505.12504: clipped log-ratio, and a drift term."""
+    """Follow Liu et al. 2025, arXiv:2505.12504: clipped log-ratio, and a drift term."""
     low, high = math.log(1 - given["clip_low"]), math.log(1 + given["clip_high"])
     bounded = _bounded(batch, batch.difference, low, high)
     drift = (_ratio(batch.difference.own) - 1).clamp(max=given["drift_cap"]).detach()
@@ -117,36 +117,36 @@ def cpgd(batch: Batch, given: Options) -> Tensor:
 
 
 def cispo(batch: Batch, given: Options) -> Tensor:
-    """MiniMax-M1 2025, arXiv:2506.13585, eqs. 4 and 5."""
+    """Follow MiniMax-M1 2025, arXiv:2506.13585, eqs. 4 and 5."""
     ratio = _ratio(batch.difference.own).detach()
     weight = ratio.clamp(1 - given["clip_low"], 1 + given["clip_high"])
     return -weight * batch.advantages * batch.p.own
 
 
 def sapo(batch: Batch, given: Options) -> Tensor:
-    """Gao et al. 2025, arXiv:2511.20347: a sigmoid gate."""
+    """Follow Gao et al. 2025, arXiv:2511.20347: a sigmoid gate."""
     return _gate(batch, batch.difference, given)
 
 
 def sapo_sequence(batch: Batch, given: Options) -> Tensor:
-    """The same on one ratio a row, the geometric mean."""
+    """Apply the gate of `sapo` to one ratio per row, the geometric mean."""
     return _gate(batch, batch.mean_difference, given)
 
 
 def ppo_sequence(batch: Batch, given: Options) -> Tensor:
-    """Ahmadian et al. 2024, arXiv:2402.14740: a response is one action."""
+    """Follow Ahmadian et al. 2024, arXiv:2402.14740: a response is one action."""
     lengths = row_lengths(batch.mask)
     return _surrogate(batch, batch.mean_difference.map(lambda mean: mean * lengths), given)
 
 
 def dro(batch: Batch, given: Options) -> Tensor:
-    """Richemond et al. 2024, arXiv:2405.19107, token by token."""
+    """Follow Richemond et al. 2024, arXiv:2405.19107, token by token."""
     pull = given["penalty"] * batch.difference.own**2 / 2
     return pull - batch.p.own * batch.advantages
 
 
 def _gate(batch: Batch, difference: Pair, given: Options) -> Tensor:
-    """-4 / tau sigmoid(tau (r - 1)) A."""
+    """Return -4 / tau sigmoid(tau (r - 1)) A."""
     advantages, positive = batch.advantages, given["temperature_positive"]
     negative = torch.full_like(advantages, given["temperature_negative"])
     tau = torch.where(advantages > 0, positive, negative)
@@ -154,12 +154,12 @@ def _gate(batch: Batch, difference: Pair, given: Options) -> Tensor:
 
 
 def reinforce(batch: Batch, _: Options) -> Tensor:
-    """Williams 1992."""
+    """Follow Williams 1992."""
     return -batch.advantages * batch.p.own
 
 
 def clip_cov(batch: Batch, given: Options) -> Tensor:
-    """Cui et al. 2025, arXiv:2505.22617, with a systematic draw of the tokens left out."""
+    """Follow Cui et al. 2025, arXiv:2505.22617, with a systematic draw of the tokens left out."""
     covariance, borders = _covariance(batch), batch.borders
     low, high = 1 - given["clip_low"], 1 + given["clip_high"]
     is_high, is_low = _beyond(batch, batch.difference.map(_ratio), low, high)
@@ -175,7 +175,7 @@ def clip_cov(batch: Batch, given: Options) -> Tensor:
 
 
 def kl_cov(batch: Batch, given: Options) -> Tensor:
-    """The same paper: |p - q| on the tokens of highest covariance."""
+    """Follow the paper of `clip_cov`: |p - q| on the tokens of highest covariance."""
     count, d = _share(batch, given["cov_ratio"]), batch.difference
     highest = batch.borders.highest(_covariance(batch).at(batch.mask), count)
     rows, places = batch.mask.nonzero()[highest].T
@@ -201,7 +201,7 @@ def _share(batch: Batch, ratio: float) -> int:
 
 
 def _size(value: Pair, borders: Borders) -> Tensor:
-    """The size of a value, with the derivative of the run's side where both are close to 0."""
+    """Return |value|; near 0 its derivative takes the sign of the run's value."""
     return with_slope_of(value.own.abs(), borders.sign(value) * value.own)
 
 
@@ -210,8 +210,8 @@ class PolicyLoss:
     """A built-in policy loss.
 
     Args:
-        function: Its values.
-        aggregation: Of its paper.
+        function: Loss per token.
+        aggregation: Aggregation of its paper.
         defaults: Hyper-parameters by name.
     """
 
@@ -250,10 +250,10 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
 
 
 def kl_term(name: str, p: Pair, reference: Pair, q: Pair, mask: Tensor, borders: Borders) -> Tensor:
-    """Estimate of KL(policy || reference) per token.
+    """Estimate KL(policy || reference) per token.
 
-    Source: Schulman, "Approximating KL divergence"; k3_is: DeepSeek-V3.2, arXiv:2512.02556; those
-    with + have the value of their name, and the gradient of the divergence itself.
+    Source: Schulman, "Approximating KL divergence"; k3_is: DeepSeek-V3.2, arXiv:2512.02556.
+    Estimators with + have the value of their name and the gradient of the divergence itself.
     """
     d = p.less(reference, mask)
     k3, squared = d.map(_k3), d.own**2 / 2
@@ -268,7 +268,7 @@ def kl_term(name: str, p: Pair, reference: Pair, q: Pair, mask: Tensor, borders:
     if name.endswith("+"):
         return with_slope_of(values, squared)
     weight = _ratio(p.less(q, mask).own).detach()
-    # The gradient of the divergence is that of k2; k1_is is differentiated by both factors.
+    # The divergence has the gradient of k2. For k1_is both factors are differentiated.
     return with_slope_of(weight * values, weight * (squared + (d.own if kind == "k1" else 0.0)))
 
 
@@ -280,7 +280,7 @@ def _k3(d: Tensor) -> Tensor:
 def value_term(
     values: Pair, old: Pair, returns: Tensor, mask: Tensor, *, clip: float, borders: Borders
 ) -> Tensor:
-    """Half the squared error, the larger one of the free and the clipped value; clip 0 is off."""
+    """Return half the larger squared error of the free and the clipped value; clip 0 is off."""
     free_error = torch.where(mask, values.own - returns, 0.0) ** 2
     if clip <= 0:
         return free_error / 2
@@ -293,12 +293,12 @@ def value_term(
 
 
 def token_shares(mask: Tensor, mode: str) -> Tensor:
-    """u_i of every token: [rows, seq]."""
+    """Return u_i of every token: [rows, seq]."""
     return mask / row_lengths(mask) if mode == "seq-mean-token-mean" else mask.double()
 
 
 def normalizer(mask: Tensor, mode: str, budget: int) -> float:
-    """Z: tokens, rows with tokens, or those times the response budget of the run."""
+    """Return Z: tokens, rows with tokens, or these rows times the run's response budget."""
     if mode == "token-mean":
         return float(mask.sum())
     num_rows = float(mask.any(dim=1).sum())

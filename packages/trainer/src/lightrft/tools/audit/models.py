@@ -1,6 +1,6 @@
 """Forward and backward passes of plain transformers models in float64, without padding masks.
 
-Rows are padded on the right and attention is causal, so that no token sees padding.
+Rows are padded on the right and attention is causal, so no token attends to padding.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from lightrft.tools.audit.record import Integers, RecordError
 
 BASE, FIRST, SECOND = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight"
 AutoKind = type[AutoModel | AutoModelForCausalLM | AutoModelForSequenceClassification]
-# Of one forward pass, in float64.
+# Limit of one forward pass, in float64.
 MAX_LOGITS = 2**26
 MAX_LAYERS = 10_000
-# The names of recorded parameters begin with these.
+# Prefixes of recorded parameter names.
 POLICY, TRUNK, HEAD = "model", "trunk", "value_head"
-# Of a classifier.
+# Output layer of a classifier.
 SCORE = "score"
 
 
 class Scorer(ABC):
-    """A plain model that gives numbers for tokens.
+    """Plain model that computes numbers per token.
 
     Args:
-        parts: By the beginning of the recorded names.
-        width: Numbers that a forward pass makes of a token.
-        lora_scale: Of adapters; 0 without.
-        rounds: Weights are rounded to bfloat16 before they are used, but for a value head.
+        parts: Modules by prefix of the recorded names.
+        width: Numbers that a forward pass computes per token.
+        lora_scale: Scale of the adapters; 0 without.
+        rounds: True to round weights to bfloat16 before use, except a value head's.
     """
 
     num_outputs: ClassVar = 1
@@ -59,12 +59,12 @@ class Scorer(ABC):
         self._num_ids = int(model.get_input_embeddings().weight.shape[0])
 
     def linear_layers(self) -> list[str]:
-        """Recorded names of the linear layers that adapters may be put on."""
+        """Return recorded names of the linear layers that can have adapters."""
         modules = self._model.named_modules()
         return [n for n, each in modules if isinstance(each, nn.Linear) and each is not self._head]
 
     def in_bfloat16(self) -> Self:
-        """The same model, computing in bfloat16 but for a value head: what rounding does to it."""
+        """Return a copy that computes in bfloat16, except a value head, to measure rounding."""
         rounded = copy.deepcopy(self)
         for name, part in rounded._model.items():
             if name != HEAD:
@@ -73,12 +73,12 @@ class Scorer(ABC):
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Takes recorded weights, in float64."""
+        """Load recorded weights, in float64."""
         if self._rounds:
             state = {n: v if n.startswith(HEAD) else v.bfloat16() for n, v in state.items()}
         weights = self.merged({name: value.double() for name, value in state.items()})
         parameters = dict(self._model.named_parameters())
-        # A second name of a tied parameter may be recorded, or not.
+        # The second name of a tied parameter may be missing from the record.
         known = dict(self._model.named_parameters(remove_duplicate=False))
         covered = {id(known[name]) for name in weights if name in known}
         missing = sorted(name for name, value in parameters.items() if id(value) not in covered)
@@ -94,10 +94,10 @@ class Scorer(ABC):
 
     @torch.no_grad()
     def score(self, ids: Integers, mask: Tensor) -> list[Tensor]:
-        """The numbers of the tokens of the mask, 0 elsewhere: [rows, seq] float64 each.
+        """Return the numbers of the masked tokens, 0 elsewhere: [rows, seq] float64 each.
 
         Raises:
-            RecordError: A token is none of the model's.
+            RecordError: A token is not in the model's vocabulary.
         """
         largest = int(ids.max(initial=0))
         if largest >= self._num_ids:
@@ -114,7 +114,7 @@ class Scorer(ABC):
     def slopes(
         self, ids: Integers, mask: Tensor, weights: Sequence[Tensor], state: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Gradient by recorded parameters of the sum of all numbers, each times its weight."""
+        """Return gradients of the weighted sum of all numbers, by recorded parameter name."""
         self._model.zero_grad()
         for rows, width in _chunks(mask, self._width):
             outputs = self._outputs_of(ids, rows, width)
@@ -128,10 +128,10 @@ class Scorer(ABC):
 
     @abstractmethod
     def _outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """[rows, seq - 1] of all tokens but the first."""
+        """Return the numbers of all tokens but the first: [rows, seq - 1] each."""
 
     def merged(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weights by the plain model's names; W + scale B A where there are adapters."""
+        """Return weights by the plain model's names; with adapters, W + scale B A."""
         merged: dict[str, Tensor] = {}
         for name, value in state.items():
             if name.endswith((FIRST, SECOND)):
@@ -143,7 +143,7 @@ class Scorer(ABC):
         return merged
 
     def _split(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gradients of the recorded parameters from those of the plain model, frozen ones, too."""
+        """Return gradients of recorded parameters, including frozen ones, from the model's."""
         slopes = {
             name: value.grad.detach().to(torch.float64, copy=True)
             for name, value in self._model.named_parameters(remove_duplicate=False)
@@ -163,11 +163,11 @@ class Scorer(ABC):
 
 
 class Policy(Scorer):
-    """A causal language model that gives logprobs and entropies.
+    """Causal language model that computes logprobs and entropies.
 
     Args:
-        folder: Has the model's config.json.
-        temperature: What logits are divided by.
+        folder: Folder with the model's config.json.
+        temperature: Divisor of the logits.
         lora_scale, rounds: See `Scorer`.
     """
 
@@ -177,7 +177,7 @@ class Policy(Scorer):
         self, folder: Path, *, temperature: float, lora_scale: float = 0.0, rounds: bool = False
     ) -> None:
         model = _build(folder, AutoModelForCausalLM)
-        # A record names the ids that are tokens, where the output projection has more rows.
+        # The output projection may have more rows than tokens; then the record gives their number.
         num_rows = model.config.get_text_config().vocab_size
         self._num_tokens = vocab = int(model.config.to_dict().get("num_tokens", num_rows))
         super().__init__({POLICY: model}, width=vocab, lora_scale=lora_scale, rounds=rounds)
@@ -190,18 +190,18 @@ class Policy(Scorer):
         return chosen, -(logprobs.exp() * logprobs).sum(dim=-1)
 
     def logprobs(self, tokens: Tensor, vocab: int | None = None) -> Tensor:
-        """[rows, seq - 1, vocab] of what follows all tokens but the last, among the first ids."""
+        """Return logprobs of each next token among the first ids: [rows, seq - 1, vocab]."""
         logits = self._model[POLICY](input_ids=tokens, use_cache=False).logits
         logits = logits[:, :-1, : vocab or self._num_tokens]
         return torch.log_softmax(logits.double() / self.temperature, dim=-1)
 
 
 class Student(Policy):
-    """A causal language model that gives its divergence from a teacher, and logprobs.
+    """Causal language model that computes its divergence from a teacher, and logprobs.
 
     Args:
         folder, lora_scale, rounds: See `Policy`.
-        config: Names the divergence.
+        config: Options of the divergence.
         teacher: Folder of the teacher.
     """
 
@@ -216,7 +216,7 @@ class Student(Policy):
         self._form, self._share = config.teacher_form, config.teacher_beta
 
     def in_bfloat16(self) -> Self:
-        """See `Scorer`."""
+        """Return a copy of student and teacher in bfloat16."""
         rounded = super().in_bfloat16()
         rounded.teacher = self.teacher.in_bfloat16()
         return rounded
@@ -224,13 +224,13 @@ class Student(Policy):
     def _outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
         q = self.logprobs(tokens)
         with torch.no_grad():
-            # Ids that only the teacher has stand for no token.
+            # Ids beyond the student's vocabulary are not tokens.
             p = self.teacher.logprobs(tokens, vocab=q.shape[-1])
         chosen = q.gather(-1, tokens[:, 1:, None]).squeeze(-1)
         return self._divergence(q, p), chosen
 
     def _divergence(self, q: Tensor, p: Tensor) -> Tensor:
-        """Agarwal et al. 2024, arXiv:2306.13649: KL(q || p), KL(p || q), or both from a mixture."""
+        """Follow Agarwal et al. 2024, arXiv:2306.13649: KL(q || p), KL(p || q), or of a mixture."""
         if self._form == "reverse":
             return (q.exp() * (q - p)).sum(dim=-1)
         if self._form == "forward":
@@ -241,10 +241,10 @@ class Student(Policy):
 
 
 class Classifier(Scorer):
-    """A sequence classifier with one label, which gives a score at each token.
+    """Sequence classifier with one label that computes a score at each token.
 
     Args:
-        folder: Has the trunk's config.json.
+        folder: Folder with the trunk's config.json.
         lora_scale, rounds: See `Scorer`.
     """
 
@@ -260,10 +260,10 @@ class Classifier(Scorer):
 
 
 class Values(Scorer):
-    """A trunk with a linear head that gives the value before each token.
+    """Trunk with a linear head that computes the value before each token.
 
     Args:
-        folder: Has the trunk's config.json.
+        folder: Folder with the trunk's config.json.
         rounds: See `Scorer`.
     """
 
@@ -279,23 +279,23 @@ class Values(Scorer):
 
 
 def sees_media(folder: Path) -> bool:
-    """Whether the model of a config.json reads images or videos, which no record holds."""
+    """Return whether a config.json is of a model of images, videos or audio."""
     return not {"vision_config", "audio_config"}.isdisjoint(read_object(folder / "config.json"))
 
 
 def frozen_state(folder: Path, begin: str = POLICY) -> dict[str, Tensor]:
-    """Weights of a checkpoint of a reference model or teacher, by their recorded names.
+    """Return weights of a reference model or teacher, by their recorded names.
 
     Args:
-        folder: Of a causal language model.
-        begin: `POLICY` takes all, `TRUNK` what is below the output layer.
+        folder: Folder of a causal language model.
+        begin: `POLICY` for all weights, `TRUNK` for weights below the output layer.
 
     Raises:
         RecordError: There is no checkpoint.
     """
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    except Exception as error:  # bytes of files may fail anywhere in transformers
+    except Exception as error:  # damaged files fail anywhere in transformers
         raise RecordError(
             f"no model in {folder}: {one_line(str(error))}; give the folder of the reference model "
             "with --reference"
@@ -319,7 +319,7 @@ def _build(folder: Path, kind: AutoKind) -> PreTrainedModel:
         if numbers > sum(sizes):
             raise RecordError(f"a model of {numbers} numbers, and {sum(sizes)} bytes of weights")
         model = kind.from_config(config, **options)
-    except Exception as error:  # bytes of files may fail anywhere in transformers
+    except Exception as error:  # damaged files fail anywhere in transformers
         raise RecordError(
             f"{folder / 'config.json'} is damaged: {one_line(str(error))}; audit another step with "
             "--step"
@@ -329,7 +329,7 @@ def _build(folder: Path, kind: AutoKind) -> PreTrainedModel:
 
 
 def _chunks(mask: Tensor, vocab: int) -> Iterator[tuple[list[int], int]]:
-    """Rows with something to score, as many at a time as fit, and the width that they need."""
+    """Yield rows that have tokens to score, as many as fit, and their width."""
     ends = {
         row: int(row_mask.nonzero()[-1]) + 1 for row, row_mask in enumerate(mask) if row_mask.any()
     }

@@ -22,10 +22,10 @@ ADAM_EPS, BETAS = 1e-8, (0.9, 0.999)
 def learning_rate(
     peak: float, position: int, num_steps: int, facts: OptimizerFacts, config: TrainingOptions
 ) -> float:
-    """Of the optimizer step after `position` others, of `num_steps` in the whole run.
+    """Return the learning rate after `position` of the run's `num_steps` optimizer steps.
 
-    In a run that was made longer or shorter the factor returns to the new plan's in as many steps
-    as the warm-up has.
+    After a change of the run's length, the factor approaches the new plan over as many steps as the
+    warm-up has.
     """
     warmup = math.ceil(num_steps * config.lr_warmup_ratio)
     factor = _planned(position, num_steps, warmup, config)
@@ -49,7 +49,7 @@ def _planned(position: int, num_steps: int, warmup: int, config: TrainingOptions
 
 @dataclass(slots=True)
 class ParameterNumbers:
-    """Numbers of one parameter."""
+    """Hyper-parameters of one parameter."""
 
     rate_share: float = 1.0
     betas: tuple[float, float] = BETAS
@@ -60,13 +60,13 @@ class ParameterNumbers:
 
 @dataclass(slots=True)
 class Optimizer:
-    """Parameters and states of one model in float64, and how they are updated.
+    """Parameters and optimizer states of one model in float64.
 
     Args:
         kind: Class of the run's optimizer.
-        weights: By name; trained ones are replaced at each step.
-        groups: Numbers of each trained parameter, by name.
-        moments: Adam's moments and counters, SGD's momentum: KEY/NAME.
+        weights: Weights by name; each step replaces the trained ones.
+        groups: Hyper-parameters of each trained parameter, by name.
+        moments: Adam's moments and counters or SGD's momentum: KEY/NAME.
     """
 
     kind: str
@@ -75,12 +75,12 @@ class Optimizer:
     moments: dict[str, Tensor] = field(default_factory=dict)
 
     def step(self, slopes: Mapping[str, Tensor], rate: float, factor: float) -> None:
-        """One update.
+        """Update the weights once.
 
         Args:
             slopes: Gradients by name.
             rate: Learning rate of the first group.
-            factor: Of clipping.
+            factor: Factor of gradient clipping.
         """
         for name, group in self.groups.items():
             if name not in slopes:
@@ -99,7 +99,7 @@ class Optimizer:
     def spread(
         self, slopes: Mapping[str, Tensor], rate: float, factor: float, doubt: float
     ) -> dict[str, Tensor]:
-        """How far Adam's step moves each weight if gradients are off by `doubt`; {} of SGD."""
+        """Return how an error of `doubt` in gradients moves weights in Adam's step; {} for SGD."""
         if self.kind not in ADAM:
             return {}
         spreads = {}
@@ -142,22 +142,22 @@ class Optimizer:
 
 
 def as_double(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors in float64."""
+    """Return all tensors in float64."""
     return {name: value.to(torch.float64) for name, value in state.items()}
 
 
 def norm_of(slopes: Mapping[str, Tensor]) -> float:
-    """2-norm over all parameters."""
+    """Return the 2-norm over all parameters."""
     return math.sqrt(sum(float((value**2).sum()) for value in slopes.values()))
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What gradients are multiplied with; 0 as limit never clips."""
+    """Return the factor of gradient clipping; a limit of 0 never clips."""
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
 
 
 def given_groups(facts: OptimizerFacts) -> dict[str, ParameterNumbers]:
-    """Numbers of each parameter as the run's optimizer has them."""
+    """Return each parameter's hyper-parameters in the run's optimizer."""
     groups: dict[str, ParameterNumbers] = {}
     first: float | None = None
     for entry in facts.groups:
@@ -179,7 +179,7 @@ def given_groups(facts: OptimizerFacts) -> dict[str, ParameterNumbers]:
 def configured_groups(
     names: Collection[str], weights: Mapping[str, Tensor], config: TrainingOptions
 ) -> dict[str, ParameterNumbers]:
-    """Numbers of each parameter as the options ask: matrices are decayed, vectors are not."""
+    """Return each parameter's hyper-parameters by the options: only matrices are decayed."""
     beta1, beta2 = config.adam_betas
     return {
         name: ParameterNumbers(
@@ -193,7 +193,7 @@ def configured_groups(
 
 
 def _rate_share(name: str, config: TrainingOptions) -> float:
-    """The factor of the first part that the options name within a parameter's name."""
+    """Return the factor of the first option that matches a part of the parameter's name."""
     factors = (config.learning_rate_factors or {}).items()
     hits = (factor for part, factor in factors if re.search(rf"(^|\.)({part})(\.|$)", name))
     return float(next(hits, 1.0))

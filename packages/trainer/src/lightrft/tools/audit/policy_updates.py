@@ -1,4 +1,4 @@
-"""The objectives of reinforcement: the policy loss, the KL term, entropy, and a critic's loss."""
+"""Objectives of reinforcement learning: policy loss, KL term, entropy, and a critic's loss."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from lightrft.tools.audit.updates import LossTerm, ReplayedLoss, Update
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Numbers that updates are computed from.
+    """Inputs of the updates.
 
     Args:
-        numbers: Before the first update.
-        advantages: Of run and own.
-        returns: [rows, seq] that a critic learns.
+        numbers: Per-token numbers before the first update.
+        advantages: Advantages of the run and recomputed ones.
+        returns: Targets of a critic: [rows, seq].
         error: Rounding of advantages and returns.
     """
 
@@ -50,11 +50,11 @@ class Inputs:
 
 
 class OfTokens(ReplayedLoss):
-    """A mean over tokens, as a policy's.
+    """Loss that is a mean over tokens.
 
     Args:
         step, scorer, ended: See `ReplayedLoss`.
-        inputs: What it is computed from.
+        inputs: Inputs of the updates.
     """
 
     def __init__(
@@ -66,25 +66,25 @@ class OfTokens(ReplayedLoss):
         self._mode = config.loss_agg_mode or (loss.aggregation if loss else "")
 
     def denominator(self, mask: Tensor) -> float:
-        """See `ReplayedLoss`."""
+        """Return Z of the loss aggregation."""
         config = self.step.config
         turns = config.max_turns if config.has_episodes else 1
         return normalizer(mask, self._mode, config.generate_max_len * turns)
 
     def share(self, mask: Tensor) -> Tensor:
-        """[rows, seq], each token's part of a mean."""
+        """Return each token's share of the mean: [rows, seq]."""
         return token_shares(mask, self._mode) / max(self.denominator(mask), 1e-300)
 
 
 class PolicyReplay(OfTokens):
-    """The loss of an actor on samples."""
+    """Loss of an actor on samples."""
 
     scores = "logprobs"
 
     def terms(
         self, update: Update, scores: Pair, error: Tensor, others: Sequence[Tensor]
     ) -> Iterator[LossTerm]:
-        """See `ReplayedLoss`."""
+        """Yield the policy, KL and entropy terms."""
         step, numbers, mask = self.step, self.inputs.numbers, update.mask
         config, share = step.config, self.share(mask)
         weights = token_weights(step, numbers, self.inputs.advantages, mask, scores)
@@ -99,7 +99,7 @@ class PolicyReplay(OfTokens):
                 kl = kl_term(step.kl_estimator, p, reference, numbers.old, mask, borders)
                 return share * kl
 
-            # Scores and those of the reference are rounded alike.
+            # Scores of policy and reference have the same rounding error.
             shifts = (2 * error, -2 * error)
             yield LossTerm("kl", coef, *with_rounding(kl_of, scores, shifts, step.borders))
         if config.entropy_coef > 0:
@@ -109,7 +109,7 @@ class PolicyReplay(OfTokens):
                 yield LossTerm("entropy", -config.entropy_coef, exact, moved, number=1)
 
     def _check_weights(self, update: Update, seen: Tensor, weights: Tensor, error: Tensor) -> None:
-        """Weights by the new policy are rounded as its scores are, of a row as their sum."""
+        """Compare token weights; those of the new policy carry the rounding of its scores."""
         floor = torch.zeros_like(weights)
         if follows_policy(self.step.config):
             floor = weights * error.sum(dim=1, keepdim=True)
@@ -126,7 +126,7 @@ class PolicyReplay(OfTokens):
     def _policy_term(
         self, micros: list[list[int]], new: Pair, weights: Tensor, error: Tensor
     ) -> tuple[Differentiated, Differentiated]:
-        """The policy loss, and how far it moves by the rounding of scores and advantages."""
+        """Return the policy loss, and its change by rounding of scores and advantages."""
         step, old, advantages = self.step, self.inputs.numbers.old, self.inputs.advantages.own
         loss, options = POLICY_LOSSES[step.config.policy_loss_name], policy_options(step.config)
         masks = torch.from_numpy(step.rows.mask)
@@ -147,14 +147,14 @@ class PolicyReplay(OfTokens):
 
 
 class ValueObjective(OfTokens):
-    """The loss of a critic."""
+    """Loss of a critic."""
 
     scores = "values"
 
     def terms(
         self, update: Update, scores: Pair, error: Tensor, others: Sequence[Tensor]
     ) -> Iterator[LossTerm]:
-        """See `ReplayedLoss`."""
+        """Yield the value term."""
         step, old, mask = self.step, self.inputs.numbers.values, update.mask
         share, returns, clip = self.share(mask), self.inputs.returns, step.config.value_clip
         if old is None:
@@ -163,7 +163,7 @@ class ValueObjective(OfTokens):
         def value_of(values: Pair, borders: Borders) -> Tensor:
             return share * value_term(values, old, returns, mask, clip=clip, borders=borders)
 
-        # What is learned is rounded as the values are.
+        # Targets have the rounding error of the values.
         shift = 2 * error + self.inputs.error
         yield LossTerm(
             "value", 1.0, *with_rounding(value_of, scores, (shift, -shift), step.borders)
@@ -171,7 +171,7 @@ class ValueObjective(OfTokens):
 
 
 def _not_recorded(step: ReplayedStep) -> str:
-    """Why the actor's gradients depend on what is not recorded; "" if they do not."""
+    """Return which input of the actor's gradients is not recorded; "" if none."""
     config = step.config
     if config.policy_loss_name not in POLICY_LOSSES:
         return f"policy loss {config.policy_loss_name} is the caller's own"
@@ -183,7 +183,7 @@ def _not_recorded(step: ReplayedStep) -> str:
 
 
 def policy_objectives(step: ReplayedStep, reference: Path | None) -> dict[str, ReplayedLoss]:
-    """Compares scores, rewards and advantages; what actor and critic are trained on."""
+    """Compare scores, rewards and advantages; return the objectives of actor and critic."""
     numbers = score_models(step, reference)
     inputs = Inputs(numbers, *estimate(step, numbers))
     return {

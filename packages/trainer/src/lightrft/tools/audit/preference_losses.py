@@ -1,9 +1,9 @@
-"""Preference losses from their definitions: functions of sums over the tokens of answers.
+"""Preference losses by their definitions, from summed log-probabilities of answers.
 
-c and r are sums of log-probabilities of the chosen and the rejected answer, cr and rr those under
+c and r are summed log-probabilities of the chosen and the rejected answer, cr and rr the same under
 the reference, n_c and n_r numbers of tokens; u = c - cr, v = r - rr.
 
-Sources: the papers that the functions name, with the conventions of docs/prefer.md.
+Sources: papers in the docstrings, with the conventions of docs/prefer.md.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Given = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Sums of answers of one kind.
+    """Summed log-probabilities of chosen or of rejected answers.
 
     Args:
-        own, reference: [answers].
-        tokens: [answers].
-        seen: [answers] the run's own sums, and `seen_reference` its reference's: they decide the
-            order of what is equal to rounding.
+        own, reference: Recomputed sums of the policy and the reference: [answers].
+        tokens: Number of tokens: [answers].
+        seen, seen_reference: Sums of the run: [answers]; they order values that are equal up to
+            rounding.
     """
 
     own: Tensor
@@ -39,11 +39,11 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Answers of both kinds, those of a pair at one place, and what a step agrees on.
+    """Chosen and rejected answers in the same order, and numbers of the step.
 
     Args:
         chosen, rejected: See `Answers`.
-        mean_tokens: Of a chosen answer.
+        mean_tokens: Mean number of tokens of chosen answers.
         z: Mean log-ratio of answers behind other prompts.
         doubt: Rounding of a sum.
     """
@@ -66,16 +66,16 @@ class Pairs:
 
     @property
     def mean_ratios(self) -> Tensor:
-        """U / n_c - v / n_r."""
+        """Difference u / n_c - v / n_r."""
         return self.u / self.chosen.tokens - self.v / self.rejected.tokens
 
     @property
     def mean_logprobs(self) -> tuple[Tensor, Tensor]:
-        """C / n_c and r / n_r."""
+        """Mean log-probabilities c / n_c and r / n_r."""
         return self.chosen.own / self.chosen.tokens, self.rejected.own / self.rejected.tokens
 
     def in_order(self, values: Tensor, seen: Tensor) -> Tensor:
-        """From the smallest on; values that are equal to rounding in the run's order."""
+        """Sort values; those equal up to rounding stay in the run's order."""
         ordered = values[torch.argsort(seen, stable=True)]
         if bool((ordered.diff() < -4 * self.doubt).any()):
             ordered = values[torch.argsort(values, stable=True)]
@@ -83,86 +83,86 @@ class Pairs:
 
 
 def dpo(p: Pairs, given: Given) -> Tensor:
-    """Rafailov et al. 2023, arXiv:2305.18290, eq. 7."""
+    """Follow Rafailov et al. 2023, arXiv:2305.18290, eq. 7."""
     return -log_sigmoid(given["beta"] * (p.u - p.v))
 
 
 def cdpo(p: Pairs, given: Given) -> Tensor:
-    """Mitchell 2023: labels are wrong with probability e."""
+    """Follow Mitchell 2023: labels are wrong with probability e."""
     return _noisy(given["beta"] * (p.u - p.v), given["label_smoothing"])
 
 
 def robust(p: Pairs, given: Given) -> Tensor:
-    """Chowdhury et al. 2024, arXiv:2403.00409, eq. 9."""
+    """Follow Chowdhury et al. 2024, arXiv:2403.00409, eq. 9."""
     x, e = given["beta"] * (p.u - p.v), given["label_smoothing"]
     return (-(1 - e) * log_sigmoid(x) + e * log_sigmoid(-x)) / (1 - 2 * e)
 
 
 def hinge(p: Pairs, given: Given) -> Tensor:
-    """Zhao et al. 2023, arXiv:2305.10425, on log-ratios."""
+    """Follow Zhao et al. 2023, arXiv:2305.10425, on log-ratios."""
     return torch.relu(1 - given["beta"] * (p.u - p.v))
 
 
 def ipo(p: Pairs, given: Given) -> Tensor:
-    """Azar et al. 2023, arXiv:2310.12036, eq. 17, means over tokens."""
+    """Follow Azar et al. 2023, arXiv:2310.12036, eq. 17, means over tokens."""
     return (p.mean_ratios - 0.5 / given["beta"]) ** 2
 
 
 def dpo_norm(p: Pairs, given: Given) -> Tensor:
-    """Lambert et al. 2024, arXiv:2411.15124, eq. 6."""
+    """Follow Lambert et al. 2024, arXiv:2411.15124, eq. 6."""
     return -log_sigmoid(given["beta"] * p.mean_ratios)
 
 
 def exo(p: Pairs, given: Given) -> Tensor:
-    """Ji et al. 2024, arXiv:2402.00856, eq. 17: KL of (s(x), s(-x)) from (1 - e, e)."""
+    """Follow Ji et al. 2024, arXiv:2402.00856, eq. 17: KL of (s(x), s(-x)) from (1 - e, e)."""
     x, e = given["beta"] * (p.u - p.v), given["label_smoothing"]
     right = torch.sigmoid(x) * (log_sigmoid(x) - math.log(1 - e))
     return right + torch.sigmoid(-x) * (log_sigmoid(-x) - math.log(e))
 
 
 def nca(p: Pairs, given: Given) -> Tensor:
-    """Chen et al. 2024, arXiv:2402.05369."""
+    """Follow Chen et al. 2024, arXiv:2402.05369."""
     b = given["beta"]
     return -log_sigmoid(b * p.u) - (log_sigmoid(-b * p.u) + log_sigmoid(-b * p.v)) / 2
 
 
 def sppo(p: Pairs, given: Given) -> Tensor:
-    """Wu et al. 2024, arXiv:2405.00675, chances of winning 1 and 0."""
+    """Follow Wu et al. 2024, arXiv:2405.00675, chances of winning 1 and 0."""
     half = 0.5 / given["beta"]
     return (p.u - half) ** 2 + (p.v + half) ** 2
 
 
 def apo_zero(p: Pairs, given: Given) -> Tensor:
-    """D'Oosterlinck et al. 2024, arXiv:2408.06266."""
+    """Follow D'Oosterlinck et al. 2024, arXiv:2408.06266."""
     return 1 - torch.sigmoid(given["beta"] * p.u) + torch.sigmoid(given["beta"] * p.v)
 
 
 def apo_zero_unpaired(p: Pairs, given: Given) -> Tensor:
-    """The same, answer by answer."""
+    """Compute the terms of `apo_zero` for each answer."""
     good, other = torch.sigmoid(given["beta"] * p.u), torch.sigmoid(given["beta"] * p.v)
     return torch.cat([1 - good, other])
 
 
 def apo_down(p: Pairs, given: Given) -> Tensor:
-    """D'Oosterlinck et al. 2024, arXiv:2408.06266."""
+    """Follow D'Oosterlinck et al. 2024, arXiv:2408.06266."""
     return torch.sigmoid(given["beta"] * p.u) + 1 - torch.sigmoid(given["beta"] * (p.u - p.v))
 
 
 def bco(p: Pairs, given: Given) -> Tensor:
-    """Jung et al. 2024, arXiv:2404.04656, delta constant."""
+    """Follow Jung et al. 2024, arXiv:2404.04656, delta constant."""
     b, delta = given["beta"], given["delta"]
     return -log_sigmoid(b * p.u - delta) - log_sigmoid(delta - b * p.v)
 
 
 def discopop(p: Pairs, given: Given) -> Tensor:
-    """Lu et al. 2024, arXiv:2406.08414, the log-ratio modulated loss."""
+    """Follow Lu et al. 2024, arXiv:2406.08414, the log-ratio modulated loss."""
     x = given["beta"] * (p.u - p.v)
     log_share = log_sigmoid(x / given["tau"])
     return torch.exp(log_share - x) - (1 - torch.exp(log_share)) * log_sigmoid(x)
 
 
 def aot(p: Pairs, given: Given) -> Tensor:
-    """Melnyk et al. 2024, arXiv:2406.05882, paired: quantiles of margins."""
+    """Follow Melnyk et al. 2024, arXiv:2406.05882, paired: quantiles of margins."""
     c, r = p.chosen, p.rejected
     policy = p.in_order(c.own - r.own, c.seen - r.seen)
     reference = p.in_order(c.reference - r.reference, c.seen_reference - r.seen_reference)
@@ -170,14 +170,14 @@ def aot(p: Pairs, given: Given) -> Tensor:
 
 
 def aot_unpaired(p: Pairs, given: Given) -> Tensor:
-    """The same, unpaired: quantiles of log-ratios."""
+    """Compute `aot` without pairs: quantiles of log-ratios."""
     c, r = p.chosen, p.rejected
     gaps = p.in_order(p.u, c.seen - c.seen_reference) - p.in_order(p.v, r.seen - r.seen_reference)
     return _noisy(given["beta"] * gaps, given["label_smoothing"])
 
 
 def kto(p: Pairs, given: Given) -> Tensor:
-    """Ethayarajh et al. 2024, arXiv:2402.01306, eq. 7 and 8."""
+    """Follow Ethayarajh et al. 2024, arXiv:2402.01306, eq. 7 and 8."""
     b = given["beta"]
     good = given["desirable_weight"] * (1 - torch.sigmoid(b * (p.u - p.z)))
     other = given["undesirable_weight"] * (1 - torch.sigmoid(b * (p.z - p.v)))
@@ -185,25 +185,25 @@ def kto(p: Pairs, given: Given) -> Tensor:
 
 
 def simpo(p: Pairs, given: Given) -> Tensor:
-    """Meng et al. 2024, arXiv:2405.14734, eq. 6."""
+    """Follow Meng et al. 2024, arXiv:2405.14734, eq. 6."""
     chosen, rejected = p.mean_logprobs
     return -log_sigmoid(given["beta"] * (chosen - rejected) - given["gamma"])
 
 
 def cpo(p: Pairs, given: Given) -> Tensor:
-    """Xu et al. 2024, arXiv:2401.08417, eq. 3, its second term per token of chosen answers."""
+    """Follow Xu et al. 2024, arXiv:2401.08417, eq. 3, the second term per chosen token."""
     x = given["beta"] * (p.chosen.own - p.rejected.own)
     return given["alpha"] * sft(p, {}) - log_sigmoid(x)
 
 
 def orpo(p: Pairs, given: Given) -> Tensor:
-    """Hong et al. 2024, arXiv:2403.07691, eqs. 5 to 7."""
+    """Follow Hong et al. 2024, arXiv:2403.07691, eqs. 5 to 7."""
     chosen, rejected = (each - (-torch.expm1(each)).log() for each in p.mean_logprobs)
     return sft(p, {}) - given["beta"] * log_sigmoid(chosen - rejected)
 
 
 def sft(p: Pairs, _: Given) -> Tensor:
-    """The mean over the tokens of chosen answers, as one over pairs."""
+    """Return each pair's share of the mean over tokens of chosen answers."""
     return -p.chosen.own / p.mean_tokens
 
 
@@ -213,13 +213,13 @@ def _noisy(x: Tensor, share: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PairFormula:
-    """A built-in preference loss.
+    """Built-in preference loss.
 
     Args:
-        function: Gives its values.
+        function: Values of the loss.
         defaults: Hyper-parameters by name.
-        has_reference: It reads log-probabilities of the reference.
-        of_answers: It has a value for each answer, not for each pair.
+        has_reference: True if the loss reads log-probabilities of the reference.
+        of_answers: True if the loss has one value per answer, not per pair.
     """
 
     function: Callable[[Pairs, Given], Tensor]
@@ -254,7 +254,7 @@ PREFERENCE_LOSSES: Mapping[str, PairFormula] = {
     "orpo": PairFormula(orpo, _BETA, has_reference=False),
     "sft": PairFormula(sft, {}, has_reference=False),
 }
-# With the names of TRL.
+# Names in TRL.
 OTHER_NAMES = {
     "sigmoid": "dpo",
     "sigmoid_norm": "dpo_norm",
@@ -266,5 +266,5 @@ OTHER_NAMES = {
 
 
 def preference_loss_named(name: str) -> PairFormula | None:
-    """The loss of that name; None is the caller's own."""
+    """Return the built-in loss with this name; None if it is user-defined."""
     return PREFERENCE_LOSSES.get(OTHER_NAMES.get(name, name))

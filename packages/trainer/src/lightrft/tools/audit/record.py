@@ -1,4 +1,4 @@
-"""The record that a run writes of one rollout step for an audit, and its reader.
+"""Record of one rollout step for an audit: writer and reader.
 
     OUTPUT_DIR/audit/step_000004/
         facts.json              sizes, learning rates, losses, norms, the order of the rows, and a
@@ -7,10 +7,10 @@
         values.safetensors      what the run computed, token by token (`RunValues`)
         before/actor/           config.json, weights and optimizer states in full, float32
         after/actor/            weights and optimizer states after the last update
-        before/critic/ ...      likewise, with a critic
+        before/critic/ ...      the same for a critic
 
-Per-token arrays are flat: the rows in the order of `sample_ids`, each with its prompt and its
-response; entry t of a row belongs to token t.
+Per-token arrays are flat: rows in the order of `sample_ids`, each with prompt and response. Entry t
+of a row belongs to token t.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ FACTS, SAMPLES, VALUES, CONFIG = (
     "values.safetensors",
     "config.toml",
 )
-# In names of arrays, before those that the record's classes do not list.
+# Prefixes of arrays that are not fields of the record's classes.
 FACT, UPDATE = "fact/", "update/"
-# Begins the names of facts that are components of rewards.
+# Prefix of facts that are components of rewards.
 COMPONENT = "component/"
-# Of one file of states; the writer holds no more of them in memory.
+# Size of one file of states, and so the writer's largest buffer.
 STATE_FILE_BYTES = 2**30
 
 Array = NDArray[np.float64]
@@ -67,26 +67,26 @@ MODELS, DTYPES = ("actor", "critic"), ("float32", "bfloat16")
 
 
 class RecordError(FileError):
-    """A record is missing or damaged; the message names the file and what to do."""
+    """A missing or damaged record; the message names the file and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class RawSamples:
-    """Samples and rewards before anything was computed from them.
+    """Raw samples and rewards.
 
     Args:
         sample_ids, group_ids: [rows].
-        prompt_lengths, response_lengths: [rows], in tokens.
+        prompt_lengths, response_lengths: Lengths in tokens: [rows].
         token_ids: [tokens] int32, flat.
         is_sampled: [tokens] bool, flat; False on prompts and on observations within a response.
-        rollout_logprobs: [tokens] float32 of the engine, flat; 0 on prompts.
-        rewards: [rows] float64, before any shaping; 0 where the reward failed.
-        accuracies: [rows] float64, what dynamic sampling compares.
-        is_failed: [rows] bool, the reward failed.
-        is_untruncated: [rows] bool, no token was excluded from what `rollout_logprobs` measure.
-        greedy_rewards: [rows] float64 of the greedy completion of the row's prompt, its overlong
-            penalty included; NaN without one, or where it has no reward.
-        facts: Further columns, by name: [rows], or [tokens] flat.
+        rollout_logprobs: Logprobs of the engine: [tokens] float32, flat; 0 on prompts.
+        rewards: Rewards before any shaping: [rows] float64; 0 where the reward failed.
+        accuracies: Accuracies that dynamic sampling compares: [rows] float64.
+        is_failed: Rows whose reward failed: [rows] bool.
+        is_untruncated: Rows whose `rollout_logprobs` cover the whole vocabulary: [rows] bool.
+        greedy_rewards: Rewards of the greedy completion of each row's prompt, including the
+            overlong penalty: [rows] float64; NaN without a completion or reward.
+        facts: Further columns by name: [rows], or [tokens] flat.
     """
 
     sample_ids: Integers
@@ -109,7 +109,7 @@ class RunValues:
     """Values that the run computed before its first update; an empty array is "not computed".
 
     Args:
-        rewards: [rows] float64, as the estimator saw them.
+        rewards: Inputs of the estimator: [rows] float64.
         token_ids: [tokens] int32, flat.
         response_mask: [tokens] bool, flat.
         rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs, values, entropy,
@@ -130,10 +130,11 @@ class RunValues:
     returns: NDArray[np.float32]
 
 
-VERSIONS = "token_versions"  # among the further columns of samples: -1 where nobody sampled
-TURN_REWARDS = "turn_rewards"  # likewise: paid where a turn ends, a part of the row's reward
-PLACE = "place"  # likewise: in the data, of the row's item
-CUT = "is_truncated"  # likewise: rows that the token budget ended
+# Names of further columns of samples.
+VERSIONS = "token_versions"  # -1 for tokens that no engine sampled
+TURN_REWARDS = "turn_rewards"  # parts of the row's reward, paid at the end of a turn
+PLACE = "place"  # of the row's item in the data
+CUT = "is_truncated"  # rows that the token budget ended
 RAW_TOKENS = ("token_ids", "is_sampled", "rollout_logprobs")
 TOKEN_VALUES = tuple(item.name for item in fields(RunValues) if item.name != "rewards")
 
@@ -144,12 +145,12 @@ class UpdateFacts:
 
     Args:
         model: "actor" or "critic".
-        micro_batches: Sample ids of each micro batch of every rank, in their order.
+        micro_batches: Sample ids of each micro batch of every rank, in order.
         normalizer: Z.
         losses: Value of each term by name, over all ranks: policy, kl, entropy, value.
-        grad_norm: Before clipping.
-        learning_rate: Of the first group.
-        is_skipped: Gradients were not finite.
+        grad_norm: Gradient norm before clipping.
+        learning_rate: Learning rate of the first group.
+        is_skipped: True if gradients were not finite.
     """
 
     model: str
@@ -167,11 +168,11 @@ class OptimizerFacts:
 
     Args:
         kind: Class of the optimizer.
-        groups: Names of the parameters, and numbers, of each group.
-        schedule_position: Steps that the learning rate schedule had taken before.
-        schedule_steps: Optimizer steps that the schedule was made for; 0 without one.
-        schedule_changed_at, schedule_gap: At which step the run was given another length, and how
-            much the factor of the learning rate was above the new plan's there; -1 without.
+        groups: Parameter names and hyper-parameters of each group.
+        schedule_position: Earlier steps of the learning rate schedule.
+        schedule_steps: Planned optimizer steps of the schedule; 0 without one.
+        schedule_changed_at, schedule_gap: Optimizer step of the last change of the run's length (-1
+            without), and the learning rate factor there minus the new plan's.
     """
 
     kind: str
@@ -188,20 +189,20 @@ class Facts:
 
     Args:
         step: Rollout step, counted from 1.
-        num_planned: Rollout steps of the whole run; 0 is unknown.
-        world_size, data_ranks: Processes, and those of them that have samples of their own.
-        strategy, engine: Names.
+        num_planned: Rollout steps of the whole run; 0 if unknown.
+        world_size, data_ranks: Number of processes, and of processes with separate samples.
+        strategy, engine: Names of strategy and engine.
         compute_dtype: "float32" or "bfloat16".
         kl_coef: Weight of the KL term before the step; 0 without a reference model.
         reward_moments: Count, mean and squared deviations of all rewards before the step; empty
             without running normalisation.
-        lora_scale: Of the adapters; 0 without.
-        optimizers: By model.
-        updates: In their order.
-        stage: Of the run.
-        weights_version: Of the engine's weights before the step; -1 without an engine.
-        num_items: Items of the data of a stage on given rows; 0 of others.
-        format: Of the record.
+        lora_scale: Scale of the adapters; 0 without.
+        optimizers: Optimizers by model.
+        updates: Updates in order.
+        stage: Stage of the run.
+        weights_version: Version of the engine's weights before the step; -1 without an engine.
+        num_items: Items of the data if the stage trains on data; else 0.
+        format: Format version of the record.
     """
 
     step: int
@@ -227,11 +228,11 @@ class StepRecord:
     """One recorded step.
 
     Args:
-        folder: Where it is.
-        facts, samples, values: See there.
+        folder: Folder of the record.
+        facts, samples, values: Scalars, samples and values of the step.
         update_values: Per-token results of each update, flat in the order of its micro batches:
-            "3/new" are the logprobs (a critic's values) of the fourth update, "3/weights" the
-            weights of the tokens.
+            "3/new" holds logprobs (a critic's values) of the fourth update, "3/weights" its token
+            weights.
     """
 
     folder: Path
@@ -241,10 +242,10 @@ class StepRecord:
     update_values: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
     def state(self, when: str, model: str) -> dict[str, Tensor]:
-        """Weights as `weight/NAME` and optimizer states as `KEY/NAME`, in full.
+        """Read full weights as `weight/NAME` and optimizer states as `KEY/NAME`.
 
         Raises:
-            RecordError: They are missing or damaged.
+            RecordError: Files are missing or damaged.
         """
         folder = self.folder / when / model
         state: dict[str, Tensor] = {}
@@ -266,7 +267,7 @@ class StepRecord:
 
 
 def named(state: Mapping[str, Tensor], *kinds: str) -> dict[str, Tensor]:
-    """The entries `KIND/NAME` of a state by name; a later kind comes before an earlier one."""
+    """Return the entries `KIND/NAME` of a state by name; later kinds take precedence."""
     return {
         name.removeprefix(f"{kind}/"): value
         for kind in kinds
@@ -276,12 +277,12 @@ def named(state: Mapping[str, Tensor], *kinds: str) -> dict[str, Tensor]:
 
 
 def step_folder(run: Path, step: int) -> Path:
-    """Where the record of a step is."""
+    """Return the folder of a step's record."""
     return run / FOLDER / f"step_{step:06d}"
 
 
 def recorded_steps(run: Path) -> list[int]:
-    """Steps with a complete record, ascending."""
+    """Return the steps with a complete record, in ascending order."""
     folders = [path.parent.name for path in (run / FOLDER).glob(f"step_*/{FACTS}")]
     return sorted(int(name[5:]) for name in folders if re.fullmatch(r"step_[0-9]{6,18}", name))
 
@@ -290,9 +291,9 @@ def write_states(folder: Path, states: Iterable[tuple[str, Tensor]], *, keeps: b
     """Write tensors one after another, in files of bounded size.
 
     Args:
-        folder: Created.
-        states: Name and full tensor; every rank must take them all.
-        keeps: Whether this process writes.
+        folder: Folder to create.
+        states: Names and full tensors; every rank must consume all of them.
+        keeps: True on the process that writes.
     """
     held: dict[str, Tensor] = {}
     num_bytes = num_files = 0
@@ -317,7 +318,7 @@ def write_record(
     values: RunValues,
     update_values: Mapping[str, NDArray[np.float32]],
 ) -> None:
-    """Write everything but the states; facts.json comes last and makes the record complete."""
+    """Write everything but the states; facts.json comes last and completes the record."""
     of_facts = {f"{FACT}{name}": array for name, array in samples.facts.items()}
     save_file({**_columns(samples), **of_facts}, folder / SAMPLES)
     of_updates = {f"{UPDATE}{name}": array for name, array in update_values.items()}
@@ -326,14 +327,14 @@ def write_record(
 
 
 def seal(folder: Path, facts: Mapping[str, object]) -> None:
-    """Writes the facts, with the hashes of all other files as they are now."""
+    """Write the facts, with the current hashes of all other files."""
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     files = [asdict(FileEntry.of(folder, name)) for name in sorted(names) if name != FACTS]
     (folder / FACTS).write_text(sealed({**facts, "files": files}) + "\n", encoding="utf-8")
 
 
 def publish(partial: Path, folder: Path) -> None:
-    """Put a complete record in its place, instead of one of the same step."""
+    """Move a complete record to its folder, replacing one of the same step."""
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
 
@@ -344,10 +345,10 @@ def _columns(record: RawSamples | RunValues) -> dict[str, NDArray[np.generic]]:
 
 
 def read_record(run: Path, step: int | None = None) -> StepRecord:
-    """The record of a step; None takes the newest.
+    """Read the record of a step; None reads the newest.
 
     Raises:
-        RecordError: There is none, or it is damaged.
+        RecordError: The record is missing or damaged.
     """
     steps = recorded_steps(run)
     if not steps:
@@ -377,7 +378,7 @@ def _damaged(path: Path, what: str) -> RecordError:
 
 
 def _read_arrays(path: Path, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays of a file, and those whose names begin with a prefix, by the rest of it."""
+    """Read the arrays of a file, and separately those with a prefix, without the prefix."""
     arrays = load_file(regular_file(path))
     marked = {name for name in arrays if name.startswith(prefix)}
     return (
@@ -387,7 +388,7 @@ def _read_arrays(path: Path, prefix: str) -> tuple[dict[str, Any], dict[str, Any
 
 
 def _read_facts(folder: Path) -> Facts:
-    """The facts of a record of which every file is as it was written."""
+    """Read the facts of a record, and check that no file has changed."""
     values = unsealed(read_object(folder / FACTS), FACTS)
     if values.get("format") != FORMAT:
         raise ValueError(f"its format is {values.get('format')}, expected {FORMAT}")
@@ -399,7 +400,7 @@ def _read_facts(folder: Path) -> Facts:
 
 
 def _problems(record: StepRecord) -> Iterator[str]:
-    """Contents that fit no step of any run, though each has its type."""
+    """Yield contents that have the right types but are impossible in a step."""
     facts = record.facts
     if step_folder(record.folder.parent.parent, facts.step) != record.folder:
         yield f"it holds step {facts.step}"
@@ -417,7 +418,7 @@ def _problems(record: StepRecord) -> Iterator[str]:
 
 
 def _group_problems(facts: Facts) -> Iterator[str]:
-    """Groups of an optimizer without the numbers of a step."""
+    """Yield optimizer groups without betas or a rate."""
     for group in (group for each in facts.optimizers.values() for group in each.groups):
         typed(list[str], group.get("names"), "names of an optimizer's group")
         numbers = typed(dict[str, bool | float | list[float]], group.get("numbers"), "its numbers")
@@ -430,7 +431,7 @@ def _group_problems(facts: Facts) -> Iterator[str]:
 
 
 def _array_problems(record: StepRecord) -> Iterator[str]:
-    """Arrays of a wrong type or size."""
+    """Yield arrays of a wrong type or size."""
     rows, tokens = record.samples.sample_ids.size, record.samples.token_ids.size
     for owner, others in ((record.samples, RAW_TOKENS), (record.values, TOKEN_VALUES)):
         hints = get_type_hints(type(owner))
@@ -445,7 +446,7 @@ def _array_problems(record: StepRecord) -> Iterator[str]:
 
 
 def _size_problems(samples: RawSamples) -> Iterator[str]:
-    """Repeated rows, negative ids, and lengths that do not fit."""
+    """Yield repeated rows, negative ids, and inconsistent lengths."""
     lengths = np.concatenate([samples.prompt_lengths, samples.response_lengths])
     rows, tokens = samples.sample_ids.size, samples.token_ids.size
     if lengths.min(initial=0) < 0 or sum(lengths.tolist()) != tokens or not rows:
@@ -455,7 +456,7 @@ def _size_problems(samples: RawSamples) -> Iterator[str]:
 
 
 def _update_problems(record: StepRecord) -> Iterator[str]:
-    """Updates of rows or models that are not there, and values that are not one a token."""
+    """Yield updates of missing rows or models, and values that are not one per token."""
     lengths = record.samples.prompt_lengths + record.samples.response_lengths
     sizes = dict(zip(record.samples.sample_ids.tolist(), lengths.tolist(), strict=True))
     for number, update in enumerate(record.facts.updates):
@@ -470,7 +471,7 @@ def _update_problems(record: StepRecord) -> Iterator[str]:
 
 
 def rows_of(lengths: Integers) -> Iterator[slice]:
-    """Where each row stands in a flat array."""
+    """Yield the slice of each row in a flat array."""
     stops = np.cumsum(lengths)
     for stop, length in zip(stops, lengths, strict=True):
         yield slice(int(stop - length), int(stop))

@@ -1,4 +1,4 @@
-"""The chain of one step: recomputed from raw samples and the states before, and compared."""
+"""Recomputation of one step from raw samples and the states before, compared with the run."""
 
 from __future__ import annotations
 
@@ -69,8 +69,10 @@ class Numbers:
 
     Args:
         old: Logprobs of the policy at the start of the step.
-        sampling: The same under the distribution that was sampled from.
-        entropy, reference, teacher, values: As named.
+        sampling: Old logprobs under the sampling distribution.
+        entropy: Entropies of the policy.
+        reference, teacher: Logprobs of these models.
+        values: Values of the critic.
     """
 
     old: Pair
@@ -83,17 +85,17 @@ class Numbers:
 
 @dataclass(slots=True)
 class ReplayedStep:
-    """Everything that the stages of one audit share.
+    """Shared state of one audit.
 
     Args:
-        record, config: What is audited.
+        record, config: Record and options of the step.
         found: Receives the comparisons.
-        rows: From the raw samples.
-        policy: Plain model of the actor; None where its passes need what is not recorded.
-        critic: Likewise, or None.
+        rows: Rows built from the raw samples.
+        policy: Plain model of the actor; None if its inputs are not all recorded.
+        critic: Plain model of the critic, or None.
         states: Recorded weights and optimizer states before the step, by model.
-        decided: What the step has to begin with.
-        borders: Decides at bounds.
+        decided: Expected values at the start of the step.
+        borders: Decisions at bounds.
         unit: Rounding of a score.
     """
 
@@ -114,32 +116,32 @@ class ReplayedStep:
 
     @property
     def mask(self) -> Tensor:
-        """[rows, seq] bool, the tokens that count."""
+        """Tokens that count: [rows, seq] bool."""
         return torch.from_numpy(self.rows.mask)
 
     def wide(self, flat: np.ndarray) -> Tensor:
-        """A flat per-token array as [rows, seq] float64, 0 on padding."""
+        """Return a flat per-token array as [rows, seq] float64, 0 on padding."""
         return torch.from_numpy(self.rows.padded(flat)).double()
 
     def rounding(self, scores: Tensor, kind: str) -> Tensor:
-        """Rounding of every score, as a mean distance of this kind may be."""
+        """Return the rounding of every score that this kind's mean distance allows."""
         share = MEAN_SHARES[kind] / MEAN_SHARES["logprobs"]
         return share * self.unit * scores.abs().clamp(min=1.0)
 
     @property
     def is_reinforced(self) -> bool:
-        """Whether an engine sampled the rows."""
+        """True if an engine sampled the rows."""
         return self.record.facts.stage == "policy"
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the run computes in bfloat16."""
+        """True if the run computes in bfloat16."""
         return self.record.facts.compute_dtype == "bfloat16"
 
     def noise(
         self, model: Scorer, state: Mapping[str, Tensor], exact: Sequence[Tensor]
     ) -> list[float]:
-        """Mean distance of a token that computing in bfloat16 makes; no limit in float32."""
+        """Return the mean distance per token caused by bfloat16; infinite for float32 runs."""
         mask = self.mask
         if not self.is_rounded or not mask.any():
             return [math.inf] * len(exact)
@@ -156,16 +158,16 @@ class ReplayedStep:
 
     @property
     def kl_estimator(self) -> str:
-        """As given; else the one whose gradient is right where the KL term is."""
+        """Estimator of the KL term."""
         return kl_estimator(self.config)
 
     @property
     def reward_kl_coef(self) -> float:
-        """The same in the reward."""
+        """Weight of the KL term in the reward."""
         return 0.0 if self.config.use_kl_loss else self.kl_coef
 
     def trained_names(self, model: str) -> list[str]:
-        """Weights that the options train: adapters alone where there are any, else all."""
+        """Return names of the trained weights: only the adapters if there are any, else all."""
         config = self.config
         if model != "actor" or not config.lora_rank:
             return list(named(self.states[model], "weight"))
@@ -181,7 +183,7 @@ class ReplayedStep:
         return head + [layer + factor for layer in chosen for factor in (FIRST, SECOND)]
 
 
-# Plain model of a folder with config.json, a scale of adapters, and whether weights are rounded.
+# Plain model from a folder with config.json, the adapters' scale, and whether to round weights.
 Builder = Callable[[Path, float, bool], Scorer]
 
 
@@ -193,11 +195,11 @@ def _is_meant(name: str, targets: Sequence[str]) -> bool:
 def open_step(
     record: StepRecord, config: TrainConfig, decided: Decisions, build: Builder
 ) -> ReplayedStep:
-    """Loads the states before the step into plain models.
+    """Build the shared state of an audit, with plain models.
 
     Args:
         record, config, decided: See `ReplayedStep`.
-        build: Makes the model that is trained.
+        build: Builder of the trained model.
     """
     facts, before = record.facts, record.folder / "before"
     rounds = facts.compute_dtype == "bfloat16"
@@ -214,13 +216,13 @@ def open_step(
 def build_policy(
     config: DrawOptions, _: Path | None, folder: Path, lora_scale: float, rounds: bool
 ) -> Policy:
-    """The plain model of an actor."""
+    """Build the plain model of an actor."""
     temperature = config.temperature if config.temperature > 0 else 1.0
     return Policy(folder, temperature=temperature, lora_scale=lora_scale, rounds=rounds)
 
 
 def check_rows(step: ReplayedStep) -> None:
-    """Ids, masks, the engine's logprobs, the type of numbers, and the scale of adapters."""
+    """Compare ids, masks, engine logprobs, compute dtype and scale of adapters."""
     findings, rows, values = step.found, step.rows, step.record.values
     findings.exact("token ids", rows.padded(values.token_ids).astype(np.int64), rows.ids)
     findings.exact("response mask", rows.padded(values.response_mask), rows.mask)
@@ -234,7 +236,7 @@ def check_rows(step: ReplayedStep) -> None:
 
 
 def score_models(step: ReplayedStep, reference: Path | None) -> Numbers:
-    """Old and reference logprobs, entropies and values of the states before."""
+    """Recompute and compare logprobs, entropies and values of the states before."""
     config, rows, run, policy = step.config, step.rows, step.record.values, step.policy
     if policy is None:
         return _recorded_numbers(step)
@@ -248,7 +250,7 @@ def score_models(step: ReplayedStep, reference: Path | None) -> Numbers:
         return pair
 
     def score(model: Scorer, state: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
-        """Numbers of the tokens, and the mean distance that the run's dtype makes of each."""
+        """Return numbers per token, each with its mean distance by the run's dtype."""
         model.load(state)
         numbers = model.score(rows.ids, step.mask)
         return list(zip(numbers, step.noise(model, state, numbers), strict=True))
@@ -284,7 +286,7 @@ def score_models(step: ReplayedStep, reference: Path | None) -> Numbers:
 
 
 def _recorded_numbers(step: ReplayedStep) -> Numbers:
-    """The run's own numbers, where no pass of its models can be repeated."""
+    """Return the run's numbers, where no forward pass can be repeated."""
     run, nothing = step.record.values, torch.zeros(step.rows.mask.shape, dtype=torch.float64)
 
     def taken(name: str, seen: NDArray[np.float32]) -> Pair | None:
@@ -307,7 +309,7 @@ def _recorded_numbers(step: ReplayedStep) -> Numbers:
 
 
 def _sampling(step: ReplayedStep, old: Pair) -> Pair:
-    """Old logprobs under the distribution that was sampled from."""
+    """Return old logprobs under the sampling distribution."""
     if not step.record.values.log_kept_mass.size:
         return old
     mass = step.wide(step.record.values.log_kept_mass)
@@ -316,9 +318,9 @@ def _sampling(step: ReplayedStep, old: Pair) -> Pair:
 
 
 def _check_engine(step: ReplayedStep, own: Tensor) -> None:
-    """The engine sampled each token from the weights of its version.
+    """Compare the engine's logprobs with those of the weights that sampled each token.
 
-    Those before the step are at hand; of older ones those that a record of this run holds.
+    Weights of older versions come from earlier records, if they exist.
     """
     name, rows = "engine logprobs", step.rows
     if step.record.facts.engine not in ENGINES_OF_THE_MODEL:
@@ -333,7 +335,7 @@ def _check_engine(step: ReplayedStep, own: Tensor) -> None:
 
 
 def _sampling_weights(step: ReplayedStep, own: Tensor) -> tuple[Tensor, Tensor]:
-    """Logprobs of tokens under the weights that sampled them, and where these are known."""
+    """Return logprobs under the weights that sampled each token, and where these are known."""
     mask, current, policy = step.mask, step.record.facts.weights_version, step.policy
     versions = step.record.samples.facts.get(VERSIONS, np.zeros(0))
     if current < 0 or not versions.size or policy is None:
@@ -357,7 +359,7 @@ def _sampling_weights(step: ReplayedStep, own: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _records_of(record: StepRecord, versions: Collection[int]) -> Iterator[tuple[int, StepRecord]]:
-    """The steps before this one that began with weights of these versions, the newest first."""
+    """Yield earlier steps that began with weights of these versions, the newest first."""
     run, oldest = record.folder.parent.parent, min(versions, default=0)
     wanted = set(versions)
     for number in reversed([n for n in recorded_steps(run) if n < record.facts.step]):
@@ -371,7 +373,7 @@ def _records_of(record: StepRecord, versions: Collection[int]) -> Iterator[tuple
 
 
 def estimate(step: ReplayedStep, numbers: Numbers) -> tuple[Pair, Tensor, float]:
-    """Advantages (of run and own), the returns that a critic learns, and the rounding of both."""
+    """Compute advantages, the returns that a critic learns, and the rounding of both."""
     config, rows, samples, run = step.config, step.rows, step.record.samples, step.record.values
     moments = step.decided.reward_moments or step.record.facts.reward_moments
     rewards, greedy, size = shaped_rewards(samples, rows.is_kept, config, moments)
@@ -413,13 +415,13 @@ def estimate(step: ReplayedStep, numbers: Numbers) -> tuple[Pair, Tensor, float]
     learned = torch.from_numpy(target)
     _check_advantages(step, "returns", Pair(learned, seen_returns), error)
     if name in WHITENING or config.advantages_norm:
-        # A run may take for a variance what rounding left of equal numbers.
+        # A run may take rounding errors of equal numbers for variance.
         is_rounding = np.ptp(advantages[mask]) <= error if mask.any() else True
         advantages, std = whitened(advantages, mask)
         error /= math.sqrt(MIN_VARIANCE) if is_rounding else std
     final = torch.from_numpy(advantages)
     if numbers.teacher is not None:
-        # log p - log q of each token, which no later token discounts.
+        # log p - log q of each token, without discount.
         final = final + config.teacher_coef * numbers.teacher.less(numbers.old, step.mask).own
         rounding = step.rounding(numbers.old.own, "logprobs")[step.mask]
         error += 2 * config.teacher_coef * max(rounding.tolist(), default=0.0)
@@ -443,7 +445,7 @@ def _check_advantages(step: ReplayedStep, name: str, values: Pair, error: float)
 
 
 def _paid_by_turn(step: ReplayedStep) -> Array:
-    """Parts of the rows' rewards that stand where turns end: [rows, seq]."""
+    """Return the parts of rewards that are paid at the end of turns: [rows, seq]."""
     config, facts = step.config, step.record.samples.facts
     is_whole = config.reward_running_norm or config.reward_clip > 0
     is_placed = config.advantage_estimator in TOKEN_ESTIMATORS and not is_whole
@@ -453,7 +455,7 @@ def _paid_by_turn(step: ReplayedStep) -> Array:
 
 
 def _kl_penalty(step: ReplayedStep, numbers: Numbers) -> tuple[Array, float]:
-    """What the KL term takes from each token's reward, and the rounding of a row's sum of it."""
+    """Return the KL penalty of each token's reward, and the rounding of a row's sum."""
     mask, reference, old = step.mask, numbers.reference, numbers.old
     if step.reward_kl_coef <= 0 or reference is None:
         return np.zeros(mask.shape), 0.0
@@ -461,7 +463,7 @@ def _kl_penalty(step: ReplayedStep, numbers: Numbers) -> tuple[Array, float]:
     def term_of(scores: Pair, borders: Borders) -> Tensor:
         return kl_term(step.kl_estimator, scores, reference, old, mask, borders)
 
-    # Scores and those of the reference are rounded alike.
+    # Scores of policy and reference have the same rounding error.
     error = 2 * step.rounding(old.own, "logprobs")
     exact, moved = with_rounding(term_of, old, (error, -error), step.borders)
     penalty = step.reward_kl_coef * exact.value
@@ -469,24 +471,24 @@ def _kl_penalty(step: ReplayedStep, numbers: Numbers) -> tuple[Array, float]:
 
 
 def mean_distance(values: Pair, mask: Tensor) -> float:
-    """Of a token, relative to 1 or to the value if larger."""
+    """Return the mean distance per token, relative to 1 or to the value if larger."""
     distance = (values.run - values.own).abs() / values.own.abs().clamp(min=1.0)
     return float(distance[mask].mean())
 
 
 def _row_sum(errors: Tensor, mask: Tensor) -> float:
-    """Rounding of the row with the most, of errors whose signs are independent."""
+    """Return the largest rounding of a row's sum, for errors with independent signs."""
     return 3 * float((torch.where(mask, errors, 0.0) ** 2).sum(dim=1).sqrt().max())
 
 
 def token_weights(
     step: ReplayedStep, numbers: Numbers, advantages: Pair, mask: Tensor, new: Pair
 ) -> Tensor | None:
-    """What the loss of every token of an optimizer batch is multiplied with; None is 1.
+    """Return the factor of each token's loss in an optimizer batch; None is 1.
 
     Args:
-        step, numbers, advantages: What is audited.
-        mask: [rows, seq] bool, the tokens of the batch.
+        step, numbers, advantages: Step under audit, its numbers and advantages.
+        mask: Tokens of the batch: [rows, seq] bool.
         new: Logprobs that the update differentiates.
     """
     terms = parse(step.config)
@@ -502,7 +504,7 @@ def token_weights(
 
 
 def policy_options(config: AlgorithmOptions) -> dict[str, float]:
-    """Hyper-parameters of the policy loss: of its paper, of common options, its own."""
+    """Return the policy loss's hyper-parameters: paper, then common options, then its args."""
     options = dict(POLICY_LOSSES[config.policy_loss_name].defaults)
     common = {
         "clip_low": (config.eps_clip_low, config.eps_clip),

@@ -25,17 +25,17 @@ Given = Mapping[str, float]
 
 
 def bradley_terry(d: Tensor, is_tie: Tensor, given: Given) -> Tensor:
-    """Ouyang et al. 2022, arXiv:2203.02155, eq. 1; ties draw scores together."""
+    """Follow Ouyang et al. 2022, arXiv:2203.02155, eq. 1; ties draw scores together."""
     return torch.where(is_tie, given["tie_coef"] * d.abs(), -log_sigmoid(d))
 
 
 def hps(d: Tensor, is_tie: Tensor, given: Given) -> Tensor:
-    """Wu et al. 2023, arXiv:2306.09341: cross-entropy of two scores at a temperature."""
+    """Follow Wu et al. 2023, arXiv:2306.09341: cross-entropy of two scores at a temperature."""
     return torch.where(is_tie, given["tie_coef"] * d.abs(), -log_sigmoid(given["scale"] * d))
 
 
 def rao_kupper(d: Tensor, is_tie: Tensor, given: Given) -> Tensor:
-    """Rao and Kupper 1967 with theta = e^w: what is left of 1 is the chance of a tie."""
+    """Follow Rao and Kupper 1967 with theta = e^w: what is left of 1 is the chance of a tie."""
     w = given["tie_width"]
     better, worse = log_sigmoid(d - w), log_sigmoid(-d - w)
     return torch.where(is_tie, -better - worse - math.log(math.expm1(2 * w)), -better)
