@@ -1,4 +1,4 @@
-"""Checks of a machine: each has a limit, a remedy and a deadline, and one line of result."""
+"""Checks of a machine: each has a limit, a remedy, a deadline and one line of result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Verdict(Enum):
 
     OK = "ok"
     BAD = "BAD"
-    # Without the device or package that it is about.
+    # The device or package of the check is missing.
     UNCHECKED = "--"
 
 
@@ -32,7 +32,7 @@ class CheckResult:
 
     Args:
         verdict: Whether it is within the limit.
-        text: The number or name that was found, or why nothing could be.
+        text: Number or name that the check read, or why it read nothing.
     """
 
     verdict: Verdict
@@ -44,12 +44,12 @@ class Check:
     """One question about this machine.
 
     Args:
-        name: Of the examined thing.
-        limit: What is expected.
-        remedy: What to do if it is not so.
-        examine: Finds out; an exception is a bad finding.
-        deadline_seconds: An answer that takes longer is a bad finding.
-        needs_gpu: Nothing is checked where torch sees none.
+        name: Name of the examined thing.
+        limit: Expected value.
+        remedy: Remedy if it is not so.
+        examine: Callable that returns the result; an exception is a bad one.
+        deadline_seconds: Deadline; a later answer is a bad result.
+        needs_gpu: Whether nothing is checked where torch sees no GPU.
     """
 
     name: str
@@ -61,24 +61,24 @@ class Check:
 
 
 def found(is_good: bool, text: str) -> CheckResult:
-    """Within the limit or not."""
+    """Return a result that is within the limit or not."""
     return CheckResult(Verdict.OK if is_good else Verdict.BAD, text)
 
 
 def unchecked(reason: str) -> CheckResult:
-    """Nothing could be found out."""
+    """Return the result of a check that could not be made."""
     return CheckResult(Verdict.UNCHECKED, f"not checked: {reason}")
 
 
 def without_gpu() -> CheckResult | None:
-    """The finding of checks that need a GPU where there is none."""
+    """Return the result of checks that need a GPU where there is none."""
     import torch
 
     return None if torch.cuda.is_available() else unchecked("torch sees no GPU")
 
 
 def check_imports() -> CheckResult:
-    """Seconds that the large packages take, which no other check is to be charged with."""
+    """Time the imports of large packages, which no other check should pay for."""
     begin = time.monotonic()
     importing.set()
     try:
@@ -90,7 +90,7 @@ def check_imports() -> CheckResult:
 
 
 def run_check(check: Check) -> CheckResult:
-    """The finding, at the latest after the check's deadline."""
+    """Return the result, at the latest after the check's deadline."""
     answers: list[CheckResult] = []
 
     def examine() -> None:
@@ -109,7 +109,7 @@ def run_check(check: Check) -> CheckResult:
 
 
 def line(check: Check, finding: CheckResult) -> str:
-    """One line of the report; the remedy only where it is needed."""
+    """Return one line of the report; the remedy only where it is needed."""
     text = f"{finding.verdict.value:4}{check.name:22}{finding.text}"
     if finding.verdict is Verdict.UNCHECKED:
         return text
@@ -118,7 +118,7 @@ def line(check: Check, finding: CheckResult) -> str:
 
 
 def report(checks: Sequence[Check], write: Callable[[str], None]) -> list[Verdict]:
-    """Carries out all checks and writes a line for each, then how many are what."""
+    """Run all checks and write a line for each, then the number of each verdict."""
     verdicts = []
     for check in checks:
         finding = run_check(check)

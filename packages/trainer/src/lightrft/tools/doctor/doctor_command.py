@@ -42,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def check_options(options: Namespace) -> None:
-    """Raises a UsageError for an option that would have no effect."""
+    """Raise a UsageError for an option that would have no effect."""
     if options.invariance and options.gpu:
         raise UsageError("lightrft doctor: --gpu and --invariance are two examinations; give one")
     if options.invariance and options.pretrain is None:
@@ -78,9 +78,9 @@ def examine_statements(path: str) -> int:
 
 
 def examine_machine(*, gpu: bool) -> int:
-    """Checks this machine, or times its GPU; 3 if something is beyond its limit.
+    """Check this machine, or time its GPU; return 3 if something is beyond its limit.
 
-    With `gpu`, also 3 if nothing could be timed: no verdict is no good one.
+    With `gpu`, also return 3 if nothing could be timed: no verdict is not a good one.
     """
     from lightrft.tools.doctor.check import Verdict, report
 
@@ -95,7 +95,7 @@ def examine_machine(*, gpu: bool) -> int:
 
 
 def examine_compiler(options: Namespace) -> int:
-    """Times a step of the model without and with a compiler; 8 if the results differ, or none came.
+    """Time a step of the model with and without a compiler; return 8 if it differs or fails.
 
     Raises:
         ConfigError: The model cannot be tried.
@@ -110,7 +110,7 @@ def examine_compiler(options: Namespace) -> int:
 
 
 def examine_model(options: Namespace) -> int:
-    """Carries out one step of the model in many ways; 8 if they differ."""
+    """Run one step of the model in many ways; return 8 if they differ."""
     from lightrft.tools.invariance.measure import examine
 
     hide_progress_bars()
@@ -129,7 +129,7 @@ def examine_model(options: Namespace) -> int:
 
 
 def bounds_of(results: Sequence[CellResult]) -> Deviations:
-    """The bounds of float32, or in bfloat16 those that the first, plainest way gives."""
+    """Return float32's bounds, or for bfloat16 those from the first, plainest way."""
     from lightrft.tools.invariance.cells import FP32_BOUNDS, bf16_bounds
 
     cell, deviations = results[0]
@@ -139,7 +139,7 @@ def bounds_of(results: Sequence[CellResult]) -> Deviations:
 
 
 def build_parser() -> Parser:
-    """The parser of `lightrft doctor`."""
+    """Return the parser of `lightrft doctor`."""
     parser = Parser(
         "doctor",
         "Check this machine: versions, devices, addresses, memory, disk, engines and kernels, "
@@ -179,19 +179,19 @@ def build_parser() -> Parser:
 
 
 def default_processes() -> int:
-    """Two, unless there is one GPU only."""
+    """Return two, unless there is only one GPU."""
     import torch
 
     return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
 
 
 def header() -> str:
-    """The first line of the table."""
+    """Return the first line of the table."""
     return f"{'':4}" + "".join(f"{name:>16}" for name in COLUMNS) + "  way"
 
 
 def row(cell: object, found: Deviations | str, bounds: Deviations) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     if isinstance(found, str):
         return f"{'--':4}{cell}: {found}"
     above = found.above(bounds)
@@ -202,8 +202,8 @@ def row(cell: object, found: Deviations | str, bounds: Deviations) -> str:
 def conclude(results: Sequence[CellResult]) -> int:
     """Prints bounds and verdict; returns the exit code."""
     bounds = bounds_of(results)
-    measured = [found for _, found in results if not isinstance(found, str)]
-    num_bad = sum(bool(found.above(bounds)) for found in measured)
+    measured = [deviations for _, deviations in results if not isinstance(deviations, str)]
+    num_bad = sum(bool(deviations.above(bounds)) for deviations in measured)
     shown = "".join(f"{bounds.value(name):.1e} ".rjust(16) for name in COLUMNS)
     print(f"{'max':4}{shown}  bounds")
     skipped = len(results) - len(measured)

@@ -1,6 +1,6 @@
-"""Timed checks of a GPU for `lightrft doctor --gpu`: the first hour on a machine has a verdict.
+"""Timed checks of a GPU for `lightrft doctor --gpu`, to judge a new machine.
 
-Every step has a limit; without a GPU, or without the package that a step needs, it is not checked.
+Each check has a limit. Without a GPU, or a package that it needs, nothing is checked.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ MIN_PACK_GB_PER_SECOND = 20.0
 MIN_HEAD_SHARE = 0.25
 MIN_SYNC_GB_PER_SECOND = 20.0
 MIN_FREED_SHARE = 0.9
-# Of a bfloat16 result from the float32 one, over the largest value.
+# Largest difference from the float32 result of a bfloat16 one, over the largest value.
 MAX_ATTENTION_ERROR = 0.02
 MAX_HEAD_ERROR = 1e-3
 
 
 @dataclass
 class EngineProbe:
-    """Findings of the engine's steps, which its checks read.
+    """Results of the engine's steps, which its checks read.
 
     Args:
-        report: Of the second weight synchronisation.
-        empty_report: Of one that only sends vectors: what a synchronisation costs at least.
-        freed_share: Of the memory that the engine took, what sleeping gave back; None if it took
-            none of a device.
-        runner: What executes the model.
+        report: Report of the second weight synchronisation.
+        empty_report: Report of one that only sends vectors: its cost is the least one.
+        freed_share: Share of the engine's memory that sleeping gave back; None if it took none of a
+            device.
+        runner: Name of the code that executes the model.
         parity: Mean difference between trainer and engine in the logprobs of sampled tokens.
     """
 
@@ -61,7 +61,7 @@ class EngineProbe:
 
 
 def gpu_checks() -> list[Check]:
-    """The steps, kernels first."""
+    """Return the checks, kernels first."""
     probe = EngineProbe()
     remedy = (
         "compare `nvidia-smi -q` (clocks, power cap, ECC, other programs) with the vendor's data"
@@ -102,7 +102,7 @@ def gpu_checks() -> list[Check]:
 
 
 def seconds_of(step: Callable[[], object]) -> float:
-    """The median duration on the device, after one call to warm up."""
+    """Return the median duration on the device, after one call to warm up."""
     step()
     times = []
     for _ in range(ROUNDS):
@@ -115,20 +115,20 @@ def seconds_of(step: Callable[[], object]) -> float:
 
 
 def product_rate() -> float:
-    """FLOP/s of a product of bfloat16 matrices."""
+    """Return the FLOP/s of a product of bfloat16 matrices."""
     size = 8192
     left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * size**3 / seconds_of(lambda: left @ right)
 
 
 def time_product() -> CheckResult:
-    """The rate that everything else is compared with."""
+    """Time a product, with whose rate others are compared."""
     rate = product_rate() / 1e12
     return found(rate >= MIN_PRODUCT_TFLOPS, f"{rate:.0f} TFLOP/s")
 
 
 def time_copy() -> CheckResult:
-    """Read and written bytes of a copy on the device."""
+    """Time a copy on the device, by read and written bytes."""
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     rate = 2 * source.numel() / seconds_of(lambda: target.copy_(source)) / GIGABYTE
@@ -136,7 +136,7 @@ def time_copy() -> CheckResult:
 
 
 def compare_attention(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> CheckResult:
-    """Packed attention against float64 attention, one sequence after the other."""
+    """Compare packed attention with float64 attention, one sequence after the other."""
     from lightrft.models.attention import SequenceBounds, packed_attention
     from lightrft.models.varlen import KernelShape, try_kernel
 
@@ -160,12 +160,12 @@ def compare_attention(device: str = "cuda", dtype: torch.dtype = torch.bfloat16)
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:
-    """The largest difference over the largest value."""
+    """Return the largest difference over the largest value."""
     return float((value.double() - expected).abs().max() / expected.abs().max())
 
 
 def time_head() -> CheckResult:
-    """Log-probabilities with gradients, in the default way of this machine."""
+    """Time log-probabilities with gradients, in the default way of this machine."""
     tokens, hidden, vocab = 4096, 2048, 65536
     error = head_error("cuda", torch.bfloat16)
     generator = torch.Generator(device="cuda").manual_seed(0)
@@ -183,7 +183,7 @@ def time_head() -> CheckResult:
 
 
 def head_step(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Forward and backward pass; the log-probabilities."""
+    """Run forward and backward pass; return the log-probabilities."""
     from lightrft.kernels import linear_logprob
 
     states.grad = weight.grad = None
@@ -193,7 +193,7 @@ def head_step(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def head_error(device: str, dtype: torch.dtype) -> float:
-    """Of log-probabilities, against float64 on the same numbers."""
+    """Return the error of log-probabilities, against float64 on the same numbers."""
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(64, 128, generator=generator).to(device, dtype).requires_grad_()
     weight = (torch.randn(1000, 128, generator=generator) / 11).to(device, dtype).requires_grad_()
@@ -204,7 +204,7 @@ def head_error(device: str, dtype: torch.dtype) -> float:
 
 
 def time_buckets() -> CheckResult:
-    """Packing float32 into bfloat16; hashes are those of the host."""
+    """Time packing of float32 into bfloat16, and compare hashes with the host's."""
     from lightrft.kernels import hash_tensor, pack
 
     source = torch.randn(2**28, device="cuda")
@@ -218,7 +218,7 @@ def time_buckets() -> CheckResult:
 
 
 def of_probe(probe: EngineProbe, read: Callable[[EngineProbe], CheckResult]) -> CheckResult:
-    """Starts vLLM beside a model of 0.4 billion random parameters, once, then reads a result."""
+    """Run vLLM beside a model of 0.4 billion random parameters, once, then read a result."""
     if not probe.is_done:
         probe.is_done = True
         if find_spec("vllm") is not None:
@@ -231,9 +231,9 @@ def run_probe(probe: EngineProbe, engine_type: str, *, hidden: int, layers: int)
     """Synchronise twice, sample, compare, sleep and measure.
 
     Args:
-        probe: Gets what was found.
-        engine_type: Of the engine.
-        hidden, layers: Of the model.
+        probe: Probe that gets the results.
+        engine_type: Type of the engine.
+        hidden, layers: Sizes of the model.
     """
     from lightrft.models import Actor
     from lightrft.strategy import get_strategy
@@ -261,7 +261,7 @@ def run_probe(probe: EngineProbe, engine_type: str, *, hidden: int, layers: int)
 
 
 def write_random_model(folder: Path, *, hidden: int, layers: int) -> None:
-    """A Qwen3 with random weights and without a tokenizer."""
+    """Write a Qwen3 with random weights and without a tokenizer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -279,7 +279,7 @@ def write_random_model(folder: Path, *, hidden: int, layers: int) -> None:
 
 
 def parity_of_samples(engine: RolloutEngine, actor: torch.nn.Module, device: torch.device) -> float:
-    """Mean difference in the logprobs of what the engine sampled."""
+    """Return the mean difference in the logprobs of what the engine sampled."""
     from lightrft.engines.types import GenerationRequest, SamplingParams
 
     requests = [GenerationRequest(tuple(range(3, 20 + 9 * i)), request_id=i) for i in range(4)]
@@ -289,13 +289,13 @@ def parity_of_samples(engine: RolloutEngine, actor: torch.nn.Module, device: tor
         tokens = torch.tensor([ids], device=device)
         with torch.no_grad():
             logprobs = actor(tokens, torch.ones_like(tokens)).logprobs[0]
-        own = logprobs[len(completion.prompt_token_ids) :].float().cpu()
-        differences.append((own - torch.tensor(completion.output_logprobs)).abs())
+        local_logprobs = logprobs[len(completion.prompt_token_ids) :].float().cpu()
+        differences.append((local_logprobs - torch.tensor(completion.output_logprobs)).abs())
     return float(torch.cat(differences).mean())
 
 
 def freed_by_sleep(engine: RolloutEngine) -> float:
-    """Share of the memory between awake and closed that sleeping frees, by the driver's numbers."""
+    """Return the share of memory that sleeping frees, between awake and closed, by the driver."""
     awake, _ = torch.cuda.mem_get_info()
     engine.sleep(level=2)
     asleep, _ = torch.cuda.mem_get_info()
@@ -306,19 +306,19 @@ def freed_by_sleep(engine: RolloutEngine) -> float:
 
 
 def runner_of(probe: EngineProbe) -> CheckResult:
-    """The code that executes the model."""
+    """Check that the code that executes the model has a name."""
     return found(bool(probe.runner), probe.runner or "unknown")
 
 
 def sleep_of(probe: EngineProbe) -> CheckResult:
-    """Memory that sleeping gives back."""
+    """Check the memory that sleeping gives back."""
     if probe.freed_share is None:
         return unchecked("the engine has no memory of a device")
     return found(probe.freed_share >= MIN_FREED_SHARE, f"{probe.freed_share:.0%} freed")
 
 
 def rate_of(probe: EngineProbe) -> CheckResult:
-    """Bytes of weights over the seconds that moved them, without hashes and what is fixed."""
+    """Check bytes of weights over the seconds that moved them, without hashes and fixed costs."""
     if probe.report is None or probe.empty_report is None:
         return unchecked("no weights were sent")
     num_bytes = probe.report.num_bytes - probe.empty_report.num_bytes
@@ -329,7 +329,7 @@ def rate_of(probe: EngineProbe) -> CheckResult:
 
 
 def canary_of(probe: EngineProbe) -> CheckResult:
-    """The canary prompt's largest difference."""
+    """Check the canary prompt's largest difference."""
     difference = None if probe.report is None else probe.report.canary_difference
     if difference is None:
         return unchecked("no canary prompt was scored")
@@ -337,7 +337,7 @@ def canary_of(probe: EngineProbe) -> CheckResult:
 
 
 def parity_of(probe: EngineProbe) -> CheckResult:
-    """The parity gate's number."""
+    """Check the parity gate's number."""
     if probe.parity is None:
         return unchecked("nothing was sampled")
     return found(probe.parity <= 0.05, f"{probe.parity:.2g}")

@@ -39,7 +39,7 @@ LIBRARY_SECONDS = 120.0
 
 
 def machine_checks() -> list[Check]:
-    """All of them, in the order of the report."""
+    """Return all checks of a machine, in the order of the report."""
     return [*_package_checks(), *_device_checks(), *_host_checks()]
 
 
@@ -121,7 +121,7 @@ def _host_checks() -> list[Check]:
 
 
 def numbers_of(version: str) -> tuple[int, ...]:
-    """The leading numbers: (2, 13, 0) of "2.13.0+cu130"."""
+    """Return the leading numbers: (2, 13, 0) of "2.13.0+cu130"."""
     numbers = []
     for part in version.split("+")[0].split("."):
         digits = "".join(char for char in part if char.isdigit())
@@ -132,12 +132,12 @@ def numbers_of(version: str) -> tuple[int, ...]:
 
 
 def shown_version(numbers: tuple[int, ...]) -> str:
-    """(2, 13) as "2.13"."""
+    """Return (2, 13) as "2.13"."""
     return ".".join(map(str, numbers))
 
 
 def installed_version(name: str) -> str | None:
-    """Of a package or of its build for processors; None if there is neither."""
+    """Return the version of a package or its build for processors; None if there is neither."""
     for candidate in (name, f"{name}-cpu"):
         try:
             return importlib.metadata.version(candidate)
@@ -147,12 +147,12 @@ def installed_version(name: str) -> str | None:
 
 
 def check_python(numbers: tuple[int, int] = sys.version_info[:2]) -> CheckResult:
-    """The interpreter's version."""
+    """Check the interpreter's version."""
     return found((3, 11) <= numbers < (3, 14), shown_version(numbers))
 
 
 def version_check(name: str) -> Check:
-    """Whether a package is there in a version that this release is tested with."""
+    """Return the check that a package has a version that this release is tested with."""
     low, high, purpose = VERSIONS[name]
 
     def examine() -> CheckResult:
@@ -167,7 +167,7 @@ def version_check(name: str) -> Check:
 
 
 def import_check(name: str) -> Check:
-    """Whether an engine can be imported, in a process of its own: some only print and leave."""
+    """Return the check that a separate process can import an engine: some only print and leave."""
 
     def examine() -> CheckResult:
         if importlib.util.find_spec(name) is None:
@@ -192,7 +192,7 @@ def import_check(name: str) -> Check:
 
 
 def check_gpu() -> CheckResult:
-    """Devices of the driver against those of torch."""
+    """Compare devices of the driver with those of torch."""
     import torch
 
     files, seen = device_files(), torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -203,7 +203,7 @@ def check_gpu() -> CheckResult:
 
 
 def check_nccl() -> CheckResult:
-    """NCCL's version, as torch was built with it."""
+    """Check the version of NCCL that torch was built with."""
     import torch
 
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
@@ -211,7 +211,7 @@ def check_nccl() -> CheckResult:
 
 
 def check_attention(device_type: str = "cuda") -> CheckResult:
-    """The attention kernel of packed sequences, tried on the device."""
+    """Try the attention kernel of packed sequences on the device."""
     import torch
 
     from lightrft.models.varlen import KernelShape, try_kernel, use_newer_kernel
@@ -223,7 +223,7 @@ def check_attention(device_type: str = "cuda") -> CheckResult:
 
 
 def check_kernels() -> CheckResult:
-    """The compiled parts of lightrft.kernels."""
+    """Check the compiled parts of lightrft.kernels."""
     from lightrft.kernels import capabilities
 
     have = capabilities()
@@ -234,7 +234,7 @@ def check_kernels() -> CheckResult:
 
 
 def check_gloo(resolve: Callable[[str], str] = socket.gethostbyname) -> CheckResult:
-    """The address behind this host's own name, or the interface that was set."""
+    """Check the address behind this host's name, or the interface that was set."""
     import psutil
 
     name = socket.gethostname()
@@ -251,44 +251,46 @@ def check_gloo(resolve: Callable[[str], str] = socket.gethostbyname) -> CheckRes
         ]
         return found(not missing, f"GLOO_SOCKET_IFNAME={chosen}")
     try:
-        own = resolve(name)
+        address = resolve(name)
     except OSError:
         return found(False, f"the host's name {name!r} resolves to nothing")
-    if own.startswith("127."):
+    if address.startswith("127."):
         # One node works, and a run on several looks for the interface itself.
         return found(
-            True, f"{name} is {own}: one node; several need an interface: set GLOO_SOCKET_IFNAME"
+            True,
+            f"{name} is {address}: one node; several need an interface: set GLOO_SOCKET_IFNAME",
         )
     return found(
-        own in addresses, f"{name} is {own} ({addresses.get(own, 'of no interface here')})"
+        address in addresses,
+        f"{name} is {address} ({addresses.get(address, 'of no interface here')})",
     )
 
 
 def check_environment() -> CheckResult:
-    """Variables of a launcher."""
+    """Check variables of a launcher."""
     problems = environment_problems()
     return found(not problems, problems[0] if problems else "consistent")
 
 
 def free_space(path: Path, limit: float) -> CheckResult:
-    """Free bytes of the file system."""
+    """Check the free bytes of the file system."""
     free = shutil.disk_usage(path).free
     return found(free >= limit, f"{free / GIGABYTE:.1f} GB free in {path}")
 
 
 def check_shared_memory() -> CheckResult:
-    """NCCL and data loaders exchange through it."""
+    """Check shared memory, through which NCCL and data loaders exchange data."""
     path = Path("/dev/shm")
     return free_space(path, MIN_SHARED_MEMORY) if path.is_dir() else unchecked(f"no {path}")
 
 
 def check_disk() -> CheckResult:
-    """The disk to which runs are written by default."""
+    """Check the disk to which runs are written by default."""
     return free_space(Path.cwd(), MIN_DISK)
 
 
 def check_memory(limits: Path = Path("/sys/fs/cgroup/memory.max")) -> CheckResult:
-    """Available memory of the machine and of the job."""
+    """Check available memory of the machine and of the job."""
     import psutil
 
     available = psutil.virtual_memory().available
@@ -303,7 +305,7 @@ def check_memory(limits: Path = Path("/sys/fs/cgroup/memory.max")) -> CheckResul
 
 
 def check_temporary() -> CheckResult:
-    """Written and read back."""
+    """Check that a temporary file can be written and read back."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(b"lightrft")
         file.flush()
@@ -312,7 +314,7 @@ def check_temporary() -> CheckResult:
 
 
 def check_sandbox() -> CheckResult:
-    """A program of the sandbox itself has looked for ways out; few runs need one."""
+    """Check a program in the sandbox, which looks for ways out; few runs need one."""
     try:
         with contextlib.closing(Sandbox("bubblewrap")) as sandbox:
             python = sandbox.interpreter

@@ -1,1 +1,1 @@
-"""Proof on a given model that a training step does not depend on how it is carried out."""
+"""Proof on a user's model that a training step does not depend on how it is run."""

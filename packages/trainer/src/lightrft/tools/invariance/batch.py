@@ -48,7 +48,7 @@ class LossRows:
     media: RowMedia = NO_MEDIA
 
     def select(self, rows: slice | list[int], device: torch.device) -> LossRows:
-        """Some rows, without the columns that are padding in all of them."""
+        """Return some rows, without the columns that are padding in all of them."""
         width = int(self.attention_mask[rows].sum(dim=1).max())
         prompts = self.media.prompts
         if prompts:
@@ -59,7 +59,7 @@ class LossRows:
         )
 
     def at(self, rows: Tensor, columns: Tensor) -> LossRows:
-        """Some tokens, as one row: [1, tokens]."""
+        """Return some tokens, as one row: [1, tokens]."""
         return self._changed(lambda tensor: tensor[rows, columns][None], NO_MEDIA)
 
     def _changed(self, change: Callable[[Tensor], Tensor], media: RowMedia) -> LossRows:
@@ -74,12 +74,12 @@ def make_rows(
     prompts: Sequence[EncodedPrompt | None] = (),
     forbidden_ids: Sequence[int] = (),
 ) -> LossRows:
-    """Random rows of unequal lengths, some of several turns; the response of one does not count.
+    """Return random rows of unequal lengths, some of several turns; one response does not count.
 
     Args:
-        vocab_size: Of the model.
-        seed: Of all numbers.
-        prompts: Of rows that begin with images; None, or () for all, where they do not.
+        vocab_size: Vocabulary size of the model.
+        seed: Seed of all numbers.
+        prompts: Prompts of rows that begin with images; None, or () for all, where they do not.
         forbidden_ids: Tokens that do not occur beside those of `prompts`.
     """
     rng = np.random.default_rng(seed)
@@ -122,7 +122,7 @@ def make_rows(
 
 
 def policy_share(output: ActorOutput, rows: LossRows, normalizer: Tensor) -> Tensor:
-    """Share of the mean over tokens of -A lp + KL_COEF (lp - ref)^2 / 2 - ENTROPY_COEF H."""
+    """Return a share of the token mean of -A lp + KL_COEF (lp - ref)^2 / 2 - ENTROPY_COEF H."""
     if output.entropy is None:
         raise RuntimeError("the policy loss needs entropies")
     logprobs = output.logprobs
@@ -133,12 +133,12 @@ def policy_share(output: ActorOutput, rows: LossRows, normalizer: Tensor) -> Ten
 
 
 def value_share(values: Tensor, rows: LossRows, normalizer: Tensor) -> Tensor:
-    """Share of the mean over tokens of (v - returns)^2 / 2."""
+    """Return a share of the token mean of (v - returns)^2 / 2."""
     token_loss = torch.where(rows.response_mask, 0.5 * (values - rows.returns).square(), 0.0)
     return aggregate(token_loss, rows.response_mask, "token-mean", normalizer)
 
 
-# Width and height of the pictures of each row; ranks and micro-batches differ in having some.
+# Width and height of the pictures of each row; not all ranks and micro-batches have some.
 SIZES: tuple[tuple[tuple[int, int], ...], ...] = (
     ((84, 84),),
     (),
@@ -152,11 +152,11 @@ SIZES: tuple[tuple[tuple[int, int], ...], ...] = (
 
 
 def draw_prompts(path: str, seed: int) -> tuple[EncodedPrompt | None, ...]:
-    """Prompts of the rows that have pictures of noise; () for a model of text.
+    """Return prompts of the rows that have pictures of noise; () for a model of text.
 
     Args:
         path: Checkpoint of the model, with its processor.
-        seed: Of the noise.
+        seed: Seed of the noise.
     """
     family = family_of(load_config(path))
     if family is None:

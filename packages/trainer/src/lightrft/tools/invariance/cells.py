@@ -1,4 +1,4 @@
-"""Ways to carry out one training step, and how far their results may lie apart."""
+"""Ways to run one training step, and bounds of how far their results may differ."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ Role = Literal["actor", "critic"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One way to carry out a step.
+    """One way to run a step.
 
     Args:
         backend: Strategy; "hsdp" is FSDP2 with shards over two ranks and replicas of them.
-        world_size: Processes.
+        world_size: Number of processes.
         micro_batch_size: Rows of one forward and backward pass, at most.
-        packs_samples: Lay rows out as one stream.
+        packs_samples: Whether to lay rows out as one stream.
         sp_size: Ranks that share a stream.
-        recomputes: Gradient checkpointing.
-        is_fused: Logprobs by chunks of the vocabulary.
-        loss_inside: The loss by chunks of tokens, inside the output projection; needs `is_fused`.
-        role: What is trained.
-        bf16: Compute in bfloat16.
-        offloads: FSDP2's parameters, gradients and states, or ZeRO's states, are on the CPU.
-        keeps_masters: FSDP2's shards are bfloat16 beside float32 masters (`use_mp_opt`).
+        recomputes: Whether gradient checkpointing is on.
+        is_fused: Whether logprobs are computed by chunks of the vocabulary.
+        loss_inside: Whether the loss is computed by chunks of tokens, inside the output projection;
+            needs `is_fused`.
+        role: Role of the trained model.
+        bf16: Whether to compute in bfloat16.
+        offloads: Whether FSDP2's parameters, gradients and states, or ZeRO's states, are on a CPU.
+        keeps_masters: Whether FSDP2's shards are bfloat16 beside float32 masters (`use_mp_opt`).
         compiler: Backend with which FSDP2 compiles every block; None compiles none.
     """
 
@@ -61,7 +62,7 @@ class Cell:
         return ", ".join(part for part in parts if part)
 
 
-# One process, one padded micro-batch of all rows: what every other cell is compared with.
+# One process, one padded micro-batch of all rows, with which every other cell is compared.
 REFERENCE = Cell()
 
 
@@ -74,7 +75,7 @@ class Deviations:
         loss: Difference of the batch loss, over its magnitude.
         weights: Weights after a step of SGD: norm of the difference over the norm.
         gradient: Gradient of that step, likewise over all parameters.
-        gradient_tensor: The same for the worst single tensor whose norm exceeds 1e-4 of the whole.
+        gradient_tensor: Gradient of the worst single tensor whose norm exceeds 1e-4 of the whole.
         update: Change of the weights by two steps of AdamW, over all parameters.
     """
 
@@ -86,7 +87,7 @@ class Deviations:
     update: float
 
     def above(self, bounds: Deviations) -> list[str]:
-        """Names of the deviations that are above their bounds, or no numbers."""
+        """Return the names of deviations that are above their bounds, or no numbers."""
         return [
             name
             for name in self.__dataclass_fields__
@@ -95,7 +96,7 @@ class Deviations:
         ]
 
     def value(self, name: str) -> float:
-        """One deviation by name."""
+        """Return one deviation by name."""
         return float(asdict(self)[name])
 
 
@@ -105,12 +106,12 @@ FP32_BOUNDS = Deviations(
 )
 
 
-# In bfloat16 one way rounds as much as another, and other sums are rounded otherwise.
+# In bfloat16 all ways round about as much, and different sums round differently.
 BF16_FACTOR = 3.0
 
 
 def bf16_bounds(plainest: Deviations) -> Deviations:
-    """Bounds of a way in bfloat16 against float32, from the deviation of the plainest way.
+    """Return bounds of a way in bfloat16 against float32, from the plainest way's deviation.
 
     Args:
         plainest: Deviations of one process with one padded micro-batch in bfloat16.
@@ -122,7 +123,7 @@ def bf16_bounds(plainest: Deviations) -> Deviations:
 
 
 def doctor_cells(world_size: int, *, has_deepspeed: bool, bf16: bool = False) -> tuple[Cell, ...]:
-    """A set in which every feature occurs, small enough for a user's own model.
+    """Return cells that cover every feature, few enough for a user's model.
 
     In bfloat16 the plainest way comes first, since it gives the bounds.
     """

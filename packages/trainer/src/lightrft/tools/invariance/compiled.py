@@ -1,8 +1,8 @@
-"""The verdict on compiling a model's blocks on this machine: whether it is right, and its seconds.
+"""Verdict on compiling a model's blocks on this machine: whether it is right, and its seconds.
 
-`lightrft doctor --compile_backend` measures it, in a step without and with the compiler, and keeps
-it for the device, the version of torch and the shape of the model. A run of that shape says what
-was measured; it compiles only if it is told to, for compiled blocks round otherwise.
+`lightrft doctor --compile_backend` measures a step with and without the compiler. It keeps the
+verdict for the device, the version of torch and the shape of the model. A run of that shape prints
+it, and compiles only on request, because compiled blocks round differently.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from lightrft.tools.plan.setup import read_model_size
 
 # Tokens of the row whose step is timed, and steps of which the median counts.
 TIMED_TOKENS, ROUNDS = 2048, 5
-# A gain below it is not worth a line.
+# Smallest gain that is worth a line.
 MIN_GAIN = 1.05
 
 
@@ -51,10 +51,10 @@ class CompileVerdict:
     """Result of a trial of one backend of torch.compile.
 
     Args:
-        eager_seconds, compiled_seconds: Seconds of forward and backward pass over a row; 0 if it
-            came to none.
+        eager_seconds, compiled_seconds: Seconds of forward and backward pass over a row; 0 if not
+            measured.
         tokens: Tokens of that row.
-        problem: The results that are beyond rounding, or the compiler's error; "" if none is.
+        problem: Results that are beyond rounding, or the compiler's error; "" if there are none.
     """
 
     eager_seconds: float = 0.0
@@ -64,7 +64,7 @@ class CompileVerdict:
 
     @property
     def is_faster(self) -> bool:
-        """Return whether a run would gain, and compute the same."""
+        """Whether a run would gain, and compute the same."""
         return not self.problem and self.eager_seconds >= MIN_GAIN * self.compiled_seconds > 0
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class CompileVerdict:
 
 
 def try_compiling(path: str, backend: str, *, timeout_seconds: float) -> CompileVerdict:
-    """Carries out a step of a model without and with a compiler, in a process of its own.
+    """Run a step of a model with and without a compiler, in a separate process.
 
     Args:
         path: Checkpoint of a causal language model.
@@ -98,7 +98,7 @@ def try_compiling(path: str, backend: str, *, timeout_seconds: float) -> Compile
 
 
 def try_cells(rank: int, world_size: int, cells: list[Cell], path: str, file: Path) -> None:
-    """Writes the verdict on the second cell, by the first one, into a file."""
+    """Write the verdict on the second cell, judged by the first one, to a file."""
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     reference = file.with_name("reference.safetensors")
     write_reference(path, "actor", reference)
@@ -122,7 +122,7 @@ def try_cells(rank: int, world_size: int, cells: list[Cell], path: str, file: Pa
 
 
 def seconds_of_step(cell: Cell, path: str, tokens: int) -> float:
-    """Median seconds of forward and backward pass over one row, once all is compiled."""
+    """Return median seconds of forward and backward pass over one row, once all is compiled."""
     training = make_strategy(cell).training
     ready = prepare(training, cell, path, lambda model: SGD(model.parameters(), lr=0.0))
     model, optimizer, device = ready.model, ready.optimizer, training.context.device
@@ -149,10 +149,10 @@ def _now(device: torch.device) -> float:
 
 
 def say_verdict(config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
-    """Says what was measured of compilers on this machine, where it concerns a run.
+    """Print what was measured of compilers on this machine, where it concerns a run.
 
     Args:
-        config, strategy: Of the run, whose options stay as they are.
+        config, strategy: Options, which stay as they are, and strategy of the run.
     """
     if not config.fsdp:
         return config
@@ -179,7 +179,7 @@ def known_verdicts(path: str) -> Iterator[tuple[str, CompileVerdict]]:
 
 
 def keep_verdict(path: str, backend: str, verdict: CompileVerdict) -> None:
-    """Keeps a verdict beside those of other backends, where this user has a folder for it."""
+    """Keep a verdict beside those of other backends, where this user has a folder for it."""
     verdicts = {**dict(known_verdicts(path)), backend: verdict}
     values = {"backends": {name: asdict(each) for name, each in verdicts.items()}}
     with suppress(RuntimeError, OSError):
@@ -189,7 +189,7 @@ def keep_verdict(path: str, backend: str, verdict: CompileVerdict) -> None:
 
 
 def _name_of(path: str) -> str:
-    """Hash of the device, torch's version, and the kind and sizes of a model."""
+    """Return a hash of the device, torch's version, and the kind and sizes of a model."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     kind = load_config(path).model_type
     parts = [device, torch.__version__, kind, repr(read_model_size(path))]

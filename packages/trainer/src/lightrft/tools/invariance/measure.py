@@ -1,4 +1,4 @@
-"""Carries out one step in several ways, on the ranks that each of them needs, and compares."""
+"""One step in several ways, on the ranks that each of them needs, compared with a reference."""
 
 import math
 import os
@@ -44,12 +44,12 @@ from lightrft.tools.invariance.batch import (
 from lightrft.tools.invariance.cells import REFERENCE, Cell, Deviations, Role, doctor_cells
 
 ADAM_RATE = 1e-3
-# How far the step of SGD moves the weights, over their norm: so far that the gradient can be read
-# off them, whatever the strategy keeps of it.
+# How far the step of SGD moves the weights, over their norm: enough to read the gradient off
+# them, whatever the strategy keeps of it.
 SGD_MOVE = 1e3
 
 RESULTS_NAME = "results.pt"
-# So long other processes may report their own errors after the first.
+# Time in which other processes may report their errors after the first.
 GRACE_SECONDS = 3.0
 
 # Tensors below this share of the whole norm are judged with the whole only.
@@ -61,10 +61,10 @@ class StepResult:
     """Results of one step on this rank.
 
     Args:
-        loss: Of the whole batch.
+        loss: Loss of the whole batch.
         outputs: [NUM_ROWS, seq] logprobs or values of this rank's rows where the loss counts
             them, 0 elsewhere.
-        rows: Numbers of those rows.
+        rows: Indices of those rows.
     """
 
     loss: float
@@ -73,7 +73,7 @@ class StepResult:
 
 
 def make_strategy(cell: Cell) -> StrategyBase:
-    """The cell's strategy, which never clips, for NUM_ROWS samples a step."""
+    """Return the cell's strategy, which never clips, for NUM_ROWS samples a step."""
     backend = cell.backend
     is_fsdp = backend in ("fsdp", "hsdp")
     args: dict[str, object] = {
@@ -95,13 +95,13 @@ def make_strategy(cell: Cell) -> StrategyBase:
 def prepare(
     training: ModelTraining, cell: Cell, path: str, make_optimizer: Callable[[nn.Module], Optimizer]
 ) -> PreparedModel:
-    """The cell's model, laid out, sharded and with its optimizer."""
+    """Return the cell's model, laid out, sharded and with its optimizer."""
     model: Actor | Critic
     if cell.role == "actor":
         model = Actor.from_pretrained(path, fused_linear_logprob=cell.is_fused, chunk_size=100)
     else:
         model = Critic.from_pretrained(path)
-        # The head is zero at first, and would pass no gradient on.
+        # The head is zero at first, so it would pass no gradient on.
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             model.value_head.weight.normal_(0.0, 0.02, generator=generator)
@@ -118,34 +118,34 @@ def prepare(
 def take_step(
     training: ModelTraining, ready: PreparedModel, cell: Cell, rows: LossRows
 ) -> StepResult:
-    """One optimizer step on this rank's rows."""
+    """Run one optimizer step on this rank's rows."""
     model, optimizer = ready.model, ready.optimizer
     if model is None or optimizer is None:
         raise ValueError("a step needs a model and its optimizer")
     context = training.context
-    own = list(range(context.data_rank, NUM_ROWS, context.num_data_ranks))
+    local_rows = list(range(context.data_rank, NUM_ROWS, context.num_data_ranks))
     device = context.device
-    num_tokens = local_normalizer(rows.select(own, device).response_mask, "token-mean")
+    num_tokens = local_normalizer(rows.select(local_rows, device).response_mask, "token-mean")
     normalizer = context.reduce_over_data(num_tokens, "sum")
     outputs = torch.zeros_like(rows.advantages)
-    slices = micro_slices(0, len(own), cell.micro_batch_size)
+    slices = micro_slices(0, len(local_rows), cell.micro_batch_size)
     loss = 0.0
     with training.accumulation(len(slices), optimizer):
         for part in slices:
-            micro = rows.select(own[part], device)
-            share, found = loss_share(model, cell, micro, normalizer)
+            micro = rows.select(local_rows[part], device)
+            share, values = loss_share(model, cell, micro, normalizer)
             training.backward(share, model, optimizer)
             training.optimizer_step(optimizer, model, None)
             loss += share.item()
-            found = torch.where(micro.response_mask, found.detach(), 0.0)
-            outputs[own[part], : found.shape[1]] = found.cpu()
-    return StepResult(context.reduce_over_data(loss, "sum"), outputs, own)
+            values = torch.where(micro.response_mask, values.detach(), 0.0)
+            outputs[local_rows[part], : values.shape[1]] = values.cpu()
+    return StepResult(context.reduce_over_data(loss, "sum"), outputs, local_rows)
 
 
 def loss_share(
     model: nn.Module, cell: Cell, micro: LossRows, normalizer: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return a micro-batch's share of the loss and the model's values that it is made of."""
+    """Return a micro-batch's share of the loss, and the model's values behind it."""
     if cell.role == "critic":
         values: Tensor = model(micro.token_ids, micro.attention_mask, media=micro.media)
         return value_share(values, micro, normalizer), values
@@ -169,14 +169,14 @@ def loss_share(
 
 
 def write_reference(path: str, role: Role, file: Path) -> None:
-    """Carries out the step in one process with one padded micro-batch, and keeps the results.
+    """Run the step in one process with one padded micro-batch, and keep the results.
 
-    The gradient is the one autograd leaves; all others are read off weights.
+    Autograd leaves the gradient; the others are computed from weights.
 
     Args:
         path: Checkpoint of the model.
-        role: What is trained.
-        file: Where the results go.
+        role: Role of the trained model.
+        file: Output file.
     """
     cell = replace(REFERENCE, role=role)
     training = make_strategy(cell).training
@@ -208,7 +208,7 @@ def write_reference(path: str, role: Role, file: Path) -> None:
 
 
 def rows_of(path: str) -> tuple[LossRows, LossRows]:
-    """The rows of the first and of the second step."""
+    """Return the rows of the first and of the second step."""
     config = load_config(path)
     first, second = (
         make_rows(
@@ -223,13 +223,13 @@ def rows_of(path: str) -> tuple[LossRows, LossRows]:
 
 
 def measure(training: ModelTraining, cell: Cell, path: str, reference: Path) -> Deviations:
-    """Carries out the step as the cell says. Collective; the same result on every rank.
+    """Run the step as the cell says. Collective; the same result on every rank.
 
     Args:
-        training: Of the cell's backend, number of ranks, `sp_size` and dtype.
-        cell: How.
+        training: Training with the cell's backend, number of ranks, `sp_size` and dtype.
+        cell: Way to run the step.
         path: Checkpoint of the model.
-        reference: A file of `write_reference` for this model and role.
+        reference: File of `write_reference` for this model and role.
     """
     expected = load_file(reference)
     loss, rate = expected["numbers"].tolist()
@@ -257,7 +257,7 @@ def measure(training: ModelTraining, cell: Cell, path: str, reference: Path) -> 
 def adam_steps(
     training: ModelTraining, cell: Cell, path: str
 ) -> tuple[PreparedModel, dict[str, Tensor]]:
-    """The model after two steps of AdamW, and how far this rank's shards have moved."""
+    """Return the model after two steps of AdamW, and how far this rank's shards have moved."""
     ready = prepare(training, cell, path, lambda m: training.create_optimizer(m, lr=ADAM_RATE))
     before = local_values(training.backend.parameter_source(ready))
     for rows in rows_of(path):
@@ -273,11 +273,11 @@ def _norm(tensors: Iterable[Tensor]) -> float:
 def measure_cells(
     rank: int, world_size: int, cells: list[tuple[Cell, str, str]]
 ) -> list[Deviations | str]:
-    """Measures cells of one number of ranks, one after the other; runs on every rank.
+    """Measure cells of one number of ranks, one after the other; runs on every rank.
 
     Args:
-        rank, world_size: Of this process.
-        cells: Each cell with the path of its model and of its reference.
+        rank, world_size: Rank of this process, and number of ranks.
+        cells: Cells, each with the path of its model and of its reference.
 
     Returns:
         Deviations of each cell, or why its model cannot be laid out so.
@@ -285,7 +285,7 @@ def measure_cells(
     import torch.distributed as dist
 
     del rank
-    # Kept over all strategies: to end one group and start the next at one address is a race.
+    # Kept over all strategies: ending one group and starting the next at one address is a race.
     if not dist.is_initialized() and world_size > 1:
         from lightrft.strategy.distributed.process_groups import start_process_group
 
@@ -311,7 +311,7 @@ def measure_cells(
 
 
 def local_values(source: ParameterSource) -> dict[str, Tensor]:
-    """Copies of this rank's shards in float32, by checkpoint name."""
+    """Return copies of this rank's shards in float32, by checkpoint name."""
     return {
         entry.checkpoint_name: entry.local_shard.detach().float().clone()
         for entry in source.parameters()
@@ -325,26 +325,28 @@ def deviation(
     expected: Mapping[str, Tensor],
     kind: str,
 ) -> tuple[float, float]:
-    """||found - expected|| / ||expected||, over all parameters and for the worst one. Collective.
+    """Return ||found - expected|| / ||expected|| of all parameters and of the worst. Collective.
 
     Args:
-        backend: Prepared the model.
-        ready: The model, which says which range of a parameter this rank holds.
-        found: This rank's flat shard of each parameter.
+        backend: Backend that prepared the model.
+        ready: Model, which says what range of a parameter this rank holds.
+        found: Flat shard of each parameter on this rank.
         expected: Whole parameters, of any shape; the same on every rank.
-        kind: Which of those in `expected`.
+        kind: Prefix of the names in `expected`.
     """
     source = backend.parameter_source(ready)
     rank = local_rank_in(source.group)
     sizes, sums = [], []
     for entry in source.parameters():
         start, stop = entry.shards[rank] if entry.is_sharded else (0, entry.numel)
-        own = expected[f"{kind}/{entry.checkpoint_name}"].flatten()[start:stop]
-        own = own.to(entry.local_shard.device)
-        difference = found[entry.checkpoint_name] - own
-        squares = [difference.double().square().sum(), own.double().square().sum()]
+        expected_shard = expected[f"{kind}/{entry.checkpoint_name}"].flatten()[start:stop]
+        expected_shard = expected_shard.to(entry.local_shard.device)
+        difference = found[entry.checkpoint_name] - expected_shard
+        squares = [difference.double().square().sum(), expected_shard.double().square().sum()]
         sizes.append(entry.numel)
-        sums.append(torch.stack([*squares, squares[0].new_tensor(float(own.numel()))]).cpu())
+        sums.append(
+            torch.stack([*squares, squares[0].new_tensor(float(expected_shard.numel()))]).cpu()
+        )
     total = backend.context.all_reduce(torch.stack(sums), "sum")  # [parameters, 3]
     # Ranks that hold the same values are counted once.
     copies = total[:, 2] / torch.tensor(sizes, dtype=torch.float64).clamp(min=1)
@@ -362,16 +364,16 @@ CellResult = tuple[Cell, Deviations | str]
 def examine(
     path: str, *, num_processes: int, timeout_seconds: float, bf16: bool = False
 ) -> Iterator[CellResult]:
-    """Carries out one step of a model in many ways, and compares each with the plainest.
+    """Run one step of a model in many ways, and compare each with the plainest.
 
     Args:
         path: Checkpoint of a causal language model.
         num_processes: Processes of the distributed ways; 1 leaves them out.
         timeout_seconds: Deadline of the ways with one number of processes.
-        bf16: Carry them out in bfloat16; the comparison stays with float32.
+        bf16: Whether to run them in bfloat16; the comparison stays with float32.
 
     Yields:
-        The results, as soon as all with one number of processes are there.
+        The results, once all with one number of processes are there.
 
     Raises:
         ModelLoadError: The checkpoint cannot be read.
@@ -395,7 +397,7 @@ def run_on_ranks(
     timeout_seconds: float,
     work: tuple[list[Cell], str, Path],
 ) -> None:
-    """Runs a function of rank, number of ranks and work in new processes, which end with this one.
+    """Run a function of rank, number of ranks and work in new processes, which end with this one.
 
     Raises:
         ProcessException: One of them failed.
@@ -419,7 +421,7 @@ def run_on_ranks(
 
 
 def examine_cells(rank: int, world_size: int, cells: list[Cell], path: str, folder: Path) -> None:
-    """Measures cells on one rank; the first rank writes results, and the reference if none is."""
+    """Measure cells on one rank; the first writes results, and the reference if it is missing."""
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     reference = folder / "reference.safetensors"
     if not reference.exists():

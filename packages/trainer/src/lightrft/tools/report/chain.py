@@ -1,4 +1,4 @@
-"""The chain of runs that a run came from, by the hashes that each one has recorded."""
+"""The chain of runs that a run came from, by the hashes that each run recorded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROLES = {
     "reward_pretrain": "reward model",
 }
 SHOWN_DIGITS = 12
-# A longer chain is that of a damaged record.
+# A longer chain comes from a damaged record.
 MAX_DEPTH = 30
 
 
@@ -24,15 +24,15 @@ class Node:
     """A run, a model or a file, and what it came from.
 
     Args:
-        text: One line.
-        sources: In the order of the record.
+        text: Line of text.
+        sources: Sources in the order of the record.
     """
 
     text: str
     sources: list[Node] = field(default_factory=list)
 
     def lines(self, first: str = "", rest: str = "") -> Iterator[str]:
-        """The tree as text, one node a line."""
+        """Yield the tree as text, one node a line."""
         yield first + self.text
         for number, node in enumerate(self.sources, start=1):
             is_last = number == len(self.sources)
@@ -42,10 +42,10 @@ class Node:
 
 
 def chain_of(folder: Path) -> list[str]:
-    """The run in a folder and, below it, data and models down to those of no known run.
+    """Return the run in a folder and, below it, data and models down to those of no known run.
 
-    Folders that are gone or hold another run now end their branch with a note; a run that stands
-    there twice is followed once. Only the line of the run itself where it has recorded no hashes.
+    A folder that is gone or holds another run ends its branch with a note. A run that occurs twice
+    is followed once. A run without recorded hashes has only its line.
     """
     start = read_json(folder / START_FILE)
     return list(_run_node(folder.resolve(), start, set(), 0).lines())
@@ -80,7 +80,7 @@ def _run_node(folder: Path, start: Mapping[str, object], seen: set[str], depth: 
 
 
 def _linked(run: Mapping[str, object], seen: set[str], depth: int) -> Node:
-    """The run that a model or a file names, where it still stands."""
+    """Return the node of the run that a model or a file names, where it still exists."""
     folder, digest = Path(str(run.get("path"))), str(run.get("run_sha256") or "")
     start = read_json(folder / START_FILE)
     if start and start.get("run_sha256") == digest:
@@ -100,6 +100,6 @@ def _named(name: str, stage: str, digest: str) -> str:
 
 
 def _shown(path: Path, what: str, digest: str) -> str:
-    """The last two parts of a path, and a hash if there is one."""
+    """Return the last two parts of a path, and a hash if there is one."""
     name = "/".join(path.parts[-2:])
     return f"{name}, {what} {digest[:SHOWN_DIGITS]}" if digest else name

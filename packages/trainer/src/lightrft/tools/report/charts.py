@@ -24,12 +24,12 @@ class Chart:
     """One chart over steps.
 
     Args:
-        title: Of the chart.
+        title: Title of the chart.
         kind: "lines", "runs" for one line a run, or "stack" for bars of several parts, which all
             have the same steps.
         series: Points by name, steps ascending; None is a gap.
-        unit: Of the values, where their metrics do not say it.
-        metric: What the series are values of, where their names are not metrics.
+        unit: Unit of the values, where their metrics do not say it.
+        metric: Metric of the series, where their names are not metrics.
     """
 
     title: str
@@ -40,11 +40,11 @@ class Chart:
 
     @property
     def is_zero(self) -> bool:
-        """Whether nothing but 0 is to be drawn."""
+        """Whether all values are 0."""
         return all(value == 0 for points in self.series.values() for _, value in points)
 
     def as_json(self) -> dict[str, object]:
-        """Data of the page's script; `bounds` are the limits of health near the values."""
+        """Return data of the page's script; `bounds` are the limits of health near the values."""
         names = [self.metric] if self.metric else self.series
         rows = [row for name in names if (row := metric_row(name)) is not None]
         units = {row.unit for row in rows}
@@ -72,9 +72,9 @@ class Chart:
 
 
 def downsample(points: Sequence[Point], num_buckets: int) -> list[Point]:
-    """The lowest, the highest and a missing value of every bucket of points, in order.
+    """Return the lowest, the highest and a missing value of every bucket of points, in order.
 
-    Spikes survive, and so do gaps; at most 3 * num_buckets points are returned.
+    Spikes and gaps survive; at most 3 * num_buckets points are returned.
     """
     if len(points) <= num_buckets:
         return list(points)
@@ -91,7 +91,7 @@ def downsample(points: Sequence[Point], num_buckets: int) -> list[Point]:
 
 
 def write_library(folder: Path) -> Path:
-    """The chart library as a file of a folder, for many pages; one that is there stays.
+    """Write the chart library into a folder, for many pages, unless it is there.
 
     Returns:
         Its path, which has its version.
@@ -106,13 +106,13 @@ def write_library(folder: Path) -> Path:
 
 
 def library_address(library: Path, folder: Path) -> str:
-    """The address of the chart library in a page of a folder."""
+    """Return the address of the chart library in a page of a folder."""
     return quote(os.path.relpath(library.resolve(), folder.resolve()))
 
 
 @cache
 def packed_library() -> str:
-    """The chart library, compressed (gzip) and in base64."""
+    """Return the chart library, compressed (gzip) and in base64."""
     from plotly.offline import get_plotlyjs
 
     packed = gzip.compress(get_plotlyjs().encode(), compresslevel=9, mtime=0)
@@ -120,7 +120,7 @@ def packed_library() -> str:
 
 
 def format_number(value: float | None) -> str:
-    """Four significant digits; whole numbers up to a million in full."""
+    """Format with four significant digits; whole numbers up to a million in full."""
     if value is None:
         return "not finite"
     if value == int(value) and abs(value) < 1e6:

@@ -13,20 +13,20 @@ TEMPLATE = "comparison.html.jinja"
 FILE = "comparison.html"
 # Six colours, each once as a line and once dashed.
 MAX_RUNS = 12
-# The facts of a single run that say something beside those of others.
+# Facts of a single run that are worth comparing with those of others.
 FACTS = ("steps", "time in steps", "processes", "eval/reward", "reward", "verdict", "versions")
 
 
 def write_comparison(
     folders: Sequence[Path], path: Path, library: Path | None = None, *, follows: bool = False
 ) -> Path:
-    """Writes the page about up to `MAX_RUNS` runs, which appears whole or not at all.
+    """Write the page about up to `MAX_RUNS` runs, which appears whole or not at all.
 
     Args:
-        folders: Of the runs.
-        path: Of the page.
-        library: Where the chart library lies, for a page that does not hold it.
-        follows: The page loads itself again every few seconds.
+        folders: Folders of the runs.
+        path: Path of the page.
+        library: Path of the chart library, for a page that does not hold it.
+        follows: Whether the page reloads itself every few seconds.
 
     Raises:
         NotARunError: A folder holds no run.
@@ -39,7 +39,7 @@ def write_comparison(
 def render_comparison(
     folders: Sequence[Path], *, address: str | None = None, follows: bool = False
 ) -> str:
-    """The HTML text about the runs in `folders`; see `write_comparison` and `render_report`."""
+    """Return the HTML text about the runs in `folders`; see `write_comparison`."""
     runs = dict(zip(distinct_names(folders), map(read_run, folders), strict=True))
     charts = _charts(runs)
     facts = {name: dict(run_facts(run)) for name, run in runs.items()}
@@ -53,7 +53,7 @@ def render_comparison(
         facts=[
             (fact, [facts[name].get(fact, "") for name in runs])
             for fact in FACTS
-            if any(fact in found for found in facts.values())
+            if any(fact in run for run in facts.values())
         ],
         curves=charts,
         options=differing_options(runs),
@@ -61,7 +61,7 @@ def render_comparison(
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """The names of folders, with as much of their paths as tells them apart."""
+    """Return the names of folders, with as much of their paths as distinguishes them."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
@@ -71,20 +71,20 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 
 
 def differing_options(runs: Mapping[str, RunData]) -> list[tuple[str, list[str]]]:
-    """The options that are not the same in all runs, with their value in each ("" if unknown)."""
+    """Return the options that differ between runs, with their value in each ("" if unknown)."""
     values = [{option.name: option.value for option in run.options} for run in runs.values()]
-    names = sorted({name for found in values for name in found})
-    rows = [(name, [found.get(name, "") for found in values]) for name in names]
+    names = sorted({name for options in values for name in options})
+    rows = [(name, [options.get(name, "") for options in values]) for name in names]
     return [(name, row) for name, row in rows if len(set(row)) > 1 and name != "output_dir"]
 
 
 def _charts(runs: Mapping[str, RunData]) -> list[Chart]:
-    """A chart for each metric that a run has, one line for each run that has it."""
+    """Return a chart for each metric that a run has, with one line per run that has it."""
     metrics = [(title, name, len(names) > 1) for title, names in CURVES.items() for name in names]
     metrics += [(f"Seconds: {stage}", f"{stage}_seconds", False) for stage in STAGES]
     charts = []
     for title, metric, is_shared in metrics:
-        # Empty where a run has none: it keeps its colour.
+        # Empty where a run has no values: its colour stays taken.
         series = {name: run.points(metric) for name, run in runs.items()}
         if any(value is not None for points in series.values() for _, value in points):
             shown = f"{title}: {metric}" if is_shared else title

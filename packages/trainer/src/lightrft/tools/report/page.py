@@ -26,7 +26,7 @@ TEMPLATE = "report.html.jinja"
 SCRIPT = "report.js"
 MAX_ALARMS = 12
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
-# Of the way from the lowest to the highest reward of a run.
+# Share of the way from the lowest to the highest reward of a run.
 SOLVED_SHARE = 0.95
 _CURVES_FILE = Path(__file__).with_name("curves.toml")
 # Title and metrics of each chart.
@@ -41,12 +41,12 @@ STATUS_WORDS = {
 
 
 def write_report(folder: Path, library: Path | None = None, *, follows: bool = False) -> Path:
-    """Writes report.html into the folder of a run that has ended, runs, or crashed.
+    """Write report.html into the folder of a run that has ended, runs, or crashed.
 
     Args:
-        folder: Of the run.
-        library: Where the chart library lies, for a page that does not hold it.
-        follows: The page loads itself again every few seconds.
+        folder: Folder of the run.
+        library: Path of the chart library, for a page that does not hold it.
+        follows: Whether the page reloads itself every few seconds.
 
     Returns:
         The path of the page, which appears whole or not at all.
@@ -105,14 +105,15 @@ def fill_template(
     library_address: str | None = None,
     **values: object,
 ) -> str:
-    """A page with charts.
+    """Return a page with charts.
 
     Args:
-        name: Of the template.
-        charts: In the order of the numbers in it.
-        follows: As for `write_report`.
-        library_address: Of the chart library, seen from the page; None packs it into the page.
-        **values: Of the template; of `tokens` the steps go to the script.
+        name: Name of the template.
+        charts: Charts in the order of the numbers in it.
+        follows: Whether the page reloads itself, as for `write_report`.
+        library_address: Address of the chart library, seen from the page; None packs it into the
+            page.
+        **values: Values of the template; the steps of `tokens` go to the script.
     """
     import jinja2
     from markupsafe import Markup
@@ -120,7 +121,7 @@ def fill_template(
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
-        # Of what models, data and hands have written into the files of a run.
+        # Texts that models, data and people have written into the files of a run.
         finalize=lambda value: value if isinstance(value, Markup) else _shown(value),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -146,12 +147,12 @@ def fill_template(
 
 
 def _shown(value: object) -> str:
-    """A value as text without controls; how other texts run is the browser's business."""
+    """Return a value as text without controls; the browser handles text direction."""
     return _CONTROLS.sub(lambda match: printable(match[0]), str(value))
 
 
 def find_alarms(run: RunData) -> list[str]:
-    """Sentences about the steps in which a metric left its healthy range."""
+    """Return sentences about the steps in which a metric left its healthy range."""
     options = {option.name: option.value for option in run.options}
     sentences = []
     solved = solved_steps(run)
@@ -169,7 +170,7 @@ def find_alarms(run: RunData) -> list[str]:
 
 
 def _alarm(row: MetricRow, bad: Sequence[int], worst: Sequence[float]) -> str:
-    """The sentence about the steps in which a metric was bad, with these finite values."""
+    """Return the sentence about the steps in which a metric was bad, with these finite values."""
     extreme = f", up to {format_number(max(worst))}" if worst and row.low is None else ""
     where = f"step {bad[0]}" if len(bad) == 1 else f"{len(bad)} steps from {bad[0]} on"
     healthy = f"healthy: {row.healthy_range}" if worst else "not a finite number"
@@ -177,7 +178,7 @@ def _alarm(row: MetricRow, bad: Sequence[int], worst: Sequence[float]) -> str:
 
 
 def solved_steps(run: RunData) -> set[int]:
-    """Steps in which nearly all responses got the best reward that any response ever got."""
+    """Return steps in which nearly all responses got the best reward that any response ever got."""
     best, worst = run.values("reward_max"), run.values("reward_min")
     if not best or not worst or max(best) <= min(worst):
         return set()
@@ -186,7 +187,7 @@ def solved_steps(run: RunData) -> set[int]:
 
 
 def solved_sentence(run: RunData) -> str:
-    """A sentence where a run has nothing left to learn; "" elsewhere."""
+    """Return a sentence where a run has nothing left to learn; "" elsewhere."""
     shares = dict(run.points("constant_group_share"))
     limit = METRICS["constant_group_share"].high or 1.0
     steps = sorted(step for step in solved_steps(run) if (shares.get(step) or 0.0) > limit)
@@ -203,7 +204,7 @@ def _is_healthy(row: MetricRow, value: float) -> bool:
 
 
 def run_facts(run: RunData) -> list[tuple[str, str]]:
-    """Name and text of the lines at the head of the page."""
+    """Return name and text of the lines at the head of the page."""
     facts = [("steps", str(run.last_step)), ("time in steps", format_seconds(run.seconds))]
     if run.status != "finished":
         facts.append(("last written", f"{format_seconds(run.quiet_seconds)} before this report"))
@@ -223,7 +224,7 @@ def run_facts(run: RunData) -> list[tuple[str, str]]:
 
 
 def _memory_line(run: RunData) -> str:
-    """Planned and measured GB of each phase."""
+    """Return planned and measured GB of each phase."""
     parts = []
     for phase, peak in memory_peaks(run.planned_bytes, run.metrics.values()).items():
         numbers = (f"{n.split('_')[0]} {value / 1e9:.3g}" for n, value in peak.items())
@@ -246,22 +247,22 @@ def _sync_line(run: RunData) -> str:
 
 
 def calibration_bins(run: RunData) -> list[tuple[str, list[float]]]:
-    """Share, mean confidence and accuracy of each bin in the last evaluation of a reward model."""
-    found: list[tuple[str, list[float]]] = []
+    """Return each bin's share, confidence and accuracy in a reward model's last evaluation."""
+    bins: list[tuple[str, list[float]]] = []
     for row in reversed(list(run.metrics.values())):
         places = sorted(int(n.rpartition("/")[2]) for n in row if n.startswith("eval/bin_share/"))
         for place in places:
             names = [f"eval/bin_{what}/{place}" for what in ("share", "confidence", "accuracy")]
             values = [value for name in names if (value := row.get(name)) is not None]
             if len(values) == len(names):
-                found.append((f"{place} to {place + 5} %", values))
-        if found:
+                bins.append((f"{place} to {place + 5} %", values))
+        if bins:
             break
-    return found
+    return bins
 
 
 def _curves(run: RunData) -> list[Chart]:
-    """The charts of `CURVES` that have a finite value."""
+    """Return the charts of `CURVES` that have a finite value."""
     charts = []
     for title, names in CURVES.items():
         series = {name: points for name in names if (points := run.points(name))}
@@ -271,7 +272,7 @@ def _curves(run: RunData) -> list[Chart]:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration in the two largest of days, hours, minutes and seconds."""
+    """Format a duration in the two largest of days, hours, minutes and seconds."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)

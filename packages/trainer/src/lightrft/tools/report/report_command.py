@@ -75,7 +75,7 @@ def follow(folders: Sequence[Path], write: Callable[..., Path]) -> None:
 
 
 def build_parser() -> Parser:
-    """The parser of `lightrft report`."""
+    """Return the parser of `lightrft report`."""
     parser = Parser(
         "report",
         "Write RUN/report.html: one page with curves, times, samples and options, "

@@ -53,9 +53,9 @@ class Event:
     """One event of a run.
 
     Args:
-        name: As in events.jsonl.
+        name: Name as in events.jsonl.
         when: Time in UTC; "" if it is not recorded.
-        sentence: What happened, and what was changed by the command that continued the run.
+        sentence: Sentence on what happened, and what the command that continued the run changed.
     """
 
     name: str
@@ -68,19 +68,20 @@ class RunData:
     """The files of a run, read.
 
     Args:
-        name: Of its folder.
+        name: Name of its folder.
         status: `paused` was stopped by a signal, `interrupted` by Ctrl-C; `stopped` has written
             nothing for long and has no summary.
-        quiet_seconds: Since something was written.
+        quiet_seconds: Seconds since something was written.
+        metrics: Metrics by step, ascending; a number that is missing or not finite is None.
         metrics: By step, ascending; a number that is missing or not finite is None.
         hashes: Hash of the engine's weights by step.
-        options: Those of config.toml that differ from their default first.
-        versions: Of packages, as recorded at the start.
-        world_size: Processes; None where not recorded.
+        options: Options of config.toml, those that differ from their default first.
+        versions: Versions of packages, as recorded at the start.
+        world_size: Number of processes; None where not recorded.
         seconds: Sum of the durations of all steps.
-        notes: What could not be read.
+        notes: Sentences on what could not be read.
         events: Starts, stops and continuations, oldest first.
-        origins: By file of rows, the run whose samples they are.
+        origins: Run that the samples in a file of rows come from, by file.
         chain: Lines of the tree of runs that it came from, see `chain_of`.
         planned_bytes: Planned memory by phase.
     """
@@ -102,11 +103,11 @@ class RunData:
     planned_bytes: Mapping[str, object]
 
     def points(self, name: str) -> list[tuple[int, float | None]]:
-        """Steps and values of one metric, where a step has it."""
+        """Return steps and values of one metric, where a step has it."""
         return [(step, row[name]) for step, row in self.metrics.items() if name in row]
 
     def values(self, name: str) -> list[float]:
-        """The finite values of one metric."""
+        """Return the finite values of one metric."""
         return [value for _, value in self.points(name) if value is not None]
 
     @property
@@ -115,19 +116,19 @@ class RunData:
         return max(self.metrics, default=0)
 
 
-# Of stages that `lightrft train` does not train.
+# Commands of stages that `lightrft train` does not train.
 _COMMANDS = {"divergence": "distill", **{name: name for name in ("sft", "prefer", "reward")}}
 
 
 class NotARunError(UsageError):
-    """A folder without what a run leaves from its first seconds on."""
+    """A folder without the files that a run leaves from its first seconds on."""
 
 
 def read_run(folder: Path) -> RunData:
-    """Reads all but the samples of a run; missing and half-written files become notes.
+    """Read all but the samples of a run; missing and half-written files become notes.
 
     Args:
-        folder: Of the run.
+        folder: Folder of the run.
 
     Raises:
         NotARunError: The folder holds no run.
@@ -173,10 +174,10 @@ def read_run(folder: Path) -> RunData:
 
 
 def _origins(inputs: object) -> dict[str, str]:
-    found = inputs.items() if isinstance(inputs, Mapping) else ()
+    entries = inputs.items() if isinstance(inputs, Mapping) else ()
     return {
         str(path): str(entry["origin"])
-        for path, entry in found
+        for path, entry in entries
         if isinstance(entry, Mapping) and "origin" in entry
     }
 
@@ -211,7 +212,7 @@ def _number(value: object) -> float | None:
 
 
 def _read_options(path: Path, notes: list[str]) -> list[Option]:
-    """The options in config.toml, or none and a note."""
+    """Return the options in config.toml, or none and a note."""
     if not path.is_file():
         return []
     try:

@@ -1,4 +1,4 @@
-"""The samples that a report shows: few steps, spread over the run, in a bounded number of bytes."""
+"""The samples that a report shows: few steps, spread over the run, within a number of bytes."""
 
 import html
 import json
@@ -14,17 +14,17 @@ from lightrft.reporting.files import SAMPLES_FILE, TRAJECTORIES_FILE, JsonLines
 from lightrft.tools.report.charts import format_number
 
 MAX_CHARACTERS = 6000
-# Of a conversation.
+# Limits of a conversation.
 MAX_PARTS, MAX_PART_CHARACTERS = 32, 2000
-# Of a prompt whose response is shown token by token.
+# Limit of a prompt whose response is shown token by token.
 MAX_PROMPT_CHARACTERS = 2000
 MAX_TOKENS = 600
-# Pictures of a row, and the length of one: 96 x 96 pixels of noise take 11,600.
+# Pictures of a row, and characters of each: 96 x 96 pixels of noise take 11,600.
 MAX_THUMBNAILS, MAX_THUMBNAIL_CHARACTERS = 4, 16_000
 _THUMBNAIL = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]+={0,2}")
-# Of all texts and of all tokens in the page.
+# Limits of all texts and of all tokens in the page.
 BYTE_BUDGET, TOKEN_BYTE_BUDGET = 1_200_000, 800_000
-# What tokens can be shaded by, and what it means.
+# Quantities that tokens can be shaded by, with their meanings.
 QUANTITIES: Mapping[str, str] = {
     "advantage": "Advantage: above 0 the token is made likelier, below 0 less likely.",
     "probability": "Probability of the token under the policy that was about to be updated.",
@@ -32,7 +32,7 @@ QUANTITIES: Mapping[str, str] = {
     "entropy": "Entropy of the distribution the token was drawn from, in nats.",
 }
 
-# What the page shows of one sample, by name.
+# Fields of one sample on the page, by name.
 Sample = dict[str, object]
 
 
@@ -44,8 +44,8 @@ class SampleChoice:
         steps: Samples by step, newest first.
         num_steps: Steps in the file.
         num_unreadable: Lines left out.
-        telling_step: The step of `steps` to look at first: where rewards differ most, or else the
-            newest; None without steps.
+        telling_step: Step of `steps` to show first: where rewards differ most, or else the newest;
+            None without steps.
     """
 
     steps: Mapping[int, Sequence[Sample]]
@@ -55,7 +55,7 @@ class SampleChoice:
 
 
 def choose_samples(folder: Path) -> SampleChoice:
-    """Samples of up to 24 steps, lowest reward first, the last and the telling step among them."""
+    """Return samples of up to 24 steps, lowest reward first, with the last and the telling step."""
     return _choose(
         JsonLines(folder / SAMPLES_FILE),
         lambda entries: _counted([_as_text(entry) for entry in sorted(entries, key=_reward)]),
@@ -67,7 +67,7 @@ def choose_samples(folder: Path) -> SampleChoice:
 
 
 def by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """Samples of equal prompts and images together, in the order in which each first comes."""
+    """Group samples of equal prompts and images, in the order in which each first comes."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(json.dumps([sample["prompt"], sample["images"]]), []).append(sample)
@@ -75,10 +75,12 @@ def by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def choose_tokens(folder: Path) -> SampleChoice:
-    """Samples of up to 12 steps token by token, the last and the telling step among them."""
+    """Return samples of up to 12 steps token by token, with the last and the telling step."""
     return _choose(
         JsonLines(folder / TRAJECTORIES_FILE),
-        lambda entries: [found for entry in entries if (found := token_sample(entry)) is not None],
+        lambda entries: [
+            sample for entry in entries if (sample := token_sample(entry)) is not None
+        ],
         lambda samples: len(json.dumps(samples)),
         max_steps=12,
         max_samples=6,
@@ -87,7 +89,7 @@ def choose_tokens(folder: Path) -> SampleChoice:
 
 
 def token_sample(entry: Mapping[str, object]) -> Sample | None:
-    """One line of trajectories.jsonl for the page; None if it holds no tokens.
+    """Return one line of trajectories.jsonl for the page; None if it holds no tokens.
 
     Returns:
         prompt, reward, tokens, num_tokens, truncated, observed (which tokens nobody sampled), and
@@ -116,12 +118,14 @@ def token_sample(entry: Mapping[str, object]) -> Sample | None:
         "tokens": [readable(str(token)) for token in tokens[:MAX_TOKENS]],
         "observed": _observed(entry, len(tokens))[:MAX_TOKENS],
     }
-    whole = {name: found for name, found in per_token.items() if len(found) == len(tokens)}
-    return sample | {name: list(map(_rounded, found[:MAX_TOKENS])) for name, found in whole.items()}
+    whole = {name: numbers for name, numbers in per_token.items() if len(numbers) == len(tokens)}
+    return sample | {
+        name: list(map(_rounded, numbers[:MAX_TOKENS])) for name, numbers in whole.items()
+    }
 
 
 def readable(text: str, *, max_characters: int = MAX_CHARACTERS) -> str:
-    """Text with visible control characters, cut after `max_characters`."""
+    """Return text with visible control characters, cut after `max_characters`."""
     cut = text[:max_characters]
     shown = "".join(
         chr(0x2400 + ord(char)) if ord(char) < 32 and char not in "\n\t" else char for char in cut
@@ -139,7 +143,7 @@ def _choose(
     max_samples: int,
     budget: int,
 ) -> SampleChoice:
-    """The newest of some steps, evenly spaced, whose samples fit into the budget.
+    """Return evenly spaced steps whose samples fit into the budget, the newest first.
 
     The file is read twice, line by line: it may be larger than memory.
     """
@@ -167,25 +171,27 @@ def _choose(
 
 
 def _reward_spreads(lines: JsonLines, max_samples: int) -> dict[int, float]:
-    """By step, how far apart the rewards of the samples are that a page may show."""
+    """Return the spread of rewards by step, over the samples that a page may show."""
     rewards: dict[int, list[float]] = {}
     for step, entry in lines:
-        found = rewards.setdefault(step, [])
-        if len(found) < max_samples:
-            found.append(_reward(entry))
-    return {step: max(found) - min(found) for step, found in rewards.items()}
+        step_rewards = rewards.setdefault(step, [])
+        if len(step_rewards) < max_samples:
+            step_rewards.append(_reward(entry))
+    return {step: max(step_rewards) - min(step_rewards) for step, step_rewards in rewards.items()}
 
 
 def _counted(samples: Sequence[Sample]) -> list[Sample]:
-    """Equal samples as one, with their number."""
-    found: list[Sample] = []
+    """Merge equal samples into one, with their number."""
+    counted: list[Sample] = []
     for sample in samples:
-        like = next((other for other in found if other == sample | {"count": other["count"]}), None)
+        like = next(
+            (other for other in counted if other == sample | {"count": other["count"]}), None
+        )
         if like is None:
-            found.append(sample | {"count": 1})
+            counted.append(sample | {"count": 1})
         else:
             like["count"] = cast("int", like["count"]) + 1
-    return found
+    return counted
 
 
 def _reward(entry: Mapping[str, object]) -> float:
@@ -195,7 +201,7 @@ def _reward(entry: Mapping[str, object]) -> float:
 
 
 def _as_text(entry: Mapping[str, object]) -> Sample:
-    """One sample as text that any terminal or browser shows as it is."""
+    """Return one sample as text that any terminal or browser shows unchanged."""
     components = entry.get("components")
     pairs = components.items() if isinstance(components, Mapping) else ()
     names = ("prompt", "response", "label", "reward", "response_length")
@@ -210,8 +216,8 @@ def _as_text(entry: Mapping[str, object]) -> Sample:
 
 
 def _turns(value: object) -> list[tuple[str, str]]:
-    """(who, text) of each part of a conversation: what the model said, and what answered it."""
-    found = []
+    """Return (who, text) of each part of a conversation: the model's words, and the answers."""
+    parts = []
     for turn in value if isinstance(value, list) else []:
         if not isinstance(turn, Mapping):
             continue
@@ -219,18 +225,18 @@ def _turns(value: object) -> list[tuple[str, str]]:
         answered = (
             [call for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
         )
-        found.append(("model", turn.get("said", "")))
-        found += [(_answerer(call), call.get("answer", "")) for call in answered]
+        parts.append(("model", turn.get("said", "")))
+        parts += [(_answerer(call), call.get("answer", "")) for call in answered]
     shown = [
         (who, readable(str(text), max_characters=MAX_PART_CHARACTERS))
-        for who, text in found[:MAX_PARTS]
+        for who, text in parts[:MAX_PARTS]
     ]
-    num_left = len(found) - len(shown)
+    num_left = len(parts) - len(shown)
     return [*shown, ("", f"[{num_left} more]")] if num_left else shown
 
 
 def _branches(value: object) -> list[tuple[int, str, list[str]]]:
-    """(depth, what it leaves, what was said) of each branch of an episode, below what it leaves."""
+    """Return (depth, parent, texts) of each branch of an episode, after its parent."""
     listed = value if isinstance(value, list) else []
     rows = [row if isinstance(row, Mapping) else {} for row in listed[:MAX_PARTS]]
     below: dict[int, list[int]] = {}
@@ -238,19 +244,19 @@ def _branches(value: object) -> list[tuple[int, str, list[str]]]:
         parent = row.get("of")
         of = parent if isinstance(parent, int) and 0 <= parent < number else 0
         below.setdefault(of, []).append(number)
-    found, waiting = [], [(1, number) for number in below.get(0, [])[::-1]]
+    branches, waiting = [], [(1, number) for number in below.get(0, [])[::-1]]
     while waiting:
         depth, number = waiting.pop()
         said, after = rows[number - 1].get("said"), _text(rows[number - 1].get("after"))
         texts = said[:MAX_PARTS] if isinstance(said, list) else []
         shown = [readable(str(text), max_characters=MAX_PART_CHARACTERS) for text in texts]
-        found.append((depth, f"branch {number}, after turn {after}", shown))
+        branches.append((depth, f"branch {number}, after turn {after}", shown))
         waiting += [(depth + 1, each) for each in below.get(number, [])[::-1]]
-    return found
+    return branches
 
 
 def _answerer(call: Mapping[str, object]) -> str:
-    """The tool, and what was the matter with its call."""
+    """Return the tool's name, and what was wrong with its call."""
     name, outcome = _text(call.get("name")) or "call", _text(call.get("outcome"))
     return name if outcome in ("", "ok") else f"{name}: {outcome}"
 
@@ -269,7 +275,7 @@ def _numbers(entry: Mapping[str, object], name: str) -> list[float | None]:
 
 
 def _observed(entry: Mapping[str, object], num_tokens: int) -> list[bool]:
-    """Marks of the tokens that are part of an observation."""
+    """Return marks of the tokens that are part of an observation."""
     spans = entry.get("sampled_spans")
     if not isinstance(spans, list):
         return [False] * num_tokens
@@ -291,7 +297,7 @@ def _rounded(value: object) -> float | None:
 
 
 def shown_thumbnails(value: object) -> list[str]:
-    """The pictures of a line that a page may show; whatever else stands there is left out."""
+    """Return a line's pictures that a page may show; everything else is left out."""
     listed = value if isinstance(value, list) else []
     return [
         text

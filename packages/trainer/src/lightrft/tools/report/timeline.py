@@ -27,9 +27,9 @@ class Bar:
     """One stage of one rank within a step.
 
     Args:
-        stage: Its name.
-        left, width: Percent of the step.
-        seconds: That it took.
+        stage: Name of the stage.
+        left, width: Position and width in percent of the step.
+        seconds: Seconds that it took.
     """
 
     stage: str
@@ -43,9 +43,9 @@ class StepTimeline:
     """A step on all ranks.
 
     Args:
-        step: Its number.
-        seconds: From the first stage of the first rank that trains to the end of its last one.
-        bars: Of each rank.
+        step: Number of the step.
+        seconds: Seconds from the first stage of the first rank that trains to the end of its last.
+        bars: Bars of each rank.
         busy: Share of the step that the rank spent in its stages but not in `wait`.
     """
 
@@ -56,16 +56,16 @@ class StepTimeline:
 
 
 def read_timelines(folder: Path) -> dict[int, list[Span]]:
-    """The spans of every rank whose file is there, ascending by rank and time.
+    """Return the spans of every rank that has a file, ascending by rank and time.
 
-    Steps that were done again after a resume count once, as they were done last.
+    Steps that were repeated after a resume count once, by their last run.
     """
-    found: dict[int, list[Span]] = {}
+    spans: dict[int, list[Span]] = {}
     for path in (folder / LOG_FOLDER).glob(f"{TIMELINE_PREFIX}*.jsonl"):
         rank = path.stem.removeprefix(TIMELINE_PREFIX)
         if rank.isdecimal() and len(rank) < 9:
-            found[int(rank)] = _read(path)
-    return dict(sorted(found.items()))
+            spans[int(rank)] = _read(path)
+    return dict(sorted(spans.items()))
 
 
 def _read(path: Path) -> list[Span]:
@@ -84,12 +84,19 @@ def _read(path: Path) -> list[Span]:
 
 
 def step_timelines(folder: Path) -> list[StepTimeline]:
-    """The slowest step of a run and others at equal distances, ascending."""
+    """Return the slowest step of a run and others at equal distances, ascending."""
     spans = read_timelines(folder)
     windows: dict[int, tuple[float, float]] = {}
-    # Ranks that only generate work on another step meanwhile, and files of more ranks may be left
-    # of a process before: the first rank that trains says when a step is.
-    first = next((own for own in spans.values() if any(s.stage == "train" for s in own)), [])
+    # The first rank that trains dates the steps: ranks that only generate work on another step
+    # meanwhile, and an earlier process may have left files of more ranks.
+    first = next(
+        (
+            rank_spans
+            for rank_spans in spans.values()
+            if any(s.stage == "train" for s in rank_spans)
+        ),
+        [],
+    )
     for span in first:
         start, end = windows.get(span.step, (span.start, span.end))
         windows[span.step] = min(start, span.start), max(end, span.end)
@@ -109,8 +116,8 @@ def _choose(windows: dict[int, tuple[float, float]]) -> Iterable[int]:
 
 def _timeline(step: int, start: float, end: float, spans: dict[int, list[Span]]) -> StepTimeline:
     seconds, bars, busy = end - start, {}, {}
-    for rank, own in spans.items():
-        inside = [s for s in own if s.end > start and s.start < end]
+    for rank, rank_spans in spans.items():
+        inside = [s for s in rank_spans if s.end > start and s.start < end]
         cut = [(s.stage, max(start, s.start), min(end, s.end)) for s in inside]
         bars[rank] = [
             Bar(name, 100 * (a - start) / seconds, 100 * (b - a) / seconds, b - a)
@@ -121,7 +128,7 @@ def _timeline(step: int, start: float, end: float, spans: dict[int, list[Span]])
 
 
 def _busy_seconds(stages: Sequence[tuple[str, float, float]]) -> float:
-    """In which a stage runs and no wait; a wait may lie inside of a stage."""
+    """Return the seconds in which a stage runs and no wait; a wait may lie inside of a stage."""
     times = sorted({time for _, *pair in stages for time in pair})
     total = 0.0
     for start, end in pairwise(times):

@@ -1,4 +1,4 @@
-"""A script of TRL as the folder of a run, where both can do it."""
+"""A script of TRL, translated into the folder of a run, as far as both can do the same."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ Values = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The options of TRL by name, in `trl.toml`; those of "all" are of every trainer or command.
+    """Options of TRL by name, in `trl.toml`; those of "all" belong to every trainer or command.
 
     Args:
         without_effect: Options that change nothing that is trained.
-        defaults: Values by trainer, where a script leaves them out: they are TRL's, not ours.
-        values: By command, option and value our options that mean the same.
+        defaults: Values by trainer for options that a script leaves out: TRL's defaults, not ours.
+        values: Our options of the same meaning, by command, option and value.
     """
 
     without_effect: tuple[str, ...]
@@ -57,7 +57,7 @@ def options_of_trl() -> Table:
 
 @dataclass(slots=True)
 class Translation:
-    """Options, and what a person has to look at.
+    """Options, and notes for a person to check.
 
     Args:
         command: Command that takes the options.
@@ -79,8 +79,8 @@ def translate(
 
     Args:
         arguments: Values of a trainer, its configuration and its LoraConfig by name.
-        processes: Processes of the run; sizes that TRL counts by process are of all here.
-        script: Script they are from; None is one of GRPOTrainer.
+        processes: Processes of the run; sizes that TRL counts per process are totals here.
+        script: Script of the arguments; None is one of GRPOTrainer.
 
     Raises:
         UsageError: A size is no positive integer.
@@ -119,10 +119,10 @@ def translate(
 
 
 def _size(sizes: Mapping[str, object], name: str) -> int | None:
-    """A size of TRL, or None where it follows from others.
+    """Return a size of TRL, or None where it follows from others.
 
     Raises:
-        UsageError: It is no positive integer.
+        UsageError: The size is no positive integer.
     """
     value = sizes[name]
     if value is not None and (type(value) is not int or value < 1):
@@ -131,13 +131,15 @@ def _size(sizes: Mapping[str, object], name: str) -> int | None:
 
 
 def _sizes(sizes: Mapping[str, object], processes: int, found: Translation) -> int:
-    """Notes sizes of batches; the optimizer steps on a rollout are the result."""
-    given = {name: _size(sizes, name) for name in sizes}
-    rows = given["per_device_train_batch_size"] or 1
-    group = given["num_generations"] or 1
-    update = rows * (given["gradient_accumulation_steps"] or 1) * processes
-    steps = given["steps_per_generation"]
-    total = given["generation_batch_size"] or (rows * steps * processes if steps else update)
+    """Note sizes of batches; return the optimizer steps on a rollout."""
+    sizes_by_name = {name: _size(sizes, name) for name in sizes}
+    rows = sizes_by_name["per_device_train_batch_size"] or 1
+    group = sizes_by_name["num_generations"] or 1
+    update = rows * (sizes_by_name["gradient_accumulation_steps"] or 1) * processes
+    steps = sizes_by_name["steps_per_generation"]
+    total = sizes_by_name["generation_batch_size"] or (
+        rows * steps * processes if steps else update
+    )
     if total % group or total % update:
         found.notes.append(
             f"{total} samples a step are no whole number of groups of {group} or of updates of "
@@ -153,9 +155,9 @@ def _sizes(sizes: Mapping[str, object], processes: int, found: Translation) -> i
 
 
 def _steps(values: dict[str, object], updates: int, found: Translation) -> None:
-    """Counts in steps of a rollout, not in optimizer steps; each has so many of those.
+    """Convert optimizer steps into steps of a rollout, which have `updates` of them each.
 
-    With `max_steps` TRL passes over the rows until then, however often.
+    With `max_steps`, TRL passes over the rows until then, however often.
     """
     for name, value in list(values.items()):
         if not name.endswith("_steps") or name not in TrainConfig.__dataclass_fields__:
@@ -173,7 +175,7 @@ def _steps(values: dict[str, object], updates: int, found: Translation) -> None:
 
 
 def _warm_up(values: dict[str, object]) -> None:
-    """Turns steps of warm-up into a share of all steps, where their number is known."""
+    """Turn steps of warm-up into a share of all steps, where their number is known."""
     steps, total = values.get("warmup_steps"), values.get("max_steps")
     if isinstance(steps, float) and steps < 1:
         values["warmup_ratio"] = values.pop("warmup_steps")
@@ -183,7 +185,7 @@ def _warm_up(values: dict[str, object]) -> None:
 
 
 def _named(name: str, value: object, found: Translation) -> None:
-    """Notes an option that means the same there and here, or a line."""
+    """Note an option with the same meaning here, or a line that says it has none."""
     if value is None:
         return
     option, entry = same_option(name, found.command) or (name, "")
@@ -222,7 +224,7 @@ def _trackers(value: object, found: Translation) -> None:
 
 
 def _strategy(option: str) -> Callable[[object, Translation], None]:
-    """Return what a strategy says of an option that counts steps."""
+    """Return a function that notes the strategy of an option that counts steps."""
 
     def choose(value: object, found: Translation) -> None:
         if str(value) == "no":
@@ -250,13 +252,13 @@ def _preference_losses(value: object, found: Translation) -> None:
 def _smoothing(value: object, found: Translation) -> None:
     if value:
         _named("label_smoothing", value, found)
-        given = found.options.get("preference_loss", ["sigmoid"])
-        names = given if isinstance(given, list) else [given]
+        losses = found.options.get("preference_loss", ["sigmoid"])
+        names = losses if isinstance(losses, list) else [losses]
         found.options["preference_loss"] = ["cdpo" if e == "sigmoid" else e for e in names]
 
 
 def _optimizer(value: object, found: Translation) -> None:
-    """8-bit Adam, and AdamW, which is what there is."""
+    """Note 8-bit Adam, or that AdamW is the only alternative."""
     if "adam" in str(value) and "8bit" in str(value):
         found.options |= {"adam_8bit": True, "fsdp": True}
     elif not str(value).startswith("adamw_torch"):
@@ -286,12 +288,12 @@ _SPECIAL_OF: dict[str, dict[str, _Special]] = {
 
 
 def translate_script(path: Path, folder: Path, processes: int = 1) -> str:
-    """Writes options, rewards and rows of a script, and says what a person has to look at.
+    """Write options, rewards and rows of a script, and return what a person must check.
 
     Args:
         path: Script, which is read and not run.
-        folder: A new one, or one without files of these names.
-        processes: Processes of the run.
+        folder: New folder, or one without files of these names.
+        processes: Number of processes of the run.
 
     Raises:
         UsageError: No such script, or files in the folder that would be lost.

@@ -11,7 +11,7 @@ from pathlib import Path
 from lightrft.cli.errors import UsageError
 from lightrft.config.files import regular_file
 
-# TRL's trainers by the first part of their names, and the command that does the same.
+# TRL's trainers by the first part of their names, with the command that does the same.
 COMMANDS = {
     "GRPO": "train",
     "SFT": "sft",
@@ -20,14 +20,14 @@ COMMANDS = {
     "Reward": "reward",
 }
 _GENERAL_CONFIG = "TrainingArguments"
-# Data sets of these names are files, whose endings say the same.
+# `load_dataset` takes these names for files of this ending.
 _FORMATS = ("json", "parquet", "csv")
-# Options of a data set by the argument that brings it: rows, their part, and the file of literals.
+# Options of a data set's source and split, by the trainer's argument.
 DATA_SETS = {
     "train_dataset": ("prompt_data", "prompt_split"),
     "eval_dataset": ("eval_data", "eval_split"),
 }
-# Methods of a data set that leave its rows as they are.
+# Methods of a data set that only reorder or reformat its rows.
 _SAME_ROWS = ("shuffle", "flatten_indices", "with_format", "set_format")
 
 
@@ -38,12 +38,12 @@ class Script:
     Args:
         command: Command of lightrft that does the same.
         loss: Trainer whose loss the configuration leaves out: sft, dpo, kto ...
-        arguments: Values of the configuration, the trainer and the adapters by name, as far as
-            they are written down; and options that name a data set, by ours.
+        arguments: Literal values of the configuration, the trainer and the adapters by name, and
+            options that name a data set, by our names.
         unread: Source of the other values.
-        notes: Sentences about what a person has to look at.
+        notes: Sentences for a person to check.
         rewards: Names of reward functions that the script defines, in order.
-        reward_source: These functions and what they need of the script, for a file of their own.
+        reward_source: Source of these functions and what they need, for a separate file.
         rows: Rows that are written down in the script, by the option that names their file.
     """
 
@@ -66,7 +66,7 @@ def read_script(path: Path) -> Script:
     """Return what the script at a path says.
 
     Raises:
-        UsageError: It is no Python, calls no trainer or configuration that is known, or several.
+        UsageError: The file is no Python, or calls no known trainer or configuration, or several.
     """
     try:
         tree = ast.parse(regular_file(path).read_text("utf-8"))
@@ -75,20 +75,22 @@ def read_script(path: Path) -> Script:
     kind, calls = _calls(tree, path)
     script = Script(COMMANDS[kind], kind.lower())
     names = _Names(tree)
-    given: dict[str, ast.expr] = {}
+    expressions: dict[str, ast.expr] = {}
     for call in calls:
         if call.args and _last_name(call.func) == f"{kind}Trainer":
-            given["model"] = call.args[0]
-        given |= {each.arg: each.value for each in call.keywords if each.arg}
+            expressions["model"] = call.args[0]
+        expressions |= {each.arg: each.value for each in call.keywords if each.arg}
         if any(each.arg is None for each in call.keywords):
             script.notes.append(f"{ast.unparse(call)[:80]}: what ** brings cannot be read")
-    given.pop("args", None)
-    rewards = [names.value_of(each) for each in _listed(given.pop("reward_funcs", None), names)]
+    expressions.pop("args", None)
+    rewards = [
+        names.value_of(each) for each in _listed(expressions.pop("reward_funcs", None), names)
+    ]
     functions = {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
     for each in rewards:
         _read_reward(each, functions, script)
     script.reward_source = "\n".join(map(ast.unparse, _needed(tree, script.rewards))) + "\n"
-    for name, value in given.items():
+    for name, value in expressions.items():
         _read_argument(name, names.value_of(value), script, names)
     return script
 
@@ -110,7 +112,7 @@ def _calls(tree: ast.Module, path: Path) -> tuple[str, list[ast.Call]]:
 
 
 class _Names:
-    """Values of a script's names, as far as each is assigned before it is used."""
+    """Values of a script's names, if each is assigned before it is used."""
 
     def __init__(self, tree: ast.Module) -> None:
         self._assigned: dict[str, list[ast.expr]] = {}
@@ -149,7 +151,7 @@ class _Names:
 
 
 def _read_reward(reward: ast.expr, functions: set[str], script: Script) -> None:
-    """Notes a function of the script, a reward model, or what is neither."""
+    """Note a function of the script, a reward model, or an expression that is neither."""
     if isinstance(reward, ast.Constant):
         script.arguments["reward_pretrain"] = (reward.value,)
     elif isinstance(reward, ast.Name) and reward.id in functions:
@@ -159,7 +161,7 @@ def _read_reward(reward: ast.expr, functions: set[str], script: Script) -> None:
 
 
 def _read_argument(name: str, value: ast.expr, script: Script, names: _Names) -> None:
-    """Notes an argument of the configuration or the trainer."""
+    """Note an argument of the configuration or the trainer."""
     call = _last_name(value.func) if isinstance(value, ast.Call) else ""
     try:
         script.arguments[name] = names.literal(value)
@@ -180,7 +182,7 @@ def _read_argument(name: str, value: ast.expr, script: Script, names: _Names) ->
 
 
 def _read_adapters(call: ast.Call, script: Script, names: _Names) -> None:
-    """Notes the arguments of a LoraConfig, with PEFT's values for what it leaves out."""
+    """Note the arguments of a LoraConfig, with PEFT's values for missing ones."""
     script.arguments |= {"r": 8, "lora_alpha": 8}
     for each in call.keywords:
         try:
@@ -196,7 +198,7 @@ def _read_adapters(call: ast.Call, script: Script, names: _Names) -> None:
 
 
 def _read_pretrained(name: str, call: ast.Call, script: Script, names: _Names) -> None:
-    """Notes a model or tokenizer that is read from a folder or the hub."""
+    """Note a model or tokenizer that is read from a folder or the hub."""
     try:
         place = names.literal(call.args[0])
     except (ValueError, IndexError):
@@ -223,7 +225,7 @@ def _listed(node: ast.expr | None, names: _Names) -> Sequence[ast.expr]:
 
 
 def _read_data_set(name: str, value: ast.expr, script: Script, names: _Names) -> None:
-    """Notes the options of a data set, or the rows of one that is written down."""
+    """Note the options of a data set, or the rows of one that is written down."""
     option, split = DATA_SETS[name]
     changes: list[str] = []
     node, part = value, None
@@ -284,10 +286,10 @@ def _rows_or_source(
 
 
 def _files(named: Mapping[str, object], part: str | None) -> str:
-    """Return the files of a data set of files, whose arguments and part are given.
+    """Return the files of a data set of files, from its arguments and part.
 
     Raises:
-        ValueError, KeyError: They are not written down, or only a part of them is meant.
+        ValueError, KeyError: The files are not written down, or only a part of them is meant.
     """
     chosen = named.get("split") or part
     files = named.get("data_files")
@@ -318,7 +320,7 @@ def _needed(tree: ast.Module, names: Sequence[str]) -> list[ast.stmt]:
 
 
 def _defined(node: ast.stmt) -> Iterator[str]:
-    """Yields the names that a statement of a module defines."""
+    """Yield the names that a statement of a module defines."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield node.name
         return
