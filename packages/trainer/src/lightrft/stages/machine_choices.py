@@ -1,4 +1,4 @@
-"""Options that are left to the models and the machine."""
+"""Choice of options that are left to the models and the machine."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ BF16_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts about the models before they are built.
+    """Facts about the models, known before they are built.
 
     Args:
         num_weights: Numbers in the files of the actor.
-        packs: Whether all that are trained pack with one kernel for all rows, on this rank.
-        packing: The kernel, or why there is none.
+        packs: Whether all trained models pack with one kernel for all rows, on this rank.
+        packing: Name of the kernel, or the reason why there is none.
     """
 
     num_weights: int
@@ -33,7 +33,7 @@ class ModelFacts:
 
 
 def read_model_facts(config: TrainConfig, context: DistributedContext) -> ModelFacts:
-    """From the files of the models; see `ModelFacts`."""
+    """Read facts about the models from their files."""
     paths = {str(config.pretrain)}
     others = (config.critic_pretrain, *config.teacher_folders.values())
     paths |= {each for each in others if isinstance(each, str)}
@@ -50,14 +50,14 @@ def read_model_facts(config: TrainConfig, context: DistributedContext) -> ModelF
 def decide_by_machine(
     config: TrainConfig, context: DistributedContext, *, facts: ModelFacts | None = None
 ) -> TrainConfig:
-    """The configuration with what its options leave to the machine; collective where they do.
+    """Return the configuration with the machine's choices made; collective if there are any.
 
-    A choice for GPUs is made only where every rank has one, and printed.
+    A choice for GPUs is made only if every rank has one, and is printed.
 
     Args:
-        config: With the same open options on every rank.
-        context: Started.
-        facts: Facts of the models; None if they are built already, by somebody who chose.
+        config: Options, the same ones open on every rank.
+        context: Started process groups.
+        facts: Facts of the models; None if the caller built them already and chose.
     """
     is_open = {
         "fused_linear_logprob": config.fused_linear_logprob is None,
@@ -66,10 +66,10 @@ def decide_by_machine(
     }
     if not any(is_open.values()):
         return config
-    own = {"on_cpu": int(not context.has_gpu), "weights": 0, "pads": 0}
+    local = {"on_cpu": int(not context.has_gpu), "weights": 0, "pads": 0}
     if facts is not None:
-        own |= {"weights": facts.num_weights, "pads": int(not facts.packs)}
-    agreed = context.all_reduce(own, op="max")
+        local |= {"weights": facts.num_weights, "pads": int(not facts.packs)}
+    agreed = context.all_reduce(local, op="max")
     has_gpu, size = agreed["on_cpu"] == 0, BF16_BYTES * agreed["weights"]
     where = "every rank has a GPU" if has_gpu else "not every rank has a GPU"
     on_meta = config.builds_on_meta(
@@ -93,7 +93,7 @@ def decide_by_machine(
 def packing_by_machine(
     config: TrainConfig, facts: ModelFacts | None, *, can_pack: bool
 ) -> tuple[bool, str]:
-    """Return whether samples are packed where nobody said so, and why."""
+    """Return whether to pack samples if the user left it open, and why."""
     if not can_pack:
         if facts is None or facts.packs:
             return False, "not every rank packs with one kernel"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightrft.strategy.distributed.context import DistributedContext
 
 
-# How one accumulated number joins over micro batches and ranks.
+# How one accumulated number is joined over micro batches and ranks.
 Reduction = Literal["sum", "max", "min"]
 _JOINS: dict[Reduction, Callable[[Tensor], Tensor]] = {
     "sum": torch.sum,
@@ -34,11 +34,11 @@ _NOTHING: dict[Reduction, float] = {"sum": 0.0, "max": -math.inf, "min": math.in
 
 
 class StepMetrics:
-    """Accumulates metrics locally; `reduce` makes them exact over all ranks.
+    """Accumulator of metrics on this rank; `reduce` makes them exact over all ranks.
 
-    A mean is kept as a sum and a count, so it weighs tokens (or rows, or steps) equally wherever
-    they were computed. All ranks must record the same names; a rank without data records a count
-    of 0. A mean over nothing is left out of the result.
+    A mean is kept as a sum and a count, so all tokens (or rows, or steps) weigh the same. All ranks
+    must record the same names; a rank without data records a count of 0. A mean over nothing is
+    left out of the result.
     """
 
     def __init__(self) -> None:
@@ -66,9 +66,9 @@ class StepMetrics:
         sums: Tensor | Sequence[float | Tensor],
         finish: Callable[[Tensor], float | None],
     ) -> None:
-        """Add some sums; `finish` makes the metric of their totals over all ranks, a vector.
+        """Add sums; `finish` turns the vector of their totals over all ranks into the metric.
 
-        A metric that is None is left out.
+        A metric of None is left out.
         """
         for index, value in enumerate(sums):
             self._add(f"{name}/{index}", value)
@@ -88,7 +88,7 @@ class StepMetrics:
     ) -> None:
         """Add pairs of entries [batch, seq] where `mask` is true.
 
-        `finish` makes the metric of their moments over all ranks; one that is None is left out.
+        `finish` turns their moments over all ranks into the metric; None is left out.
         """
         parts = self._pairs.setdefault(name, (finish, []))[1]
         parts.append(paired_moments(first, second, mask))
@@ -98,15 +98,15 @@ class StepMetrics:
         self.add_sums(name, effective_sample_sums(weights, mask), effective_sample_fraction)
 
     def add_max(self, name: str, value: float | Tensor) -> None:
-        """The largest value over micro batches, optimizer steps and ranks; -inf means no value."""
+        """Add to a maximum over micro batches, optimizer steps and ranks; -inf means no value."""
         self._add(name, value, "max")
 
     def add_min(self, name: str, value: float | Tensor) -> None:
-        """The smallest value over micro batches, optimizer steps and ranks; inf means no value."""
+        """Add to a minimum over micro batches, optimizer steps and ranks; inf means no value."""
         self._add(name, value, "min")
 
     def forget(self) -> None:
-        """Keep the names, as a rank without data has them."""
+        """Drop the values and keep the names, as on a rank without data."""
         for (_, kind), values in self.values.items():
             values[:] = [_NOTHING[kind]]
         for _, parts in self._pairs.values():
@@ -116,7 +116,7 @@ class StepMetrics:
         """Join the metrics of all ranks with one collective.
 
         Returns:
-            Name -> value, the same on every rank, names sorted.
+            Name -> value, equal on all ranks, names sorted.
         """
         keys = sorted(self.values)
         local = [_joined(map(float, self.values[key]), key[1])[None] for key in keys]
@@ -147,8 +147,7 @@ class StepMetrics:
         return {name: metrics[name] for name in sorted(metrics)}
 
     def _add(self, name: str, value: float | Tensor, join: Reduction = "sum") -> None:
-        # Kept as a tensor: reading it here would wait for the device once per metric and micro
-        # batch.
+        # Kept as a tensor: reading it here would wait for the device once per metric and batch.
         kept = value.detach() if isinstance(value, torch.Tensor) else value
         self.values.setdefault((name, join), []).append(kept)
 

@@ -1,4 +1,4 @@
-"""The reader of images and videos in a model's prompts and rows."""
+"""Reader of images and videos in a model's prompts and rows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def load_modality(config: RowDataOptions, tokenizer: PreTrainedTokenizerBase) -> Modality:
-    """Return the reader of the prompts of the model that is trained.
+    """Return the reader of prompts for the trained model.
 
     Raises:
         ConfigError: An option does not fit the model.
-        ModelLoadError: It has no processor.
+        ModelLoadError: The model has no processor.
     """
     family = family_of(load_config(str(config.pretrain)))
     if family is None:
@@ -26,22 +26,22 @@ def load_modality(config: RowDataOptions, tokenizer: PreTrainedTokenizerBase) ->
     from lightrft.engines.media.encoder import PromptEncoder  # where a model reads media
 
     processor = load_processor(str(config.pretrain))
-    own = chosen_template(config, processor.chat_template) if processor.chat_template else None
-    processor.chat_template = own or tokenizer.chat_template
+    template = chosen_template(config, processor.chat_template) if processor.chat_template else None
+    processor.chat_template = template or tokenizer.chat_template
     limit_pixels(processor, config)
     return VisionPrompts(PromptEncoder(processor, family))
 
 
-# How often the size of a processor counts each pixel: GLM-4V's is that of two frames.
+# How often a processor's size counts each pixel: GLM-4V's is the size of two frames.
 _PIXEL_COUNTS = {"Qwen": 1, "Glm4v": 2}
 
 
 def limit_pixels(processor: ProcessorMixin, config: MediaOptions) -> None:
-    """Set the sizes to which a processor scales media; it is saved with the model."""
+    """Set the sizes to which a processor scales media; they are saved with the model."""
     name = type(processor).__name__
     counts = next((n for family, n in _PIXEL_COUNTS.items() if name.startswith(family)), None)
-    given = {"longest_edge": config.max_pixels, "shortest_edge": config.min_pixels}
-    wanted = {edge: value * (counts or 0) for edge, value in given.items() if value is not None}
+    limits = {"longest_edge": config.max_pixels, "shortest_edge": config.min_pixels}
+    wanted = {edge: value * (counts or 0) for edge, value in limits.items() if value is not None}
     if not wanted:
         return
     size = dict(processor.image_processor.size)
@@ -52,7 +52,7 @@ def limit_pixels(processor: ProcessorMixin, config: MediaOptions) -> None:
         )
     processor.image_processor.size = {**size, **wanted}
     if config.max_pixels is not None:
-        # Frames are scaled before, to whole patches: the processor must not enlarge them again.
+        # Frames are scaled to whole patches before; the processor must not enlarge them again.
         frames = processor.video_processor
         lowest = min(int(frames.size["shortest_edge"]), config.max_pixels // 4)
         frames.size = {**dict(frames.size), "shortest_edge": lowest}

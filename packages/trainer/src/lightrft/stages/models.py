@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from lightrft.strategy.distributed.context import DistributedContext
 
 
-# Attributes in which layers keep the share of weights, paths or layers that they drop, or noise.
+# Attributes of layers that hold a dropped share of weights, paths or layers, or noise.
 NOISE = re.compile(
     r"(dropout(_p|_prob|_rate|_ratio)?|pdrop|drop_(prob|path)|layerdrop|^(input_)?jitter_noise)$"
 )
 
 
 def place_frozen(read: Callable[[], Actor], config: BuildOptions, backend: Backend) -> nn.Module:
-    """Return a model that scores, off the host before the next one is read."""
+    """Return a frozen model, prepared before the next one is read into host memory."""
     with backend.init_model_context(config.meta_init):
         model = read()
     configure_model(model, config)
@@ -44,21 +44,23 @@ def place_frozen(read: Callable[[], Actor], config: BuildOptions, backend: Backe
 
 
 def require_equal_start(backend: Backend, actor: AnyModel, reference: nn.Module) -> None:
-    """Prove that actor and reference, read from one path, start from the same weights; collective.
+    """Prove that actor and reference, read from one path, start from equal weights; collective.
 
     Adapters are left out: they add nothing at first.
 
     Raises:
         ModelLoadError: They differ; the message names tensors.
     """
-    # Only runs with a reference of the actor's own weights hash them here.
+    # Imported here: only runs with a reference of the actor's weights need hashes.
     from lightrft.strategy.weight_sync.verification import common_hashes, model_hash
 
     module = inner_module(actor)
     source = replace(engine_source(module, backend.parameter_source(actor)), add_local=None)
     hashes, expected = common_hashes(source, backend.parameter_source(reference))
     names = sorted(n for n in hashes.keys() | expected.keys() if hashes.get(n) != expected.get(n))
-    odd_ranks = [r for r, found in enumerate(backend.context.gather_objects(names)) if found]
+    odd_ranks = [
+        r for r, differing in enumerate(backend.context.gather_objects(names)) if differing
+    ]
     if odd_ranks:
         raise ModelLoadError(
             f"actor and reference were read from the same path but differ in {len(names)} of "
@@ -78,7 +80,7 @@ def configure_trained(
     *,
     balances: bool = False,
 ) -> None:
-    """Configure a model before it is wrapped and compiled; say which layers have adapters."""
+    """Configure a model before it is wrapped and compiled; print its adapters."""
     if model.coverage:
         context.print(model.coverage)
     configure_model(model, config, balances=balances)
@@ -86,7 +88,7 @@ def configure_trained(
 
 
 def load_policy(path: str, config: BuildOptions) -> Actor:
-    """Return the trained actor: with adapters where they are what is trained."""
+    """Return the actor to train, with adapters if only those are trained."""
     model = load_causal_lm(path, allow_new_weights=config.allow_new_weights)
     if config.lora_rank:
         from lightrft.models.lora import LoraActor  # of runs with adapters
@@ -104,7 +106,7 @@ def trained_model(
     optimizer: Optimizer | None = None,
     scheduler: LRScheduler | None = None,
 ) -> TrainedModel:
-    """Return a model with its optimizer, given apart or as a PreparedModel.
+    """Return a model with its optimizer, passed separately or as a PreparedModel.
 
     Raises:
         ValueError: The model or its optimizer is missing.
@@ -128,15 +130,15 @@ def configure_models(
     *,
     kept: KeptDropout,
 ) -> TrainConfig:
-    """Lay out samples, heads and activations of all models as configured, and prove them once.
+    """Set layout, heads and activations of all models as configured, and prove them once.
 
     Args:
         config, context, models: Options of the run, its ranks, and the models.
         kept: Dropout that acts while the stage trains.
 
     Returns:
-        The configuration; without packing where that was the machine's choice and a model mixes
-        packed sequences.
+        Configuration; without packing if packing was the machine's choice and a model mixes packed
+        sequences.
 
     Raises:
         ConfigError: A model cannot be packed, or `sp_size` is not the strategy's.
@@ -179,7 +181,7 @@ def prove_models(
     *,
     kept: KeptDropout,
 ) -> TrainConfig:
-    """See `configure_models`; the models pad again, for an engine copies one of them next."""
+    """Configure and prove models as `configure_models`, then pad: an engine copies one next."""
     config = configure_models(config, context, models, kept=kept)
     for _, module in _unwrapped(models):
         if isinstance(module, SequenceModel):
@@ -188,7 +190,7 @@ def prove_models(
 
 
 def _unwrapped(models: Sequence[nn.Module | None]) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Yield each model that there is, and the module that its strategy wrapped."""
+    """Yield each existing model and the module that its strategy wrapped."""
     for model in models:
         if model is not None:
             yield model, inner_module(model)
@@ -220,12 +222,12 @@ def _packed(
 
 
 def configure_model(model: SequenceModel, config: BuildOptions, *, balances: bool = False) -> None:
-    """Turn on the parts of a model that are asked for; those it was built with stay.
+    """Enable the requested parts of a model; parts that it already has stay.
 
     Args:
-        model: Is changed in place.
-        config: Asks for them.
-        balances: Sum what its routers choose, for a loss that balances experts.
+        model: Model to change in place.
+        config: Options that request them.
+        balances: Sum the routers' choices, for a loss that balances experts.
     """
     if config.gradient_checkpointing and not model.is_gradient_checkpointing:
         model.gradient_checkpointing_enable()
@@ -239,12 +241,12 @@ def configure_model(model: SequenceModel, config: BuildOptions, *, balances: boo
 def turn_off_dropout(model: nn.Module, *, keeps_adapters: bool) -> None:
     """Set all dropout of a model, and other noise of its training mode, to 0.
 
-    A ratio to a reference, to an earlier pass or to another score is of the model as it is: with
-    dropout it would be that of two random parts of it.
+    Ratios to a reference, an earlier pass or another score must be those of the full model. With
+    dropout they would compare two random parts of it.
 
     Args:
-        model: Is changed in place; its configuration, which is saved, stays.
-        keeps_adapters: Leave that of adapters, which is asked for by an option.
+        model: Model to change in place; its configuration, which is saved, stays.
+        keeps_adapters: Keep the dropout of adapters, which is an option.
     """
     for name, module in model.named_modules():
         if keeps_adapters and "lora_dropout" in name:
@@ -271,7 +273,7 @@ class FrozenModels:
     """Models that score the samples of a policy stage.
 
     Args:
-        reference: None where there is none.
+        reference: Reference model, or None.
         teachers: Teachers in the run's processes, by name; "" is the only one.
     """
 

@@ -1,4 +1,4 @@
-"""Observers of what the update of one step computes."""
+"""Observers of the values that the update of one step computes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class ObservedRows:
     """Rows that a step is trained on, on all ranks.
 
     Args:
-        items: Rows; those that are compared with each other together.
-        places: Place in the data of each item; -1 of one that is not there.
-        num_items: Items of the data.
-        facts: What the data say of them, by name: [rows], or [tokens] flat.
+        items: Rows, grouped by comparison.
+        places: Place in the data of each item; -1 if it is not in the data.
+        num_items: Number of items of the data.
+        facts: Facts of the data about the rows, by name: [rows], or [tokens] flat.
     """
 
     items: Sequence[Sequence[SupervisedRow]]
@@ -44,17 +44,17 @@ class ObservedRows:
 
 @dataclass(frozen=True, slots=True)
 class ObservedStep:
-    """A step before its update, as an observer sees it.
+    """Step before its update, as an observer sees it.
 
     Args:
-        stage: Name in `config.registry.STAGES`.
+        stage: Name of the stage in `config.registry.STAGES`.
         number: Number of the step, counted from 1.
         num_planned: Steps of the whole run; 0 is unknown.
-        config: Options of the run, as it was asked for: an observer knows a paper's aggregation.
+        config: Options of the run with the requested aggregation, which a paper may fix.
         backend: Gathers states and the parts of all ranks.
-        engine: Samples, or None.
+        engine: Engine that samples, or None.
         models: Models that are trained.
-        data: Rows or samples that they are trained on; of samples this rank's part.
+        data: Rows or samples to train on; samples are this rank's.
         kl_coef: Weight of the KL term; 0 without a reference model.
         moments: Moments of all rewards before the step, or None without running normalisation.
     """
@@ -72,10 +72,10 @@ class ObservedStep:
 
 
 class Observer:
-    """A receiver of what the update of one step computes; this one keeps nothing."""
+    """Receiver of the values that the update of one step computes; this one keeps nothing."""
 
     def begin_update(self, model: str, normalizer: Tensor) -> None:
-        """Before the micro-batches of an optimizer step of a model, with Z over all ranks."""
+        """Note that micro-batches of an optimizer step follow, with Z over all ranks."""
         return
 
     def micro_batch(
@@ -85,33 +85,33 @@ class Observer:
         values: Mapping[str, Tensor | None],
         terms: Mapping[str, Tensor],
     ) -> None:
-        """After the forward pass of a micro-batch.
+        """Note the results of a micro-batch's forward pass.
 
         Args:
             ids: Id of each row.
             attention_mask: [batch, seq] bool.
-            values: Numbers by name, [batch, seq] or [batch]; None where there are none. "new" are
-                logprobs, values or scores of the pass, "weights" those of the tokens.
-            terms: Its share of each term of the loss.
+            values: Numbers by name, [batch, seq] or [batch]; None is absent. "new" are logprobs,
+                values or scores of the pass, "weights" those of the tokens.
+            terms: Share of the micro-batch in each term of the loss.
         """
         return
 
     def end_update(self, result: OptimizerStepResult) -> None:
-        """After an optimizer step."""
+        """Note the result of an optimizer step."""
         return
 
     def finish(self) -> None:
-        """After the last optimizer step; collective."""
+        """Complete the record after the last optimizer step; collective."""
         return
 
 
 def open_observer(step: Step, every: int, describe: Callable[[], ObservedStep]) -> Observer:
-    """Make the recorder of a step that is to be audited; collective.
+    """Build the recorder of a step that is to be audited; collective.
 
     Args:
         step: Step that begins its update.
         every: `audit_every` of the options.
-        describe: Describes the step, where it is recorded.
+        describe: Returns the description of the step if it is recorded.
     """
     if every <= 0 or step.number % every:
         return Observer()

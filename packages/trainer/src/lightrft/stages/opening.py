@@ -1,4 +1,4 @@
-"""Before the models: whether options fit theirs, and the first line, which says what is trained."""
+"""Checks before the models are built, and the opening line."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 def opening_line(config: BuildOptions, backend: Backend, num_weights: int, *, way: str = "") -> str:
-    """Model and size, algorithm, processes, strategy and arithmetic.
+    """Return a line of model and size, algorithm, processes, strategy and dtype.
 
     Args:
         config: Options of the run.
-        backend: Started.
+        backend: Started backend.
         num_weights: Number of weights of the model.
-        way: The algorithm, where options choose among several.
+        way: Algorithm, where options choose among several.
     """
     context, world = backend.context, backend.context.world_size
     device = "GPU" if context.has_gpu else "CPU process"
@@ -53,7 +53,7 @@ def opening_line(config: BuildOptions, backend: Backend, num_weights: int, *, wa
 
 
 def decide_by_files(config: TrainConfig, backend: Backend, *, way: str = "") -> TrainConfig:
-    """Say the opening line, and decide the options left to machine and models; collective.
+    """Print the opening line, and decide the options left to the machine; collective.
 
     Args:
         config, backend: Options and backend of the run.
@@ -69,11 +69,11 @@ def decide_by_files(config: TrainConfig, backend: Backend, *, way: str = "") -> 
 
 
 def check_parts(config: BuildOptions, kind: type[_BaseAutoModelClass]) -> None:
-    """Look for what options name in the model, built without weights.
+    """Check that the model, built without weights, has the parts that options name.
 
     Raises:
-        ConfigError: It is a reward model where a language model is trained, its files have tensors
-            of other shapes than its configuration, or it lacks layers or tensors of these names.
+        ConfigError: The path holds a reward model where a language model is trained, files and
+            configuration differ in shapes, or layers or tensors of these names are missing.
     """
     path = str(config.pretrain)
     model_config = load_config(path)
@@ -120,7 +120,7 @@ def prompts_within_context(config: RolloutOptions) -> dict[str, object]:
 
 
 def rows_within_context(config: RowDataOptions) -> dict[str, object]:
-    """Return options of given rows, of which none is longer than the model has positions."""
+    """Return options of given rows, lowered to the number of the model's positions."""
     longest = _context_of(config) or config.max_row_tokens
     return {"max_row_tokens": min(config.max_row_tokens, longest)}
 
@@ -132,11 +132,11 @@ def _context_of(config: ModelOptions) -> int | None:
 def shared_prompts(
     trained: Iterable[Hashable], held_out: Sequence[Hashable], what: str = "rows"
 ) -> list[str]:
-    """Return a line where prompts of an evaluation are trained on; none where all are its own.
+    """Return a warning if prompts of the evaluation are trained on, else an empty list.
 
     Args:
-        trained: What tells the prompt of each trained row from others.
-        held_out: The same of the rows of the evaluation.
+        trained: Key of each trained row's prompt.
+        held_out: Key of each held-out row's prompt.
         what: Name of the rows.
     """
     known = set(trained)
@@ -151,7 +151,7 @@ def shared_prompts(
 def _check_shapes(
     path: str, shapes: Mapping[str, tuple[int, ...]], skeleton: PreTrainedModel
 ) -> None:
-    """Tensors that model and files name alike have one shape; others are for what loads them."""
+    """Raise a ConfigError if tensors have other shapes in the files than in the model."""
     wanted = {name: tuple(value.shape) for name, value in skeleton.state_dict().items()}
     odd = [name for name, shape in shapes.items() if wanted.get(name, shape) != shape]
     if odd:

@@ -1,4 +1,4 @@
-"""Limits of the distance that rounding makes between two forward passes of equal weights."""
+"""Limits of the differences that rounding causes between passes with equal weights."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class ParityLimits:
 
 
 # Two float32 forwards of one model differ by about 1e-6 in the mean. In bfloat16 a real vLLM is
-# 0.011 away from transformers in the mean and 0.06 at most on small models; single unlikely tokens
-# of large models are further apart, so the mean decides. Keyed by the coarsest dtype in use.
+# 0.011 away from transformers in the mean and 0.06 at most on small models. Single unlikely tokens
+# of large models differ more, so the mean decides. Keyed by the coarsest dtype in use.
 PARITY_LIMITS: dict[torch.dtype, ParityLimits] = {
     torch.float64: ParityLimits(mean=1e-4, largest=1e-2, hidden=1e-4),
     torch.float32: ParityLimits(mean=1e-4, largest=1e-2, hidden=1e-4),
@@ -42,6 +42,6 @@ QUANTISED_LIMITS = ParityLimits(mean=0.2, largest=10.0, hidden=0.2)
 
 
 def parity_limits(dtypes: Collection[torch.dtype]) -> ParityLimits:
-    """Return the limits of the coarsest of the dtypes in which engine or trainer compute."""
-    found = [PARITY_LIMITS.get(dtype, QUANTISED_LIMITS) for dtype in dtypes]
-    return max(found, key=lambda limits: limits.mean)
+    """Return the limits of the coarsest dtype in which engine or trainer compute."""
+    candidates = [PARITY_LIMITS.get(dtype, QUANTISED_LIMITS) for dtype in dtypes]
+    return max(candidates, key=lambda limits: limits.mean)

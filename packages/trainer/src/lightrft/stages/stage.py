@@ -1,7 +1,7 @@
-"""The protocol of a training stage, which `lightrft.run.loop` carries out, and its optimizer steps.
+"""Protocol of a training stage, which `lightrft.run.loop` runs, and its optimizer steps.
 
-A stage costs a class here and an entry of `config.registry.STAGES`. It gets checkpoints, exact
-resume, evaluation, logs, alarms, the best model, stops and the report from the loop.
+A stage needs a class here and an entry in `config.registry.STAGES`. The loop provides checkpoints,
+exact resume, evaluation, logs, alarms, the best model, stops and the report.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 
 Batch = TypeVar("Batch")
-# Dropout that acts in a stage: all that the model's configuration asks for, that of adapters, none.
+# Dropout of a stage: all that the model's configuration has, only that of adapters, or none.
 KeptDropout = Literal["model", "adapters", "none"]
 NO_LENGTHS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
-    """A model with what updates it; its name begins its metrics and names its checkpoints."""
+    """Model with its optimizer; the name is a prefix of its metrics and its checkpoint's name."""
 
     name: str
     model: nn.Module
@@ -52,7 +52,7 @@ class TrainedModel:
 
     @property
     def prepared(self) -> PreparedModel:
-        """The same as checkpoints take it."""
+        """Model and optimizer in the form of checkpoints."""
         return PreparedModel(self.model, self.optimizer, self.scheduler)
 
 
@@ -61,8 +61,8 @@ class TrainedModels:
     """Models of a stage that optimizers update.
 
     Args:
-        trained: The first is the main one: it is saved as the result, and an engine follows it.
-        average: The main model's moving average, or None.
+        trained: Models; the first is saved as the result, and an engine follows it.
+        average: Moving average of the main model, or None.
     """
 
     trained: tuple[TrainedModel, ...]
@@ -70,7 +70,7 @@ class TrainedModels:
 
     @property
     def main(self) -> TrainedModel:
-        """The first."""
+        """The first model."""
         return self.trained[0]
 
     def named(self, name: str) -> TrainedModel | None:
@@ -80,13 +80,13 @@ class TrainedModels:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step under way: its place in the run, its data, and what measures it.
+    """Step in progress: its place in the run, its data, metrics and timer.
 
     Args:
         number: Number of the step, counted from 1.
-        data: This rank's batches from the position of the run on; None without a loader.
+        data: This rank's batches from the run's position on; None without a loader.
         num_planned: Steps of the whole run; 0 is unknown.
-        is_first: No step of this process came before it.
+        is_first: Whether it is the first step of this process.
         metrics: Receives numbers that are reduced over all ranks after the update.
         timer: Receives durations.
     """
@@ -107,7 +107,7 @@ class Work:
         models: Names of the models that learn in this step.
         lengths, scored_lengths: Tokens of each row of all ranks, and those whose outputs count; no
             rows where nothing was computed, or where a model's operations are not counted.
-        num_passes: Over these rows.
+        num_passes: Passes over these rows.
     """
 
     models: tuple[str, ...]
@@ -120,7 +120,7 @@ class StageMemory:
     """Memory of a stage between steps, beside its models; frozen. This one is empty."""
 
     def to_client_state(self) -> dict[str, object]:
-        """Return plain values for a checkpoint; their names are those of no other part."""
+        """Return plain values for a checkpoint; no other part uses their names."""
         return {}
 
     def restored(self, client_state: Mapping[str, object]) -> Self:
@@ -133,22 +133,22 @@ class StageMemory:
         return self
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return name and state of each thing remembered, for the table of a continued run."""
+        """Return name and state of each value, for the table of a continued run."""
         return []
 
 
 class Stage(Protocol, Generic[Batch]):
-    """One kind of training; subclasses say only what differs from these defaults.
+    """Kind of training; subclasses define only what differs from these defaults.
 
     Args:
         config: Options of the run.
         strategy: Trains over ranks.
-        models: What is trained.
-        memory: What is remembered between steps; goes into checkpoints.
+        models: Models to train.
+        memory: State between steps; goes into checkpoints.
         loader: This rank's batches of items, one list a step; None where callers pass them.
-        text_part: What is saved beside the model (tokenizer or processor), or None.
-        syncs_engine: The rollout engine follows the main model.
-        item_name: Word for what the loader gives, in the plural.
+        text_part: Tokenizer or processor to save beside the model, or None.
+        syncs_engine: Whether the rollout engine follows the main model.
+        item_name: Plural word for the loader's items.
         kept_dropout: Dropout that acts while the models are updated.
     """
 
@@ -163,7 +163,7 @@ class Stage(Protocol, Generic[Batch]):
     kept_dropout: KeptDropout = "adapters"
 
     def planned_steps(self) -> int:
-        """Return the steps of a whole run, those before a resume included."""
+        """Return the number of steps of the whole run, including those before a resume."""
         ...
 
     def draw(self, step: Step) -> Batch:
@@ -171,27 +171,27 @@ class Stage(Protocol, Generic[Batch]):
         ...
 
     def update(self, batch: Batch, step: Step) -> Work:
-        """Return all optimizer steps of one step; collective, with the models in training mode."""
+        """Take all optimizer steps of one step; collective, with the models in training mode."""
         ...
 
     def finish(self, batch: Batch, metrics: dict[str, float]) -> dict[str, float]:
-        """Remember what the next step needs, and complete the metrics.
+        """Update the memory and complete the metrics.
 
         Args:
             batch: Batch of the step.
             metrics: The step's numbers over all ranks.
 
         Returns:
-            These metrics and those that every rank knows without communication.
+            These metrics and further ones that every rank knows without communication.
         """
         return metrics
 
     def client_state(self) -> dict[str, object]:
-        """Return what a checkpoint holds of the memory, complete on the first rank; collective."""
+        """Return the memory's state for a checkpoint, complete on the first rank; collective."""
         return self.memory.to_client_state()
 
     def evaluate(self) -> dict[str, float]:
-        """Metrics `eval/...` of held-out data, equal on all ranks; {} without; collective."""
+        """Return metrics `eval/...` of held-out data, equal on all ranks, or {}; collective."""
         return {}
 
     def alarms(self, metrics: Mapping[str, float]) -> list[str]:
@@ -203,13 +203,13 @@ class Stage(Protocol, Generic[Batch]):
         return
 
     def prove_saved(self, folder: Path) -> None:
-        """Prove that the written model is the trained one, where that can be told; collective.
+        """Prove that the written model is the trained one, where possible; collective.
 
         Args:
-            folder: Holds the result of the run.
+            folder: Folder with the result of the run.
 
         Raises:
-            ModelLoadError: It is not.
+            ModelLoadError: The models differ.
         """
         return
 
@@ -222,28 +222,28 @@ class StageInputs(Protocol):
     """Inputs of a stage, read and checked before any process group or model exists."""
 
     def decided(self, config: TrainConfig, backend: Backend) -> TrainConfig:
-        """Return the configuration with what its options leave to the machine; collective."""
+        """Return the configuration with the machine's choices made; collective."""
         ...
 
     def build(self, config: TrainConfig, strategy: StrategyBase) -> Stage[object]:
-        """Models, engine and data of the stage."""
+        """Build models, engine and data of the stage."""
         ...
 
     def items(self) -> Sequence[Sequence[SupervisedRow]]:
-        """Rows to train on, those that are compared together; none where they are sampled."""
+        """Return the rows to train on, grouped by comparison; () if they are sampled."""
         ...
 
     def media_digests(self) -> Iterable[bytes]:
-        """A hash of each medium of the rows or prompts to train on, in order; files are read."""
+        """Return a hash of each medium to train on, in order; reads files."""
         ...
 
     def close(self) -> None:
-        """End processes that were started."""
+        """End the processes that it started."""
         ...
 
 
 def last_sampled_step(step: Step, config: StreamingOptions) -> int:
-    """Return the last step that is sampled before a step is trained on."""
+    """Return the last step to sample before a step is trained on."""
     last = step.number + config.rollout_lag
     return min(last, step.num_planned) if step.num_planned >= step.number else last
 
@@ -253,7 +253,7 @@ def stored_number(client_state: Mapping[str, object], name: str) -> float:
 
     Raises:
         KeyError: It is missing.
-        ValueError: It is no number.
+        ValueError: It is not a number.
     """
     value = client_state[name]
     if not isinstance(value, int | float):
@@ -270,17 +270,17 @@ def optimizer_step(
     timeout_minutes: float,
     before_step: Callable[[], None] = lambda: None,
 ) -> OptimizerStepResult:
-    """Return one optimizer step from the losses of its micro-batches, each computed in its turn.
+    """Take one optimizer step on the losses of its micro-batches, computed one by one.
 
-    The gradient is that of the sum of all shares over micro-batches and ranks, so each share is
-    divided by the denominator Z of the whole optimizer batch, over all ranks
+    The gradient is that of the sum of all shares over micro-batches and ranks. So each share must
+    be divided by the denominator Z of the whole optimizer batch, over all ranks
     (`DistributedContext.reduce_over_data`).
 
     Args:
-        trained: What is updated.
-        shares: The loss of each micro-batch; every rank has equally many.
-        training: Prepared the model.
-        metrics: Receives norm, learning rate and what was not finite.
+        trained: Model to update.
+        shares: Functions that compute a micro-batch's loss; every rank has equally many.
+        training: Strategy part that prepared the model.
+        metrics: Receives norm, learning rate and counts of non-finite losses.
         timeout_minutes: Deadline of each micro-batch.
         before_step: Called when the gradient is complete and no weight has changed.
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lightrft.strategy.distributed.context import DistributedContext
 
 
-# What decoders write for bytes that are no character alone.
+# Decoders write it for bytes that are no whole character.
 PART_OF_CHARACTER = "\ufffd"
 
 
@@ -38,7 +38,7 @@ def open_server(place: str, config: TrainConfig) -> LogprobServer:
     """Return the server of a teacher.
 
     Raises:
-        ConfigError: The address is none.
+        ConfigError: The address is invalid.
     """
     make = cast("Callable[[str, TrainConfig], LogprobServer]", TEACHER_SERVERS.load("http"))
     return make(place, config)
@@ -49,17 +49,17 @@ def prove_teachers(
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[Sequence[int]],
 ) -> None:
-    """Prove what can be known of the teachers before a model is built.
+    """Prove what can be known about the teachers before a model is built.
 
-    Of servers the first process asks; the others begin with it or not at all.
+    Only the first process asks servers; the other processes start with it or not at all.
 
     Args:
-        config: Names them.
+        config: Options that name the teachers.
         tokenizer: Tokenizer of the student.
         texts: Token ids of some rows, which servers score twice.
 
     Raises:
-        ConfigError: A teacher reads other tokens than the student, or does not answer alike.
+        ConfigError: A teacher has other tokens than the student, or its answers differ.
         TeacherError: A server gives no usable answer.
     """
     for place in config.teacher_places.values():
@@ -79,18 +79,18 @@ def require_same_texts(
 ) -> None:
     """Prove that a server reads every id as the student does.
 
-    Parts of characters have no text of their own: their ids are only known to exist there.
+    Parts of characters have no text, so only the existence of their ids is checked.
 
     Raises:
-        ConfigError: An id is another text; the message shows the first.
+        ConfigError: An id has another text; the message shows the first.
         TeacherError: The server gives no usable answer.
     """
-    own = [text for _, text in token_texts(tokenizer)]
+    ours = [text for _, text in token_texts(tokenizer)]
     shown = shown_place(place)
-    for token_id, text in enumerate(server.token_texts(range(len(own)))):
-        if PART_OF_CHARACTER not in own[token_id] and text != own[token_id]:
+    for token_id, text in enumerate(server.token_texts(range(len(ours)))):
+        if PART_OF_CHARACTER not in ours[token_id] and text != ours[token_id]:
             raise ConfigError(
-                f"teacher: token {token_id} is {own[token_id]!r} to the student and {text!r} to "
+                f"teacher: token {token_id} is {ours[token_id]!r} to the student and {text!r} to "
                 f"{shown}: its log-probabilities are of other texts; serve a model with the same "
                 "tokenizer"
             )
@@ -131,7 +131,7 @@ def require_same_tokens(
     """Prove that every id stands for the same bytes in teacher and student.
 
     Args:
-        config: Names the student.
+        config: Options that name the student.
         path: Path of the teacher.
         tokenizer: Tokenizer of the student.
 
@@ -151,9 +151,9 @@ def require_same_tokens(
             "a teacher with at least as many"
         )
     pairs = zip_longest(token_texts(tokenizer), token_texts(load_tokenizer(path)))
-    for token_id, (own, other) in enumerate(pairs):
-        if own != other:
-            shown = [each[0] if each else "no token" for each in (own, other)]
+    for token_id, (mine, other) in enumerate(pairs):
+        if mine != other:
+            shown = [each[0] if each else "no token" for each in (mine, other)]
             raise ConfigError(
                 f"teacher: token {token_id} is {shown[0]!r} in {config.pretrain} and {shown[1]!r} "
                 f"in {path}: its log-probabilities are of other texts; take a teacher with the "
@@ -164,8 +164,8 @@ def require_same_tokens(
 def token_texts(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
     """Return the entry of each id in the vocabulary, and its text alone.
 
-    An entry and the text that a decoder makes of it settle its bytes; the text alone would not:
-    parts of characters look alike.
+    Entry and decoded text together determine the bytes of an id. The text alone does not: parts of
+    characters look alike.
     """
     ids = list(range(len(tokenizer)))
     entries = tokenizer.convert_ids_to_tokens(ids)
@@ -176,16 +176,16 @@ def token_texts(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
 
 
 def is_own_teacher(config: RowDataOptions) -> bool:
-    """Return whether the student and its one teacher are read from one place."""
+    """Return whether the student and its only teacher are read from the same folder."""
     folder = config.teacher_folders.get("")
     return bool(folder) and Path(str(folder)).resolve() == Path(str(config.pretrain)).resolve()
 
 
 def require_zero(mean: float, config: TeacherOptions, context: DistributedContext) -> None:
-    """Prove that a model has no distance from itself, given its mean a token in nats.
+    """Prove that a model has no distance from itself, from its mean per token in nats.
 
     Raises:
-        ParityError: It has.
+        ParityError: The distance exceeds the rounding limit.
     """
     from lightrft.stages.parity_limits import ParityError, parity_limits
 

@@ -1,4 +1,4 @@
-"""Inputs of distillation on given rows: those of supervised training, and the teacher."""
+"""Inputs of distillation on given rows: supervised rows and the teacher."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DivergenceInputs(RowInputs[SupervisedRow, KnownTeachers]):
     def load(
         self, config: TrainConfig, training: ModelTraining, num_steps: int
     ) -> tuple[TrainedModels, DivergenceObjective]:
-        """See `RowInputs`."""
+        """Load student and teachers, and build the objective."""
         models = build_model(config, training, num_steps)
         teachers = load_teachers(config.teacher_folders, config, training.backend)
         servers = open_servers(config)
@@ -42,7 +42,7 @@ def read_inputs(config: TrainConfig) -> DivergenceInputs:
     """Check the options and the teacher, then read the rows.
 
     Raises:
-        ConfigError: Options that cannot be run, or a teacher of other tokens.
+        ConfigError: Options that cannot be run, or a teacher with other tokens.
         DataError: Rows that cannot be used.
         ModelLoadError: A tokenizer that cannot be read.
     """

@@ -1,4 +1,4 @@
-"""The objective of distillation on rows: the divergence of a student from its teachers."""
+"""Objective of distillation on rows: the divergence of a student from its teachers."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KnownTeachers:
-    """Facts about the rows of a step that are known before its update.
+    """Data about the rows of a step that are known before its update.
 
     Args:
         count: [] trained tokens of all ranks.
-        names: Teacher of each row of the step.
+        names: Name of each row's teacher.
         served: Answers of servers about this rank's rows, by teacher.
-        is_zero: Student and teacher are one model, whose divergence must come out as 0.
+        is_zero: Student and teacher are one model, so the divergence must be 0.
     """
 
     count: Tensor
@@ -53,15 +53,15 @@ class KnownTeachers:
 
 @dataclass(frozen=True, slots=True)
 class DivergenceObjective(RowObjective[SupervisedRow, KnownTeachers]):
-    """The mean divergence over the trained tokens.
+    """Mean divergence over the trained tokens.
 
-    Of several teachers by row each token is compared with its row's; their weights are in the sum,
-    not in the denominator.
+    With several teachers each token is compared with the teacher of its row. The teachers' weights
+    multiply the sum, not the denominator.
 
     Args:
-        teachers: Prepared models by name, the only one as "".
+        teachers: Prepared models by name; "" is the only one.
         servers: Served teachers by name.
-        syncs_engine: The student completes some rows itself: an engine follows it.
+        syncs_engine: The student completes some rows, so an engine follows it.
     """
 
     name: ClassVar[str] = "divergence"
@@ -73,7 +73,7 @@ class DivergenceObjective(RowObjective[SupervisedRow, KnownTeachers]):
 
     @property
     def frozen(self) -> Sequence[nn.Module]:
-        """See `RowObjective`."""
+        """Models of the teachers."""
         return tuple(self.teachers.values())
 
     def drawn(
@@ -83,7 +83,7 @@ class DivergenceObjective(RowObjective[SupervisedRow, KnownTeachers]):
         passes: RowPasses,
         session: EngineSession,
     ) -> tuple[SupervisedRow, ...]:
-        """Let the student complete some of the rows itself; collective."""
+        """Let the student complete some of the rows; collective."""
         with step.timer.stage("rollout"):
             rows = mixed_rows(passes, session, items, step.number)
         share = len(chosen_places(passes.config, len(rows), step.number)) / len(rows)
@@ -109,7 +109,7 @@ class DivergenceObjective(RowObjective[SupervisedRow, KnownTeachers]):
         return KnownTeachers(count_trained(part, passes, "token-mean"), names, served, is_zero)
 
     def normalizer(self, part: RowPart[SupervisedRow], known: KnownTeachers) -> Tensor:
-        """See `RowObjective`."""
+        """Return the number of trained tokens, []."""
         return known.count
 
     def share(
@@ -119,13 +119,13 @@ class DivergenceObjective(RowObjective[SupervisedRow, KnownTeachers]):
         passes: RowPasses,
         metrics: StepMetrics,
     ) -> LossShare:
-        """See `RowObjective`."""
+        """Compute the share of a micro-batch in the loss."""
         padded = micro.rows
         inputs, count = (padded.token_ids, padded.attention_mask), known.count
         sums: list[Tensor] = []
 
         def run_student(teachers: Mapping[str, Targets]) -> Tensor:
-            """Pass through the student within the teachers: all have their output weights then."""
+            """Run the student inside the teachers' passes, with all output weights gathered."""
             reader = HeadReader(
                 lambda student: self._divergence(student, teachers, padded, known, passes)
             )
@@ -159,7 +159,7 @@ class DivergenceObjective(RowObjective[SupervisedRow, KnownTeachers]):
         known: KnownTeachers,
         passes: RowPasses,
     ) -> Tensor:
-        """Sum up the divergence of this rank's tokens from their teachers, with weights."""
+        """Sum the weighted divergence of this rank's tokens from their teachers."""
         config = passes.config
         loss = partial(divergence, form=config.teacher_form, beta=config.teacher_beta)
         if not self.servers and list(teachers) == [""]:
@@ -186,17 +186,17 @@ class DivergenceObjective(RowObjective[SupervisedRow, KnownTeachers]):
         metrics: dict[str, float],
         passes: RowPasses,
     ) -> dict[str, float]:
-        """See `RowObjective`.
+        """Complete the metrics of a step.
 
         Raises:
-            ParityError: A model was found to differ from itself.
+            ParityError: A model differs from itself.
         """
         if batch.known.is_zero:
             require_zero(abs(metrics["loss"]), passes.config, passes.context)
         return metrics | row_metrics(batch)
 
     def evaluate(self, part: RowPart[SupervisedRow], passes: RowPasses) -> dict[str, float]:
-        """See `evaluate_rows`."""
+        """Compute metrics of held-out rows."""
         return evaluate_rows(part, passes)
 
     def close(self) -> None:

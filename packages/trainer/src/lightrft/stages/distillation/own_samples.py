@@ -1,4 +1,4 @@
-"""Rows whose completions the student samples anew, among those of the data."""
+"""Rows whose completions the student samples, among those of the data."""
 
 from __future__ import annotations
 
@@ -27,19 +27,21 @@ def mixed_rows(
     """Return the rows of a step, some with completions of the student; collective.
 
     Args:
-        passes: Options of the run, and its ranks.
+        passes: Forward passes, with the options of the run and its ranks.
         session: Engine of these ranks.
         rows: Rows of all ranks, equal on each.
         number: Number of the step.
     """
     context, places = passes.context, chosen_places(passes.config, len(rows), number)
-    own = places[context.rank :: context.world_size]
+    local = places[context.rank :: context.world_size]
     first = number * len(rows)
-    requests = [GenerationRequest(prompt_of(rows[place]), first + place) for place in own.tolist()]
+    requests = [
+        GenerationRequest(prompt_of(rows[place]), first + place) for place in local.tolist()
+    ]
     params = replace(training_params(passes.config), n=1)
-    found = generate(session, params, requests)
+    outputs = generate(session, params, requests)
     session.sleep(level=2)
-    parts = [(each.request_id - first, each.output_token_ids) for each in found]
+    parts = [(each.request_id - first, each.output_token_ids) for each in outputs]
     mixed = list(rows)
     for part in context.gather_objects(parts):
         for place, output in part:
@@ -48,7 +50,7 @@ def mixed_rows(
 
 
 def chosen_places(config: RowDataOptions, num_rows: int, number: int) -> NDArray[np.int64]:
-    """Return places of the rows that the student completes: as many as its share in the mean."""
+    """Return the places of the rows that the student completes; their mean share is as set."""
     generator = np.random.default_rng((config.seed, number))
     count = int(num_rows * (1 - config.offpolicy_fraction) + generator.random())
     return np.sort(generator.permutation(num_rows)[:count])
@@ -60,7 +62,7 @@ def prompt_of(row: SupervisedRow) -> tuple[int, ...]:
 
 
 def with_completion(row: SupervisedRow, output: Sequence[int]) -> SupervisedRow:
-    """Return the row's prompt with other tokens behind it, all of which are trained."""
+    """Return a row of the prompt and these tokens, all of which are trained."""
     prompt = prompt_of(row)
     return replace(
         row,

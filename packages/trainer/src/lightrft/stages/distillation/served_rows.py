@@ -1,4 +1,4 @@
-"""Rows of a step under served teachers: the likeliest tokens of each place, and a tail."""
+"""Rows of a step with served teachers: the likeliest tokens of each place, and a tail."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightrft.strategy.distributed.context import DistributedContext
 
 @dataclass(frozen=True, slots=True)
 class TopTokens:
-    """The likeliest tokens of a teacher; all others are one outcome. See `Targets`.
+    """The likeliest tokens of a teacher; all other tokens are one outcome. See `Targets`.
 
     Args:
         token_ids: [tokens, k] int64.
@@ -32,12 +32,12 @@ class TopTokens:
     logprobs: Tensor
 
     def compared(self, own: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """See `Targets`."""
+        """Return logits of both models over the top tokens and the tail."""
         other = with_tail(self.logprobs[rows].to(own.dtype))
         return top_and_tail(own, self.token_ids[rows]), other
 
     def at(self, index: Tensor) -> TopTokens:
-        """See `Targets`."""
+        """Return the targets of some tokens."""
         return TopTokens(self.token_ids[index], self.logprobs[index])
 
 
@@ -47,21 +47,21 @@ def served_targets(
     """Return the teacher's side of the student's tokens.
 
     Args:
-        scores: Answers of a server, by the place of a row among those of the step.
-        places: Of the rows of the batch among those of the step.
-        student: Of a micro-batch.
+        scores: Answers of a server, by the place of a row in the step.
+        places: Place in the step of each row of the batch.
+        student: Projection of the student for a micro-batch.
 
     Raises:
-        RuntimeError: The places of the tokens are not known.
+        RuntimeError: The places of the tokens are unknown.
         TeacherError: The server's model has likely tokens that the student lacks.
     """
     if student.rows is None or student.columns is None:
         raise RuntimeError("a served teacher is read at the places of the student's tokens")
     rows, columns = student.rows.tolist(), student.columns.tolist()
-    found = [scores[places[row]] for row in rows]
-    ids = [each.top_ids[t] for each, t in zip(found, columns, strict=True)]
-    logprobs = [each.top_logprobs[t] for each, t in zip(found, columns, strict=True)]
-    if not found:
+    answers = [scores[places[row]] for row in rows]
+    ids = [each.top_ids[t] for each, t in zip(answers, columns, strict=True)]
+    logprobs = [each.top_logprobs[t] for each, t in zip(answers, columns, strict=True)]
+    if not answers:
         return TopTokens(student.rows.new_zeros(0, 1), student.hidden.new_zeros(0, 1))
     token_ids, device = torch.from_numpy(np.stack(ids)).long(), student.hidden.device
     vocab_size = student.layer.weight.shape[0]
@@ -86,10 +86,10 @@ def ask_for_rows(
     *,
     top_k: int,
 ) -> dict[int, TextScores]:
-    """Answer of a server about this rank's rows, by their places in the step; collective.
+    """Return a server's answers about this rank's rows, by place in the step; collective.
 
     Raises:
-        TeacherError: On every rank, if the server failed one of them.
+        TeacherError: The server failed a rank; all ranks raise.
     """
     texts = [row.token_ids.tolist() for row in rows.values()]
     scores = ask_together(server, texts, context, top_k=top_k)

@@ -88,7 +88,7 @@ class PolicyInputs:
     teacher_rows: TeacherRows | None = None
 
     def decided(self, config: TrainConfig, backend: Backend) -> TrainConfig:
-        """See `StageInputs`.
+        """Return the configuration with the machine's choices made.
 
         Raises:
             ConfigError: The strategy cannot hold a model of this size.
@@ -99,7 +99,7 @@ class PolicyInputs:
         return decide_by_files(config, backend, way=way)
 
     def build(self, config: TrainConfig, strategy: StrategyBase) -> PolicyStage:
-        """See `StageInputs`."""
+        """Build models, engine and data of the stage."""
         loader = strategy.setup_dataloader(
             self.prompts,
             config.rollout_batch_size // strategy.world_size,
@@ -119,12 +119,12 @@ class PolicyInputs:
                 config, strategy.training, num_steps * config.steps_per_rollout
             )
             reward_models = prepare_reward_models(config, strategy.backend)
-            # Before an engine is compared with them.
+            # Proofs come first: an engine is compared with these models next.
             each = (*(trained.model for trained in models.trained), *frozen.all)
             config = prove_models(config, strategy.context, each, kept=PolicyStage.kept_dropout)
         if strategy.inference_engine is None:
             strategy.setup_inference_engine(config, config.engine_type, actor=models.main.model)
-        else:  # that of other ranks, whose environments answer, too
+        else:  # the engine of other ranks, which run the environments
             self.environments.close()
             strategy.update_engine_weights(models.main.model)
         model_rewards = build_model_rewards(
@@ -156,7 +156,7 @@ class PolicyInputs:
     def sample_logs(
         self, config: OutputOptions, rollout_ranks: int, *, has_rewards: bool
     ) -> SampleLogs:
-        """The files of the ranks that train; ranks that only generate write those of samples."""
+        """Return the logs of a training rank; ranks that only generate write the samples."""
         trajectories = trajectory_log(config, has_rewards=has_rewards)
         shown = ShownSamples(
             partial(print_on_first_rank, None),
@@ -181,16 +181,16 @@ class PolicyInputs:
         return RolloutLog(path, held_out=held_out, has_rewards=has_rewards)
 
     def media_digests(self) -> Iterator[bytes]:
-        """See `StageInputs`."""
+        """Return the hashes of the prompts' media."""
         prompts = (self.prompts[index] for index in range(len(self.prompts)))
         return (each.digest.encode() for prompt in prompts for each in prompt.media)
 
     def items(self) -> tuple[()]:
-        """See `StageInputs`."""
+        """Return (): samples are generated, not given."""
         return ()
 
     def close(self) -> None:
-        """See `StageInputs`."""
+        """End environments and rewards."""
         try:
             self.environments.close()
         finally:
@@ -252,12 +252,12 @@ def read_inputs(config: TrainConfig) -> PolicyInputs:
 
 
 def _task_key(prompt: Prompt) -> Hashable:
-    """What tells a prompt from others: of an episode its columns, too, which a reset reads."""
+    """Return a key of the task: prompt and, for episodes, the columns that a reset reads."""
     return prompt.key, hash(repr(prompt.row))
 
 
 def require_images(prompts: Iterable[Prompt]) -> None:
-    """Raise a DataError if a prompt has media that agents are not shown."""
+    """Raise a DataError if a prompt has media that agents cannot see."""
     for prompt in prompts:
         others = [kind for kind in prompt.media.kinds if kind != "image"]
         if others:
@@ -286,7 +286,7 @@ def build_environments(
     *,
     has_journal: bool = True,
 ) -> Agents | Environments | SingleTurns:
-    """Return the environments that answer the calls of the model; without any, single turns."""
+    """Return the environments that answer the model's calls; without any, single turns."""
     if not config.has_episodes:
         return SingleTurns(modality)
     folder = Path(config.output_dir) if has_journal else None
@@ -307,7 +307,7 @@ def build_environments(
 
 
 def pretrain_mix(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainMix | None:
-    """Return the rows of `pretrain_data`, or None without."""
+    """Return the rows of `pretrain_data`; None if it is not used."""
     if config.pretrain_data is None or config.ptx_coef == 0:
         return None
     from lightrft.stages.policy.pretrain_mix import PretrainMix, load_mixed_rows
@@ -345,7 +345,7 @@ def load_run_prompts(
         else (config.prompt_data, config.max_samples, config.prompt_split, config.prompt_data_probs)
     )
     changes = prompts_within_context(config)
-    if for_evaluation:  # no teacher reads them
+    if for_evaluation:  # teachers read no held-out prompts
         changes["teacher_prompt_column"] = None
     config = config.replaced(changes)
     return load_prompts(
@@ -354,7 +354,7 @@ def load_run_prompts(
 
 
 def _check_options(config: TrainConfig) -> None:
-    """Raise a ConfigError that lists all that is missing or does not fit."""
+    """Raise a ConfigError that lists all missing and unfitting options."""
     missing = config.missing_inputs
     if missing:
         raise ConfigError("\n".join(missing))
@@ -372,11 +372,11 @@ def _check_options(config: TrainConfig) -> None:
 def build_models(
     config: TrainConfig, training: ModelTraining, max_steps: int
 ) -> tuple[TrainedModels, FrozenModels]:
-    """Load and prepare actor and critic with the actor's moving average; and the frozen models.
+    """Load and prepare actor, critic, the actor's moving average, and the frozen models.
 
     Args:
         config: Paths and options of the models.
-        training: Prepares them.
+        training: Strategy part that prepares them.
         max_steps: Optimizer steps of the run, for the learning rate schedule.
     """
     path, backend = str(config.pretrain), training.backend
@@ -389,7 +389,7 @@ def build_models(
                 critic_path if isinstance(critic_path, str) else path,
                 allow_new_weights=config.allow_new_weights,
             )
-    # Before the strategy wraps and compiles them.
+    # Must precede the strategy's wrapping and compiling.
     for trained in (actor, critic):
         if trained is not None:
             configure_trained(trained, config, training.context, balances=config.aux_loss_coef > 0)

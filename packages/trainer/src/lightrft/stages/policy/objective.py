@@ -1,4 +1,4 @@
-"""The objective of a policy update, for all tokens of a micro batch or for some of them."""
+"""Objective of a policy update, over all tokens of a micro batch or some of them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LossTokens:
-    """Inputs of the loss of tokens beside their logprobs: [batch, seq], or [1, tokens] of some.
+    """Inputs of the token loss beside the logprobs: [batch, seq], or [1, tokens] of some.
 
     Args:
         mask: bool, True on the tokens that count.
         shares: float64, weight of a token in the aggregation, before the division by Z.
         advantages: Advantages of the tokens.
-        old_logprobs: Before the update; None in the first pass over the tokens.
+        old_logprobs: Logprobs before the update; None in the first pass over the tokens.
         ref_logprobs: Logprobs of the reference model, or None.
-        factors: What further multiplies the policy loss (corrections, kept tokens), or None.
+        factors: Further factors of the policy loss (corrections, kept tokens), or None.
     """
 
     mask: Tensor
@@ -43,7 +43,7 @@ class LossTokens:
 
     @classmethod
     def of(cls, micro: ExperienceBatch, *, mode: str, factors: Tensor | None) -> LossTokens:
-        """Return tokens of a micro batch, aggregated in a mode."""
+        """Return the tokens of a micro batch, aggregated in a mode."""
         mask = micro.rollouts.response_mask
         return cls(
             mask=mask,
@@ -76,8 +76,8 @@ class PolicyObjective:
     """policy + kl_coef KL - entropy_coef H, each aggregated with the same Z.
 
     Args:
-        config: Has the KL's estimator and the weight of the entropy, 0 of which is off.
-        token_loss: One loss value per token.
+        config: Options with the KL's estimator and the entropy weight; a weight of 0 is off.
+        token_loss: Loss function with one value per token.
         normalizer: Z of the optimizer batch over all ranks.
         kl_coef: Weight of the KL to the reference model; 0 is off.
     """
@@ -90,24 +90,24 @@ class PolicyObjective:
     def terms(
         self, tokens: LossTokens, logprobs: Tensor, entropy: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor], TokenLoss]:
-        """Return the objective's value over some tokens.
+        """Return the value of the objective over some tokens.
 
         Args:
-            tokens: Which, and what is known of them.
-            logprobs, entropy: Like `tokens.mask`.
+            tokens: Tokens with their inputs.
+            logprobs, entropy: Values in the shape of `tokens.mask`.
 
         Returns:
-            Share [] of everything in the value of the optimizer batch; shares [] of "policy", "kl"
-            and "entropy" before their coefficients, of those that are on; and the loss of the
-            policy before further factors.
+            Share [] of the objective of the optimizer batch; shares [] of the active terms
+            "policy", "kl" and "entropy" before their coefficients; and the policy loss before
+            further factors.
         """
         mask, old_logprobs = tokens.mask, tokens.old_logprobs_or(logprobs)
 
         def share_of(token_loss: Tensor) -> Tensor:
             return weighted_share(mask_out(token_loss, mask), tokens.shares, self.normalizer)
 
-        found = self.token_loss(logprobs, old_logprobs, tokens.advantages, mask)
-        weighted = found if tokens.factors is None else found.weighted(tokens.factors)
+        token_loss = self.token_loss(logprobs, old_logprobs, tokens.advantages, mask)
+        weighted = token_loss if tokens.factors is None else token_loss.weighted(tokens.factors)
         share = share_of(weighted.loss)
         parts = {"policy": share}
         if self.kl_coef > 0 and tokens.ref_logprobs is not None:
@@ -123,7 +123,7 @@ class PolicyObjective:
         if self.config.entropy_coef > 0 and entropy is not None:
             parts["entropy"] = share_of(entropy)
             share = share - self.config.entropy_coef * parts["entropy"]
-        return share, parts, found
+        return share, parts, token_loss
 
 
 def why_loss_outside(
@@ -132,15 +132,15 @@ def why_loss_outside(
     actor: nn.Module,
     corrections: Sequence[CorrectionTerm] = (),
 ) -> str | None:
-    """Return the reason not to compute the loss inside the output projection; None if it is.
+    """Return why the loss is not computed inside the output projection; None if it is.
 
-    Inside, it is asked of some tokens at a time: three matrix products with the vocabulary instead
-    of four, and the same numbers.
+    Inside, the loss is computed for chunks of tokens. This takes three matrix products with the
+    vocabulary instead of four and gives the same numbers.
 
     Args:
-        config: `fused_linear_logprob` decided.
+        config: Options of the run, with `fused_linear_logprob` set.
         traits: Traits of the policy loss.
-        actor: The policy, unwrapped.
+        actor: Policy, unwrapped.
         corrections: Corrections of the loss.
     """
     name = f"policy_loss {config.policy_loss_name}"

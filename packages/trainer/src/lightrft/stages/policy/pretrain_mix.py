@@ -1,4 +1,4 @@
-"""The loss of supervised training on other rows, mixed into every optimizer step of the actor.
+"""Loss of supervised training on other rows, mixed into every optimizer step of the actor.
 
 Source: Ouyang et al. 2022 (InstructGPT, PPO-ptx), arXiv:2203.02155, eq. 2.
 """
@@ -38,7 +38,7 @@ class PretrainMix:
     """ptx_coef * mean over the trained tokens of a batch of rows of -log p(token).
 
     Args:
-        texts: Rows of supervised training; the same on every rank.
+        texts: Rows of supervised training, equal on all ranks.
         coef: Weight of the loss.
         batch_size: Rows of one optimizer step, over all ranks.
         seed: Fixes the order of the rows in each pass over them.
@@ -74,24 +74,29 @@ class PretrainMix:
         config: TrainingOptions,
         metrics: StepMetrics,
     ) -> list[Callable[[], Tensor]]:
-        """Return micro batches of this rank; every rank gets equally many, empty ones included.
+        """Return this rank's micro batches; every rank gets equally many, empty ones included.
 
         Args:
-            actor: Scores the texts.
+            actor: Model that scores the texts.
             position: Optimizer steps of the actor before this one.
-            context: Gives data-parallel rank, number of those, and device.
+            context: Process groups and device.
             config: Rows of one forward and backward pass.
             metrics: Receives `ptx_loss`.
         """
         rows, num_ranks = self.rows(position), context.num_data_ranks
-        # Of the same masks as the loss, on every rank.
+        # Counted on every rank from the masks of the loss.
         num_tokens = sum(self.texts[row].num_trained for row in rows)
-        own = rows[context.data_rank :: num_ranks]
+        rank_rows = rows[context.data_rank :: num_ranks]
         num_rows, size = -(-len(rows) // num_ranks), config.micro_train_batch_size
         metrics.add_mean("ptx_loss", 0.0, 1.0 / num_ranks)
         return [
             partial(
-                self._share, actor, own[start : start + size], num_tokens, context.device, metrics
+                self._share,
+                actor,
+                rank_rows[start : start + size],
+                num_tokens,
+                context.device,
+                metrics,
             )
             for start in range(0, num_rows, size)
         ]
@@ -104,7 +109,7 @@ class PretrainMix:
         device: torch.device,
         metrics: StepMetrics,
     ) -> Tensor:
-        # A rank without rows looks at any one and multiplies by 0: backward is a collective.
+        # A rank without rows scores one row and multiplies by 0: backward is a collective.
         padded = pad([self.texts[row] for row in rows] or [self.texts[0]], device)
         weights = loss_weights(padded.is_trained, _LOSS.aggregation, dtype=torch.float64)
         logprobs = score_padded(actor, padded).logprobs
@@ -117,16 +122,16 @@ class PretrainMix:
 def load_mixed_rows(
     path: str, tokenizer: PreTrainedTokenizerBase, config: TrainConfig
 ) -> list[SupervisedRow]:
-    """Return the rows to mix in, rendered and marked as those of `lightrft sft`.
+    """Return the rows to mix in, rendered and marked like those of `lightrft sft`.
 
-    Texts, of which all is trained, are cut at the longest sequence of the run; other rows that are
-    longer are left out.
+    Plain texts, which are trained whole, are cut at the longest sequence of the run; other rows
+    that are longer are left out.
 
     Args:
-        path: Any source of rows, of which the split train is used.
+        path: Source of rows; its split train is used.
         tokenizer: Tokenizer of the actor.
-        config: Its options `pretrain_column`, `apply_chat_template`, `chat_template`,
-            `prompt_max_len` and `generate_max_len` count.
+        config: Options; `pretrain_column`, `apply_chat_template`, `chat_template`,
+            `prompt_max_len` and `generate_max_len` are read.
 
     Raises:
         DataError: A row cannot be used, or all are too long.
@@ -137,22 +142,23 @@ def load_mixed_rows(
     if len(TRAINABLE[kind]) < 2 or kind == "token ids":  # no turns: prompts alone are rendered
         config = config.replaced({"apply_chat_template": False, "chat_template": None})
     encoder = RowEncoder(tokenizer, config, kind)
-    found = [each for row in rows for each in encoder.rows(row)]
+    encoded = [each for row in rows for each in encoder.rows(row)]
     if kind == _TEXT_COLUMN:
         return [
-            replace(e, token_ids=e.token_ids[:most], is_trained=e.is_trained[:most]) for e in found
+            replace(e, token_ids=e.token_ids[:most], is_trained=e.is_trained[:most])
+            for e in encoded
         ]
-    kept = [each for each in found if len(each.token_ids) <= most]
+    kept = [each for each in encoded if len(each.token_ids) <= most]
     if not kept:
         raise DataError(
-            f"{path}: all {len(found)} rows of pretrain_data are longer than prompt_max_len + "
+            f"{path}: all {len(encoded)} rows of pretrain_data are longer than prompt_max_len + "
             f"generate_max_len = {most} tokens: raise one of them"
         )
     return kept
 
 
 def _with_text(row: Row, column: str) -> Row:
-    """Return the row with the text of the column that `pretrain_column` names."""
+    """Return the row with the text of its column `pretrain_column`."""
     if column == _TEXT_COLUMN:
         return row
     text = row.columns.get(column)

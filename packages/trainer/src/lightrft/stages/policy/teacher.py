@@ -32,16 +32,16 @@ def build_teacher(
     rows: TeacherRows | None,
     context: DistributedContext,
 ) -> TeacherFunction | None:
-    """Return what scores sampled tokens for their teachers; None without any.
+    """Return the function that scores sampled tokens for the teachers; None without any.
 
     Args:
-        config: Names the teachers.
-        models: Prepared, those of folders.
-        rows: What the prompts say to teachers, where the options need it.
+        config: Options that name the teachers.
+        models: Prepared models of the teachers in folders.
+        rows: Texts of the prompts for teachers, if the options need them.
         context: Process groups of the ranks.
 
     Raises:
-        ConfigError: The options need columns of prompts that are not known here.
+        ConfigError: The options need columns of prompts, and `rows` is None.
     """
     places = config.teacher_places
     if rows is None and (config.teachers or config.teacher_prompt_column is not None):
@@ -49,7 +49,7 @@ def build_teacher(
             "teachers and teacher_prompt_column read columns of prompt_data: use "
             "lightrft.trainer.DistillationTrainer, or one teacher without them"
         )
-    found: dict[str, TeacherFunction] = {}
+    teachers: dict[str, TeacherFunction] = {}
     for name, place in places.items():
         made: TeacherFunction
         if is_served(place):
@@ -57,10 +57,10 @@ def build_teacher(
         else:
             made = ModelTeacher(models[name])
         is_prompted = rows is not None and config.teacher_prompt_column is not None
-        found[name] = PromptedTeacher(made, rows) if rows is not None and is_prompted else made
+        teachers[name] = PromptedTeacher(made, rows) if rows is not None and is_prompted else made
     if rows is not None and rows.factors:
-        return TeachersByRow(found, rows, context)
-    return next(iter(found.values()), None)
+        return TeachersByRow(teachers, rows, context)
+    return next(iter(teachers.values()), None)
 
 
 def check_first_step(
@@ -70,9 +70,9 @@ def check_first_step(
     config: RowDataOptions,
     context: DistributedContext,
 ) -> None:
-    """Compare student and teacher before the first update where both are one model; collective.
+    """Compare student and teacher before the first update if they are one model; collective.
 
-    A teacher with a prompt of its own is given the student's, on the same way.
+    A teacher with another prompt gets the student's, in the same code path.
 
     Raises:
         ParityError: Their logprobs differ.

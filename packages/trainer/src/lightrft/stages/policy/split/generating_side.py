@@ -1,4 +1,4 @@
-"""The program of a rank that only generates: it follows what the ranks that train ask for."""
+"""Program of a rank that only generates: it follows the commands of the ranks that train."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lightrft.strategy.weight_sync.sync import WeightSyncReport
 
 
 def generating_options(config: SamplingOptions) -> dict[str, object]:
-    """Return options of a rank that trains nothing: updates that fit any number of ranks."""
+    """Return the options of a rank that trains nothing, valid for any number of ranks."""
     return {
         "fsdp": True,
         "zero_stage": TrainConfig.zero_stage,
@@ -47,7 +47,7 @@ def generating_options(config: SamplingOptions) -> dict[str, object]:
 
 
 def open_strategy(config: TrainConfig) -> StrategyBase:
-    """Ranks, engine and loader of the side that generates; it prepares no model."""
+    """Build ranks, engine and loader of the generating side; it prepares no model."""
     config = config.replaced(generating_options(config))
     sizes = (config.seed, config.max_norm, 1, config.train_batch_size)
     return FSDPV2Strategy(*sizes, args=config)
@@ -55,18 +55,18 @@ def open_strategy(config: TrainConfig) -> StrategyBase:
 
 @dataclass(slots=True)
 class Generator:
-    """Samples, scores and keeps rows until they are trained.
+    """Sample, score and keep rows until they are trained.
 
     Args:
         config: Options of the run, as the ranks that train have them.
-        bridge: To them.
-        session: The engine of this side.
+        bridge: Bridge to the ranks that train.
+        session: Engine of this side.
         context: Ranks of this side.
         loader: Prompts of this rank.
         sampler: Generates and scores.
         inputs: Prompts of training and evaluation.
-        logs: Receive samples.
-        wants_stop: Whether this process was asked to stop.
+        logs: Logs of samples.
+        wants_stop: Returns whether this process was asked to stop.
     """
 
     config: TrainConfig
@@ -78,31 +78,31 @@ class Generator:
     inputs: PolicyInputs
     logs: SampleLogs
     wants_stop: Callable[[], bool]
-    # By number of completed steps: a step that is given up leaves the rows of the one before.
+    # By number of completed steps: an abandoned step falls back to the rows of the one before.
     flights: dict[int, InFlight] = field(default_factory=dict)
     _data: BatchStream[Prompt] | None = None
     _num_planned: int = 0
     _report: DrawnReport | None = None
 
     def handlers(self) -> dict[str, Callable[..., None]]:
-        """Return what is done at each command."""
-        own: dict[str, Callable[..., None]] = {
+        """Return the handler of each command."""
+        handlers: dict[str, Callable[..., None]] = {
             "draw": self.draw,
             "drawn": lambda: self.bridge.answer(self._report),
             "save": self.save,
             "evaluate": self.evaluate,
         }
-        return own | engine_handlers(self.session.running, self.bridge)
+        return handlers | engine_handlers(self.session.running, self.bridge)
 
     def draw(
         self, number: int, last: int, start: Start | None, sync: WeightSyncReport | None
     ) -> None:
-        """Give a step's rows to the ranks that train them, and sample the steps to come.
+        """Give a step's rows to the ranks that train them, and sample the next steps.
 
         Args:
-            number, last: Of the step, and the last one to sample before it is trained on.
-            start: The state to begin with, in the first step of a process.
-            sync: Of the weights that sample, as the ranks that train have proved it.
+            number, last: Numbers of the step and of the last one to sample before its training.
+            start: State to begin with, in the first step of a process.
+            sync: Proved report of the sync of the sampling weights.
         """
         if start is not None:
             self._begin(number - 1, start)
@@ -110,7 +110,7 @@ class Generator:
         session = self.session
         session.last_weight_sync = sync
         session.take_work()  # of an evaluation
-        # The step itself first, where nothing is in flight: the others wait for it.
+        # If nothing is in flight, the step itself comes first: the training ranks wait for it.
         missing = range(number, number + (not before.held))
         flight, drawn = self._sample(before, missing, timer)
         self._give(number, flight.held[0])
@@ -166,7 +166,7 @@ class Generator:
         )
 
     def _give(self, number: int, samples: Samples) -> None:
-        """Answer with what all ranks know of a step, and give the rows to those that train."""
+        """Answer with the data of a step for all ranks, and send the rows to those that train."""
         side, evidence = self.bridge.side, samples.evidence
         samples = SampledStep.held_by(samples, side.num_training)
         known = replace(samples, scored=(), evidence=None, agent_counts=None)
@@ -178,11 +178,11 @@ class Generator:
         self.logs.write_samples(number, samples.scored, self.context)
 
     def save(self, num_steps: int) -> None:
-        """Give the rows in flight after so many steps, for a checkpoint."""
+        """Send the rows in flight after so many steps, for a checkpoint."""
         self.bridge.answer(to_bytes(self.flights[num_steps], self.context.rank))
 
     def evaluate(self, params: SamplingParams) -> None:
-        """Samples the held-out prompts."""
+        """Sample the held-out prompts."""
         _, table = self.sampler.sample_all(self.inputs.eval_prompts, params)
         self.bridge.answer(table if self.bridge.is_first else None)
 
@@ -196,7 +196,7 @@ def build_generator(
     bridge: Bridge,
     wants_stop: Callable[[], bool],
 ) -> Generator:
-    """Make the parts of a rank that generates, whose engine has started."""
+    """Build the generator of a rank whose engine has started."""
     config, algorithm = decide(config)
     reward, _ = build_trainer_rewards(inputs.reward, None, backend, config)
     environments = inputs.environments

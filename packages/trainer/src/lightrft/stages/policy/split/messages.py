@@ -13,10 +13,10 @@ from lightrft.stages.policy.step_metrics import Mean
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The state of a run as the ranks that train have it, for the first step of a process.
+    """State of a run on the ranks that train, for the first step of a process.
 
     Args:
-        parts: The rows in flight, see `rollout.in_flight.to_bytes`.
+        parts: Rows in flight, see `rollout.in_flight.to_bytes`.
         num_requests: Prompts asked for so far.
         episode, num_consumed: Position in the prompts, see `BatchStream`.
         num_planned: Steps of the whole run; 0 is unknown.
@@ -31,11 +31,11 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
-    """The samples of a step as all ranks know them; tokens go to the ranks that train them.
+    """Samples of a step as all ranks know them; tokens go only to the ranks that train them.
 
     Args:
-        samples: Without rows and evidence; their holders are ranks of the launch.
-        special_ids: Of the evidence; None without one.
+        samples: Samples without rows and evidence; their holders are ranks of the launch.
+        special_ids: Special ids of the evidence; None without one.
         means: See `step_metrics.rollout_means`.
     """
 
@@ -45,7 +45,7 @@ class SampledStep:
 
     @property
     def for_training(self) -> Samples:
-        """The samples of a rank that has sampled none of them."""
+        """Samples for a rank that has sampled none of them."""
         if self.special_ids is None:
             return self.samples
         return replace(self.samples, evidence=Evidence({}, {}, self.special_ids))
@@ -59,16 +59,16 @@ class SampledStep:
 
 @dataclass(frozen=True, slots=True)
 class DrawnReport:
-    """The end of the sampling of a step.
+    """Report at the end of a step's sampling.
 
     Args:
         num_requests: Prompts asked for so far.
-        num_prompts: In this step.
-        num_tokens: Sampled in this step over all ranks.
+        num_prompts: Prompts of this step.
+        num_tokens: Tokens sampled in this step over all ranks.
         seconds: Durations on this rank by stage.
         busy_seconds, thin_seconds: See `GenerationWork`.
-        num_received_bytes: Over the bridge since the last report; weights for the most part.
-        is_asked_to_stop: A signal has come to this rank.
+        num_received_bytes: Bytes over the bridge since the last report, mostly weights.
+        is_asked_to_stop: This rank received a signal to stop.
     """
 
     num_requests: int

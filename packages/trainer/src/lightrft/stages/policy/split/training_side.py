@@ -1,4 +1,4 @@
-"""Rollouts as the ranks that train see them, where other ranks sample."""
+"""Rollouts on the ranks that train, where other ranks sample."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MEGABYTE = 2**20
 
 
 class RemoteRollouts:
-    """Has the ranks that generate sample the steps; the rows stay there until they are trained.
+    """Commands to the ranks that sample; the rows stay there until they are trained.
 
     Args:
-        bridge: To them.
+        bridge: Bridge to the ranks that sample.
         config: Options of the run.
         session, context: Engine and groups of the ranks that train.
     """
@@ -44,35 +44,35 @@ class RemoteRollouts:
         self._report: DrawnReport | None = None
 
     def draw(self, step: Step, in_flight: InFlight) -> Samples:
-        """The samples of a step, without its rows; the steps to come are sampled meanwhile."""
+        """Return a step's samples without rows; meanwhile the other ranks sample the next steps."""
         start = None
         if self._num_steps is None:
             start, self._num_steps = self._start(step, in_flight), step.number - 1
         last, sync = last_sampled_step(step, self._config), self._session.last_weight_sync
         with step.timer.stage("wait"):
-            found = self.bridge.ask("draw", step.number, last, start, sync)
-        told = cast("list[SampledStep]", found)
+            answers = self.bridge.ask("draw", step.number, last, start, sync)
+        steps = cast("list[SampledStep]", answers)
         is_counted = self._context.rank == 0  # the others have the names alone
-        for name, total, count in (mean for each in told for mean in each.means):
+        for name, total, count in (mean for each in steps for mean in each.means):
             step.metrics.add_mean(name, total * is_counted, count * is_counted)
-        return told[0].for_training
+        return steps[0].for_training
 
     def _start(self, step: Step, in_flight: InFlight) -> Start:
-        """Return the state for the first step of this process; complete on the first rank."""
-        own = to_bytes(in_flight, self._context.rank)
-        parts = self._context.exchange_bytes([own, *[b""] * (self._context.world_size - 1)])
+        """Return the state for the first step of this process, complete on the first rank."""
+        rows = to_bytes(in_flight, self._context.rank)
+        parts = self._context.exchange_bytes([rows, *[b""] * (self._context.world_size - 1)])
         data = _stream(step)
         return Start(
             parts, in_flight.num_requests, data.episode, data.num_consumed, step.num_planned
         )
 
     def complete(self, step: Step) -> None:
-        """Wait until what the step has the others sample is there, and note how it was."""
+        """Wait until the step's sampling is complete, and record its metrics."""
         with step.timer.stage("wait"):
             reports = cast("list[DrawnReport]", self.bridge.ask("drawn"))
         self._report = first = reports[0]
         for _ in range(first.num_prompts // self._config.rollout_batch_size):
-            _stream(step).next_batch()  # so that checkpoints have the position
+            _stream(step).next_batch()  # checkpoints read the position from it
         self.bridge.peer_wants_stop |= any(each.is_asked_to_stop for each in reports)
         rollout = max(each.seconds.get("rollout", 0.0) for each in reports)
         step.metrics.add_max("rollout_seconds", rollout)
@@ -87,14 +87,14 @@ class RemoteRollouts:
             step.metrics.add_mean("thin_seconds", each.thin_seconds, 1.0)
 
     def completed(self, number: int) -> tuple[InFlight, int]:
-        """Return what is in flight after a completed step, and the tokens sampled in it."""
+        """Return the rows in flight after a completed step, and its number of sampled tokens."""
         self._num_steps = number
         if self._report is None:
             raise RuntimeError("a step ends before its sampling has")
         return InFlight(self._report.num_requests), self._report.num_tokens
 
     def saved_rows(self) -> list[bytes] | None:
-        """Return the rows in flight after the completed steps; None where no step has begun yet."""
+        """Return the rows in flight after the completed steps; None before the first step."""
         if self._num_steps is None:
             return None
         return cast("list[bytes]", self.bridge.ask("save", self._num_steps))
@@ -102,7 +102,7 @@ class RemoteRollouts:
     def sample_all(
         self, prompts: Sequence[Prompt], params: SamplingParams
     ) -> tuple[Sequence[ScoredRollout], RowTable]:
-        """See `RolloutSampler`; the other ranks have the same prompts."""
+        """Have the other ranks, which hold the same prompts, sample them."""
         del prompts
         return (), cast("list[RowTable]", self.bridge.ask("evaluate", params))[0]
 
