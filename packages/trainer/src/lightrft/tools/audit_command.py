@@ -13,10 +13,10 @@ def run(argv: Sequence[str]) -> int:
     """Run the command; see `lightrft audit --help`.
 
     Raises:
-        RecordError: There is no record of the step, or it is damaged.
+        RecordError: The record of the step is missing or damaged.
     """
     args = build_parser().parse_args(argv)
-    # Imported here: it brings transformers along.
+    # Imported here because it imports transformers.
     from lightrft.tools.audit.report import as_table, audit_step
 
     reference = None if args.reference is None else Path(args.reference)
@@ -27,7 +27,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def build_parser() -> Parser:
-    """The parser of `lightrft audit`."""
+    """Build the parser of `lightrft audit`."""
     parser = Parser(
         "audit",
         "Recompute one step of a run in float64 by an independent program, from its samples and "

@@ -1,4 +1,4 @@
-"""The audit's record of a step while it is computed."""
+"""Recorder of a training step for an audit."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
     from lightrft.records.batch import ExperienceBatch
     from lightrft.strategy.optimizers import OptimizerStepResult
 
-# The rows of a record by sample id, without padding.
+# Rows by sample id, without padding.
 Flat = NDArray[np.float32] | NDArray[np.int32] | NDArray[np.bool_]
 ByRow = dict[str, dict[int, Flat]]
-# Numbers that each update has anew.
+# Numbers that differ between updates.
 OF_UPDATE = ("new", "weights")
 
 
 @dataclass(slots=True)
 class RecordedUpdate:
-    """One optimizer step as this rank saw it; per-token arrays by name and sample id."""
+    """One optimizer step on this rank; per-token arrays by name and sample id."""
 
     model: str
     normalizer: float
@@ -67,7 +67,7 @@ class RecordedUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A rank's part of the record of a step; `samples` are those that only this rank knows."""
+    """A rank's part of the record of a step; `samples` exist only on this rank."""
 
     samples: SampleTable | None
     values: ByRow
@@ -75,13 +75,13 @@ class Share:
 
 
 class Recorder(Observer):
-    """An observer (`lightrft.stages.observer`) that writes `OUTPUT_DIR/audit/step_N`.
+    """Observer (`lightrft.stages.observer`) that writes `OUTPUT_DIR/audit/step_N`.
 
-    `lightrft.tools.audit.record` says what is in it. To be made on every rank, since the states
-    before the first update are gathered and written at once.
+    `lightrft.tools.audit.record` documents the files. Build it on every rank, since the constructor
+    gathers and writes the states before the first update.
 
     Args:
-        step: Before its update.
+        step: Step before its update.
     """
 
     def __init__(self, step: ObservedStep) -> None:
@@ -124,7 +124,7 @@ class Recorder(Observer):
             write_states(folder, states, keeps=self._backend.context.is_rank_0())
 
     def begin_update(self, model: str, normalizer: Tensor) -> None:
-        """See `Observer`."""
+        """Start the record of an optimizer step."""
         self.updates.append(RecordedUpdate(model, float(normalizer)))
 
     def micro_batch(
@@ -134,7 +134,7 @@ class Recorder(Observer):
         values: Mapping[str, Tensor | None],
         terms: Mapping[str, Tensor],
     ) -> None:
-        """See `Observer`; a number of a row stands at its last trained token."""
+        """Record a micro batch; numbers of rows are stored at their last trained token."""
         update, rows = self.updates[-1], [int(i) for i in ids]
         update.micro_batches.append(rows)
         for name, tensor in values.items():
@@ -147,19 +147,19 @@ class Recorder(Observer):
             update.losses[name] = update.losses.get(name, 0.0) + float(share.detach())
 
     def end_update(self, result: OptimizerStepResult) -> None:
-        """See `Observer`."""
+        """Record the outcome of an optimizer step."""
         update = self.updates[-1]
         update.grad_norm, update.learning_rate = result.grad_norm, result.learning_rate
         update.is_skipped = result.is_skipped
 
     def finish(self) -> None:
-        """Writes the states after the last update, and all that was collected; collective."""
+        """Write the final states and all recorded numbers; collective."""
         self._write_states("after")
         context, data, table = self._backend.context, self._step.data, None
         if not isinstance(data, ObservedRows):
             table = tabulate(data.samples.scored)
             self._values |= batch_values(data.batch)
-        # Ranks that share their sequences saw the same rows.
+        # Ranks that share sequences have the same rows.
         counts = context.rank % context.config.sp_size == 0
         share = Share(table, self._values, self.updates) if counts else Share(table, {}, [])
         # Only the first rank writes.
@@ -221,7 +221,7 @@ class Recorder(Observer):
 
 
 def batch_values(batch: ExperienceBatch) -> ByRow:
-    """What was computed of this rank's samples before the first update."""
+    """Return the values of this rank's samples before the first update."""
     values: ByRow = {}
     for record in (batch, batch.outputs, batch.rollouts):
         for name in TOKEN_VALUES:
@@ -233,19 +233,19 @@ def batch_values(batch: ExperienceBatch) -> ByRow:
 
 
 def by_row(tensor: Tensor, attention_mask: Tensor, ids: Sequence[int]) -> dict[int, Flat]:
-    """A [batch, seq] tensor row by row, without padding, by id."""
+    """Return the rows of a [batch, seq] tensor by id, without padding."""
     lengths, values = attention_mask.sum(dim=1).tolist(), tensor.detach().cpu().numpy()
     return {i: row[: int(n)].copy() for i, row, n in zip(ids, values, lengths, strict=True)}
 
 
 def at_last(numbers: Tensor, is_trained: Tensor) -> Tensor:
-    """[batch, seq] the number of each row at its last trained token, 0 elsewhere."""
+    """Return each row's number at its last trained token, 0 elsewhere: [batch, seq]."""
     counts = is_trained.cumsum(dim=1)
     return numbers[:, None] * (is_trained & (counts == counts[:, -1:]))
 
 
 def row_samples(data: ObservedRows) -> RawSamples:
-    """The rows of a step as samples that nobody drew."""
+    """Return rows of the data in the format of samples."""
     rows, sizes = [row for item in data.items for row in item], [len(item) for item in data.items]
     lengths = np.array([len(row.token_ids) for row in rows], dtype=np.int64)
     zeros, never = np.zeros(len(rows)), np.zeros(len(rows), dtype=np.bool_)
@@ -267,7 +267,7 @@ def row_samples(data: ObservedRows) -> RawSamples:
 
 
 def _raw_samples(table: SampleTable, greedy: RowTable | None) -> RawSamples:
-    """The samples of all ranks, in the order of their ids."""
+    """Return the samples of all ranks, in the order of their ids."""
     columns = table.columns
     for column in COLUMNS.values():
         if column.is_padded:
@@ -292,7 +292,7 @@ def _raw_samples(table: SampleTable, greedy: RowTable | None) -> RawSamples:
 def _run_values(
     rewards: NDArray[np.float64], ids: Sequence[int], values: Mapping[str, Mapping[int, Flat]]
 ) -> RunValues:
-    """Flat columns in the order of the ids; what no row has is empty."""
+    """Return flat columns in the order of the ids; columns without rows are empty."""
     kinds: dict[str, type[np.generic]] = {"token_ids": np.int32, "response_mask": np.bool_}
     columns = {}
     for name in TOKEN_VALUES:
@@ -303,7 +303,7 @@ def _run_values(
 
 
 def _joined(parts: Sequence[RecordedUpdate]) -> UpdateFacts:
-    """One optimizer step from the shares of all ranks."""
+    """Merge one optimizer step from the shares of all ranks."""
     first = parts[0]
     return UpdateFacts(
         model=first.model,
@@ -317,7 +317,7 @@ def _joined(parts: Sequence[RecordedUpdate]) -> UpdateFacts:
 
 
 def _update_values(updates: Sequence[Sequence[RecordedUpdate]]) -> dict[str, NDArray[np.float32]]:
-    """Per-token values of every optimizer step, flat in the order of its micro batches."""
+    """Return per-token values of every optimizer step, flat in the order of micro batches."""
     arrays = {}
     for number, parts in enumerate(updates):
         for name in OF_UPDATE:

@@ -31,13 +31,15 @@ from lightrft.tools.audit.updates import ReplayedLoss, replay
 
 @dataclass(frozen=True, slots=True)
 class StageAudit:
-    """The parts of an audit that depend on the stage; a reference is a folder or None.
+    """Parts of an audit that depend on the stage; a reference is a folder or None.
 
     Args:
-        build: Makes the plain model that is trained, of options, reference, folder with
-            config.json, scale of adapters, and whether weights are rounded.
-        objectives: Compares scores before the update; what each model is trained on.
-        places: Of rows of the data, where values are counted; None is a stage on samples.
+        build: Builder of the trained plain model from options, reference, folder with config.json,
+            scale of adapters, and whether to round weights.
+        objectives: Function that compares scores before the update, and returns each model's
+            objective.
+        places: Function that returns the tokens that count in rows of the data; None if the stage
+            trains on samples.
     """
 
     build: Callable[[TrainConfig, Path | None, Path, float, bool], Scorer]
@@ -69,10 +71,10 @@ class AuditReport:
     """Findings of an audit of one step.
 
     Args:
-        run: The folder.
-        step: The rollout step.
-        rows: Comparisons, in the order of the chain.
-        num_borders: Decisions at a bound, within rounding of it, in which the run was followed.
+        run: Folder of the run.
+        step: Rollout step.
+        rows: Comparisons, in the order of the computation.
+        num_borders: Decisions within rounding of a bound that were taken from the run.
     """
 
     run: str
@@ -82,11 +84,11 @@ class AuditReport:
 
     @property
     def first_difference(self) -> Finding | None:
-        """Where the run differs first; None if it does not."""
+        """First finding that differs; None without."""
         return next((row for row in self.rows if row.verdict == DIFFERS), None)
 
     def to_json(self) -> dict[str, object]:
-        """Plain values."""
+        """Return the report as plain values."""
         first = self.first_difference
         return {
             "run": self.run,
@@ -102,12 +104,12 @@ def audit_step(run: Path, step: int | None = None, *, reference: Path | None = N
 
     Args:
         run: Folder of the run.
-        step: A recorded rollout step; None takes the newest.
-        reference: Folder of the reference model; None takes `pretrain` of the options;
-            of distillation on rows the teacher's.
+        step: Recorded rollout step; None uses the newest.
+        reference: Folder of the reference model, or of the teacher for distillation on rows; None
+            uses the options.
 
     Raises:
-        RecordError: There is no such record, or it is damaged.
+        RecordError: The record is missing or damaged.
     """
     record = read_record(run, step)
     config, is_configured = options_of_step(run, record)
@@ -137,7 +139,7 @@ def audit_step(run: Path, step: int | None = None, *, reference: Path | None = N
 
 
 def _check_batch(step: ReplayedStep, stage: StageAudit, *, is_configured: bool) -> None:
-    """Compares what the step is trained on, and what its optimizer steps are made of."""
+    """Compare the rows of the step, and the contents of its optimizer steps."""
     if stage.places is None:
         check_rows(step)
         check_decisions(step.found, step.decided, step.record, step.config, step.rows.is_kept)
@@ -150,7 +152,7 @@ def _check_batch(step: ReplayedStep, stage: StageAudit, *, is_configured: bool) 
 
 
 def as_table(report: AuditReport) -> str:
-    """The comparisons as text, and the verdict in the last line."""
+    """Return the comparisons as text, with the verdict in the last line."""
     head = ("quantity", "run", "recomputed", "difference", "limit", "verdict")
     lines = [head, *map(_cells, report.rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
@@ -162,7 +164,7 @@ def as_table(report: AuditReport) -> str:
 
 
 def verdict(report: AuditReport) -> str:
-    """The outcome in a line."""
+    """Return the outcome in one line."""
     first = report.first_difference
     skipped = sum(row.verdict == NOT_AUDITED for row in report.rows)
     counts = f"{len(report.rows) - skipped} quantities compared, {skipped} not audited"

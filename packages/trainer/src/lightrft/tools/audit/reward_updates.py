@@ -1,4 +1,4 @@
-"""The objective of a reward model on pairs, rankings, labels, scores or labelled steps."""
+"""Objective of a reward model on pairs, rankings, labels, scores or labelled steps."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ def hps(d: Tensor, is_tie: Tensor, given: Given) -> Tensor:
 
 
 def rao_kupper(d: Tensor, is_tie: Tensor, given: Given) -> Tensor:
-    """Follow Rao and Kupper 1967 with theta = e^w: what is left of 1 is the chance of a tie."""
+    """Follow Rao and Kupper 1967 with theta = e^w: ties have the remaining probability."""
     w = given["tie_width"]
     better, worse = log_sigmoid(d - w), log_sigmoid(-d - w)
     return torch.where(is_tie, -better - worse - math.log(math.expm1(2 * w)), -better)
 
 
 def mse(scores: Tensor, targets: Tensor, _: Given) -> Tensor:
-    """Squared distance from the target."""
+    """Return the squared distance from the target."""
     return (scores - targets) ** 2
 
 
 def bce(scores: Tensor, targets: Tensor, _: Given) -> Tensor:
-    """Cross-entropy of a probability s(score)."""
+    """Return the cross-entropy of a probability s(score)."""
     return -targets * log_sigmoid(scores) - (1 - targets) * log_sigmoid(-scores)
 
 
-# Of differences and ties, or of scores and targets.
+# Loss of differences and ties, or of scores and targets.
 Function = Callable[[Tensor, Tensor, Given], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class RewardLoss:
-    """A built-in loss and its options."""
+    """Built-in loss and its options."""
 
     function: Function
     defaults: Given
@@ -71,12 +71,12 @@ REWARD_LOSSES: Mapping[str, RewardLoss] = {
     "mse": RewardLoss(mse, {}),
     "bce": RewardLoss(bce, {}),
 }
-# With the names of others.
+# Names in other libraries.
 OTHER_NAMES = {"sigmoid": "bradley_terry", "logexp": "bradley_terry"}
 
 
 def score_places(step: ReplayedStep) -> Flags:
-    """[rows, seq] the last token of each answer, or of each labelled step."""
+    """Return the last token of each answer or labelled step: [rows, seq] bool."""
     facts, rows = step.record.samples.facts, step.rows
     num_rows, num_tokens = len(rows.lengths), int(rows.lengths.sum())
     sizes = {name: len(facts[name]) for name in (RANK, TARGET) if name in facts}
@@ -88,11 +88,11 @@ def score_places(step: ReplayedStep) -> Flags:
 
 
 class RewardReplay(ReplayedLoss):
-    """The loss of a reward model.
+    """Loss of a reward model.
 
     Args:
-        step: What is audited.
-        scorer: Its plain model.
+        step: Step under audit.
+        scorer: Plain model of the reward model.
     """
 
     scores = "scores"
@@ -105,16 +105,16 @@ class RewardReplay(ReplayedLoss):
         super().__init__(step, scorer, ended)
 
     def denominator(self, mask: Tensor) -> float:
-        """Judged answers; of labelled steps, all of them."""
+        """Return the number of items, or of labels."""
         is_compared = RANK in self._facts
         return float(self.step.config.train_batch_size if is_compared else mask.sum())
 
     def terms(
         self, update: Update, scores: Pair, error: Tensor, others: Sequence[Tensor]
     ) -> Iterator[LossTerm]:
-        """See `ReplayedLoss`."""
+        """Yield the loss of comparisons or labels."""
         mask, loss = update.mask, self._loss
-        assert loss is not None  # else nothing is replayed
+        assert loss is not None  # a user-defined loss is not replayed
         args = self.step.config.reward_loss_args or {}
         options = {n: float(args.get(n, value)) for n, value in loss.defaults.items()}
         values = self._compared if RANK in self._facts else self._labelled
@@ -134,7 +134,7 @@ class RewardReplay(ReplayedLoss):
         return function(scores, torch.from_numpy(targets), given)
 
     def _compared(self, scores: Tensor, function: Function, given: Given) -> Tensor:
-        """All pairs of the answers to a prompt, which together weigh as much as one judgement."""
+        """Return losses of all answer pairs; the pairs of one prompt have a total weight of 1."""
         first, second, weights = self._pairs()
         ranks = torch.from_numpy(self._facts[RANK])
         margins = self._facts.get(MARGIN, np.zeros(len(ranks))).astype(np.float64)
@@ -144,7 +144,7 @@ class RewardReplay(ReplayedLoss):
         return torch.tensor(weights, dtype=torch.float64) * (values + centering)
 
     def _pairs(self) -> tuple[list[int], list[int], list[float]]:
-        """The better and the other answer of each pair, and the pair's weight."""
+        """Return the better and the other answer of each pair, and the pair's weight."""
         items, ranks = items_of(self.step), self._facts[RANK]
         edges = [n for n in range(len(items)) if n == 0 or items[n] != items[n - 1]]
         first, second, weights = list[int](), list[int](), list[float]()
@@ -161,5 +161,5 @@ class RewardReplay(ReplayedLoss):
 
 
 def reward_objectives(step: ReplayedStep, _: Path | None) -> dict[str, ReplayedLoss]:
-    """What the model is trained on."""
+    """Return the objective of the reward model."""
     return {"actor": RewardReplay(step, trained_model(step))}

@@ -1,4 +1,4 @@
-"""From raw completions to rows: masks, micro batches, and rewards as an estimator sees them."""
+"""Rows, masks and shaped rewards from raw completions."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Rows:
     """All rows of a step, padded on the right.
 
     Args:
-        ids: [rows, seq] int64, prompt then response.
-        lengths: [rows] tokens.
-        mask: [rows, seq] bool, sampled tokens that are trained on.
-        is_kept: [rows] bool, the row is trained on.
-        rollout_logprobs: [rows, seq] of the engine, 0 outside the mask.
+        ids: Tokens of prompt and response: [rows, seq] int64.
+        lengths: Number of tokens: [rows].
+        mask: Sampled tokens that are trained on: [rows, seq] bool.
+        is_kept: Rows that are trained on: [rows] bool.
+        rollout_logprobs: Logprobs of the engine, 0 outside the mask: [rows, seq].
     """
 
     ids: Integers
@@ -32,7 +32,7 @@ class Rows:
     rollout_logprobs: Array
 
     def padded(self, flat: np.ndarray) -> np.ndarray:
-        """A flat per-token array as [rows, seq], 0 on padding; empty stays empty."""
+        """Return a flat per-token array as [rows, seq], 0 on padding; empty stays empty."""
         if flat.size == 0:
             return flat.reshape(0, 0)
         wide = np.zeros(self.ids.shape, dtype=flat.dtype)
@@ -42,20 +42,20 @@ class Rows:
 
 
 def build_rows(samples: RawSamples, config: ShapingOptions) -> Rows:
-    """Rows and masks, from completions alone."""
+    """Build rows and masks from raw completions."""
     lengths = samples.prompt_lengths + samples.response_lengths
     width = int(lengths.max()) if len(lengths) else 0
     places = np.arange(width)[None, :]
     is_response = (places >= samples.prompt_lengths[:, None]) & (places < lengths[:, None])
     is_kept = ~samples.is_failed
     if config.advantage_estimator == "remax":
-        # Without a baseline a group has no advantages.
+        # Without a greedy baseline a row has no advantage.
         is_kept = is_kept & np.isfinite(samples.greedy_rewards)
     if config.dynamic_sampling:
         is_kept = is_kept & _is_informative(samples, is_kept)
     empty = np.zeros(is_response.shape, dtype=np.bool_)
     rows = Rows(np.zeros(empty.shape, np.int64), lengths, empty, is_kept, np.zeros(0))
-    # Observations within a response are context: nobody sampled them.
+    # Observations within a response are context: the policy did not sample them.
     mask = is_response & rows.padded(samples.is_sampled) & is_kept[:, None]
     if config.mask_truncated:
         mask &= ~samples.facts[CUT].astype(np.bool_)[:, None]
@@ -71,7 +71,7 @@ def differ(rewards: Array) -> bool:
 
 
 def _is_informative(samples: RawSamples, is_kept: Flags) -> Flags:
-    """Rows of groups whose accuracies differ: the others only fill up the batch."""
+    """Return rows of groups whose accuracies differ; others only fill up the batch."""
     informative = np.zeros(len(samples.group_ids), dtype=np.bool_)
     for group in np.unique(samples.group_ids):
         is_member = samples.group_ids == group
@@ -81,7 +81,7 @@ def _is_informative(samples: RawSamples, is_kept: Flags) -> Flags:
 
 
 def paid_rewards(samples: RawSamples, config: TrainConfig) -> tuple[Array, float]:
-    """Rewards less the overlong penalty, and the size of what was added up for the largest one.
+    """Return rewards minus the overlong penalty, and the largest sum of their terms' sizes.
 
     Source: DAPO, arXiv:2503.14476, eq. 13.
     """
@@ -97,7 +97,7 @@ def paid_rewards(samples: RawSamples, config: TrainConfig) -> tuple[Array, float
 
 
 def merged_moments(moments: Sequence[float], rewards: Array) -> list[float]:
-    """Count, mean and squared deviations of former rewards and of these."""
+    """Return count, mean and squared deviations of earlier rewards and new ones."""
     count, mean, squares = moments
     total = count + len(rewards)
     grand = (count * mean + rewards.sum()) / max(total, 1)
@@ -108,10 +108,10 @@ def merged_moments(moments: Sequence[float], rewards: Array) -> list[float]:
 def shaped_rewards(
     samples: RawSamples, is_kept: Flags, config: TrainConfig, moments: Sequence[float]
 ) -> tuple[Array, Array, float]:
-    """Rewards, and those of greedy completions: overlong penalty, running scale, clip.
+    """Return shaped rewards, shaped greedy rewards, and the largest sum of their terms' sizes.
 
-    A baseline is compared with rewards, so the same is done to both; only rewards are counted. The
-    third is the size of what was added up for the largest reward.
+    Shaping is the overlong penalty, running scale and clip. Greedy baselines get the same scale and
+    clip as rewards, but do not count in the running moments.
     """
     rewards, size = paid_rewards(samples, config)
     both = np.stack([rewards, samples.greedy_rewards])
@@ -128,7 +128,7 @@ def shaped_rewards(
 
 
 def _longest_turns(samples: RawSamples) -> Integers:
-    """Tokens of the longest run of each row that was sampled without an observation."""
+    """Return the length of the longest run of sampled tokens in each row."""
     longest = []
     for where in rows_of(samples.prompt_lengths + samples.response_lengths):
         edges = np.flatnonzero(~np.r_[False, samples.is_sampled[where], False])
@@ -137,7 +137,7 @@ def _longest_turns(samples: RawSamples) -> Integers:
 
 
 def sampled_lengths(samples: RawSamples) -> Integers:
-    """[rows] tokens of each response that were sampled."""
+    """Return the number of sampled tokens of each response: [rows]."""
     lengths = samples.prompt_lengths + samples.response_lengths
     counts = [int(samples.is_sampled[where].sum()) for where in rows_of(lengths)]
     return np.array(counts, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Sources of a step beside its options: rows of the data, first weights, parts of rewards."""
+"""Checks of a step's sources besides options: data rows, first weights, reward components."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from lightrft.tools.audit.replay import ReplayedStep
 
 RUN_FILE = "run.json"
 LINES = (".jsonl", ".ndjson")
-# A tokenizer adds no more special tokens to a plain prompt.
+# A tokenizer adds at most this many special tokens to a plain prompt.
 SPECIAL_TOKENS = 8
-# A weight that is read and cast, or merged with its adapter; relative to the tensor's largest.
+# Rounding of a weight that is cast or merged with its adapter, relative to the tensor's largest.
 CAST: Mapping[str, float] = {"float32": 2.0**-20, "bfloat16": 2.0**-7}
 
 
 def planned_steps(run: Path, record: StepRecord, config: TrainConfig) -> tuple[int, int] | None:
-    """Fewest and most rollout steps of a whole run, by its options and the rows of its data.
+    """Return fewest and most rollout steps of the whole run, by its options and data.
 
-    A pass takes whole batches of the prompts; those of more than `prompt_max_len` tokens are left
-    out, and a prompt has at most as many tokens as bytes.
+    A pass takes whole batches of prompts. Prompts of more than `prompt_max_len` tokens are dropped,
+    and a prompt has at most as many tokens as bytes.
 
     Args:
-        run: Says by hash whether the data is what it was.
-        record: Of a step.
-        config: What it had to follow.
+        run: Folder of the run, with hashes of the data.
+        record: Record of a step.
+        config: Options of the step.
 
     Returns:
-        None where neither is known.
+        None if unknown.
     """
     top = config.max_steps
     counted = None if record.facts.stage != "policy" else count_recorded_rows(run, config)
@@ -61,7 +61,7 @@ def planned_steps(run: Path, record: StepRecord, config: TrainConfig) -> tuple[i
 
 
 def count_recorded_rows(run: Path, config: TrainConfig) -> tuple[int, int] | None:
-    """Rows that are surely short enough, and all; None where a file of lines is not the data."""
+    """Return rows that are surely short enough, and all rows; None if they cannot be counted."""
     paths = [Path(name) for name in (config.prompt_data or "").split(",")]
     if config.prompt_data_probs or any(
         path.suffix not in LINES or not path.is_file() for path in paths
@@ -78,7 +78,7 @@ def count_recorded_rows(run: Path, config: TrainConfig) -> tuple[int, int] | Non
 
 
 def _is_unchanged(run: Path, paths: Sequence[Path]) -> bool:
-    """No file has another hash than the run noted for it."""
+    """Return whether no file differs from its hash in the run."""
     try:
         inputs = read_object(run / RUN_FILE).get("inputs")
     except FileError:
@@ -91,7 +91,7 @@ def _is_unchanged(run: Path, paths: Sequence[Path]) -> bool:
 
 
 def _room(config: TrainConfig) -> float:
-    """Tokens that the context of the model leaves a prompt; 0 where it is not known."""
+    """Return how many tokens the model's context leaves for a prompt; 0 if unknown."""
     context = config.max_len
     if context is None and config.pretrain is not None:
         try:
@@ -113,11 +113,11 @@ def _num_bytes(line: bytes, config: PromptOptions) -> float:
 def check_sources(
     step: ReplayedStep, before: StepRecord | None, planned: tuple[int, int] | None
 ) -> None:
-    """Compares what a step of a configured run rests on; see the functions below.
+    """Compare the sources of a step of a configured run.
 
     Args:
-        step: What is audited.
-        before: Record of the step before; None without.
+        step: Step under audit.
+        before: Record of the previous step; None without.
         planned: See `planned_steps`.
     """
     _check_length(step.found, step.record, planned)
@@ -127,7 +127,7 @@ def check_sources(
 
 
 def _check_length(found: Findings, record: StepRecord, planned: tuple[int, int] | None) -> None:
-    """Compares the length that the run planned for with that of options and data."""
+    """Compare the planned length of the run with options and data."""
     name, seen = "steps of the run", record.facts.num_planned
     if planned is None or seen == 0:
         found.skip(name, "its data is no file of lines that is still there, and has no max_steps")
@@ -142,13 +142,13 @@ def check_schedules(
     before: StepRecord | None,
     counts: Mapping[str, int | None],
 ) -> None:
-    """A schedule goes on as in the step before, unless the run was made longer or shorter since.
+    """Check that schedules continue from the previous step, unless the run's length changed.
 
     Args:
         found: Receives the comparisons.
-        record: Of the step.
-        before: Of the step before; None without.
-        counts: Optimizer steps before this one, by model; None is unknown.
+        record: Record of the step.
+        before: Record of the previous step; None without.
+        counts: Optimizer steps before this step, by model; None if unknown.
     """
     for model, facts in record.facts.optimizers.items():
         name = f"change of the schedule, {model}"
@@ -165,7 +165,7 @@ def check_schedules(
 def _expected_change(
     record: StepRecord, before: StepRecord, model: str, count: int | None
 ) -> tuple[int, float]:
-    """When the plan of the learning rate changed last, and by how much of the peak."""
+    """Return when the plan of the learning rate last changed, and by what share of the peak."""
     new, old = record.facts.optimizers[model], before.facts.optimizers[model]
     new_config, old_config = (TrainConfig.load(each.folder / CONFIG) for each in (record, before))
     if _plan(new, new_config) == _plan(old, old_config) or count is None:
@@ -181,10 +181,10 @@ def _plan(facts: OptimizerFacts, config: TrainingOptions) -> tuple[object, ...]:
 
 
 def _check_first_weights(step: ReplayedStep) -> None:
-    """The weights that nothing trained are those of the model that the options name.
+    """Check that untrained weights are those of the model in the options.
 
-    Before the first update these are all weights, adapters included: they begin without effect
-    unless the run starts from adapters.
+    Before the first update no weight is trained. New adapters have no effect then, so they are
+    merged, unless the run starts from adapters.
     """
     config, facts = step.config, step.record.facts
     for model, state in step.states.items():
@@ -209,7 +209,7 @@ def _check_first_weights(step: ReplayedStep) -> None:
 def _as_in_the_model(
     step: ReplayedStep, model: str, weights: Mapping[str, Tensor], *, with_adapters: bool
 ) -> Mapping[str, Tensor]:
-    """Weights by their names in the model's files; adapters move what is frozen only in effect."""
+    """Return weights by their names in the model's files, merged with adapters on request."""
     if not with_adapters:
         return {name.replace(".base_layer", ""): value for name, value in weights.items()}
     if step.policy is None or model != "actor":
@@ -224,7 +224,7 @@ def _compare(
     first: Mapping[str, Tensor],
     limit: float,
 ) -> None:
-    """Compares the weights that both have: heads of values and scores begin at random."""
+    """Compare common weights; value and score heads are initialised at random."""
     worst, where = 0.0, ""
     for each in weights.keys() & first.keys():
         one, other = weights[each].double(), first[each].double()
@@ -237,7 +237,7 @@ def _compare(
 
 
 def _check_components(found: Findings, samples: RawSamples, config: TrainConfig) -> None:
-    """A reward is the sum of its functions' own values by the weights of the options."""
+    """Check that rewards are the weighted sums of their functions' values."""
     if not config.reward_fn:
         return
     name = "rewards from their components"
@@ -262,7 +262,7 @@ def _check_components(found: Findings, samples: RawSamples, config: TrainConfig)
 
 
 def _component_names(functions: Sequence[str]) -> list[str]:
-    """The component of each function's own value; a second function of a name has it twice."""
+    """Return the component of each reward function; a repeated name is NAME/NAME."""
     names: list[str] = []
     for spelling in functions:
         name = spelling.rpartition(":")[2]

@@ -1,4 +1,4 @@
-"""Objectives of given answers: those of the data, and a teacher's whole distribution."""
+"""Objectives on answers of the data: supervised losses and a teacher's distribution."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightrft.tools.audit.pairs import Borders, Differentiated, Pair, with_round
 from lightrft.tools.audit.replay import ReplayedStep, score_models
 from lightrft.tools.audit.updates import LossTerm, ReplayedLoss, Update, trained_model
 
-# The mean that each supervised loss is taken in.
+# Aggregation of each supervised loss.
 SUPERVISED_AGGREGATIONS = {
     "token-mean": "token-mean",
     "seq-mean-token-mean": "seq-mean-token-mean",
@@ -24,18 +24,18 @@ SUPERVISED_AGGREGATIONS = {
 
 
 class SupervisedReplay(ReplayedLoss):
-    """A mean of -log p of the trained tokens; dft weighs each by p, as a constant."""
+    """Mean of -log p over the trained tokens; dft weighs each by p, without gradient."""
 
     scores = "logprobs"
 
     def denominator(self, mask: Tensor) -> float:
-        """See `ReplayedLoss`."""
+        """Return Z of the loss aggregation."""
         return normalizer(mask, SUPERVISED_AGGREGATIONS[self.step.config.sft_loss], 1)
 
     def terms(
         self, update: Update, scores: Pair, error: Tensor, others: Sequence[Tensor]
     ) -> Iterator[LossTerm]:
-        """See `ReplayedLoss`."""
+        """Yield the supervised loss."""
         loss, mask = self.step.config.sft_loss, update.mask
         share = token_shares(mask, SUPERVISED_AGGREGATIONS[loss]) / self.denominator(mask)
 
@@ -49,29 +49,29 @@ class SupervisedReplay(ReplayedLoss):
 
 
 class DivergenceReplay(ReplayedLoss):
-    """The mean divergence of the trained tokens."""
+    """Mean divergence over the trained tokens."""
 
     scores = ""
 
     def denominator(self, mask: Tensor) -> float:
-        """See `ReplayedLoss`."""
+        """Return the number of trained tokens."""
         return float(mask.sum())
 
     def terms(
         self, update: Update, scores: Pair, error: Tensor, others: Sequence[Tensor]
     ) -> Iterator[LossTerm]:
-        """See `ReplayedLoss`."""
+        """Yield the mean divergence."""
         share = update.mask / max(self.denominator(update.mask), 1.0)
         exact = Differentiated(scores.own * share, share)
         yield LossTerm("policy", 1.0, exact, Differentiated(self.step.unit * share, 0 * share))
 
     def noises(self, slopes: Sequence[Tensor], moved: Tensor) -> list[Tensor]:
-        """A token's gradient is that of many logprobs, which round also where they agree."""
+        """Return the rounding of many logprobs per token, which round even if they agree."""
         return [self.step.unit * slopes[0]] * len(slopes)
 
 
 def check_ends(step: ReplayedStep) -> None:
-    """Each run of trained tokens ends in a special token, at which a generation can stop."""
+    """Check that each run of trained tokens ends in a special token that can stop generation."""
     config, name = step.config, "ends of trained turns"
     if config.train_on == "all" or config.train_on_regex is not None:
         step.found.skip(name, "the options do not train turns")
@@ -90,12 +90,12 @@ def check_ends(step: ReplayedStep) -> None:
 
 
 def supervised_objectives(step: ReplayedStep, reference: Path | None) -> dict[str, ReplayedLoss]:
-    """Compares scores and ends of turns; what the model is trained on."""
+    """Compare scores and ends of turns; return the objective of the model."""
     score_models(step, reference)
     check_ends(step)
     return {"actor": SupervisedReplay(step, trained_model(step))}
 
 
 def divergence_objectives(step: ReplayedStep, _: Path | None) -> dict[str, ReplayedLoss]:
-    """What the student is trained on."""
+    """Return the objective of the student."""
     return {"actor": DivergenceReplay(step, trained_model(step))}

@@ -1,11 +1,11 @@
-"""Limits of the distance of a run's value from the recomputed one: fixed here, before any run.
+"""Largest allowed differences between a run's values and recomputed ones; fixed before any run.
 
-A run computes in float32 or bfloat16, with sums in another order; an audit in float64. What is a
-count, an id or a mask must be equal. Everything else is a number of one of these kinds:
+A run computes in float32 or bfloat16, and sums in another order; an audit computes in float64.
+Counts, ids and masks must be equal. All other numbers have one of these kinds:
 
-    kind          what is compared                                    relative to
+    kind          compared quantity                                   relative to
     logprobs      largest distance of a token (mean distance: / 20)   1, or the value if larger
-    engine        the same, between engine and trainer              1, or the value if larger
+    engine        the same, between engine and trainer                1, or the value if larger
     replayed      the same, after updates (mean distance: / 5)        1, or the value if larger
     advantages    largest distance of a token                         largest advantage
     weights       largest distance of a token                         1, or the weight if larger
@@ -17,22 +17,22 @@ count, an id or a mask must be equal. Everything else is a number of one of thes
     decay         distance of the share of weight decay               that share's unit, see replay
     number        distance                                            the number
 
-A limit relative to a value that is 0 is no limit. So each has a floor from the rounding of what was
-added up, of which these are the units:
+A relative limit is useless for a value of 0. So each limit has a floor, the rounding of the summed
+terms, in these units:
 
     score         rounding of one token's logprob, entropy or value   1, or the value if larger
-    sum           rounding of a float32 result                        what was added up
+    sum           rounding of a float32 result                        sum of the terms' sizes
 
     quantity                  its floor
-    rewards                   sum of the raw rewards' sizes and of what was subtracted
-    returns, advantages       the rewards' floor as an estimator enlarges it; what a KL term in the
-                              reward and values move if each score moves by its rounding
-    losses                    what the sum moves if each score, reference score and advantage moves
+    rewards                   rounding of the sum of the terms' sizes
+    returns, advantages       the rewards' floor times the enlargement by the estimator, plus the
+                              change of KL penalties and values if each score moves by its rounding
+    losses                    change of the sum if each score, reference score and advantage moves
                               by its rounding
-    gradient norm, moments    norm of the gradient of those movements, with signs drawn once
+    gradient norm, moments    norm of the gradient of these changes, with signs drawn once
     weights after             the same times the learning rates
-    scores after updates      what they move if Adam's gradients move by their rounding
-    learning rate             of the peak
+    scores after updates      their change if Adam's gradients move by their rounding
+    learning rate             rounding of the peak
 """
 
 from collections.abc import Mapping
@@ -71,23 +71,23 @@ TOLERANCES: Mapping[str, Mapping[str, float]] = {
         "sum": 2.0**-22,
     },
 }
-# The mean distance of a token may be this share of the largest one. Adam's first steps divide by
-# gradients that are rounding themselves, so weights that were updated spread it over all tokens.
+# Limit of a token's mean distance, as a share of the limit of the largest one. Adam's first steps
+# also divide gradients that are mere rounding, so updated weights spread errors over all tokens.
 MEAN_SHARES: Mapping[str, float] = {"logprobs": 1 / 20, "engine": 1 / 20, "replayed": 1 / 5}
 
 
-# In bfloat16 the audit computes each score and each first gradient of a model in bfloat16, too: the
-# mean distance from its float64 tells what rounding does to this very model. So many times it is
-# the limit of the run's mean distance of scores, the unit of their floors, and the limit of the
-# distances of the first gradient's norm and of Adam's moments.
+# For bfloat16 runs the audit also computes scores and first gradients in bfloat16: their distance
+# from float64 measures the rounding of this model. For scores, NOISE_SAFETY times the mean distance
+# is the limit of the run's mean distance and the unit of floors. For gradients, NOISE_OF_GRADIENTS
+# times the distance limits the first gradient's norm and Adam's moments.
 NOISE_SAFETY, NOISE_OF_GRADIENTS = 4, 6
 
 
 def tolerances_of(compute_dtype: str) -> Mapping[str, float]:
-    """The row of the table.
+    """Return the tolerances of a dtype.
 
     Raises:
-        ValueError: There is none for this dtype.
+        ValueError: The dtype has no tolerances.
     """
     if compute_dtype not in TOLERANCES:
         raise ValueError(

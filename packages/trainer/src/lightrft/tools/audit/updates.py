@@ -1,4 +1,4 @@
-"""The optimizer steps of a step: losses, gradients, learning rates, updated weights."""
+"""Optimizer steps of a step: losses, gradients, learning rates, updated weights."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from lightrft.tools.audit.tolerances import NOISE_OF_GRADIENTS, NOISE_SAFETY
 
 # Rounding of a recorded score.
 FLOAT32 = 2.0**-23
-# Of a float32 weight that is stored: half a unit in the last place.
+# Rounding of a stored float32 weight: half a unit in the last place.
 ROUNDING = 2.0**-24
-# Adam divides gradients by their own size: below this share of the largest they are rounding.
+# Adam normalises gradients: below this share of the largest one they are rounding.
 MIN_MOMENT = 1e-5
 # Rounding of an entry of a gradient, relative to the largest one.
 DOUBT = 2e-6
-# So often signs of roundings are drawn, and so many times the largest movement is taken.
+# Number of draws of rounding signs, and factor of the largest movement.
 DRAWS, SAFETY = 4, 3
 
 
@@ -47,12 +47,12 @@ class Update:
     """One optimizer step of a model.
 
     Args:
-        facts: As recorded.
-        name: For the findings.
+        facts: Recorded facts.
+        name: Name in the findings.
         micros: Rows of each micro batch.
-        mask: [rows, seq] bool, the tokens of the batch.
-        new, weights: [rows, seq] recorded scores and factors of the tokens; None without.
-        state: Weights of the model before it.
+        mask: Tokens of the batch: [rows, seq] bool.
+        new, weights: Recorded scores and factors of the tokens: [rows, seq]; None without.
+        state: Weights of the model before the update.
     """
 
     facts: UpdateFacts
@@ -66,14 +66,14 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class LossTerm:
-    """A term of a loss.
+    """Term of a loss.
 
     Args:
-        name: In the record.
-        weight: In the loss.
-        exact: Its values, and its derivatives by a number of each token.
-        moved: How far rounding moves both.
-        number: By which number of the model; 0 are its scores.
+        name: Name in the record.
+        weight: Weight in the loss.
+        exact: Values and derivatives by one number per token.
+        moved: Largest change of both by rounding.
+        number: Index of the model's output to differentiate by; 0 for scores.
     """
 
     name: str
@@ -87,12 +87,12 @@ class ReplayedLoss(ABC):
     """Loss of one model, replayed from the record.
 
     Args:
-        step: What is audited.
-        scorer: The plain model; None where no pass of it can be repeated.
-        ended: Why its updates cannot be recomputed; "" if they can.
+        step: Step under audit.
+        scorer: Plain model; None if its forward pass cannot be repeated.
+        ended: Reason why its updates cannot be recomputed; "" if they can.
     """
 
-    # What a run records of each update; "" is nothing.
+    # Scores that a run records of each update; "" without.
     scores: ClassVar[str]
 
     def __init__(self, step: ReplayedStep, scorer: Scorer | None, ended: str = "") -> None:
@@ -100,39 +100,39 @@ class ReplayedLoss(ABC):
 
     @abstractmethod
     def denominator(self, mask: Tensor) -> float:
-        """Z of an update on the tokens of the mask."""
+        """Return Z of an update on the tokens of the mask."""
 
     @abstractmethod
     def terms(
         self, update: Update, scores: Pair, error: Tensor, others: Sequence[Tensor]
     ) -> Iterable[LossTerm]:
-        """The terms of the loss; compares what they rest on.
+        """Yield the terms of the loss, and compare their inputs.
 
         Args:
-            update: Whose tokens count.
-            scores: [rows, seq] of the model's weights.
-            error: [rows, seq], how far each may be rounded.
-            others: Further numbers of the model, where a pass can be repeated.
+            update: Update with the tokens that count.
+            scores: Scores by the model's weights: [rows, seq].
+            error: Rounding of each score: [rows, seq].
+            others: Further outputs of the model; empty without a forward pass.
         """
 
     def noises(self, slopes: Sequence[Tensor], moved: Tensor) -> list[Tensor]:
-        """How far the derivatives by each number are rounded; scores move the first by `moved`."""
+        """Return the rounding of the derivatives by each output; scores move the first."""
         unit = self.step.unit
         rounded = [unit * each.abs() for each in slopes]
         if self.step.is_rounded:
-            # What the backward pass makes is measured; scores are off by their mean distance.
+            # The backward pass is measured apart; scores are off by their mean distance.
             return [moved / NOISE_SAFETY, *rounded[1:]]
         return [moved + rounded[0], *rounded[1:]]
 
 
 class Updates:
-    """Replays the optimizer steps of a model.
+    """Replay of the optimizer steps of a model.
 
     Args:
-        step: What is audited.
+        step: Step under audit.
         model: Name of the model.
-        objective: What it is trained on.
-        is_configured: Its optimizer is that of the options.
+        objective: Loss of the model.
+        is_configured: True if the options determine its optimizer.
     """
 
     def __init__(
@@ -142,13 +142,13 @@ class Updates:
         self._is_configured, self._facts = is_configured, step.record.facts.optimizers[model]
         self._optimizer = self._open()
         self._count, self._rates = 0, 0.0
-        # Sums over the updates: rounding of gradients, and of what SGD moves by it.
+        # Sums over the updates: rounding of gradients, and SGD's movement by it.
         self._noise = self._moved = 0.0
-        # Share of the first gradient that bfloat16 makes.
+        # Relative error of the first gradient in bfloat16.
         self._rounded = math.inf
-        # How far each weight may be off since Adam divides gradients by their own size.
+        # Possible error of each weight, since Adam normalises gradients.
         self._spread: dict[str, Tensor] = {}
-        # Why the updates cannot be recomputed.
+        # Reason why the updates cannot be recomputed.
         self._ended = unrecomputable(step, model) or objective.ended
 
     def _open(self) -> Optimizer:
@@ -164,7 +164,7 @@ class Updates:
         return Optimizer(kind, weights, groups, moments)
 
     def carry_out(self, number: int, facts: UpdateFacts) -> None:
-        """The next update, the step's `number`-th."""
+        """Replay the next update of the model, the step's `number`-th."""
         if not self._ended:
             update, scorer = self._open_update(number, facts), self._objective.scorer
             if scorer is None:
@@ -174,7 +174,7 @@ class Updates:
         self._count += 1
 
     def compare_after(self) -> None:
-        """Compares the states after the last update."""
+        """Compare the states after the last update."""
         reason = self._ended or (NO_PASS if self.step.policy is None else "")
         if reason:
             self.step.found.skip(f"{self._model} weights after", reason)
@@ -184,7 +184,7 @@ class Updates:
             self._check_frozen()
 
     def _carry_out(self, update: Update, scorer: Scorer) -> None:
-        """Compares an update, and takes its step."""
+        """Compare an update, and take its step."""
         step, objective = self.step, self._objective
         scorer.load(update.state)
         first, *others = scorer.score(step.rows.ids, update.mask)
@@ -213,7 +213,7 @@ class Updates:
         self._act(update, exact, lambda: gradient([signed(each) for each in noises], scorer))
 
     def _follow(self, update: Update) -> None:
-        """Compares what needs no pass of the model: losses of the run's scores, and the rate."""
+        """Compare what needs no forward pass: losses of the run's scores, and the learning rate."""
         findings = self.step.found
         if update.new is None:
             findings.skip(f"losses, {update.name}", "its scores are not recorded")
@@ -227,7 +227,7 @@ class Updates:
             self._rate(update)
 
     def _open_update(self, number: int, facts: UpdateFacts) -> Update:
-        """The rows of an update and what is recorded of it; checks its denominator."""
+        """Return an update with its recorded values, and check its denominator."""
         step, rows = self.step, self.step.rows
         name = f"{self._model} update {self._count + 1}"
         index = {int(i): row for row, i in enumerate(step.record.samples.sample_ids)}
@@ -249,13 +249,13 @@ class Updates:
         step.found.number(f"denominator, {name}", facts.normalizer, z)
         new, weights = recorded("new"), recorded("weights")
         if new is not None and self._model == "critic":
-            # Outside of responses a critic's values mean nothing.
+            # Outside of responses a critic's values are meaningless.
             new = torch.where(mask, new, 0.0)
         state = self._optimizer.weights
         return Update(facts, name, micros, mask, new, weights, dict(state))
 
     def _check_scores(self, what: str, update: Update, scores: Pair, scorer: Scorer) -> Tensor:
-        """Compares scores of an update's weights, and says how far each may be rounded."""
+        """Compare scores by an update's weights; return the rounding of each."""
         drift, mask, before = torch.zeros_like(scores.own), update.mask, self._count
         kind = "replayed" if before else "logprobs"
 
@@ -295,7 +295,7 @@ class Updates:
         own: Mapping[str, Tensor],
         rounding: Callable[[], Mapping[str, Tensor]],
     ) -> None:
-        """Clips a gradient whose rounding is computed if needed, and takes the optimizer's step."""
+        """Clip a gradient and take the optimizer's step; compute rounding only if needed."""
         findings, facts = self.step.found, update.facts
         optimizer, noise = self._optimizer, 0.0
         norm, name = norm_of(own), f"gradient norm, {update.name}"
@@ -303,7 +303,7 @@ class Updates:
             note = "the run skipped this update: its gradients were not finite"
             findings.add(name, facts.grad_norm, norm, math.inf, 0.0, note)
             return
-        # Another backward pass, which is needed only where rounding may be all there is.
+        # Run another backward pass only where rounding may explain the difference.
         if not abs(facts.grad_norm - norm) <= findings.tolerances["norm"] * norm / 10:
             noise = 3 * norm_of(rounding())
         share = findings.tolerances["norm"]
@@ -339,7 +339,7 @@ class Updates:
         return rate
 
     def _compare_after(self) -> None:
-        """Moments, the share of decay, and the change of the weights."""
+        """Compare moments, weight decay, and the change of the weights."""
         findings, optimizer = self.step.found, self._optimizer
         after = as_double(self.step.record.state("after", self._model))
         self._compare_moments(after)
@@ -399,14 +399,14 @@ class Updates:
                 norm_of({n: seen[n] - v for n, v in moments.items()}),
             )
             share = min(findings.tolerances["moments"], NOISE_OF_GRADIENTS * self._rounded)
-            # A square is off by twice as much as its root.
+            # A square has twice the relative error of its root.
             weight = {"exp_avg_sq": 2.0, "step": 0.0}.get(key, 1.0)
             limit = weight * share * size + floor
             run = norm_of({n: seen[n] for n in moments})
             findings.add(f"{self._model} {key} after", run, size, difference, limit)
 
     def _check_decay(self, weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> None:
-        """The coefficient of the weights in what the run's change has beyond the own one."""
+        """Compare decay: the weights' coefficient in the run's change minus the recomputed one."""
         optimizer, config, findings = self._optimizer, self.step.config, self.step.found
         for what, wanted, is_matrix in (("matrices", config.l2, True), ("vectors", 0.0, False)):
             names = [n for n in optimizer.groups if (start[n].dim() >= 2) == is_matrix]
@@ -417,16 +417,16 @@ class Updates:
             overlap = sum(float((beyond[n] * start[n]).sum()) for n in names)
             seen = wanted - overlap / (size * self._rates)
             count = math.sqrt(sum(start[n].numel() for n in names))
-            # Rounding of Adam's unit steps, and of weights, averaged over all entries.
+            # Rounding of Adam's unit steps and of weights, averaged over all entries.
             noise = count / math.sqrt(size) * findings.tolerances["adam"]
             noise += 3 * ROUNDING * self._count / self._rates
             limit = findings.tolerances["decay"] * (wanted + noise)
-            # Entries that are alike, as those of new norms, are all rounded to the same side.
+            # Equal entries, such as those of new norms, are all rounded to the same side.
             rounded = {n: optimizer.weights[n].float() - optimizer.weights[n] for n in names}
             alike = sum(float((rounded[n] * start[n]).sum()) for n in names)
             limit += 2 * self._count * abs(alike) / (size * self._rates)
             name = f"{self._model} weight decay of {what}"
-            # Another fault of the update moves weights mostly in other directions.
+            # Other errors of the update move weights mostly in other directions.
             is_other = overlap**2 < 0.5 * size * norm_of(beyond) ** 2
             if abs(seen - wanted) > limit and is_other:
                 findings.skip(name, "its share is below the noise of Adam's first step")
@@ -434,12 +434,12 @@ class Updates:
                 findings.add(name, seen, wanted, abs(seen - wanted), limit)
 
     def _each(self, noise: float) -> float:
-        """What an entry of a model's gradient may have of a norm of rounding."""
+        """Return the share of one gradient entry in a rounding norm."""
         optimizer = self._optimizer
         return 10 * noise / math.sqrt(sum(optimizer.weights[n].numel() for n in optimizer.groups))
 
     def _counted(self) -> dict[str, Tensor]:
-        """Entries whose gradient is more than rounding: Adam makes unit steps of any."""
+        """Return entries whose gradient exceeds rounding; Adam takes unit steps for any."""
         optimizer = self._optimizer
         if optimizer.kind not in ADAM:
             return {}
@@ -451,10 +451,10 @@ class Updates:
 
 
 def trained_model(step: ReplayedStep) -> Scorer:
-    """The plain model of what is trained.
+    """Return the plain model of the trained model.
 
     Raises:
-        RecordError: It reads images.
+        RecordError: The model reads images.
     """
     if step.policy is None:
         raise RecordError(f"{step.record.folder}: a model of images is not trained on given rows")
@@ -462,12 +462,12 @@ def trained_model(step: ReplayedStep) -> Scorer:
 
 
 def signed(sizes: Tensor) -> Tensor:
-    """The sizes with signs that are drawn once and for all."""
+    """Return the sizes with fixed random signs."""
     return sizes * torch.from_numpy(np.random.default_rng(0).choice((-1.0, 1.0), sizes.shape))
 
 
 def unrecomputable(step: ReplayedStep, model: str) -> str:
-    """Why the gradients of a model depend on what is not recorded; "" if they do not."""
+    """Return why a model's gradients depend on unrecorded values; "" if they do not."""
     config, kind = step.config, step.record.facts.optimizers[model].kind
     if model == "actor" and config.aux_loss_coef > 0:
         return "the balance of experts is not recomputed"
@@ -480,12 +480,12 @@ def unrecomputable(step: ReplayedStep, model: str) -> str:
 def replay(
     step: ReplayedStep, objectives: Mapping[str, ReplayedLoss], *, is_configured: bool
 ) -> None:
-    """Replays all updates of a step in their order, then compares the states after them.
+    """Replay all updates of a step in order, then compare the states after them.
 
     Args:
-        step: What is audited.
-        objectives: By model.
-        is_configured: The optimizers are those of the options.
+        step: Step under audit.
+        objectives: Losses by model.
+        is_configured: True if the options determine the optimizers.
     """
     facts = step.record.facts
     models = {
