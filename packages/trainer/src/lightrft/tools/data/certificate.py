@@ -1,4 +1,4 @@
-"""Scores of a reward for answers of known quality: right ones, and those that must not pass."""
+"""Scores of a reward for answers of known quality: right ones and those that must not pass."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ from lightrft.tools.data.row_checks import CheckedRow
 
 MAX_ROWS, MAX_PROBED_ROWS = 500, 50
 GRACE_SECONDS = 10.0
-# Answers made without the label may be right by chance; as many, or as many as one answer given to
-# all rows, are no doubt.
+# Answers made without the label may be right by chance. They raise no doubt up to this share, or up
+# to the share that one answer to all rows would get right.
 _CHANCE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Scores of the reward and the doubts that follow.
+    """Scores of the reward and the resulting doubts.
 
     Args:
-        name: Of the rewards.
-        num_rows: Rows whose reference answers were scored, the first ones.
+        name: Name of the rewards.
+        num_rows: Number of first rows whose reference answers were scored.
         means: Mean reward by form of the reference answer, then by kind of the other answers.
-        problems: One line for each row whose reference answer cannot be scored, or gets less than
-            1 in every form from a reward that knows right from wrong.
-        doubts: What the reward lets pass, one sentence each.
-        best_wrong: Of what is no reference answer, the kind with the highest mean; the mean of
-            reference answers in their best form to compare it with is among `means`.
-        num_responses: Of both calls: reference answers, then all others.
-        seconds: That they took.
-        reads_labels: Labels are answers for the reward; otherwise there is nothing to certify.
+        problems: One line per row whose reference answer cannot be scored, or gets less than 1 in
+            every form from a reward that knows right from wrong.
+        doubts: One sentence per fault that the reward lets pass.
+        best_wrong: Kind with the highest mean among the other answers, to compare with the best
+            form of reference answers in `means`.
+        num_responses: Number of responses in both calls, one of reference answers and one of all
+            others.
+        seconds: Time of both calls.
+        reads_labels: Whether the reward reads labels as answers; if not, nothing can be certified.
     """
 
     name: str
@@ -54,31 +55,31 @@ class Certificate:
     reads_labels: bool = True
 
 
-# Numbers of rows with responses, and their rewards.
+# Row numbers with responses, and their rewards.
 Asked = Sequence[tuple[int, str]]
 Ask = Callable[[Asked], list[float | None]]
 Results = Sequence[tuple[tuple[int, str], float | None]]
 
 
 class _ProbeScores(dict[tuple[int, str], float | None]):
-    """The reward of each response to a row, by the row's number; None where it is undecided."""
+    """Reward of each response to a row, by the row's number; None if it is undecided."""
 
     def of(self, index: int, response: str) -> float:
-        """Return a reward; 0 where it is undecided, which does not pass."""
+        """Return a reward; 0 if it is undecided, which does not pass."""
         return self[index, response] or 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Probed:
-    """The rows that were probed, in one form.
+    """The probed rows, in one form.
 
     Args:
-        rows: The first ones.
-        scores: Those of the probes.
-        kinds: By kind and number of the row the probe.
-        golds: The best that a reference answer gets, by row; rows without one are not in it.
+        rows: First rows of the data.
+        scores: Scores of the probes.
+        kinds: Probes by kind and row number.
+        golds: Best reward of a reference answer, by row; rows without one are missing.
         chance: Share of rows that one answer to all of them, or luck, may get right.
-        are_answers: Labels are answers, and not what tests one.
+        are_answers: Whether labels are answers, not tests of one.
     """
 
     rows: Sequence[CheckedRow]
@@ -90,14 +91,14 @@ class _Probed:
 
     @property
     def means(self) -> dict[str, float]:
-        """The mean reward of each kind."""
+        """Mean reward of each kind."""
         return {
             kind: fmean(self.scores.of(index, probe.text) for index, probe in probes.items())
             for kind, probes in self.kinds.items()
         }
 
     def passes(self, index: int, probe: Probe) -> bool:
-        """Return whether the reward gives a probe what it should not have."""
+        """Return whether the reward gives a probe too much."""
         score = self.scores.of(index, probe.text)
         if probe.rule == "frame":
             return score > self.scores.of(index, "")
@@ -109,17 +110,17 @@ class _Probed:
 
 
 def certify(rows: Sequence[CheckedRow], config: ScoringOptions) -> Certificate:
-    """Scores reference answers in all forms, then in the best of them what must not pass.
+    """Score reference answers in all forms, then answers that must not pass in the best form.
 
     Args:
-        rows: That a run would use, with or without reference answers.
-        config: Rewards, their deadlines, and arguments of own functions.
+        rows: Rows that a run would use, with or without reference answers.
+        config: Rewards, their deadlines, and arguments of user-defined functions.
 
     Raises:
-        ConfigError: A reward that cannot be loaded.
-        RewardError: One that fails, hangs, or returns another number of results.
+        ConfigError: A reward cannot be loaded.
+        RewardError: A reward fails, hangs, or returns another number of results.
     """
-    # The label of unit_tests is what tests an answer, and no answer.
+    # The label of unit_tests is a test of answers, not an answer.
     are_answers = config.reward_fn != ("unit_tests",)
     with build_reward(config.reward_fn, config=config) as reward:
         unusable = {row.location: reward.label_problem(row.label) for row in rows}
@@ -129,15 +130,20 @@ def certify(rows: Sequence[CheckedRow], config: ScoringOptions) -> Certificate:
             return Certificate(reward.name, 0, {}, tuple(problems))
 
         def ask(asked: Asked) -> list[float | None]:
-            own, texts = [chosen[index] for index, _ in asked], [text for _, text in asked]
-            return _score(reward, own, texts, config.reward_timeout_seconds)
+            asked_rows, texts = [chosen[index] for index, _ in asked], [text for _, text in asked]
+            return _score(reward, asked_rows, texts, config.reward_timeout_seconds)
 
         started = time.monotonic()
         texts = [{form: gold_text(row.label or "", form) for form in FORMS} for row in chosen]
         golds, bests, means = _scores_of_golds(texts, ask)
         best = max(FORMS, key=lambda form: means[form]) if are_answers else "as it is"
         probed, again, results = _probe(
-            chosen[:MAX_PROBED_ROWS], [own[best] for own in texts], bests, best, ask, are_answers
+            chosen[:MAX_PROBED_ROWS],
+            [by_form[best] for by_form in texts],
+            bests,
+            best,
+            ask,
+            are_answers,
         )
         seconds = time.monotonic() - started
     by_kind = probed.means
@@ -147,7 +153,7 @@ def certify(rows: Sequence[CheckedRow], config: ScoringOptions) -> Certificate:
     every = [*golds.items(), *results]
     doubts = [*again, *(_doubts(probed) if reads_labels else _unasked(probed))]
     doubts += _undecided(chosen, every)
-    # The label of these is a right answer; of unit_tests, say, it is what tests one.
+    # Labels of these rewards are right answers; those of unit_tests, for example, are tests.
     if {"boxed_math", "gsm8k"}.issuperset(config.reward_fn) and not reward_urls(config):
         problems += _wrong_gold(reward.name, chosen, texts, golds)
     return Certificate(
@@ -164,8 +170,8 @@ def certify(rows: Sequence[CheckedRow], config: ScoringOptions) -> Certificate:
 
 
 def _reads_labels(use: str, gold: float, wrong: float) -> bool:
-    """Return whether a reward takes labels for answers, by the best means of both kinds."""
-    # A function of the label's column may read it as a part of the task, not as its answer.
+    """Return whether a reward reads labels as answers, judged by the best mean of both kinds."""
+    # A function that reads the label's column may use it as a part of the task, not as its answer.
     return use == "labels" or (use == "column" and 0 < gold >= wrong)
 
 
@@ -173,13 +179,16 @@ def _scores_of_golds(
     texts: Sequence[Mapping[str, str]], ask: Ask
 ) -> tuple[_ProbeScores, list[float], dict[str, float]]:
     """Return the scores of reference answers, the best of each row, and the mean of each form."""
-    asked = list(dict.fromkeys((i, t) for i, own in enumerate(texts) for t in own.values()))
+    asked = list(dict.fromkeys((i, t) for i, by_form in enumerate(texts) for t in by_form.values()))
     golds = _ProbeScores(zip(asked, ask(asked), strict=True))
-    bests = [max(golds.of(i, text) for text in own.values()) for i, own in enumerate(texts)]
+    bests = [max(golds.of(i, text) for text in by_form.values()) for i, by_form in enumerate(texts)]
     return (
         golds,
         bests,
-        {form: fmean(golds.of(i, own[form]) for i, own in enumerate(texts)) for form in FORMS},
+        {
+            form: fmean(golds.of(i, by_form[form]) for i, by_form in enumerate(texts))
+            for form in FORMS
+        },
     )
 
 
@@ -200,28 +209,28 @@ def _probe(
     ask: Ask,
     are_answers: bool,
 ) -> tuple[_Probed, list[str], Results]:
-    """Return the scores of probes, what is said of scores that drift, and all results.
+    """Return the scores of probes, the doubts about drifting scores, and all results.
 
     Args:
-        rows: The first rows.
-        golds: The reference answer of each in the best form.
-        bests: The best that a reference answer gets, by row.
-        form: The best form.
-        ask: Scores responses to rows.
-        are_answers: Labels are answers.
+        rows: First rows of the data.
+        golds: Reference answer of each row in the best form.
+        bests: Best reward of a reference answer, by row.
+        form: Best form of reference answers.
+        ask: Function that scores responses to rows.
+        are_answers: Whether labels are answers.
     """
     labels = [row.label if are_answers else None for row in rows]
     finals = [final_answer(label) for label in labels if label is not None]
     most = max(Counter(finals).values(), default=0) / max(1, len(finals))
-    own_golds = [(index, golds[index]) for index in range(len(rows))]
-    asked, kinds = dict.fromkeys(own_golds), dict[str, dict[int, Probe]]()
+    row_golds = [(index, golds[index]) for index in range(len(rows))]
+    asked, kinds = dict.fromkeys(row_golds), dict[str, dict[int, Probe]]()
     for index, row in enumerate(rows):
         for probe in probes_of(row, labels[index], form, list(dict.fromkeys(finals))):
             kinds.setdefault(probe.kind, {})[index] = probe
             texts = (probe.text, *([] if probe.baseline is None else [probe.baseline]))
             asked |= dict.fromkeys((index, text) for text in texts)
-    # The reference answers stand in the call twice.
-    every = [*asked, *own_golds]
+    # Reference answers are scored twice in one call, which reveals drift.
+    every = [*asked, *row_golds]
     results = list(zip(every, ask(every), strict=True))
     scores = _ProbeScores(results[: len(asked)])
     drifting = [i for (i, text), score in results[len(asked) :] if score != scores[i, text]]
@@ -239,7 +248,7 @@ def _rule_of(probes: Mapping[int, Probe]) -> Rule:
 def _doubts(probed: _Probed) -> Iterator[str]:
     """Yield the answers that the reward wrongly lets pass, one sentence for each kind."""
     golds, are_answers = probed.golds, probed.are_answers
-    # Where nothing at all is worth as much as the answer, nothing else says more.
+    # Rows whose empty answer gets as much as the right one count as empty answers only.
     empty = {i for i in golds if are_answers and probed.scores.of(i, "") >= golds[i]}
     much = "as much as the reference answer" if are_answers else "a reward"
     than = {
@@ -261,7 +270,7 @@ def _doubts(probed: _Probed) -> Iterator[str]:
 
 
 def _unasked(probed: _Probed) -> Iterator[str]:
-    """Yield an answer without content that gets the most of all, where labels do not count."""
+    """Yield a doubt if an answer without content gets the most, for rewards without labels."""
     tried: dict[int, list[float]] = {}
     for index, text in probed.scores:
         tried.setdefault(index, []).append(probed.scores.of(index, text))
@@ -278,11 +287,11 @@ def _unasked(probed: _Probed) -> Iterator[str]:
 def score_answers(
     rows: Sequence[CheckedRow], responses: Sequence[str], config: ScoringOptions
 ) -> list[float | None]:
-    """The reward of each response to the prompt of its row; None where it cannot be decided.
+    """Return the reward of each response to its row's prompt; None if it is undecided.
 
     Raises:
-        ConfigError: A reward that cannot be loaded.
-        RewardError: One that fails, hangs, or returns another number of results.
+        ConfigError: A reward cannot be loaded.
+        RewardError: A reward fails, hangs, or returns another number of results.
     """
     with build_reward(config.reward_fn, config=config) as reward:
         return _score(reward, rows, responses, config.reward_timeout_seconds)
@@ -307,7 +316,7 @@ def _score(
 
 @contextmanager
 def _interrupted_after(seconds: float, name: str) -> Iterator[None]:
-    """Ends functions of this process, too, which keep no deadline of their own."""
+    """Interrupt after some seconds, even functions of this process that keep no deadline."""
 
     def expire(number: int, frame: FrameType | None) -> None:
         raise RewardError(f"reward {name} did not return within {seconds:g} s")
@@ -324,8 +333,8 @@ def _interrupted_after(seconds: float, name: str) -> Iterator[None]:
 def _wrong_gold(
     name: str, rows: Sequence[CheckedRow], texts: Sequence[Mapping[str, str]], golds: _ProbeScores
 ) -> Iterator[str]:
-    for index, (row, own) in enumerate(zip(rows, texts, strict=True)):
-        scores = [score for text in own.values() if (score := golds[index, text]) is not None]
+    for index, (row, by_form) in enumerate(zip(rows, texts, strict=True)):
+        scores = [score for text in by_form.values() if (score := golds[index, text]) is not None]
         best = max(scores, default=None)
         if best is None or best < 1:
             gets = "cannot be decided by" if best is None else f"gets {best:g} from"

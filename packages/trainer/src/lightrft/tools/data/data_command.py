@@ -1,4 +1,4 @@
-"""`lightrft data check`: what a run would find in its prompts, before the run."""
+"""`lightrft data check`: a check of a run's prompts before the run."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ NUM_SAMPLES = 3
 MAX_CHARACTERS = 1500
 QUANTILES = {"shortest": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
 PROGRESS_SECONDS = 5.0
-# Of the chat template, for one row.
+# Limits of the chat template for one row.
 TEMPLATE_SECONDS, TEMPLATE_BYTES = 20.0, 2**30
 
 
 def say(text: str = "") -> None:
-    """Prints what may hold text of the data, so that a terminal obeys none of it."""
+    """Print a text that may hold data, without control characters for the terminal."""
     print(printable(text), flush=True)
 
 
 def with_progress(items: Sequence[T], what: str) -> Iterator[T]:
-    """The items; how many have passed is said on standard error every few seconds."""
+    """Yield the items, and report the progress on standard error every few seconds."""
     said = time.monotonic()
     for number, item in enumerate(items):
         if time.monotonic() - said >= PROGRESS_SECONDS:
@@ -80,7 +80,7 @@ def with_progress(items: Sequence[T], what: str) -> Iterator[T]:
 
 
 def show_layout(source: str, rows: Sequence[Row], *, num_items: int) -> None:
-    """Columns of the rows, with their types."""
+    """Print the columns of the rows, with their types."""
     say(f"{source}: {num_items} rows, {len(rows)} of them readable")
     names = list(dict.fromkeys(name for row in rows for name in row.columns))
     for name in names:
@@ -92,7 +92,7 @@ def show_layout(source: str, rows: Sequence[Row], *, num_items: int) -> None:
 
 
 def show_samples(found: DataCheck, statements: Statements | None, *, max_new_tokens: int) -> None:
-    """The first, the middle and the last prompt as the model will see them."""
+    """Print the first, the middle and the last prompt as the model will see them."""
     rows = found.rows
     places = sorted({0, len(rows) // 2, len(rows) - 1})[:NUM_SAMPLES] if rows else []
     for number, place in enumerate(places, start=1):
@@ -112,7 +112,7 @@ def show_samples(found: DataCheck, statements: Statements | None, *, max_new_tok
 
 
 def visible(row: CheckedRow, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The prompt decoded from its token ids, special tokens in ⟦brackets⟧."""
+    """Return the prompt decoded from its token ids, with special tokens in ⟦brackets⟧."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     parts = []
     for is_special, ids in groupby(row.token_ids, key=lambda token_id: token_id in special):
@@ -124,7 +124,7 @@ def visible(row: CheckedRow, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def show_check(found: DataCheck, *, prompt_max_len: int, in_tokens: bool) -> None:
-    """Lengths, counts, and the rows that cannot be used."""
+    """Print lengths, counts, and the rows that cannot be used."""
     lengths = [len(row.token_ids) if in_tokens else len(row.text) for row in found.rows]
     say()
     show_lengths(f"{'tokens' if in_tokens else 'characters'} of a prompt", lengths)
@@ -138,7 +138,7 @@ def show_check(found: DataCheck, *, prompt_max_len: int, in_tokens: bool) -> Non
 
 
 def show_media(sizes: Sequence[tuple[int, int]]) -> None:
-    """Numbers of images and videos, and their sizes in pixels."""
+    """Print the number of images and videos, and their sizes in pixels."""
     if sizes:
         widths, heights = [width for width, _ in sizes], [height for _, height in sizes]
         say(
@@ -148,7 +148,7 @@ def show_media(sizes: Sequence[tuple[int, int]]) -> None:
 
 
 def show_certificate(found: Certificate | None) -> None:
-    """The scores of reference answers and of answers that must not pass."""
+    """Print the scores of reference answers and of answers that must not pass."""
     if found is None:
         say("reference answers: not scored, no --reward_fn")
         return
@@ -172,7 +172,7 @@ def show_certificate(found: Certificate | None) -> None:
 
 
 def show_places(what: str, places: Sequence[str]) -> None:
-    """How many places there are, and the first of them."""
+    """Print the number of places and the first ones."""
     examples = f", first: {', '.join(places[:3])}" if places else ""
     say(f"{what}: {len(places)}{examples}")
 
@@ -183,14 +183,14 @@ def show_too_long(places: Sequence[str], limit: int, option: str) -> None:
 
 
 def show_duplicates(what: str, pairs: Sequence[tuple[str, str]]) -> None:
-    """Print the rows that earlier rows equal."""
+    """Print the rows that repeat earlier rows."""
     lines = [f"{place} = {first}" for place, first in pairs]
     show_places(f"duplicate {what} (a run uses them all)", lines)
 
 
 def show_lengths(what: str, counts: Sequence[int]) -> None:
-    """Print how lengths are spread."""
-    import numpy as np  # `--help` is to be fast
+    """Print the quantiles of lengths."""
+    import numpy as np  # not at the top: `--help` must be fast
 
     if len(counts):
         shown = (f"{name} {np.quantile(counts, q):g}" for name, q in QUANTILES.items())
@@ -198,7 +198,7 @@ def show_lengths(what: str, counts: Sequence[int]) -> None:
 
 
 def show_lines(what: str, lines: Sequence[str]) -> None:
-    """Print how many lines there are, and each."""
+    """Print the number of lines, and the lines."""
     say(f"{what}: {len(lines)}")
     for line in lines:
         say(f"  {line}")
@@ -250,8 +250,8 @@ class Request:
     Args:
         source: Files, folders or names of data sets, separated by commas.
         config: Options of the run.
-        given: Names of the options that were given.
-        stage: One of `STAGE_CHECKS`.
+        given: Names of the options that the user set.
+        stage: Key of `STAGE_CHECKS`.
     """
 
     source: str
@@ -264,10 +264,10 @@ def run(argv: Sequence[str]) -> int:
     """Run the command; see `lightrft data check --help`.
 
     Raises:
-        UsageError: Arguments that cannot be read.
-        ConfigError: Options with wrong values.
-        DataError: A source that cannot be read at all.
-        RewardError: A reward function that cannot be loaded, or that fails.
+        UsageError: The arguments cannot be parsed.
+        ConfigError: An option has a wrong value.
+        DataError: The source cannot be read at all.
+        RewardError: A reward function cannot be loaded, or fails.
     """
     if argv and argv[0] == "check":
         request = parse(argv[1:])
@@ -279,7 +279,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def add_stage(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that chooses the stage."""
+    """Add the option that chooses the stage."""
     parser.add_argument(
         "--stage",
         choices=tuple(STAGE_CHECKS),
@@ -291,7 +291,7 @@ def add_stage(parser: argparse.ArgumentParser) -> None:
 
 
 def check(request: Request) -> int:
-    """Print what is in the prompts; 4 if a row is bad."""
+    """Print the findings on prompts; return 4 if a row is bad."""
     items = read_items(request.source, request.config)
     rows = [item for item in items if not isinstance(item, DataError)]
     show_layout(request.source, rows, num_items=len(items))
@@ -304,18 +304,18 @@ def check(request: Request) -> int:
         _say_of_model(rows[0], reader, statements, config)
     shown = with_progress(items, "rows checked")
     record = ReadRecord()
-    found = check_rows(
+    result = check_rows(
         map(record.watch_item, shown), reader, config, has_model=tokenizer is not None
     )
-    show_samples(found, statements, max_new_tokens=config.generate_max_len)
-    show_check(found, prompt_max_len=config.prompt_max_len, in_tokens=tokenizer is not None)
+    show_samples(result, statements, max_new_tokens=config.generate_max_len)
+    show_check(result, prompt_max_len=config.prompt_max_len, in_tokens=tokenizer is not None)
     if not config.apply_chat_template:
-        remark = prompt_remark(reader, [row.text for row in found.rows if not row.media])
+        remark = prompt_remark(reader, [row.text for row in result.rows if not row.media])
         say(f"prompts read otherwise than they stand: {remark or 0}")
     say(record.line(OF_PROMPTS) or "all columns and keys that belong into prompts are read")
-    usable = found.rows if tokenizer is None else found.usable
-    num_bad = len(found.problems) + _num_reward_problems(usable, config)
-    left_out = len(found.rows) - len(usable)
+    usable = result.rows if tokenizer is None else result.usable
+    num_bad = len(result.problems) + _num_reward_problems(usable, config)
+    left_out = len(result.rows) - len(usable)
     note = f", {left_out} are left out as too long" if left_out else ""
     return verdict(num_bad, usable, f"prompts can be trained on{note}")
 
@@ -323,7 +323,7 @@ def check(request: Request) -> int:
 def _say_of_model(
     row: Row, reader: PromptTokenizer, statements: Statements | None, config: PromptDataOptions
 ) -> None:
-    """Say what the model says of itself, once its template is known to end."""
+    """Print the model's statements, after a check that its template ends."""
     if config.apply_chat_template:
         require_bounded(row, lambda: render(row, reader, config))
     if statements is not None:
@@ -332,7 +332,7 @@ def _say_of_model(
 
 
 def _num_reward_problems(usable: Sequence[CheckedRow], config: ScoringOptions) -> int:
-    """Try the rewards and the environment on the rows; return how many problems rewards have."""
+    """Try the rewards and the environment on the rows; return the number of reward problems."""
     scores = bool(config.reward_fn or config.remote_rm_url)
     certificate = certify(usable, config) if scores and usable else None
     show_certificate(certificate)
@@ -342,7 +342,7 @@ def _num_reward_problems(usable: Sequence[CheckedRow], config: ScoringOptions) -
 
 
 def _answered(statements: Statements) -> None:
-    """Renders an answer; a DataError that comes from a MemoryError says that it is too long."""
+    """Render an answer; raise a DataError from a MemoryError if that takes too much memory."""
     try:
         _ = statements.behind_answer
     except MemoryError as error:
@@ -358,20 +358,20 @@ def _reader(tokenizer: PreTrainedTokenizerBase | None, config: RowDataOptions) -
 
 
 def _within_context(config: RolloutOptions) -> dict[str, object]:
-    """Return the lengths that a run takes; say so where it takes none."""
+    """Return the lengths that a run uses; warn if they do not fit the model."""
     if config.pretrain is None:
         return {}
     from lightrft.stages.opening import prompts_within_context
 
     try:
         return prompts_within_context(config)
-    except ConfigError as error:  # of a run, which may have other options
+    except ConfigError as error:  # only a warning: the run may have other options
         say(f"warning: {error}")
         return {}
 
 
 def _show_environment(usable: Sequence[CheckedRow], config: ScoringOptions) -> None:
-    """What the environment pays for episodes that no model played."""
+    """Print the environment's rewards for episodes without a model."""
     from lightrft.tools.data.environment_probes import play_probes, report
 
     for line in report(play_probes(usable, config)):
@@ -379,10 +379,10 @@ def _show_environment(usable: Sequence[CheckedRow], config: ScoringOptions) -> N
 
 
 def require_bounded(row: Row, rendering: Callable[[], object]) -> None:
-    """Render a row in a fork, which may take neither the time nor the memory of this process.
+    """Render a row in a fork, so that it cannot use up this process's time or memory.
 
     Raises:
-        DataError: The chat template does not end, or not within the bounds.
+        DataError: The chat template does not end within the limits.
     """
 
     def attempt() -> bool:
@@ -390,7 +390,7 @@ def require_bounded(row: Row, rendering: Callable[[], object]) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (used + TEMPLATE_BYTES, resource.RLIM_INFINITY))
         try:
             rendering()
-        except DataError as error:  # said later, of the row
+        except DataError as error:  # reported later, with the row
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, MemoryError):
                 cause = cause.__cause__
@@ -409,10 +409,10 @@ def require_bounded(row: Row, rendering: Callable[[], object]) -> None:
 
 
 def read_items(source: str, config: SplitOptions) -> list[Row | DataError]:
-    """All rows of the sources, and in the place of each malformed one its error.
+    """Return all rows of the sources, with an error in place of each malformed one.
 
     Raises:
-        DataError: There is none.
+        DataError: There are no rows.
     """
     parts, split = split_sources(source), config.prompt_split
     items = [item for part in parts for item in scan_rows(part, split=split)]
@@ -423,11 +423,11 @@ def read_items(source: str, config: SplitOptions) -> list[Row | DataError]:
 
 
 def parse(argv: Sequence[str]) -> Request:
-    """The source and the options.
+    """Return the source and the options.
 
     Raises:
-        ConfigError: Unknown names or wrong values, all at once.
-        UsageError: No source.
+        ConfigError: Names are unknown or values wrong; one error lists all.
+        UsageError: There is no source.
     """
     first = Parser("data check", DESCRIPTION, add_help=False)
     add_stage(first)
@@ -444,12 +444,12 @@ def parse(argv: Sequence[str]) -> Request:
     if source is None:
         raise UsageError("give a file, a folder or the name of a data set to check")
     names, defaults = set(command_options("data")), vars(TrainConfig())
-    given = {name for name in names if vars(config)[name] != defaults[name]}
-    return Request(source, config, frozenset(given | (names & set(vars(parsed)))), stage)
+    set_names = {name for name in names if vars(config)[name] != defaults[name]}
+    return Request(source, config, frozenset(set_names | (names & set(vars(parsed)))), stage)
 
 
 def build_parser(stage: str = "policy") -> Parser:
-    """The parser of `lightrft data check` of the rows of a stage."""
+    """Return the parser of `lightrft data check` for the rows of a stage."""
     parser = Parser("data check", DESCRIPTION, argument_default=argparse.SUPPRESS)
     parser.add_argument(
         "source",
@@ -465,7 +465,7 @@ def build_parser(stage: str = "policy") -> Parser:
 
 
 def _options_of(stage: str) -> Sequence[str]:
-    """Return the options of a run that the check of its rows takes."""
+    """Return the options of a run that the check of its rows also takes."""
     policy, taken = available_options(), command_options("data")
     if stage == "policy":
         return taken
@@ -475,24 +475,24 @@ def _options_of(stage: str) -> Sequence[str]:
         if name in taken or name not in policy
     ]
     of_rules = ["label_key", *(name for name in taken if policy[name].group == "reward")]
-    # Those that decide the size of a run, beside those of its rows.
+    # Options that decide the size of a run, beside those of its rows.
     sizes = ["train_batch_size", "max_epochs"]
     more = {"sft": sizes, "distill": [*sizes, "teacher"], "prefer": of_rules, "reward": of_rules}
     return [*of_rows, *more[stage]]
 
 
 def propose_keys_of(request: Request, rows: Sequence[Row]) -> TrainConfig:
-    """The options of the request; keys that are not given are taken from the data."""
+    """Return the options of the request, with unset keys taken from the data."""
     config = request.config
     columns: Mapping[str, object] = rows[0].columns if rows else {}
     proposal = propose_keys(columns)
-    found = {} if "input_key" in request.given else found_keys(columns, config)
+    detected = {} if "input_key" in request.given else found_keys(columns, config)
     keys = {"input_key": proposal.input_key, "label_key": proposal.label_key}
     proposed: dict[str, object] = {
         name: key
         for name, key in keys.items()
         if key and name not in request.given and vars(config)[name] not in columns
-    } | found
+    } | detected
     input_key = proposed.get("input_key", config.input_key)
     if (
         proposal.holds_messages
@@ -505,7 +505,7 @@ def propose_keys_of(request: Request, rows: Sequence[Row]) -> TrainConfig:
 
 
 def load_statements(config: PromptDataOptions) -> Statements | None:
-    """What `pretrain` says of itself; None without one.
+    """Return the statements of the model `pretrain`; None without a model.
 
     Raises:
         ConfigError: Its files contradict each other.

@@ -1,4 +1,4 @@
-"""Episodes that deserve no reward, played in the environment itself, without a model."""
+"""Episodes that deserve no reward, played in the environment without a model."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from lightrft.tools.data.row_checks import CheckedRow
 MAX_EPISODES = 8
 _WORDS = ("yes", "no", "0", "1", "help", "north", "the answer", "a b c", "")
 Arguments = dict[str, object]
-# The arguments of a call, by the schemas of the tools, what was said last, and draws.
+# Tool name and arguments of a call, by the tools' schemas, the last reply, and random draws.
 Policy = Callable[[Mapping[str, Mapping[str, object]], str, random.Random], tuple[str, Arguments]]
 
 
 def play_probes(
     rows: Sequence[CheckedRow], config: ScoringOptions
 ) -> dict[str, list[float | None]]:
-    """Return rewards of empty turns, of random calls, and of calls that repeat what a tool said.
+    """Return rewards of empty turns, of random calls, and of calls that repeat a tool's reply.
 
-    None is an episode that failed, or whose environment gives no reward.
+    None is an episode that failed or whose environment gives no reward.
 
     Args:
-        rows: Of the prompts; the first ones are played.
-        config: Its options on environments.
+        rows: Rows of prompts; the first ones are played.
+        config: Options, those on environments.
 
     Raises:
         ConfigError: The environment cannot be loaded.
@@ -48,14 +48,14 @@ def play_probes(
         results = [futures[number].result() for number in range(len(episodes))]
     finally:
         pool.close()
-    found: dict[str, list[float | None]] = {kind: [] for kind in POLICIES}
+    rewards: dict[str, list[float | None]] = {kind: [] for kind in POLICIES}
     for (kind, _), result in zip(episodes, results, strict=True):
-        found[kind].append(result if isinstance(result, float) else None)
-    return found
+        rewards[kind].append(result if isinstance(result, float) else None)
+    return rewards
 
 
 def report(played: Mapping[str, Sequence[float | None]]) -> list[str]:
-    """A line for each kind, and a warning for each that is paid."""
+    """Return a line for each kind, and a warning for each kind that is rewarded."""
     lines = ["episodes played without a model, mean reward by the environment"]
     warnings = []
     for kind, results in played.items():
@@ -64,7 +64,7 @@ def report(played: Mapping[str, Sequence[float | None]]) -> list[str]:
         num_failed, num_paid = len(results) - len(rewards), sum(each > 0 for each in rewards)
         failed = f", {num_failed} failed" if num_failed else ""
         lines.append(f"  {kind}: {mean}{failed}")
-        # Luck may find an answer now and then; doing nothing finds none.
+        # Random calls may be right by chance; empty turns must never be.
         luck = 0 if kind == "empty turns" else len(rewards) // 2
         if num_paid > luck:
             warnings.append(f"warning: {num_paid} of {len(rewards)} {kind} are paid")
@@ -79,35 +79,35 @@ class _ProbeEpisode:
     config: EnvironmentOptions
 
     def play(self, row: CheckedRow, policy: Policy | None) -> float | None:
-        """The reward; None where the environment gives none."""
+        """Play an episode and return its reward; None if the environment gives none."""
         draw, seconds = random.Random(self.number), self.config.tool_timeout_seconds
         known: Arguments = {
             "seed": 0,
             "sample_seed": self.number,
             "max_turns": self.config.max_turns,
         }
-        given = {name: known[name] for name in self.spec.takes} | dict(row.columns)
+        columns = {name: known[name] for name in self.spec.takes} | dict(row.columns)
         if self.spec.answers_turns:
-            given.setdefault("prompt", [{"role": "user", "content": row.text}])
+            columns.setdefault("prompt", [{"role": "user", "content": row.text}])
         self.host.start()
-        told = self._ask("reset", -1, row=given)
-        said = str(told["text"] if isinstance(told, dict) else told or "")
+        reply = self._ask("reset", -1, row=columns)
+        said = str(reply["text"] if isinstance(reply, dict) else reply or "")
         paid = 0.0
         for turn in range(self.config.max_turns):
             if policy is None and not self.spec.answers_turns:
                 break
             choose = policy or _say_nothing
             name, arguments = choose(self.spec.functions, said, draw)
-            told = cast(
+            reply = cast(
                 "dict[str, object]", self._ask("call", turn, name=name, arguments=arguments)
             )
-            said = str(told["text"])
-            paid += float(cast("float", told.get("reward", 0.0)))
-            if "ends_episode" in told:
+            said = str(reply["text"])
+            paid += float(cast("float", reply.get("reward", 0.0)))
+            if "ends_episode" in reply:
                 break
-        found = self._ask("reward", self.config.max_turns) if self.spec.has_reward else None
+        rewards = self._ask("reward", self.config.max_turns) if self.spec.has_reward else None
         self.host.forget(str(self.number), seconds=seconds)
-        return None if found is None else paid + float(cast("list[float]", found)[0])
+        return None if rewards is None else paid + float(cast("list[float]", rewards)[0])
 
     def _ask(self, operation: str, turn: int, **details: object) -> object:
         seconds, draws = self.config.tool_timeout_seconds, (self.number, turn)
@@ -130,7 +130,7 @@ def _call_at_random(
 def _repeat(
     tools: Mapping[str, Mapping[str, object]], said: str, draw: random.Random
 ) -> tuple[str, Arguments]:
-    """A call whose texts are what was said last, whose other values are drawn."""
+    """Return a call with the last reply as its texts and random other values."""
     name, arguments = _call_at_random(tools, said, draw)
     return name, {k: said if isinstance(v, str) else v for k, v in arguments.items()}
 

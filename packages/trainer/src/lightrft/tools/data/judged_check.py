@@ -1,4 +1,4 @@
-"""`lightrft data check --stage prefer|reward`: what these would find in their judged answers."""
+"""`lightrft data check --stage prefer|reward`: a check of judged answers before a run."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Reader = Callable[[Row], Judgement]
-# A ruler that is right this often decides the pairs without reading them.
+# If length alone is right this often, it may decide the pairs without their content.
 SUSPICIOUS_SHARE = 0.75
 
 
@@ -81,41 +81,41 @@ class JudgedCheck:
 
     @property
     def judgements(self) -> list[Judgement]:
-        """Without their places."""
+        """Judgements without their places."""
         return [judgement for _, judgement in self.rows]
 
     @property
     def pairs(self) -> list[tuple[Row, PreferencePair]]:
-        """The judgements that are pairs."""
+        """Judgements that are pairs, with their rows."""
         return [(row, each) for row, each in self.rows if isinstance(each, PreferencePair)]
 
     @property
     def contradictions(self) -> list[str]:
-        """Pairs whose rejected answer another pair of the same prompt has chosen, and that one."""
+        """Pairs whose rejected answer is chosen in another pair of the prompt, with that pair."""
         chosen = {each.chosen.key: row.location for row, each in self.pairs}
         keys = ((row, each.rejected.key) for row, each in self.pairs)
         return [f"{row.location} against {chosen[key]}" for row, key in keys if key in chosen]
 
     @property
     def beginnings(self) -> list[str]:
-        """Places of pairs of which one answer is the beginning of the other, its end apart."""
-        found = []
+        """Places of pairs where one answer without its end token begins the other."""
+        places = []
         for row, each in self.pairs:
             short, long = sorted((part.token_ids for part in each.rows), key=len)
-            # The token that ends the shorter one stands elsewhere in the longer one.
+            # The end token of the shorter answer is not at that place in the longer one.
             if np.array_equal(short[:-1], long[: len(short) - 1]) and len(short) < len(long):
-                found.append(row.location)
-        return found
+                places.append(row.location)
+        return places
 
 
 def check(request: Request) -> int:
-    """Print what is in the rows; 4 if a row is bad.
+    """Print the findings on the rows; return 4 if a row is bad.
 
     Raises:
-        ConfigError: Options that do not fit the rows.
-        DataError: A source that cannot be read at all, or options that do not fit its rows.
-        ModelLoadError: A tokenizer that cannot be read.
-        RewardError: A reward function that cannot be loaded, or that fails.
+        ConfigError: The options do not fit the rows.
+        DataError: The source cannot be read at all, or the options do not fit its rows.
+        ModelLoadError: The tokenizer cannot be read.
+        RewardError: A reward function cannot be loaded, or fails.
     """
     stage = request.stage
     reading = read_vocabulary(request.config, generates=stage == "prefer")
@@ -126,24 +126,24 @@ def check(request: Request) -> int:
     reader: Reader = build(tokenizer, config, first, reading.vocab_size, reading.reader)
     require_bounded(first, lambda: reader(first))
     reading.statements.say(say)
-    found = check_judgements(items, reader, config.max_row_tokens)
-    refuse(option_problems(found, config, stage), ConfigError)
-    show_judgements(found, tokenizer)
-    show_numbers(found, config)
+    result = check_judgements(items, reader, config.max_row_tokens)
+    refuse(option_problems(result, config, stage), ConfigError)
+    show_judgements(result, tokenizer)
+    show_numbers(result, config)
     if config.reward_fn:
-        show_rule(found, tokenizer, config)
-    return verdict(len(found.problems), found.rows, "rows can be trained on")
+        show_rule(result, tokenizer, config)
+    return verdict(len(result.problems), result.rows, "rows can be trained on")
 
 
 def check_judgements(
     items: Sequence[Row | DataError], reader: Reader, max_row_tokens: int
 ) -> JudgedCheck:
-    """Reads every row as a run would, and goes on after what is wrong.
+    """Read every row as a run would, and continue after problems.
 
     Args:
-        items: Rows, and errors in the place of malformed ones (`scan_rows`).
-        reader: That of the stage.
-        max_row_tokens: Of the longest answer, with its prompt, that a run takes.
+        items: Rows, and errors in place of malformed ones (`scan_rows`).
+        reader: Reader of the stage.
+        max_row_tokens: Length of the longest answer, with its prompt, that a run takes.
     """
     read, problems = read_each(items, reader)
     rows, too_long = [], []
@@ -156,7 +156,7 @@ def check_judgements(
 
 
 def option_problems(found: JudgedCheck, config: TrainConfig, stage: str) -> list[str]:
-    """Reasons why the chosen loss or rule is none of these rows, one line each."""
+    """Return the reasons why the chosen loss or rule does not fit these rows, one line each."""
     if not found.rows:
         return []
     problems = []
@@ -172,7 +172,7 @@ def option_problems(found: JudgedCheck, config: TrainConfig, stage: str) -> list
 
 
 def show_judgements(found: JudgedCheck, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The answers of the first rows as text, what counts of them between >> and <<."""
+    """Print the answers of the first rows, with their trained parts between >> and <<."""
     for row, each in found.rows[:NUM_SAMPLES]:
         for name, answer in zip(_names(each), each.rows, strict=True):
             show_text(f"{row.location}, {name}", answer, tokenizer)
@@ -180,7 +180,7 @@ def show_judgements(found: JudgedCheck, tokenizer: PreTrainedTokenizerBase) -> N
 
 
 def _names(judgement: Judgement) -> list[str]:
-    """The words for each answer of a judgement."""
+    """Return the words for each answer of a judgement."""
     if isinstance(judgement, PreferencePair):
         margin = "" if judgement.margin is None else f", margin {judgement.margin:g}"
         return [f"chosen{margin}", "rejected"]
@@ -198,7 +198,7 @@ def _names(judgement: Judgement) -> list[str]:
 
 
 def show_numbers(found: JudgedCheck, config: RowLengthOptions) -> None:
-    """Lengths, counts, what the labels say, and every row that cannot be used."""
+    """Print lengths, counts, statistics of labels, and every row that cannot be used."""
     answers = [answer for each in found.judgements for answer in each.rows]
     show_sizes(answers)
     show_too_long(found.too_long, config.max_row_tokens, "max_row_tokens")
@@ -220,7 +220,7 @@ def show_numbers(found: JudgedCheck, config: RowLengthOptions) -> None:
 
 
 def show_labels(judgements: Sequence[Judgement]) -> None:
-    """Ties of rankings, and how labels and scores are spread."""
+    """Print ties of rankings, and the range of labels and scores."""
     rankings = [each for each in judgements if isinstance(each, RankedAnswers)]
     if rankings:
         lists = [list(each.by_name.values()) or [each.ranks] for each in rankings]
@@ -238,21 +238,21 @@ def show_labels(judgements: Sequence[Judgement]) -> None:
 
 
 def labels_of(judgements: Sequence[Judgement]) -> np.ndarray:
-    """[labels] float64 of answers that are not compared: 1 is good or right, 0 bad or wrong."""
-    found: list[float] = []
+    """Return [labels] float64 of answers without comparisons: 1 good or right, 0 bad or wrong."""
+    labels: list[float] = []
     for each in judgements:
         if isinstance(each, ScoredAnswer):
-            found.append(each.score)
+            labels.append(each.score)
         elif not isinstance(each, PreferencePair | RankedAnswers):
-            found += map(float, each.labels)
-    return np.array(found, dtype=np.float64)
+            labels += map(float, each.labels)
+    return np.array(labels, dtype=np.float64)
 
 
 def length_bias(judgements: Sequence[Judgement]) -> float | None:
-    """Share of compared answers whose better one has more tokens; equal lengths count half.
+    """Return the share of pairs whose better answer has more tokens; equal lengths count half.
 
-    The pairs of one ranking together weigh as much as one pair, of one of several scores, too;
-    ties are left out.
+    All pairs of one ranking, also of one of several scores, together weigh as much as one pair.
+    Ties are left out.
     """
     rankings = (each.by_name for each in judgements if isinstance(each, RankedAnswers))
     lengths = torch.tensor([float(len(row.token_ids)) for each in judgements for row in each.rows])
@@ -267,7 +267,7 @@ def length_bias(judgements: Sequence[Judgement]) -> float | None:
 
 
 def show_bias(judgements: Sequence[Judgement]) -> None:
-    """The part of the judgements that the lengths of the answers explain."""
+    """Print how well the lengths of the answers explain the judgements."""
     share = length_bias(judgements)
     if share is not None:
         say(f"the better answer is the longer one in {share:.1%} of the pairs, ties half")
@@ -287,7 +287,7 @@ def show_bias(judgements: Sequence[Judgement]) -> None:
 def show_rule(
     found: JudgedCheck, tokenizer: PreTrainedTokenizerBase, config: ScoringOptions
 ) -> None:
-    """The pairs of which the reward function prefers the rejected answer."""
+    """Print the pairs whose rejected answer the reward function prefers."""
     pairs = found.pairs[:MAX_ROWS]
     rows = [
         _scored_row(row, answer, tokenizer, config) for row, each in pairs for answer in each.rows
@@ -309,7 +309,7 @@ def show_rule(
 def _scored_row(
     row: Row, answer: SupervisedRow, tokenizer: PreTrainedTokenizerBase, config: PromptOptions
 ) -> CheckedRow:
-    """The prompt of an answer, and the label of its row."""
+    """Return the prompt of an answer with the label of its row."""
     start = int(np.argmax(answer.is_trained))
     prompt = tokenizer.decode(answer.token_ids[:start], skip_special_tokens=True)
     label = None if config.label_key is None else row.columns.get(config.label_key)

@@ -1,4 +1,4 @@
-"""Checks of the rows of a source: lengths, duplicates and faults that a run would meet."""
+"""Checks of the rows of a source: lengths, duplicates and faults that would affect a run."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ LABEL_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class KeyProposal:
-    """Columns that look like the prompt and the reference answer; None where none does."""
+    """Columns that look like the prompt and the reference answer, or None."""
 
     input_key: str | None
     label_key: str | None
@@ -37,10 +37,10 @@ class CheckedRow:
     """A row that can be trained on.
 
     Args:
-        location: Its place in the source.
-        text: The rendered prompt.
-        token_ids: Of the prompt.
-        label: The reference answer, if there is one.
+        location: Place in the source.
+        text: Rendered prompt.
+        token_ids: Token ids of the prompt.
+        label: Reference answer, or None.
         columns: All columns of the row.
         media_sizes: Width and height of each image, then of each video.
         media: Digests of all media.
@@ -60,11 +60,11 @@ class DataCheck:
     """Findings, row by row.
 
     Args:
-        rows: Those that can be trained on, over-long ones included.
-        problems: One line for each row that cannot.
-        num_empty: How many of those have an empty prompt.
+        rows: Rows that can be trained on, over-long ones included.
+        problems: One line for each row that cannot be used.
+        num_empty: Number of these rows with an empty prompt.
         too_long: Places of prompts with more tokens than allowed; a run drops and counts them.
-        duplicates: Places of prompts that an earlier row has already, and of those rows.
+        duplicates: Places of repeated prompts, each with the place of the first row.
     """
 
     rows: tuple[CheckedRow, ...]
@@ -75,21 +75,21 @@ class DataCheck:
 
     @property
     def usable(self) -> tuple[CheckedRow, ...]:
-        """Rows that a run trains on: those that are not too long."""
+        """Rows that a run trains on, without those that are too long."""
         left_out = set(self.too_long)
         return tuple(row for row in self.rows if row.location not in left_out)
 
     @property
     def num_without_label(self) -> int:
-        """Rows without a reference answer."""
+        """Number of rows without a reference answer."""
         return sum(row.label is None for row in self.rows)
 
 
 def propose_keys(columns: Mapping[str, object]) -> KeyProposal:
-    """The columns of a row that look like the prompt and the reference answer.
+    """Return the columns of a row that look like the prompt and the reference answer.
 
     Args:
-        columns: Of one row.
+        columns: Columns of one row.
     """
     prompts = [name for name in INPUT_KEYS if _is_prompt(columns.get(name))]
     labels = [name for name in LABEL_KEYS if name in columns and name not in prompts[:1]]
@@ -105,11 +105,11 @@ def check_rows(
     *,
     has_model: bool = True,
 ) -> DataCheck:
-    """Renders and tokenises every row as a run would, and goes on after what is wrong.
+    """Render and tokenise every row as a run would, and continue after problems.
 
     Args:
-        items: Rows, and errors in the place of malformed ones (`scan_rows`).
-        tokenizer, config, has_model: See `build_prompts`.
+        items: Rows, and errors in place of malformed ones (`scan_rows`).
+        tokenizer, config, has_model: Arguments of `build_prompts`.
     """
     rows: list[CheckedRow] = []
     problems: list[str] = []
@@ -120,7 +120,9 @@ def check_rows(
                 raise item
             (prompt,) = build_prompts([item], 0, tokenizer, config, has_model=has_model)
             media = prompt.media
-            sizes = tuple(x.size() for own in (media.images, media.videos) for x in own)
+            sizes = tuple(
+                x.size() for items_of_kind in (media.images, media.videos) for x in items_of_kind
+            )
             rows.append(
                 CheckedRow(
                     item.location,
@@ -141,10 +143,10 @@ def check_rows(
 
 
 def repeated(rows: Iterable[tuple[str, Hashable]]) -> tuple[tuple[str, str], ...]:
-    """Return the places of rows that an earlier row equals, and of those.
+    """Return the place of each row that repeats an earlier one, with the place of the first.
 
     Args:
-        rows: Place and contents of each.
+        rows: Place and contents of each row.
     """
     first: dict[Hashable, str] = {}
     pairs = ((place, first.setdefault(contents, place)) for place, contents in rows)

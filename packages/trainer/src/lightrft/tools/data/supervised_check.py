@@ -1,4 +1,4 @@
-"""`lightrft data check --stage sft|distill`: what training on given tokens would find in rows."""
+"""`lightrft data check --stage sft|distill`: a check of supervised rows before a run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SupervisedCheck:
         rows: Place and tokens of each row that a run trains on.
         too_long: Places of rows with more tokens than allowed, which a run leaves out.
         problems: One line for each row that cannot be used.
-        num_split: Conversations that became several rows.
+        num_split: Number of conversations that became several rows.
     """
 
     rows: tuple[tuple[str, SupervisedRow], ...]
@@ -59,12 +59,12 @@ class SupervisedCheck:
 
 
 def check(request: Request) -> int:
-    """Print what is in the rows; 4 if a row is bad.
+    """Print the findings on the rows; return 4 if a row is bad.
 
     Raises:
-        ConfigError: Options that do not fit the model.
-        DataError: A source that cannot be read at all, or options that do not fit its rows.
-        ModelLoadError: A tokenizer that cannot be read.
+        ConfigError: The options do not fit the model.
+        DataError: The source cannot be read at all, or the options do not fit its rows.
+        ModelLoadError: The tokenizer cannot be read.
     """
     reading = read_vocabulary(request.config)
     config = request.config.replaced(rows_within_context(request.config))
@@ -81,23 +81,23 @@ def check(request: Request) -> int:
     reading.statements.say(say)
     encoder = encoder_of_rows()
     say(f"rows with {encoder.kind}, trained: {encoder.train_on}")
-    found = check_rows(items, encoder, config.max_row_tokens)
-    show_rows(found, tokenizer)
+    result = check_rows(items, encoder, config.max_row_tokens)
+    show_rows(result, tokenizer)
     if config.train_on_regex is not None:
         say(f"rows without a match (a run leaves them out): {encoder.num_unmatched}")
-    show_numbers(found, config)
-    return verdict(len(found.problems), found.rows, "rows can be trained on")
+    show_numbers(result, config)
+    return verdict(len(result.problems), result.rows, "rows can be trained on")
 
 
 def check_rows(
     items: Sequence[Row | DataError], encoder: RowEncoder, max_row_tokens: int
 ) -> SupervisedCheck:
-    """Encodes every row as a run would, and goes on after what is wrong.
+    """Encode every row as a run would, and continue after problems.
 
     Args:
-        items: Rows, and errors in the place of malformed ones (`scan_rows`).
-        encoder: That of the stage.
-        max_row_tokens: Of the longest row that a run takes.
+        items: Rows, and errors in place of malformed ones (`scan_rows`).
+        encoder: Encoder of the stage.
+        max_row_tokens: Length of the longest row that a run takes.
     """
     read, problems = read_each(items, lambda item: list(encoder.rows(item)))
     every = [(item.location, row) for item, made in read for row in made]
@@ -109,28 +109,28 @@ def check_rows(
 def read_each(
     items: Sequence[Row | DataError], read: Callable[[Row], Made]
 ) -> tuple[list[tuple[Row, Made]], tuple[str, ...]]:
-    """What is made of each row, and a line for each of which nothing can be made."""
-    found: list[tuple[Row, Made]] = []
+    """Return the result of each row, and a line for each row that cannot be read."""
+    results: list[tuple[Row, Made]] = []
     problems: list[str] = []
     record = ReadRecord()
     for item in with_progress(items, "rows checked"):
         try:
             if isinstance(item, DataError):
                 raise item
-            found.append((item, read(record.watch(item))))
+            results.append((item, read(record.watch(item))))
         except DataError as error:
             problems.append(str(error))
     say(record.line() or "all columns and keys of messages are read")
-    return found, tuple(problems)
+    return results, tuple(problems)
 
 
 def read_source(
     source: str, config: SplitOptions, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Sequence[Row | DataError], Row]:
-    """All rows of a source, of which the layout is shown, and the first that can be read.
+    """Print the layout of a source; return all rows and the first that can be read.
 
     Raises:
-        DataError: None can be read, or their token ids are of another tokenizer.
+        DataError: No row can be read, or their token ids belong to another tokenizer.
     """
     items = read_items(source, config)
     rows = [item for item in items if not isinstance(item, DataError)]
@@ -142,14 +142,14 @@ def read_source(
 
 
 def show_rows(found: SupervisedCheck, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The first rows as text, what is trained between >> and <<."""
+    """Print the first rows as text, with their trained parts between >> and <<."""
     for place, row in found.rows[:NUM_SAMPLES]:
         show_text(place, row, tokenizer)
     say()
 
 
 def show_text(place: str, row: SupervisedRow, tokenizer: PreTrainedTokenizerBase) -> None:
-    """A row as text, what is trained between >> and <<."""
+    """Print a row as text, with its trained parts between >> and <<."""
     say(f"\n{place}: {len(row.token_ids)} tokens, {row.num_trained} trained (>>...<<)")
     text = marked_text(row, tokenizer)
     say("\n".join(f"    {line}" for line in text[:MAX_CHARACTERS].split("\n")))
@@ -158,7 +158,7 @@ def show_text(place: str, row: SupervisedRow, tokenizer: PreTrainedTokenizerBase
 
 
 def show_numbers(found: SupervisedCheck, config: RowRunOptions) -> None:
-    """Lengths, counts, the size of a run, and every row that cannot be used."""
+    """Print lengths, counts, the size of a run, and every row that cannot be used."""
     rows = [row for _, row in found.rows]
     show_sizes(rows)
     show_too_long(found.too_long, config.max_row_tokens, "max_row_tokens")
@@ -182,7 +182,7 @@ def show_sizes(rows: Sequence[SupervisedRow]) -> None:
 
 
 def show_remarks(rows: Iterable[SupervisedRow]) -> None:
-    """Print what of the texts was read otherwise than it stands."""
+    """Print how many texts were not read exactly as written."""
     say(f"texts read otherwise than they stand: {remark_of(rows) or 0}")
 
 
@@ -194,8 +194,9 @@ def show_run(rows: Sequence[SupervisedRow], config: RowRunOptions) -> None:
         say(f"a run takes {size} rows a step, and has {len(rows)}: set --train_batch_size")
         return
     step = size * fmean(len(row.token_ids) for row in rows)
-    own = size * fmean(row.num_trained for row in rows)
+    trained = size * fmean(row.num_trained for row in rows)
     say(
         f"a run on 1 process: {num_steps} steps of {size} rows; on average {step:.0f} tokens a "
-        f"step, {own:.0f} of them trained; {num_steps * step:.0f} and {num_steps * own:.0f} in all"
+        f"step, {trained:.0f} of them trained; {num_steps * step:.0f} and "
+        f"{num_steps * trained:.0f} in all"
     )
