@@ -79,7 +79,7 @@ def row_advantages(name: str, scores: Scores, given: Given) -> Array:
 
 
 def _gdpo(scores: Scores, given: Given) -> Array:
-    """Normalise each component within its group, then their weighted sum over the step."""
+    """Normalise components within groups, and their weighted sum over the step."""
     total, none = np.zeros(len(scores.rewards)), np.full(len(scores.rewards), math.nan)
     for part in str(given.get("components", "")).split(","):
         name, _, weight = part.partition("=")

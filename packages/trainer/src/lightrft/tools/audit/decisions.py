@@ -224,7 +224,7 @@ def check_decisions(
     """Compare the values at the start of a step, and the sizes and contents of its update.
 
     Args:
-        found: Receives the comparisons.
+        found: Collector of the comparisons.
         decided: Expected values.
         record: Record of the step.
         config: Options of the step.
@@ -360,7 +360,7 @@ def check_optimizers(
     """Compare optimizer classes, numbers, trained names, counters and schedules with the options.
 
     Args:
-        found: Receives the comparisons.
+        found: Collector of the comparisons.
         decided: Expected values.
         record: Record of the step.
         config: Options of the step.

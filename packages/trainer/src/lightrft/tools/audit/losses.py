@@ -94,7 +94,7 @@ def gspo(batch: Batch, given: Options) -> Tensor:
 
 
 def gspo_token(batch: Batch, given: Options) -> Tensor:
-    """Follow the paper of `gspo`, sec. 4.3: each token's gradient has its own advantage."""
+    """Follow the paper of `gspo`, sec. 4.3: each token's gradient uses its advantage."""
     mean = batch.mean_difference
     by_token = Pair(with_slope_of(mean.own, batch.p.own), mean.run)
     return _surrogate(batch, by_token, given)
@@ -207,7 +207,7 @@ def _size(value: Pair, borders: Borders) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """A built-in policy loss.
+    """Built-in policy loss.
 
     Args:
         function: Loss per token.

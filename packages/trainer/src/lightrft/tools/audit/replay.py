@@ -89,7 +89,7 @@ class ReplayedStep:
 
     Args:
         record, config: Record and options of the step.
-        found: Receives the comparisons.
+        found: Collector of the comparisons.
         rows: Rows built from the raw samples.
         policy: Plain model of the actor; None if its inputs are not all recorded.
         critic: Plain model of the critic, or None.

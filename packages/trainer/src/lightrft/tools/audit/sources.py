@@ -145,7 +145,7 @@ def check_schedules(
     """Check that schedules continue from the previous step, unless the run's length changed.
 
     Args:
-        found: Receives the comparisons.
+        found: Collector of the comparisons.
         record: Record of the step.
         before: Record of the previous step; None without.
         counts: Optimizer steps before this step, by model; None if unknown.

@@ -120,7 +120,7 @@ class ReplayedLoss(ABC):
         unit = self.step.unit
         rounded = [unit * each.abs() for each in slopes]
         if self.step.is_rounded:
-            # The backward pass is measured apart; scores are off by their mean distance.
+            # The error of the backward pass is measured; scores are off by their mean distance.
             return [moved / NOISE_SAFETY, *rounded[1:]]
         return [moved + rounded[0], *rounded[1:]]
 
