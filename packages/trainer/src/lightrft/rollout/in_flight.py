@@ -1,7 +1,7 @@
-"""Rows between their sampling and the step that trains on them, and their form in checkpoints.
+"""Rows that are sampled but not yet trained on, and their form in checkpoints.
 
-A checkpoint holds them as one JSON text for each rank that had them; a run that is continued with
-another number of ranks gives the rows of rank r to rank r modulo that number.
+A checkpoint holds one JSON text for each rank that had rows. If a run continues with another
+number of ranks, the rows of rank r go to rank r modulo that number.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightrft.rollout.open_groups import NOTHING_OPEN, StreamState
 from lightrft.rollout.source import UNKNOWN, InFlight, Samples, Selection, StreamReport
 from lightrft.strategy.distributed.context import DistributedContext
 
-# Parts of checkpoints are read by the types of their records.
+# The types of the records determine how checkpoints are parsed.
 type_hints(Media, FileSource=FileSource, VideoSource=VideoSource)
 type_hints(AnsweredCall, ImageSource=ImageSource)
 _MODULUS = 2**61 - 1
@@ -41,7 +41,7 @@ _FLAGS = ("has_failed", "is_abandoned", "is_filler", "is_dismissed", "lacks_base
 
 @dataclass(frozen=True, slots=True)
 class _StoredTable:
-    """A `RowTable`: all values as numbers, row after row."""
+    """A `RowTable` with all values as numbers, in row-major order."""
 
     component_names: tuple[str, ...]
     columns: Mapping[str, tuple[float, ...]]
@@ -55,21 +55,21 @@ class _StoredTable:
         )
 
     def table(self, world_size: int) -> RowTable:
-        """The rows, held by so many ranks."""
+        """Return the rows as a table held by `world_size` ranks."""
         like = row_table(())
-        found = {
+        columns = {
             name: np.array(values, COLUMNS[name].dtype if name in COLUMNS else like[name].dtype)
             for name, values in self.columns.items()
         }
-        shape = (len(found["sample_ids"]), len(self.component_names))
-        found["components"] = found["components"].reshape(shape)
-        found["holders"] = found["holders"] % world_size
-        return build_table(RowTable, self.component_names, found)
+        shape = (len(columns["sample_ids"]), len(self.component_names))
+        columns["components"] = columns["components"].reshape(shape)
+        columns["holders"] = columns["holders"] % world_size
+        return build_table(RowTable, self.component_names, columns)
 
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """Notes on a sample; see `SampleEntry`."""
+    """Stored form of a `SampleEntry`."""
 
     group_id: int
     request_id: int
@@ -83,7 +83,7 @@ class _Note:
     @classmethod
     def of(cls, entry: SampleEntry) -> Self:
         flags = {name: getattr(entry, name) for name in _FLAGS}
-        # Texts and columns are told by identity, which files do not keep: they are compared here.
+        # Texts and columns are compared by identity, which files do not keep, so compare them now.
         return cls(
             entry.group_id,
             entry.request_id,
@@ -96,20 +96,20 @@ class _Note:
         )
 
     def entry(self) -> SampleEntry:
-        """Of the continued run."""
-        found = SampleEntry(self.group_id, self.prompt, penalty=self.penalty, fault=self.fault)
-        found.request_id = self.request_id
-        found.scored |= set(self.scored)
+        """Return the ledger entry for the continued run."""
+        entry = SampleEntry(self.group_id, self.prompt, penalty=self.penalty, fault=self.fault)
+        entry.request_id = self.request_id
+        entry.scored |= set(self.scored)
         for name in _FLAGS:
-            setattr(found, name, self.flags[name])
-        for source, given in self.rewards.items():
-            found.rewards[source] = UNDECIDED if math.isnan(given.reward) else given
-        return found
+            setattr(entry, name, self.flags[name])
+        for source, result in self.rewards.items():
+            entry.rewards[source] = UNDECIDED if math.isnan(result.reward) else result
+        return entry
 
 
 @dataclass(frozen=True, slots=True)
 class _StoredSamples:
-    """One rank's part of `Samples`; what all ranks know is on the first alone."""
+    """One rank's part of `Samples`; only the first rank stores what all ranks know."""
 
     scored: tuple[ScoredRollout, ...]
     num_prompts: int
@@ -128,10 +128,10 @@ class _StoredSamples:
 
     @classmethod
     def of(cls, samples: Samples, rank: int) -> Self:
-        """The part of a rank."""
+        """Return the part of rank `rank`."""
         evidence, is_first = samples.evidence, rank == 0
         selection, greedy = samples.selection, samples.greedy
-        found = cls(
+        stored = cls(
             tuple(samples.scored),
             samples.num_prompts,
             samples.num_rounds,
@@ -144,18 +144,18 @@ class _StoredSamples:
             agent_counts=None if samples.agent_counts is None else tuple(samples.agent_counts),
         )
         if evidence is None:
-            return found
-        own = {item.rollout.sample_id for item in samples.scored}
+            return stored
+        sample_ids = {item.rollout.sample_id for item in samples.scored}
         ledger = evidence.ledger
         calls = {
             (segment.request_id, segment.sample_index)
-            for i in own
+            for i in sample_ids
             for segment in evidence.accounts[i].segments
         }
         return replace(
-            found,
+            stored,
             special_ids=tuple(sorted(evidence.special_ids)),
-            notes={str(i): _Note.of(each) for i, each in ledger.entries.items() if i in own},
+            notes={str(i): _Note.of(each) for i, each in ledger.entries.items() if i in sample_ids},
             greedy_notes={str(i): _Note.of(e) for i, e in ledger.greedy.entries.items()},
             entries=tuple(e for e in evidence.entries.values() if e.key[:2] in calls),
         )
@@ -177,7 +177,7 @@ def _selection(values: Mapping[str, Sequence[float]]) -> Selection:
 def _joined(
     parts: Sequence[_StoredSamples], own: Sequence[_StoredSamples], world_size: int
 ) -> Samples:
-    """The samples of a step on one rank, of which it has some of the parts."""
+    """Merge the parts that one rank holds into its samples of a step."""
     first = parts[0]
     if first.table is None:
         raise ValueError("the first rank's rows have no table")
@@ -231,17 +231,17 @@ def check_balance(
     group_size: int,
     context: DistributedContext,
 ) -> int:
-    """The balance after a step; collective.
+    """Return the balance after a step; collective.
 
     Args:
-        before, after: The rows in flight.
-        drawn: What the step sampled.
-        trained: What it trains on.
-        group_size: Samples of a prompt.
-        context: Adds up over ranks.
+        before, after: Rows in flight before and after the step.
+        drawn: Samples that the step drew.
+        trained: Samples that the step trains on.
+        group_size: Number of samples per prompt.
+        context: Context in which sums over ranks are formed.
 
     Raises:
-        LedgerError: Samples that were asked for are trained twice, or lost; on every rank.
+        LedgerError: Requested samples are trained twice or lost; raised on every rank.
     """
     ledgers = [each.evidence.ledger for each in (trained, *drawn, *after.held) if each.evidence]
     if before.balance == UNKNOWN or len(ledgers) < 1 + len(drawn) + len(after.held):
@@ -253,11 +253,11 @@ def check_balance(
     kept = sum(_sum(each, group_size) for each in ledgers[1 + len(drawn) :])
     for group in after.stream.groups:
         kept += sum(_mixed(group.request_id, index) for index in range(len(group.samples)))
-    told: list[tuple[int, int]] = context.gather_objects((done, kept))
+    sums: list[tuple[int, int]] = context.gather_objects((done, kept))
     asked = range(before.num_requests, after.num_requests)
     balance = before.balance + sum(_mixed(i, index) for i in asked for index in range(group_size))
-    balance = (balance - sum(each for each, _ in told)) % _MODULUS
-    if balance != sum(each for _, each in told) % _MODULUS:
+    balance = (balance - sum(each for each, _ in sums)) % _MODULUS
+    if balance != sum(each for _, each in sums) % _MODULUS:
         raise LedgerError(
             "ledger gate: of the samples that were asked for some are trained twice or are lost "
             "between steps; nothing was trained. Report this: it is a fault of the program; "
@@ -267,7 +267,7 @@ def check_balance(
 
 
 def _sum(ledger: SampleLedger, group_size: int, *, is_dismissed: bool = False) -> int:
-    """Over the samples of this rank that are left out, or over those that are not."""
+    """Sum over this rank's dismissed samples, or over the others."""
     return sum(
         _mixed(entry.request_id, sample_id % group_size)
         for sample_id, entry in ledger.entries.items()
@@ -284,19 +284,19 @@ class _RankPart:
     """The rows of one rank.
 
     Args:
-        held, stream, balance: See `InFlight`; the prompts in them have no media.
-        media: Digests of those, by id of the prompt.
+        held, stream, balance: Fields of `InFlight`, with prompts without media.
+        media: Digests of the prompts' media by prompt id.
     """
 
     held: tuple[_StoredSamples, ...] = ()
     stream: StreamState = NOTHING_OPEN
     balance: int = UNKNOWN
-    # Of partial rollouts, which had other rounds: only what is empty goes on.
+    # A field of older checkpoints, from partial rollouts; only an empty one can be continued.
     groups: tuple[None, ...] = ()
     media: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def with_prompts(self, change: Callable[[Prompt], Prompt]) -> _RankPart:
-        """The same with other prompts."""
+        """Return a copy with `change` applied to each prompt."""
 
         def of_notes(notes: Mapping[str, _Note]) -> dict[str, _Note]:
             return {
@@ -317,33 +317,33 @@ class _RankPart:
         return replace(self, held=tuple(map(of_samples, self.held)), stream=stream)
 
     def seeing(self, media: Mapping[int, Media]) -> _RankPart:
-        """The same with the media of its prompts.
+        """Return a copy whose prompts have their media.
 
         Raises:
-            ValueError: They are others than those that its rows were sampled with.
+            ValueError: The media differ from those that the rows were sampled with.
         """
 
         def change(prompt: Prompt) -> Prompt:
-            wanted, found = self.media.get(str(prompt.id)), media.get(prompt.id, Media())
-            if wanted is not None and wanted != _digests(found):
+            wanted, current = self.media.get(str(prompt.id)), media.get(prompt.id, Media())
+            if wanted is not None and wanted != _digests(current):
                 raise ValueError(
                     f"the images of prompt {prompt.id} are others than they were, or the trainer "
                     "was made without the data loader that has them"
                 )
-            return replace(prompt, media=found if wanted else prompt.media)
+            return replace(prompt, media=current if wanted else prompt.media)
 
         return self.with_prompts(change) if self.media else self
 
 
 def to_bytes(flight: InFlight, rank: int) -> bytes:
-    """The rows of one rank for a checkpoint."""
+    """Serialize the rows of one rank for a checkpoint."""
     digests: dict[str, tuple[str, ...]] = {}
 
     def without_media(prompt: Prompt) -> Prompt:
         if not prompt.media:
             return prompt
-        found = _digests(prompt.media)
-        if digests.setdefault(str(prompt.id), found) != found:
+        prompt_digests = _digests(prompt.media)
+        if digests.setdefault(str(prompt.id), prompt_digests) != prompt_digests:
             raise ValueError(f"two prompts in flight have the id {prompt.id}, and other images")
         return replace(prompt, media=Media())
 
@@ -364,34 +364,34 @@ def from_parts(
     world_size: int,
     media: Mapping[int, Media] | None = None,
 ) -> InFlight:
-    """The rows of one of so many ranks, of what each rank wrote.
+    """Return the rows of one rank from the parts that all ranks wrote.
 
     Args:
-        parts: By rank, see `to_bytes`.
-        num_requests: See `InFlight`.
-        rank, world_size: Whose rows these are.
-        media: Of the prompts by id, which the parts only name.
+        parts: Texts of `to_bytes` by rank.
+        num_requests: Number of requests so far, as in `InFlight`.
+        rank, world_size: This rank, and the number of ranks.
+        media: Media by prompt id; the parts hold only their digests.
 
     Raises:
-        ValueError: A text is none of ours, or the media are others.
+        ValueError: A part cannot be parsed, or the media differ.
     """
     try:
         read = [typed(_RankPart, parse_json(p, "they"), "they", skips_unknown=True) for p in parts]
-        found = [part.seeing(media or {}) for part in read]
+        loaded = [part.seeing(media or {}) for part in read]
         held = [
             _joined(batch, batch[rank::world_size], world_size)
-            for batch in zip(*(part.held for part in found), strict=True)
+            for batch in zip(*(part.held for part in loaded), strict=True)
         ]
-        own = [part.stream for part in found[rank::world_size]]
-        groups = sorted((g for each in own for g in each.groups), key=lambda g: g.request_id)
+        streams = [part.stream for part in loaded[rank::world_size]]
+        groups = sorted((g for each in streams for g in each.groups), key=lambda g: g.request_id)
         stream = replace(
-            found[0].stream,
+            loaded[0].stream,
             groups=tuple(groups),
-            entries=tuple(entry for each in own for entry in each.entries),
+            entries=tuple(entry for each in streams for entry in each.entries),
         )
     except (ValueError, TypeError, LookupError) as error:
         raise ValueError(
             f"the checkpoint's rows in flight cannot be read: {error}; start anew, or load it "
             "with load_module_only"
         ) from error
-    return InFlight(num_requests, tuple(held), stream, found[0].balance)
+    return InFlight(num_requests, tuple(held), stream, loaded[0].balance)

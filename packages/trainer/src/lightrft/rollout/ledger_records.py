@@ -1,7 +1,7 @@
-"""Evidence of the ledger gate: journal and ledgers, brought to the rank that trains a sample.
+"""Evidence of the ledger gate: journal and ledgers, sent to the rank that trains a sample.
 
-The journal says which calls of the engine a sample came from and which observations were appended;
-the engine's ledger is what its adapter wrote, the ledger of samples what was asked and scored.
+The journal says which engine calls a sample came from and which observations were appended. The
+engine's adapter writes the engine's ledger. The ledger of samples holds requests and rewards.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Account:
 
     Args:
         prompt: Token ids of the data row's prompt.
-        segments: Calls of the engine and observations, in their order.
-        scored: Hashes of the ids that its rewards were given to.
-        facts: What was written down of it.
+        segments: Engine calls and observations, in order.
+        scored: Hashes of the token ids that received rewards.
+        facts: Recorded values of the sample.
     """
 
     prompt: tuple[int, ...]
@@ -53,17 +53,17 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Knowledge of a rank about samples, beside the samples themselves.
+    """Evidence that a rank has about samples, in addition to the samples.
 
     Args:
-        accounts: By sample id.
-        entries: Of ledgers.
-        special_ids: Ids that no text of an observation may have.
-        version: Of the engine's weights in this step.
-        ledger: Of the samples of this rank.
-        total: `rows_hash` of what was written down of all ranks' samples and greedy samples.
-        problem: The first contradiction in what this rank wrote down; "" is none.
-        masks_truncated: Of responses that their token budget ended, no token may be trained on.
+        accounts: Journals by sample id.
+        entries: Entries of engines' ledgers by key.
+        special_ids: Token ids that the text of an observation must not contain.
+        version: Version of the engine's weights in this step.
+        ledger: Ledger of this rank's samples.
+        total: `rows_hash` of the recorded values of all ranks' samples and greedy samples.
+        problem: First contradiction in this rank's records; "" if there is none.
+        masks_truncated: Whether responses cut by their token budget must not be trained on.
     """
 
     accounts: Mapping[int, Account]
@@ -76,10 +76,10 @@ class Evidence:
     masks_truncated: bool = False
 
     def noted_rows(self) -> tuple[dict[int, RowFacts], dict[int, RowFacts]]:
-        """What this rank wrote down of its own samples to train on, and of its greedy ones."""
-        own, greedy = self.ledger.entries, self.ledger.greedy.entries
+        """Return recorded values of this rank's samples to train on, and of its greedy samples."""
+        entries, greedy = self.ledger.entries, self.ledger.greedy.entries
         return (
-            {i: noted_facts(entry) for i, entry in own.items() if not entry.is_dismissed},
+            {i: noted_facts(entry) for i, entry in entries.items() if not entry.is_dismissed},
             {i: noted_facts(entry) for i, entry in greedy.items()},
         )
 
@@ -92,14 +92,14 @@ def take_evidence(
     special_ids: Collection[int] = (),
     carried: Iterable[LedgerEntry] = (),
 ) -> Evidence:
-    """Journal and ledgers of this rank, whose engine's ledger is emptied; collective.
+    """Return this rank's journal and ledgers, and empty the engine's ledger; collective.
 
     Args:
-        rollouts: This rank's.
-        session: Of the engine.
-        ledger: Of the samples; None rebuilds rows, and proves nothing of their facts.
-        special_ids: See `Evidence`.
-        carried: Entries that were taken before.
+        rollouts: Rollouts of this rank.
+        session: Session of the engine.
+        ledger: Ledger of the samples; without it, recorded values cannot be checked.
+        special_ids: Special token ids, as in `Evidence`.
+        carried: Entries taken in earlier steps.
 
     Raises:
         LedgerError: A request was sampled twice in one context, or ranks of one engine sampled
@@ -109,16 +109,16 @@ def take_evidence(
     taken = [] if engine is None else engine.ledger.take()
     entries = {entry.key: entry for entry in carried}
     _add(entries, taken)
-    # The ranks of a tensor-parallel group all write what the group samples.
+    # All ranks of a tensor-parallel group record what the group samples.
     group = context.engine_mp_group
     compared = [] if group is None else taken
     digests = {_digest(e.key): (_digest(e.token_ids), _digest(e)) for e in compared}
     for theirs in [] if group is None else context.gather_objects(digests, group):
         for entry in taken:
-            own = digests[_digest(entry.key)]
-            found = theirs.get(_digest(entry.key), own)
-            if found != own:
-                raise _sampled_twice(entry, has_same_tokens=found[0] == own[0])
+            local = digests[_digest(entry.key)]
+            remote = theirs.get(_digest(entry.key), local)
+            if remote != local:
+                raise _sampled_twice(entry, has_same_tokens=remote[0] == local[0])
     ledger = ledger or SampleLedger()
     _require_branches(ledger, rollouts)
     accounts = {}
@@ -131,7 +131,7 @@ def take_evidence(
 
 
 def _require_branches(ledger: SampleLedger, rollouts: Sequence[Rollout]) -> None:
-    """Raises a LedgerError if a branch that was sampled is no row."""
+    """Raise a LedgerError if a sampled branch is missing among the rows."""
     branches = {sample_id for sample_id in ledger.entries if sample_id >= BRANCH_STEP}
     lost = sorted(branches - {item.sample_id for item in rollouts})
     if lost:
@@ -141,15 +141,15 @@ def _require_branches(ledger: SampleLedger, rollouts: Sequence[Rollout]) -> None
 def deliver_evidence(
     evidence: Evidence, wanted: Sequence[Collection[int]], context: RowExchange
 ) -> Evidence:
-    """The evidence on the samples that this rank trains; collective.
+    """Exchange evidence, so that each rank has it for the samples it trains; collective.
 
     Args:
-        evidence: Of the samples of this rank.
-        wanted: Sample ids that each rank trains; the same on every rank.
-        context: Brings bytes from rank to rank.
+        evidence: Evidence on the samples of this rank.
+        wanted: Sample ids by the rank that trains them; equal on all ranks.
+        context: Exchange of bytes between ranks.
 
     Returns:
-        Also a hash of what was written down of all that any rank trains.
+        Evidence that also has a hash of all ranks' recorded values.
     """
     noted, greedy = evidence.noted_rows()
     total = rows_hash(noted) + rows_hash(greedy)
@@ -172,31 +172,31 @@ def deliver_evidence(
     entries: dict[Key, LedgerEntry] = {}
     total = 0
     for data in context.exchange_bytes(parts):
-        part, theirs, found = _unpack(data)
+        part, theirs, more = _unpack(data)
         total += part
         accounts |= theirs
-        _add(entries, found)
-    own = evidence.ledger.entries
-    problems = (f"sample {i}: {own[i].problem}" for i in sorted(noted) if own[i].problem)
+        _add(entries, more)
+    samples = evidence.ledger.entries
+    problems = (f"sample {i}: {samples[i].problem}" for i in sorted(noted) if samples[i].problem)
     return replace(
         evidence, accounts=accounts, entries=entries, total=total, problem=next(problems, "")
     )
 
 
 def noted_facts(entry: SampleEntry) -> RowFacts:
-    """What was written down of a sample, by column and by component of the reward."""
+    """Return recorded values of a sample by column and by reward component."""
     facts = {name: c.noted(entry) for name, c in COLUMNS.items() if c.noted is not None}
     return facts | component_facts(entry.components)
 
 
 def component_facts(components: Mapping[str, float]) -> RowFacts:
-    """Components of a reward, without those that are absent."""
-    given = sorted(components.items())
-    return {f"component {name}": value for name, value in given if not math.isnan(value)}
+    """Return the components of a reward that are not NaN."""
+    items = sorted(components.items())
+    return {f"component {name}": value for name, value in items if not math.isnan(value)}
 
 
 def rows_hash(rows: Mapping[int, RowFacts]) -> int:
-    """A sum over rows, the same in any order and for any distribution over ranks."""
+    """Return a sum of hashes that does not depend on the order or placement of rows."""
     return sum(hash((sample_id, *facts.values())) for sample_id, facts in rows.items())
 
 
@@ -205,10 +205,10 @@ def _pack(
     accounts: Mapping[int, Account],
     by_call: Mapping[Call, Sequence[LedgerEntry]],
 ) -> bytes:
-    """Accounts and the entries of their calls, with values as the gate reads them."""
+    """Serialize accounts and the entries of their calls, with the values that the gate reads."""
     calls = {(s.request_id, s.sample_index) for each in accounts.values() for s in each.segments}
     entries = [entry for call in sorted(calls) for entry in by_call.get(call, ())]
-    ends: dict[CallEnd, CallEnd] = {}  # one object is sent once
+    ends: dict[CallEnd, CallEnd] = {}  # pickle sends an identical object only once
     return pickle.dumps(
         (
             total,
@@ -243,7 +243,7 @@ def _pack(
 
 
 def vouched_values(entry: LedgerEntry, column: Column) -> Values:
-    """The values of a column that an entry holds, as the ledger gate reads them."""
+    """Return an entry's values of a column, as the ledger gate reads them."""
     facts = {"rollout_logprobs": entry.logprobs, **entry.facts}
     return np.array(
         facts.get(column.name, (column.fill,) * len(entry.token_ids)), dtype=column.dtype
@@ -297,9 +297,9 @@ def _digest(item: object) -> bytes:
 
 
 def _sampled_twice(entry: LedgerEntry, *, has_same_tokens: bool) -> LedgerError:
-    found = "equal tokens and other log-probabilities or weights"
+    difference = "equal tokens and other log-probabilities or weights"
     return LedgerError(
         f"request {entry.request_id} was sampled twice in one context, with "
-        f"{found if has_same_tokens else 'different tokens'}: the ranks of an engine disagree, or "
+        f"{difference if has_same_tokens else 'different tokens'}: the ranks of an engine disagree, or "
         "request ids repeat"
     )

@@ -1,4 +1,4 @@
-"""Rewards of rollouts, the shaping that needs one row only, and the samples of a source."""
+"""Rewards of rollouts, shaping of single rows, and scored samples of a source."""
 
 import math
 import threading
@@ -31,28 +31,29 @@ from lightrft.rollout.ledger_records import take_evidence
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts
 from lightrft.strategy.distributed.deadlines import phase
 
-# So many failures in a row mean that the function itself is broken.
+# After this many failures in a row, the function itself counts as broken.
 MAX_FAILURES_IN_A_ROW = 3
 
 GroupResults = Sequence[RewardResult | None]
 
 
 class GroupScorer:
-    """Scores rollouts with one call for each group; a context manager that waits for no call.
+    """Scorer that calls the reward function once per group; a context manager.
 
-    A function that computes elsewhere (in processes of its own, behind a service) scores groups
-    while others are still generated; any other one scores them in the caller's thread, when the
-    results are asked for. The calls are the same, and results have the places of their rollouts,
-    so that timing changes nothing. A function with `whole_batch` gets one call for everything.
+    On exit it waits for no call. A function that computes elsewhere (in separate processes, behind
+    a service) scores groups while others are still generated. Any other function scores them in
+    the caller's thread when `results` is called. Both make the same calls and return results in
+    the order of the rollouts, so timing does not matter. A function with `whole_batch` gets one
+    call for all rollouts.
 
     Args:
-        reward_function: Scores responses.
+        reward_function: Function that scores responses.
         columns: Names of the data's columns; every call gets all of them.
-        ledger: Receives each reward when it is given; None is one that nobody reads.
-        masks_failures: Where a call fails, score its rollouts one by one, and give None for those
-            that fail; after three failures in a row the rest of the call is not tried, and after
-            three groups in a row, of which nothing was scored, no later group counts.
-        has_media: Every call gets the media of its prompts, as the columns `images` and `videos`.
+        ledger: Ledger that records the rewards; None keeps no record.
+        masks_failures: Whether to score the rollouts of a failed call one by one, with the result
+            None for those that fail. After three failures in a row the rest of the call is
+            skipped. After three groups in a row without a score, later groups are skipped too.
+        has_media: Whether calls get the media of their prompts as columns `images` and `videos`.
     """
 
     def __init__(
@@ -84,10 +85,10 @@ class GroupScorer:
         return self._num_threads > 0
 
     def add(self, group: Sequence[Rollout]) -> None:
-        """Begins to score a group, where that does not hold up the caller.
+        """Begin to score a group if this does not block the caller.
 
         Args:
-            group: All its rollouts, as they will be given to `results`.
+            group: All rollouts of the group, as they will be passed to `results`.
         """
         if not self.overlaps:
             return
@@ -97,13 +98,13 @@ class GroupScorer:
         self._calls[group_id] = self._threads.submit(self._score_in_thread, group_id, group)
 
     def results(self, rollouts: Sequence[Rollout]) -> GroupResults:
-        """One result for each rollout, in order: None where it failed, or `UNDECIDED`.
+        """Return one result per rollout, in order; None for a failure, or `UNDECIDED`.
 
         Args:
-            rollouts: Of whole groups.
+            rollouts: Rollouts of whole groups.
 
         Raises:
-            RewardError: The call of a group failed; of several, that of the first one.
+            RewardError: The call of a group failed; of several errors, the first group's.
         """
         whole = self._whole(rollouts) if self._is_whole else None
         if whole is not None:
@@ -111,7 +112,9 @@ class GroupScorer:
         places: dict[int, list[int]] = {}
         for place, rollout in enumerate(rollouts):
             places.setdefault(rollout.group_id, []).append(place)
-        groups = {key: [rollouts[place] for place in found] for key, found in places.items()}
+        groups = {
+            key: [rollouts[place] for place in group_places] for key, group_places in places.items()
+        }
         for key, group in groups.items():
             if key not in self._calls:
                 self.add(group)
@@ -119,11 +122,11 @@ class GroupScorer:
         num_broken, scored = 0, set[int]()
         for key, group in groups.items():
             call = self._calls.get(key)
-            found = self._score(group) if call is None else call.result()
-            for place, result in zip(places[key], found, strict=True):
+            group_places = self._score(group) if call is None else call.result()
+            for place, result in zip(places[key], group_places, strict=True):
                 results[place] = result
             scored.update(places[key])
-            num_broken = num_broken + 1 if all(result is None for result in found) else 0
+            num_broken = num_broken + 1 if all(result is None for result in group_places) else 0
             if num_broken == MAX_FAILURES_IN_A_ROW:
                 self.close()
                 break
@@ -133,7 +136,7 @@ class GroupScorer:
         return results
 
     def close(self) -> None:
-        """Begins no further call."""
+        """Prevent further calls."""
         self._is_closed.set()
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
@@ -148,7 +151,7 @@ class GroupScorer:
         with self._lock:
             failed = self._failed_group
         if failed is not None and group_id > failed:
-            return []  # nobody asks for it: the error of the earlier group is raised before
+            return []  # not needed: the earlier group's error is raised first
         try:
             return self._score(group)
         except BaseException:
@@ -158,7 +161,7 @@ class GroupScorer:
             raise
 
     def _whole(self, rollouts: Sequence[Rollout]) -> GroupResults | None:
-        """The results of one call for everything; None if it failed and groups are to be tried."""
+        """Return results of one call for all rollouts; None if it failed and groups come next."""
         try:
             return self.call_reward(rollouts) if rollouts else []
         except RewardError:
@@ -194,10 +197,8 @@ class GroupScorer:
         texts, labels = [row.text for row in rows], [row.label for row in rows]
         columns = {name: [row.columns.get(name) for row in rows] for name in self._columns}
         responses = [rollout.response_text for rollout in rollouts]
-        rest = [
-            dict(zip(columns, found, strict=True)) for found in zip(*columns.values(), strict=True)
-        ]
-        given = list(zip(texts, labels, rest or [{}] * len(rows), strict=True))
+        rest = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        inputs = list(zip(texts, labels, rest or [{}] * len(rows), strict=True))
         offered: dict[str, Sequence[object]] = {
             **self._media_columns(rollouts),
             CONVERSATIONS: [rollout.messages for rollout in rollouts],
@@ -206,27 +207,27 @@ class GroupScorer:
         }
         results = self._function.score(texts, responses, labels, offered)
         _check_results(rollouts, results)
-        found = [UNDECIDED if result is None else result for result in results]
-        for rollout, values, result in zip(rollouts, given, found, strict=True):
+        rewards = [UNDECIDED if result is None else result for result in results]
+        for rollout, values, result in zip(rollouts, inputs, rewards, strict=True):
             entry = self._ledger.of(rollout.sample_id)
             entry.given = values
             entry.reward_is(FUNCTION, result, rollout.token_ids)
-        return found
+        return rewards
 
     def _media_columns(self, rollouts: Sequence[Rollout]) -> dict[str, list[Media]]:
-        """The media of each prompt by their columns; {} for prompts of text."""
+        """Return the media of each prompt by column; {} for text-only prompts."""
         if not self._has_media:
             return {}
-        given = [rollout.prompt_media for rollout in rollouts]
+        prompt_media = [rollout.prompt_media for rollout in rollouts]
         return {
-            kind.plural: [Media({name: media[name]}) for media in given]
+            kind.plural: [Media({name: media[name]}) for media in prompt_media]
             for name, kind in MEDIA_KINDS.items()
             if kind.plural in MEDIA_COLUMNS
         }
 
 
 def _kept_environments(rollouts: Sequence[Rollout]) -> dict[str, list[KeptEnvironment]]:
-    """What environments kept, by its column; {} where nothing is kept."""
+    """Return kept environments by column; {} if none were kept."""
     if all(rollout.environment is None for rollout in rollouts):
         return {}
     return {ENVIRONMENTS: [rollout.environment or KeptEnvironment() for rollout in rollouts]}
@@ -244,7 +245,7 @@ def _check_results(rollouts: Sequence[Rollout], results: Sequence[RewardResult |
 
 
 def require_finite(rollout: Rollout, reward: float) -> None:
-    """Raises a RewardError that names the prompt, unless the reward is a finite number."""
+    """Raise a RewardError that names the prompt if the reward is not finite."""
     if not math.isfinite(reward):
         raise RewardError(
             f"rewards must be finite numbers: got {reward!r} for prompt {rollout.prompt.id} and "
@@ -253,7 +254,7 @@ def require_finite(rollout: Rollout, reward: float) -> None:
 
 
 def overlong_penalty(config: LearningOptions) -> Callable[[int], float] | None:
-    """Addition to the reward of a response by the tokens of its longest turn; or None.
+    """Return the reward penalty as a function of the tokens in the longest turn; or None.
 
     At most 0: 0 up to max_tokens - buffer_tokens, then linear, -factor at max_tokens and beyond.
 
@@ -279,20 +280,20 @@ def score_rollouts(
     environment_results: Sequence[RewardResult | None] = (),
     ledger: SampleLedger | None = None,
 ) -> list[ScoredRollout]:
-    """Rollouts with the sum of their rewards.
+    """Return rollouts with the sum of their rewards.
 
-    The components of a rollout are those of the function and, with a penalty, `overlong`;
+    A rollout has the components of the function and, with a penalty, `overlong`;
     `ScoredRollout.reward` includes the penalty.
 
     Args:
-        rollouts: What was scored.
-        results: What the reward function says of each. None, where it failed, and `UNDECIDED`
-            exclude the rollout from the loss, its reward being 0.
-        overlong_penalty: Soft punishment of long responses, or None.
-        model_results: What reward models add to each rollout; () without them.
-        environment_results: What environments add; None for an episode that failed, which is
-            excluded. () without environments.
-        ledger: Receives the penalties; None is one that nobody reads.
+        rollouts: Rollouts that were scored.
+        results: Results of the reward function. None (a failure) and `UNDECIDED` exclude the
+            rollout from the loss, with reward 0.
+        overlong_penalty: Soft penalty for long responses, or None.
+        model_results: Rewards of the reward models; () without them.
+        environment_results: Rewards of the environments; None excludes a failed episode. ()
+            without environments.
+        ledger: Ledger that records the penalties; None keeps no record.
 
     Raises:
         RewardError: A reward is not finite; a failed one is never replaced by a number.
@@ -300,7 +301,7 @@ def score_rollouts(
     scored: list[ScoredRollout] = []
     for index, (rollout, result) in enumerate(zip(rollouts, results, strict=True)):
         rollout = replace(rollout, environment=None)  # read by now
-        sources = [given[index] for given in (model_results, environment_results) if given]
+        sources = [added[index] for added in (model_results, environment_results) if added]
         if result is None or result is UNDECIDED or None in sources:
             known = UNDECIDED.components if result is UNDECIDED else {}
             scored.append(ScoredRollout(rollout, 0.0, known, is_masked=True))
@@ -323,12 +324,12 @@ def score_rollouts(
 
 
 def _longest_turn(is_sampled: Sequence[bool]) -> int:
-    """Tokens of the longest run that was sampled without an observation: each has its own bound."""
+    """Return the tokens of the longest sampled run between observations; bounds are per turn."""
     return max((sum(1 for _ in run) for flag, run in groupby(is_sampled) if flag), default=0)
 
 
 def open_scorer(parts: SourceParts, requests: SampleRequests) -> GroupScorer:
-    """A scorer of rollouts of the prompts of these requests."""
+    """Return a scorer for rollouts of the requests' prompts."""
     engine = parts.session.engine
     if engine is not None and isinstance(parts.reward_function, UsesEngine):
         parts.reward_function.use_engine(engine)
@@ -353,23 +354,23 @@ def finished_samples(
     carried: Iterable[LedgerEntry] = (),
     branches: Mapping[int, Sequence[Rollout]] | None = None,
 ) -> Samples:
-    """The samples of one batch of prompts, scored, with their evidence; collective.
+    """Return one batch of samples, scored, with their evidence; collective.
 
     Args:
-        parts: Of the run.
-        requests: What was asked for.
-        rollouts: Of whole groups.
-        scorer: Of these groups; it may have begun with some.
-        environment_results: What environments add; () without them.
-        special_ids: Ids that no text of an observation may have.
-        carried: Ledger entries of earlier steps, of these rollouts and of those that go on.
-        branches: Further rows of episodes by the sample id of their first ones, whose rewards they
-            get; None without.
+        parts: Parts of the run.
+        requests: Requests that were sampled.
+        rollouts: Rollouts of whole groups.
+        scorer: Scorer of these groups; it may have begun some of them.
+        environment_results: Rewards of the environments; () without them.
+        special_ids: Token ids that the text of an observation must not contain.
+        carried: Ledger entries from earlier steps, of these rollouts and of unfinished ones.
+        branches: Further rows of episodes by the sample id of the first row, whose reward they
+            share; None without branches.
     """
     config, timer, scored = parts.config, requests.timer, list[ScoredRollout]()
     problem: Exception | None = None
     with timer.stage("reward"), phase("reward", timedelta(minutes=config.timeout_minutes)):
-        # A collective: no failure of this rank alone may come before it.
+        # A collective: this rank must not fail alone before it.
         models: Sequence[RewardResult] = ()
         if parts.model_rewards is not None:
             models = parts.model_rewards.score(rollouts, parts.encoder)
@@ -387,7 +388,7 @@ def finished_samples(
                 ledger=requests.ledger,
             )
             scored = with_branches(scored, branches or {}, requests.ledger)
-        except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
+        except Exception as error:  # noqa: BLE001 - sent to all ranks, then raised
             problem = error
     with timer.stage("exchange"):
         table = exchange(problem or scored, parts.context)
@@ -409,12 +410,12 @@ def with_branches(
     branches: Mapping[int, Sequence[Rollout]],
     ledger: SampleLedger,
 ) -> list[ScoredRollout]:
-    """Scored rollouts, and behind them the further rows of their episodes, with their rewards.
+    """Append the further rows of episodes, with the rewards of their first rows.
 
     Args:
-        scored: First rows.
-        branches: By sample id of the first row.
-        ledger: Receives that the rewards are those of the further rows, too.
+        scored: First rows of the episodes.
+        branches: Further rows by sample id of the first row.
+        ledger: Ledger that records the shared rewards.
     """
     further = []
     for item in scored:
@@ -426,11 +427,11 @@ def with_branches(
 
 
 def require_rewards(table: RowTable, greedy: RowTable | None = None) -> None:
-    """Raises a RewardError if the reward failed for every sample of a step.
+    """Raise a RewardError if the reward failed for every sample of a step.
 
     Args:
-        table: The samples; those without a baseline are masked.
-        greedy: The completions that they are compared with, or None.
+        table: Samples; those without a baseline are masked.
+        greedy: Greedy completions that serve as baseline, or None.
     """
     tables = [table] if greedy is None else [table, greedy]
     if table.is_masked.all() and not any(each.is_undecided.any() for each in tables):

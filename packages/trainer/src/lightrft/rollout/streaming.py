@@ -1,15 +1,15 @@
 """Streaming rollouts: no step waits for its longest response.
 
-More prompts are in flight than a step trains on. In each round, one of every step, every open
-response samples up to `stream_chunk` further tokens under the present weights; whole groups are
-trained, the others stay on their rank. What is sampled depends on tokens and rounds, never on time:
-an open response has min(its length, stream_chunk x the rounds since its first) tokens, of an
-episode those that the model samples, and fewer where `tool_lag` lets it wait. Groups are trained in
-the order of (round in which they were complete, request id); none is dropped. A group that would
-become older than `max_staleness` rounds is waited for, and so are the oldest ones where too few are
-whole.
+More prompts are in flight than a step trains on. Each step has one round, in which every open
+response samples up to `stream_chunk` further tokens under the current weights. Complete groups are
+trained; the others stay on their rank. Samples depend on tokens and rounds, never on time. An open
+response has min(its length, stream_chunk x the rounds since its first) tokens. In an episode, only
+tokens that the model samples count, and there are fewer while it waits under `tool_lag`. Groups are
+trained in the order of (round of completion, request id), and none is dropped. A step waits for
+groups that would otherwise become older than `max_staleness` rounds. If too few groups are
+complete, it also waits for the oldest ones.
 
-Source: Kimi Team 2025 (k1.5), arXiv:2501.12599, sec. 2.6.2; rounds and bounds are our own.
+Source: Kimi Team 2025 (k1.5), arXiv:2501.12599, sec. 2.6.2; rounds and bounds are not from it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,9 +33,9 @@ class GroupFacts:
 
     Args:
         request_id: Number of its prompt in the run.
-        begun, complete: Rounds of its first and of its last token; 0 is not yet.
-        num_tokens: Sampled so far.
-        num_forgotten: Sampled beside them, by episodes that then started over.
+        begun, complete: Rounds of its first and last token; 0 before there is one.
+        num_tokens: Number of tokens sampled so far.
+        num_forgotten: Number of tokens discarded when episodes started over.
     """
 
     request_id: int
@@ -48,16 +48,16 @@ class GroupFacts:
 def groups_to_train(
     groups: Sequence[GroupFacts], num_wanted: int, *, round_number: int, max_staleness: int
 ) -> list[GroupFacts]:
-    """The groups that a round trains on, in the order of (complete, request id), open ones last.
+    """Return the groups that a round trains on, sorted by (complete, request id), open ones last.
 
-    Those that are not complete have to be waited for. Every group is trained within
-    `max_staleness` rounds after it has begun, as long as at most (max_staleness + 1) num_wanted
-    groups are in flight: of the n that are due within j rounds, n - j num_wanted are taken now.
+    The round must wait for open groups. Every group is trained within `max_staleness` rounds after
+    its start, as long as at most (max_staleness + 1) num_wanted groups are in flight: of the n
+    groups due within j rounds, n - j num_wanted are taken now.
 
     Args:
-        groups: That have begun.
-        num_wanted: Groups that a step trains on.
-        round_number, max_staleness: This round, and how many may pass.
+        groups: Groups that have begun.
+        num_wanted: Number of groups that a step trains on.
+        round_number, max_staleness: This round, and the maximum age of a group in rounds.
     """
     by_age = sorted(groups, key=lambda each: (each.begun, each.request_id))
     num_due = [
@@ -74,44 +74,44 @@ def groups_to_train(
 
 
 def in_order(group: GroupFacts) -> tuple[bool, int, int]:
-    """The key by which groups are trained in order."""
+    """Return the sort key of groups in training order."""
     return not group.complete, group.complete, group.request_id
 
 
 class OpenResponses(Protocol):
-    """Open responses, of one turn or episodes: how they begin, go on and are handed over."""
+    """Operations on open responses, of single turns or episodes: begin, extend, finish."""
 
     def begin(self, request_id: int, prompt: Prompt, params: SamplingParams) -> OpenGroup:
-        """A group without tokens."""
+        """Return a group without tokens."""
         ...
 
     def extended(self, groups: Sequence[OpenGroup], part: ResponsePart) -> list[OpenGroup]:
-        """This rank's groups after a part; collective."""
+        """Sample a part and return this rank's groups with it; collective."""
         ...
 
     def finished(
         self, groups: Sequence[OpenGroup], group_ids: Sequence[int], requests: SampleRequests
     ) -> Samples:
-        """Complete groups as scored samples; collective."""
+        """Return complete groups as scored samples; collective."""
         ...
 
 
 class StreamSource:
-    """Source of the groups that are complete first; the others are its state.
+    """Source that returns complete groups first and keeps open ones as its state.
 
     Args:
-        parts: Of the run.
-        responses: What is sampled; None is responses of one turn.
+        parts: Parts of the run.
+        responses: Operations on open responses; None samples single turns.
     """
 
     def __init__(self, parts: SourceParts, responses: OpenResponses | None = None) -> None:
         self._parts, self._responses = parts, responses or OpenTurns(parts)
 
     def sample(self, requests: SampleRequests) -> Samples:
-        """See `RolloutSource`.
+        """Sample one round and return its complete groups.
 
         Raises:
-            ConfigError: Responses are open that began under other options.
+            ConfigError: Open responses began under other options.
         """
         parts = self._parts
         options = _fixed_options(parts.config)
@@ -143,7 +143,7 @@ class StreamSource:
 
 
 def _fixed_options(config: RolloutOptions) -> dict[str, str]:
-    """Those whose other values would not have let open responses come to where they are."""
+    """Return the options that must not change while responses are open."""
     values = {
         "n_samples_per_prompt": config.n_samples_per_prompt,
         "generate_max_len": config.generate_max_len,
@@ -157,13 +157,13 @@ def _fixed_options(config: RolloutOptions) -> dict[str, str]:
 
 
 def _names_of(config: EnvironmentOptions) -> str:
-    """Classes and functions, whose files may have moved."""
-    given = (() if config.environment is None else (config.environment,)) + config.tools
-    return ", ".join(each.rpartition(":")[2] for each in given) or "none"
+    """Return names of classes and functions without their files, which may have moved."""
+    references = (() if config.environment is None else (config.environment,)) + config.tools
+    return ", ".join(each.rpartition(":")[2] for each in references) or "none"
 
 
 def _require_same(before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    # Checkpoints of older versions, whose responses have one turn, do not say.
+    # Older checkpoints, which have single turns only, lack some options.
     known = before.keys() & now
     changes = [f"{n}: {before[n]} -> {now[n]}" for n in sorted(known) if before[n] != now[n]]
     if changes:
@@ -174,7 +174,7 @@ def _require_same(before: Mapping[str, str], now: Mapping[str, str]) -> None:
 
 
 class _Flight:
-    """The groups in flight in one round: those of this rank, and facts of all."""
+    """Groups in flight in one round: this rank's groups, and facts of all groups."""
 
     def __init__(
         self, parts: SourceParts, requests: SampleRequests, responses: OpenResponses
@@ -186,10 +186,10 @@ class _Flight:
         self.facts: list[GroupFacts] = []
 
     def admit(self) -> int:
-        """Opens groups of as many prompts as may be in flight; returns how many; collective.
+        """Open groups until enough prompts are in flight; return their number; collective.
 
         Raises:
-            ValueError: They are fewer than a step trains on.
+            ValueError: There are fewer groups than a step trains on.
         """
         requests, params = self._requests, self._requests.params
         wanted, prompts = self._parts.config.num_prompts_in_flight, requests.prompts
@@ -213,7 +213,7 @@ class _Flight:
         return num_new
 
     def sample_round(self) -> None:
-        """A chunk for each response of the groups that may be in flight; collective."""
+        """Sample a chunk for each response of the active groups; collective."""
         config, params = self._parts.config, self._requests.params
         active = sorted(self.facts)[: config.num_prompts_in_flight]
         chunk = config.stream_chunk or params.max_tokens
@@ -225,9 +225,9 @@ class _Flight:
         self._tell()
 
     def finish_chosen(self) -> tuple[list[int], int]:
-        """Request ids of the groups to train on, in order, and how many were waited for.
+        """Finish the groups to train on; return their request ids in order.
 
-        Collective: these are sampled to their ends.
+        Collective. Also return the number of groups that were still open.
         """
         requests, config = self._requests, self._parts.config
         chosen = groups_to_train(
@@ -245,22 +245,22 @@ class _Flight:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that were sampled for all groups in flight."""
+        """Number of tokens sampled for all groups in flight."""
         return sum(each.num_tokens + each.num_forgotten for each in self.facts)
 
     def begun(self) -> list[GroupFacts]:
-        """Facts of the groups that have begun."""
+        """Return the facts of groups that have begun."""
         return [each for each in self.facts if each.begun]
 
     def _extend(self, lengths: Mapping[int, int | None], params: SamplingParams) -> None:
-        """A part for some groups; see `ResponsePart`."""
+        """Sample a `ResponsePart` for some groups."""
         self.num_calls += 1
         part = ResponsePart(lengths, params, self.round_number, self.num_calls)
         self.own = self._responses.extended(self.own, part)
 
     def _tell(self) -> None:
-        """Tells all ranks of the groups of this one, in 20 bytes each; collective."""
-        own = np.array([each.facts for each in self.own], np.int32).reshape(-1, 5)
-        told = self._parts.context.gather_bytes(own.tobytes())
-        rows = (np.frombuffer(data, np.int32).reshape(-1, 5).tolist() for data in told)
+        """Exchange facts of groups between all ranks, 20 bytes per group; collective."""
+        facts = np.array([each.facts for each in self.own], np.int32).reshape(-1, 5)
+        facts_by_rank = self._parts.context.gather_bytes(facts.tobytes())
+        rows = (np.frombuffer(data, np.int32).reshape(-1, 5).tolist() for data in facts_by_rank)
         self.facts = [GroupFacts(*row) for part in rows for row in part]

@@ -1,6 +1,6 @@
-"""Agents as they live in a worker process: many episodes on one event loop.
+"""Agents in a worker process: many episodes on one event loop.
 
-Runs in the worker; imports the standard library and the user's file.
+Runs in the worker; imports only the standard library and the user's file.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ from lightrft.rewards.user_task import finite_number
 from lightrft.rewards.worker import ReportedError
 from lightrft.strategy.distributed.network import raise_open_files
 
-# Of agents that are no coroutines, each of which waits in a thread of its own.
+# Agents that are not coroutines each wait in a separate thread.
 _MAX_THREADS = 1024
-# Under which the report shows what an agent returned.
+# Name of the agent's total reward in reports.
 _TOTAL = "agent"
-# Each episode has connections, and that of a program pipes beside them.
+# Each episode has connections; the episode of a program also has pipes.
 MAX_OPEN_FILES = 1 << 16
 Agent = Callable[[str, str, dict[str, object]], object]
 
 
 def load_agents(agent: str) -> HostedAgents:
-    """The handler for agents of a user's function.
+    """Return the handler for agents that a user's function implements.
 
     Args:
         agent: Import string of `run(base_url, api_key, row)`.
 
     Raises:
-        ReportedError: There is no such function.
+        ReportedError: The function does not exist.
     """
     place = (split_reference(agent) or ("", ""))[0]
     if place.endswith(".py"):
-        # The user's imports from beside the file work, as if it were run as a script.
+        # Imports from the file's folder work as if the file were run as a script.
         sys.path.insert(0, str(Path(place).resolve().parent))
     try:
-        found = load_reference(agent, kind="agent")
+        function = load_reference(agent, kind="agent")
     except ConfigError as error:
         raise ReportedError(str(error)) from error
-    _check_signature(agent, found)
-    return HostedAgents(cast("Agent", found))
+    _check_signature(agent, function)
+    return HostedAgents(cast("Agent", function))
 
 
 def load_kind(agent: str, sandbox: str) -> HostedAgents:
-    """The handler for agents of another make.
+    """Return the handler for agents of a registered kind.
 
     Args:
         agent: `KIND:WHAT`.
-        sandbox: Kind of the sandbox for programs of the model.
+        sandbox: Kind of the sandbox for the model's programs.
 
     Raises:
-        ReportedError: There is no such agent, or it cannot run here.
+        ReportedError: The agent does not exist or cannot run here.
     """
     kind, what = split_kind(agent, AGENT_KINDS)
     make = cast("Callable[[str, str], Agent]", AGENT_KINDS.load(str(kind)))
@@ -68,10 +68,10 @@ def load_kind(agent: str, sandbox: str) -> HostedAgents:
 
 
 class HostedAgents:
-    """The handler of a worker: starts agents, and tells which have ended.
+    """The handler of a worker: starts agents and reports which have ended.
 
     Args:
-        agent: Called with `base_url`, `api_key` and `row` of each episode.
+        agent: Function that is called with `base_url`, `api_key` and `row` of each episode.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -84,11 +84,11 @@ class HostedAgents:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def describe(self) -> object:
-        """Nothing: that it could be loaded is all there is to say."""
+        """Return nothing; a successful load is the whole answer."""
         return None
 
     def __call__(self, request: object) -> object:
-        """`start` begins episodes; `wait` gives those that have ended, at the latest in a while."""
+        """Start episodes (`start`) or return ended ones, possibly none after a while (`wait`)."""
         asked = cast("dict[str, object]", request)
         if asked["operation"] == "start":
             for episode in cast("list[dict[str, object]]", asked["episodes"]):
@@ -107,39 +107,39 @@ class HostedAgents:
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, episode: dict[str, object]) -> None:
-        """One episode; whatever it raises is told."""
-        found: dict[str, object] = {"number": episode["number"], "reward": None, "error": None}
+        """Run one episode and report its reward or error."""
+        report: dict[str, object] = {"number": episode["number"], "reward": None, "error": None}
         seconds = float(cast("float", episode["seconds"]))
         try:
             async with asyncio.timeout(seconds):
-                found["reward"] = checked_reward(await self._result(episode))
+                report["reward"] = checked_reward(await self._result(episode))
         except TimeoutError as error:
             late = f"it did not end within {seconds:g} s"
-            found["error"] = f"TimeoutError: {error}" if str(error) else late
+            report["error"] = f"TimeoutError: {error}" if str(error) else late
         except ReportedError as error:
-            found["error"] = str(error)
+            report["error"] = str(error)
         except BaseException as error:  # noqa: BLE001 - SystemExit of user code included
-            found["error"] = f"{type(error).__name__}: {error}"
-        self._ended.put(found)
+            report["error"] = f"{type(error).__name__}: {error}"
+        self._ended.put(report)
 
     async def _result(self, episode: Mapping[str, object]) -> object:
-        given = (
+        arguments = (
             str(episode["base_url"]),
             str(episode["key"]),
             cast("dict[str, object]", episode["row"]),
         )
         if inspect.iscoroutinefunction(self._agent):
-            return await cast("Awaitable[object]", self._agent(*given))
-        found = await self._loop.run_in_executor(None, self._agent, *given)
-        return await found if inspect.isawaitable(found) else found
+            return await cast("Awaitable[object]", self._agent(*arguments))
+        result = await self._loop.run_in_executor(None, self._agent, *arguments)
+        return await result if inspect.isawaitable(result) else result
 
 
 def checked_reward(value: object) -> list[object] | None:
-    """What an agent returned as [total, parts], or None.
+    """Return an agent's reward as [total, parts], or None.
 
     Raises:
-        ReportedError: It is no finite number, no dict of such and not None, or one of its parts
-            has a name that would hide another one.
+        ReportedError: The value is not a finite number, a dict of finite numbers or None, or a
+            part has a reserved name.
     """
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""The agents of a run, and the source of the rows that their calls become."""
+"""Agents of a run, and the source that turns their calls into rows."""
 
 from __future__ import annotations
 
@@ -57,25 +57,25 @@ from lightrft.strategy.distributed.network import raise_open_files
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Calls that come at once are answered at once: so long nothing must have come before a round.
+# A round begins after this long without a new call, so that simultaneous calls share a batch.
 _QUIET_SECONDS = 0.01
 _QUIET_SHARE = 0.02
 _MAX_QUIET_SECONDS = 1.0
-# Of an episode's deadline: so long calls wait at most for episodes that ask nothing.
+# Share of an episode's deadline that calls wait at most for episodes that ask nothing.
 _STALL_SHARE = 0.25
 
 
 class Agents:
-    """Agents of a run, and the endpoint of this rank; a context manager that ends both.
+    """Agents of a run and the endpoint of this rank; a context manager that closes both.
 
     Args:
-        config: Its option `agent` and those that say they act with it.
-        tokenizer: Of the model.
-        folder: Of the run, for the journal; None writes none.
-        modality: Renders and encodes prompts.
+        config: Options of the rollout: `agent` and the options that depend on it.
+        tokenizer: Tokenizer of the model.
+        folder: Folder of the run, for the journal; None writes no journal.
+        modality: Renderer and encoder of prompts.
 
     Raises:
-        ConfigError: The agent, the chat template or the model's family is not what it must be.
+        ConfigError: The agent, the chat template or the model's family is not supported.
     """
 
     answers_calls = True
@@ -108,11 +108,11 @@ class Agents:
         self.endpoint = Endpoint(tokenizer, limits)
 
     def source(self, parts: SourceParts) -> AgentSource:
-        """The source of the episodes of a run."""
+        """Return the source of the episodes of a run."""
         return AgentSource(self, parts)
 
     def close(self) -> None:
-        """Ends workers and endpoint; may be called twice."""
+        """Close workers and endpoint; calling it twice is allowed."""
         self.pool.close()
         self.endpoint.close()
 
@@ -124,17 +124,17 @@ class Agents:
 
 
 class AgentSource:
-    """Source of the rows of agents.
+    """Source of rows that agents produce.
 
-    Every rank answers the calls of its own episodes, in rounds: a round is the batch of all calls
-    that wait once each open episode waits for one, so that timing changes nothing; with
-    `late_join`, once half of them do. Nobody is waited for longer than a quarter of the deadline,
-    or an agent that asks with the key of another one would end both. Ranks that share an engine go
-    in lock step.
+    Every rank answers the calls of its episodes in rounds. A round is the batch of all waiting
+    calls. It begins once every open episode waits for an answer, so timing does not change the
+    batches; with `late_join`, half of the episodes are enough. A round waits at most a quarter of
+    the deadline: an agent that used another agent's key would otherwise block both until both
+    fail. Ranks that share an engine run their rounds in lock step.
 
     Args:
-        agents: Of the run.
-        parts: Of the run.
+        agents: Agents of the run.
+        parts: Parts of the run that sources share.
     """
 
     def __init__(self, agents: Agents, parts: SourceParts) -> None:
@@ -142,7 +142,7 @@ class AgentSource:
         self._told: set[str] = set()
 
     def sample(self, requests: SampleRequests) -> Samples:
-        """See `RolloutSource`.
+        """Run the agents and return the samples of this rank.
 
         Raises:
             RewardError: An agent failed on some rank, and failures are not masked.
@@ -152,8 +152,8 @@ class AgentSource:
                 episodes = self.episodes(requests)
             rows = [episode.rollouts() for episode in episodes]
             results = [_result_of(episode) for episode in episodes]
-            for episode, own in zip(episodes, rows, strict=True):
-                note_episode(requests.ledger, episode, own, self._agents.tokenizer)
+            for episode, rollouts in zip(episodes, rows, strict=True):
+                note_episode(requests.ledger, episode, rollouts, self._agents.tokenizer)
             samples = finished_samples(
                 self._parts,
                 requests,
@@ -161,12 +161,12 @@ class AgentSource:
                 scorer=scorer,
                 environment_results=results,
                 special_ids=self._agents.special_ids,
-                branches={own[0].sample_id: own[1:] for own in rows},
+                branches={branch[0].sample_id: branch[1:] for branch in rows},
             )
         return replace(samples, agent_counts=[e.counts for e in episodes])
 
     def episodes(self, requests: SampleRequests) -> list[AgentEpisode]:
-        """The episodes of this rank, ended; collective."""
+        """Run the episodes of this rank to their end; collective."""
         session, problem = self._parts.session, None
         episodes = self._begin(requests)
         rules = self._rules(requests.params)
@@ -175,7 +175,7 @@ class AgentSource:
         try:
             session.wake_up()
             run.go()
-        except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
+        except Exception as error:  # noqa: BLE001 - sent to all ranks, then raised
             problem = error
         finally:
             run.close()
@@ -192,11 +192,11 @@ class AgentSource:
         requests.ledger.ask(requests.prompts, requests.positions, params.n, requests.request_ids)
         rows = zip(requests.prompts, requests.request_ids, requests.positions, strict=True)
         for prompt, request_id, group_id in rows:
-            # Samples are compared with each other, so that they must have one task.
+            # Samples of a group are compared, so they must share one task.
             seed = request_seed(params.seed, request_id, 0) % 2**31
             for index in range(params.n):
-                own = request_id * params.n + index
-                seeds = {"seed": seed, "sample_seed": request_seed(params.seed, own, 1) % 2**31}
+                number = request_id * params.n + index
+                seeds = {"seed": seed, "sample_seed": request_seed(params.seed, number, 1) % 2**31}
                 episodes.append(
                     AgentEpisode(
                         number=len(episodes),
@@ -204,7 +204,7 @@ class AgentSource:
                         group_id=group_id,
                         sample_id=group_id * params.n + index,
                         row=seeds | shown_row(prompt),
-                        talk=Conversations(self._agents.chat, own),
+                        talk=Conversations(self._agents.chat, number),
                     )
                 )
         return episodes
@@ -228,7 +228,7 @@ class AgentSource:
     def _open_journal(
         self, requests: SampleRequests, episodes: Sequence[AgentEpisode]
     ) -> CallJournal:
-        """The journal of this rank; what a killed process wrote of the same step is known."""
+        """Open the journal of this rank, with the turns that a killed process wrote."""
         folder, step, params = self._agents.folder, requests.step, requests.params
         if folder is None or step is None:
             return CallJournal(None, {})
@@ -269,22 +269,22 @@ class AgentSource:
         return journal
 
     def _agree(self, problem: Exception | None, rules: AnswerRules) -> None:
-        """Tells all ranks what went wrong on one, and people what clients did not get.
+        """Raise any rank's error on all ranks; report sampling options that were ignored.
 
         Collective.
         """
         sampling = rules.sampling
         different = sampling.differences if isinstance(sampling, RunSampling) else {}
-        own = (None if problem is None else str(problem), dict(different))
-        everyone = self._parts.context.gather_objects(own)
+        local = (None if problem is None else str(problem), dict(different))
+        outcomes = self._parts.context.gather_objects(local)
         if problem is not None:
             raise problem
-        for rank, (text, _) in enumerate(everyone):
+        for rank, (text, _) in enumerate(outcomes):
             if text is not None:
                 raise RewardError(f"rank {rank}: {text}")
-        found = {name: text for _, each in everyone for name, text in each.items()}
-        new = sorted(text for name, text in found.items() if name not in self._told)
-        self._told |= set(found)
+        differences = {name: text for _, each in outcomes for name, text in each.items()}
+        new = sorted(text for name, text in differences.items() if name not in self._told)
+        self._told |= set(differences)
         if new:
             self._parts.context.print(
                 f"agents asked for other sampling options than the run's, which count: "
@@ -298,7 +298,7 @@ def note_episode(
     rows: Sequence[Rollout],
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Writes down what the rows of an episode are, what they were given, and faults in them."""
+    """Record the rows of an episode in the ledger, with their rewards and faults."""
     branches = [] if episode.failure else episode.talk.branches()
     for row, turns in zip(rows, branches or [[]], strict=True):
         entry = ledger.of(row.sample_id)
@@ -318,7 +318,7 @@ def note_episode(
 
 
 def shown_row(prompt: Prompt) -> dict[str, object]:
-    """What an agent gets of a row: its messages as clients send them, images in their addresses."""
+    """Return the row that an agent receives: messages as clients send them, images as data URLs."""
     images, messages = iter(prompt.images), list[dict[str, object]]()
     for message in prompt.messages:
         content = message["content"]
@@ -334,7 +334,7 @@ def shown_row(prompt: Prompt) -> dict[str, object]:
 
 
 def _result_of(episode: AgentEpisode) -> RewardResult | None:
-    """What the agent says of its episode; None if it failed."""
+    """Return the agent's reward for its episode; None if it failed."""
     if episode.failure:
         return None
     return episode.reward or RewardResult(0.0)
@@ -343,9 +343,8 @@ def _result_of(episode: AgentEpisode) -> RewardResult | None:
 class CallJournal(Journal):
     """The journal of one rank and one step; nothing is written without a path.
 
-    Each call is written like an episode of one turn, so that what reads the journals of
-    environments reads these. A context is written as what was appended to an earlier call's, which
-    is named as its parent.
+    Each call is written as an episode of one turn, so readers of environment journals can read
+    these too. A context is stored as the part appended to its parent call's context.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -357,15 +356,17 @@ class CallJournal(Journal):
     def known(self) -> dict[int, RecordedTurn]:
         """Turns of complete rounds, by request id."""
         return {
-            turn.sampled.request_id: turn for own in self.recorded.rounds for turn in own.values()
+            turn.sampled.request_id: turn
+            for turns in self.recorded.rounds
+            for turn in turns.values()
         }
 
     def calls(self, turns: Sequence[CalledTurn], episode_of: dict[int, AgentEpisode]) -> None:
-        """The calls of one round.
+        """Write the calls of one round.
 
         Args:
-            turns: Theirs, answered.
-            episode_of: The episode of each, by request id.
+            turns: Answered turns of the round.
+            episode_of: Episodes by request id.
         """
         new = [turn for turn in turns if turn.request_id not in self._numbers]
         for turn in new:
@@ -382,21 +383,21 @@ class CallJournal(Journal):
                     **images_fact(chain(*(each.images for each in turn.before.later))),
                 }
             )
-            own = turn.sampled
+            sampled = turn.sampled
             self._append(
                 {
                     "event": "turn",
                     "sample_id": number,
                     "turn": 0,
-                    "request_id": own.request_id,
+                    "request_id": sampled.request_id,
                     "text": told(turn).text,
                     "context_hash": hash_context(turn.context),
-                    "token_ids": own.output_token_ids,
-                    "logprobs": own.output_logprobs,
-                    "logprobs_mode": own.logprobs_mode,
-                    "finish_reason": own.finish_reason,
-                    "weights_version": own.weights_version,
-                    **({"facts": own.facts} if own.facts else {}),
+                    "token_ids": sampled.output_token_ids,
+                    "logprobs": sampled.output_logprobs,
+                    "logprobs_mode": sampled.logprobs_mode,
+                    "finish_reason": sampled.finish_reason,
+                    "weights_version": sampled.weights_version,
+                    **({"facts": sampled.facts} if sampled.facts else {}),
                 }
             )
         numbers = [self._numbers[turn.request_id] for turn in new]
@@ -405,16 +406,16 @@ class CallJournal(Journal):
         self.leave(self._num_rounds)
 
     def ended(self, episode: AgentEpisode) -> None:
-        """The reward of an episode, or why it failed."""
-        found = episode.reward
-        reward = None if found is None else [found.reward, dict(found.components)]
+        """Write the reward of an episode, or why it failed."""
+        result = episode.reward
+        reward = None if result is None else [result.reward, dict(result.components)]
         event = {"event": "end", "sample_id": episode.sample_id, "reward": reward}
         self._append({**event, "failure": episode.failure or None})
 
 
 @dataclass(slots=True)
 class _AgentRun:
-    """The rounds of the episodes of one call of the source."""
+    """Rounds of the episodes of one call of the source."""
 
     agents: Agents
     parts: SourceParts
@@ -425,7 +426,7 @@ class _AgentRun:
     last_seconds: float = 0.0
 
     def go(self) -> None:
-        """Until all episodes, on ranks with one engine those of all ranks, have ended."""
+        """Run rounds until all episodes have ended, on all ranks if they share an engine."""
         endpoint = self.agents.endpoint
         for episode in self.all_episodes:
             episode.key = endpoint.open(episode)
@@ -438,13 +439,13 @@ class _AgentRun:
             turns = answer_round(calls, self.rules, self._sample)
             self.last_seconds = time.monotonic() - started
             owners = {waiting.holder.episode.number: waiting.holder.episode for waiting in calls}
-            # What this round made comes last.
+            # Turns of this round come last.
             new = max(1, len(turns))
             episode_of = {t.request_id: e for e in owners.values() for t in e.talk.turns[-new:]}
             self.journal.calls(turns, episode_of)
 
     def close(self) -> None:
-        """Ends all keys; nothing that comes later counts."""
+        """Close all keys; later calls are refused."""
         for episode in self.all_episodes:
             self.agents.endpoint.close_key(episode.key)
         self.journal.close()
@@ -459,7 +460,7 @@ class _AgentRun:
         return [episode for episode in self.all_episodes if episode.is_open]
 
     def _gather(self) -> None:
-        """Waits until a round may begin."""
+        """Wait until a round may begin."""
         quiet = min(_MAX_QUIET_SECONDS, max(_QUIET_SECONDS, _QUIET_SHARE * self.last_seconds))
         stall = _STALL_SHARE * self.parts.config.agent_timeout_seconds
         while True:
@@ -473,17 +474,17 @@ class _AgentRun:
                 return
 
     def _is_ready(self) -> bool:
-        """Whether enough episodes wait for an answer."""
+        """Return whether enough episodes wait for an answer."""
         self.waiting = [call for call in self.waiting if not call.is_gone]
-        own = {call.holder.episode.number for call in self.waiting}
-        num_open, num_waiting = len(self._open()), len(own)
+        numbers = {call.holder.episode.number for call in self.waiting}
+        num_open, num_waiting = len(self._open()), len(numbers)
         if self.parts.config.late_join:
             return num_open <= 2 * num_waiting
         return num_open == num_waiting
 
     def _take(self, event: object) -> None:
         if isinstance(event, WaitingCall):
-            if event.holder.is_open:  # else it is of an earlier step
+            if event.holder.is_open:  # otherwise the call is from an earlier step
                 self.waiting.append(event)
             return
         if isinstance(event, AgentRestart):

@@ -1,4 +1,4 @@
-"""Anthropic's protocol of messages: requests read strictly, answers whole or as a stream."""
+"""Anthropic's Messages protocol: strict parsing of requests, whole or streamed answers."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from lightrft.rollout.agents.replies import TokenNames, told
 
 _SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "metadata")
 _OWN = frozenset({*_SAME, "messages", "system", "stop_sequences", "tools", "tool_choice"})
-# Values by which options that are not supported ask for nothing.
+# Unsupported options, with the values that are accepted because they change nothing.
 _NOTHING: dict[str, tuple[object, ...]] = {
     "thinking": (None, {"type": "disabled"}),
     "service_tier": (None, "auto", "standard_only"),
     "container": (None,),
     "mcp_servers": (None, []),
 }
-# A hint for caches, without effect on what is answered.
+# Hints for caches, which do not change the answer.
 _HINTS = {"cache_control"}
 
 
 def read_messages(body: Json) -> ChatCall:
-    """A request of `/v1/messages`.
+    """Parse a request of `/v1/messages`.
 
     Source: Anthropic's reference of the Messages API, version 2023-06-01.
 
     Raises:
-        HttpError: It is malformed, or asks for what is not supported; the message names it.
+        HttpError: The request is malformed or needs an unsupported feature, which is named.
     """
     _check_names(body)
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
+    items = body.get("messages")
+    if not isinstance(items, list) or not items:
         raise refused("messages must be a list of at least one message", "messages")
     messages: list[Json] = [
-        said for number, item in enumerate(given) for said in _messages(number, item)
+        message for number, item in enumerate(items) for message in _messages(number, item)
     ]
     if body.get("system"):
         texts = _blocks("system", body["system"], {"text"})
@@ -67,13 +67,13 @@ def _check_names(body: Json) -> None:
 def reply_message(
     call: ChatCall, turns: Sequence[CalledTurn], model: str, tokenizer: TokenNames
 ) -> HttpResponse:
-    """The answer to a call.
+    """Return the answer to a call.
 
     Args:
-        call: What was asked.
-        turns: One.
-        model: Its name.
-        tokenizer: Shows what was sampled, in which a stop sequence is looked for.
+        call: The request.
+        turns: Exactly one turn.
+        model: Name of the model.
+        tokenizer: Decoder of the sampled tokens, whose text is searched for stop sequences.
     """
     (turn,) = turns
     reason, stop = _reason(call, turn, tokenizer)
@@ -94,7 +94,7 @@ def reply_message(
 
 
 def _messages(number: int, item: object) -> Iterator[Json]:
-    """A message as OpenAI's protocol has it; results of tools are messages of their own there."""
+    """Yield a message in OpenAI's form, where each tool result is a separate message."""
     where = f"messages[{number}]"
     if not isinstance(item, dict) or item.get("role") not in ("user", "assistant"):
         raise refused(f"{where} must have the role user or assistant", "messages")
@@ -130,13 +130,13 @@ def _blocks(where: str, content: object, kinds: set[str]) -> list[Json]:
         if not isinstance(kind, str) or kind not in kinds:
             text = f"{where}: blocks of type {str(kind)[:60]!r} are not supported"
             raise refused(text, "messages")
-        own = {
+        known = {
             "text": {"text", "citations"},
             "image": {"source"},
             "tool_use": {"id", "name", "input"},
             "tool_result": {"tool_use_id", "content", "is_error"},
         }[kind]
-        unknown = sorted(set(block) - own - {"type", *_HINTS})
+        unknown = sorted(set(block) - known - {"type", *_HINTS})
         if unknown or block.get("citations"):
             name = unknown[0] if unknown else "citations"
             raise refused(f"{where}: {name[:60]!r} of a block is not supported", "messages")
@@ -146,14 +146,14 @@ def _blocks(where: str, content: object, kinds: set[str]) -> list[Json]:
 
 
 def _parts(where: str, blocks: Sequence[Json]) -> list[Json]:
-    """Texts and images as OpenAI's protocol has them."""
-    found: list[Json] = []
+    """Convert texts and images to OpenAI's form."""
+    parts: list[Json] = []
     for block in blocks:
         if block["type"] == "text":
-            found.append({"type": "text", "text": block["text"]})
+            parts.append({"type": "text", "text": block["text"]})
         elif block["type"] == "image":
-            given = block.get("source")
-            source: Json = given if isinstance(given, dict) else {}
+            value = block.get("source")
+            source: Json = value if isinstance(value, dict) else {}
             if source.get("type") != "base64":
                 kind = str(source.get("type"))[:60]
                 raise refused(
@@ -162,8 +162,8 @@ def _parts(where: str, blocks: Sequence[Json]) -> list[Json]:
                     "messages",
                 )
             address = f"data:{source.get('media_type')};base64,{source.get('data')}"
-            found.append({"type": "image_url", "image_url": {"url": address}})
-    return found
+            parts.append({"type": "image_url", "image_url": {"url": address}})
+    return parts
 
 
 def _joined(blocks: Sequence[Json]) -> str:
@@ -189,7 +189,7 @@ def _tool(item: object) -> Json:
 
 
 def _choice(given: object) -> object:
-    """As OpenAI's protocol has it; what that does not know is refused there, as it is."""
+    """Convert a tool choice to OpenAI's form; `read_chat` refuses unknown values."""
     if not isinstance(given, dict) or given.get("disable_parallel_tool_use"):
         return given
     return given["type"] if given.get("type") in ("auto", "none") else given
@@ -199,9 +199,9 @@ def _reason(call: ChatCall, turn: CalledTurn, tokenizer: TokenNames) -> tuple[st
     if told(turn).calls:
         return "tool_use", None
     text = tokenizer.decode(turn.sampled.output_token_ids)
-    found = [(place, mark) for mark in call.options.stop if (place := text.find(mark)) >= 0]
-    if found:
-        return "stop_sequence", min(found)[1]
+    places = [(place, mark) for mark in call.options.stop if (place := text.find(mark)) >= 0]
+    if places:
+        return "stop_sequence", min(places)[1]
     return ("max_tokens" if turn.sampled.finish_reason == "length" else "end_turn"), None
 
 
@@ -209,8 +209,8 @@ def _content(turn: CalledTurn) -> list[Json]:
     message = told(turn)
     blocks: list[Json] = [{"type": "text", "text": message.text}] if message.text else []
     for call in message.calls:
-        own = {"id": call.id, "name": call.name, "input": json.loads(call.arguments)}
-        blocks.append({"type": "tool_use", **own})
+        fields = {"id": call.id, "name": call.name, "input": json.loads(call.arguments)}
+        blocks.append({"type": "tool_use", **fields})
     return blocks
 
 

@@ -1,8 +1,9 @@
-"""Conversations of one episode: every call with its exact ids, and the branches that they form.
+"""Conversations of one episode: every call with its exact token ids, and their branches.
 
-A call whose history begins with one that was answered before, the answer included, continues its
-ids, and only what is new is rendered. Any other history is rendered in full. So the calls of an
-episode are trees; rows are read off at the end, such that every sampled token is in one of them.
+If a call's history begins with an earlier call and its answer, the call continues their token ids,
+and only the new messages are rendered. Any other history is rendered in full. The calls of an
+episode therefore form trees. At the end, the trees are split into rows so that every sampled token
+is in exactly one row.
 """
 
 from __future__ import annotations
@@ -22,28 +23,28 @@ from lightrft.engines.types import Completion, GenerationRequest
 from lightrft.records.media import encode_context
 from lightrft.rollout.agents.messages import ChatCall, Json, Message, SpokenCall, chain_of
 
-# Of what an episode holds, by rough count; ids and their log-probabilities take the most.
+# Approximate limit for one episode; ids and their log probabilities take the most.
 MAX_KEPT_BYTES = 1 << 28
-# Of the pixels of its images, as the model reads them.
+# Limit for the pixels of its images, as the model reads them.
 MAX_PIXEL_BYTES = 1 << 32
 _BYTES_A_TOKEN = 100
 
 
 @dataclass(slots=True, eq=False)
 class CalledTurn:
-    """One answer that a client asked for.
+    """One answer that a client requested.
 
     Args:
-        call: As it was asked.
-        before: What was rendered for it: the whole prompt, or what follows its parent.
-        parent: The turn that its history ends with; None for a history of its own.
-        copy: Number among the turns of the episode in the same context with the same options.
-        request_id: Fixes its random numbers; it follows from episode, context, options and copy.
-        max_tokens: Of the answer.
-        completion: What was sampled; None until then.
-        message: What the client was told.
-        is_delivered: The client has taken the answer.
-        children: Turns that go on from it.
+        call: The request.
+        before: Rendered ids before the answer: the whole prompt, or those after the parent's.
+        parent: The turn that this one continues; None if its history starts a new tree.
+        copy: Index among the episode's turns with the same context and options.
+        request_id: Seed of its random numbers, derived from episode, context, options and copy.
+        max_tokens: Maximum number of tokens of the answer.
+        completion: The sampled answer; None until it is sampled.
+        message: The message that the client received.
+        is_delivered: Whether the client has received the answer.
+        children: Turns that continue this one.
     """
 
     call: ChatCall
@@ -60,7 +61,7 @@ class CalledTurn:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """Ids that the answer continues; made when asked for, or turns would hold them all."""
+        """Ids that the answer continues; computed on demand, because storing them costs memory."""
         pieces, turn = [self.before.token_ids], self.parent
         while turn is not None:
             pieces += [turn.sampled.output_token_ids, turn.before.token_ids]
@@ -69,14 +70,14 @@ class CalledTurn:
 
     @property
     def later(self) -> tuple[LaterImages, ...]:
-        """Images in the context; they start at places of it."""
-        found, stop, turn = list[LaterImages](), len(self.context), self
+        """Images in the context, with their positions in it."""
+        images, stop, turn = list[LaterImages](), len(self.context), self
         while True:
             start = stop - len(turn.before.token_ids)
-            own = [replace(each, start=each.start + start) for each in turn.before.later]
-            found, parent = own + found, turn.parent
+            new_images = [replace(each, start=each.start + start) for each in turn.before.later]
+            images, parent = new_images + images, turn.parent
             if parent is None:
-                return tuple(found)
+                return tuple(images)
             stop, turn = start - len(parent.sampled.output_token_ids), parent
 
     @property
@@ -86,10 +87,10 @@ class CalledTurn:
 
     @property
     def sampled(self) -> Completion:
-        """What was sampled.
+        """The sampled answer.
 
         Raises:
-            ValueError: Nothing was yet.
+            ValueError: Nothing is sampled yet.
         """
         if self.completion is None:
             raise ValueError("a turn without an answer has no tokens")
@@ -97,31 +98,31 @@ class CalledTurn:
 
     @property
     def order(self) -> tuple[tuple[int, ...], list[str], str, int]:
-        """Place among turns, whenever they were asked."""
+        """Sort key of turns that does not depend on the order of requests."""
         return self.context, _digests(self.later), self.call.options.mark, self.copy
 
     def encoded(self, encoder: Encoder) -> EncodedPrompt | None:
-        """The context with its images; None without any."""
+        """Return the context with its images encoded; None if it has no images."""
         return encode_context(self.context, None, self.later, encoder)
 
     def request(self, encoded: EncodedPrompt | None) -> GenerationRequest:
-        """The request to the engine, with the images of its context."""
+        """Return the request to the engine, with the images of its context."""
         bound = self.max_tokens
         return GenerationRequest(self.context, self.request_id, max_tokens=bound, encoded=encoded)
 
 
 @dataclass(slots=True)
 class Conversations:
-    """The calls of one episode.
+    """Calls of one episode.
 
     Args:
-        chat: Renders messages.
-        episode_id: Of the episode; fixes the random numbers of its calls.
-        repeats_seeds: A call with a seed is drawn alike whenever it comes, as by servers of models.
+        chat: Renderer of messages.
+        episode_id: Id of the episode; determines the random numbers of its calls.
+        repeats_seeds: Whether equal calls with a seed give equal answers, as on model servers.
 
     Attributes:
-        kept_bytes: Roughly what its turns hold.
-        pixel_bytes: Of its images, as the model reads them; callers count them.
+        kept_bytes: Approximate size of its turns.
+        pixel_bytes: Size of its images, as the model reads them; callers count it.
     """
 
     chat: ChatIds
@@ -131,7 +132,7 @@ class Conversations:
     _known: dict[bytes, list[CalledTurn]] = field(default_factory=dict)
     _asked: dict[bytes, list[list[CalledTurn]]] = field(default_factory=dict)
     _copies: Counter[str] = field(default_factory=Counter)
-    # Each history repeats the one before: equal messages and tools are kept once.
+    # Each history repeats the one before, so equal messages and tools are stored once.
     _messages: dict[Message, Message] = field(default_factory=dict)
     _tools: dict[bytes, tuple[Json, ...]] = field(default_factory=dict)
     kept_bytes: int = 0
@@ -139,22 +140,22 @@ class Conversations:
 
     @property
     def fullness(self) -> float:
-        """Part of what it may hold; at most 1 is for callers to see to."""
+        """Used share of the limits; callers must keep it at 1 or below."""
         return max(self.kept_bytes / MAX_KEPT_BYTES, self.pixel_bytes / MAX_PIXEL_BYTES)
 
     def again(self, call: ChatCall, *, is_retry: bool) -> list[CalledTurn] | None:
-        """The answers to an equal call that the client never got; None if there are none.
+        """Return answers to an equal call that the client never received; None if there are none.
 
         Args:
-            call: What is asked.
-            is_retry: The client says that it asks again, whatever it got.
+            call: The request.
+            is_retry: Whether the client marks the call as a retry, even of a received answer.
         """
         asked = self._asked.get(call.fingerprint, [])
         lost = [turns for turns in asked if not turns[0].is_delivered]
         return next(iter(lost), asked[-1] if asked and is_retry else None)
 
     def ask(self, call: ChatCall) -> list[CalledTurn]:
-        """The turns of a call, to be sampled; `max_tokens` is the client's, or 0.
+        """Return the turns of a call, not yet sampled; `max_tokens` is the client's, or 0.
 
         Raises:
             RenderingError: The chat template cannot render its messages.
@@ -162,22 +163,22 @@ class Conversations:
         call = self._kept_once(call)
         parent, before = self.place(call)
         context = before.token_ids if parent is None else (*parent.token_ids, *before.token_ids)
-        # Places of images have the same ids whatever they show.
+        # Placeholder ids of images do not depend on the content.
         images = "".join(image.digest for image in call.images)
         is_repeated = self.repeats_seeds and "seed" in call.options.sampling
         mark = "" if is_repeated else call.options.mark
-        digest, found = hash_context(context) + images + mark, []
+        digest, turns = hash_context(context) + images + mark, []
         for choice in range(call.options.num_choices):
             copy = choice if is_repeated else self._copies[digest]
             self._copies[digest] += 1
             name = f"{self.episode_id}:{digest}:{copy}".encode()
             number = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest()) >> 2
             bound = call.options.max_tokens or 0
-            found.append(CalledTurn(call, before, parent, copy, number, bound))
-        return found
+            turns.append(CalledTurn(call, before, parent, copy, number, bound))
+        return turns
 
     def answered(self, turns: Sequence[CalledTurn]) -> None:
-        """Takes the turns of one call, whose completions and messages are there."""
+        """Add the sampled turns of one call."""
         call = turns[0].call
         for turn in turns:
             self.turns.append(turn)
@@ -191,10 +192,10 @@ class Conversations:
         self._asked.setdefault(call.fingerprint, []).append(list(turns))
 
     def branches(self) -> list[list[CalledTurn]]:
-        """Rows: paths of delivered turns, each turn in one of them.
+        """Return rows: paths of delivered turns, with each turn in one row.
 
-        Where several turns go on from one, the first of them in order of their ids continues the
-        row, and each other one begins another. So the rows do not depend on the order of arrival.
+        If several turns continue one turn, the first in order of their ids continues the row, and
+        each other one begins a new row. The rows therefore do not depend on the order of arrival.
         """
         kept = _kept(self.turns)
         rows: list[list[CalledTurn]] = []
@@ -223,14 +224,14 @@ class Conversations:
         return replace(call, messages=tuple(messages), tools=tools)
 
     def place(self, call: ChatCall) -> tuple[CalledTurn | None, Rendered]:
-        """The turn that a call goes on from, if there is one, and what is rendered for it."""
+        """Return the turn that a call continues, if any, and the rendered new messages."""
         if call.text is not None:
             return None, self.chat.text(call.text)
         chain = chain_of(call.tools_key, call.messages)
         for count in range(len(chain) - 1, 0, -1):
             known = self._known.get(chain[count - 1])
             if known:
-                # Of answers with equal texts one must be chosen, the same whenever they came.
+                # Answers may have equal texts: choose independently of their order of arrival.
                 parent = known[0] if len(known) == 1 else min(known, key=lambda t: t.order)
                 new = template_messages(call.messages)[count:]
                 calls = template_calls(parent.message.calls if parent.message else ())
@@ -240,9 +241,9 @@ class Conversations:
 
 
 def _among_siblings(turn: CalledTurn) -> tuple[tuple[int, ...], list[str], str, int]:
-    """The order of turns with one parent, whose contexts differ in the end alone."""
-    own = turn.before
-    return own.token_ids, _digests(own.later), turn.call.options.mark, turn.copy
+    """Return the sort key of turns with one parent, whose contexts differ only at the end."""
+    rendered = turn.before
+    return rendered.token_ids, _digests(rendered.later), turn.call.options.mark, turn.copy
 
 
 def _digests(later: Sequence[LaterImages]) -> list[str]:
@@ -250,20 +251,20 @@ def _digests(later: Sequence[LaterImages]) -> list[str]:
 
 
 def _kept(turns: Sequence[CalledTurn]) -> set[CalledTurn]:
-    """The turns whose answers a client has, or something that follows them."""
-    found: set[CalledTurn] = set()
+    """Return turns whose answers were delivered, and the turns that they continue."""
+    kept: set[CalledTurn] = set()
     for turn in turns:
         each: CalledTurn | None = turn if turn.is_delivered else None
-        while each is not None and each not in found:
-            found.add(each)
+        while each is not None and each not in kept:
+            kept.add(each)
             each = each.parent
-    return found
+    return kept
 
 
 def template_messages(messages: Sequence[Message]) -> list[TemplateMessage]:
-    """Messages as chat templates take them; results bear the names of their tools."""
+    """Convert messages to the form of chat templates; tool results name their tools."""
     names = {call.id: call.name for message in messages for call in message.calls}
-    found: list[TemplateMessage] = []
+    items: list[TemplateMessage] = []
     for message in messages:
         item: TemplateMessage = {"role": message.role, "content": message.content or message.text}
         if message.calls:
@@ -271,12 +272,12 @@ def template_messages(messages: Sequence[Message]) -> list[TemplateMessage]:
         if message.role == "tool":
             name = names.get(message.call_id, "function")
             item |= {"name": name, "tool_call_id": message.call_id}
-        found.append(item)
-    return found
+        items.append(item)
+    return items
 
 
 def template_calls(calls: Sequence[SpokenCall]) -> list[TemplateMessage]:
-    """Calls as OpenAI's protocol and chat templates have them."""
+    """Convert calls to the form of OpenAI's protocol and chat templates."""
     return [
         {
             "id": call.id,

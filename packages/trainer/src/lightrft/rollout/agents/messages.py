@@ -1,4 +1,4 @@
-"""Requests of OpenAI's chat and text protocols: read strictly, refused by name."""
+"""Strict parsing of requests in OpenAI's chat and text protocols; errors name the field."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _ROLES: Mapping[object, Role] = {
     "assistant": "assistant",
     "tool": "tool",
 }
-# What a body may have without any effect: names and marks for whoever keeps logs.
+# Fields that are accepted and ignored: labels for whoever keeps logs.
 _REMARKS = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
-# Options of a run win over these; where a client's differ, that is told once.
+# The run's options win over these; a client's different value is reported once.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 _PENALTIES = ("frequency_penalty", "presence_penalty")
 _OWN = frozenset(
@@ -49,7 +49,7 @@ _OWN = frozenset(
         *SAMPLING,
     }
 )
-# Values by which options that are not supported ask for nothing.
+# Unsupported options, with the values that are accepted because they change nothing.
 _NOTHING: Mapping[str, tuple[object, ...]] = {
     "response_format": (None, {"type": "text"}),
     "parallel_tool_calls": (None, True),
@@ -69,7 +69,7 @@ _NOTHING: Mapping[str, tuple[object, ...]] = {
     "suffix": (None,),
     **dict.fromkeys(_PENALTIES, (None, 0)),
 }
-# Of an assistant's message, absent or empty.
+# Fields of an assistant's message that must be absent or empty.
 _EMPTY_PARTS = ("refusal", "annotations", "audio", "function_call", "reasoning_content")
 MAX_CHOICES = 32
 MAX_STOPS = 4
@@ -77,12 +77,12 @@ MAX_STOPS = 4
 
 @dataclass(frozen=True, slots=True)
 class SpokenCall:
-    """A call of a tool as it stands in a message.
+    """A tool call in a message.
 
     Args:
-        id: By which its result names it.
-        name: Of the tool.
-        arguments: JSON, as it was sent.
+        id: Identifier by which the tool's result refers to the call.
+        name: Name of the tool.
+        arguments: JSON text, exactly as it was sent.
     """
 
     id: str
@@ -91,7 +91,7 @@ class SpokenCall:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What makes it the same call: its name and its arguments, however they are written."""
+        """Name and normalized arguments: equal for equal calls."""
         try:
             value = json.dumps(json.loads(self.arguments), sort_keys=True)
         except (ValueError, RecursionError):
@@ -104,11 +104,11 @@ class Message:
     """A message of a conversation.
 
     Args:
-        role: Who speaks.
-        text: "" where there is none; images by their digests.
-        calls: Of an assistant.
-        call_id: Of a result: the call that it answers.
-        content: Texts and images in order where there are images; () where `text` is all.
+        role: Role of the speaker.
+        text: The text, "" if there is none; images appear as their digests.
+        calls: Tool calls of an assistant.
+        call_id: Identifier of the call that a tool's result answers.
+        content: Texts and images in order; () if there are no images.
     """
 
     role: Role
@@ -119,28 +119,28 @@ class Message:
 
     @property
     def shown(self) -> Parts:
-        """What the model is to see, in order."""
+        """Texts and images that the model sees, in order."""
         return self.content or (self.text,)
 
     @property
     def texts(self) -> list[str]:
-        """Those in it that are not empty."""
+        """Texts that are not empty."""
         return [part for part in self.shown if isinstance(part, str) and part]
 
     @property
     def images(self) -> list[ImageSource]:
-        """Those in it, in order."""
+        """Images of the message, in order."""
         return [part for part in self.content if not isinstance(part, str)]
 
     @property
     def key(self) -> object:
-        """What makes it the same message; ids of an assistant's calls are the client's affair."""
-        own = [part if isinstance(part, str) else [part.digest] for part in self.content]
-        return self.role, own or self.text, [call.key for call in self.calls], self.call_id
+        """Key that is equal for equal messages; ignores the ids of an assistant's calls."""
+        parts = [part if isinstance(part, str) else [part.digest] for part in self.content]
+        return self.role, parts or self.text, [call.key for call in self.calls], self.call_id
 
     @property
     def num_bytes(self) -> int:
-        """Roughly what it takes in memory."""
+        """Approximate size in memory."""
         size = sum(len(image.read()) for image in self.images)
         size += 4 * len(self.text) + sum(4 * len(call.arguments) for call in self.calls)
         return size + 400
@@ -148,15 +148,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """Options of a request.
+    """Options of one request.
 
     Args:
-        num_choices: Answers that are asked for.
-        max_tokens: Of an answer; None leaves it to the server.
-        stop: Strings that end an answer, and are no part of its text.
-        is_streamed, tells_usage: How the answer is sent.
-        wants_logprobs: Of the sampled tokens.
-        sampling: The sampling options that the client gave, by name.
+        num_choices: Number of answers.
+        max_tokens: Limit for one answer; None leaves it to the server.
+        stop: Strings that end an answer; they are not part of its text.
+        is_streamed, tells_usage: Whether the answer is a stream, and whether it reports usage.
+        wants_logprobs: Whether to return log probabilities of the sampled tokens.
+        sampling: The client's sampling options by name.
     """
 
     num_choices: int = 1
@@ -169,20 +169,20 @@ class CallOptions:
 
     @property
     def mark(self) -> str:
-        """What tells calls with one history apart, whichever comes first; "" where nothing does."""
-        own = (self.num_choices, self.max_tokens, self.stop, self.sampling.get("seed"))
-        return "" if own == (1, None, (), None) else repr(own)
+        """Text that distinguishes calls with the same history; "" for default options."""
+        options = (self.num_choices, self.max_tokens, self.stop, self.sampling.get("seed"))
+        return "" if options == (1, None, (), None) else repr(options)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """A request for the next turn of a conversation, or of a text.
+    """A request for the next turn of a conversation or the continuation of a text.
 
     Args:
         messages: The whole history; () for a text.
-        text: The text that is continued; None for a conversation.
-        tools: Schemas, as chat templates take them; () shows none.
-        options: How to answer.
+        text: The text to continue; None for a conversation.
+        tools: Schemas in the form that chat templates take.
+        options: Options of the answer.
     """
 
     messages: tuple[Message, ...]
@@ -192,28 +192,28 @@ class ChatCall:
 
     @property
     def images(self) -> list[ImageSource]:
-        """Those of its messages, in order."""
+        """Images of all messages, in order."""
         return [*chain(*(message.images for message in self.messages))]
 
     @property
     def tools_key(self) -> bytes:
-        """Beginning of the digests of its histories: other tools are another conversation."""
+        """Start of the digests of its histories, so that other tools make another conversation."""
         return _digest(b"", json.dumps(self.tools, sort_keys=True))
 
     @property
     def fingerprint(self) -> bytes:
-        """Equal for requests that ask for the same."""
+        """Digest that is equal for equal requests."""
         asked = repr((self.text, self.options.mark))
         return _digest([self.tools_key, *chain_of(self.tools_key, self.messages)][-1], asked)
 
 
 def chain_of(start: bytes, messages: Sequence[Message]) -> list[bytes]:
-    """A digest of each beginning of a conversation, from its first message on."""
-    found = []
+    """Return the digest of each prefix of a conversation, shortest first."""
+    digests = []
     for message in messages:
         start = _digest(start, json.dumps(message.key))
-        found.append(start)
-    return found
+        digests.append(start)
+    return digests
 
 
 def _digest(before: bytes, text: str) -> bytes:
@@ -221,27 +221,27 @@ def _digest(before: bytes, text: str) -> bytes:
 
 
 def read_json(data: bytes) -> Json:
-    """The object of a body.
+    """Return the JSON object of a body.
 
     Raises:
-        HttpError: It is none.
+        HttpError: The body is not a JSON object.
     """
     try:
-        found = json.loads(data, parse_constant=refuse_constant, parse_float=finite_float)
+        body = json.loads(data, parse_constant=refuse_constant, parse_float=finite_float)
         # Halves of surrogate pairs cannot be encoded, and no tokenizer takes them.
-        json.dumps(found, ensure_ascii=False).encode()
+        json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError, MemoryError):
         raise HttpError(400, "the body must be a JSON object", code="invalid_json") from None
-    if not isinstance(found, dict):
+    if not isinstance(body, dict):
         raise HttpError(400, "the body must be a JSON object", code="invalid_json")
-    return found
+    return body
 
 
 def read_chat(body: Json) -> ChatCall:
-    """A request of `/v1/chat/completions`.
+    """Parse a request of `/v1/chat/completions`.
 
     Raises:
-        HttpError: It is malformed, or asks for what is not supported; the message names it.
+        HttpError: The request is malformed or needs an unsupported feature, which is named.
     """
     _check_names(body)
     if "prompt" in body:
@@ -252,10 +252,10 @@ def read_chat(body: Json) -> ChatCall:
 
 
 def read_text(body: Json) -> ChatCall:
-    """A request of `/v1/completions`.
+    """Parse a request of `/v1/completions`.
 
     Raises:
-        HttpError: It is malformed, or asks for what is not supported; the message names it.
+        HttpError: The request is malformed or needs an unsupported feature, which is named.
     """
     _check_names(body)
     for name in ("messages", "tools", "tool_choice"):
@@ -278,7 +278,7 @@ def _check_names(body: Json) -> None:
 
 
 def refused(text: str, name: str) -> HttpError:
-    """The refusal of a parameter."""
+    """Return the error that refuses a parameter."""
     return HttpError(400, text, code=f"unsupported_parameter:{name[:60]}")
 
 
@@ -288,26 +288,29 @@ def _shown(value: object) -> str:
 
 def _options(body: Json, *, is_chat: bool) -> CallOptions:
     bounds = [_count(body, name, 1, 2**31) for name in ("max_tokens", "max_completion_tokens")]
-    given = [bound for bound in bounds if bound is not None]
+    limits = [bound for bound in bounds if bound is not None]
     stream = _flag(body, "stream")
     choices = _count(body, "n", 1, MAX_CHOICES) or 1
-    told = body.get("stream_options") or {}
-    if not isinstance(told, dict) or set(told) - {"include_usage", "include_obfuscation"}:
+    stream_options = body.get("stream_options") or {}
+    if not isinstance(stream_options, dict) or set(stream_options) - {
+        "include_usage",
+        "include_obfuscation",
+    }:
         raise refused("stream_options knows include_usage only", "stream_options")
     return CallOptions(
         choices,
-        min(given, default=None),
+        min(limits, default=None),
         _stops(body),
         stream,
-        bool(told.get("include_usage")),
+        bool(stream_options.get("include_usage")),
         _flag(body, "logprobs") if is_chat else _counts_logprobs(body),
         {name: _number(body, name) for name in SAMPLING if body.get(name) is not None},
     )
 
 
 def _stops(body: Json) -> tuple[str, ...]:
-    given = body.get("stop") or ()
-    texts = [given] if isinstance(given, str) else given
+    stop = body.get("stop") or ()
+    texts = [stop] if isinstance(stop, str) else stop
     if (
         not isinstance(texts, list | tuple)
         or len(texts) > MAX_STOPS
@@ -318,7 +321,7 @@ def _stops(body: Json) -> tuple[str, ...]:
 
 
 def _counts_logprobs(body: Json) -> bool:
-    """In the older protocol it is a number of alternatives, of which 0 asks for none beside."""
+    """Return whether the older protocol's number of alternatives is 0; None asks for none."""
     asked = body.get("logprobs")
     if asked is not None and (type(asked) is not int or asked):
         raise refused("logprobs gives no alternatives: 0 is all there is", "logprobs")
@@ -343,7 +346,7 @@ def _count(body: Json, name: str, low: int, high: int) -> int | None:
 
 def _number(body: Json, name: str) -> float:
     value = body[name]
-    # Not beyond the floats, either.
+    # A whole number may be too large for a float.
     is_number = type(value) in (int, float) and abs(cast("float", value)) <= sys.float_info.max
     if not is_number:
         raise refused(f"{name} must be a number: got {_shown(value)}", name)
@@ -387,8 +390,8 @@ def _message(number: int, item: object) -> Message:
     if role is None:
         raise refused(f"{where}.role must be one of {', '.join(map(str, _ROLES))}", "messages")
     parts = {"assistant": {"tool_calls", *_EMPTY_PARTS}, "tool": {"tool_call_id", "name"}}
-    own = {"role", "content", *parts.get(role, ())}
-    unknown = sorted(set(item) - own)
+    known = {"role", "content", *parts.get(role, ())}
+    unknown = sorted(set(item) - known)
     if unknown:
         raise refused(f"{where} has {unknown[0][:60]!r}, which is not supported", "messages")
     filled = [name for name in _EMPTY_PARTS if item.get(name)]
@@ -406,17 +409,17 @@ def _message(number: int, item: object) -> Message:
 
 
 def _content(where: str, content: object, *, takes_images: bool) -> Parts:
-    """Texts, none beside another one, and images in order."""
+    """Return texts and images in order, with adjacent texts joined."""
     if content is None or isinstance(content, str):
         return (content,) if content else ()
     if not isinstance(content, list):
         raise refused(f"{where}.content must be a text or a list of parts", "messages")
     parts: list[str | ImageSource] = []
     for part in content:
-        found: Json = part if isinstance(part, dict) else {}
-        kind, text = found.get("type"), found.get("text")
+        fields: Json = part if isinstance(part, dict) else {}
+        kind, text = fields.get("type"), fields.get("text")
         if kind == "image_url" and takes_images:
-            parts.append(_image(where, found))
+            parts.append(_image(where, fields))
         elif kind == "text" and isinstance(text, str):
             parts.append(text)
         else:
@@ -427,39 +430,39 @@ def _content(where: str, content: object, *, takes_images: bool) -> Parts:
 
 
 def _image(where: str, part: Json) -> ImageSource:
-    """An image with its bytes in its address: nothing is read from files, nor fetched."""
+    """Decode an image from its data URL; no file is read and nothing is fetched."""
     from lightrft.engines.media.media import MediaError
     from lightrft.engines.media.sources import ImageSource, as_image
 
-    given = part["image_url"] if isinstance(part.get("image_url"), dict) else {}
-    own = cast("Json", given)
-    unknown = sorted({*part, *own} - {"type", "image_url", "url", "detail"})
-    if unknown or own.get("detail") not in (None, "auto"):
+    address = part["image_url"] if isinstance(part.get("image_url"), dict) else {}
+    fields = cast("Json", address)
+    unknown = sorted({*part, *fields} - {"type", "image_url", "url", "detail"})
+    if unknown or fields.get("detail") not in (None, "auto"):
         name = unknown[0] if unknown else "detail"
         raise refused(
             f"{where}: {name[:60]!r} of an image_url is not supported: sizes are options of the "
             "run (--max_pixels)",
             "messages",
         )
-    head, _, data = str(own.get("url")).partition(",")
+    head, _, data = str(fields.get("url")).partition(",")
     if not head.lower().startswith("data:") or not head.lower().endswith(";base64"):
         raise refused(
             f"{where}: an image_url must be a data URL (data:image/png;base64,...): got "
-            f"{_shown(own.get('url'))}; no file is read and nothing is fetched",
+            f"{_shown(fields.get('url'))}; no file is read and nothing is fetched",
             "messages",
         )
     try:
-        found = as_image(f"data:,{data}", name=f"{where}: an image", folder=Path())
+        image = as_image(f"data:,{data}", name=f"{where}: an image", folder=Path())
     except MediaError as error:
         raise HttpError(400, str(error), code="invalid_image") from error
-    # Named by what it is, wherever it stands in a history.
-    return ImageSource(f"image {found.digest[:16]}", content=found.content)
+    # Named by its content, so that its place in the history does not matter.
+    return ImageSource(f"image {image.digest[:16]}", content=image.content)
 
 
 def _calls(where: str, found: object) -> tuple[SpokenCall, ...]:
     calls = []
-    for given in found if isinstance(found, list) else [None]:
-        item: Json = given if isinstance(given, dict) else {}
+    for call in found if isinstance(found, list) else [None]:
+        item: Json = call if isinstance(call, dict) else {}
         function = item.get("function")
         if not isinstance(function, dict):
             raise refused(f"{where}.tool_calls must be calls of functions", "messages")

@@ -1,4 +1,4 @@
-"""OpenAI's protocol of responses: requests read strictly, answers whole or as a stream."""
+"""OpenAI's Responses protocol: strict parsing of requests, whole or streamed answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightrft.rollout.agents.http_server import HttpResponse
 from lightrft.rollout.agents.messages import ChatCall, Json, read_chat, refused
 from lightrft.rollout.agents.replies import TokenNames, told
 
-# The same in the protocol of chats, but for some of the names.
+# Options that chat requests have too, with their names there.
 _SAME = {
     "model": "model",
     "max_output_tokens": "max_tokens",
@@ -28,7 +28,7 @@ _SAME = {
     "service_tier": "service_tier",
 }
 _OWN = frozenset({*_SAME, "input", "instructions", "tools"})
-# Values by which options that are not supported ask for nothing.
+# Unsupported options, with the values that are accepted because they change nothing.
 _NOTHING: dict[str, tuple[object, ...]] = {
     "previous_response_id": (None,),
     "conversation": (None,),
@@ -46,16 +46,16 @@ _TEXTS = ("input_text", "output_text", "text")
 
 
 def read_response(body: Json) -> ChatCall:
-    """A request of `/v1/responses`, which has the whole history in it: nothing is stored.
+    """Parse a request of `/v1/responses`; it must hold the whole history, as nothing is stored.
 
     Source: OpenAI's reference of the Responses API.
 
     Raises:
-        HttpError: It is malformed, or asks for what is not supported; the message names it.
+        HttpError: The request is malformed or needs an unsupported feature, which is named.
     """
     _check_names(body)
-    given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    content = body.get("input")
+    items = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if not isinstance(items, list) or not items:
         raise refused("input must be a text or a list of at least one item", "input")
     messages: list[Json] = []
@@ -80,13 +80,13 @@ def _check_names(body: Json) -> None:
 def reply_response(
     call: ChatCall, turns: Sequence[CalledTurn], model: str, tokenizer: TokenNames
 ) -> HttpResponse:
-    """The answer to a call.
+    """Return the answer to a call.
 
     Args:
-        call: What was asked.
-        turns: One.
-        model: Its name.
-        tokenizer: Not needed.
+        call: The request.
+        turns: Exactly one turn.
+        model: Name of the model.
+        tokenizer: Unused.
     """
     del tokenizer
     (turn,) = turns
@@ -128,7 +128,7 @@ def reply_response(
 
 
 def _add(messages: list[Json], where: str, item: object) -> None:
-    """Adds an item; an assistant's text and its calls, items of their own, are one message."""
+    """Append an item; an assistant's text and calls are separate items but one message."""
     if not isinstance(item, dict):
         raise refused(f"{where} must be an object", "input")
     kind = item.get("type", "message")
@@ -159,21 +159,21 @@ def _check_parts(where: str, item: Json, own: set[str]) -> None:
 
 
 def _parts(where: str, content: object) -> object:
-    """A text, or parts as they stand in chats."""
+    """Convert content to the form of chat requests."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise refused(f"{where}: expected a text or a list of parts", "input")
     parts: list[Json] = []
     for part in content:
-        found: Json = part if isinstance(part, dict) else {}
-        if found.get("type") == "input_image":
-            own = {"url" if n == "image_url" else n: v for n, v in found.items() if n != "type"}
-            parts.append({"type": "image_url", "image_url": own})
-        elif found.get("type") in _TEXTS and isinstance(found.get("text"), str):
-            parts.append({"type": "text", "text": found["text"]})
+        fields: Json = part if isinstance(part, dict) else {}
+        if fields.get("type") == "input_image":
+            image = {"url" if n == "image_url" else n: v for n, v in fields.items() if n != "type"}
+            parts.append({"type": "image_url", "image_url": image})
+        elif fields.get("type") in _TEXTS and isinstance(fields.get("text"), str):
+            parts.append({"type": "text", "text": fields["text"]})
         else:
-            kind = str(found.get("type"))[:60]
+            kind = str(fields.get("type"))[:60]
             raise refused(f"{where}: parts of type {kind!r} are not supported", "input")
     return parts
 
@@ -181,21 +181,21 @@ def _parts(where: str, content: object) -> object:
 def _tool(item: object) -> Json:
     if not isinstance(item, dict) or item.get("type") != "function":
         raise refused("each of tools must be a function of the client's own", "tools")
-    own = {name: value for name, value in item.items() if name != "type" and value is not None}
-    return {"type": "function", "function": own}
+    fields = {name: value for name, value in item.items() if name != "type" and value is not None}
+    return {"type": "function", "function": fields}
 
 
 def _function(tool: Json) -> Json:
-    found = tool["function"]
-    return dict(found) if isinstance(found, dict) else {}
+    function = tool["function"]
+    return dict(function) if isinstance(function, dict) else {}
 
 
 def _output(turn: CalledTurn, name: str, status: str) -> list[Json]:
     message, items = told(turn), list[Json]()
     if message.text or not message.calls:
         part = {"type": "output_text", "text": message.text, "annotations": [], "logprobs": []}
-        own: Json = {"role": "assistant", "status": status, "content": [part]}
-        items.append({"type": "message", "id": f"msg_{name}", **own})
+        fields: Json = {"role": "assistant", "status": status, "content": [part]}
+        items.append({"type": "message", "id": f"msg_{name}", **fields})
     for number, call in enumerate(message.calls):
         facts: Json = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
         items.append({"type": "function_call", "id": f"fc_{name}{number}", **facts})
@@ -223,9 +223,9 @@ def _events(begun: Json, whole: Json) -> Iterator[Json]:
             yield {"type": "response.output_text.done", **said, "text": part["text"]}
             yield {"type": "response.content_part.done", **place, "part": part}
         else:
-            given, kind = item["arguments"], "response.function_call_arguments"
-            yield {"type": f"{kind}.delta", **place, "delta": given}
-            yield {"type": f"{kind}.done", **place, "name": item["name"], "arguments": given}
+            arguments, kind = item["arguments"], "response.function_call_arguments"
+            yield {"type": f"{kind}.delta", **place, "delta": arguments}
+            yield {"type": f"{kind}.done", **place, "name": item["name"], "arguments": arguments}
         yield {"type": "response.output_item.done", "output_index": index, "item": item}
     yield {"type": f"response.{whole['status']}", "response": whole}
 
