@@ -1,7 +1,7 @@
-"""Dynamic sampling: zero-variance groups give their place to further ones.
+"""Dynamic sampling: further groups replace zero-variance ones.
 
-A group is constant if its responses are all equally accurate; accuracy is taken before any length
-shaping, with which every group would seem mixed.
+A group is constant if all its responses have equal accuracy. Accuracy is measured before length
+shaping, which would make every group look mixed.
 
 Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, sec. 3.2.
 """
@@ -26,18 +26,18 @@ from lightrft.rollout.source import (
 
 
 class DynamicSource:
-    """Batches of prompts from another source until a step has enough mixed groups.
+    """Source that samples batches from another source until a step has enough mixed groups.
 
     Args:
-        source: Of each batch.
-        parts: Of the run.
+        source: Source of each batch.
+        parts: Parts of the run.
     """
 
     def __init__(self, source: RolloutSource, parts: SourceParts) -> None:
         self._source, self._parts = source, parts
 
     def sample(self, requests: SampleRequests) -> Samples:
-        """See `RolloutSource`."""
+        """Sample batches and select the groups to train on."""
         num_wanted, draw = requests.num_prompts, requests.next_prompts
         max_rounds = 1 if draw is None else self._parts.config.max_num_gen_batches
         rounds = [self._source.sample(requests)]
@@ -71,7 +71,7 @@ class DynamicSource:
 
 
 def _joined(rounds: Sequence[Samples]) -> Samples:
-    """The samples of several batches of a step."""
+    """Merge the samples of several batches of a step."""
     greedy = [each.greedy for each in rounds if each.greedy is not None]
     evidence = [each.evidence for each in rounds if each.evidence is not None]
     return replace(
@@ -85,8 +85,8 @@ def _joined(rounds: Sequence[Samples]) -> Samples:
         greedy=merge(greedy) if greedy else None,
         evidence=replace(
             evidence[0],
-            accounts={key: found for each in evidence for key, found in each.accounts.items()},
-            entries={key: found for each in evidence for key, found in each.entries.items()},
+            accounts={key: value for each in evidence for key, value in each.accounts.items()},
+            entries={key: value for each in evidence for key, value in each.entries.items()},
         )
         if evidence
         else None,
@@ -94,7 +94,7 @@ def _joined(rounds: Sequence[Samples]) -> Samples:
 
 
 def _total(reports: Sequence[StreamReport]) -> StreamReport:
-    """Of several rounds of a step."""
+    """Sum the reports of several rounds of a step."""
     return replace(
         reports[-1],
         num_sampled_tokens=sum(each.num_sampled_tokens for each in reports),
@@ -103,7 +103,7 @@ def _total(reports: Sequence[StreamReport]) -> StreamReport:
 
 
 def mixed_groups(table: RowTable) -> list[int]:
-    """Ids of the groups whose responses differ in accuracy, ascending; masked rows do not count."""
+    """Return the ids of groups with different accuracies, ascending; ignore masked rows."""
     mixed = []
     for group in np.unique(table.group_ids):
         kept = table.accuracies[(table.group_ids == group) & ~table.is_masked]
@@ -113,11 +113,11 @@ def mixed_groups(table: RowTable) -> list[int]:
 
 
 def select_groups(table: RowTable, num_wanted: int) -> Selection:
-    """The first `num_wanted` mixed groups; fillers make up for missing ones.
+    """Select the first `num_wanted` mixed groups; fillers replace missing ones.
 
     Args:
-        table: All samples of the step over all ranks, the same on every rank.
-        num_wanted: Groups of a full step.
+        table: All samples of the step over all ranks, equal on all ranks.
+        num_wanted: Number of groups of a full step.
     """
     groups = [int(group) for group in np.unique(table.group_ids)]
     mixed = mixed_groups(table)
@@ -141,6 +141,6 @@ def select_groups(table: RowTable, num_wanted: int) -> Selection:
 
 
 def apply_selection(table: RowTable, selection: Selection) -> RowTable:
-    """The rows to train on, fillers masked."""
+    """Return the rows to train on, with fillers masked."""
     taken = table.take(selection.rows)
     return replace(taken, is_masked=taken.is_masked | selection.is_filler)

@@ -1,8 +1,8 @@
 """FIRE sampling: the first token of a response is drawn at a high temperature, the rest as usual.
 
-Two calls of the engine: one for the first token, one that continues each response from it. The
-logprob of every token is that under the distribution it was drawn from, so importance weights
-stay exact.
+There are two engine calls: one samples the first token, the other continues each response. The
+logprob of every token is taken under the distribution that sampled it, so importance weights stay
+exact.
 
 Source: Chen et al. 2024, "Flaming-hot Initiation with Regular Execution", arXiv:2410.21236.
 """
@@ -19,13 +19,13 @@ from lightrft.records.rollout import Rollout, TurnSegment
 from lightrft.rollout.single_turn import RolloutGroups, SingleTurnSource, generate
 from lightrft.strategy.engine.session import EngineSession
 
-# Continuations are requests of their own; another seed keeps their random numbers apart from
-# those of first tokens under the same request id.
+# Continuations are separate requests. Another seed separates their random numbers from those of
+# first tokens with the same request id.
 _SEED_OFFSET = 1_000_003
 
 
 class FireSource(SingleTurnSource):
-    """Single turns whose first token is drawn at a temperature of its own; greedy ones as usual."""
+    """Source of single turns with a separate first-token temperature, except greedy ones."""
 
     @staticmethod
     def first_temperature(config: SamplingOptions, prompts: Sequence[Prompt] = ()) -> float:
@@ -52,15 +52,15 @@ def generate_fire(
     *,
     first_token_temperature: float,
 ) -> list[Completion]:
-    """Completions of this rank's requests, prompt-major; collective. The engine stays awake.
+    """Return completions of this rank's requests, prompt-major; collective.
 
-    A response whose first token ends it is complete after the first call.
+    The engine stays awake. A response that ends with its first token needs no second call.
 
     Args:
-        session: Generates.
-        sampling_params: Of all tokens but the first; n completions per request.
-        requests: This rank's requests.
-        first_token_temperature: Of the first token.
+        session: Session of the engine.
+        sampling_params: Parameters of all tokens but the first; n completions per request.
+        requests: Requests of this rank.
+        first_token_temperature: Temperature of the first token.
 
     Raises:
         ValueError: There are stop strings, which could begin in the first token.
@@ -84,7 +84,7 @@ def generate_fire(
         min_tokens=max(0, sampling_params.min_tokens - 1),
         seed=sampling_params.seed + _SEED_OFFSET,
     )
-    # Every rank makes the second call, with whatever is unfinished there.
+    # Every rank must make the second call, even without unfinished responses.
     unfinished = [
         GenerationRequest(
             (*first.prompt_token_ids, *first.output_token_ids),

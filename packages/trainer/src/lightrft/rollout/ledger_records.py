@@ -297,9 +297,9 @@ def _digest(item: object) -> bytes:
 
 
 def _sampled_twice(entry: LedgerEntry, *, has_same_tokens: bool) -> LedgerError:
-    difference = "equal tokens and other log-probabilities or weights"
+    text = "equal tokens and other log-probabilities or weights"
     return LedgerError(
         f"request {entry.request_id} was sampled twice in one context, with "
-        f"{difference if has_same_tokens else 'different tokens'}: the ranks of an engine disagree, or "
+        f"{text if has_same_tokens else 'different tokens'}: the ranks of an engine disagree, or "
         "request ids repeat"
     )

@@ -1,4 +1,4 @@
-"""Rewards from models in the trainer's processes, over all ranks together."""
+"""Rewards from models in the trainer's processes, over all ranks."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class ScoringModel:
     """A prepared reward model.
 
     Args:
-        name: Of its component, and in recipes.
+        name: Name of its reward component, also used in recipes.
         model: [batch, seq] token ids and attention mask -> [batch] scores; see
             `lightrft.models.reward_model.RewardModel`.
-        tokenizer: Of the model; None if it reads the sampled ids themselves.
-        weight: Of its score in the reward, without recipes.
+        tokenizer: Tokenizer of the model; None if it reads the sampled ids.
+        weight: Weight of its score in the reward, without recipes.
     """
 
     name: str
@@ -48,16 +48,16 @@ class ScoringModel:
 
 
 class ModelRewards:
-    """Scores the rollouts of all ranks, one model after the other.
+    """Scorer of the rollouts of all ranks, with one model after another.
 
-    Every model is on the device only while it scores. Sharded models are called equally often on
-    every rank, with a row of padding where a rank has nothing left.
+    A model is on the device only while it scores. All ranks call sharded models equally often, and
+    a rank without further rows passes a row of padding.
 
     Args:
-        backend: Prepared the models.
-        models: What scores.
-        micro_batch_size: Rows of one forward pass.
-        recipes: Weights by row, instead of those of the models; None is off.
+        backend: Backend that prepared the models.
+        models: Models that score.
+        micro_batch_size: Number of rows in one forward pass.
+        recipes: Weights by row instead of those of the models; None uses those of the models.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class ModelRewards:
     def score(
         self, rollouts: Sequence[Rollout], encoder: Encoder = TEXT_ENCODER
     ) -> list[RewardResult]:
-        """Scores of this rank's rollouts by the models; collective.
+        """Score this rank's rollouts with the models; collective.
 
         Args:
-            rollouts: Of this rank.
-            encoder: Of prompts with media; the same on every rank.
+            rollouts: Rollouts of this rank.
+            encoder: Encoder of prompts with media, equal on all ranks.
 
         Returns:
-            One result a rollout: the weighted sum, and each score unweighted by name.
+            One result per rollout: the weighted sum, and unweighted scores by name.
 
         Raises:
             RewardError: A row has no recipe.
@@ -106,8 +106,8 @@ class ModelRewards:
             for i, value in zip(wanted, values, strict=True):
                 scores[i][entry.name] = value
         return [
-            RewardResult(sum(row[name] * value for name, value in found.items()), found)
-            for row, found in zip(weights, scores, strict=True)
+            RewardResult(sum(row[name] * value for name, value in values.items()), values)
+            for row, values in zip(weights, scores, strict=True)
         ]
 
     def _weights(self, rollout: Rollout) -> Mapping[str, float]:
@@ -116,11 +116,11 @@ class ModelRewards:
         return self._recipes.weights_of(rollout.prompt.columns.get(self._recipes.column))
 
     def _kinds(self, rollouts: Sequence[Rollout], encoder: Encoder) -> frozenset[MediumKind]:
-        """Kinds of media that some rank has; raises on all ranks if a model cannot see them."""
+        """Return the kinds of media on any rank; raise on all ranks if a model cannot see them."""
         if not encoder.reads_media:
             return frozenset()
-        own = {kind for rollout in rollouts for kind in rollout.media.kinds}
-        present = agree_on_kinds(self._backend.context, own)
+        local_kinds = {kind for rollout in rollouts for kind in rollout.media.kinds}
+        present = agree_on_kinds(self._backend.context, local_kinds)
         for entry in self._models if present else ():
             module = inner_module(entry.model)
             is_seeing = isinstance(module, RewardModel) and module.reads_media
@@ -138,7 +138,7 @@ class ModelRewards:
     ) -> list[float]:
         size, context = self._micro_batch_size, self._backend.context
         num_batches = max(context.gather_objects(-(-len(texts) // size)))
-        # Texts of like length share a batch.
+        # Texts of similar length share a batch.
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         scores = [0.0] * len(texts)
         self._backend.move_model(model, context.device)
@@ -147,26 +147,26 @@ class ModelRewards:
             token_ids, mask = pad_rows([texts[i] for i in rows] or [(0,)], context.device)
             if media.present:
                 prompts = tuple(media.prompts[i] for i in rows) or (None,)
-                own = RowMedia(prompts, media.present)
-                found: Tensor = model(token_ids, mask, media=own)
+                batch_media = RowMedia(prompts, media.present)
+                outputs: Tensor = model(token_ids, mask, media=batch_media)
             else:
-                found = model(token_ids, mask)
-            for i, value in zip(rows, found.tolist(), strict=False):
+                outputs = model(token_ids, mask)
+            for i, value in zip(rows, outputs.tolist(), strict=False):
                 scores[i] = value
         self._backend.move_model(model, HOST)
         return scores
 
 
 def sampled_ids(rollout: Rollout) -> Sequence[int]:
-    """Token ids of prompt and response, as they were sampled."""
+    """Return the sampled token ids of prompt and response."""
     return (*rollout.completion.prompt_token_ids, *rollout.completion.output_token_ids)
 
 
 class OwnTexts:
-    """The way from rollouts to the token ids on which `lightrft reward` trains such a model.
+    """Encoder of rollouts into the same token ids that `lightrft reward` trains on.
 
-    Messages are rendered by the model's own chat template, texts are read as its tokenizer frames
-    them. A response that reached its bound ends without the end.
+    Messages are rendered with the reward model's chat template. Texts get the frame of its
+    tokenizer. A response that was cut by its length limit has no end-of-turn token.
 
     Args:
         tokenizer: Tokenizer of the reward model.
@@ -178,7 +178,7 @@ class OwnTexts:
         self._texts = TextIds(tokenizer, self._end)
 
     def __call__(self, rollout: Rollout) -> Sequence[int]:
-        """Token ids of prompt and response."""
+        """Return the token ids of prompt and response."""
         is_ended = rollout.completion.finish_reason == "stop"
         if rollout.prompt.messages:
             return self._chat(rollout, is_ended=is_ended)
@@ -192,6 +192,6 @@ class OwnTexts:
         texts = [template.render(asked, asks=True), template.render([*asked, answer])]
         encoded: list[list[int]] = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         before, whole = encoded
-        # What stands behind the end of the turn is no part of it.
+        # Text after the end-of-turn token is not part of the turn.
         ends = [i for i in range(len(before), len(whole)) if whole[i] == self._end]
         return whole[: ends[-1] + is_ended] if ends else whole

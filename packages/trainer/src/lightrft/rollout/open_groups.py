@@ -1,4 +1,4 @@
-"""Groups whose responses go on in later steps: the state of streaming rollouts."""
+"""Groups whose responses continue in later steps: the state of streaming rollouts."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from lightrft.rewards.types import RewardResult
 
 @dataclass(frozen=True, slots=True)
 class EpisodeState:
-    """State of an episode beside its tokens, so that it can go on in another process.
+    """State of an episode without its tokens, with which another process can continue it.
 
     Args:
-        request_id: Of its first call of the engine; another one after each start.
-        message: What `reset` said.
-        prompt_text, prompt_ids, messages: The prompt with it, as it was rendered then: rendered
-            again it may be another one. Of an episode that has begun.
-        sampled: Of each token, whether the model sampled it.
-        turns: What was said in each, special tokens removed.
-        answers: Calls of each turn that was answered.
-        noted: Texts that were to be shown of them, written down as they came, turn by turn.
-        num_last, last_reason: Tokens of the last turn so far, and why its last call ended.
-        is_cut: The last turn goes on.
-        due: Round in which it goes on at the earliest.
-        has_failed: Its environment did.
-        num_restarts, num_forgotten: As in `Episode`.
-        reward, scored: By the environment, and hashes of the ids that it was given to.
-        kept: JSON of what its environment kept, where a reward function reads that, or "": values
-            of others, which a checkpoint holds as a text.
+        request_id: Request id of its first engine call; each restart takes a new one.
+        message: Message that `reset` returned.
+        prompt_text, prompt_ids, messages: Rendered prompt with that message, once the episode has
+            begun. It is stored because rendering again may give another result.
+        sampled: Flag per token: whether the model sampled it.
+        turns: Text of each turn without special tokens.
+        answers: Answered calls of each turn.
+        noted: Texts of the answers as they arrived, turn by turn.
+        num_last, last_reason: Number of tokens of the last turn so far, and why its last call
+            ended.
+        is_cut: Whether the last turn continues.
+        due: First round in which it may continue.
+        has_failed: Whether its environment failed.
+        num_restarts, num_forgotten: Counts, as in `Episode`.
+        reward, scored: Reward of the environment, and hashes of the token ids that received it.
+        kept: JSON text of values that the environment kept for the reward function, or "". User
+            code defines the values, so checkpoints hold them as text.
     """
 
     request_id: int
@@ -59,16 +60,16 @@ class EpisodeState:
 
 @dataclass(frozen=True, slots=True)
 class OpenSample:
-    """A response so far.
+    """An unfinished response.
 
     Args:
-        token_ids: Sampled so far.
+        token_ids: Token ids so far.
         logprobs: fp32 logprob of each token under the weights that sampled it.
         versions: Version of those weights, for each token.
-        finish_reason: None while it goes on.
-        segments: The calls of the engine that sampled it.
-        facts: As in `Completion`.
-        episode: Of an episode, whose tokens include observations, of version -1.
+        finish_reason: Reason why it ended; None while it is open.
+        segments: Engine calls that sampled it.
+        facts: Facts, as in `Completion`.
+        episode: State of an episode, or None. Its tokens include observations, with version -1.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -81,14 +82,14 @@ class OpenSample:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the model sampled."""
+        """Number of tokens that the model sampled."""
         return len(self.token_ids) if self.episode is None else sum(self.episode.sampled)
 
     def extended(self, part: Completion, *, max_tokens: int) -> OpenSample:
-        """The response with a further part.
+        """Return the response with a further part.
 
         Args:
-            part: Sampled after it by the engine.
+            part: Completion that continues the response.
             max_tokens: Length at which a response ends.
         """
         token_ids = (*self.token_ids, *part.output_token_ids)
@@ -110,10 +111,10 @@ class OpenGroup:
     Args:
         request_id: Number of the prompt in the run.
         prompt: The data row.
-        samples: One a response.
-        logprobs_mode: As in `Completion`.
-        begun, complete: Rounds of its first token and of the last one of all responses; 0 is not
-            yet.
+        samples: One open sample per response.
+        logprobs_mode: Mode of the logprobs, as in `Completion`.
+        begun, complete: Rounds of its first token, and of the last token of all responses; 0
+            before there is one.
     """
 
     request_id: int
@@ -125,14 +126,14 @@ class OpenGroup:
 
     @property
     def facts(self) -> tuple[int, int, int, int, int]:
-        """Of a `GroupFacts`."""
+        """Values of a `GroupFacts`."""
         num_tokens = sum(sample.num_sampled for sample in self.samples)
         states = (sample.episode for sample in self.samples)
         num_forgotten = sum(0 if each is None else each.num_forgotten for each in states)
         return self.request_id, self.begun, self.complete, num_tokens, num_forgotten
 
     def extended(self, samples: Sequence[OpenSample], round_number: int) -> OpenGroup:
-        """The same after a round in which its responses went on."""
+        """Return the group after a round that extended its responses."""
         is_complete = all(sample.finish_reason is not None for sample in samples)
         return replace(
             self,
@@ -142,7 +143,7 @@ class OpenGroup:
         )
 
     def completions(self) -> list[Completion]:
-        """The finished responses as completions of the prompt."""
+        """Return the finished responses as completions of the prompt."""
         return [
             Completion(
                 request_id=self.request_id,
@@ -164,12 +165,12 @@ class StreamState:
     """State that streaming rollouts leave to the next round, on one rank.
 
     Args:
-        groups: Of this rank, ordered by request id; those without tokens have not begun.
-        num_calls: Calls of the engine so far; each has random numbers of its own.
-        num_rounds: So far.
-        entries: Of the engine's ledger, on these groups.
-        num_groups: Of all ranks.
-        options: Those of the run that open responses depend on, as shown to the user.
+        groups: Groups of this rank by request id; those without tokens have not begun.
+        num_calls: Number of engine calls so far; each has different random numbers.
+        num_rounds: Number of rounds so far.
+        entries: Entries of the engine's ledger for these groups.
+        num_groups: Number of groups on all ranks.
+        options: Options of the run that open responses depend on, as shown to the user.
     """
 
     groups: tuple[OpenGroup, ...] = ()
@@ -180,7 +181,7 @@ class StreamState:
     options: Mapping[str, str] = field(default_factory=dict)
 
     def with_entries(self, entries: Iterable[LedgerEntry]) -> StreamState:
-        """The same with those entries that belong to its groups."""
+        """Return a copy with the entries that belong to its groups."""
         calls = {
             (segment.request_id, segment.sample_index)
             for group in self.groups

@@ -1,4 +1,4 @@
-"""Open responses of one turn: how they begin, go on and are handed over."""
+"""Open single-turn responses: how they begin, are extended and finish."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from lightrft.rollout.scoring import finished_samples, open_scorer
 from lightrft.rollout.single_turn import RolloutGroups, generate
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts
 
-# Every call of the engine draws under a seed of its own.
+# Every engine call uses a different seed.
 _SEED_STEP = 2_000_003
 
 
 @dataclass(frozen=True, slots=True)
 class ResponsePart:
-    """A part of open responses, sampled at once.
+    """A part of open responses that is sampled at once.
 
     Args:
-        lengths: By request id of the groups that take part, tokens up to which each of their
-            responses may grow; None is to its end.
-        params: Of whole responses.
-        round_number: In which they do so.
-        number: Of such parts in the run.
+        lengths: Number of tokens to which each response may grow, by request id of the active
+            groups; None samples it to its end.
+        params: Sampling parameters of whole responses.
+        round_number: Round in which the part is sampled.
+        number: Index of the part in the run.
     """
 
     lengths: Mapping[int, int | None]
@@ -37,7 +37,7 @@ class ResponsePart:
     number: int
 
     def takes(self, group: OpenGroup, sample: OpenSample) -> bool:
-        """Whether a response of a group samples something."""
+        """Return whether a response of a group is sampled in this part."""
         if group.request_id not in self.lengths or sample.finish_reason is not None:
             return False
         most, state = self.lengths[group.request_id], sample.episode
@@ -46,26 +46,26 @@ class ResponsePart:
 
 
 class OpenTurns:
-    """See `OpenResponses`.
+    """Operations on open single-turn responses.
 
     Args:
-        parts: Of the run.
+        parts: Parts of the run.
     """
 
     def __init__(self, parts: SourceParts) -> None:
         self._parts = parts
 
     def begin(self, request_id: int, prompt: Prompt, params: SamplingParams) -> OpenGroup:
-        """See `OpenResponses`."""
+        """Return a group without tokens."""
         return OpenGroup(request_id, prompt, (OpenSample(),) * params.n, params.logprobs_mode)
 
     def extended(self, groups: Sequence[OpenGroup], part: ResponsePart) -> list[OpenGroup]:
-        """See `OpenResponses`; one call of the engine.
+        """Sample a part with one engine call and return the groups with it.
 
         Raises:
-            ValueError: The groups are of episodes.
+            ValueError: The groups belong to episodes.
         """
-        params, found = part.params, list(groups)
+        params, extended_groups = part.params, list(groups)
         if any(sample.episode is not None for group in groups for sample in group.samples):
             raise ValueError("the rows in flight are episodes: start with their environment")
         places, asked = [], []
@@ -81,15 +81,15 @@ class OpenTurns:
         call = replace(params, n=1, seed=params.seed + _SEED_STEP * part.number)
         sampled = generate(self._parts.session, call, asked)
         for (index, number), more in zip(places, sampled, strict=True):
-            samples = list(found[index].samples)
+            samples = list(extended_groups[index].samples)
             samples[number] = samples[number].extended(more, max_tokens=params.max_tokens)
-            found[index] = found[index].extended(samples, part.round_number)
-        return found
+            extended_groups[index] = extended_groups[index].extended(samples, part.round_number)
+        return extended_groups
 
     def finished(
         self, groups: Sequence[OpenGroup], group_ids: Sequence[int], requests: SampleRequests
     ) -> Samples:
-        """See `OpenResponses`."""
+        """Return complete groups as scored samples; collective."""
         prompts, ids = [group.prompt for group in groups], [group.request_id for group in groups]
         requests.ledger.ask(prompts, group_ids, requests.params.n, ids)
         pairs = zip(groups, group_ids, strict=True)
@@ -116,7 +116,7 @@ class OpenTurns:
 
 
 def _request(group: OpenGroup, number: int, max_tokens: int, encoder: Encoder) -> GenerationRequest:
-    """Continues a response of a group."""
+    """Return the request that continues a response of a group."""
     request_id = group.request_id * len(group.samples) + number
     prompt, begun = group.prompt, group.samples[number].token_ids
     media = media_request(prompt, request_id, encoder).encoded

@@ -1,4 +1,4 @@
-"""Samples of one step and of an evaluation, from the source that the options name."""
+"""Samples of a step or an evaluation, from the source that the options name."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from lightrft.datasets.media import Modality
     from lightrft.rollout.environments.open_episodes import OpenEpisodes
 
-# Makes the source of the responses to a batch of prompts.
+# Function that makes the source of responses to a batch of prompts.
 MakeSource = Callable[[SourceParts], RolloutSource]
 
 
 def training_params(config: SamplingOptions) -> SamplingParams:
-    """Distribution and length of the responses of training."""
+    """Return the distribution and length of responses in training."""
     return SamplingParams(
         temperature=config.temperature,
         top_p=config.top_p,
@@ -48,25 +48,25 @@ def training_params(config: SamplingOptions) -> SamplingParams:
 
 
 def greedy_params(config: SamplingOptions) -> SamplingParams:
-    """One completion by the most likely token at every position, under the stops of training."""
+    """Return parameters of one greedy completion, with the stops of training."""
     return replace(training_params(config), temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, n=1)
 
 
 class GreedySource:
-    """Samples of another source, and a greedy completion of each prompt beside them.
+    """Source that adds a greedy completion of each prompt to the samples of another source.
 
-    Groups whose greedy completion has no reward have no baseline: they are excluded.
+    Groups whose greedy completion has no reward lack a baseline and are excluded.
 
     Args:
-        source: Of both.
-        config: Stops and lengths of the greedy completions.
+        source: Source of samples and greedy completions.
+        config: Options with the stops and lengths of the greedy completions.
     """
 
     def __init__(self, source: RolloutSource, config: SamplingOptions) -> None:
         self._source, self._config = source, config
 
     def sample(self, requests: SampleRequests) -> Samples:
-        """See `RolloutSource`."""
+        """Sample greedy completions, then the samples."""
         greedy = replace(
             requests,
             params=greedy_params(self._config),
@@ -75,24 +75,24 @@ class GreedySource:
             ledger=requests.ledger.greedy,
         )
         best = self._source.sample(greedy).table
-        found = self._source.sample(requests)
+        samples = self._source.sample(requests)
         without = best.group_ids[best.is_masked]
         requests.ledger.lack_baselines(without)
-        has_none = np.isin(found.table.group_ids, without)
-        table = replace(found.table, is_masked=found.table.is_masked | has_none)
-        return replace(found, table=table, greedy=best)
+        has_none = np.isin(samples.table.group_ids, without)
+        table = replace(samples.table, is_masked=samples.table.is_masked | has_none)
+        return replace(samples, table=table, greedy=best)
 
 
 def single_turns(parts: SourceParts) -> SingleTurnSource:
-    """The source of responses of one turn."""
+    """Return the source of single-turn responses."""
     return turn_source(parts.config)(parts)
 
 
 class SingleTurns:
-    """A run without environments and tools: each response is one turn.
+    """Parts of a run without environments and tools, where each response is one turn.
 
     Args:
-        modality: Renders and encodes prompts.
+        modality: Renderer and encoder of prompts.
     """
 
     answers_calls = False
@@ -102,22 +102,22 @@ class SingleTurns:
         self.encoder = modality.encoder
         self.prompt_tokenizer = modality.renderer
 
-    # See `Environments.source`.
+    # The same interface as `Environments.source`.
     source = staticmethod(single_turns)
 
     def close(self) -> None:
-        """Nothing: there are no workers."""
+        """Do nothing, since there are no workers."""
 
 
 def build_source(
     parts: SourceParts, batches: RolloutSource, *, needs_greedy: bool
 ) -> RolloutSource:
-    """The source of the steps of a run.
+    """Return the source of samples for the steps of a run.
 
     Args:
-        parts: Of the run.
-        batches: Source of the responses to one batch of prompts.
-        needs_greedy: Every step samples greedy completions, too.
+        parts: Parts of the run.
+        batches: Source of responses to one batch of prompts.
+        needs_greedy: Whether every step also samples greedy completions.
     """
     source = GreedySource(batches, parts.config) if needs_greedy else batches
     if parts.config.stream_chunk is not None:
@@ -132,10 +132,10 @@ def build_source(
 
 
 def _open_episodes(batches: RolloutSource) -> OpenEpisodes:
-    """Plays the episodes of a source over several steps.
+    """Return operations that play a source's episodes over several steps.
 
     Raises:
-        TypeError: The source plays none that can be brought back.
+        TypeError: The source has no episodes that can be resumed.
     """
     from lightrft.rollout.environments.environments import EpisodeSource
     from lightrft.rollout.environments.open_episodes import OpenEpisodes
@@ -146,13 +146,13 @@ def _open_episodes(batches: RolloutSource) -> OpenEpisodes:
 
 
 class RolloutSampler:
-    """Samples over all ranks, scored, for training and for evaluation.
+    """Sampler over all ranks, with rewards, for training and evaluation.
 
     Args:
-        parts: Of the run.
-        make_source: Makes the source of the responses to a batch of prompts, for example
-            `Environments.source`.
-        needs_greedy: Every step samples greedy completions, too.
+        parts: Parts of the run.
+        make_source: Function that makes the source of responses to a batch of prompts, for
+            example `Environments.source`.
+        needs_greedy: Whether every step also samples greedy completions.
     """
 
     def __init__(
@@ -177,20 +177,20 @@ class RolloutSampler:
         most_groups: int | None = None,
         step: int | None = None,
     ) -> Samples:
-        """All samples of one step; collective.
+        """Return all samples of one step; collective.
 
         Args:
             prompts: This rank's prompts; every rank passes equally many.
             first_request_id: Request id of the first prompt of the step over all ranks.
-            timer: Measures the step.
-            next_prompts: This rank's part of further prompts, for dynamic sampling and streaming
-                rollouts; None if there are none.
-            stream: State that the round before left to the source.
-            most_groups: See `SampleRequests`.
-            step: Of the run, for the journal of environments; None writes none.
+            timer: Timer of the step.
+            next_prompts: Function that returns further prompts of this rank, for dynamic sampling
+                and streaming rollouts; None if there are none.
+            stream: State that the previous round left to the source.
+            most_groups: Limit on new groups, as in `SampleRequests`.
+            step: Step of the run, for the journal; None writes no journal.
 
         Raises:
-            ConfigError: Responses are open, and nothing streams.
+            ConfigError: There are open responses, but rollouts do not stream.
         """
         engine, context = self._parts.session.engine, self._parts.context
         if stream.num_groups and self._parts.config.stream_chunk is None:
@@ -199,7 +199,7 @@ class RolloutSampler:
                 "stream_chunk as before, or another --output_dir to start anew"
             )
         if engine is not None:
-            engine.ledger.take()  # of a step that was given up
+            engine.ledger.take()  # discard entries of an abandoned step
         num_prompts = len(prompts) * context.world_size
         if most_groups is not None:
             num_prompts = self._parts.config.rollout_batch_size
@@ -217,7 +217,7 @@ class RolloutSampler:
                 timer=timer,
             )
         )
-        if samples.selection is None:  # else they were required before it
+        if samples.selection is None:  # otherwise they were checked before the selection
             require_rewards(samples.table, samples.greedy)
         if self._parts.config.rollout_lag and self._parts.config.ledger_gate:
             from lightrft.rollout.version_checks import check_fresh_row
@@ -228,24 +228,24 @@ class RolloutSampler:
     def sample_all(
         self, prompts: Sequence[Prompt], params: SamplingParams
     ) -> tuple[Sequence[ScoredRollout], RowTable]:
-        """Completions of all prompts with their rewards, for an evaluation; collective.
+        """Complete all prompts and score them, for an evaluation; collective.
 
-        Rank r of W completes the prompts r, r + W, ...; ranks may have unequally many or none. The
+        Rank r of W completes the prompts r, r + W, ...; ranks may have unequal numbers or none. The
         length of a response does not change its reward.
 
         Args:
             prompts: All prompts, the same list on every rank.
-            params: With n completions of each prompt.
+            params: Parameters with n completions per prompt.
 
         Returns:
-            This rank's own, and the same table on every rank; group i holds the n rows of prompt
-            i. Of an episode with branches it is the first row.
+            Samples of this rank, and a table that is equal on all ranks. Group i holds the n rows
+            of prompt i. An episode with branches is represented by its first row.
         """
         positions = own_positions(self._parts.context, len(prompts))
-        own = [prompts[position] for position in positions]
+        local_prompts = [prompts[position] for position in positions]
         samples = self._batches.sample(
             SampleRequests(
-                own,
+                local_prompts,
                 positions,
                 len(prompts),
                 params,

@@ -1,4 +1,4 @@
-"""Responses of one turn: a request for each prompt, completions group by group."""
+"""Single-turn responses: one request per prompt, with completions scored group by group."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from lightrft.strategy.engine.generation import PromptBatch
 if TYPE_CHECKING:
     from lightrft.strategy.engine.session import EngineSession, OnFinished
 
-# Prompts whose media are decoded in one call of the processor.
+# Number of prompts whose media are decoded in one call of the processor.
 _TOGETHER = 32
 
 
 class SingleTurnSource:
-    """Source of responses that one call of the engine samples.
+    """Source of responses that one engine call samples.
 
     Args:
-        parts: Of the run.
+        parts: Parts of the run.
     """
 
     def __init__(self, parts: SourceParts) -> None:
@@ -38,19 +38,19 @@ class SingleTurnSource:
 
     @staticmethod
     def first_temperature(config: SamplingOptions, prompts: Sequence[Prompt] = ()) -> float | None:
-        """Return the temperature of the first token if it has one of its own: it has none.
+        """Return a separate temperature of the first token; None here.
 
         Args:
             config: Options of sampling.
-            prompts: Prompts to complete so.
+            prompts: Prompts to complete in this way.
 
         Raises:
-            ConfigError: A prompt cannot be completed so.
+            ConfigError: A prompt cannot be completed in this way.
         """
         return None
 
     def sample(self, requests: SampleRequests) -> Samples:
-        """See `RolloutSource`."""
+        """Generate and score one group of responses per prompt."""
         parts, prompts, ids = self._parts, requests.prompts, requests.request_ids
         requests.ledger.ask(prompts, requests.positions, requests.params.n, ids)
         with open_scorer(parts, requests) as scorer:
@@ -70,7 +70,7 @@ class SingleTurnSource:
     def _generate(
         self, groups: RolloutGroups, asked: Sequence[GenerationRequest], params: SamplingParams
     ) -> list[Rollout]:
-        """This rank's rollouts; groups that are complete go to their scorer on the way."""
+        """Return this rank's rollouts; complete groups are scored while others are generated."""
         total, done = len(asked) * params.n, 0
 
         def take(finished: Sequence[Completion]) -> None:
@@ -85,9 +85,9 @@ class SingleTurnSource:
 
 
 def turn_source(config: SamplingOptions) -> type[SingleTurnSource]:
-    """Return the source of responses of one turn that the options name."""
-    found = TURN_SOURCES.load("fire" if config.use_fire else "plain")
-    return cast("type[SingleTurnSource]", found)
+    """Return the source of single-turn responses that the options name."""
+    source = TURN_SOURCES.load("fire" if config.use_fire else "plain")
+    return cast("type[SingleTurnSource]", source)
 
 
 def generate(
@@ -96,7 +96,7 @@ def generate(
     requests: Sequence[GenerationRequest],
     on_finished: OnFinished | None = None,
 ) -> list[Completion]:
-    """Completions of this rank's requests; collective. The engine stays awake."""
+    """Return completions of this rank's requests; collective. The engine stays awake."""
     return session.gather_and_generate(
         PromptBatch(requests), params, on_finished, sleep_engine=False
     )
@@ -105,11 +105,11 @@ def generate(
 def build_requests(
     prompts: Sequence[Prompt], request_ids: Sequence[int], encoder: Encoder = TEXT_ENCODER
 ) -> list[GenerationRequest]:
-    """One request a prompt; the request id fixes its random numbers.
+    """Return one request per prompt; the request id determines its random numbers.
 
     Args:
-        prompts, request_ids: One id for each prompt.
-        encoder: Of prompts with media.
+        prompts, request_ids: Prompts, and one id per prompt.
+        encoder: Encoder of prompts with media.
     """
     if encoder.reads_media:
         shown = [(prompt.text, prompt.media) for prompt in prompts if prompt.media]
@@ -121,14 +121,14 @@ def build_requests(
 
 @dataclass(slots=True)
 class RolloutGroups:
-    """The groups of one call of the engine, each made when its last completion has come.
+    """Groups of one engine call, each built when its last completion arrives.
 
     Args:
-        prompts: This rank's.
-        request_ids, group_ids: Of each prompt.
-        group_size: Completions of each prompt.
-        decoder: Turns sampled ids into text.
-        on_group: Called with every group that `add` completes, if given.
+        prompts: Prompts of this rank.
+        request_ids, group_ids: Ids of each prompt.
+        group_size: Number of completions per prompt.
+        decoder: Decoder of sampled ids.
+        on_group: Callback for every group that `add` completes, or None.
     """
 
     prompts: Sequence[Prompt]
@@ -141,7 +141,7 @@ class RolloutGroups:
     _done: dict[int, list[Rollout]] = field(default_factory=dict, init=False)
 
     def add(self, completions: Sequence[Completion]) -> None:
-        """Takes completions in any order; what is wrong with them, `in_order` finds."""
+        """Add completions in any order; `in_order` reports faults in them."""
         for completion in completions:
             if completion.request_id not in self.request_ids or completion.finish_reason == "abort":
                 continue
@@ -154,21 +154,21 @@ class RolloutGroups:
                     self.on_group(self._done[index])
 
     def in_order(self, completions: Sequence[Completion]) -> list[Rollout]:
-        """All rollouts, prompt-major; those which `add` made are the same objects.
+        """Return all rollouts, prompt-major; reuse the objects that `add` built.
 
         Args:
-            completions: All of them, as the engine returned them.
+            completions: All completions, as the engine returned them.
 
         Raises:
-            RuntimeError: The engine returned another number or order of completions than asked
-                for, or gave a completion up.
+            RuntimeError: The engine returned another number or order of completions than
+                requested, or aborted a completion.
         """
         _check_completions(completions, self.request_ids, self.group_size)
         rollouts: list[Rollout] = []
         for index in range(len(self.prompts)):
             start = index * self.group_size
-            given = completions[start : start + self.group_size]
-            rollouts += self._done.get(index) or self._group(index, given)
+            members = completions[start : start + self.group_size]
+            rollouts += self._done.get(index) or self._group(index, members)
         return rollouts
 
     def _group(self, index: int, completions: Sequence[Completion]) -> list[Rollout]:

@@ -1,4 +1,4 @@
-"""Rollout sources: their interface, the requests, the samples, and the parts that they share."""
+"""Rollout sources: their interface, requests, samples and shared parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightrft.strategy.engine.session import EngineSession
 
 
-# Of an episode of an agent, for metrics.
+# Counts of an agent's episode, for metrics.
 AGENT_COUNTS = ("calls", "lost_calls", "branches", "malformed_calls", "restarts")
 
 
@@ -38,7 +38,7 @@ class Decoder(Protocol):
     pad_token_id: int | None
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of the ids."""
+        """Return the text of the ids."""
         ...
 
 
@@ -47,12 +47,12 @@ class SourceParts:
     """Parts of a run that its sources share.
 
     Args:
-        session: Generates, with ranks and collectives of its own.
+        session: Session of the engine, with its ranks and collectives.
         config: Options of the run.
-        decoder: Turns sampled ids into text.
-        reward_function: Scores responses.
+        decoder: Decoder of sampled ids.
+        reward_function: Function that scores responses.
         model_rewards: Reward models, or None.
-        encoder: Of prompts with media.
+        encoder: Encoder of prompts with media.
     """
 
     session: EngineSession
@@ -70,24 +70,25 @@ class SourceParts:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequests:
-    """Requests for `params.n` samples of each of some prompts.
+    """Requests for `params.n` samples per prompt.
 
     Args:
-        prompts: This rank's.
-        positions: Place of each among the prompts of all ranks in the step; its group id.
-        num_prompts: Prompts of all ranks.
+        prompts: Prompts of this rank.
+        positions: Positions among the step's prompts over all ranks; these are the group ids.
+        num_prompts: Number of prompts over all ranks.
         params: Distribution and length of responses.
-        first_request_id: Of position 0. Prompts that are rolled out with the same id and seed get
-            the same random numbers.
-        shapes_rewards: Length changes the reward.
-        is_recorded: The engine writes the samples into its ledger: they are trained on.
-        next_prompts: This rank's part of a further batch of prompts; None if there are none.
-        stream: State of the source: responses that the round before left unfinished.
-        most_groups: Groups that this step and those to come train on: no more are begun, and there
-            may be no prompts; None is not known.
-        step, batch: Of the run and within the step, for the journal; step None writes none.
-        timer: Measures the step.
-        ledger: Receives what is asked, answered and scored.
+        first_request_id: Request id of position 0. Equal request ids and seeds give equal random
+            numbers.
+        shapes_rewards: Whether length changes the reward.
+        is_recorded: Whether the engine records the samples in its ledger, for training.
+        next_prompts: Function that returns this rank's part of a further batch of prompts; None if
+            there are none.
+        stream: State of the source, with unfinished responses of the previous round.
+        most_groups: Number of groups that this and later steps train on. No more are begun, and
+            `prompts` may be empty. None if the number is unknown.
+        step, batch: Step of the run and batch in the step, for the journal; step None writes none.
+        timer: Timer of the step.
+        ledger: Ledger that records requests, answers and rewards.
     """
 
     prompts: Sequence[Prompt]
@@ -107,12 +108,12 @@ class SampleRequests:
 
     @property
     def request_ids(self) -> range:
-        """Of each prompt."""
-        first, own = self.first_request_id, self.positions
-        return range(first + own.start, first + own.stop, own.step)
+        """Request id of each prompt."""
+        first, positions = self.first_request_id, self.positions
+        return range(first + positions.start, first + positions.stop, positions.step)
 
     def recording(self, parts: SourceParts) -> AbstractContextManager[None]:
-        """Has the engine write down what it samples, for the ledger gate."""
+        """Return a context in which the engine records its samples, for the ledger gate."""
         engine = parts.session.engine
         if engine is None or not (self.is_recorded and parts.config.ledger_gate):
             return nullcontext()
@@ -121,17 +122,17 @@ class SampleRequests:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The groups a step trains on, and what became of the others.
+    """Groups that a step trains on, and counts of the others.
 
     Args:
         rows: Rows of the table of all sampled groups to train on, ascending.
         is_filler: [len(rows)] bool, rows of constant groups that only keep the batch full; they
             are excluded from the loss.
-        num_groups, num_constant, num_surplus: Groups sampled, constant among them, and mixed ones
-            beyond what the step needed.
-        num_solved: Constant groups at the highest accuracy that any response of the step reached.
-        num_scored: Sampled rows with a reward.
-        num_sampled_tokens: Tokens sampled for all groups.
+        num_groups, num_constant, num_surplus: Number of groups, of constant groups, and of mixed
+            groups beyond what the step needed.
+        num_solved: Number of constant groups at the step's highest accuracy.
+        num_scored: Number of sampled rows with a reward.
+        num_sampled_tokens: Number of tokens sampled for all groups.
     """
 
     rows: NDArray[np.int64]
@@ -154,10 +155,10 @@ class StreamReport:
     """Tokens and groups of streaming rollouts in a round, over all ranks.
 
     Args:
-        num_sampled_tokens: In this round.
-        num_open: Groups that have begun and are not trained on.
-        num_open_tokens: Tokens that they have.
-        num_waited: Groups that were sampled to their end, beyond their budget.
+        num_sampled_tokens: Number of tokens sampled in this round.
+        num_open: Number of groups that have begun and are not trained on.
+        num_open_tokens: Number of their tokens.
+        num_waited: Number of groups that were sampled to their end, beyond their budget.
     """
 
     num_sampled_tokens: int
@@ -171,17 +172,17 @@ class Samples:
     """Samples of one or several batches of prompts.
 
     Args:
-        scored: This rank's own rollouts.
-        table: The rows of all ranks that are trained on.
-        num_prompts: Prompts that were rolled out, over all ranks.
-        num_rounds: Batches of prompts among them.
-        greedy: The greedy completions of all ranks, or None where the estimator needs none.
+        scored: Rollouts of this rank.
+        table: Rows of all ranks to train on.
+        num_prompts: Number of prompts over all ranks.
+        num_rounds: Number of batches of prompts.
+        greedy: Greedy completions of all ranks, or None if the estimator needs none.
         selection: Report of dynamic sampling, or None.
-        report: Of streaming rollouts, or None.
-        stream: State that they leave to the next round.
+        report: Report of streaming rollouts, or None.
+        stream: State for the next round.
         evidence: Journal and ledger of this rank for the ledger gate, or None without it.
-        tool_names: Of the tools that could be called, or None without environments and tools.
-        agent_counts: Of each of this rank's episodes of agents, its calls and branches, by name;
+        tool_names: Names of the available tools, or None without environments and tools.
+        agent_counts: Counts of calls and branches by name, for each agent episode of this rank;
             None without agents.
     """
 
@@ -199,7 +200,7 @@ class Samples:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens that were sampled for them over all ranks, those of groups that are left out."""
+        """Number of tokens sampled over all ranks, including groups that are left out."""
         for each in (self.report, self.selection):
             if each is not None:
                 return each.num_sampled_tokens
@@ -207,14 +208,14 @@ class Samples:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether the reward decided none of what was sampled."""
+        """Whether no sample has a reward."""
         if self.selection is not None:
             return not self.selection.num_scored
         return bool(self.table.is_masked.all())
 
     @property
     def why_idle(self) -> str | None:
-        """Why there is nothing to train on; None if there is something."""
+        """Reason why there is nothing to train on, or None."""
         if self.is_undecided:
             return "the reward decided no sample"
         if self.selection is not None and self.selection.is_empty:
@@ -225,7 +226,7 @@ class Samples:
         return None
 
 
-# Of a balance, where a ledger is missing.
+# Balance if a ledger is missing.
 UNKNOWN = -1
 
 
@@ -234,11 +235,11 @@ class InFlight:
     """Rows that a step leaves to the next ones, on one rank.
 
     Args:
-        num_requests: Prompts asked for so far, over all ranks; the id of the next request.
-        held: Samples of the steps to come (`rollout_lag`), the next one first.
-        stream: Of streaming rollouts.
-        balance: Sum over the samples that were asked for and are neither trained nor left out,
-            over all ranks; or `UNKNOWN`.
+        num_requests: Number of requested prompts so far, over all ranks; the next request id.
+        held: Samples of later steps (`rollout_lag`), the next step first.
+        stream: State of streaming rollouts.
+        balance: Sum over requested samples that are neither trained nor left out, over all ranks;
+            or `UNKNOWN`.
     """
 
     num_requests: int = 0
@@ -247,7 +248,7 @@ class InFlight:
     balance: int = 0
 
     def summary(self) -> str:
-        """One line on the rows of this rank."""
+        """Return one line on the rows of this rank."""
         num_open = sum(group.begun > 0 for group in self.stream.groups)
         return f"of {len(self.held)} steps, and {num_open} open groups"
 
@@ -256,20 +257,20 @@ class RolloutSource(Protocol):
     """A source of samples: single turns, environments, streaming rollouts, an endpoint.
 
     A source is chosen once, in `lightrft.rollout.sampler.build_source`, and may wrap another one.
-    Rows that go on in a later step are its state, a value: it comes with the requests and the next
-    one goes out with the samples, so that a step which is given up
-    leaves nothing behind and is sampled again with the same numbers.
+    Its state is a value: unfinished rows come with the requests, and the next state is returned
+    with the samples. An abandoned step therefore leaves nothing behind and is sampled again with
+    the same numbers.
     """
 
     def sample(self, requests: SampleRequests) -> Samples:
-        """Scored samples; collective. The engine stays awake."""
+        """Return scored samples; collective. The engine stays awake."""
         ...
 
 
 def own_positions(context: DistributedContext, num_total: int, *, first: int = 0) -> range:
-    """Positions of this rank's prompts among `num_total` of all ranks, counted from `first`.
+    """Return the positions of this rank's prompts among all `num_total`, counted from `first`.
 
-    A distributed sampler gives consecutive prompts to consecutive ranks, so the positions (and
-    with them the random numbers of a prompt) do not depend on the number of ranks.
+    A distributed sampler assigns consecutive prompts to consecutive ranks. The positions, and with
+    them a prompt's random numbers, therefore do not depend on the number of ranks.
     """
     return range(first + context.rank, first + num_total, context.world_size)

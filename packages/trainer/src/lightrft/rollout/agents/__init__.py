@@ -1,1 +1,1 @@
-"""Agents that own their loop: an endpoint in this process, and what they call becomes rows."""
+"""Agents that run their loop themselves: their calls of an endpoint in this process become rows."""

@@ -1,4 +1,4 @@
-"""Worker processes that run the agents of one rank, each many episodes at once."""
+"""Worker processes that run the agents of one rank, with many episodes per process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightrft.rewards.process import (
 from lightrft.rewards.types import RewardResult
 
 logger = logging.getLogger(__name__)
-# A worker whose agents do not let go has so long beyond their deadline.
+# Extra time after the deadline for a worker whose agents do not stop.
 GRACE_SECONDS = 5.0
 _WAIT_SECONDS = 0.5
 _MAX_CRASHES = 2
@@ -31,12 +31,12 @@ _WORKER = "lightrft.rollout.agents.agent_worker"
 
 @dataclass(frozen=True, slots=True)
 class AgentTask:
-    """An episode as an agent gets it.
+    """An episode in the form that an agent receives.
 
     Args:
-        number: Of the episode.
-        base_url, key: Of the endpoint.
-        row: Columns of its row.
+        number: Index of the episode.
+        base_url, key: URL and API key of the endpoint.
+        row: Columns of the data row.
     """
 
     number: int
@@ -47,12 +47,12 @@ class AgentTask:
 
 @dataclass(frozen=True, slots=True)
 class AgentEnd:
-    """An agent that has ended.
+    """The end of an agent's episode.
 
     Args:
-        number: Of the episode.
-        reward: What it returned; None if that was None.
-        failure: Why there is no episode; "" if there is one.
+        number: Index of the episode.
+        reward: Reward that the agent returned, or None.
+        failure: Reason for a failed episode; "" if it succeeded.
     """
 
     number: int
@@ -62,7 +62,7 @@ class AgentEnd:
 
 @dataclass(frozen=True, slots=True)
 class AgentRestart:
-    """An agent begins once more, since its worker had to be ended for another one."""
+    """The restart of an agent whose worker process had to be replaced."""
 
     number: int
 
@@ -71,10 +71,10 @@ Tell = Callable[[AgentEnd | AgentRestart], None]
 
 
 class AgentPool:
-    """The workers of one rank; a context manager that ends them.
+    """Workers of one rank; a context manager that ends them.
 
     Args:
-        config: Its options `agent` or `agent_command`, `environment_workers` and
+        config: Options `agent` or `agent_command`, `environment_workers` and
             `agent_timeout_seconds`.
 
     Raises:
@@ -97,11 +97,11 @@ class AgentPool:
             raise ConfigError(named) from error
 
     def run(self, tasks: Sequence[AgentTask], tell: Tell) -> list[Future[None]]:
-        """Starts agents, all at once.
+        """Start all agents at once.
 
         Args:
-            tasks: Theirs.
-            tell: Called from other threads: once with the end of each, before it with restarts.
+            tasks: Tasks of the agents.
+            tell: Callback from other threads, for restarts and once for the end of each task.
         """
         count = len(self._workers)
         shares = [tasks[number::count] for number in range(count)]
@@ -112,7 +112,7 @@ class AgentPool:
         ]
 
     def close(self) -> None:
-        """Ends the workers; may be called twice."""
+        """Close the workers; calling it twice is allowed."""
         for worker in self._workers:
             worker.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -133,11 +133,11 @@ class _WorkerEpisodes:
     tell: Tell
 
     def run(self, tasks: Sequence[AgentTask]) -> None:
-        """Until the last one has ended; never raises, or nobody would be told."""
+        """Run episodes until the last one ends; report errors instead of raising them."""
         waiting = {task.number: task for task in tasks}
         try:
             self._follow(waiting)
-        except Exception as error:  # noqa: BLE001 - every episode is told of
+        except Exception as error:  # noqa: BLE001 - reported for every episode
             self._fail(waiting, f"{type(error).__name__}: {error}")
 
     def _follow(self, waiting: dict[int, AgentTask]) -> None:
@@ -161,7 +161,7 @@ class _WorkerEpisodes:
                     self._fail(waiting, str(error))
 
     def _start(self, waiting: dict[int, AgentTask], *, is_first: bool) -> float | None:
-        """Begins all that are left; their deadline, or None where the worker cannot be started."""
+        """Start the remaining episodes; return their deadline, or None if the worker fails."""
         episodes = [
             {
                 "number": task.number,
@@ -185,14 +185,14 @@ class _WorkerEpisodes:
         return time.monotonic() + self.seconds
 
     def _take(self, waiting: dict[int, AgentTask], deadline: float) -> None:
-        """Tells of the agents that have ended by now."""
+        """Report the agents that have ended."""
         left = max(0.0, deadline - time.monotonic()) + GRACE_SECONDS
         request = {"operation": "wait", "seconds": _WAIT_SECONDS}
         ended = cast("list[dict[str, object]]", self.worker.call(request, seconds=left))
-        for found in ended:
-            task = waiting.pop(int(cast("int", found["number"])), None)
+        for end in ended:
+            task = waiting.pop(int(cast("int", end["number"])), None)
             if task is not None:
-                self.tell(_end_of(task.number, found))
+                self.tell(_end_of(task.number, end))
 
     def _fail(self, waiting: dict[int, AgentTask], reason: str) -> None:
         for number in waiting:
@@ -201,11 +201,11 @@ class _WorkerEpisodes:
 
 
 def _function(config: ScoringOptions) -> tuple[str, WorkerTask]:
-    """Name and task of workers that host a function."""
+    """Return name and task of workers that host a function."""
     agent, passed = str(config.agent), config.environment_env
     if split_kind(agent, AGENT_KINDS)[0] is not None:
-        given = (agent, config.sandbox)
-        return agent, WorkerTask(_WORKER, "load_kind", given, passed_variables=passed)
+        arguments = (agent, config.sandbox)
+        return agent, WorkerTask(_WORKER, "load_kind", arguments, passed_variables=passed)
     place, name = split_reference(agent) or ("", "")
     if not place:
         kinds = ", ".join(f"{kind}:NAME" for kind in AGENT_KINDS)
@@ -220,20 +220,20 @@ def _function(config: ScoringOptions) -> tuple[str, WorkerTask]:
 
 
 def _program(config: ScoringOptions) -> tuple[str, WorkerTask]:
-    """Name and task of workers that run a program for each episode."""
+    """Return name and task of workers that run a program for each episode."""
     if config.sandbox == "unsafe":
         logger.warning(
             "agent_command: --sandbox unsafe: the program runs on this machine with limits of time "
             "and memory, but can use the network, read files and leave processes behind"
         )
     pays = not has_other_rewards(config)
-    given = (config.agent_command, config.sandbox, config.agent_timeout_seconds, pays)
-    task = WorkerTask("lightrft.tools.agents.harbor_agent", "host_program", given)
+    arguments = (config.agent_command, config.sandbox, config.agent_timeout_seconds, pays)
+    task = WorkerTask("lightrft.tools.agents.harbor_agent", "host_program", arguments)
     return str(config.agent_command), task
 
 
 def has_other_rewards(config: RewardOptions) -> bool:
-    """Whether something beside the agent pays."""
+    """Return whether anything besides the agent gives rewards."""
     return bool(config.reward_fn or config.remote_rm_url or config.reward_pretrain)
 
 

@@ -1,4 +1,4 @@
-"""The endpoint of a rank: episodes by their keys, and the calls that wait for the engine."""
+"""Endpoint of a rank: episodes by their API keys, and calls that wait for the engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 MODEL_NAME = "policy"
 Reply = Callable[[ChatCall, Sequence[CalledTurn], str, TokenNames], HttpResponse]
-# How requests of a path are read, and how they are answered.
+# Parser and answer function of each path.
 _CALLS: Mapping[str, tuple[Callable[[Json], ChatCall], Reply]] = {
     "/v1/chat/completions": (read_chat, reply),
     "/v1/completions": (read_text, reply),
@@ -44,18 +44,18 @@ _CALLS: Mapping[str, tuple[Callable[[Json], ChatCall], Reply]] = {
     "/v1/messages": (read_messages, reply_message),
 }
 _MODELS = "/v1/models"
-# Keys of episodes that are over, so that a late call is told so.
+# Number of keys of past episodes to remember, so that late calls get the right error.
 _MAX_OVER = 100_000
 
 
 @dataclass(slots=True)
 class KeyHolder:
-    """Episode of a key, and its calls that wait.
+    """The episode of a key and its waiting calls.
 
     Args:
-        episode: Its episode.
-        is_open: Calls are taken.
-        waiting: Calls that are not answered yet.
+        episode: Episode of the key.
+        is_open: Whether calls are accepted.
+        waiting: Unanswered calls.
     """
 
     episode: AgentEpisode
@@ -68,12 +68,12 @@ class WaitingCall:
     """A call that waits for its answer.
 
     Args:
-        holder: Whose it is.
-        call: What is asked.
-        is_retry: The client says that it asks again.
-        request: As it came; tells whether the client is still there.
-        future: Of the server's loop; gets the turns.
-        loop: That one.
+        holder: Episode that the call belongs to.
+        call: The request.
+        is_retry: Whether the client marks the call as a retry.
+        request: The HTTP request, which knows whether the client is still connected.
+        future: Future in the server's loop that receives the turns.
+        loop: Event loop of the server.
     """
 
     holder: KeyHolder
@@ -89,7 +89,7 @@ class WaitingCall:
         return self.request.is_gone.is_set() or self.future.done()
 
     def resolve(self, found: Sequence[CalledTurn] | HttpError) -> None:
-        """Gives the answer, from any thread."""
+        """Set the answer, from any thread."""
 
         def settle() -> None:
             if self.future.done():
@@ -106,13 +106,13 @@ class Endpoint:
     """An OpenAI-compatible server whose calls another thread answers; a context manager.
 
     Args:
-        tokenizer: Shows tokens.
-        limits: Of requests.
-        port: 0 takes a free one.
-        model_names: By which the model may be asked for; the first one is listed.
+        tokenizer: Decoder of tokens.
+        limits: Limits of requests.
+        port: Port to listen on; 0 takes a free one.
+        model_names: Accepted names of the model; the first one is listed.
 
     Attributes:
-        events: Calls that wait; whoever answers them takes them.
+        events: Queue of waiting calls, from which the answering thread takes them.
     """
 
     def __init__(
@@ -132,17 +132,17 @@ class Endpoint:
 
     @property
     def base_url(self) -> str:
-        """As clients take it."""
+        """Base URL for clients."""
         return f"{self.server.address}/v1"
 
     def open(self, episode: AgentEpisode, key: str | None = None) -> str:
-        """A key for an episode; a random one unless it is given."""
+        """Open an episode and return its key, a random one by default."""
         key = key or f"sk-{secrets.token_urlsafe(32)}"
         self._holders[_digest(key)] = KeyHolder(episode)
         return key
 
     def close_key(self, key: str) -> None:
-        """Ends an episode: its waiting calls are refused, and so are further ones."""
+        """End an episode: refuse its waiting calls and all further ones."""
         digest = _digest(key)
         holder = self._holders.pop(digest, None)
         self._over[digest] = None
@@ -154,7 +154,7 @@ class Endpoint:
                 waiting.resolve(_over())
 
     def close(self) -> None:
-        """Ends the server; may be called twice."""
+        """Close the server; calling it twice is allowed."""
         self.server.close()
 
     async def _handle(self, request: HttpRequest) -> HttpResponse:
@@ -204,17 +204,17 @@ class Endpoint:
             holder.waiting.discard(waiting)
             self._num_waiting -= 1
         answer = _CALLS[request.path][1]
-        found = answer(call, turns, self._names[0], self._tokenizer)
+        response = answer(call, turns, self._names[0], self._tokenizer)
 
-        had = [turn.is_delivered for turn in turns]
+        delivered = [turn.is_delivered for turn in turns]
 
         def on_sent(is_sent: bool) -> None:
             if not holder.is_open:
-                return  # the rows of the episode are read off
-            for turn, before in zip(turns, had, strict=True):
+                return  # the episode's rows are already final
+            for turn, before in zip(turns, delivered, strict=True):
                 turn.is_delivered = is_sent or before
 
-        return HttpResponse(found.status, found.body, found.content_type, on_sent=on_sent)
+        return HttpResponse(response.status, response.body, response.content_type, on_sent=on_sent)
 
     def _admits(self, headers: Mapping[str, str]) -> bool:
         try:
@@ -224,11 +224,11 @@ class Endpoint:
         return True
 
     def _holder(self, headers: Mapping[str, str]) -> KeyHolder:
-        """The episode of the key that a request has."""
-        # Anthropic's clients have a header of their own for it.
-        given = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}")
-        scheme, _, key = given.partition(" ")
-        # Digests are looked up, so that the time that it takes tells nothing about a key.
+        """Return the episode of a request's key."""
+        # Anthropic's clients send the key in another header.
+        authorization = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}")
+        scheme, _, key = authorization.partition(" ")
+        # Look up digests, so that the lookup time reveals nothing about a key.
         digest = _digest(key.strip())
         holder = self._holders.get(digest)
         if scheme.lower() == "bearer" and holder is not None and holder.is_open:
@@ -252,7 +252,7 @@ def _digest(key: str) -> bytes:
 
 
 def too_long(num_tokens: int, limit: int) -> HttpError:
-    """The refusal of a history without room for an answer."""
+    """Return the error for a history without room for an answer."""
     return HttpError(
         400,
         f"the conversation has {num_tokens} tokens, and an episode at most {limit}: no answer fits",

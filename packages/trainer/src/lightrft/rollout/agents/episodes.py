@@ -1,4 +1,4 @@
-"""One episode of an agent: its calls, its reward, and the rows that they become."""
+"""One episode of an agent: its calls, its reward, and its rows."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class AgentEpisode:
     """An episode in progress.
 
     Args:
-        number: Among those of the rank.
+        number: Index among the episodes of this rank.
         prompt: The data row.
         group_id, sample_id: As in `Rollout`.
-        row: What the agent gets.
-        talk: Its calls.
-        known: Completions by request id that were sampled before, by a process that was killed or
-            for an agent that began once more.
+        row: Row that the agent receives.
+        talk: Calls of the agent.
+        known: Earlier completions by request id, from a killed process or before the agent was
+            restarted.
     """
 
     number: int
@@ -47,16 +47,16 @@ class AgentEpisode:
     num_restarts: int = 0
 
     def restart(self) -> None:
-        """Forgets what was said; equal calls will get equal answers."""
+        """Discard all calls, but keep their answers for equal calls."""
         self.known |= {turn.request_id: turn.sampled for turn in self.talk.turns}
         before = self.talk
         self.talk = Conversations(before.chat, before.episode_id, before.repeats_seeds)
         self.num_calls, self.num_restarts = 0, self.num_restarts + 1
 
     def rollouts(self) -> list[Rollout]:
-        """Its rows, the first of which stands for the episode; at least one.
+        """Return at least one row; the first represents the episode.
 
-        An episode that has failed is one row without tokens.
+        A failed episode is one row without tokens.
         """
         rows = [] if self.failure else self.talk.branches()
         if not rows:
@@ -71,7 +71,7 @@ class AgentEpisode:
                 self.talk.episode_id, 0, prompt.token_ids, (), (), "temperature", "abort"
             )
         else:
-            # Its agent has chosen what to show of the row, and what else.
+            # The agent chose which parts of the row the model sees.
             ids, none = turns[0].context, Media()
             prompt = replace(self.prompt, token_ids=ids, messages=(), media=none)
             completion = joined_completion(turns)
@@ -90,21 +90,21 @@ class AgentEpisode:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Of its calls, for metrics."""
+        """Counts of its calls by name, for metrics."""
         kept = sum(len(row) for row in self.talk.branches())
         num_calls = len(self.talk.turns)
         num_malformed = sum(turn.is_malformed for turn in self.talk.turns)
-        found = num_calls, num_calls - kept, len(self.talk.branches()), num_malformed
-        return dict(zip(AGENT_COUNTS, (*found, self.num_restarts), strict=True))
+        counts = num_calls, num_calls - kept, len(self.talk.branches()), num_malformed
+        return dict(zip(AGENT_COUNTS, (*counts, self.num_restarts), strict=True))
 
 
 def join_segments(turns: list[CalledTurn]) -> tuple[TurnSegment, ...]:
     """Return the segment of each turn of a branch."""
-    found = []
+    segments = []
     for turn, following in zip_longest(turns, turns[1:]):
         seen = ((), ()) if following is None else _shown(following)
-        found.append(TurnSegment(turn.sampled.request_id, turn.sampled.sample_index, *seen))
-    return tuple(found)
+        segments.append(TurnSegment(turn.sampled.request_id, turn.sampled.sample_index, *seen))
+    return tuple(segments)
 
 
 def _shown(turn: CalledTurn) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
@@ -112,16 +112,16 @@ def _shown(turn: CalledTurn) -> tuple[tuple[int, ...], tuple[tuple[int, int], ..
 
 
 def joined_completion(turns: list[CalledTurn]) -> Completion:
-    """The response of a row: what was sampled, and what was shown between it."""
+    """Join the sampled tokens of a row and the observations between them into one response."""
     ids, logprobs, sampled = list[int](), list[float](), list[bool]()
     parts = []
     for number, turn in enumerate(turns):
         shown = turn.before.token_ids if number else ()
-        own = turn.sampled
-        ids += [*shown, *own.output_token_ids]
-        logprobs += [*([0.0] * len(shown)), *own.output_logprobs]
-        sampled += [*([False] * len(shown)), *([True] * len(own.output_token_ids))]
-        parts += [(len(shown), {}), (len(own.output_token_ids), own.facts)]
+        answer = turn.sampled
+        ids += [*shown, *answer.output_token_ids]
+        logprobs += [*([0.0] * len(shown)), *answer.output_logprobs]
+        sampled += [*([False] * len(shown)), *([True] * len(answer.output_token_ids))]
+        parts += [(len(shown), {}), (len(answer.output_token_ids), answer.facts)]
     last = turns[-1].sampled
     return replace(
         last,
@@ -135,8 +135,8 @@ def joined_completion(turns: list[CalledTurn]) -> Completion:
 
 def sampled_versions(turns: list[CalledTurn]) -> tuple[int, ...]:
     """Return the weights version of each token of a branch, -1 where nothing was sampled."""
-    found = []
+    versions = []
     for number, turn in enumerate(turns):
-        found += [-1] * (len(turn.before.token_ids) if number else 0)
-        found += [turn.sampled.weights_version] * len(turn.sampled.output_token_ids)
-    return tuple(found)
+        versions += [-1] * (len(turn.before.token_ids) if number else 0)
+        versions += [turn.sampled.weights_version] * len(turn.sampled.output_token_ids)
+    return tuple(versions)

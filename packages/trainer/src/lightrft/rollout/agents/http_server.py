@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 server on the loopback interface, in a thread of its own."""
+"""A small HTTP/1.1 server on the loopback interface, in a separate thread."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ import h11
 
 LOOPBACK = "127.0.0.1"
 _CHUNK = 1 << 16
-# Of a request that is refused before it has arrived in full.
+# Bytes to read and discard of a request that is refused before it has arrived in full.
 _MAX_PASSED_OVER = 1 << 26
-# Until a client that has closed one side is asked again whether it is there.
+# Pause between checks whether a client that closed one side is still connected.
 _ASK_SECONDS, _MAX_ASK_SECONDS = 0.02, 5.0
 _JSON = "application/json"
-# Headers of which a second one could be read otherwise by somebody else.
+# Headers that must not repeat, because other programs may read another copy.
 _ONCE = ("host", "authorization", "x-api-key", "content-type")
 
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Bounds of what a client may send.
+    """Limits of connections and requests.
 
     Args:
-        max_header_bytes: Of the request line and all headers.
-        max_body_bytes: Of a body.
-        max_held_bytes: Of the bodies of all requests that are not answered yet.
-        max_connections: At once; further ones are closed.
-        max_waiting: Requests that wait for their answer.
-        read_seconds: Until a request has arrived in full.
-        write_seconds: Until a client has taken what it was sent.
-        idle_seconds: Between two requests of a connection.
-        call_seconds: Until a request that waits for its answer is given up.
+        max_header_bytes: Size of the request line and all headers.
+        max_body_bytes: Size of one body.
+        max_held_bytes: Size of the bodies of all unanswered requests.
+        max_connections: Number of open connections; further ones are closed.
+        max_waiting: Number of requests that wait for their answers.
+        read_seconds: Time for a request to arrive in full.
+        write_seconds: Time for a client to read what it was sent.
+        idle_seconds: Time between two requests of a connection.
+        call_seconds: Time that a request waits for its answer.
     """
 
     max_header_bytes: int = 1 << 14
@@ -49,7 +49,7 @@ class HttpLimits:
     call_seconds: float = 600.0
 
 
-# Where each call repeats the images of its history.
+# Larger limits, for calls that repeat the images of their histories.
 MEDIA_LIMITS = HttpLimits(max_body_bytes=1 << 26, max_held_bytes=1 << 31)
 
 
@@ -58,11 +58,11 @@ class HttpRequest:
     """A request that has arrived in full.
 
     Args:
-        method: In capitals.
-        path: Without its query.
-        headers: By names in small letters.
-        body: Its bytes.
-        is_gone: Set once the client has gone.
+        method: Method in capitals.
+        path: Path without the query.
+        headers: Headers by lower-case name.
+        body: Bytes of the body.
+        is_gone: Event that is set once the client disconnects.
     """
 
     method: str
@@ -74,14 +74,14 @@ class HttpRequest:
 
 @dataclass(frozen=True, slots=True)
 class HttpResponse:
-    """An answer.
+    """An answer to a request.
 
     Args:
-        status: Its code.
-        body: Its bytes, or parts that are sent as they come.
-        content_type: Of the body.
-        headers: Further ones.
-        on_sent: Called with True before it is sent, and with False if that failed.
+        status: Status code.
+        body: Bytes, or parts that are streamed.
+        content_type: Content type of the body.
+        headers: Further headers.
+        on_sent: Callback, with True before sending and with False if sending failed.
     """
 
     status: int
@@ -92,11 +92,11 @@ class HttpResponse:
 
 
 class HttpError(Exception):
-    """A request that is refused; the message is for the client.
+    """Refusal of a request; the message is for the client.
 
     Args:
-        status: Of the answer.
-        message: One line.
+        status: Status code of the answer.
+        message: Message of one line.
         code: Short name of the fault.
     """
 
@@ -109,30 +109,30 @@ Handle = Callable[[HttpRequest], Awaitable[HttpResponse]]
 
 
 def error_response(error: HttpError) -> HttpResponse:
-    """The answer to a request that is refused, in OpenAI's and Anthropic's form."""
+    """Return the answer to a refused request, in OpenAI's and Anthropic's form."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
-    told = {"message": str(error), "type": kind, "param": None, "code": error.code}
-    # OpenAI's clients ask again after a 409; here only what is full or slow gets better.
-    again = ("x-should-retry", "true" if error.status in (429, 504) else "false")
+    fields = {"message": str(error), "type": kind, "param": None, "code": error.code}
+    # OpenAI's clients retry after a 409, but here a retry only helps if the server is busy.
+    retry = ("x-should-retry", "true" if error.status in (429, 504) else "false")
     # The outer type is Anthropic's.
-    body = json.dumps({"type": "error", "error": told}).encode()
-    return HttpResponse(error.status, body, headers=(again,))
+    body = json.dumps({"type": "error", "error": fields}).encode()
+    return HttpResponse(error.status, body, headers=(retry,))
 
 
 class HttpServer:
-    """Serves requests on a free port of the loopback interface; a context manager.
+    """Server on a free port of the loopback interface; a context manager.
 
-    Nothing that a client sent is logged. A connection whose bytes are no HTTP/1.1 is answered by
-    an error, where that can be done, and closed.
+    Data of clients is never logged. A connection that does not speak HTTP/1.1 gets an error if
+    possible and is closed.
 
     Args:
-        handle: Answers a request; an `HttpError` is sent, any other exception is a bare 500.
-        limits: Of requests.
-        port: 0 takes a free one.
-        admits: Whether whoever sends such headers may send more than a small body.
+        handle: Function that answers a request; an `HttpError` is sent, other errors become a 500.
+        limits: Limits of requests.
+        port: Port to listen on; 0 takes a free one.
+        admits: Function that returns whether a request's headers permit a large body.
 
     Attributes:
-        body_bytes: Of the bodies of all requests that are not answered yet.
+        body_bytes: Size of the bodies of all unanswered requests.
     """
 
     def __init__(
@@ -158,11 +158,11 @@ class HttpServer:
 
     @property
     def address(self) -> str:
-        """Where it listens, as clients name it."""
+        """Address at which the server listens, as clients write it."""
         return f"http://{LOOPBACK}:{self.port}"
 
     def close(self) -> None:
-        """Ends all connections and the thread; may be called twice."""
+        """End all connections and the thread; calling it twice is allowed."""
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
@@ -171,7 +171,7 @@ class HttpServer:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_until_complete(self._serve())
-        except BaseException as error:  # noqa: BLE001 - the caller's, who waits for the start
+        except BaseException as error:  # noqa: BLE001 - raised by the caller, who waits for the start
             self._error = error
         finally:
             self._started.set()
@@ -203,16 +203,16 @@ class HttpServer:
             pass  # the client is gone, too slow, or the server ends
         finally:
             self._connections.discard(task)
-            # Closed alone, it would be kept until the client has read everything.
+            # Without an abort, the connection would stay until the client has read everything.
             writer.transport.abort()
 
 
 class _Connection:
-    """One connection; its requests are answered one after another.
+    """A connection, whose requests are answered one after another.
 
     Args:
-        server: Its limits hold, and its count of the bytes of all bodies.
-        reader, writer: The client's.
+        server: Server, which has the limits and counts the bytes of all bodies.
+        reader, writer: Streams from and to the client.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class _Connection:
         self.wire = h11.Connection(h11.SERVER, max_incomplete_event_size=size)
 
     async def serve(self) -> None:
-        """Until either side closes."""
+        """Answer requests until either side closes the connection."""
         try:
             await self._serve()
         finally:
@@ -260,11 +260,11 @@ class _Connection:
             self.wire.start_next_cycle()
 
     async def _first_bytes(self) -> bool:
-        """Whether a further request begins."""
+        """Return whether a further request begins."""
         if self.wire.trailing_data[0]:
             return True
         data = await self.reader.read(_CHUNK)
-        # Headers that are whole are not measured by h11, which looks for a host in them first.
+        # h11 does not measure complete headers, as it first looks for a host in them.
         if data.find(b"\r\n\r\n") > self.limits.max_header_bytes:
             raise _long_headers(self.limits)
         self.wire.receive_data(data)
@@ -311,8 +311,8 @@ class _Connection:
         return HttpRequest(method, path, headers, bytes(body), asyncio.Event())
 
     def _checked_path(self, head: h11.Request, headers: dict[str, str]) -> str:
-        """The path; refuses what no client of this server sends, before its body is read."""
-        # A page of another site that a browser shows cannot send this host: it names its own.
+        """Return the path, or refuse an invalid request before its body is read."""
+        # A web page of another site cannot send this host: browsers send the site's host.
         port = self.server.port
         if headers.get("host") not in (f"{LOOPBACK}:{port}", f"localhost:{port}"):
             raise HttpError(421, "the header host names another server", code="wrong_host")
@@ -328,22 +328,22 @@ class _Connection:
         return target.partition("?")[0]
 
     async def _answer(self, request: HttpRequest) -> bool:
-        """Answers a request; whether the client took all of it."""
+        """Answer a request; return whether the client received the whole answer."""
         watch = asyncio.create_task(self._watch(request))
         try:
             response = await self.server.handle(request)
         except HttpError as error:
             response = error_response(error)
-        except Exception:  # noqa: BLE001 - its text may hold what the client sent
+        except Exception:  # noqa: BLE001 - its text may hold data of the client
             response = error_response(HttpError(500, "the server failed", code="internal"))
         finally:
-            # Only then may the bytes of a further request be read.
+            # The watcher must end before the bytes of a further request are read.
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
         if request.is_gone.is_set():
             return False
-        # Before it is sent: a client may act on an answer sooner than we know that it has it.
+        # Before sending: a client may act on an answer before the server knows that it arrived.
         note = response.on_sent or (lambda is_sent: None)
         note(True)
         try:
@@ -354,11 +354,11 @@ class _Connection:
         return True
 
     async def _watch(self, request: HttpRequest) -> None:
-        """Notes that the client has gone while it waits.
+        """Set `is_gone` if the client disconnects while it waits.
 
-        One that has closed the side on which it sends may still want its answer: only a write to
-        it tells, after the second of which the first one's failure is known. Clients pass over
-        what is written.
+        A client that closed its sending side may still want the answer. Only writes reveal
+        whether it is connected: the second write shows that the first one failed. Clients ignore
+        these interim responses.
         """
         try:
             data = await self.reader.read(_CHUNK)
@@ -366,7 +366,7 @@ class _Connection:
             pause = _ASK_SECONDS
             while not data and not self.writer.is_closing():
                 if self.wire.their_http_version != b"1.1":
-                    break  # knows no such answers
+                    break  # HTTP/1.0 has no interim responses
                 self._write(h11.InformationalResponse(status_code=100, headers=[]))
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _MAX_ASK_SECONDS)
@@ -400,12 +400,12 @@ class _Connection:
             await self.writer.drain()
 
     async def _refuse(self, error: HttpError) -> None:
-        """Sends the error, if an answer may still be sent; the connection is closed after it."""
+        """Send the error if an answer is still possible; the caller then closes the connection."""
         if self.wire.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return
         await self._send(replace(error_response(error), headers=(("connection", "close"),)))
         self.writer.write_eof()
-        # Closed while bytes arrive, a connection is reset, and the client may miss the answer.
+        # Closing while bytes arrive resets the connection, and the client may miss the answer.
         left = _MAX_PASSED_OVER
         async with asyncio.timeout(self.limits.read_seconds):
             while left > 0 and (data := await self.reader.read(_CHUNK)):

@@ -17,10 +17,10 @@ DONE = b"data: [DONE]\n\n"
 
 
 class TokenNames(Protocol):
-    """The part of a tokenizer that shows single tokens."""
+    """Part of a tokenizer that decodes single tokens."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids."""
+        """Return the text of ids."""
         ...
 
     def convert_ids_to_tokens(self, ids: int) -> str:
@@ -31,13 +31,13 @@ class TokenNames(Protocol):
 def reply(
     call: ChatCall, turns: Sequence[CalledTurn], model: str, tokenizer: TokenNames
 ) -> HttpResponse:
-    """The answer to a call.
+    """Return the answer to a call.
 
     Args:
-        call: What was asked.
-        turns: One a choice.
-        model: Its name.
-        tokenizer: Shows tokens to a client that asked for their logprobs.
+        call: The request.
+        turns: One turn per choice.
+        model: Name of the model.
+        tokenizer: Decoder of tokens for clients that request logprobs.
     """
     is_chat = call.text is None
     kind = "chat.completion" if is_chat else "text_completion"
@@ -67,19 +67,19 @@ def reply(
 
 
 def told(turn: CalledTurn) -> Message:
-    """What a client is told."""
+    """Return the message that a client receives."""
     return turn.message or Message("assistant", "")
 
 
 def finish_reason(turn: CalledTurn) -> str:
-    """Why an answer ended, in OpenAI's words."""
+    """Return OpenAI's name for why an answer ended."""
     if told(turn).calls:
         return "tool_calls"
     return "length" if turn.sampled.finish_reason == "length" else "stop"
 
 
 def usage(turns: Sequence[CalledTurn]) -> Json:
-    """Tokens of a call."""
+    """Return the token counts of a call."""
     prompt = len(turns[0].context)
     sampled = sum(len(turn.sampled.output_token_ids) for turn in turns)
     return {
@@ -91,8 +91,8 @@ def usage(turns: Sequence[CalledTurn]) -> Json:
 
 def _message(message: Message) -> Json:
     calls = template_calls(message.calls)
-    found: Json = {"role": "assistant", "content": message.text or (None if calls else "")}
-    return {**found, "tool_calls": calls} if calls else found
+    fields: Json = {"role": "assistant", "content": message.text or (None if calls else "")}
+    return {**fields, "tool_calls": calls} if calls else fields
 
 
 def _logprobs(call: ChatCall, turn: CalledTurn, tokenizer: TokenNames) -> Json | None:
@@ -117,13 +117,13 @@ def _logprobs(call: ChatCall, turn: CalledTurn, tokenizer: TokenNames) -> Json |
 
 
 def _text_of(token: int, place: int, tokenizer: TokenNames) -> str:
-    """Return the text of a token where it stands: the space of a first one may be stripped."""
+    """Return the text of a token at its place: only the first one may lose its space."""
     alone = tokenizer.decode([token])
     return tokenizer.decode([token, token])[len(alone) :] if place else alone
 
 
 def _bytes_of(token: int, text: str, tokenizer: TokenNames) -> list[int]:
-    """Return the bytes of a token, also of one that holds a part of a character."""
+    """Return the bytes of a token, which may hold only a part of a character."""
     if "\N{REPLACEMENT CHARACTER}" not in text:
         return list(text.encode())
     piece = tokenizer.convert_ids_to_tokens(token)
@@ -155,8 +155,8 @@ def _events(
         for place, spoken in enumerate(template_calls(message.calls)):
             parts.append({"tool_calls": [{"index": place, **spoken}]})
         for place, delta in enumerate(parts):
-            own = logprobs[number] if place == 0 else None
-            choice = {"index": number, "delta": delta, "finish_reason": None, "logprobs": own}
+            values = logprobs[number] if place == 0 else None
+            choice = {"index": number, "delta": delta, "finish_reason": None, "logprobs": values}
             yield {**head, "choices": [choice], **extra}
         yield {**head, "choices": [{"index": number, "delta": {}, "finish_reason": end}], **extra}
     if call.options.tells_usage:

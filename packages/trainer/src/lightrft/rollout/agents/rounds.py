@@ -1,4 +1,4 @@
-"""Rounds of an endpoint: calls that wait become requests, completions become answers."""
+"""Rounds of an endpoint: waiting calls become requests, completions become answers."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Sample = Callable[[SamplingParams, list[GenerationRequest]], list[Completion]]
-# More than a chat template writes before a turn, where it may begin to think for the model.
+# Upper bound of what a template writes before a turn, which may open the model's reasoning.
 _HEADER_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerRules:
-    """Bounds of answers, and their reading.
+    """Limits of answers, and how to parse them.
 
     Args:
-        tokenizer: Of the model.
-        tool_parser: Name of the format of calls.
-        stop_ids: Ids that end a turn, and are no part of its text.
-        sampling: Of calls.
-        max_tokens: Of a history and its answer.
-        max_calls: Of an episode; None does not bound them.
-        encoder: Of images.
+        tokenizer: Tokenizer of the model.
+        tool_parser: Name of the format of tool calls.
+        stop_ids: Ids that end a turn; they are not part of its text.
+        sampling: Rule for the sampling options of calls.
+        max_tokens: Maximum number of tokens of a history with its answer.
+        max_calls: Maximum number of calls of an episode; None sets no limit.
+        encoder: Encoder of images.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -64,10 +64,10 @@ class AnswerRules:
     encoder: Encoder = TEXT_ENCODER
 
     def asked(self, episode: AgentEpisode, call: ChatCall) -> list[CalledTurn]:
-        """The turns of a call, to be sampled.
+        """Return the turns of a call, ready to be sampled.
 
         Raises:
-            HttpError: It cannot be answered.
+            HttpError: The call cannot be answered.
         """
         options = call.options
         after = episode.num_calls + options.num_choices
@@ -117,7 +117,7 @@ class AnswerRules:
         return turns
 
     def finish(self, turn: CalledTurn, completion: Completion) -> None:
-        """Notes what was sampled, and what the client is told of it."""
+        """Set the completion of a turn and the message that the client receives."""
         turn.completion = completion
         ids = completion.output_token_ids
         is_ended = completion.finish_reason == "stop"
@@ -136,7 +136,7 @@ class AnswerRules:
         turn.message = Message("assistant", text, calls)
 
     def _before_calls(self, ids: Sequence[int]) -> str:
-        """Return what an answer says before its calls, whose marks may be special tokens."""
+        """Return the text of an answer before its calls, whose marks may be special tokens."""
 
         def shown(count: int) -> str:
             return str(self.tokenizer.decode(ids[:count], skip_special_tokens=False))
@@ -160,27 +160,28 @@ class AnswerRules:
         header = turn.context[-_HEADER_TOKENS:]
         before = str(self.tokenizer.decode(header, skip_special_tokens=False))
         parse = choose_parser(self.tool_parser, self.tokenizer, turn.call.tools)
-        found = []
+        calls = []
         for number, call in enumerate(parse(text, is_ended, before)):
             name = hashlib.blake2b(f"{turn.request_id}:{number}".encode(), digest_size=4)
             arguments = json.dumps(call.arguments, ensure_ascii=False)
-            # Nine letters and digits are what Mistral's templates take.
-            found.append(SpokenCall(f"c{name.hexdigest()}", call.name, arguments))
-        return tuple(found)
+            # Mistral's templates require ids of nine letters and digits.
+            calls.append(SpokenCall(f"c{name.hexdigest()}", call.name, arguments))
+        return tuple(calls)
 
 
 def answer_round(
     calls: Sequence[WaitingCall], rules: AnswerRules, sample: Sample
 ) -> list[CalledTurn]:
-    """Answers calls: those that were asked before at once, the others with one batch.
+    """Answer calls: repeated ones from memory, the others with one batch.
 
     Args:
-        calls: That wait; those whose clients have gone are dropped.
-        rules: Of answers.
-        sample: Generates; it is called once for each set of sampling options, at least once.
+        calls: Waiting calls; those of disconnected clients are dropped.
+        rules: Limits of answers.
+        sample: Function that generates; it is called once per set of sampling options, and at
+            least once.
 
     Returns:
-        The turns that were made, in the order of episodes and contexts.
+        New turns in the order of episodes and contexts.
     """
     asked: list[tuple[WaitingCall, list[CalledTurn]]] = []
     for waiting in sorted(calls, key=lambda each: each.holder.episode.sample_id):
@@ -215,16 +216,16 @@ def _sample(
                 rules.finish(turn, before)
             else:
                 groups.setdefault(rules.sampling.params(turn.call.options), []).append(turn)
-    # Ranks that share an engine all make each of its calls.
+    # All ranks that share an engine must make each of its calls.
     for params, turns in (groups or {rules.sampling.params(CallOptions()): []}).items():
         turns.sort(key=lambda turn: turn.order)
         # The choices of one call share the pixels of their context.
         media = {id(turn.before): turn.encoded(rules.encoder) for turn in _of_calls(turns)}
-        found = sample(params, [turn.request(media[id(turn.before)]) for turn in turns])
-        for turn, completion in zip(turns, found, strict=True):
+        completions = sample(params, [turn.request(media[id(turn.before)]) for turn in turns])
+        for turn, completion in zip(turns, completions, strict=True):
             rules.finish(turn, completion)
 
 
 def _of_calls(turns: Sequence[CalledTurn]) -> Iterable[CalledTurn]:
-    """One turn of each call: what was rendered for it belongs to it alone."""
+    """Return one turn per call; turns share `before` only within a call."""
     return {id(turn.before): turn for turn in turns}.values()

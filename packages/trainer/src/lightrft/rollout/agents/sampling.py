@@ -1,4 +1,4 @@
-"""Options of calls beside those of the run: what wins, and what is told of the difference."""
+"""Sampling options of calls against those of the run: which win, and how clients differ."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from lightrft.rollout.agents.messages import CallOptions, refused
 
 
 class SamplingRule(Protocol):
-    """The sampling of a call."""
+    """Rule for the sampling options of a call."""
 
     @property
     def max_tokens(self) -> int:
-        """Of an answer."""
+        """Maximum number of tokens of an answer."""
         ...
 
     def params(self, options: CallOptions) -> SamplingParams:
-        """For one sample.
+        """Return the parameters of one sample.
 
         Raises:
-            HttpError: The client asks for what cannot be done.
+            HttpError: The client's options are not supported.
         """
         ...
 
 
 @dataclass(slots=True)
 class RunSampling:
-    """Options of the run win over those of clients, or the tokens could not be trained on.
+    """Rule by which the run's options win, because training depends on them.
 
     Args:
-        own: Of the run.
-        takes_stops: Clients may give stop strings.
-        differences: By option, what clients asked for and did not get; told once.
+        own: Sampling parameters of the run.
+        takes_stops: Whether clients may set stop strings.
+        differences: Ignored requests of clients by option; each is reported once.
     """
 
     own: SamplingParams
@@ -43,16 +43,16 @@ class RunSampling:
 
     @property
     def max_tokens(self) -> int:
-        """Of an answer."""
+        """Maximum number of tokens of an answer."""
         return self.own.max_tokens
 
     def params(self, options: CallOptions) -> SamplingParams:
-        """See `SamplingRule`."""
+        """Return the run's parameters with the client's stop strings."""
         if options.stop and not self.takes_stops:
             raise refused("stop is not supported by an engine of several ranks", "stop")
         known = vars_of(self.own)
         for name, value in options.sampling.items():
-            # A seed tells equal calls apart: see `CallOptions.mark`.
+            # A seed only distinguishes equal calls, see `CallOptions.mark`.
             if name != "seed" and value != known[name]:
                 self.differences.setdefault(name, f"{name} {known[name]:g} instead of {value:g}")
         return replace(self.own, n=1, stop=(*self.own.stop, *options.stop))
@@ -60,30 +60,30 @@ class RunSampling:
 
 @dataclass(slots=True)
 class ClientSampling:
-    """Options of clients win, as servers of models have it.
+    """Rule by which the client's options win, as on model servers.
 
     Args:
-        defaults: Where a client says nothing.
+        defaults: Parameters that a client does not set.
     """
 
     defaults: SamplingParams
 
     @property
     def max_tokens(self) -> int:
-        """Of an answer."""
+        """Maximum number of tokens of an answer."""
         return self.defaults.max_tokens
 
     def params(self, options: CallOptions) -> SamplingParams:
-        """See `SamplingRule`."""
-        given = dict(options.sampling)
-        whole = {name: int(given.pop(name)) for name in ("seed", "top_k") if name in given}
+        """Return the defaults with the client's options."""
+        values = dict(options.sampling)
+        whole = {name: int(values.pop(name)) for name in ("seed", "top_k") if name in values}
         stop = (*self.defaults.stop, *options.stop)
         try:
-            return replace(self.defaults, n=1, stop=stop, **whole, **given)  # type: ignore[arg-type]
+            return replace(self.defaults, n=1, stop=stop, **whole, **values)  # type: ignore[arg-type]
         except ValueError as error:
             raise HttpError(400, str(error), code="invalid_sampling") from error
 
 
 def vars_of(params: SamplingParams) -> dict[str, float]:
-    """The distribution by the names of its options."""
+    """Return the sampling distribution by option name."""
     return dict(zip(("temperature", "top_p", "top_k", "min_p"), params.distribution, strict=True))

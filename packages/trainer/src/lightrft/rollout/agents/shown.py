@@ -1,4 +1,4 @@
-"""Whether what the model was shown is what the client sent, by another way than it was rendered."""
+"""Independent check that the model saw what the client sent."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def fault_of(row: Sequence[CalledTurn], chat: ChatIds, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The first fault in what was shown before the turns of a row; "" is none.
+    """Return the first fault in the context of a row's turns; "" if there is none.
 
     Args:
-        row: Its turns.
-        chat: Knows special tokens.
-        tokenizer: Renders the conversation as a whole.
+        row: Turns of the row.
+        chat: Special tokens and chat template.
+        tokenizer: Tokenizer that encodes the whole conversation.
     """
     for number, turn in enumerate(row):
         fault = _fault_before(turn, chat, tokenizer)
@@ -44,23 +44,23 @@ def _fault_before(turn: CalledTurn, chat: ChatIds, tokenizer: PreTrainedTokenize
         return "other images were shown than were sent"
     if parent is None:
         return _fault_of_prompt(turn, chat, tokenizer)
-    own = parent.call.messages
-    if [m.key for m in messages[: len(own)]] != [m.key for m in own]:
+    earlier = parent.call.messages
+    if [m.key for m in messages[: len(earlier)]] != [m.key for m in earlier]:
         return "its history is another conversation's"
-    if not _says(parent, messages[len(own)], tokenizer):
+    if not _says(parent, messages[len(earlier)], tokenizer):
         return "its history has another answer than the one that was sampled"
-    return _fault_of_suffix(turn, messages[len(own) + 1 :], chat, tokenizer)
+    return _fault_of_suffix(turn, messages[len(earlier) + 1 :], chat, tokenizer)
 
 
 def are_sent(images: Iterable[ImageSource], turn: CalledTurn) -> bool:
-    """Whether images are those that the client sent for a turn, in their order."""
+    """Return whether the images equal those that the client sent for a turn, in order."""
     return [image.digest for image in images] == [image.digest for image in turn.call.images]
 
 
 def _fault_of_suffix(
     turn: CalledTurn, new: Sequence[Message], chat: ChatIds, tokenizer: PreTrainedTokenizerBase
 ) -> str:
-    """What was appended has the texts of new messages, and nothing else but the template's own."""
+    """Check that only new messages and the template's special tokens were appended."""
     ids, spans = turn.before.token_ids, turn.before.text_spans
     texts = [text for message in new for text in message.texts]
     if len(texts) != len(spans):
@@ -80,17 +80,17 @@ def _fault_of_suffix(
 
 
 def _unexpanded(shown: Rendered, chat: ChatIds) -> tuple[int, ...]:
-    """Ids with one place for each image, as chat templates write them.
+    """Return ids with one placeholder per image, as chat templates write them.
 
     Raises:
-        ValueError: The places are not those of the images.
+        ValueError: The placeholders do not match the images.
     """
     media = encode_context(shown.token_ids, None, shown.later, chat.encoder)
     return shown.token_ids if media is None else media.request_token_ids
 
 
 def _fault_of_prompt(turn: CalledTurn, chat: ChatIds, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A prompt has the ids that transformers gives the whole conversation."""
+    """Check that a prompt has the ids that transformers returns for the whole conversation."""
     if _forges(turn, chat):
         return ""
     messages, media = template_messages(turn.call.messages), Media({"image": turn.call.images})
@@ -114,17 +114,17 @@ def _rendered(
     as_text: bool,
     asks: bool = True,
 ) -> str | None:
-    given = [for_template(each, as_text=as_text) for each in messages]
+    inputs = [for_template(each, as_text=as_text) for each in messages]
     try:
-        found = chat.renderer.apply_chat_template(
-            given,
+        rendered = chat.renderer.apply_chat_template(
+            inputs,
             tools=list(tools) or None,
             tokenize=False,
             add_generation_prompt=asks,
         )
     except Exception:  # noqa: BLE001 - a template is a program of its author
         return None
-    return cast("str", found)
+    return cast("str", rendered)
 
 
 def _written_after(
@@ -132,9 +132,10 @@ def _written_after(
     new: Sequence[Message],
     chat: ChatIds,
 ) -> list[int] | None:
-    """Special tokens that the template writes after a turn; None where that cannot be told.
+    """Return the special tokens that the template writes after a turn; None if it is unclear.
 
-    Both conversations have the turn; what the longer one has more is what follows it.
+    The conversations with and without new messages both contain the turn, so their difference is
+    what follows it.
     """
     if _forges(turn, chat):
         return None
@@ -148,8 +149,8 @@ def _written_after(
         first, all_of = chat.specials_of(before), chat.specials_of(whole)
         if all_of[: len(first)] != first:
             return None
-        own = turn.parent.sampled.output_token_ids if turn.parent else ()
-        ends = first[-1:] if own and own[-1:] != tuple(first[-1:]) else []
+        answer = turn.parent.sampled.output_token_ids if turn.parent else ()
+        ends = first[-1:] if answer and answer[-1:] != tuple(first[-1:]) else []
         return [*ends, *all_of[len(first) :]]
     return None
 
@@ -163,12 +164,12 @@ def _specials(ids: Sequence[int], chat: ChatIds) -> list[int]:
 
 
 def _says(turn: CalledTurn, message: Message, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a message is what was sampled in a turn."""
+    """Return whether a message is the answer that was sampled in a turn."""
     said = str(tokenizer.decode(turn.sampled.output_token_ids, skip_special_tokens=True))
     return message.role == "assistant" and said.startswith(message.text)
 
 
 def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids of a text in which nothing is a special token."""
-    found = tokenizer(text, add_special_tokens=False, split_special_tokens=True)
-    return tuple(cast("list[int]", found["input_ids"]))
+    """Return the ids of a text in which nothing counts as a special token."""
+    encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=True)
+    return tuple(cast("list[int]", encoded["input_ids"]))
