@@ -1,4 +1,4 @@
-"""Formats in which models write calls of tools, a parser for each."""
+"""Formats in which models write tool calls, with a parser for each."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class ToolCall:
     """A call as the model wrote it.
 
     Args:
-        name: Of the tool.
-        arguments: By name.
+        name: Name of the tool.
+        arguments: Arguments by name.
     """
 
     name: str
@@ -28,37 +28,37 @@ class ToolCall:
 
 
 class MalformedCallError(ValueError):
-    """The text opens a call and holds no valid one; the model gets the message."""
+    """The text opens a call but has no valid one; the model gets the message."""
 
 
 class CallParser(Protocol):
     """A format of calls."""
 
     def __call__(self, text: str, is_ended: bool, before: str = "", /) -> list[ToolCall]:
-        """The calls in a turn.
+        """Parse the calls in a turn.
 
         Args:
-            text: Without its stop token.
-            is_ended: It has one.
-            before: The text that it continues, which may have begun to think for it.
+            text: Turn without its stop token.
+            is_ended: It had a stop token.
+            before: Text that it continues, which may open its thinking.
 
         Raises:
-            MalformedCallError: It opens a call, and there is no valid one.
+            MalformedCallError: It opens a call but has no valid one.
         """
         ...
 
 
-# Reads one call or several at a place of a text; they, and the place after them.
+# Parses calls at a place of a text; returns them and the place after them.
 Body = Callable[[str, int], tuple[list[ToolCall], int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """Calls between marks; thinking outside of them is passed over, and inside it is text.
+    """Calls between marks; thinking is skipped outside of them, and is text inside.
 
     Args:
-        opening, closing: Around one body.
-        body: Reads it.
+        opening, closing: Marks around one body.
+        body: Parser of the body.
         thinking: Marks around thinking.
     """
 
@@ -68,10 +68,10 @@ class Marked:
     thinking: tuple[str, str] = ("<think>", "</think>")
 
     def __call__(self, text: str, is_ended: bool, before: str = "", /) -> list[ToolCall]:
-        """See `CallParser`."""
+        """Parse the calls between the marks."""
         thinks, known = self.thinking
         place, calls = 0, list[ToolCall]()
-        if before.rstrip().endswith(thinks):  # some templates open it
+        if before.rstrip().endswith(thinks):  # some templates open the thinking
             place = _after(text, known, 0)
         while 0 <= place < len(text):
             start, thought = text.find(self.opening, place), text.find(thinks, place)
@@ -80,8 +80,8 @@ class Marked:
             if 0 <= thought < start:
                 place = _after(text, known, thought)
                 continue
-            found, place = self.body(text, start + len(self.opening))
-            calls += found
+            parsed, place = self.body(text, start + len(self.opening))
+            calls += parsed
             place = _past_spaces(text, place)
             if text.startswith(self.closing, place):
                 place += len(self.closing)
@@ -94,28 +94,28 @@ _SPACES = re.compile(r"\s*")
 
 
 def _past_spaces(text: str, place: int) -> int:
-    found = _SPACES.match(text, place)
-    return place if found is None else found.end()
+    match = _SPACES.match(text, place)
+    return place if match is None else match.end()
 
 
 def _after(text: str, mark: str, start: int) -> int:
-    """The place after a mark; -1 if it does not come: thinking that never ends is all thinking."""
+    """Return the place after a mark; -1 without it: thinking that never ends is all thinking."""
     place = text.find(mark, start)
     return -1 if place < 0 else place + len(mark)
 
 
 def spoken(text: str, before: str) -> str:
-    """Text outside of thinking."""
+    """Return the text outside of thinking."""
     if before.rstrip().endswith("<think>"):
         text = f"<think>{text}"
     return re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL).partition("<think>")[0]
 
 
 def from_value(value: object, names: Sequence[str]) -> ToolCall:
-    """A call of an object with its name and, under one of some names, its arguments.
+    """Convert an object to a call: its name, and its arguments under the first name that exists.
 
     Raises:
-        MalformedCallError: It is none.
+        MalformedCallError: It is no call.
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise MalformedCallError('a call needs "name" and "arguments"')
@@ -129,7 +129,7 @@ _JSON = json.JSONDecoder(parse_constant=refuse_constant, parse_float=finite_floa
 
 
 def _decoded(text: str, place: int) -> tuple[object, int]:
-    """A JSON value at a place, and the place after it."""
+    """Decode a JSON value at a place; return the place after it, too."""
     try:
         return _JSON.raw_decode(text, _past_spaces(text, place))
     except json.JSONDecodeError as error:
@@ -146,18 +146,18 @@ def parse_json_body(text: str, place: int) -> tuple[list[ToolCall], int]:
 
 
 def _named_json(pattern: str, fence: str = "") -> Body:
-    """A name in front of its arguments as JSON."""
+    """Return a parser of a name followed by its arguments as JSON."""
     head, end_of_fence = re.compile(pattern, re.DOTALL), re.compile(rf"\s*{fence}")
 
     def body(text: str, place: int) -> tuple[list[ToolCall], int]:
-        found = head.match(text, place)
-        if found is None:
+        match = head.match(text, place)
+        if match is None:
             raise MalformedCallError("a call needs a name and its arguments as JSON")
-        value, end = _decoded(text, found.end())
+        value, end = _decoded(text, match.end())
         if not isinstance(value, dict):
-            raise MalformedCallError(f"the arguments of {found[1]} must be an object")
+            raise MalformedCallError(f"the arguments of {match[1]} must be an object")
         closed = end_of_fence.match(text, end)
-        return [ToolCall(found[1].strip(), value)], closed.end() if closed else end
+        return [ToolCall(match[1].strip(), value)], closed.end() if closed else end
 
     return body
 
@@ -174,9 +174,9 @@ def _xml_body(text: str, place: int) -> tuple[list[ToolCall], int]:
         raise MalformedCallError("a call needs <function=NAME> and </function>")
     arguments: Arguments = {}
     place = head.end()
-    while found := _PARAMETER.match(text, place):
-        arguments[found[1].strip()] = found[2]
-        place = found.end()
+    while match := _PARAMETER.match(text, place):
+        arguments[match[1].strip()] = match[2]
+        place = match.end()
     if not text.startswith("</function>", place):
         raise MalformedCallError(
             f"the call of {head[1]} needs <parameter=NAME>, a value and </parameter> for each "
@@ -198,9 +198,9 @@ def _glm_body(text: str, place: int) -> tuple[list[ToolCall], int]:
         raise MalformedCallError("a call begins with the name of a tool")
     arguments: Arguments = {}
     place = head.end()
-    while found := _GLM_ARGUMENT.match(text, place):
-        arguments[found[1].strip()] = found[2]
-        place = found.end()
+    while match := _GLM_ARGUMENT.match(text, place):
+        arguments[match[1].strip()] = match[2]
+        place = match.end()
     return [ToolCall(head[1], arguments)], place
 
 
@@ -226,7 +226,7 @@ def _python_call(item: ast.expr) -> ToolCall:
 
 
 class _JsonWords(ast.NodeTransformer):
-    """JSON's words as Python's: some templates write them into Python."""
+    """Converts JSON's words to Python's: some templates write them into Python."""
 
     _words: ClassVar[dict[str, object]] = {"true": True, "false": False, "null": None}
 
@@ -256,7 +256,7 @@ def _gemma_body(text: str, place: int) -> tuple[list[ToolCall], int]:
 
 
 def _gemma_value(text: str, place: int) -> tuple[object, int]:
-    """A value of Gemma's own notation: keys without quotes, texts between its quotation mark."""
+    """Parse a value in Gemma's notation: keys without quotes, texts in its quotation marks."""
     if text.startswith(_QUOTE, place):
         start = place + len(_QUOTE)
         end = text.index(_QUOTE, start)
@@ -271,7 +271,7 @@ def _gemma_value(text: str, place: int) -> tuple[object, int]:
 
 def _gemma_items(text: str, place: int) -> tuple[object, int]:
     is_object, closing = text[place] == "{", {"{": "}", "[": "]"}[text[place]]
-    found: list[tuple[str, object]] = []
+    items: list[tuple[str, object]] = []
     place += 1
     while text[place] != closing:
         key = ""
@@ -281,16 +281,16 @@ def _gemma_items(text: str, place: int) -> tuple[object, int]:
                 raise ValueError("an argument has no name")
             key, place = name[1].replace(_QUOTE, ""), name.end()
         value, place = _gemma_value(text, place)
-        found.append((key, value))
+        items.append((key, value))
         if text[place] == ",":
             place += 1
         elif text[place] != closing:
             raise ValueError(f"expected , or {closing}")
-    return (dict(found) if is_object else [value for _, value in found]), place + 1
+    return (dict(items) if is_object else [value for _, value in items]), place + 1
 
 
 def llama_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
-    """`{"name": ..., "parameters": {...}}`, several joined by `;` (Llama 3)."""
+    """Parse `{"name": ..., "parameters": {...}}`, several joined by `;` (Llama 3)."""
     del is_ended
     said = spoken(text, before).replace("<|python_tag|>", "").strip()
     if not re.match(r'\{\s*"(name|type)"', said):
@@ -304,23 +304,23 @@ def llama_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
 
 
 def pythonic_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
-    """`[f(x=1), g(s='a')]`, literals only (Llama 4, Olmo)."""
+    """Parse `[f(x=1), g(s='a')]`, literals only (Llama 4, Olmo)."""
     del is_ended
     said = spoken(text, before).strip()
     return _python_calls(said) if re.match(r"\[\s*[A-Za-z_][\w.]*\(", said) else []
 
 
 def xml_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
-    """`<tool_call><function=f><parameter=x>1</parameter></function></tool_call>`, mark optional."""
+    """Parse `<tool_call><function=f><parameter=x>1</parameter></function></tool_call>`."""
     calls = _XML(text, is_ended, before)
-    # Models of this family leave out the first mark.
+    # Models of this family may leave out the first mark.
     return calls or Marked("<function=", "", lambda t, p: _xml_body(t, p - len("<function=")))(
         text, is_ended, before
     )
 
 
 def mistral_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
-    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]f{...}`, repeatable."""
+    """Parse `[TOOL_CALLS][{"name": ..., "arguments": {...}}]` or repeated `[TOOL_CALLS]f{...}`."""
     del is_ended
     _, mark, said = spoken(text, before).partition("[TOOL_CALLS]")
     if not mark:
@@ -334,9 +334,9 @@ def mistral_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]
 
 
 def harmony_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
-    """`<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>` (gpt-oss).
+    """Parse `<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>`.
 
-    What is said in other channels is no call.
+    This is gpt-oss's format; text of other channels is no call.
     """
     del is_ended
     calls = []
@@ -365,7 +365,7 @@ deepseek_calls = Marked(
 lfm_calls = Marked("<|tool_call_start|>", "<|tool_call_end|>", _python_body)
 gemma_calls = Marked("<|tool_call>", "<tool_call|>", _gemma_body)
 
-# In the order in which they are tried on a chat template.
+# In the order in which a chat template is tested with them.
 PARSERS: Mapping[str, CallParser] = {
     "hermes": hermes_calls,
     "xml": xml_calls,

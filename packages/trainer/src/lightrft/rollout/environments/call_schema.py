@@ -1,4 +1,4 @@
-"""The check of a call's arguments against the schema of its tool."""
+"""Check of a call's arguments against the schema of its tool."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightrft.config.files import require_flat
 from lightrft.rollout.environments.call_formats import Arguments, MalformedCallError, ToolCall
 
 Schema = Mapping[str, object]
-# Of lists and objects in arguments: a checkpoint has them within other ones.
+# Limit of nested lists and objects in arguments: checkpoints nest them further.
 _MAX_DEPTH = 100
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -28,13 +28,13 @@ _WORDS: dict[str, object] = {"True": True, "False": False, "None": None}
 
 
 def check_call(call: ToolCall, schemas: Mapping[str, Schema]) -> Arguments:
-    """The arguments, values cast from text where the schema asks for another type.
+    """Return the arguments; cast text where the schema asks for another type.
 
-    Of a schema count type, nullable, enum, const, anyOf, oneOf, allOf, properties, required,
+    It checks type, nullable, enum, const, anyOf, oneOf, allOf, properties, required,
     additionalProperties, items, and the bounds of numbers, texts and lists, at every level.
 
     Raises:
-        MalformedCallError: The tool or an argument is unknown, missing or not what it must be.
+        MalformedCallError: The tool or an argument is unknown, missing or invalid.
     """
     schema = schemas.get(call.name)
     if schema is None:
@@ -53,28 +53,28 @@ def check_call(call: ToolCall, schemas: Mapping[str, Schema]) -> Arguments:
                 if names
             )
         )
-    found = {}
+    arguments = {}
     for name, value in call.arguments.items():
         try:
-            found[name] = checked(value, known[name])
+            arguments[name] = checked(value, known[name])
         except ValueError as error:
             raise MalformedCallError(f"{call.name}: argument {name!r} {error}") from error
         except RecursionError:
             raise MalformedCallError(f"{call.name}: argument {name!r} is too deep") from None
     try:
         # They go to another process and into files.
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
-        require_flat(found, call.name, max_depth=_MAX_DEPTH)
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+        require_flat(arguments, call.name, max_depth=_MAX_DEPTH)
     except (TypeError, ValueError, RecursionError) as error:
         raise MalformedCallError(f"{call.name}: the arguments are no JSON: {error}") from error
-    return found
+    return arguments
 
 
 def checked(value: object, schema: Schema) -> object:
-    """A value as the schema has it.
+    """Return a value, cast to what the schema asks for.
 
     Raises:
-        ValueError: It is not what the schema says; the message goes on after what has it.
+        ValueError: It does not match the schema; the message lacks its subject, the value's name.
     """
     if schema.get("nullable") and value is None:
         return value

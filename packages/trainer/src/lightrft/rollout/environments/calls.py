@@ -1,4 +1,4 @@
-"""Tool calls in turns: the parser that fits a model, proved by its own chat template."""
+"""Tool calls in turns: choice of a model's parser, proved by its chat template."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from lightrft.rollout.environments.call_formats import (
 from lightrft.rollout.environments.call_schema import checked
 
 Schema = Mapping[str, object]
-# Takes the turns of environments without calls, and the actions of OpenEnv's.
+# Tool that takes the turns of environments without calls, and the actions of OpenEnv.
 TURN_TOOL = "step"
-# Of the rows' environments, where `--environment` names a dict of them; TRL's word.
+# Column that chooses a row's environment if `--environment` is a dict; named as in TRL.
 ENVIRONMENT_COLUMN = "environment"
 _TRIED_TYPES = {"text": "string", "count": "integer", "is_on": "boolean", "each": "array"}
 _TRIED: Arguments = {
@@ -32,7 +32,7 @@ _TRIED: Arguments = {
     "each": [1, "x, y", {"k": 2.5}],
 }
 _TRIED_NAME = "find_in_q7"
-# What ends the turns of some family; a parser gets them without it.
+# Ends of turns of various model families; parsers get turns without them.
 _ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|end|>"),
     *("<|call|>", "<|endoftext|>", "<|observation|>", "<|user|>", "</s>"),
@@ -48,12 +48,12 @@ class RenderingTokenizer(Protocol):
     def apply_chat_template(
         self, conversation: list[dict[str, object]], **options: object
     ) -> object:
-        """The text of a conversation."""
+        """Render the text of a conversation."""
         ...
 
 
 def whole_turn(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
-    """All that is said, for environments that answer turns instead of calls."""
+    """Return the whole turn as one call, for environments that answer turns."""
     del is_ended, before
     return [ToolCall(TURN_TOOL, {"action": text})]
 
@@ -61,24 +61,24 @@ def whole_turn(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
 def choose_parser(
     name: str, tokenizer: RenderingTokenizer, schemas: Sequence[Schema]
 ) -> CallParser:
-    """The parser of an option.
+    """Return the parser of an option.
 
-    A call is rendered by the chat template, and the parser must read it back: else every right call
-    of the model would be answered as a wrong one. A template that renders no calls proves nothing.
+    The chat template renders a call, and the parser must read it back; otherwise correct calls of
+    the model would be rejected. A template that renders no calls proves nothing.
 
     Args:
-        name: "auto" takes the tokenizer's own response template where it has one, else the parser
-            that reads what the chat template writes; or a name in `PARSERS`.
-        tokenizer: Of the model.
-        schemas: Of the tools.
+        name: Name in `PARSERS`, or "auto": the tokenizer's response template if it has one, else
+            the parser that reads what the chat template writes.
+        tokenizer: Tokenizer of the model.
+        schemas: Schemas of the tools.
 
     Raises:
-        ConfigError: The parser does not read what the chat template writes, or the format cannot be
-            told from the tokenizer.
+        ConfigError: The parser does not read what the chat template writes, or the tokenizer does
+            not reveal the format.
     """
     if name == "auto" and vars(tokenizer).get("response_template") is not None:
         return _template_parser(tokenizer, schemas)
-    template = str(tokenizer.chat_template or "")  # one, or several by name
+    template = str(tokenizer.chat_template or "")  # one template, or several by name
     turn, failure = _tried_turn(tokenizer, template)  # type: ignore[arg-type]
     if name != "auto":
         if turn is not None and not _reads(PARSERS[name], *turn):
@@ -93,7 +93,7 @@ def choose_parser(
         for parser in PARSERS.values():
             if _reads(parser, *turn):
                 return parser
-    elif "<tool_call>" in template:  # which only describes calls
+    elif "<tool_call>" in template:  # the template only describes calls
         return PARSERS["hermes"]
     reason = f" (it fails on a message with a call: {failure})" if failure else ""
     raise ConfigError(
@@ -104,11 +104,11 @@ def choose_parser(
 
 @lru_cache(maxsize=16)
 def _tried_turn(tokenizer: RenderingTokenizer, template: str) -> tuple[tuple[str, str] | None, str]:
-    """A turn with a call as the template writes it, and what stands before it; None for no turn.
+    """Render a call; return the turn, None without one, and the text before it.
 
-    With it why the template failed where it took arguments in neither form.
+    The last item says why the template failed, if it accepted neither form of arguments.
     """
-    del template  # another one renders otherwise
+    del template  # only part of the cache's key
     failure = ""
     properties = {name: {"type": kind} for name, kind in _TRIED_TYPES.items()}
     function = {
@@ -144,7 +144,7 @@ def _tried_turn(tokenizer: RenderingTokenizer, template: str) -> tuple[tuple[str
 
 
 def _cut(turn: str, eos: str | None) -> str:
-    """A turn without what ends it, and without what comes after that."""
+    """Cut a turn at its end mark."""
     last = turn.rfind("2.5")
     ends = [place for end in (eos, *_ENDS) if end and (place := turn.find(end, last)) >= 0]
     return turn[: min(ends, default=len(turn))]
@@ -155,17 +155,17 @@ def _reads(parser: CallParser, turn: str, before: str) -> bool:
         calls = parser(turn, True, before)
         if [call.name for call in calls] != [_TRIED_NAME]:
             return False
-        found = {
+        arguments = {
             name: checked(value, {"type": _TRIED_TYPES.get(name, "null")})
             for name, value in calls[0].arguments.items()
         }
     except ValueError:
         return False
-    return found == _TRIED
+    return arguments == _TRIED
 
 
 def as_error(text: str) -> str:
-    """An answer that says what was wrong."""
+    """Return an error message as an answer."""
     answer = json.dumps({"error": text}, ensure_ascii=False)
     return answer.encode("utf-8", "replace").decode()  # halves of surrogate pairs
 
@@ -178,7 +178,7 @@ def _template_parser(tokenizer: object, schemas: Sequence[Schema]) -> CallParser
         try:
             message = tokenizer.parse_response(text, prefix=before, tools=tools)  # type: ignore[attr-defined]
             calls = [call["function"] for call in message.get("tool_calls") or ()]
-        except Exception as error:  # of a program of the model's author, on what a model says
+        except Exception as error:  # the author's template may raise anything on a model's text
             first = first_line(error)
             raise MalformedCallError(f"the calls cannot be read: {first}") from error
         return [from_value(call, ("arguments",)) for call in calls]

@@ -1,6 +1,6 @@
 """Answers with images: blocks as authors write them, JSON between processes, parts for the model.
 
-An image is named by its digest wherever an answer is shown, compared or written down.
+Digests name images wherever an answer is shown, compared or recorded.
 """
 
 from __future__ import annotations
@@ -11,55 +11,55 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 if TYPE_CHECKING:
-    # Workers import it, and NumPy with it, once an answer has an image.
+    # Workers import it, and NumPy with it, only if an answer has an image.
     from lightrft.engines.media.sources import ImageSource
 
 Parts: TypeAlias = "tuple[str | ImageSource, ...]"
-# Of an image's SHA-256, as answers name it.
+# Digits of an image's SHA-256 in answers.
 _DIGEST_LETTERS = 16
 _IMAGE_KINDS = ("image", "image_url")
 
 
 class ContentError(ValueError):
-    """An answer holds what no model is shown; the message says what."""
+    """An answer has content that cannot be shown to a model; the message says which."""
 
 
 def has_image(result: object) -> bool:
-    """Whether a result is an image, or a list of blocks with one."""
+    """Return whether a result is an image, or a list of blocks with one."""
     return any(map(_is_image, _blocks(result)))
 
 
 def as_parts(result: object) -> Parts:
-    """The texts and images of blocks, in order.
+    """Return the texts and images of blocks, in order.
 
     Raises:
-        ContentError: A block is neither text nor an image that can be read.
+        ContentError: A block is neither text nor a readable image.
     """
     from lightrft.engines.media.media import MediaError
     from lightrft.engines.media.sources import as_image
 
-    found: list[str | ImageSource] = []
+    parts: list[str | ImageSource] = []
     for number, block in enumerate(_blocks(result), start=1):
         if isinstance(block, str):
-            found.append(block)
+            parts.append(block)
         elif _is_image(block):
             try:
                 image = as_image(block, name=f"image in block {number}", folder=Path())
-                image.decode()  # here, where a damaged one fails its episode alone
+                image.decode()  # here, a damaged image fails only its episode
             except MediaError as error:
                 raise ContentError(str(error)) from error
-            found.append(image)
+            parts.append(image)
         elif isinstance(block, Mapping) and isinstance(block.get("text"), str):
-            found.append(str(block["text"]))
+            parts.append(str(block["text"]))
         else:
-            own = type(block).__name__
-            kind = block.get("type", own) if isinstance(block, Mapping) else own
+            type_name = type(block).__name__
+            kind = block.get("type", type_name) if isinstance(block, Mapping) else type_name
             raise ContentError(f"block {number} must be text or an image: got {str(kind)[:80]!r}")
-    return tuple(found)
+    return tuple(parts)
 
 
 def named(parts: Parts) -> str:
-    """An answer as text, in which digests stand for images."""
+    """Return an answer as text, in which digests stand for images."""
     return "".join(
         part if isinstance(part, str) else f"[image {part.digest[:_DIGEST_LETTERS]}]"
         for part in parts
@@ -67,7 +67,7 @@ def named(parts: Parts) -> str:
 
 
 def to_json(parts: Parts) -> list[object]:
-    """Parts as they cross the pipe."""
+    """Convert parts to JSON, to cross the pipe."""
     return [
         part if isinstance(part, str) else [base64.b64encode(part.read()).decode()]
         for part in parts
@@ -75,7 +75,7 @@ def to_json(parts: Parts) -> list[object]:
 
 
 def from_json(listed: object, name: str) -> Parts:
-    """Parts that crossed the pipe; `name` says whose answer it is."""
+    """Convert JSON that crossed the pipe to parts; `name` identifies the answer."""
     from lightrft.engines.media.sources import ImageSource
 
     return tuple(

@@ -1,4 +1,4 @@
-"""The environments of a run, and the source of responses of several turns."""
+"""Environments of a run, and the source of responses of several turns."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 OnGroup = Callable[[list[Rollout]], None]
-# Until an environment without room is asked again, where no episode goes on.
+# Pause before a full environment is retried, if no episode goes on.
 _ROOM_SECONDS = 0.1
 
 
@@ -47,20 +47,20 @@ class Environments:
     """Environments and tools of a run; a context manager that ends their workers.
 
     Args:
-        config: Its options `environment`, `tools` and those that say they act with them.
-        tokenizer: Of the model.
+        config: Options `environment`, `tools` and those that depend on them.
+        tokenizer: Tokenizer of the model.
         has_system: Whether prompts begin with a system message.
-        folder: Of the run, for the journal; None writes none.
-        pool: Workers that run already; None starts them.
-        modality: Renders and encodes prompts; None is that of a model of text.
+        folder: Folder of the run, for the journal; None writes none.
+        pool: Running workers; None starts them.
+        modality: Renderer and encoder of prompts; None is that of a text model.
 
     Attributes:
-        spec: Of all environments together.
-        prompt_tokenizer: Renders the prompts of rows with the tools of their environments.
+        spec: Merged specification of all environments.
+        prompt_tokenizer: Tokenizer that renders prompts with the tools of their environments.
         special_ids: Ids that no text of an observation may have.
 
     Raises:
-        ConfigError: The class, a tool or the chat template is not what it must be.
+        ConfigError: The class, a tool or the chat template is invalid.
     """
 
     answers_calls = True
@@ -111,7 +111,7 @@ class Environments:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Remarks before a run: where serving will differ from training."""
+        """Warnings before a run about differences between training and serving."""
         return tuple(
             f"chat template: {text}; training is exact on what was sampled, serving with this "
             "template shows the model another history"
@@ -119,24 +119,24 @@ class Environments:
         )
 
     def source(self, parts: SourceParts) -> EpisodeSource:
-        """The source of the episodes of a run."""
+        """Return the source of the episodes of a run."""
         return EpisodeSource(self, parts)
 
     def close(self) -> None:
-        """Ends the workers; may be called twice."""
+        """End the workers; may be called twice."""
         self.pool.close()
 
 
 class EpisodeSource:
     """Source of responses of several turns.
 
-    Episodes of all ranks go in lock step: a round samples one turn of each, then answers its calls.
-    A round waits for all its tools on all ranks, so timing changes nothing; with `late_join` it
-    waits for half of this rank's episodes, or for all that took no part in the one before.
+    Episodes of all ranks run in lockstep: a round samples one turn of each, then answers its calls.
+    A round waits for all its tools on all ranks, so timing changes nothing. With `late_join` it
+    waits for half of this rank's episodes, or for all that missed the previous round.
 
     Args:
-        environments: Of the run.
-        parts: Of the run.
+        environments: Environments of the run.
+        parts: Parts of the run.
     """
 
     def __init__(self, environments: Environments, parts: SourceParts) -> None:
@@ -151,7 +151,7 @@ class EpisodeSource:
         )
 
     def sample(self, requests: SampleRequests) -> Samples:
-        """See `RolloutSource`.
+        """Sample episodes, and score them.
 
         Raises:
             RewardError: An environment failed on some rank, and failures are not masked.
@@ -172,11 +172,11 @@ class EpisodeSource:
     def rollouts(
         self, requests: SampleRequests, on_group: OnGroup
     ) -> tuple[list[Rollout], list[RewardResult | None]]:
-        """Episodes and their rewards by environments, None where one failed; collective.
+        """Play episodes; return them and their environments' rewards (None: failed); collective.
 
         Args:
             requests: See `RolloutSource`.
-            on_group: Called with the responses to a prompt when the last of them has ended.
+            on_group: Callback for the responses to a prompt when the last of them has ended.
         """
         with requests.recording(self._parts):
             batch = self._batch(requests)
@@ -191,7 +191,7 @@ class EpisodeSource:
         return rollouts, results
 
     def _batch(self, requests: SampleRequests) -> EpisodeBatch:
-        """The episodes of a call, `params.n` of each prompt, with their journal."""
+        """Return `params.n` episodes of each prompt, with their journal."""
         episodes = self._episodes(requests)
         journal = self._open_journal(requests, episodes)
         return self.work.batch(episodes, requests.params, journal=journal, ledger=requests.ledger)
@@ -210,7 +210,7 @@ class EpisodeSource:
         return episodes
 
     def _open_journal(self, requests: SampleRequests, episodes: list[Episode]) -> Journal:
-        """The journal of this rank; what all ranks recorded of the same step is followed."""
+        """Open the journal of this rank; replay the rounds that all ranks recorded."""
         folder, step, params = self._environments.folder, requests.step, requests.params
         if folder is None or step is None:
             return Journal(None, {})
@@ -234,16 +234,16 @@ class EpisodeSource:
             header,
             vocab_size=None if engine is None else engine.vocab_size,
         )
-        # A round counts if the process of each rank wrote it down.
+        # A round counts if every rank recorded it.
         journal.follow(min(context.gather_objects(len(journal.recorded.rounds))))
         if context.rank == 0:
             remove_further_ranks(folder, step, requests.batch, context.world_size)
         return journal
 
     def _run(self, batch: EpisodeBatch, on_group: OnGroup) -> list[RewardResult | None]:
-        """All rounds of the episodes; their rewards, None where one failed. Collective.
+        """Play all rounds; return the rewards, None where an episode failed. Collective.
 
-        Episodes for which their environment has no room begin when the others have ended.
+        Episodes without room in their environment begin when the others have ended.
         """
         results: dict[int, RewardResult | None] = {}
         wave, num_rounds = batch, 0
@@ -277,7 +277,7 @@ class EpisodeSource:
         problem: Exception | None,
         num_rounds: int,
     ) -> int:
-        """All rounds of episodes that have begun, after so many; their number then."""
+        """Play begun episodes from round `num_rounds` on; return the new number of rounds."""
         wave = replace(batch, episodes=begun)
         for episode in begun:
             batch.journal.reset(episode)
@@ -293,15 +293,15 @@ class EpisodeSource:
         return num_rounds
 
     def _round(self, batch: EpisodeBatch, number: int) -> Exception | None:
-        """One turn of each episode that waits for none, and the calls in it; collective."""
+        """Sample one turn of each episode without pending calls, and make its calls."""
         recorded = batch.journal.recorded.rounds
         if number < len(recorded):
-            waiting, found = batch.repeated(recorded[number])
+            waiting, completions = batch.repeated(recorded[number])
         else:
             waiting = [e for e in batch.episodes if e.is_open and e.number not in batch.busy]
             asked = [self._turns.request(batch, episode) for episode in waiting]
-            found = generate(batch.session, batch.one_turn, asked)
-        for episode, completion in zip(waiting, found, strict=True):
+            completions = generate(batch.session, batch.one_turn, asked)
+        for episode, completion in zip(waiting, completions, strict=True):
             self._turns.append(batch, episode, completion)
         batch.journal.round(number, waiting)
         for episode in waiting:
@@ -313,19 +313,21 @@ class EpisodeSource:
         def must_wait() -> bool:
             open_episodes = [e for e in batch.episodes if e.is_open]
             if number + 1 < len(recorded):
-                own = recorded[number + 1]
-                return any(e.number in batch.busy and e.sample_id in own for e in open_episodes)
+                next_turns = recorded[number + 1]
+                return any(
+                    e.number in batch.busy and e.sample_id in next_turns for e in open_episodes
+                )
             if not self._parts.config.late_join:
                 return True
             if late and not late & batch.busy.keys():
-                return False  # or those that took no part would wait for calls that just began
+                return False  # or those that missed the round would wait for calls that just began
             return 2 * (len(open_episodes) - len(batch.busy)) < len(open_episodes)
 
         return batch.collect(must_wait)
 
 
 def check_turns(modality: Modality, config: StreamingOptions) -> None:
-    """Raises a ConfigError if episodes of several turns cannot show what the model reads."""
+    """Raise a ConfigError if episodes of several turns cannot show what the model reads."""
     modality.check_turns()
     if modality.encoder.reads_media and config.keeps_rows:
         raise ConfigError(
@@ -335,9 +337,9 @@ def check_turns(modality: Modality, config: StreamingOptions) -> None:
 
 
 def forging_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids that no text of a tool may have: special tokens, but not the one of unknown characters.
+    """Return ids that no text of a tool may have: special tokens except the unknown token.
 
-    That one stays among them where it serves as another special token, too.
+    The unknown token is included if it also serves as another special token.
     """
     names = cast("Mapping[str, str | list[str]]", tokenizer.special_tokens_map)
     texts = [

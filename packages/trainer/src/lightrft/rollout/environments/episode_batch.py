@@ -1,4 +1,4 @@
-"""The episodes of one rank while they are sampled."""
+"""Episodes of one rank while they are sampled."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from lightrft.rollout.environments.journal import Journal, RecordedTurn
 from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError, Host, NoRoomError
 from lightrft.strategy.engine.session import EngineSession
 
-# Between the ids of the requests of an episode: every turn draws under an id of its own.
+# Distance between an episode's request ids: each turn samples with another id.
 TURN_STEP = 2**40
-# Between the ids of an episode and of the same one after a start.
+# Distance between an episode's request ids before and after a restart.
 START_STEP = 2**54
 Work = Callable[[Episode, Host], None]
 
 
 class ChangedAnswerError(EpisodeError):
-    """A continued run was answered otherwise than the journal says: the episode starts over."""
+    """An answer differs from the journal: the episode starts over."""
 
 
 @dataclass(slots=True)
 class EpisodeBatch:
-    """The episodes of one call of `EpisodeSource.sample`, and the work of hosts on them.
+    """Episodes of one call of `EpisodeSource.sample`, and the work of hosts on them.
 
     Args:
-        session, params: Generate turns.
-        pool: Hosts.
-        episodes: This rank's.
-        journal: Of this rank.
-        masks_failures: An episode that fails is left out, and ends nothing.
-        observe: Appends the answers of an episode.
-        ledger: Receives prompts, answers, rewards and failures.
+        session, params: Engine session and sampling parameters of turns.
+        pool: Workers that host the environments.
+        episodes: Episodes of this rank.
+        journal: Journal of this rank.
+        masks_failures: An episode that fails is left out, and raises nothing.
+        observe: Function that appends the answers of an episode.
+        ledger: Ledger of prompts, answers, rewards and failures.
         busy: Work of hosts, by number of the episode.
-        notes: For the console.
-        given: Groups that `finished_groups` has given.
+        notes: Messages for the console.
+        given: Groups that `finished_groups` has returned.
     """
 
     session: EngineSession
@@ -58,11 +58,11 @@ class EpisodeBatch:
 
     @property
     def one_turn(self) -> SamplingParams:
-        """Of one sample."""
+        """Sampling parameters for one sample."""
         return replace(self.params, n=1)
 
     def finished_groups(self) -> list[list[Rollout]]:
-        """The groups whose last episode has ended since the last time."""
+        """Return the groups whose last episode has ended since the last time."""
         groups: dict[int, list[Episode]] = {}
         for episode in self.episodes:
             if episode.group_id not in self.given:
@@ -72,7 +72,7 @@ class EpisodeBatch:
         return [[episode.as_rollout() for episode in group] for group in finished]
 
     def start_over(self, episode: Episode, error: ChangedAnswerError) -> None:
-        """Forgets an episode but its prompt, and says so."""
+        """Forget an episode except for its prompt, and note why."""
         index = episode.sample_id % self.params.n
         self.notes.append(f"sample {index} of prompt {episode.prompt.id} starts over: {error}")
         self.journal.again(episode, str(error))
@@ -82,10 +82,10 @@ class EpisodeBatch:
         episode.request_id += START_STEP
 
     def repeated(self, turns: Mapping[int, RecordedTurn]) -> tuple[list[Episode], list[Completion]]:
-        """The episodes of a recorded round, and their turns as the journal has them."""
+        """Return the episodes of a recorded round, and their recorded turns."""
         engine = self.session.engine
         version = -1 if engine is None else engine.weights_version
-        waiting, found = [], []
+        waiting, completions = [], []
         for episode in self.episodes:
             turn = turns.get(episode.sample_id)
             if turn is None or not episode.is_open:
@@ -98,15 +98,15 @@ class EpisodeBatch:
             if engine is not None:
                 engine.ledger.restore([turn.entry(version, self.params.distribution)])
             waiting.append(episode)
-            found.append(turn.completion(episode.context, version))
-        return waiting, found
+            completions.append(turn.completion(episode.context, version))
+        return waiting, completions
 
     def begin(self, episodes: Sequence[Episode], work: Work) -> None:
-        """Begins work on episodes on their hosts; `collect` waits for it."""
+        """Begin work on episodes on their hosts; `collect` waits for it."""
         self.busy |= self._begin(episodes, work)
 
     def after_end(self, episodes: Sequence[Episode], work: Work) -> Exception | None:
-        """Work on episodes that have ended, waited for alone; see `collect`."""
+        """Work on episodes that have ended, and wait for it alone; see `collect`."""
         futures = self._begin(episodes, work)
         problems = [self._outcome(episode, futures[episode.number]) for episode in episodes]
         return next((problem for problem in problems if problem is not None), None)
@@ -120,16 +120,16 @@ class EpisodeBatch:
             episode = by_number[number]
             known = self.journal.recorded.failures.get((episode.sample_id, episode.num_turns))
             if known is not None and self.masks_failures:
-                raise EpisodeError(known)  # a deadline is never decided twice
+                raise EpisodeError(known)  # a repeated deadline could end otherwise
             work(episode, host)
 
         return self.pool.begin(list(by_number), on_host)
 
     def collect(self, must_wait: Callable[[], bool]) -> Exception | None:
-        """Waits for work on hosts; an error to be raised, unless failures are masked.
+        """Wait for work on hosts; return an error to raise, unless failures are masked.
 
         Args:
-            must_wait: Whether what is busy is waited for.
+            must_wait: Function that returns whether to wait for busy work.
         """
         first: Exception | None = None
         while self.busy:
@@ -148,7 +148,7 @@ class EpisodeBatch:
     def _outcome(self, episode: Episode, future: Future[EpisodeError | None]) -> Exception | None:
         try:
             outcome = future.result()
-        except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
+        except Exception as error:  # noqa: BLE001 - sent to all ranks, then raised
             return error
         if isinstance(outcome, ChangedAnswerError):
             self.start_over(episode, outcome)
@@ -164,12 +164,12 @@ class EpisodeBatch:
         return None
 
     def each(self, episodes: Sequence[Episode], work: Work) -> Exception | None:
-        """Work on episodes on their hosts, all of it waited for; see `collect`."""
+        """Work on episodes on their hosts, and wait for all of it; see `collect`."""
         self.begin(episodes, work)
         return self.collect(lambda: True)
 
     def close(self, seconds: float) -> None:
-        """Closes all episodes; one whose end fails has its reward all the same."""
+        """Close all episodes; if that fails, the episode keeps its reward."""
 
         def forget(number: int, host: Host) -> None:
             host.forget(str(number), seconds=seconds)
@@ -177,7 +177,7 @@ class EpisodeBatch:
         wait(self.pool.begin([episode.number for episode in self.episodes], forget).values())
 
     def failed(self, episode: Episode, error: EpisodeError) -> Exception | None:
-        """Closes an episode; an error to be raised, unless failures are masked."""
+        """Mark an episode as failed; return an error to raise, unless failures are masked."""
         self.journal.failed(episode, str(error))
         episode.failure, episode.is_open = error, False
         self.ledger.of(episode.sample_id).has_failed = True
@@ -186,15 +186,15 @@ class EpisodeBatch:
         return RewardError(f"the environment failed for prompt {episode.prompt.id}: {error}")
 
     def is_open_anywhere(self, problem: Exception | None) -> bool:
-        """Whether any rank has an episode that goes on; raises on all if one has a problem."""
-        own = (
+        """Return whether any rank has an open episode; raise on all if one has a problem."""
+        state = (
             sum(episode.may_sample for episode in self.episodes),
             None if problem is None else str(problem),
             tuple(self.notes),
         )
         self.notes.clear()
         everyone: list[tuple[int, str | None, tuple[str, ...]]]
-        everyone = self.session.context.gather_objects(own)
+        everyone = self.session.context.gather_objects(state)
         for note in (note for _, _, notes in everyone for note in notes):
             self.session.context.print(note)
         if problem is not None:

@@ -1,7 +1,7 @@
 """The event loop of a worker, on which the operations of many episodes overlap.
 
-Operations that are no coroutines run one after the other, where no event loop runs: they may have
-one of their own. Coroutines go on between them.
+Plain functions run one after the other outside the event loop, so they may run another one.
+Coroutines go on between them.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from lightrft.rewards.worker import FRAME, framed, write_frame
 from lightrft.rollout.environments.running import Running
 from lightrft.rollout.environments.stepped import Operation, OperationClock, Stepped, stepping
 
-# Of what coroutines hand to threads.
+# Threads for what coroutines pass to an executor.
 _MAX_THREADS = 1024
 _BEAT_SECONDS = 0.1
-# A coroutine that is late may take so long to end when it is cancelled.
+# Time for a late coroutine to end after it is cancelled.
 GRACE_SECONDS = 5.0
 _CHUNK = 1 << 16
 Request = dict[str, object]
 
 
 class OperationLoop:
-    """Performs requests as they come, and answers each when it is done.
+    """Performs requests as they arrive, and answers each when it is done.
 
     Args:
-        perform: One operation on one episode.
-        failure: What is said of an exception.
-        answers: A pipe to the trainer.
-        running: Shared with it.
+        perform: Coroutine function for one operation on one episode.
+        failure: Function that describes an exception.
+        answers: Pipe to the trainer.
+        running: Memory shared with the trainer.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class OperationLoop:
         self._loop.set_task_factory(self._task)  # type: ignore[arg-type]
 
     def run(self, requests: BinaryIO) -> None:
-        """Until the trainer sends no more."""
+        """Serve requests until the trainer sends no more."""
         os.set_blocking(requests.fileno(), False)
         self._loop.add_reader(requests.fileno(), self._read, requests.fileno())
         self._beat()
@@ -88,7 +88,7 @@ class OperationLoop:
         self._loop.call_later(_BEAT_SECONDS, self._beat)
 
     def _begin(self, sent: Request) -> None:
-        """An operation up to where it must wait; the rest is a task."""
+        """Run an operation up to where it must wait; the rest is a task."""
         request = cast("Request", sent["request"])
         number, seconds = cast("tuple[int, float]", (sent["number"], sent["seconds"]))
         operation = Operation(number, str(request["episode"]), seconds, self._work)
@@ -124,7 +124,7 @@ class OperationLoop:
         write_frame(self.answers, frame)
 
     def _check(self, operation: Operation) -> None:
-        """Cancels an operation that is late; one that goes on all the same has hung."""
+        """Cancel an operation that is late; if it does not end, it has hung."""
         if operation.number not in self._operations:
             return
         if operation.is_late:
@@ -142,28 +142,28 @@ class OperationLoop:
         inner: Coroutine[object, object, object],
         **options: object,
     ) -> asyncio.Task[object]:
-        """A task; of one that an operation starts it is known whose it is."""
+        """Create a task; if an operation starts it, the task belongs to the operation."""
         made = cast("Callable[..., asyncio.Task[object]]", asyncio.Task)
         starter = None if isinstance(inner, Stepped) else stepping()
         if starter is None:
             return made(inner, loop=loop, **options)
         task = made(starter.started(inner), loop=loop, **options)
         # It may outlive the operation, but not the episode.
-        own = self._tasks.setdefault(starter.operation.episode, set())
-        own.add(task)
-        task.add_done_callback(own.discard)
+        tasks = self._tasks.setdefault(starter.operation.episode, set())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
         return task
 
 
 class _OnTheLoop:
-    """Awaited where what comes next needs the event loop to run."""
+    """Awaitable that continues on the event loop."""
 
     def __await__(self) -> Generator[None]:
         yield
 
 
 async def settled(result: object) -> object:
-    """A value, or what it gives when it is awaited on the event loop."""
+    """Return a value, or the result of awaiting it on the event loop."""
     if not inspect.isawaitable(result):
         return result
     await _OnTheLoop()

@@ -22,9 +22,9 @@ class ToolTokenizer:
     """A tokenizer whose chat template shows the tools.
 
     Args:
-        tokenizer: Of the model.
-        schemas: Of the tools.
-        by_name: The tokenizers of several environments, of which a row names one.
+        tokenizer: Tokenizer of the model.
+        schemas: Schemas of the tools.
+        by_name: Tokenizers of several environments, by the names that rows have.
     """
 
     shows_row_tools = False
@@ -41,7 +41,7 @@ class ToolTokenizer:
         self.chat_template = cast("str | None", tokenizer.chat_template)
 
     def for_row(self, columns: Mapping[str, object]) -> ToolTokenizer:
-        """The one that shows what the row's environment has.
+        """Return the tokenizer that shows the tools of the row's environment.
 
         Raises:
             DataError: There is no such environment.
@@ -53,11 +53,11 @@ class ToolTokenizer:
     def __call__(
         self, text: list[str], *, add_special_tokens: bool
     ) -> Mapping[str, list[list[int]]]:
-        """Token ids under the key `input_ids`."""
-        found: Mapping[str, list[list[int]]] = self._tokenizer(
+        """Return token ids under the key `input_ids`."""
+        encoded: Mapping[str, list[list[int]]] = self._tokenizer(
             text, add_special_tokens=add_special_tokens
         )
-        return found
+        return encoded
 
     def apply_chat_template(
         self,
@@ -67,7 +67,7 @@ class ToolTokenizer:
         add_generation_prompt: bool,
         tools: list[dict[str, object]] | None = None,
     ) -> object:
-        """The rendered conversation with the tools of the environment, whatever the row has."""
+        """Render the conversation with the environment's tools, whatever the row has."""
         del tools
         return self._tokenizer.apply_chat_template(
             conversation,
@@ -82,10 +82,10 @@ class RowEnvironment:
     """The environment of a row.
 
     Args:
-        spec: Of its class.
+        spec: Specification of its class.
         functions: Schema of each tool by its name.
-        parse: Reads calls.
-        tokenizer: Shows its tools.
+        parse: Parser of calls.
+        tokenizer: Tokenizer that shows its tools.
     """
 
     spec: EnvironmentSpec
@@ -98,17 +98,17 @@ class EnvironmentSpecs:
     """All environments of a run; most have one.
 
     Args:
-        specs: By the name that rows have for them; "" where there is only one.
-        tokenizer: Of the model.
+        specs: Specifications by their names in rows; "" where there is only one.
+        tokenizer: Tokenizer of the model.
         tool_parser: Name of the format of calls.
-        renderer: Renders prompts.
+        renderer: Renderer of prompts.
 
     Attributes:
-        whole: Of all of them together.
-        tokenizer: Shows each row the tools of its environment.
+        whole: Merged specification of all environments.
+        tokenizer: Tokenizer that shows each row the tools of its environment.
 
     Raises:
-        ConfigError: The format of calls cannot be told from the tokenizer.
+        ConfigError: The tokenizer does not reveal the format of calls.
     """
 
     def __init__(
@@ -135,16 +135,16 @@ class EnvironmentSpecs:
 
     @property
     def tool_names(self) -> tuple[str, ...]:
-        """Of all tools, sorted."""
+        """Names of all tools, sorted."""
         return tuple(sorted(self.whole.functions))
 
     def of(self, columns: Mapping[str, object]) -> RowEnvironment:
-        """The environment of a row."""
+        """Return the environment of a row."""
         return self._by_name[name_of(columns, self._by_name)]
 
 
 def name_of(columns: Mapping[str, object], known: Mapping[str, object]) -> str:
-    """The name of a row's environment.
+    """Return the name of a row's environment.
 
     Raises:
         DataError: There is no such environment.

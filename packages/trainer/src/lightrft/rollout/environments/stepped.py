@@ -1,4 +1,4 @@
-"""Coroutines of which each draws from global generators of its own, however they take turns."""
+"""Coroutines that overlap, where each keeps its state of the global random generators."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import cast
 from lightrft.rewards.user_task import seed_generators
 from lightrft.rollout.environments.running import Running
 
-# Reads and sets the state of a library's global generator.
+# Functions that get and set the state of a library's global generator.
 _STATES = (("numpy.random", "get_state", "set_state"), ("torch", "get_rng_state", "set_rng_state"))
 _stepping: ContextVar[Stepped] = ContextVar("stepping")
 Draws = tuple[int, tuple[int, ...]]
 
 
 class OperationClock:
-    """The time that code of operations has run in this process, one after the other.
+    """Total time that the code of operations has run in this process.
 
     Args:
-        running: Says which of them does at the moment.
+        running: Record of the operation that runs at the moment.
     """
 
     def __init__(self, running: Running) -> None:
@@ -33,7 +33,7 @@ class OperationClock:
         self._pid = os.getpid()
 
     def leave_if_forked(self) -> None:
-        """Ends the copy of this process that a tool made: only the worker itself may answer."""
+        """Exit if a tool forked this process: only the worker itself may answer."""
         if os.getpid() != self._pid:
             os._exit(0)
 
@@ -42,10 +42,10 @@ class Operation:
     """An operation in progress.
 
     Args:
-        number: Of the request.
-        episode: Its own.
-        seconds: It may take so long, without the time in which code of others ran.
-        work: Of all.
+        number: Number of the request.
+        episode: Key of its episode.
+        seconds: Time limit, without the time in which code of other operations ran.
+        work: Clock of all operations.
     """
 
     def __init__(self, number: int, episode: str, seconds: float, work: OperationClock) -> None:
@@ -56,24 +56,24 @@ class Operation:
 
     @property
     def seconds_left(self) -> float:
-        """Until it is late."""
+        """Seconds until it is late."""
         of_others = self.work.seconds - self._before - self._own
         return self.seconds - (time.monotonic() - self._begun - of_others)
 
     def has_run(self, seconds: float) -> None:
-        """Its code ran for so long."""
+        """Record that its code ran for `seconds`."""
         self._own += seconds
         self.work.seconds += seconds
 
 
 class Stepped(Coroutine[object, object, object]):
-    """A coroutine of an operation, before each step of which the generators are put back.
+    """A coroutine of an operation that restores its generators before each step.
 
     Args:
-        inner: What the author wrote; the part up to the first `await` is the first step.
-        operation: Whose it is.
-        draws: What the draws follow from: a seed, then the number of the call and, in tasks that
-            the author starts, the place of each in the one that started it.
+        inner: The author's coroutine; its part up to the first `await` is the first step.
+        operation: Operation that it belongs to.
+        draws: Source of random numbers: a seed, then the number of the call and, in tasks that
+            the author starts, the index of each in the task that started it.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class Stepped(Coroutine[object, object, object]):
         self._states: dict[str, object] | None = None
 
     def send(self, value: object) -> object:
-        """One step."""
+        """Run one step."""
         return self._step(self._inner.send, value)
 
     def throw(self, *error: object) -> object:
-        """A step that begins with an exception."""
+        """Run a step that begins with an exception."""
         return self._step(cast("Callable[..., object]", self._inner.throw), *error)
 
     def close(self) -> None:
-        """Ends it without a further step."""
+        """End it without a further step."""
         self._inner.close()
 
     def __await__(self) -> Generator[object, object, object]:
@@ -109,11 +109,11 @@ class Stepped(Coroutine[object, object, object]):
         else:
             _restore(self._states)
         try:
-            found = advance(*given)
+            result = advance(*given)
             self._states = _saved()
-            return found
+            return result
         except (SystemExit, KeyboardInterrupt) as error:
-            # Of a task that the author started: the event loop would end with it.
+            # Raised in a task that the author started, it would end the event loop.
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         finally:
             work.leave_if_forked()
@@ -121,14 +121,14 @@ class Stepped(Coroutine[object, object, object]):
             work.running.end()
 
     def started(self, inner: Coroutine[object, object, object]) -> Stepped:
-        """A task that its code starts."""
+        """Wrap a task that its code starts."""
         self._num_tasks += 1
         seed, places = self._draws
         return Stepped(inner, self.operation, (seed, (*places, self._num_tasks)))
 
 
 def stepping() -> Stepped | None:
-    """The coroutine whose code, or whose callback, runs in the present context."""
+    """Return the coroutine whose code, or callback, runs in the current context."""
     return _stepping.get(None)
 
 
@@ -150,6 +150,6 @@ def _restore(states: dict[str, object]) -> None:
 
 
 def _function(module: str, name: str) -> Callable[..., object] | None:
-    """A function of a module, if that has been imported, all of it."""
-    found = sys.modules.get(module)
-    return None if found is None else cast("Callable[..., object]", vars(found).get(name))
+    """Return a function of a module, if that is completely imported."""
+    loaded = sys.modules.get(module)
+    return None if loaded is None else cast("Callable[..., object]", vars(loaded).get(name))

@@ -1,7 +1,7 @@
-"""Programs that work on tasks of Harbor: in the task's folders, whose tests then pay them.
+"""Programs that work on Harbor tasks in the task's folders; its tests then reward them.
 
-The tests run in a sandbox of their own, which gets the task's folders as the program left them:
-nothing that it started and no file elsewhere can reach them. They have no network.
+The tests run in a second sandbox, which gets the task's folders as the program left them. Neither
+its processes nor its other files can reach the tests, which have no network.
 """
 
 from __future__ import annotations
@@ -103,13 +103,13 @@ else:
 
 
 def host_program(command: str, sandbox: str, seconds: float, pays: bool) -> HostedAgents:
-    """The handler of a worker that runs a program for each episode.
+    """Return the handler of a worker that runs a program for each episode.
 
     Args:
-        command: As it was given.
-        sandbox: Its kind.
+        command: Command line of the program.
+        sandbox: Kind of the sandbox.
         seconds: Deadline of one episode.
-        pays: Whether its output is its reward; otherwise something else pays.
+        pays: Its output is its reward; otherwise something else pays.
 
     Raises:
         ReportedError: The command cannot be run, or no sandbox works here.
@@ -124,7 +124,7 @@ class TaskProgram(ProgramAgent):
     """Runs a program for each episode, and the tests of a task where its row has one."""
 
     async def __call__(self, base_url: str, key: str, row: Mapping[str, object]) -> object:
-        """See `ProgramAgent`; of a task, what its tests paid.
+        """Return the reward of an episode; for a task, what its tests paid.
 
         Raises:
             ReportedError: The program failed, or the tests wrote no reward.
@@ -162,13 +162,13 @@ class TaskProgram(ProgramAgent):
             folders=task.folders,
         )
         self._require_end(left)
-        found = await asyncio.to_thread(self._test, task, left.stdout, deadline)
-        self._require_end(found)
-        return _reward(found.stdout)
+        tested = await asyncio.to_thread(self._test, task, left.stdout, deadline)
+        self._require_end(tested)
+        return _reward(tested.stdout)
 
     def _test(self, task: HarborTask, left: bytes, deadline: float) -> Ending:
-        """Runs the tests on the archive that a program left."""
-        given = {
+        """Run the tests on the archive that a program left."""
+        values = {
             "workdir": str(task.workdir),
             "folders": task.folders,
             "num_bytes": len(left),
@@ -178,7 +178,7 @@ class TaskProgram(ProgramAgent):
             "environment": {"PATH": self._path, **task.variables, **task.test_variables},
         }
         return self._sandbox.run(
-            f"import json\ngiven = json.loads({json.dumps(given)!r})\n{_TESTS}".encode(),
+            f"import json\ngiven = json.loads({json.dumps(values)!r})\n{_TESTS}".encode(),
             stdin=left + packed(files_of(task.folder / "tests", PurePosixPath(TESTS))),
             deadline=deadline,
             folders=[*task.folders, TESTS, LOGS],
@@ -186,7 +186,7 @@ class TaskProgram(ProgramAgent):
 
 
 def _reward(output: bytes) -> object:
-    """What the tests wrote: a number, or an object of numbers."""
+    """Parse the reward that the tests wrote: a number, or an object of numbers."""
     written = str(json.loads(output))
     for read in (float, json.loads):
         with contextlib.suppress(ValueError, RecursionError):

@@ -1,8 +1,8 @@
 """Tasks in Harbor's folders: an instruction, files to work on, and tests that write the reward.
 
 Format: `instruction.md`, `task.toml` (schema version 1.4), `environment/` and `tests/test.sh` of
-https://github.com/laude-institute/harbor, version 0.24. No container is built: what a Dockerfile
-copies is copied, and a task that asks for anything else is refused with its name.
+https://github.com/laude-institute/harbor, version 0.24. No container is built: files that a
+Dockerfile copies are copied, and a task that needs anything else is refused by name.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from lightrft.config.toml import read_toml
 from lightrft.datasets.types import DataError, LeftOutError
 
 PREFIX, COLUMN = "harbor:", "harbor"
-# Of a task's files, and of its tests.
+# Limit of a task's files, and of its tests.
 _MAX_BYTES = 32 << 20
 TESTS, LOGS = "/tests", "/logs"
 _SYSTEM = frozenset(
     ("bin", "dev", "lib", "lib32", "lib64", "logs", "proc", "sbin", "sys", "tests", "tmp", "usr")
 )
-# In their place there is this machine's /usr, with its Python.
+# This machine's /usr, with its Python, replaces them.
 _IMAGES = ("debian", "python", "ubuntu")
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "agent": ("timeout_sec",),
     "verifier": ("timeout_sec", "env"),
-    # Nothing is built, and the sandbox's own limits hold.
+    # Nothing is built, and the sandbox's limits hold.
     "environment": (
         *("build_timeout_sec", "cpus", "memory", "memory_mb", "storage", "storage_mb"),
         *("env", "workdir"),
     ),
 }
 _REMARKS = ("schema_version", "version", "source", "task", "metadata", "solution")
-# What other keys may say, since it is so.
+# Values that other keys may have, since they hold here.
 _HOLDS = {"network_mode": "no-network", "os": "linux", "environment_mode": "shared"}
-# Of the instructions that are done, and of those that are of the container alone.
+# Forms of instructions that are followed, and of those that only concern the container.
 _FORMS: Mapping[str, str] = {
     "FROM": r"[^\s$]+",
     "WORKDIR": r"[^\s$]+",
@@ -56,15 +56,15 @@ _INSTALLS = re.compile(r"\b(apt|apt-get|apk|dnf|yum|conda|curl|wget|git|npm|npx|
 
 @dataclass(frozen=True, slots=True)
 class HarborTask:
-    """A task as it is played.
+    """A task to play.
 
     Args:
-        folder: Its own.
-        instruction: What the agent is asked.
-        workdir: Where agent and tests run.
-        copies: (file, where it is in the sandbox) of its environment.
-        variables, test_variables: Of agent and tests, and of tests alone.
-        agent_seconds: After which the agent is ended and what it has left is tested; None is never.
+        folder: Folder of the task.
+        instruction: Instruction to the agent.
+        workdir: Working directory of agent and tests.
+        copies: (file, place in the sandbox) pairs of its environment.
+        variables, test_variables: Variables of agent and tests, and of tests alone.
+        agent_seconds: Deadline of the agent, whose files are then tested; None is no deadline.
         test_seconds: Deadline of the tests.
     """
 
@@ -79,29 +79,29 @@ class HarborTask:
 
     @property
     def folders(self) -> list[str]:
-        """Folders at the top that the agent may write to."""
+        """Top-level folders that the agent may write to."""
         tops = {path.parts[1] for path in (self.workdir, *(where for _, where in self.copies))}
         return sorted(f"/{top}" for top in tops)
 
 
 def task_rows(text: str, split: str) -> Iterator[Mapping[str, object] | LeftOutError]:
-    """A row for each task: `input`, its instruction; `task`, its name; and `harbor`, its folder.
+    """Yield a row for each task: `input` (instruction), `task` (name) and `harbor` (folder).
 
-    In the place of one that cannot be played without containers stands the reason.
+    A task that cannot be played without containers yields the reason instead.
 
     Args:
-        text: `harbor:FOLDER`, a task's or one with folders of tasks.
-        split: Has no meaning: all tasks are in each.
+        text: `harbor:FOLDER`, the folder of a task or of several task folders.
+        split: Ignored: all tasks are in each split.
 
     Raises:
         DataError: There is no task.
     """
     del split
     folder = Path(text.removeprefix(PREFIX)).absolute()
-    own = [folder] if (folder / "task.toml").is_file() else sorted(folder.glob("*/task.toml"))
-    if not own:
+    paths = [folder] if (folder / "task.toml").is_file() else sorted(folder.glob("*/task.toml"))
+    if not paths:
         raise DataError(f"{text}: found no task.toml in it or in a folder of it")
-    for path in own:
+    for path in paths:
         try:
             task = read_task(path if path.is_dir() else path.parent)
         except DataError as error:
@@ -111,10 +111,10 @@ def task_rows(text: str, split: str) -> Iterator[Mapping[str, object] | LeftOutE
 
 
 def read_task(folder: Path) -> HarborTask:
-    """The task of a folder.
+    """Return the task of a folder.
 
     Raises:
-        DataError: It is none, or needs what the sandbox does not have.
+        DataError: It is no task, or needs something that the sandbox lacks.
     """
     try:
         return _read(folder)
@@ -123,7 +123,7 @@ def read_task(folder: Path) -> HarborTask:
 
 
 def packed(files: Sequence[tuple[Path, PurePosixPath]]) -> bytes:
-    """An archive of files at their places, as anybody's."""
+    """Return an archive of files at their places, without owners."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
         for file, where in files:
@@ -135,18 +135,18 @@ def packed(files: Sequence[tuple[Path, PurePosixPath]]) -> bytes:
 
 
 def files_of(folder: Path, where: PurePosixPath) -> list[tuple[Path, PurePosixPath]]:
-    """The files of a folder with their places below another one.
+    """Return the files of a folder with their places below `where`.
 
     Raises:
         DataError: They are too large, or one is a link out of the folder.
     """
-    found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    outside = [path for path in found if not path.resolve().is_relative_to(folder.resolve())]
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    outside = [path for path in paths if not path.resolve().is_relative_to(folder.resolve())]
     if outside:
         raise DataError(f"{outside[0].relative_to(folder)} is a link out of {folder.name}")
-    if sum(path.stat().st_size for path in found) > _MAX_BYTES:
+    if sum(path.stat().st_size for path in paths) > _MAX_BYTES:
         raise DataError(f"{folder.name} has more than {_MAX_BYTES} bytes")
-    return [(path, where / path.relative_to(folder)) for path in found]
+    return [(path, where / path.relative_to(folder)) for path in paths]
 
 
 def _read(folder: Path) -> HarborTask:
@@ -164,14 +164,14 @@ def _read(folder: Path) -> HarborTask:
     workdir = tables["environment"].get("workdir") or image.workdir
     if not isinstance(workdir, str | PurePosixPath):
         raise DataError("it has no working directory: expected WORKDIR in environment/Dockerfile")
-    own, tests = _variables(tables, "environment"), _variables(tables, "verifier")
+    variables, tests = _variables(tables, "environment"), _variables(tables, "verifier")
     agent_seconds = _seconds(tables, "agent")
     task = HarborTask(
         folder=folder,
         instruction=read_text(folder / "instruction.md"),
         workdir=PurePosixPath(workdir),
         copies=image.copies,
-        variables={**image.variables, **own},
+        variables={**image.variables, **variables},
         test_variables=tests,
         agent_seconds=agent_seconds,
         test_seconds=_seconds(tables, "verifier") or 600.0,
@@ -186,7 +186,7 @@ def _read(folder: Path) -> HarborTask:
 
 
 def _check_copies(task: HarborTask) -> None:
-    """Raises a DataError for what can be no file, is too large, or is the sandbox's own."""
+    """Raise a DataError for impossible places, too large files, or variables of the sandbox."""
     places = [where for _, where in task.copies]
     above = {task.workdir, *task.workdir.parents, *(up for each in places for up in each.parents)}
     if both := sorted(above.intersection(places)):
@@ -198,7 +198,7 @@ def _check_copies(task: HarborTask) -> None:
 
 
 def _tables(given: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """The tables of agent, verifier and environment, which say nothing that does not hold."""
+    """Return the tables of agent, verifier and environment; refuse unsupported entries."""
     tables: dict[str, dict[str, object]] = {}
     for name in _KEYS:
         table = given.get(name, {})
@@ -216,15 +216,15 @@ def _tables(given: Mapping[str, object]) -> dict[str, dict[str, object]]:
 
 
 def _variables(tables: Mapping[str, dict[str, object]], name: str) -> dict[str, str]:
-    given = tables[name].get("env") or {}
-    values = given.items() if isinstance(given, dict) else [("env", None)]
+    variables = tables[name].get("env") or {}
+    values = variables.items() if isinstance(variables, dict) else [("env", None)]
     for key, value in values:
         if not isinstance(value, str) or "$" in value:
             raise DataError(
                 f"task.toml: {name}.env.{key}: expected a text without variables of this "
                 f"machine, got {value!r:.80}"
             )
-    return dict(cast("dict[str, str]", given))
+    return dict(cast("dict[str, str]", variables))
 
 
 def _seconds(tables: Mapping[str, dict[str, object]], name: str) -> float | None:
@@ -242,19 +242,19 @@ def _check_tests(folder: Path) -> None:
     files_of(folder, PurePosixPath(TESTS))
     for script in sorted(folder.rglob("*.sh")):
         for line in read_text(script).splitlines():
-            found = _INSTALLS.search(line.partition("#")[0] + " ")
-            if found:
+            match = _INSTALLS.search(line.partition("#")[0] + " ")
+            if match:
                 raise DataError(
-                    f"tests/{script.relative_to(folder)} calls {found[1]}: tests have no network, "
+                    f"tests/{script.relative_to(folder)} calls {match[1]}: tests have no network, "
                     "and run with what this machine has"
                 )
 
 
 class _Image:
-    """The content of an image whose Dockerfile only copies files.
+    """Content of an image whose Dockerfile only copies files.
 
     Args:
-        context: The folder of its files.
+        context: Folder of its files.
     """
 
     def __init__(self, context: Path) -> None:
@@ -265,10 +265,10 @@ class _Image:
         self._image = ""
 
     def read(self, text: str) -> None:
-        """Takes the lines of the Dockerfile.
+        """Read the lines of the Dockerfile.
 
         Raises:
-            DataError: One of them does more.
+            DataError: A line is not supported.
         """
         lines = re.sub(r"\\\s*\n", " ", re.sub(r"^\s*#.*$", "", text, flags=re.MULTILINE))
         for line in filter(None, map(str.strip, lines.splitlines())):

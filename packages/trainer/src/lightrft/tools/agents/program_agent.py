@@ -1,8 +1,8 @@
-"""Agents that are programs, each episode of one in the sandbox with the endpoint as its network.
+"""Agents that are programs; each episode runs in a sandbox with the endpoint as its network.
 
-The sandbox has a loopback interface of its own. What starts the program there listens on the port
-that the endpoint has here, and hands that listener out: this process accepts its connections and
-passes their bytes on. So an address is the same on both sides, and leads nowhere else.
+The sandbox has a separate loopback interface. The starter listens there on the endpoint's port
+and sends the listener to this process, which accepts its connections and forwards their bytes.
+So the address is the same on both sides, and leads nowhere else.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from lightrft.strategy.config import ConfigError
 from lightrft.tools.rewards.sandbox import Ending, Sandbox, SandboxLimits
 
 _CHUNK = 1 << 16
-# Of one program; further ones wait to be accepted.
+# Connections of one program; further ones wait to be accepted.
 _MAX_CONNECTIONS = 128
 _MAX_LINE_BYTES = 1 << 16
 _PATH = "/usr/local/bin:/usr/bin:/bin"
-# Of the sandbox itself, whatever the command names.
+# Folders of the sandbox itself, which a command cannot name.
 _OWN_FOLDERS = frozenset(map(Path, ("/", "/dev", "/proc", "/sys", "/tmp")))
 _ACCEPT_SECONDS = 0.1
 
@@ -48,7 +48,7 @@ with open("row.json", "w") as file:
 os.environ.update(given["environment"])
 words = [word.replace("{{row}}", os.path.abspath("row.json")) for word in given["words"]]
 """
-# Follows the lines above, which have braces for `format`.
+# Follows the code above, which is a template of `format`.
 _BECOMES = """
 try:
     os.execvp(words[0], words)
@@ -65,8 +65,8 @@ class ProgramAgent:
         command, sandbox, seconds, pays: See `harbor_agent.host_program`.
 
     Raises:
-        ConfigError: It names no program that the sandbox has, or no sandbox works here.
-        SandboxError: What it names cannot be shown in the sandbox.
+        ConfigError: The sandbox does not have the program, or no sandbox works here.
+        SandboxError: A path of the command cannot be shown in the sandbox.
     """
 
     def __init__(self, command: str, sandbox: str, *, seconds: float, pays: bool) -> None:
@@ -85,7 +85,7 @@ class ProgramAgent:
             raise
 
     async def __call__(self, base_url: str, key: str, row: Mapping[str, object]) -> object:
-        """The reward of one episode, or None where something else pays.
+        """Return the reward of one episode, or None if something else pays.
 
         Raises:
             ReportedError: It failed, was ended at a limit, or printed no reward.
@@ -102,12 +102,12 @@ class ProgramAgent:
         stdin: bytes = b"",
         folders: Sequence[str] = (),
     ) -> Ending:
-        """Runs the program to its end, with the endpoint as its network.
+        """Run the program to its end, with the endpoint as its network.
 
         Args:
             episode: Address, key and row.
-            starter: Source of what starts it as `words`.
-            given: Of the starter; `variables` are the program's.
+            starter: Python source that starts the program from `words`.
+            given: Values for the starter; `variables` are the program's.
             stdin, folders: See `Sandbox.run`.
 
         Raises:
@@ -118,7 +118,7 @@ class ProgramAgent:
         source = self._source(episode, theirs.fileno(), given) + starter.encode()
 
         def run() -> Ending:
-            # Of this thread, which may begin when the episode is over.
+            # This thread closes it, since it may begin after the episode is over.
             with theirs:
                 channel = None if self._is_unsafe else theirs.fileno()
                 return self._sandbox.run(
@@ -149,7 +149,7 @@ class ProgramAgent:
             "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": key,
         }
-        given = {
+        values = {
             **more,
             "port": 0 if self._is_unsafe else _port(base_url),
             "channel": channel,
@@ -157,24 +157,26 @@ class ProgramAgent:
             "environment": environment,
             "words": [word.replace("{base_url}", base_url) for word in self._words],
         }
-        return _LISTENS.format(given=json.dumps(given)).encode()
+        return _LISTENS.format(given=json.dumps(values)).encode()
 
     def _show(self, paths: Sequence[Path]) -> str:
-        """Has the sandbox show what the command names; where programs are looked for in it."""
-        own = Path(sys.prefix)
-        has_own = self._is_unsafe or self._sandbox.interpreter == os.path.realpath(sys.executable)
-        seen = [Path("/usr"), *([own] if has_own else [])]
+        """Make the sandbox show what the command names; return its PATH."""
+        prefix = Path(sys.prefix)
+        has_python = self._is_unsafe or self._sandbox.interpreter == os.path.realpath(
+            sys.executable
+        )
+        seen = [Path("/usr"), *([prefix] if has_python else [])]
         if not self._is_unsafe:
-            own_folders = [str(each) for each in paths if each.resolve() in _OWN_FOLDERS]
-            if own_folders:
+            reserved = [str(each) for each in paths if each.resolve() in _OWN_FOLDERS]
+            if reserved:
                 raise ConfigError(
-                    f"it names {own_folders[0]}, which a sandbox has of its own: name a file or a "
+                    f"it names {reserved[0]}, which a sandbox has of its own: name a file or a "
                     "folder below it"
                 )
             hidden = [each for each in paths if not any(map(each.is_relative_to, seen))]
             self._shown = [*seen[1:], *hidden]
             self._sandbox.show(self._shown)
-        return f"{own}/bin:{_PATH}" if has_own else _PATH
+        return f"{prefix}/bin:{_PATH}" if has_python else _PATH
 
     def _check_program(self) -> None:
         program = self._words[0].replace("{row}", "row.json")
@@ -186,10 +188,10 @@ class ProgramAgent:
             )
 
     def _require_end(self, ending: Ending) -> None:
-        """Raises unless a program has ended by itself and well.
+        """Raise unless a program has ended by itself without an error.
 
         Raises:
-            ReportedError: It says how it ended.
+            ReportedError: It ended otherwise; the message says how.
         """
         if ending.reason != "ended":
             raise ReportedError(self._end(ending.reason))
@@ -221,7 +223,7 @@ class ProgramAgent:
 
 
 def _limits(seconds: float) -> SandboxLimits:
-    """Those of an agent: its deadline ends it, and it may start what it wants to."""
+    """Return the limits of an agent: a deadline, and any number of processes it needs."""
     return SandboxLimits(
         cpu_seconds=min(seconds, 1e7),
         # Runtimes other than Python reserve far more addresses than they use.
@@ -237,11 +239,11 @@ def _limits(seconds: float) -> SandboxLimits:
 
 
 async def _relay(channel: socket.socket, port: int) -> None:
-    """Passes connections of a sandbox on to the endpoint, until it is cancelled."""
+    """Pass connections of a sandbox on to the endpoint, until it is cancelled."""
     slots, loop = asyncio.Semaphore(_MAX_CONNECTIONS), asyncio.get_running_loop()
     file = await _listener(channel)
     if file is None:
-        return  # the program needs none, or did not start
+        return  # the program needs no listener, or did not start
     async with asyncio.TaskGroup() as group:
         with socket.socket(fileno=file) as listener:
             listener.setblocking(False)
@@ -249,7 +251,7 @@ async def _relay(channel: socket.socket, port: int) -> None:
                 await slots.acquire()
                 try:
                     line, _ = await loop.sock_accept(listener)
-                except OSError:  # no file number is free now: the program waits
+                except OSError:  # no file descriptor is free: the program waits
                     slots.release()
                     await asyncio.sleep(_ACCEPT_SECONDS)
                     continue
@@ -258,7 +260,7 @@ async def _relay(channel: socket.socket, port: int) -> None:
 
 
 async def _listener(channel: socket.socket) -> int | None:
-    """The listener that comes over a channel, if one does."""
+    """Receive the listener over a channel, if one comes."""
     loop, is_there = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(channel, is_there.set)
     try:
@@ -269,7 +271,7 @@ async def _listener(channel: socket.socket) -> int | None:
 
 
 async def _pass_on(line: socket.socket, port: int) -> None:
-    """Both directions of one connection, each until its sender closes that side of it."""
+    """Copy both directions of a connection, each until its sender closes that side."""
     writers: list[asyncio.StreamWriter] = []
     try:
         reader, writer = await asyncio.open_connection(sock=line)
@@ -298,6 +300,6 @@ def _port(base_url: str) -> int:
 
 
 def _last(output: bytes) -> str:
-    """The last line that says something."""
+    """Return the last line that is not empty."""
     lines = output.strip().rsplit(b"\n", 1)
     return lines[-1][-_MAX_LINE_BYTES:].decode(errors="replace")

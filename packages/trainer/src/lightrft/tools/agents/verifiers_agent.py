@@ -1,4 +1,4 @@
-"""Agents of verifiers: an environment of it plays the tasks of its rows, in its own harness.
+"""Agents of verifiers: an environment plays the tasks of its rows in its harness.
 
 Wire and types: verifiers 0.4, `verifiers.v1`.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from verifiers.v1 import EnvConfig, Episode, Task, Trace
 
 _MODEL = "policy"
-# What an agent's dict may not name its parts.
+# Names that parts of a reward may not have.
 _TAKEN = ("reward", "agent")
 
 
@@ -28,11 +28,11 @@ class VerifiersAgent:
     """Plays one episode of an environment of verifiers for each row.
 
     Args:
-        what: `NAME?OPTION=VALUE`, see `verifiers_tasks`.
-        sandbox: `unsafe` allows a harness that runs the model's programs on this machine.
+        what: Environment as `NAME?OPTION=VALUE`; see `verifiers_tasks`.
+        sandbox: Kind; `unsafe` allows a harness that runs the model's programs on this machine.
 
     Raises:
-        ReportedError: There is no such environment, or it cannot be trained like this.
+        ReportedError: There is no such environment, or it cannot be trained as configured.
     """
 
     def __init__(self, what: str, sandbox: str) -> None:
@@ -57,7 +57,7 @@ class VerifiersAgent:
     async def __call__(
         self, base_url: str, key: str, row: Mapping[str, object]
     ) -> Mapping[str, float]:
-        """The rewards of one episode, with its metrics.
+        """Return the rewards of one episode, with its metrics.
 
         Raises:
             ReportedError: The row has no task of this environment, or the episode failed.
@@ -69,7 +69,7 @@ class VerifiersAgent:
             self._is_ready = asyncio.get_running_loop().create_future()
             self._serving = asyncio.create_task(self._serve(self._is_ready))
         await asyncio.shield(self._is_ready)
-        # verifiers takes a key by the name of a variable, and keeps those called so from programs.
+        # verifiers reads the key from a variable with such a name, and hides it from programs.
         name = f"LIGHTRFT_API_KEY_{next(self._numbers)}"
         os.environ[name] = key
         try:
@@ -80,7 +80,7 @@ class VerifiersAgent:
             del os.environ[name]
 
     async def _serve(self, is_ready: asyncio.Future[None]) -> None:
-        """Holds what episodes share, for as long as this process lives."""
+        """Hold what episodes share, for as long as this process lives."""
         try:
             async with self._env.serving():
                 is_ready.set_result(None)
@@ -97,32 +97,32 @@ class VerifiersAgent:
                 f"the row has no task of this environment: expected its data in the column "
                 f"{COLUMN}, as --prompt_data {PREFIX}{self._name} gives them"
             )
-        found = self._tasks.data_type().model_validate(data)
-        return self._tasks(found, self._config.taskset.task)
+        validated = self._tasks.data_type().model_validate(data)
+        return self._tasks(validated, self._config.taskset.task)
 
     def _rewards(self, episode: Episode) -> Mapping[str, float]:
-        own = [trace for trace in episode.traces if trace.agent.name == self._role]
+        traces = [trace for trace in episode.traces if trace.agent.name == self._role]
         if not episode.ok:
             error = episode.last_error or next(
                 (trace.last_error for trace in episode.traces if not trace.ok), None
             )
-            told = "it said nothing" if error is None else f"{error.type}: {error.message}"
-            raise ReportedError(f"verifiers: {one_line(told, limit=400)}")
-        if len(own) != 1:
+            reason = "it said nothing" if error is None else f"{error.type}: {error.message}"
+            raise ReportedError(f"verifiers: {one_line(reason, limit=400)}")
+        if len(traces) != 1:
             raise ReportedError(
-                f"the environment ran its {self._role} {len(own)} times in one episode, whose "
+                f"the environment ran its {self._role} {len(traces)} times in one episode, whose "
                 "rewards would be one: expected once"
             )
-        return {"reward": float(own[0].reward), **_parts(own[0])}
+        return {"reward": float(traces[0].reward), **_parts(traces[0])}
 
 
 def host(what: str, sandbox: str) -> VerifiersAgent:
-    """The agent of `verifiers:WHAT`; see `VerifiersAgent`."""
+    """Return the agent of `verifiers:WHAT`; see `VerifiersAgent`."""
     return VerifiersAgent(what, sandbox)
 
 
 def _local(source: EnvironmentSource) -> EnvConfig:
-    """The options, with this machine as the place of harnesses that say no other one."""
+    """Return the options; harnesses without a runtime run on this machine."""
     config = source.config()
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.runtimes import SubprocessConfig
@@ -134,17 +134,17 @@ def _local(source: EnvironmentSource) -> EnvConfig:
 
 
 def _policy_role(source: EnvironmentSource, config: EnvConfig) -> str:
-    """The one role that the model plays."""
+    """Return the one role that the model plays."""
     from verifiers.v1.configs.agent import agent_config_fields
 
     roles = agent_config_fields(config)
-    own = [name for name, role in roles.items() if role.client is None]
-    if len(own) != 1:
+    names = [name for name, role in roles.items() if role.client is None]
+    if len(names) != 1:
         raise DataError(
             f"{source.text}: it has the roles {', '.join(roles)}: the model can play one, so that "
             f"the others need ROLE.client.type=eval, ROLE.client.base_url and ROLE.model"
         )
-    return str(own[0])
+    return str(names[0])
 
 
 def _require_safe(source: EnvironmentSource, config: EnvConfig) -> None:
@@ -164,6 +164,6 @@ def _require_safe(source: EnvironmentSource, config: EnvConfig) -> None:
 
 
 def _parts(trace: Trace) -> Mapping[str, float]:
-    values = {name: found.value for name, found in trace.rewards.items() if found is not None}
-    values |= {name: found for name, found in trace.metrics.items() if found is not None}
+    values = {name: metric.value for name, metric in trace.rewards.items() if metric is not None}
+    values |= {name: metric for name, metric in trace.metrics.items() if metric is not None}
     return {f"{n}_" if n in _TAKEN else n: float(value) for n, value in values.items()}

@@ -1,7 +1,7 @@
 """Environments of verifiers and rows of their tasks: `verifiers:NAME?taskset.OPTION=VALUE`.
 
-Options are those of an environment's `[env]` block, by the same paths; `select.*` are those of
-verifiers' choice of tasks.
+Options have the paths of an environment's `[env]` block; `select.*` are those of verifiers'
+selection of tasks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class EnvironmentSource:
     """An environment with its options.
 
     Args:
-        text: As it was given.
-        name: Of the taskset, a module that is installed.
-        options: Of the environment, nested.
-        select: Of the choice of tasks, nested.
+        text: Text that names it.
+        name: Name of the taskset, an installed module.
+        options: Options of the environment, nested.
+        select: Options of the selection of tasks, nested.
     """
 
     text: str
@@ -39,7 +39,7 @@ class EnvironmentSource:
     select: Options
 
     def config(self) -> EnvConfig:
-        """The environment's options, checked by verifiers.
+        """Return the environment's options, checked by verifiers.
 
         Raises:
             DataError: The package or the environment is missing, or an option is wrong.
@@ -61,21 +61,21 @@ class EnvironmentSource:
 
 
 def read_source(text: str) -> EnvironmentSource:
-    """The environment that a text names.
+    """Parse the environment that a text names.
 
     Raises:
-        DataError: It is spelled wrongly.
+        DataError: The text is malformed.
     """
-    name, given = split_query(text, PREFIX)
+    name, values = split_query(text, PREFIX)
     options: Options = {}
-    for path, value in given.items():
+    for path, value in values.items():
         *above, last = path.replace("-", "_").split(".")
         inner = options
         for part in above:
             inner = cast("Options", inner.setdefault(part, {}))
             if not isinstance(inner, dict):
                 raise DataError(f"{text}: {path} lies below an option that has a value itself")
-        # A harness is called so; nothing is None in verifiers' own files of options.
+        # A harness has the name null; option files of verifiers have no None.
         inner[last] = "null" if value is None else value
     select = options.pop("select", {})
     if not isinstance(select, dict):
@@ -84,10 +84,10 @@ def read_source(text: str) -> EnvironmentSource:
 
 
 def task_rows(text: str, split: str) -> Iterator[Mapping[str, object]]:
-    """A row for each task: `input`, its text; `task`, the name; and `verifiers`, its data.
+    """Yield a row for each task: `input` (text), `task` (name) and `verifiers` (data).
 
     Raises:
-        DataError: The environment cannot be had, has no tasks or no end of them.
+        DataError: The environment is unavailable, or has no tasks or infinitely many.
     """
     source = read_source(text)
     if split not in _SPLITS:
@@ -119,7 +119,7 @@ def task_rows(text: str, split: str) -> Iterator[Mapping[str, object]]:
 
 
 def _reason(error: Exception) -> str:
-    """What verifiers or an environment of it says, with what it says it of."""
+    """Return the message of verifiers or an environment, with its cause."""
     if isinstance(error, DataError):
         return str(error)
     cause = "" if error.__cause__ is None else f" ({error.__cause__})"

@@ -1,9 +1,8 @@
-"""Environments behind an OpenEnv server, spoken to over one WebSocket an episode.
+"""Environments behind an OpenEnv server, with one WebSocket per episode.
 
-OpenEnv's own client connects again by itself, and then plays on in a new environment that was
-never reset. Here an episode ends with its connection, and before a reward counts the server must
-name the episode that it named after `reset`, or say as many steps as were made where it has no
-names.
+OpenEnv's client reconnects by itself, and then continues in a new environment without a reset.
+Here an episode ends with its connection. Before a reward counts, the server must name the same
+episode as after `reset`, or, if it has no names, report the number of steps that were made.
 
 Wire: https://github.com/meta-pytorch/OpenEnv, `core/env_server/http_server.py`, version 0.10.
 """
@@ -36,28 +35,28 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE_BYTES = 1 << 20
 CONNECT_SECONDS = 10.0
-# Below the deadline of the worker by default, so that it goes on hosting its other episodes.
+# Shorter than the worker's default deadline, so that its other episodes go on.
 MESSAGE_SECONDS = 50.0
-# Until a server without room is asked again.
+# Pause before a full server is retried.
 _ROOM_SECONDS = 0.1
-# Errors after which the episode is where it was before.
+# Errors that leave the episode unchanged.
 _HARMLESS = ("VALIDATION_ERROR", "EXECUTION_ERROR")
 _FULL = "CAPACITY_REACHED"
-# Of the action of a server whose tools are MCP's.
+# Fields of the action of a server with MCP tools.
 _TOOL_FIELDS = {"tool_name", "arguments"}
 _LIST_TOOLS = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
 _OWN_FIELDS = ("done", "reward", "metadata")
 
 
 class ActionRefusedError(ValueError):
-    """The server refused an action; the message is told to the model."""
+    """The server refused an action; the model gets the message."""
 
 
 class OpenEnvEpisode(Adapted):
-    """One session of a server; tools of MCP are methods of their names.
+    """One session of a server; MCP tools are methods with their names.
 
     Args:
-        address: `ws://HOST:PORT/ws`.
+        address: Address `ws://HOST:PORT/ws`.
     """
 
     def __init__(self, address: str) -> None:
@@ -84,7 +83,7 @@ class OpenEnvEpisode(Adapted):
             raise self._lost(f"no connection: {error}") from error
 
     def reset(self, **row: object) -> str | None:
-        """Begins the episode; the row's columns and its seed go to the server."""
+        """Begin the episode; send the row's columns and its seed to the server."""
         self._connect()
         asked = {**row, "episode_id": uuid.uuid4().hex}
         try:
@@ -95,11 +94,11 @@ class OpenEnvEpisode(Adapted):
         return f"\n{first}" if first else None
 
     def step(self, **action: object) -> str:
-        """Makes an action; its observation as JSON.
+        """Perform an action; return its observation as JSON.
 
         Raises:
             ActionRefusedError: The server refuses it; the episode goes on.
-            EpisodeLostError: The episode is gone.
+            EpisodeLostError: The episode is lost.
         """
         return self._taken(self._act(action))
 
@@ -109,13 +108,13 @@ class OpenEnvEpisode(Adapted):
         return partial(self._use, name)
 
     def _use(self, tool: str, /, **arguments: object) -> str:
-        """The result of a tool of MCP, as text."""
+        """Return the result of a tool of MCP, as text."""
         action = {"type": "call_tool", "tool_name": tool, "arguments": arguments}
         answer = self._act(action)
         self._num_tool_calls += 1
         self._taken(answer)
-        found = answer.get("observation")
-        observation = found if isinstance(found, Mapping) else {}
+        shown = answer.get("observation")
+        observation = shown if isinstance(shown, Mapping) else {}
         error, result = observation.get("error"), observation.get("result")
         if error:
             raise ActionRefusedError(
@@ -132,11 +131,11 @@ class OpenEnvEpisode(Adapted):
         return answer
 
     def tools(self) -> list[Mapping[str, object]]:
-        """MCP's tools of the server, each with `name`, `description` and its schema; [] if none.
+        """Return the server's MCP tools with `name`, `description` and schema; [] without any.
 
         Raises:
             EpisodeLostError: The server does not answer.
-            NoRoomError: It has no room for a session.
+            EnvironmentFullError: The server has no room for a session.
         """
         self._connect()
         try:
@@ -155,19 +154,19 @@ class OpenEnvEpisode(Adapted):
         return []
 
     def get_reward(self) -> float:
-        """What no answer has taken along, once the server has said whose the steps are."""
-        (episode, count), (own, made) = self._told_state(), self._state
-        # Servers count what they like, such as legal moves alone, or those of an opponent, too.
-        is_counted = bool(own) or count in (made, made - self._num_tool_calls)
-        if episode != own or not is_counted:
+        """Return rewards not yet paid, once the server has confirmed the episode."""
+        (episode, count), (expected, made) = self._told_state(), self._state
+        # Servers count differently, such as legal moves alone, or those of an opponent, too.
+        is_counted = bool(expected) or count in (made, made - self._num_tool_calls)
+        if episode != expected or not is_counted:
             raise self._lost(
                 f"the server answers for episode {episode!r} after {count!r} steps: expected "
-                f"{own!r} after {made}"
+                f"{expected!r} after {made}"
             )
         return super().get_reward()
 
     def _told_state(self) -> tuple[object, int]:
-        """The server's name of the episode, which need not be ours, and its count of steps."""
+        """Return the server's name of the episode, and its count of steps."""
         state = self._ask("state", None)
         count = state.get("step_count")
         if not isinstance(count, int):
@@ -175,14 +174,14 @@ class OpenEnvEpisode(Adapted):
         return state.get("episode_id"), count
 
     def _taken(self, answer: Mapping[str, object]) -> str:
-        """Books reward and end; the observation as text, without what is not for the model."""
+        """Record reward and end; return the observation as text for the model."""
         reward = answer.get("reward")
         if reward is not None:
-            # OpenEnv pays in truth values, too.
-            found = finite_numbers([int(reward) if isinstance(reward, bool) else reward], 1)
-            if found is None:
+            # OpenEnv may pay in booleans.
+            numbers = finite_numbers([int(reward) if isinstance(reward, bool) else reward], 1)
+            if numbers is None:
                 raise self._lost(f"a reward is {str(reward)[:200]}, expected a number")
-            self.paid += found[0]
+            self.paid += numbers[0]
         self.is_done = answer.get("done") is True
         observation = answer.get("observation")
         shown = observation if isinstance(observation, Mapping) else {}
@@ -190,29 +189,29 @@ class OpenEnvEpisode(Adapted):
         return json.dumps(shown, ensure_ascii=False) if shown else ""
 
     def _ask(self, kind: str, data: Mapping[str, object] | None) -> Mapping[str, object]:
-        """One message and its answer."""
+        """Send one message; return its answer."""
         from websockets.exceptions import ConnectionClosed, WebSocketException
 
         if self._connection is None:
             raise self._lost("its connection is closed")
         message = {"type": kind} if data is None else {"type": kind, "data": data}
         try:
-            with suppress(ConnectionClosed):  # what was said before the end can still be read
+            with suppress(ConnectionClosed):  # messages from before the end can still be read
                 self._connection.send(json.dumps(message, default=str))
             text = self._connection.recv(timeout=MESSAGE_SECONDS)
             answer = cast("Mapping[str, Mapping[str, object]]", parse_json(text))
-            found, details = str(answer["type"]), answer["data"]
+            answer_kind, details = str(answer["type"]), answer["data"]
         except (OSError, TimeoutError, WebSocketException, ValueError, KeyError, TypeError) as err:
             reason = str(err) or type(err).__name__
             raise self._lost(f"{kind} was not answered: {reason}") from err
-        is_told = isinstance(details, dict)
-        if kind in ("reset", "mcp") and is_told and details.get("code") == _FULL:
+        has_details = isinstance(details, dict)
+        if kind in ("reset", "mcp") and has_details and details.get("code") == _FULL:
             self.close()
             raise EnvironmentFullError(f"OpenEnv at {self._address}: {details.get('message')}")
         harmless = _HARMLESS if kind != "mcp" else (*_HARMLESS, "UNKNOWN_TYPE")
-        if found == "error" and is_told and details.get("code") in harmless:
+        if answer_kind == "error" and has_details and details.get("code") in harmless:
             raise ActionRefusedError(str(details.get("message")))
-        if found != (kind if kind in ("state", "mcp") else "observation") or not is_told:
+        if answer_kind != (kind if kind in ("state", "mcp") else "observation") or not has_details:
             raise self._lost(f"{kind} was answered by {str(answer)[:200]}")
         return details
 
@@ -221,17 +220,17 @@ class OpenEnvEpisode(Adapted):
         return EpisodeLostError(f"OpenEnv at {self._address}: {reason}; the episode is lost")
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         self._connection = None
         self._open.close()
 
 
 def connect(address: str) -> type[Adapted]:
-    """A class whose episodes are sessions of the server at `http://HOST:PORT`.
+    """Return a class whose episodes are sessions of the server at `http://HOST:PORT`.
 
     Raises:
-        ReportedError: The address is none, `websockets` is missing, or the server does not say
-            what actions it takes.
+        ReportedError: The address is invalid, `websockets` is missing, or the server does not
+            describe its actions.
     """
     parts = urlsplit(address)
     schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
@@ -261,10 +260,10 @@ def connect(address: str) -> type[Adapted]:
 
 
 def _shown_tools(address: str, step: Mapping[str, object]) -> list[object]:
-    """The tools of a server of MCP, or its one action.
+    """Return the tools of an MCP server, or its one action.
 
     Raises:
-        ReportedError: It does not say what tools it has, or one cannot be called by its name.
+        ReportedError: It does not list its tools, or one has an unusable name.
     """
     parameters = cast("Mapping[str, Mapping[str, object]]", step["parameters"])
     names = set(parameters["properties"]) - {"type"}
@@ -273,7 +272,7 @@ def _shown_tools(address: str, step: Mapping[str, object]) -> list[object]:
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:
         try:
-            found = OpenEnvEpisode(address).tools()
+            tools = OpenEnvEpisode(address).tools()
             break
         except EnvironmentFullError as error:
             if time.monotonic() > deadline:
@@ -283,7 +282,7 @@ def _shown_tools(address: str, step: Mapping[str, object]) -> list[object]:
             time.sleep(_ROOM_SECONDS)
         except EpisodeLostError as error:
             raise ReportedError(f"environment openenv: its tools are not known: {error}") from error
-    return [_function(_as_function(tool)) for tool in found] or [_function(step)]
+    return [_function(_as_function(tool)) for tool in tools] or [_function(step)]
 
 
 def _function(described: Mapping[str, object]) -> object:
@@ -291,7 +290,7 @@ def _function(described: Mapping[str, object]) -> object:
 
 
 def _as_function(tool: Mapping[str, object]) -> Mapping[str, object]:
-    """A tool of MCP as chat templates take it."""
+    """Convert an MCP tool to the schema that chat templates take."""
     name = tool.get("name") if isinstance(tool, Mapping) else None
     if (
         not isinstance(name, str)
@@ -310,7 +309,7 @@ def _as_function(tool: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _as_text(result: object) -> str:
-    """What a tool returned: its value, else its texts."""
+    """Return a tool's value, or else its texts."""
     if isinstance(result, Mapping) and result.get("data") is not None:
         result = result["data"]
     elif isinstance(result, Mapping) and isinstance(result.get("content"), Sequence):
@@ -321,7 +320,7 @@ def _as_text(result: object) -> str:
 
 
 def _step_schema(address: str) -> Mapping[str, object]:
-    """The server's schema of actions as that of a function."""
+    """Return the server's schema of actions as that of a function."""
     client = HttpClient(RequestLimits(CONNECT_SECONDS, max_bytes=MAX_MESSAGE_BYTES))
     try:
         described = parse_json(client.fetch(ClientRequest(address)))

@@ -1,4 +1,4 @@
-"""Environments of SkyRL-Gym's make: `init(prompt)`, then `step(action)` with all that was said."""
+"""Environments of SkyRL-Gym: `init(prompt)`, then `step(action)` with each whole turn."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class TextEnvironment(Protocol):
     """Interface of SkyRL-Gym's classes."""
 
     def init(self, prompt: list[Message]) -> tuple[Sequence[Message], Mapping[str, object]]:
-        """The prompt as it is to be asked, and what else is known."""
+        """Return the prompt to ask, and further facts."""
         ...
 
     def step(self, action: str) -> Mapping[str, object]:
-        """`observations` (messages), `reward` and `done` after a turn."""
+        """Return `observations` (messages), `reward` and `done` after a turn."""
         ...
 
     def close(self) -> None:
-        """Ends the episode."""
+        """End the episode."""
         ...
 
 
 class Settings(dict[str, object]):
-    """Options that are read as items or as attributes, both of which authors do."""
+    """Options that authors can read as items or as attributes."""
 
     def __getattr__(self, name: str) -> object:
         try:
@@ -46,11 +46,11 @@ class Settings(dict[str, object]):
 
 
 class TurnEnvironment(Adapted):
-    """An episode of an environment that answers whole turns; the rewards of its turns add up.
+    """Episode of an environment that answers whole turns; the rewards of its turns add up.
 
     Args:
-        make: Makes the author's environment of `env_config` and `extras`, the row.
-        options: The `env_config`.
+        make: Factory of the author's environment, from `env_config` and `extras`, the row.
+        options: Value of `env_config`.
     """
 
     takes: ClassVar[tuple[str, ...]] = ("seed", "sample_seed", "max_turns")
@@ -63,11 +63,11 @@ class TurnEnvironment(Adapted):
 
     @property
     def author(self) -> object:
-        """See `Adapted`."""
+        """The author's environment."""
         return self._environment
 
     def reset(self, **row: object) -> object:
-        """Begins with the prompt; what `init` puts at the end of its last message is added."""
+        """Begin with the prompt; return what `init` appends to its last message."""
         self._environment = self._make(env_config=self._options, extras=dict(row))
         self._open.callback(self._environment.close)
         prompt = list(cast("Sequence[Message]", row["prompt"]))
@@ -82,11 +82,11 @@ class TurnEnvironment(Adapted):
         return added or None
 
     def step(self, action: str) -> object:
-        """Observations, reward and end after a turn.
+        """Return observations, reward and end after a turn.
 
         Raises:
             EpisodeLostError: The author's `step` raised, its answer has another form, or it
-                replaces what was said.
+                replaces the turn.
         """
         try:
             answer = self._environment.step(action)
@@ -109,19 +109,19 @@ class TurnEnvironment(Adapted):
         if not any(isinstance(content, list) for content in contents):
             return "\n".join(map(str, contents))
         parts = [_as_parts(content) for content in contents]
-        return [part for own in parts for part in ("\n", *own)][1:]
+        return [part for block in parts for part in ("\n", *block)][1:]
 
     def close(self) -> None:
-        """Ends the author's environment."""
+        """End the author's environment."""
         self._open.close()
 
 
 def _behind(before: object, after: object) -> str | list[object] | None:
-    """The end that a content has beyond another one; None if it does not begin with it."""
+    """Return what `after` adds to `before`; None if it does not begin with `before`."""
     if isinstance(before, str) and isinstance(after, str):
         return after[len(before) :] if after.startswith(before) else None
-    own, more = _as_parts(before), _as_parts(after)
-    return more[len(own) :] if more[: len(own)] == own else None
+    start, more = _as_parts(before), _as_parts(after)
+    return more[len(start) :] if more[: len(start)] == start else None
 
 
 def _as_parts(content: object) -> list[object]:
@@ -129,24 +129,24 @@ def _as_parts(content: object) -> list[object]:
 
 
 def _registered(name: str) -> tuple[object, dict[str, object]]:
-    """What makes the environment of an id: import string or class, and its own options."""
+    """Return an id's environment (import string or class), and its options."""
     try:
-        found = importlib.import_module("skyrl_gym.envs.registration").registry
+        registry = importlib.import_module("skyrl_gym.envs.registration").registry
     except ImportError as error:
         raise ReportedError(
             f"environment skyrl_gym:{name}: the ids are those of the package skyrl-gym, which is "
             f"missing ({error}): pip install skyrl-gym, or give FILE.py:NAME"
         ) from error
-    if name not in found:
+    if name not in registry:
         raise ReportedError(
             f"environment skyrl_gym:{name}: expected FILE.py:NAME, package.module:NAME, or one of "
-            f"the ids {', '.join(sorted(found))}"
+            f"the ids {', '.join(sorted(registry))}"
         )
-    return found[name].entry_point, dict(found[name].kwargs)
+    return registry[name].entry_point, dict(registry[name].kwargs)
 
 
 def converse(text: str) -> type[Adapted]:
-    """The class of `FILE.py:NAME` or `package.module:NAME`, or of an id that SkyRL-Gym knows.
+    """Return the class of `FILE.py:NAME`, `package.module:NAME`, or an id of SkyRL-Gym.
 
     Raises:
         ReportedError: There is no such class, or it has no `init` and `step`.

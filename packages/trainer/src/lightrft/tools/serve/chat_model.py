@@ -1,4 +1,4 @@
-"""Questions of OpenAI's protocol as requests to an engine, and its samples as answers."""
+"""Conversion of OpenAI's requests to requests of an engine, and of its samples to answers."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ Generate = Callable[[Sequence[GenerationRequest], SamplingParams], list[Completi
 
 
 class ChatModel:
-    """The way that the answers of a model are asked for and read.
+    """Requests to a model, and its answers.
 
     Args:
-        tokenizer: Of the model, with a chat template.
-        config: Sampling where clients say nothing, and the format of calls.
+        tokenizer: Tokenizer of the model, with a chat template.
+        config: Defaults of sampling, and the format of calls.
         limit: Longest question and answer, in tokens; None is unlimited.
-        modality: Renders and encodes images; None is that of a model of text.
+        modality: Renderer and encoder of images; None is that of a text model.
 
     Attributes:
-        rules: Of answers.
+        rules: Rules of answers.
 
     Raises:
         TemplateRefusedError: The template shows no turns.
@@ -74,24 +74,24 @@ class ChatModel:
         )
 
     def episode(self) -> AgentEpisode:
-        """An episode without calls."""
+        """Return an episode without calls."""
         talk = Conversations(self.chat_ids, 0, repeats_seeds=True)
         return AgentEpisode(0, None, 0, 0, {}, talk)  # type: ignore[arg-type]
 
     def answers(
         self, bodies: Sequence[bytes], name: str, generate: Generate
     ) -> list[bytes | HttpError]:
-        """Answers to questions that have nothing to do with each other.
+        """Answer questions that are independent of each other.
 
-        Random numbers follow from seed and question, so that equal questions have one answer.
+        Random numbers depend on seed and question, so equal questions have equal answers.
 
         Args:
-            bodies: Of the requests: one choice each, the same sampling options in all.
-            name: Of the model, as answers have it.
-            generate: Samples completions; called once, unless no question can be asked.
+            bodies: Bodies of the requests: one choice each, equal sampling options in all.
+            name: Name of the model in the answers.
+            generate: Function that samples completions; called once, unless all are refused.
 
         Returns:
-            The body of each answer, or why the question was refused.
+            Body of each answer, or the error that refused the question.
         """
         asked: list[CalledTurn | HttpError] = []
         for body in bodies:
@@ -119,13 +119,13 @@ class ChatModel:
 
 
 def judge_tokens(fields: Mapping[str, object]) -> int:
-    """The most tokens of a judge's answer.
+    """Return the token limit of a judge's answer.
 
     Args:
-        fields: Of its requests, beside the messages.
+        fields: Fields of its requests, except for the messages.
 
     Raises:
-        ConfigError: A field is none of the protocol, or has no effect on an answer that is whole.
+        ConfigError: A field is not in the protocol, or has no effect on a whole answer.
     """
     talk = [{"role": "user", "content": "A question."}]
     try:

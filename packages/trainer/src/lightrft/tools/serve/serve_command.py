@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from lightrft.tools.serve.served_model import ServedModel
 
 DEFAULT_PORT = 8000
-# Calls that come within so long are answered in one batch.
+# Calls that arrive within this time are answered in one batch.
 _QUIET_SECONDS = 0.02
-# Histories are found again among so many answers; older ones are rendered anew.
+# Limit of answers whose histories are reused; beyond it, all are forgotten.
 _MAX_KNOWN = 4096
 
 
@@ -37,18 +37,18 @@ def run(argv: Sequence[str]) -> int:
         UsageError: There is no model, or the port is taken.
         ModelLoadError: The model cannot be read.
     """
-    given = build_parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     key = None
-    if given.api_key_env is not None:
-        key = os.environ.get(given.api_key_env)
+    if args.api_key_env is not None:
+        key = os.environ.get(args.api_key_env)
         if not key:
-            raise UsageError(f"--api_key_env: the environment has no {given.api_key_env}")
-    path, config = served(Path(given.model), given.tool_parser)
+            raise UsageError(f"--api_key_env: the environment has no {args.api_key_env}")
+    path, config = served(Path(args.model), args.tool_parser)
     share_processors()
     hide_progress_bars()
     try:
-        with Service(path, config, port=given.port, key=key) as service:
-            shown = f"the value of {given.api_key_env}" if key else service.key
+        with Service(path, config, port=args.port, key=key) as service:
+            shown = f"the value of {args.api_key_env}" if key else service.key
             print(f"serving {path} at {service.endpoint.base_url}")
             print(f"  model policy, API key {shown}; Ctrl-C ends it", flush=True)
             end_start_bar()
@@ -56,16 +56,14 @@ def run(argv: Sequence[str]) -> int:
     except OSError as error:
         if error.errno is None:  # of transformers
             raise UsageError(f"{path}: the model cannot be read: {str(error)[:200]}") from error
-        raise UsageError(
-            f"--port {given.port}: {error.strerror}; give another, 0 is any"
-        ) from error
+        raise UsageError(f"--port {args.port}: {error.strerror}; give another, 0 is any") from error
     except KeyboardInterrupt:
         pass
     return ExitCode.OK
 
 
 def build_parser() -> Parser:
-    """The parser of `lightrft serve`."""
+    """Return the parser of `lightrft serve`."""
     parser = Parser(
         "serve",
         "Serve a model on this machine as agents see it in training: /v1/chat/completions, "
@@ -94,10 +92,10 @@ def build_parser() -> Parser:
 
 
 def served(folder: Path, tool_parser: str | None) -> tuple[Path, TrainConfig]:
-    """The folder of the model and the options of its run, or the defaults without one.
+    """Return the folder of the model, and the options of its run, or defaults without a run.
 
     Raises:
-        UsageError: There is neither.
+        UsageError: The folder has no model.
     """
     config, path = TrainConfig(), folder
     if (folder / CONFIG_FILE).is_file():
@@ -113,9 +111,9 @@ class Service:
 
     Args:
         path: Folder of the model.
-        config: How it is sampled where clients say nothing.
-        port: 0 is any.
-        key: Of clients; None makes one.
+        config: Defaults of sampling.
+        port: Port; 0 is any.
+        key: API key of clients; None makes one.
     """
 
     def __init__(self, path: Path, config: TrainConfig, *, port: int, key: str | None) -> None:
@@ -132,12 +130,12 @@ class Service:
         self.key = self.endpoint.open(self._episode, key)
 
     def serve(self) -> None:
-        """Answers calls until an exception, such as Ctrl-C."""
+        """Answer calls until an exception, such as Ctrl-C."""
         while True:
             self.answer(self._gather())
 
     def answer(self, calls: Sequence[WaitingCall]) -> None:
-        """Answers calls in one batch; of a batch that fails, each call by itself."""
+        """Answer calls in one batch; if it fails, answer each call by itself."""
         from lightrft.rollout.agents.http_server import HttpError
         from lightrft.rollout.agents.rounds import answer_round
 
@@ -159,15 +157,15 @@ class Service:
     def _gather(self) -> list[WaitingCall]:
         from lightrft.rollout.agents.endpoint import WaitingCall
 
-        found = [self.endpoint.events.get()]
+        events = [self.endpoint.events.get()]
         while True:
             try:
-                found.append(self.endpoint.events.get(timeout=_QUIET_SECONDS))
+                events.append(self.endpoint.events.get(timeout=_QUIET_SECONDS))
             except queue.Empty:
-                return [each for each in found if isinstance(each, WaitingCall)]
+                return [each for each in events if isinstance(each, WaitingCall)]
 
     def close(self) -> None:
-        """Ends the server."""
+        """End the server and the engine."""
         self.endpoint.close()
         self.model.engine.close()
 

@@ -1,4 +1,4 @@
-"""A model of a folder that answers calls of OpenAI's protocol by the embedded engine."""
+"""A model that answers calls of OpenAI's protocol by the embedded engine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightrft.tools.serve.chat_model import ChatModel
 
 
 class ServedModel:
-    """A model, its engine, and the way that its answers are asked for and read.
+    """A model, its engine, and its chat interface.
 
     Args:
         path: Folder of the model.
-        config: Sampling where clients say nothing, and the format of calls.
-        device: Of the engine; None takes a GPU where there is one.
+        config: Defaults of sampling, and the format of calls.
+        device: Device of the engine; None takes a GPU if there is one.
 
     Raises:
         ModelLoadError: The model cannot be read.
@@ -43,10 +43,10 @@ class ServedModel:
         modality: Modality = load_modality(replace(config, pretrain=str(path)), tokenizer)
         try:
             modality.check_turns()
-        except ConfigError:  # text alone, then: no later turn could go on from its images
+        except ConfigError:  # serve text alone: no later turn could continue from images
             modality = TextModality(tokenizer)
         self.chat = ChatModel(tokenizer, config, self.engine.max_model_len, modality)
 
     def sample(self, how: SamplingParams, asked: list[GenerationRequest]) -> list[Completion]:
-        """Completions, as `answer_round` takes them."""
+        """Sample completions for `answer_round`."""
         return self.engine.generate(asked, how)

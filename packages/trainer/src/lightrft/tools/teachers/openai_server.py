@@ -4,8 +4,8 @@
     answer                {"choices": [{"prompt_logprobs": [null, {"id": {"logprob": number,
                            "decoded_token": text}, ...}, ...]}]}
 
-Entry t scores token t after those before it, and names it besides the k likeliest. What lacks an
-entry, a number or a token is an error, never a 0.
+Entry t scores token t after its predecessors, in addition to the k likeliest tokens. A missing
+entry, number or token is an error, never a 0.
 """
 
 import json
@@ -30,7 +30,7 @@ from lightrft.tools.rewards.remote import service_address
 
 KEY_VARIABLE = "LIGHTRFT_TEACHER_KEY"
 CONCURRENCY = 16
-# Of one entry of an answer, with its text and name; and of all that stands around them.
+# Size limits of an answer: one entry, with its text and name; and everything around entries.
 BYTES_PER_ENTRY, BYTES_AROUND = 400, 1 << 20
 # vLLM's number for a probability of 0.
 LEAST_LOGPROB = -9999.0
@@ -39,14 +39,14 @@ Entry = Mapping[str, object]
 
 
 class OpenAIServer:
-    """See `LogprobServer`.
+    """A `LogprobServer` that speaks OpenAI's protocol.
 
     Args:
-        place: `http://HOST:PORT/v1`, with `#MODEL` behind it where the server has several.
-        config: Its `teacher_timeout_seconds`, and the longest rows.
+        place: Address `http://HOST:PORT/v1`, followed by `#MODEL` if the server has several.
+        config: Options `teacher_timeout_seconds`, and bounds of rows.
 
     Raises:
-        ConfigError: The address is none.
+        ConfigError: The address is invalid.
     """
 
     def __init__(self, place: str, config: TrainConfig) -> None:
@@ -69,77 +69,77 @@ class OpenAIServer:
         )
 
     def score(self, texts: Sequence[Sequence[int]], *, top_k: int = 0) -> list[TextScores]:
-        """See `LogprobServer`."""
-        found = []
+        """Return the server's log-probabilities of each text."""
+        scores = []
         for row, (text, entries) in enumerate(zip(texts, self._ask(texts, top_k), strict=True)):
             try:
-                found.append(read_scores(text, entries, top_k))
+                scores.append(read_scores(text, entries, top_k))
             except ValueError as err:
                 raise TeacherError(f"teacher {self._shown}, text {row}: {err}") from None
-        return found
+        return scores
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """See `LogprobServer`."""
+        """Return the text of each token by itself."""
         ids = list(token_ids)
-        # The first token of a prompt is not scored: any other stands before it.
+        # The first token of a prompt is not scored, so another token precedes it.
         parts = [
             [ids[start - 1], *ids[start : start + TOKENS_PER_QUESTION]]
             for start in range(0, len(ids), TOKENS_PER_QUESTION)
         ]
-        found: list[str] = []
+        decoded: list[str] = []
         for part, entries in zip(parts, self._ask(parts, 0), strict=True):
             for token_id, entry in zip(part[1:], entries[1:], strict=True):
-                own = entry.get(str(token_id))
-                text = own.get("decoded_token") if isinstance(own, dict) else None
+                details = entry.get(str(token_id))
+                text = details.get("decoded_token") if isinstance(details, dict) else None
                 if not isinstance(text, str):
                     raise TeacherError(
                         f"teacher {self._shown}: the answer has no decoded_token of token "
                         f"{token_id}: expected a server that says which text it reads"
                     )
-                found.append(text)
-        return found
+                decoded.append(text)
+        return decoded
 
     def close(self) -> None:
-        """See `LogprobServer`."""
+        """Close the connections."""
         self._client.close()
 
     def _ask(self, texts: Sequence[Sequence[int]], top_k: int) -> list[list[Entry]]:
-        """The entries of each text.
+        """Return the entries of each text.
 
         Raises:
-            TeacherError: There are none.
+            TeacherError: An answer is missing or unusable.
         """
         fields: dict[str, object] = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": top_k}
         if self._model:
             fields |= {"model": self._model}
         bodies = [json.dumps({**fields, "prompt": list(text)}).encode() for text in texts]
         requests = [ClientRequest(self._url, body, headers=self._headers) for body in bodies]
-        found = []
+        entries = []
         for row, answer in enumerate(self._client.fetch_all(requests) if requests else []):
             if isinstance(answer, RequestError):
                 raise TeacherError(
                     f"teacher {answer}; look at the server's log, or raise teacher_timeout_seconds"
                 )
             try:
-                found.append(read_entries(answer, len(texts[row])))
+                entries.append(read_entries(answer, len(texts[row])))
             except ValueError as err:
                 raise TeacherError(f"teacher {self._shown}, text {row}: {err}") from None
-        return found
+        return entries
 
 
 def open_server(place: str, config: TrainConfig) -> OpenAIServer:
-    """See `lightrft.config.registry.TEACHER_SERVERS`."""
+    """Return a client of the server; an entry of `registry.TEACHER_SERVERS`."""
     return OpenAIServer(place, config)
 
 
 def read_entries(answer: bytes, num_tokens: int) -> list[Entry]:
-    """The entry of each token of a prompt; {} for the first.
+    """Return the entry of each token of a prompt; {} for the first.
 
     Raises:
-        ValueError: The answer has none; one line.
+        ValueError: The answer has no such entries; the message is one line.
     """
-    found = parse_json(answer)
-    choices = found.get("choices") if isinstance(found, dict) else None
+    parsed = parse_json(answer)
+    choices = parsed.get("choices") if isinstance(parsed, dict) else None
     choice = choices[0] if isinstance(choices, list) and choices else None
     entries = choice.get("prompt_logprobs") if isinstance(choice, dict) else None
     if not isinstance(entries, list):
@@ -157,10 +157,10 @@ def read_entries(answer: bytes, num_tokens: int) -> list[Entry]:
 
 
 def read_scores(text: Sequence[int], entries: Sequence[Entry], top_k: int) -> TextScores:
-    """The numbers of a text.
+    """Return the log-probabilities of a text.
 
     Raises:
-        ValueError: A number is missing, or none; one line.
+        ValueError: A number is missing or invalid; the message is one line.
     """
     logprobs = np.zeros(len(text), dtype=np.float32)
     top_ids = np.zeros((len(text), top_k), dtype=np.int32)
@@ -183,25 +183,25 @@ def read_scores(text: Sequence[int], entries: Sequence[Entry], top_k: int) -> Te
 
 
 def read_id(name: str) -> int:
-    """A token id; ValueError if it is none."""
+    """Parse a token id; raise ValueError if it is none."""
     if not name.isdecimal() or not name.isascii() or len(name) > 9:
         raise ValueError(f"{one_line(name)[:40]!r} is no token id")
     return int(name)
 
 
 def read_logprob(entry: object) -> float:
-    """The number of an entry.
+    """Return the log-probability of an entry.
 
     Raises:
-        ValueError: It is no log-probability, or that of an impossible token.
+        ValueError: It is no log-probability, or belongs to an impossible token.
     """
-    found = entry.get("logprob") if isinstance(entry, dict) else None
-    if isinstance(found, bool) or not isinstance(found, int | float):
-        raise ValueError(f"logprob is {one_line(repr(found))[:40]}, expected a number")
-    # Rounding of a server may lift a certain token a little above 0.
-    if not math.isfinite(found) or found > 1e-3 or found <= LEAST_LOGPROB:
+    logprob = entry.get("logprob") if isinstance(entry, dict) else None
+    if isinstance(logprob, bool) or not isinstance(logprob, int | float):
+        raise ValueError(f"logprob is {one_line(repr(logprob))[:40]}, expected a number")
+    # A server's rounding may lift a certain token slightly above 0.
+    if not math.isfinite(logprob) or logprob > 1e-3 or logprob <= LEAST_LOGPROB:
         raise ValueError(
-            f"logprob is {found:g}, expected a finite log-probability; a token of probability 0 "
+            f"logprob is {logprob:g}, expected a finite log-probability; a token of probability 0 "
             "teaches no finite number"
         )
-    return min(float(found), 0.0)
+    return min(float(logprob), 0.0)
