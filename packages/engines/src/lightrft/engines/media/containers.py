@@ -1,7 +1,7 @@
-"""Containers of films and sounds: told by their first bytes, each opened by its one demuxer.
+"""Containers of films and sounds, recognised by their first bytes, each opened by one demuxer.
 
-FFmpeg left to itself takes playlists, session descriptions and scripts for films as well, and opens
-the sockets and files that they name.
+FFmpeg's detection also accepts playlists, session descriptions and scripts as films, and opens the
+sockets and files that they name.
 """
 
 import io
@@ -16,7 +16,7 @@ from lightrft.kernels.names import first_line
 if TYPE_CHECKING:
     from av.container import InputContainer
 
-# By the name of FFmpeg's demuxer: the first bytes of its files.
+# First bytes of files by the name of FFmpeg's demuxer.
 BEGINNINGS = {
     "mov": rb".{4}(?:[fs]typ|sidx|moov|mdat|wide|free|skip|uuid|pnot)",
     "matroska": rb"\x1a\x45\xdf\xa3",
@@ -34,10 +34,10 @@ BEGINNINGS = {
     "caf": rb"caff",
     "amr": rb"#!AMR",
     "wv": rb"wvpk",
-    # Some begin with silence that is no frame.
+    # Some begin with silence outside of any frame.
     "aac": rb"\0*+\xff[\xf0\xf1\xf8\xf9]",
     "mp3": rb"\0*+\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff]",
-    # Packets have a check behind them (broadcasts) or their time before them (cameras).
+    # Packets are followed by a checksum (broadcasts) or preceded by their time (cameras).
     "mpegts": rb"G.{187}G|G.{203}G|.{4}G.{191}G.{191}G",
 }
 FILMS = ("mov", "matroska", "avi", "mpeg", "mpegvideo", "mpegts", "asf", "flv")
@@ -49,7 +49,7 @@ _TAG_BYTES, _HAS_FOOTER = 10, 0x10
 
 
 def demuxer_of(content: bytes) -> str | None:
-    """The name of FFmpeg's demuxer for a film or a sound; None for other contents."""
+    """Return the name of FFmpeg's demuxer for a film or a sound; None for other contents."""
     start = 0
     while content.startswith(b"ID3", start) and len(content) >= start + _TAG_BYTES:
         size = 0
@@ -68,17 +68,17 @@ def demuxer_of(content: bytes) -> str | None:
 def opened_container(
     content: bytes, name: str, what: str, extra: str
 ) -> "Iterator[InputContainer]":
-    """A film or a sound, of which nothing outside its bytes is reached.
+    """Open a film or a sound without access to anything outside its bytes.
 
     Args:
-        content: The file.
-        name: For messages.
-        what: "film" or "sound".
-        extra: What to do where PyAV is missing.
+        content: Bytes of the file.
+        name: Name for messages.
+        what: Kind, "film" or "sound".
+        extra: Advice for when PyAV is missing.
 
     Raises:
-        MediaError: It is of another kind, empty or damaged, here or within the context, or PyAV is
-            missing.
+        MediaError: The file is of another kind, empty or damaged, here or within the context, or
+            PyAV is missing.
     """
     try:
         import av

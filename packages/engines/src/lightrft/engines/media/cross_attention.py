@@ -11,15 +11,15 @@ Arguments = tuple[tuple[object, ...], dict[str, object]]
 
 @contextmanager
 def only_own_images(language_model: nn.Module, num_images: Sequence[int]) -> Iterator[None]:
-    """Hides from each row the places that other rows' images have filled up with padding.
+    """Hide from each row the padding up to the most images of any row.
 
-    Tokens before a row's first image attend to all places evenly, padding included, and rows
-    without images too: their results would follow from the batch they are in. Rows without images
-    see values of zero, which add nothing, since the projections have no bias.
+    Tokens before a row's first image, and rows without images, attend evenly to all places,
+    padding included. Their results would depend on the rest of the batch. Rows without images
+    see values of zero, which add nothing because the projections have no bias.
 
     Args:
-        language_model: The part that attends, called with padded rows.
-        num_images: Of each row.
+        language_model: Part of the model that attends, called with padded rows.
+        num_images: Number of images of each row.
     """
 
     def narrow(module: nn.Module, args: tuple[object, ...], given: dict[str, object]) -> Arguments:
@@ -28,10 +28,10 @@ def only_own_images(language_model: nn.Module, num_images: Sequence[int]) -> Ite
         assert isinstance(mask, Tensor)
         counts = torch.tensor(num_images, device=states.device)
         most = max(1, int(counts.max()))
-        is_own = torch.arange(most, device=states.device)[None] < counts[:, None]
+        is_image = torch.arange(most, device=states.device)[None] < counts[:, None]
         seen = states.view(len(counts), most, -1, *states.shape[1:])
-        seen = torch.where(is_own[:, :, None, None, None], seen, torch.zeros_like(seen))
-        is_hidden = (~is_own & (counts[:, None] > 0)).repeat_interleave(
+        seen = torch.where(is_image[:, :, None, None, None], seen, torch.zeros_like(seen))
+        is_hidden = (~is_image & (counts[:, None] > 0)).repeat_interleave(
             mask.shape[-1] // most, dim=1
         )
         lowest = torch.finfo(mask.dtype).min

@@ -1,4 +1,4 @@
-"""Encoders: prompts with media as a model and an engine read them."""
+"""Encoders: turn prompts with media into the inputs of models and engines."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from lightrft.engines.types import GenerationRequest, MediaBounds
 
-# Inputs of text that every processor gives.
+# Text inputs that every processor returns.
 _TEXT_INPUTS = ("input_ids", "attention_mask")
 
 
@@ -37,8 +37,8 @@ class PromptEncoder:
     """Calls a processor once for each prompt.
 
     Args:
-        processor: Of the model.
-        family: Of the model.
+        processor: Processor of the model.
+        family: Family of the model.
     """
 
     reads_media = True
@@ -50,60 +50,60 @@ class PromptEncoder:
         self._splits = True
 
     def encode(self, text: str, media: Media) -> EncodedPrompt:
-        """One prompt.
+        """Encode one prompt.
 
         Args:
-            text: With one placeholder for each medium, as the chat template writes it.
-            media: In order of appearance.
+            text: Rendered chat template, with one placeholder for each medium.
+            media: Media of the prompt, in order of appearance.
 
         Raises:
             MediaError: A medium cannot be read.
-            ValueError: The family reads no such media, or text, media and what the processor made
-                of them do not agree.
+            ValueError: The family reads no such media, or text, media and the processor's output
+                do not agree.
         """
         (encoded,) = self._encoded([(text, media)])
         return encoded
 
     def _encoded(self, prompts: Sequence[tuple[str, Media]]) -> list[EncodedPrompt]:
-        """Prompts with media of one kind, or a single one; none where they cannot be told apart."""
+        """Encode a single prompt, or several of one kind; return [] if they cannot be separated."""
         arguments = self._arguments(prompts)
-        every = sum((media for _, media in prompts), Media())
+        all_media = sum((media for _, media in prompts), Media())
         try:
-            found: Mapping[str, Tensor] = self.processor(
+            outputs: Mapping[str, Tensor] = self.processor(
                 return_tensors="pt", add_special_tokens=False, **arguments
             )
         except MediaError:
             raise
-        except Exception as err:  # a processor raises anything, a bare StopIteration too
+        except Exception as err:  # processors raise anything, even a bare StopIteration
             reason = first_line(err)
             raise ValueError(
-                f"{reason} (the processor of {self.family.model_type}, of {every.counts})"
+                f"{reason} (the processor of {self.family.model_type}, of {all_media.counts})"
             ) from err
         types = self.family.token_types
-        if types is not None and types not in found:
+        if types is not None and types not in outputs:
             raise ValueError(
                 f"the processor of {self.family.model_type} gave no {types}: positions and masks "
                 "of images follow from it; load the processor that was saved with the model"
             )
         tensors = {
-            name: value for name, value in found.items() if name not in (*_TEXT_INPUTS, types)
+            name: value for name, value in outputs.items() if name not in (*_TEXT_INPUTS, types)
         }
         parts = [tensors]
         if len(prompts) > 1:
             parts = self.family.split(tensors, [len([*media]) for _, media in prompts])
         encoded = []
         for number, ((text, media), inputs) in enumerate(zip(prompts, parts, strict=False)):
-            is_own = found["attention_mask"][number].bool()
-            given = {kind for kind, pixels in self.family.kinds.items() if pixels in inputs}
+            is_token = outputs["attention_mask"][number].bool()
+            kinds = {kind for kind, pixels in self.family.kinds.items() if pixels in inputs}
             encoded.append(
                 EncodedPrompt(
-                    token_ids=tuple(found["input_ids"][number][is_own].tolist()),
+                    token_ids=tuple(outputs["input_ids"][number][is_token].tolist()),
                     request_token_ids=self._text_ids(text),
                     token_types=None
                     if types is None
-                    else tuple(found[types][number][is_own].tolist()),
+                    else tuple(outputs[types][number][is_token].tolist()),
                     tensors=inputs,
-                    kinds=frozenset(given),
+                    kinds=frozenset(kinds),
                     media=media,
                     sizes=self._sizes(),
                 )
@@ -112,39 +112,41 @@ class PromptEncoder:
         return encoded
 
     def _arguments(self, prompts: Sequence[tuple[str, Media]]) -> dict[str, object]:
-        """Texts and decoded media of some prompts as the processor takes them."""
-        found: dict[str, object] = {"text": [text for text, _ in prompts]}
+        """Return the processor's arguments: texts and decoded media of the prompts."""
+        arguments: dict[str, object] = {"text": [text for text, _ in prompts]}
         if len(prompts) > 1:
-            found["padding"] = True
+            arguments["padding"] = True
         for text, media in prompts:
             self.check_places(text, media)
             for kind in media.kinds:
-                own = MEDIA_KINDS[kind].arguments([medium.decode() for medium in media[kind]])
-                for name, value in own.items():
-                    before = found.get(name)
+                media_arguments = MEDIA_KINDS[kind].arguments(
+                    [medium.decode() for medium in media[kind]]
+                )
+                for name, value in media_arguments.items():
+                    before = arguments.get(name)
                     if isinstance(before, list) and isinstance(value, list):
                         value = [*before, *value]
-                    found[name] = value
-        return found
+                    arguments[name] = value
+        return arguments
 
     def tokens(self, text: str, media: Media) -> PromptTokens:
-        """What `encode` gives of tokens, from the headers of images where these say enough.
+        """Return the tokens of `encode`, reading only the headers of images where that suffices.
 
         Args:
-            text, media: See `encode`.
+            text, media: Prompt as in `encode`.
 
         Raises:
             MediaError: A medium cannot be read, or its file is cut off.
-            ValueError: As `encode`.
+            ValueError: As in `encode`.
         """
         token_ids = self._measured(text, media)
         if token_ids is None:
-            found = self.encode(text, media)
-            return PromptTokens(found.token_ids, found.request_token_ids, found.kinds)
+            encoded = self.encode(text, media)
+            return PromptTokens(encoded.token_ids, encoded.request_token_ids, encoded.kinds)
         return PromptTokens(token_ids, self._text_ids(text), frozenset(media.kinds))
 
     def _measured(self, text: str, media: Media) -> tuple[int, ...] | None:
-        """The token ids by the headers of images; None where it takes pixels."""
+        """Return the token ids from the headers of images; None if pixels are needed."""
         self.check_places(text, media)
         if media.kinds != ("image",) or self.family.size_facts is None:
             return None
@@ -157,24 +159,28 @@ class PromptEncoder:
         return self._text_ids("".join(chain(*zip(places, shown, strict=False), places[-1:])))
 
     def _text_ids(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text, without a look at its media."""
+        """Return the token ids of a text, ignoring its media."""
         return tuple(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @cached_property
     def marks(self) -> dict[MediumKind, str]:
-        """Of each kind, what stands in texts for a medium."""
-        own = vars(self.processor)
-        return {kind: str(own[name]) for kind, name in self.family.marks.items() if name in own}
+        """Placeholder of a medium in texts, by kind."""
+        attributes = vars(self.processor)
+        return {
+            kind: str(attributes[name])
+            for kind, name in self.family.marks.items()
+            if name in attributes
+        }
 
     @cached_property
     def placeholders(self) -> frozenset[str]:
-        """Tokens that texts of data must not hold: a model would search a medium for each."""
+        """Tokens that data must not contain: the model expects a medium for each."""
         named = self.family.soft_marks
         soft = (str(self.processor.tokenizer.special_tokens_map[name]) for name in named)
         return frozenset((*self.marks.values(), *soft))
 
     def check_places(self, text: str, media: Media) -> None:
-        """Raises a ValueError unless a text has one place for each medium, all of known kinds."""
+        """Raise a ValueError unless a text has one place for each medium, all of known kinds."""
         for kind in media.kinds:
             if kind not in self.family.reads:
                 plural = MEDIA_KINDS[kind].plural
@@ -188,7 +194,7 @@ class PromptEncoder:
                 )
 
     def _check_features(self, encoded: EncodedPrompt) -> None:
-        """Raises a ValueError unless each placeholder among the tokens has its feature."""
+        """Raise a ValueError unless each placeholder token has its feature."""
         if self.family.num_features is None:
             return
         features = self.family.num_features(self.processor, encoded.tensors)
@@ -201,38 +207,40 @@ class PromptEncoder:
             )
 
     def _are_places(self, encoded: EncodedPrompt) -> list[bool]:
-        """Of each token, whether it stands for a feature."""
+        """Return whether each token stands for a feature."""
         if encoded.token_types is not None:
             return [kind > 0 for kind in encoded.token_types]
-        own = vars(self.processor)
+        processor_vars = vars(self.processor)
         names = ("image_token_id", "video_token_id", "audio_token_id")
-        ids = {own[name] for name in names if name in own}
+        ids = {processor_vars[name] for name in names if name in processor_vars}
         return [token in ids for token in encoded.token_ids]
 
     def ends_with_text(self, text: str) -> bool:
-        """Whether text stands behind the last medium, as engines need it."""
+        """Return whether text follows the last medium, which engines require."""
         return not text.endswith(tuple(self.marks.values()))
 
     def _sizes(self) -> dict[str, dict[str, object]]:
-        """Of the families whose images keep their sizes, within bounds that options move."""
+        """Return the processor's size bounds, for families whose images keep their sizes."""
         if not self.family.has_axes:
             return {}
-        own = self.processor
+        processor = self.processor
         return {
-            "images_kwargs": {"size": dict(own.image_processor.size)},
-            "videos_kwargs": {"size": dict(own.video_processor.size)},
+            "images_kwargs": {"size": dict(processor.image_processor.size)},
+            "videos_kwargs": {"size": dict(processor.video_processor.size)},
         }
 
     def fitted(self, media: Media, bounds: "MediaBounds") -> Media:
-        """Media as this model takes them: frames by the bounds, sounds at its rate."""
+        """Return the media as the model takes them: frames within bounds, sounds at its rate."""
         sounds = None
         if "audio" in self.family.reads:
-            own = self.processor.feature_extractor
-            sounds = SoundRules(int(own.sampling_rate), own.n_samples / own.sampling_rate)
+            extractor = self.processor.feature_extractor
+            sounds = SoundRules(
+                int(extractor.sampling_rate), extractor.n_samples / extractor.sampling_rate
+            )
         return media.by_rules(self.frame_rules(bounds), sounds)
 
     def frame_rules(self, bounds: "MediaBounds") -> FrameRules:
-        """Which frames of videos are taken, and their sizes, so that a processor keeps them."""
+        """Return rules for frames and sizes of videos that the processor leaves unchanged."""
         multiple = fewest = 1
         if self.family.has_axes:
             frames = self.processor.video_processor
@@ -248,24 +256,25 @@ class PromptEncoder:
         )
 
     def kept(self, text: str, media: Media) -> EncodedPrompt:
-        """Like `encode`, and the same object for the same prompt until `forget`."""
+        """Encode a prompt once; return the same object for it until `forget`."""
         key = _key(text, media)
         if key not in self._kept:
             self._kept[key] = self.encode(text, media)
         return self._kept[key]
 
     def kept_all(self, prompts: Sequence[tuple[str, Media]]) -> list[EncodedPrompt]:
-        """Like `kept` of each; a call of the processor for all costs hardly more than one for one.
+        """Return `kept` of each prompt, with one processor call for all where possible.
 
-        Where prompts have several kinds of media, or videos, or the family's inputs do not tell
-        whose they are, or something is wrong with one of them, each has a call of its own.
+        A call for many prompts costs hardly more than a call for one. Each prompt gets a separate
+        call if prompts have several kinds of media, or videos, if the family's inputs cannot be
+        split by prompt, or if one of them is invalid.
         """
         new = {_key(text, media): (text, media) for text, media in prompts}
         new = {key: prompt for key, prompt in new.items() if key not in self._kept}
         kinds = {media.kinds for _, media in new.values()}
         if self._splits and len(new) > 1 and kinds in ({("image",)}, {("audio",)}):
             together: list[EncodedPrompt] = []
-            # The call of its own names the prompt, and what is wrong with it.
+            # The separate call names the prompt and its problem.
             with suppress(ValueError):
                 together = self._encoded([*new.values()])
             self._kept |= dict(zip(new, together, strict=False))
@@ -275,15 +284,15 @@ class PromptEncoder:
     def row(
         self, token_ids: Sequence[int], prompt: EncodedPrompt | None, later: Sequence[LaterImages]
     ) -> EncodedPrompt | None:
-        """A row up to its last image: nothing of it is encoded again, new images stand behind.
+        """Return a row up to its last image, without encoding its earlier parts again.
 
         Args:
-            token_ids: Of the row.
-            prompt: With which it begins; None for one of text.
-            later: Images behind the prompt, in their order.
+            token_ids: Tokens of the row.
+            prompt: Encoded prompt at its start; None for a prompt of text only.
+            later: Images behind the prompt, in order.
 
         Raises:
-            ValueError: The row has other tokens where the prompt or an image belongs.
+            ValueError: The row's tokens differ from those of the prompt or an image.
         """
         if not later:
             return prompt
@@ -293,25 +302,25 @@ class PromptEncoder:
         types: list[int] = []
         place = 0
         for start, skipped, piece in pieces:
-            own, stop = piece.token_ids[skipped:], start + len(piece.token_ids) - skipped
-            if tuple(token_ids[start:stop]) != own:
+            ids, stop = piece.token_ids[skipped:], start + len(piece.token_ids) - skipped
+            if tuple(token_ids[start:stop]) != ids:
                 raise ValueError(
-                    f"a row has other tokens at {start}:{stop} than the {len(own)} that its images "
+                    f"a row has other tokens at {start}:{stop} than the {len(ids)} that its images "
                     "are encoded as; images of a row must stay as they were first shown"
                 )
             request += [*token_ids[place:start], *piece.request_token_ids[skipped:]]
             types += [0] * (start - place)
             types += (piece.token_types or (0,) * len(piece.token_ids))[skipped:]
             place = stop
-        found = [piece for _, _, piece in pieces]
+        encoded = [piece for _, _, piece in pieces]
         return replace(
-            found[-1],
+            encoded[-1],
             token_ids=tuple(token_ids[:place]),
             request_token_ids=tuple(request),
             token_types=None if self.family.token_types is None else tuple(types),
-            tensors=self._joined([piece.tensors for piece in found]),
-            kinds=frozenset(kind for piece in found for kind in piece.kinds),
-            media=sum((piece.media for piece in found), Media()),
+            tensors=self._joined([piece.tensors for piece in encoded]),
+            kinds=frozenset(kind for piece in encoded for kind in piece.kinds),
+            media=sum((piece.media for piece in encoded), Media()),
         )
 
     def _joined(self, given: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -321,7 +330,7 @@ class PromptEncoder:
         return {n: self.family.join(n, [tensors.get(n) for tensors in given]) for n in names}
 
     def num_places(self, text: str) -> int:
-        """Number of images that a rendered text has places for."""
+        """Return the number of image placeholders in a rendered text."""
         return text.count(self.marks["image"]) if "image" in self.marks else 0
 
     @property
@@ -330,27 +339,27 @@ class PromptEncoder:
         return len(self._kept)
 
     def bytes_since(self, number: int) -> int:
-        """Memory of the prompts that are kept since there were so many."""
+        """Return the bytes of the kept prompts after the first `number`."""
         return sum(encoded.num_bytes for encoded in [*self._kept.values()][number:])
 
     def forget(self, number: int = 0) -> None:
-        """Frees the tensors of all prompts but the first so many."""
+        """Free the tensors of all prompts after the first `number`."""
         for key in [*self._kept][number:]:
             del self._kept[key]
 
 
 def _key(text: str, media: Media) -> tuple[str, ...]:
-    """What tells a prompt from others."""
+    """Return a key that identifies a prompt."""
     return (text, *(medium.digest for medium in media))
 
 
 class MediaReader:
-    """The encoder of an engine's own model, whose processor is loaded when it is first needed.
+    """Encoder of an engine's model, whose processor is loaded on first use.
 
     Args:
         model_path: Directory of a Hugging Face checkpoint.
-        engine_name: For messages.
-        bounds: Of the media.
+        engine_name: Name of the engine, for messages.
+        bounds: Bounds of the media.
     """
 
     def __init__(self, model_path: str, engine_name: str, bounds: "MediaBounds") -> None:
@@ -360,7 +369,7 @@ class MediaReader:
         self._encoder: PromptEncoder | None = None
 
     def encode(self, request: "GenerationRequest") -> EncodedPrompt:
-        """A request's prompt with its media.
+        """Encode a request's prompt with its media.
 
         Raises:
             FileNotFoundError: There is no processor.
@@ -375,14 +384,14 @@ class MediaReader:
         media = {
             kind: [
                 MEDIA_KINDS[kind].read(value, name=f"{kind} {i} of {name}", folder=Path())
-                for i, value in enumerate(own, start=1)
+                for i, value in enumerate(values, start=1)
             ]
-            for kind, own in request.multi_modal.by_kind.items()
+            for kind, values in request.multi_modal.by_kind.items()
         }
         encoder = self._loaded()
         try:
-            given = encoder.fitted(Media(media), self._bounds)
-            encoded = encoder.encode(request.prompt_text, given)
+            fitted = encoder.fitted(Media(media), self._bounds)
+            encoded = encoder.encode(request.prompt_text, fitted)
         except MediaError:
             raise
         except ValueError as err:

@@ -36,41 +36,40 @@ TensorsByName = dict[str, Tensor]
 Inputs = Mapping[str, Tensor]
 # Widths and heights of images.
 Sizes = Sequence[tuple[int, int]]
-# The sizes of media whose patches are the entries of an input.
+# Input with the sizes of the media whose patches another input holds.
 _GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
-# What a processor knows of images by their widths and heights alone, as its `replace_image_token`
-# asks for it; None where its settings make it look at pixels.
+# What a processor knows of images from their widths and heights alone, in the form that its
+# `replace_image_token` takes; None if its settings depend on pixels.
 Facts = Mapping[str, Sequence[object]]
 SizeFacts = Callable[["ProcessorMixin", Sizes], Facts | None]
-# Number of features that the tensors of a prompt become, and so of its placeholders.
+# Number of features of a prompt's tensors, and so of its placeholders.
 CountFeatures = Callable[["ProcessorMixin", Inputs], int]
 
 
 @dataclass(frozen=True, slots=True)
 class VisionFamily:
-    """One family.
+    """Family of models that read media in one way.
 
     Args:
-        model_type: Of its configuration.
-        joins: How each input of the model is joined over prompts.
-        dummy: Inputs of a smallest medium of a kind, from the model's configuration.
+        model_type: Model type in its configuration.
+        joins: Rule for joining each input of the model over prompts.
+        dummy: Function that makes inputs of a smallest medium of a kind from a configuration.
         token_types: Input with the kind of each token; None if the model has none.
-        takes_types: Whether the forward pass reads it; else only the positions do.
+        takes_types: Whether the forward pass reads it; otherwise only positions depend on it.
         has_axes: Whether positions have the three axes time, height and width.
-        kinds: Media it reads, and the input that holds the pixels of each.
-        towers: Modules that see pixels, or hear.
+        kinds: Input with the pixels of each kind of media that it reads.
+        towers: Modules that read pixels or sounds.
         reads: Media that prompts may have.
         attends_to_images: Whether layers attend from text to images, instead of images lying
-            between the tokens; sequences of one stream cannot be kept apart then.
+            between the tokens. Then sequences packed into one stream cannot be separated.
         token_axis: Inputs with one entry for each token of the prompt, after the row; responses
             repeat the last one.
-        marks: Of each kind, the attribute of the processor with what a chat template writes for
-            a medium.
+        marks: Attribute of the processor with the placeholder of a chat template, by kind.
         soft_marks: Further placeholders, by their names among the tokenizer's special tokens.
-        num_features: None where nothing can be said.
-        size_facts: By which the tokens of a prompt follow from the sizes of its images.
-        features: Of the model up to its last hidden states and inputs of a kind; None takes its
-            own method for the kind.
+        num_features: Function that counts features; None if they cannot be counted.
+        size_facts: Function from the sizes of images to the facts that fix a prompt's tokens.
+        features: Function from the trunk and the inputs of a kind to features; None for the
+            trunk's built-in method.
     """
 
     model_type: str
@@ -91,7 +90,7 @@ class VisionFamily:
     features: "Callable[[PreTrainedModel, Inputs], Tensor] | None" = None
 
     def join(self, name: str, tensors: Sequence[Tensor | None]) -> Tensor:
-        """One input of a batch from those of its rows, in order; None for rows without media.
+        """Join one input of the rows of a batch, in order; None for rows without media.
 
         Raises:
             ValueError: The input is not known for this family.
@@ -114,14 +113,14 @@ class VisionFamily:
         return torch.cat([empty if t is None else _fit(t, size[1:], 1) for t in tensors])
 
     def split(self, tensors: Inputs, counts: Sequence[int]) -> list[TensorsByName]:
-        """The inputs of each of several prompts, from those of one call of the processor.
+        """Split the inputs of one processor call by prompt.
 
         Args:
-            tensors: Of media of one kind.
-            counts: Media of each prompt.
+            tensors: Inputs of media of one kind.
+            counts: Number of media of each prompt.
 
         Returns:
-            [] where the inputs do not tell whose they are.
+            Inputs of each prompt; [] if the inputs cannot be split.
         """
         parts: list[TensorsByName] = [{} for _ in counts]
         for name, tensor in tensors.items():
@@ -131,9 +130,9 @@ class VisionFamily:
             if self.joins.get(name) != "items" or int(sizes.sum()) != len(tensor):
                 return []
             of_prompts = torch.split(sizes, list(counts))
-            shares = torch.split(tensor, [int(own.sum()) for own in of_prompts])
-            for part, own in zip(parts, shares, strict=True):
-                part[name] = own
+            shares = torch.split(tensor, [int(share.sum()) for share in of_prompts])
+            for part, share in zip(parts, shares, strict=True):
+                part[name] = share
         return parts
 
 
@@ -142,7 +141,7 @@ def _largest(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _fit(tensor: Tensor, size: Sequence[int], start: int) -> Tensor:
-    """Zeros after the entries of each axis from `start` on, up to `size`."""
+    """Append zeros to each axis from `start` on, up to `size`."""
     missing = [want - have for want, have in zip(size, tensor.shape[start:], strict=True)]
     return F.pad(tensor, [n for extra in reversed(missing) for n in (0, extra)])
 
@@ -211,13 +210,13 @@ def _patch_features(processor: "ProcessorMixin", tensors: Inputs) -> int:
 
 
 def _patches(processor: "ProcessorMixin", sizes: Sizes):  # type: ignore[no-untyped-def]  # noqa: ANN202
-    """Return what the image processor says of each image: a number, or rows and columns as well."""
+    """Return each image's patches by the image processor: a number, or also rows and columns."""
     count = processor.image_processor.get_number_of_image_patches
     return [count(height, width, {}) for width, height in sizes]
 
 
 def _blank(size: Mapping[str, int]) -> Tensor:
-    """Return a picture of one number, without memory for its pixels."""
+    """Return a picture of zeros that takes no memory for its pixels."""
     return torch.zeros(()).expand(3, size["height"], size["width"])
 
 
@@ -230,8 +229,8 @@ def _tile_facts(processor: "ProcessorMixin", sizes: Sizes) -> Facts:
 
 
 def _split_facts(processor: "ProcessorMixin", sizes: Sizes) -> Facts:
-    found = _patches(processor, sizes)
-    return {"rows": [[rows for _, rows, _ in found]], "cols": [[cols for _, _, cols in found]]}
+    patches = _patches(processor, sizes)
+    return {"rows": [[rows for _, rows, _ in patches]], "cols": [[cols for _, _, cols in patches]]}
 
 
 def _gemma_facts(processor: "ProcessorMixin", sizes: Sizes) -> Facts | None:
@@ -240,10 +239,10 @@ def _gemma_facts(processor: "ProcessorMixin", sizes: Sizes) -> Facts | None:
 
 
 def _llava_facts(processor: "ProcessorMixin", sizes: Sizes) -> Facts | None:
-    own = processor.image_processor
-    if not own.do_center_crop:
+    images = processor.image_processor
+    if not images.do_center_crop:
         return None
-    return {"pixel_values": [_blank(own.crop_size)] * len(sizes)}
+    return {"pixel_values": [_blank(images.crop_size)] * len(sizes)}
 
 
 def _onevision_facts(processor: "ProcessorMixin", sizes: Sizes) -> Facts:
@@ -255,7 +254,7 @@ def _onevision_facts(processor: "ProcessorMixin", sizes: Sizes) -> Facts:
 
 
 def _tile_features(axis: int, length: str) -> CountFeatures:
-    """Of tiles that lie along an axis of the pixels and become so many features each."""
+    """Return a counter of features: tiles along an axis of the pixels, times `length` each."""
     return lambda processor, tensors: (
         tensors["pixel_values"].shape[axis] * int(vars(processor)[length])
         if "pixel_values" in tensors
@@ -266,11 +265,11 @@ def _tile_features(axis: int, length: str) -> CountFeatures:
 def _llava_features(processor: "ProcessorMixin", tensors: Inputs) -> int:
     if "pixel_values" not in tensors:
         return 0
-    own = vars(processor)
+    settings = vars(processor)
     count, _, height, width = tensors["pixel_values"].shape
-    side = int(own["patch_size"])
-    is_cut = own["vision_feature_select_strategy"] == "default"
-    added = int(own["num_additional_image_tokens"]) - int(is_cut)
+    side = int(settings["patch_size"])
+    is_cut = settings["vision_feature_select_strategy"] == "default"
+    added = int(settings["num_additional_image_tokens"]) - int(is_cut)
     return count * ((height // side) * (width // side) + added)
 
 
@@ -292,32 +291,32 @@ def _onevision_features(processor: "ProcessorMixin", tensors: Inputs) -> int:
 
 
 def _mel_dummy(config: "PretrainedConfig", kind: MediumKind) -> TensorsByName:
-    own = config.audio_config
-    # Two convolutions, of which one halves the length.
-    length = 2 * int(own.max_source_positions)
+    audio = config.audio_config
+    # One of two convolutions halves the length.
+    length = 2 * int(audio.max_source_positions)
     return {
-        "input_features": torch.zeros(1, int(own.num_mel_bins), length),
+        "input_features": torch.zeros(1, int(audio.num_mel_bins), length),
         "feature_attention_mask": torch.ones(1, length, dtype=torch.int64),
     }
 
 
 def _heard(trunk: "PreTrainedModel", inputs: Inputs) -> Tensor:
     states = trunk.audio_tower(inputs["input_features"]).last_hidden_state
-    found: Tensor = trunk.multi_modal_projector(states)
-    return found
+    features: Tensor = trunk.multi_modal_projector(states)
+    return features
 
 
 def _mel_features(processor: "ProcessorMixin", tensors: Inputs) -> int:
     if "feature_attention_mask" not in tensors:
         return 0
-    # Of each sound a convolution and then a pooling halve the length.
+    # A convolution and then a pooling halve the length of each sound.
     lengths = (tensors["feature_attention_mask"].sum(-1) - 1) // 2 + 1
     return int(((lengths - 2) // 2 + 1).sum())
 
 
 def _next_dummy(config: "PretrainedConfig", kind: MediumKind) -> TensorsByName:
-    found = _tiled_dummy(config, kind)
-    return {name: found[name] for name in ("pixel_values", "image_sizes")}
+    inputs = _tiled_dummy(config, kind)
+    return {name: inputs[name] for name in ("pixel_values", "image_sizes")}
 
 
 def _next_features(processor: "ProcessorMixin", tensors: Inputs) -> int:
@@ -348,16 +347,16 @@ def _sized_dummy(config: "PretrainedConfig", kind: MediumKind) -> TensorsByName:
 
 
 def _sized_features(processor: "ProcessorMixin", tensors: Inputs) -> int:
-    own = vars(processor)
-    side = int(own["patch_size"]) * int(own["spatial_merge_size"])
+    settings = vars(processor)
+    side = int(settings["patch_size"]) * int(settings["spatial_merge_size"])
     return int((tensors["image_sizes"] // side).prod(-1).sum()) if "image_sizes" in tensors else 0
 
 
 def _sized_facts(processor: "ProcessorMixin", sizes: Sizes) -> Facts:
     from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
 
-    own = vars(processor)
-    side = int(own["patch_size"]) * int(own["spatial_merge_size"])
+    settings = vars(processor)
+    side = int(settings["patch_size"]) * int(settings["spatial_merge_size"])
     longest = int(processor.image_processor.size["longest_edge"])
     pictures = [torch.zeros(()).expand(3, height, width) for width, height in sizes]
     return {"image_sizes": [get_resize_output_image_size(p, longest, side) for p in pictures]}
@@ -492,7 +491,7 @@ _OMNI = (
     "its positions follow from the lengths of sounds as well, and its checkpoint holds models "
     "that speak, which are not trained"
 )
-# Why some families that are asked for are none of them.
+# Reasons why some requested families are not supported.
 _REFUSED = {
     "gemma3n": "its tower needs the package timm, and each layer embeds the token ids once more",
     "paligemma": "its prompts see themselves in both directions, text included",
@@ -503,7 +502,7 @@ _REFUSED = {
 
 
 def family_of(config: "PretrainedConfig") -> VisionFamily | None:
-    """The family of a model; None for models of text.
+    """Return the family of a model; None for text models.
 
     Raises:
         ValueError: The model reads media and its family is not known.
@@ -520,14 +519,14 @@ def family_of(config: "PretrainedConfig") -> VisionFamily | None:
 
 
 def placeholder_ids(config: "PretrainedConfig") -> tuple[int, ...]:
-    """Tokens that stand for media, which a policy must never sample.
+    """Return the tokens that stand for media, which a policy must never sample.
 
     Args:
-        config: Of a vision-language model; its fields `image_token_id`, `boi_token_index` and
-            the like name them.
+        config: Configuration of a vision-language model, whose fields such as `image_token_id`
+            and `boi_token_index` name them.
     """
     kept = {"bos", "eos", "pad", "decoder_start", "sep", "unk"}
-    found = {
+    token_ids = {
         value
         for name, value in config.to_dict().items()
         if name.endswith(("_token_id", "_token_index"))
@@ -535,11 +534,11 @@ def placeholder_ids(config: "PretrainedConfig") -> tuple[int, ...]:
         and isinstance(value, int)
     }
     vocabulary = config.get_text_config().vocab_size
-    return tuple(sorted(token for token in found if 0 <= token < vocabulary))
+    return tuple(sorted(token for token in token_ids if 0 <= token < vocabulary))
 
 
 def language_model(trunk: nn.Module) -> nn.Module:
-    """The part of a vision-language trunk that reads embeddings."""
+    """Return the part of a vision-language trunk that reads embeddings."""
     for name in ("language_model", "text_model"):
         part = getattr(trunk, name, None)
         if isinstance(part, nn.Module):

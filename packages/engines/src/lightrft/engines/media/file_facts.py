@@ -1,4 +1,4 @@
-"""FileFactsByPath on files of media, which need not be read again while they do not change."""
+"""Facts on media files, so that unchanged files are not read again."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -7,8 +7,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
-# A clock of a file system may take this long to its next number: a file that changed a moment ago
-# may change again and have the same times.
+# A file system's clock may take this long to advance: a file that has just changed may change
+# again and keep its times.
 SETTLED_SECONDS = 2.0
 
 
@@ -17,11 +17,10 @@ class FileFacts:
     """Hash and size of a file.
 
     Args:
-        identity: Of the file as it was when it was looked at: device, inode, bytes, and when its
-            content and its entry changed, in nanoseconds. Whoever sets back the former time
-            moves the latter.
-        sha256: Of its bytes; "" before it is asked.
-        size: Width and height of a whole image, upright; () before it is asked.
+        identity: Device, inode, bytes, and times when content and entry changed, in nanoseconds,
+            when the file was checked. Setting back the content's time moves the entry's.
+        sha256: Hash of its bytes; "" until it is computed.
+        size: Width and height of a whole image, upright; () until they are read.
     """
 
     identity: tuple[int, ...] = ()
@@ -33,8 +32,8 @@ class FileFactsByPath:
     """Hashes and sizes of the files that were read.
 
     Args:
-        known: Of earlier ones, by path.
-        settled_seconds: Younger files are looked at and not kept.
+        known: Facts on earlier files, by path.
+        settled_seconds: Age in seconds below which facts on a file are not kept.
     """
 
     def __init__(
@@ -44,34 +43,34 @@ class FileFactsByPath:
         self._settled_ns = round(settled_seconds * 1e9)
 
     def of(self, path: Path) -> FileFacts:
-        """What is known of a file as it is now; an empty one, to be filled in, of another file."""
+        """Return facts on a file in its current state; empty ones to fill in if it is new."""
         try:
-            own = path.stat()
+            stat = path.stat()
             name = str(path.absolute())
         except OSError:
-            return FileFacts()  # whoever reads it says what is wrong
-        identity = (own.st_dev, own.st_ino, own.st_size, own.st_mtime_ns, own.st_ctime_ns)
+            return FileFacts()  # the reader reports the problem
+        identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
         known = self.by_path.get(name)
         if known is not None and known.identity == identity:
             return known
-        found = FileFacts(identity)
+        facts = FileFacts(identity)
         if max(identity[3:]) + self._settled_ns <= time.time_ns():
-            self.by_path[name] = found
-        return found
+            self.by_path[name] = facts
+        return facts
 
 
 _NOW: ContextVar[FileFactsByPath | None] = ContextVar("file_facts", default=None)
 
 
 def facts_of_file(path: Path | None) -> FileFacts:
-    """What is known of a file; an empty one outside of `keeping`, or if there is no file."""
+    """Return facts on a file; empty ones outside of `keeping`, or if there is no file."""
     kept = _NOW.get()
     return FileFacts() if kept is None or path is None else kept.of(path)
 
 
 @contextmanager
 def keeping(facts: FileFactsByPath) -> Iterator[None]:
-    """Within it files are looked up in `facts`, and further ones are added."""
+    """Look up files in `facts` within the context, and add new ones."""
     before = _NOW.set(facts)
     try:
         yield

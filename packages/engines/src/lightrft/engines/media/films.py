@@ -1,4 +1,4 @@
-"""Frames of videos: which of them are taken, at which size, and how films are decoded."""
+"""Choice and size of video frames, and decoding of films."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image
 
-# Of the frames of a film, where no option says otherwise: what the processors of Qwen take.
+# Defaults for films without options, as in the processors of Qwen.
 FILM_FPS = 2.0
 MAX_FILM_FRAMES = 768
-# All frames of a video together: 1.5 GB once they are decoded.
+# Limit over all frames of a video: 1.5 GB once decoded.
 MAX_VIDEO_PIXELS = 500_000_000
 _SUFFIXES = (".mp4", ".mkv", ".avi", ".webm", ".mov", ".m4v", ".mpg", ".mpeg")
 _STILLS = (b"avif", b"avis", b"mif1", b"msf1", b"heic", b"heix", b"jp2 ")
-# A film whose last frame lies that far before the end that its header names is cut off.
+# A film is cut off if its last frame lies this far before the end named by its header.
 _MISSING_SECONDS, _MISSING_SHARE = 0.5, 0.05
-# Seconds by which the time of a frame may lie behind its true one: Matroska and Flash count whole
-# milliseconds, from a first frame that is rounded as well.
+# Seconds by which the time of a frame may lie behind the true one: Matroska and Flash round to
+# milliseconds, counted from a first frame that is rounded too.
 _ROUNDING = 0.001 + 1e-6
 
 
@@ -40,11 +40,11 @@ class FrameRules:
     """Choice of frames of a video, and bounds of their size.
 
     Args:
-        fps: Frames a second; None takes `FILM_FPS` of a film, and all of what is given as frames.
-        max_frames: Most frames, spread evenly; None takes `MAX_FILM_FRAMES` of a film.
-        max_pixels, min_pixels: Of a frame, which is scaled to them; None leaves it as it is.
-        multiple: Of which the sides of a scaled frame are multiples.
-        min_frames: Fewest frames; those of a shorter video are taken closer to each other.
+        fps: Frames per second; None takes `FILM_FPS` for films and all frames otherwise.
+        max_frames: Most frames, spread evenly; None takes `MAX_FILM_FRAMES` for films.
+        max_pixels, min_pixels: Bounds to which a frame is scaled; None for no bound.
+        multiple: Divisor of the sides of a scaled frame.
+        min_frames: Fewest frames; a shorter video is sampled more densely.
     """
 
     fps: float | None = None
@@ -55,12 +55,12 @@ class FrameRules:
     min_frames: int = 1
 
     def times(self, seconds: float, own_fps: float, *, is_film: bool) -> tuple[int, float]:
-        """Number of frames and how many of them lie in a second: frame k is that of k / rate.
+        """Return the number of frames and their rate: frame k is shown at k / rate seconds.
 
         Args:
             seconds: Length of the video.
-            own_fps: Of the video, which is never exceeded.
-            is_film: Whether the defaults are those of films.
+            own_fps: Frame rate of the video, which is never exceeded.
+            is_film: Whether the defaults for films apply.
         """
         wanted = self.fps or (FILM_FPS if is_film else own_fps)
         rate = min(wanted, own_fps)
@@ -70,7 +70,7 @@ class FrameRules:
         return kept, rate if kept == count else kept / seconds
 
     def size(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height of a frame once it is scaled: within the bounds where sides allow it."""
+        """Return width and height of a scaled frame, within the bounds where its sides allow it."""
         pixels = width * height
         low, high = self.min_pixels or 0, self.max_pixels or pixels
         if low <= pixels <= high:
@@ -82,30 +82,30 @@ class FrameRules:
         return wide, high
 
     def of_frames(self, frames: "Sequence[Image]", fps: float) -> "tuple[list[Image], float]":
-        """The frames that are taken of those of one rate, scaled, and their rate."""
+        """Select and scale frames of one rate; return them with their new rate."""
         count, rate = self.times(len(frames) / fps, fps, is_film=False)
         places = [min(int(i * fps / rate + 1e-6), len(frames) - 1) for i in range(count)]
-        found = [frames[place] for place in places]
-        size = self.size(*found[0].size)
-        if size == found[0].size:
-            return found, rate
+        kept = [frames[place] for place in places]
+        size = self.size(*kept[0].size)
+        if size == kept[0].size:
+            return kept, rate
         from PIL import Image
 
-        return [frame.resize(size, Image.Resampling.BICUBIC) for frame in found], rate
+        return [frame.resize(size, Image.Resampling.BICUBIC) for frame in kept], rate
 
 
 ALL_FRAMES = FrameRules()
 
 
 def is_film(name: str, content: bytes) -> bool:
-    """Whether a file is a film by its first bytes or its name, and no picture."""
+    """Return whether a file is a film, not a picture, by its first bytes or its name."""
     if content[4:8] == b"ftyp" and content[8:12] in _STILLS:
         return False
     return demuxer_of(content) in FILMS or name.lower().endswith(_SUFFIXES)
 
 
 def film_type(content: bytes) -> str:
-    """The media type of a film."""
+    """Return the media type of a film."""
     demuxer = demuxer_of(content)
     if demuxer == "matroska":
         return "video/webm" if b"webm" in content[:64] else "video/x-matroska"
@@ -124,10 +124,10 @@ class _FilmFacts:
 
 
 def film_size(content: bytes, name: str) -> tuple[int, int]:
-    """Width and height of a film's frames as they are stored, from its header.
+    """Return width and height of a film's frames as stored, from its header.
 
     Raises:
-        MediaError: It is no film, or damaged.
+        MediaError: The file is no film, or damaged.
     """
     with _opened(content, name) as (_, stream):
         return stream.codec_context.width, stream.codec_context.height
@@ -136,20 +136,20 @@ def film_size(content: bytes, name: str) -> tuple[int, int]:
 def read_film(
     content: bytes, name: str, rules: FrameRules = ALL_FRAMES
 ) -> "tuple[NDArray[np.uint8], float]":
-    """The frames of a film that are taken, upright, and how many of them lie in a second.
+    """Return selected frames of a film, upright, and their rate per second.
 
-    Frame k is what the film shows at k / rate seconds, whatever the times of its own frames.
+    Frame k is what the film shows at k / rate seconds, whatever the times of its stored frames.
 
     Args:
-        content: The file.
-        name: For messages.
-        rules: Which frames are taken.
+        content: Bytes of the file.
+        name: Name for messages.
+        rules: Choice of frames.
 
     Returns:
-        [frames, height, width, 3].
+        Frames [frames, height, width, 3] and their rate.
 
     Raises:
-        MediaError: It is no film, empty, sound alone, damaged, cut off or too large, or PyAV is
+        MediaError: The file is no film, empty, sound alone, damaged, cut off or too large, or PyAV is
             missing.
     """
     with _opened(content, name) as (container, stream):
@@ -163,16 +163,16 @@ def read_film(
                 f"{MAX_VIDEO_PIXELS} pixels in all; lower --video_fps, --video_max_frames or "
                 "--max_pixels"
             )
-    # Packets were read to the end, and not every format can be wound back.
+    # Packets were read to the end, and not every format can be rewound.
     with _opened(content, name) as (container, stream):
-        found = _shown(container.decode(stream), facts, count, rate, name)
-        frames = np.stack([_pixels(frame, size) for frame in found])
+        shown = _shown(container.decode(stream), facts, count, rate, name)
+        frames = np.stack([_pixels(frame, size) for frame in shown])
     return frames, rate
 
 
 @contextmanager
 def _opened(content: bytes, name: str) -> "Iterator[tuple[InputContainer, VideoStream]]":
-    """The file and its stream of pictures; errors inside are those of a damaged film."""
+    """Open a film and its video stream; errors within the context mean a damaged film."""
     extra = 'pip install \'lightrft[video]\', or store its frames: {"frames": [...], "fps": 2}'
     with opened_container(content, name, "film", extra) as container:
         streams = [s for s in container.streams.video if s.codec_context and not _is_cover(s)]
@@ -185,14 +185,14 @@ def _opened(content: bytes, name: str) -> "Iterator[tuple[InputContainer, VideoS
 
 
 def _is_cover(stream: "VideoStream") -> bool:
-    """Whether a stream is the picture on a record."""
+    """Return whether a stream is a cover picture."""
     from av.stream import Disposition
 
     return bool(stream.disposition & Disposition.attached_pic)
 
 
 def _facts(container: "InputContainer", stream: "VideoStream", name: str) -> _FilmFacts:
-    """Read from all packets, which need no decoding."""
+    """Read facts of a film from all packets, which need no decoding."""
     times: list[float] = []
     end = 0.0
     for packet in container.demux():
@@ -227,7 +227,7 @@ def _seconds(packet: "Packet[Stream]") -> float | None:
 def _shown(
     frames: "Iterable[VideoFrame]", facts: _FilmFacts, count: int, rate: float, name: str
 ) -> "Iterator[VideoFrame]":
-    """Of each time k / rate, the frame that the film shows then; whole and in order."""
+    """Yield the frame shown at each time k / rate, in order; raise if one is not whole."""
     last, place = None, 0
     for frame in frames:
         if frame.is_corrupt:
@@ -246,6 +246,6 @@ def _shown(
 
 
 def _pixels(frame: "VideoFrame", size: tuple[int, int]) -> "NDArray[np.uint8]":
-    """[height, width, 3], turned as the camera was held."""
+    """Return the pixels [height, width, 3], rotated upright."""
     pixels = frame.to_ndarray(format="rgb24", width=size[0], height=size[1])
     return np.ascontiguousarray(np.rot90(pixels, frame.rotation // 90))

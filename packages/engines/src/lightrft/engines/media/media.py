@@ -1,4 +1,4 @@
-"""Kinds of media as one table, prompts that have some, and the media of a batch of rows."""
+"""Table of media kinds, encoded prompts, and the media of a batch of rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Medium: TypeAlias = FileSource | VideoSource
 else:
-    # Readers of files resolve annotations: checkpoints hold prompts, whose media they only name.
+    # Checkpoint readers resolve annotations; prompts in checkpoints only name their media.
     Medium = object
 
 MediumKind: TypeAlias = str
@@ -28,11 +28,11 @@ _SIGNATURE_BYTES = 4
 
 
 class MediaError(ValueError):
-    """A medium cannot be read; the message says which, why, and what to do."""
+    """Error for a medium that cannot be read; the message says which, why, and what to do."""
 
 
 def is_list_of_bytes(value: object) -> bool:
-    """Whether a list is the encoded bytes of a file, as JSON holds them."""
+    """Return whether a value is a list of the encoded bytes of a file, as in JSON."""
     return (
         isinstance(value, list)
         and len(value) > _SIGNATURE_BYTES
@@ -41,26 +41,26 @@ def is_list_of_bytes(value: object) -> bool:
 
 
 class Reader(Protocol):
-    """Makes a medium of what data sets hold, or raises a MediaError."""
+    """Function that makes a medium from a data set's value, or raises a MediaError."""
 
     def __call__(self, value: object, *, name: str, folder: Path) -> Medium:
-        """See `as_image`."""
+        """Read a medium, like `as_image`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MediaKind:
-    """A row of the table: all that is particular to one kind of media.
+    """Row of the table: everything specific to one kind of media.
 
-    Its name is the type of its parts of messages, and `<name>` marks its places in texts.
+    Its name is the type of its message parts, and `<name>` marks its places in texts.
 
     Args:
-        plural: Its column in the data, unless the option `{plural}_key` names another.
-        read: Makes a medium of what data sets hold.
-        rebuild: Makes one of its name, its files and its facts, which came from another rank.
-        arguments: Of a processor's call, from what the media of a prompt decode to.
-        native: Form of a decoded medium for an engine with a processor of its own.
-        is_scaled: Sizes to which a processor scales it belong to its name in such an engine.
+        plural: Column in the data, unless the option `{plural}_key` names another.
+        read: Function that makes a medium from a data set's value.
+        rebuild: Function that makes a medium from name, files and facts sent by another rank.
+        arguments: Function from the decoded media of a prompt to processor arguments.
+        native: Function that converts a decoded medium for an engine with its processor.
+        is_scaled: Whether its name in such an engine includes the sizes for scaling it.
     """
 
     plural: str
@@ -72,11 +72,11 @@ class MediaKind:
 
 
 Clip: TypeAlias = tuple[object, Mapping[str, object]]
-# Samples and how many are a second.
+# Samples and their rate per second.
 Sound: TypeAlias = tuple[object, int]
 
 
-# Readers of files are imported by the first row that has some: most runs are of text.
+# File readers are imported on first use, since most runs are text only.
 
 
 def _read_image(value: object, *, name: str, folder: Path) -> Medium:
@@ -119,7 +119,7 @@ def _audio(name: str, files: Sequence[FileSource], facts: object) -> SoundSource
 
 
 def _audio_arguments(decoded: Sequence[object]) -> dict[str, object]:
-    """Named with their rate: a processor of another one refuses them."""
+    """Return the arguments with the rate: processors refuse sounds of another rate."""
     sounds = cast("Sequence[Sound]", decoded)
     return {"audio": [sound for sound, _ in sounds], "sampling_rate": sounds[0][1]}
 
@@ -138,7 +138,7 @@ def _native_video(decoded: object) -> Clip:
     return frames, {**facts, "do_sample_frames": False}
 
 
-# In the order in which a prompt without places of its own begins with them.
+# In the order of media at the start of a prompt that has no places for them.
 MEDIA_KINDS: dict[MediumKind, MediaKind] = {
     "image": MediaKind(
         "images", _read_image, _image, lambda decoded: {"images": [decoded]}, is_scaled=True
@@ -152,10 +152,10 @@ MEDIA_KINDS: dict[MediumKind, MediaKind] = {
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """The media of one prompt; iterating gives all of them, kind after kind.
+    """Media of one prompt; iteration yields all of them, kind by kind.
 
     Args:
-        by_kind: In the order of their placeholders; kinds without media may be missing.
+        by_kind: Media in the order of their placeholders; kinds without media may be missing.
     """
 
     by_kind: Mapping[MediumKind, Sequence[Medium]] = field(default_factory=dict)
@@ -175,12 +175,12 @@ class Media:
 
     @property
     def kinds(self) -> tuple[MediumKind, ...]:
-        """Kinds of which there are some."""
+        """Kinds that are present."""
         return tuple(kind for kind in MEDIA_KINDS if self[kind])
 
     @property
     def counts(self) -> str:
-        """Numbers for messages: "2 images and 0 videos", further kinds where there are some."""
+        """Counts for messages: "2 images and 0 videos", further kinds only if present."""
         return " and ".join(
             f"{len(self[kind])} {row.plural}"
             for kind, row in MEDIA_KINDS.items()
@@ -188,7 +188,7 @@ class Media:
         )
 
     def loaded(self) -> Media:
-        """The same with the bytes of its files, for a process that may not reach them."""
+        """Return a copy with the files' bytes, for a process that may not reach them."""
         if not self:
             return self
         from lightrft.engines.media.sources import FileSource
@@ -208,21 +208,21 @@ class Media:
         )
 
     def by_rules(self, frames: FrameRules, sounds: SoundRules | None = None) -> Media:
-        """The same media: of its videos the frames that rules take, its sounds as they are heard.
+        """Return the media with rules for the frames of videos and the form of sounds.
 
         Args:
-            frames: Of videos.
-            sounds: Of sounds; None leaves them as they are.
+            frames: Rules for videos.
+            sounds: Rules for sounds; None leaves them unchanged.
         """
-        found = dict(self.by_kind)
+        by_kind = dict(self.by_kind)
         if self["video"]:
-            found["video"] = [replace(video, rules=frames) for video in self.videos]
+            by_kind["video"] = [replace(video, rules=frames) for video in self.videos]
         if self["audio"] and sounds is not None:
-            found["audio"] = [sound.by_rules(sounds) for sound in self.audios]
-        return Media(found)
+            by_kind["audio"] = [sound.by_rules(sounds) for sound in self.audios]
+        return Media(by_kind)
 
     def data_addresses(self) -> list[str]:
-        """The bytes of each file as a data address, of a film its frames: for services, judges."""
+        """Return each file as a data address, for services and judges; a film as its frames."""
         return [file.data_address() for medium in self for file in medium.shown()]
 
     @property
@@ -243,7 +243,7 @@ class Media:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Tokens of a prompt, for which no pixels are kept: see `EncodedPrompt`."""
+    """Tokens of a prompt without its tensors: see `EncodedPrompt`."""
 
     token_ids: tuple[int, ...]
     request_token_ids: tuple[int, ...]
@@ -252,17 +252,15 @@ class PromptTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedPrompt:
-    """One prompt as a processor gives it; the samples of the prompt share it.
+    """Prompt as a processor returns it, shared by all samples of the prompt.
 
     Args:
-        token_ids: The prompt, with one placeholder token for each feature of its media.
-        request_token_ids: The same with one placeholder for each medium, as engines take it.
-        token_types: Of each of `token_ids`, the kind the model tells apart; None where the family
-            has no such input.
-        tensors: Inputs of the model by name, of the media of this prompt only, in order of
-            appearance.
-        kinds: Media that it has.
-        media: Sources that it was encoded from, for engines with a processor of their own.
+        token_ids: Tokens with one placeholder for each feature of the media.
+        request_token_ids: Tokens with one placeholder for each medium, as engines take them.
+        token_types: Kind of each of `token_ids`; None if the family has no such input.
+        tensors: Model inputs of this prompt's media by name, in order of appearance.
+        kinds: Kinds of its media.
+        media: Sources of the encoded media, for engines with their processor.
         sizes: Arguments that make such a processor scale images in the same way.
     """
 
@@ -275,7 +273,7 @@ class EncodedPrompt:
     sizes: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     def continued(self, token_ids: Sequence[int]) -> Self:
-        """The prompt with tokens of text behind it."""
+        """Return the prompt followed by tokens of text."""
         if not token_ids:
             return self
         types = self.token_types
@@ -288,24 +286,24 @@ class EncodedPrompt:
 
     @property
     def num_images(self) -> int:
-        """Images of a prompt that text attends to, [1, images, ...]."""
+        """Number of images that text attends to; `pixel_values` is [1, images, ...]."""
         return self.tensors["pixel_values"].shape[1] if "pixel_values" in self.tensors else 0
 
     @property
     def num_bytes(self) -> int:
-        """Memory of its tensors."""
+        """Bytes of its tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
 @dataclass(frozen=True, slots=True)
 class LaterImages:
-    """Images that stand behind the prompt of a row, in what was appended after a turn.
+    """Images behind the prompt of a row, in text appended after a turn.
 
     Args:
-        start: Place in the row of the first token of `text`.
-        num_skipped: First tokens of `text` that are not appended: they are what stands before it.
-        text: A piece of a chat template, with one placeholder for each image.
-        images: In order of appearance.
+        start: Place in the row of the first appended token of `text`.
+        num_skipped: Number of first tokens of `text` that already stand before `start`.
+        text: Piece of a chat template, with one placeholder for each image.
+        images: Images in order of appearance.
     """
 
     start: int
@@ -321,12 +319,12 @@ class LaterImages:
 
 @dataclass(frozen=True, slots=True)
 class RowMedia:
-    """The media of the rows of a batch, by reference: selecting rows copies no tensor.
+    """Media of the rows of a batch, by reference: selecting rows copies no tensor.
 
     Args:
-        prompts: Of each row; None for rows without media.
-        present: Kinds that some rank has among the rows of this forward pass; every rank then runs
-            its vision tower once for each.
+        prompts: Encoded prompt of each row; None for rows without media.
+        present: Kinds that some rank has in this forward pass; every rank runs its vision tower
+            once for each.
     """
 
     prompts: tuple[EncodedPrompt | None, ...] = ()
@@ -338,7 +336,7 @@ class RowMedia:
         return frozenset(kind for prompt in self.prompts if prompt for kind in prompt.kinds)
 
     def of_rows(self, num_rows: int) -> tuple[EncodedPrompt | None, ...]:
-        """Of each of the rows; a batch without media need not name them."""
+        """Return the prompt of each row; None for all rows of a batch without media."""
         return self.prompts or (None,) * num_rows
 
     @property
@@ -354,55 +352,55 @@ NO_MEDIA = RowMedia()
 
 
 class TextEncoder:
-    """The encoder of a model that reads text only: all its results are empty."""
+    """Encoder of a text-only model: all its results are empty."""
 
     reads_media = False
     marks: Mapping[MediumKind, str] = MappingProxyType({})
     placeholders = frozenset[str]()
 
     def check_places(self, text: str, media: Media) -> None:
-        """Nothing: see `PromptEncoder`."""
+        """Do nothing; implement `PromptEncoder.check_places`."""
 
     def kept(self, text: str, media: Media) -> EncodedPrompt:
-        """Raises a ValueError: no prompt may have media."""
+        """Raise a ValueError: no prompt may have media."""
         raise ValueError(
             f"the prompt {text[:80]!r} has {media.counts}: the trainer needs the model's processor "
             "(processor=) and a vision-language model"
         )
 
     def kept_all(self, prompts: Sequence[tuple[str, Media]]) -> list[EncodedPrompt]:
-        """Of each; see `kept`."""
+        """Return `kept` of each prompt."""
         return [self.kept(text, media) for text, media in prompts]
 
     def row(
         self, token_ids: Sequence[int], prompt: EncodedPrompt | None, later: Sequence[LaterImages]
     ) -> EncodedPrompt | None:
-        """The prompt: see `PromptEncoder`."""
+        """Return the prompt unchanged."""
         del token_ids, later
         return prompt
 
     def num_places(self, text: str) -> int:
-        """None: see `PromptEncoder`."""
+        """Return 0: a text model has no places for images."""
         del text
         return 0
 
     def fitted(self, media: Media, bounds: MediaBounds) -> Media:
-        """The media as they are: see `PromptEncoder`."""
+        """Return the media unchanged."""
         del bounds
         return media
 
     @property
     def num_kept(self) -> int:
-        """None: see `PromptEncoder`."""
+        """Number of kept prompts: none."""
         return 0
 
     def bytes_since(self, number: int) -> int:
-        """None: see `PromptEncoder`."""
+        """Return 0: no prompts are kept."""
         del number
         return 0
 
     def forget(self, number: int = 0) -> None:
-        """Does nothing: see `PromptEncoder`."""
+        """Do nothing: no prompts are kept."""
 
 
 TEXT_ENCODER = TextEncoder()

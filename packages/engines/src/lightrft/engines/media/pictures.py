@@ -1,4 +1,4 @@
-"""Pictures in one form, however they were stored: RGB of 8 bits, upright, on white."""
+"""Conversion of stored pictures to one form: 8-bit RGB, upright, on white."""
 
 import io
 import warnings
@@ -14,11 +14,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image
 
-# A photograph of 100 megapixels takes 300 MB once it is decoded.
+# A photograph of 100 megapixels takes 300 MB once decoded.
 MAX_PIXELS = 100_000_000
 MAX_FRAMES = 4096
-# Formats that are decoded; others of Pillow start programs (EPS) or are accepted without a magic
-# number.
+# Formats to decode; Pillow's others start programs (EPS) or need no magic number.
 FORMATS = (
     "PNG",
     "JPEG",
@@ -37,10 +36,10 @@ _CHANNELS = (1, 3, 4)
 
 
 def opened(content: bytes, name: str) -> "Image":
-    """A picture whose header was read and whose pixels were not.
+    """Open a picture and read its header, but not its pixels.
 
     Raises:
-        MediaError: It has none of `FORMATS`, or more than `MAX_PIXELS`.
+        MediaError: The file has none of `FORMATS`, or more than `MAX_PIXELS`.
     """
     from PIL import Image
 
@@ -70,13 +69,13 @@ def opened(content: bytes, name: str) -> "Image":
 
 
 def upright_size(image: "Image", name: str) -> tuple[int, int]:
-    """Width and height once the picture is turned as its camera was held; reads no pixels.
+    """Return width and height of the picture rotated upright, without reading pixels.
 
     Raises:
-        MediaError: Its header is damaged.
+        MediaError: The header is damaged.
     """
     width, height = image.size
-    # Pillow gives the size of a TIFF as it is turned, and reads a whole PNG for what stands behind
+    # Pillow returns the upright size of a TIFF, and reads a whole PNG to find the data behind
     # its pixels.
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
         return width, height
@@ -88,11 +87,11 @@ def upright_size(image: "Image", name: str) -> tuple[int, int]:
 
 
 def is_whole(content: bytes, kind: str) -> bool:
-    """Whether encoded bytes have their end, and a PNG its checksums; False where nothing tells.
+    """Return whether a file has its end, and a PNG its checksums; False if nothing shows it.
 
     Args:
-        content: A file with a good header.
-        kind: Its format, as Pillow names it.
+        content: File with a valid header.
+        kind: Format in Pillow's naming.
     """
     if kind == "JPEG":
         return content.endswith(b"\xff\xd9")
@@ -105,8 +104,8 @@ def _has_good_chunks(content: bytes) -> bool:
     place = 8
     while place + 12 <= len(content):
         stop = place + 8 + int.from_bytes(content[place : place + 4], "big")
-        found = zlib.crc32(memoryview(content)[place + 4 : stop])
-        if found != int.from_bytes(content[stop : stop + 4], "big"):
+        checksum = zlib.crc32(memoryview(content)[place + 4 : stop])
+        if checksum != int.from_bytes(content[stop : stop + 4], "big"):
             return False
         if content[place + 4 : place + 8] == b"IEND":
             return True
@@ -115,17 +114,17 @@ def _has_good_chunks(content: bytes) -> bool:
 
 
 def damaged(name: str, err: Exception) -> MediaError:
-    """The error of what a decoder raises: OSError, SyntaxError, struct.error, EOFError, ..."""
+    """Convert a decoder's exception: OSError, SyntaxError, struct.error, EOFError, ..."""
     return MediaError(f"{name} is a damaged image: {first_line(err)}; replace or leave it out")
 
 
 def as_rgb(image: "Image", name: str) -> "Image":
-    """The picture in RGB of 8 bits, turned as its camera was held, what is transparent in white.
+    """Convert a picture to 8-bit RGB, rotated upright, with transparent pixels in white.
 
     Integers up to 255 count as 8 bits and up to 65535 as 16, floats as 0 to 1 or 0 to 255.
 
     Raises:
-        MediaError: It is damaged, or its numbers lie in no such range.
+        MediaError: The picture is damaged, or its numbers lie in no such range.
     """
     from PIL import ImageOps
 
@@ -161,21 +160,21 @@ def _scaled(
             f"{name} has numbers from {low:g} to {high:g}: expected 0 to 255, 0 to 65535 for "
             "integers or 0 to 1 for floats; scale them"
         )
-    found: NDArray[np.uint8] = np.rint(values * (255 / limit)).astype(np.uint8)
-    return found
+    scaled: NDArray[np.uint8] = np.rint(values * (255 / limit)).astype(np.uint8)
+    return scaled
 
 
 def of_array(values: "NDArray[np.generic]", name: str) -> "Image":
-    """The picture of an array.
+    """Make a picture from an array.
 
     Args:
-        values: [height, width] or [height, width, channels], 1, 3 or 4 of them; channels may come
-            first where the last axis cannot be them. Integers of 8 or 16 bits, or floats: see
-            `as_rgb`.
-        name: For messages.
+        values: Array [height, width] or [height, width, channels] with 1, 3 or 4 channels, which
+            may come first if the last axis cannot be channels. Integers of 8 or 16 bits, or
+            floats: see `as_rgb`.
+        name: Name for messages.
 
     Raises:
-        MediaError: It has another shape, or numbers that no picture has.
+        MediaError: The array has another shape, or numbers that no picture has.
     """
     from PIL import Image
 
@@ -206,10 +205,10 @@ def _on_white(image: "Image") -> "Image":
 
 
 def animation(content: bytes, name: str) -> "tuple[list[Image], float | None]":
-    """Frames of an animated image and how many it shows a second, if it says so.
+    """Return the frames of an animated image and its rate per second, None if unknown.
 
     Raises:
-        MediaError: It is damaged, or has more than `MAX_FRAMES` or `MAX_PIXELS` in all.
+        MediaError: The image is damaged, or has more than `MAX_FRAMES` or `MAX_PIXELS` in all.
     """
     with opened(content, name) as image:
         try:

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from av.container import InputContainer
     from numpy.typing import NDArray
 
-# A shorter sound becomes one feature or none.
+# A shorter sound yields at most one feature.
 MIN_SECONDS = 0.1
-# Decoders of lossy formats pass 1 by a little.
+# Decoders of lossy formats slightly exceed 1.
 _MAX_LOUDNESS = 2.0
-# Formats whose header knows how long they are; those of others guess.
+# Formats whose header has the exact length; others estimate it.
 _EXACT = ("wav", "flac", "ogg", "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
-# A sound that ends that far before the end that its header names is cut off.
+# A sound is cut off if it ends this far before the end named by its header.
 _MISSING_SECONDS, _MISSING_SHARE = 0.1, 0.05
 _FLOATS, _PCM = 3, 1
 _KEYS = ("array", "bytes", "audio", "input_audio", "path", "audio_url", "url", "base64", "data")
@@ -36,11 +36,11 @@ _KEYS = ("array", "bytes", "audio", "input_audio", "path", "audio_url", "url", "
 
 @dataclass(frozen=True, slots=True)
 class SoundRules:
-    """Form of sounds that a model takes.
+    """Form in which a model takes sounds.
 
     Args:
-        rate: Samples a second.
-        max_seconds: Longest sound.
+        rate: Samples per second.
+        max_seconds: Length of the longest sound.
     """
 
     rate: int = 16_000
@@ -49,57 +49,57 @@ class SoundRules:
 
 @dataclass(frozen=True)
 class SoundSource(FileSource):
-    """One sound.
+    """Sound.
 
     Args:
-        rules: To which it is decoded.
+        rules: Form to which it is decoded.
     """
 
     rules: SoundRules = SoundRules()
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of its bytes and of the rules by which they are decoded."""
+        """SHA-256 of its bytes and its rules."""
         return hashlib.sha256(self.read() + str(self.rules).encode()).hexdigest()
 
     @property
     def facts(self) -> SoundRules:
-        """The rules by which it is decoded."""
+        """Rules for decoding it."""
         return self.rules
 
     def by_rules(self, rules: SoundRules) -> "SoundSource":
-        """The same sound for another model."""
+        """Return the sound with rules for another model."""
         return replace(self, rules=rules)
 
     def data_address(self) -> str:
-        """What a model hears, as `data:audio/wav;base64,...`."""
+        """Return the decoded sound as `data:audio/wav;base64,...`."""
         waveform, rate = self.decode()
         samples = np.rint(np.clip(waveform, -1, 1) * 32767).astype("<i2")
         return f"data:audio/wav;base64,{base64.b64encode(as_wav(samples, rate)).decode()}"
 
     def decode(self) -> "tuple[NDArray[np.float32], int]":
-        """The mean of its channels, [samples], 1 being the loudest, and how many are a second.
+        """Return the mean of its channels, [samples] from -1 to 1, and their rate per second.
 
         Raises:
-            MediaError: It is no sound, empty, damaged, cut off, shorter than `MIN_SECONDS` or
+            MediaError: The file is no sound, empty, damaged, cut off, shorter than `MIN_SECONDS` or
                 longer than the model hears, or PyAV is missing.
         """
         rate, longest = self.rules.rate, self.rules.max_seconds
-        found = _waveform(self.read(), self.name, self.rules)
-        seconds = len(found) / rate
+        waveform = _waveform(self.read(), self.name, self.rules)
+        seconds = len(waveform) / rate
         if not MIN_SECONDS <= seconds <= longest + 0.5 / rate:
             more = "more than " * (seconds > longest)
             raise MediaError(
                 f"{self.name} lasts {more}{min(seconds, longest):.2f} s: expected {MIN_SECONDS:g} "
                 f"to {longest:g} s, which the model hears; cut it"
             )
-        if not np.isfinite(found).all():
+        if not np.isfinite(waveform).all():
             raise MediaError(f"{self.name} has samples that are not finite: replace it")
-        return found, rate
+        return waveform, rate
 
 
 def as_wav(samples: "NDArray[np.generic]", rate: int) -> bytes:
-    """Samples [samples] or [samples, channels], int16 or float32, as a WAV file."""
+    """Convert [samples] or [samples, channels], int16 or float32, to a WAV file."""
     channels = 1 if samples.ndim == 1 else samples.shape[1]
     code = _FLOATS if samples.dtype.kind == "f" else _PCM
     size, data = samples.dtype.itemsize, np.ascontiguousarray(samples).tobytes()
@@ -112,23 +112,23 @@ def as_wav(samples: "NDArray[np.generic]", rate: int) -> bytes:
 
 
 def as_audio(value: object, *, name: str, folder: Path) -> SoundSource:
-    """A sound from what data sets hold.
+    """Make a sound from a data set's value.
 
     Args:
-        value: A path, encoded bytes, base64 text or a data address as for `as_image`, an object
+        value: Path, encoded bytes, base64 text or data address as in `as_image`; or object
             with one of these under `bytes`, `path`, `audio`, `url`, `base64`, `input_audio` or
             `data`, or with `array` [samples] or [channels, samples] and `sampling_rate`.
-        name: Its place in the data, for messages.
-        folder: To which paths are relative.
+        name: Place in the data, for messages.
+        folder: Folder to which paths are relative.
 
     Raises:
-        MediaError: It is none of these, or an address that would have to be fetched.
+        MediaError: The value is none of these, or an address that would have to be fetched.
     """
     if isinstance(value, SoundSource):
         return value
     if not isinstance(value, Mapping):
-        found = as_file(value, name=name, folder=folder, what="a sound")
-        return SoundSource(found.name, found.path, found.content)
+        file = as_file(value, name=name, folder=folder, what="a sound")
+        return SoundSource(file.name, file.path, file.content)
     key = next((key for key in _KEYS if value.get(key) is not None), None)
     if key is None:
         raise MediaError(f"{name}: a sound object needs bytes or path, found {sorted(value)}")
@@ -160,9 +160,9 @@ def _of_array(value: Mapping[str, object], name: str) -> bytes:
 
 
 def _waveform(content: bytes, name: str, rules: SoundRules) -> "NDArray[np.float32]":
-    """[samples], at most a little longer than the rules allow."""
+    """Return [samples], at most slightly longer than the rules allow."""
     declared = int.from_bytes(content[4:8], "little") + 8
-    # Recorders that do not know how long they will run write the largest number, or none.
+    # Recorders of unknown length write the largest number, or none.
     if content.startswith(b"RIFF") and len(content) < declared < 2**32:
         raise MediaError(
             f"{name} is cut off: its header names {declared} bytes and it has {len(content)}; "
@@ -179,7 +179,7 @@ def _waveform(content: bytes, name: str, rules: SoundRules) -> "NDArray[np.float
 
 
 def read_plain_wav(content: bytes, rules: SoundRules) -> "NDArray[np.float32] | None":
-    """The samples of a plain WAV file at the model's rate, as FFmpeg gives them; of others None."""
+    """Return a plain WAV file's samples at the model's rate, as FFmpeg does; None for others."""
     try:
         with wave.open(io.BytesIO(content)) as file:
             num_samples = file.getnframes()
@@ -200,14 +200,14 @@ def _resampled(container: "InputContainer", name: str, rules: SoundRules) -> "ND
     from av import AudioResampler
 
     stream = container.streams.audio[0]
-    # Not planar: PyAV reads beyond its list of planes where they are eight or more.
+    # Not planar: PyAV reads beyond its list of planes if there are eight or more.
     resampler = AudioResampler(format="flt", rate=rules.rate)
     pieces: list[NDArray[np.float32]] = []
     seconds = 0.0
     for frame in (*_frames(container, rules), None):
         if frame is not None:
             seconds += frame.samples / frame.sample_rate
-        # Channels are mixed here: FFmpeg's mixture of floats is louder than they are.
+        # Channels are mixed here, since FFmpeg's mix of floats is louder than the channels.
         pieces += [
             out.to_ndarray().reshape(-1, out.layout.nb_channels).mean(1)
             for out in resampler.resample(frame)
@@ -225,7 +225,7 @@ def _resampled(container: "InputContainer", name: str, rules: SoundRules) -> "ND
 
 
 def _frames(container: "InputContainer", rules: SoundRules) -> "Iterator[AudioFrame]":
-    """Frames up to the first that ends behind what a model hears: a small file may last hours."""
+    """Yield frames until the model's limit is passed: a small file may last hours."""
     seconds = 0.0
     for frame in container.decode(container.streams.audio[0]):
         yield frame

@@ -1,4 +1,4 @@
-"""Images and videos as their original bytes, which are read when they are needed."""
+"""Images and videos as their original bytes, read on demand."""
 
 import base64
 import binascii
@@ -51,7 +51,7 @@ _MIME = (
     (b"MM\0*", "image/tiff"),
 )
 _BYTES = bytes | bytearray | memoryview
-# Frames a second that a video may have.
+# Frame rates that a video may have.
 _FPS_RANGE = (1e-3, 1e4)
 
 
@@ -60,9 +60,9 @@ class FileSource:
     """Encoded bytes of a medium, in a file or in memory.
 
     Args:
-        name: For messages: its path, or its place in the data.
-        path: Of its file; None if the bytes are given.
-        content: Its encoded bytes; None if it is a file.
+        name: Path or place in the data, for messages.
+        path: Path of the file; None if `content` has its bytes.
+        content: Encoded bytes; None if they are in a file.
     """
 
     name: str
@@ -70,7 +70,7 @@ class FileSource:
     content: bytes | None = field(default=None, repr=False)
 
     def read(self) -> bytes:
-        """Its encoded bytes.
+        """Return the encoded bytes.
 
         Raises:
             MediaError: The file is missing or larger than `MAX_BYTES`.
@@ -79,7 +79,7 @@ class FileSource:
             return self.content
         try:
             with cast("Path", self.path).open("rb") as file:
-                # Some files say that they are empty and have no end.
+                # Some files report size 0 and have no end.
                 content = file.read(MAX_BYTES + 1)
         except OSError as err:
             raise MediaError(
@@ -92,13 +92,13 @@ class FileSource:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of its bytes: two images with one digest are one image."""
+        """SHA-256 of its bytes: images with the same digest are the same image."""
         known = facts_of_file(self.path)
         known.sha256 = known.sha256 or hashlib.sha256(self.read()).hexdigest()
         return known.sha256
 
     def data_address(self) -> str:
-        """Its bytes as `data:image/...;base64,...`; of no particular kind if nothing tells it."""
+        """Return the bytes as `data:image/...;base64,...`; of a generic type if it is unknown."""
         content = self.read()
         known = (kind for magic, kind in _MIME if content.startswith(magic))
         other = film_type(content) if is_film("", content) else "application/octet-stream"
@@ -107,20 +107,20 @@ class FileSource:
 
     @property
     def files(self) -> "tuple[FileSource, ...]":
-        """Itself: it is one file."""
+        """This file alone."""
         return (self,)
 
     @property
     def facts(self) -> object:
-        """None: its bytes are all of it."""
+        """None: its bytes are all that is needed."""
         return None
 
     def shown(self) -> "tuple[FileSource, ...]":
-        """Files for those who read no films: itself."""
+        """Return the files for readers that take no films: this one."""
         return (self,)
 
     def decode(self) -> object:
-        """Values for a processor."""
+        """Return values for a processor."""
         return self.read()
 
 
@@ -128,12 +128,12 @@ class ImageSource(FileSource):
     """One image."""
 
     def size(self) -> tuple[int, int]:
-        """Width and height as `decode` gives them, from the header alone; errors as `decode`."""
+        """Return width and height of `decode`, from the header alone; raise the same errors."""
         with opened(self.read(), self.name) as image:
             return upright_size(image, self.name)
 
     def whole_size(self) -> tuple[int, int]:
-        """The same of a file that is not cut off; decodes what does not tell that itself."""
+        """Return `size` of a file that is not cut off; decode it if only pixels can show that."""
         known = facts_of_file(self.path)
         if not known.size:
             content = self.read()
@@ -146,10 +146,10 @@ class ImageSource(FileSource):
         return width, height
 
     def decode(self) -> "Image":
-        """The image in RGB, upright, what is transparent in white.
+        """Return the image in RGB, upright, with transparent pixels in white.
 
         Raises:
-            MediaError: It is no image, damaged, or larger than `MAX_PIXELS`.
+            MediaError: The file is no image, damaged, or larger than `MAX_PIXELS`.
         """
         with opened(self.read(), self.name) as image:
             return as_rgb(image, self.name)
@@ -157,13 +157,13 @@ class ImageSource(FileSource):
 
 @dataclass(frozen=True)
 class VideoSource:
-    """One video: a film, an animated image, or its frames.
+    """Video: a film, an animated image, or its frames.
 
     Args:
-        name: For messages.
-        frames: One image each, or one file, a film or an animated image.
-        fps: Frames a second, of a film those that are taken; None leaves it to file and rules.
-        rules: Which frames are taken, and their size.
+        name: Name for messages.
+        frames: One image per frame, or a single film or animated image.
+        fps: Frames per second, for a film those to select; None for the rate of file and rules.
+        rules: Choice of frames, and their size.
     """
 
     name: str
@@ -173,7 +173,7 @@ class VideoSource:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of what it is made of, and of what is taken of it."""
+        """SHA-256 of its files, its frame rate and its rules."""
         parts = [*(frame.digest for frame in self.frames), str(self.fps), str(self.rules)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -184,39 +184,39 @@ class VideoSource:
 
     @property
     def facts(self) -> tuple[float | None, FrameRules]:
-        """Its frame rate, and which frames are taken."""
+        """Its frame rate and its rules."""
         return self.fps, self.rules
 
     def size(self) -> tuple[int, int]:
-        """Width and height of the first frame, from its header."""
+        """Return width and height of the first frame, from its header."""
         first = self.frames[0]
         return film_size(first.read(), first.name) if self._is_film() else first.size()
 
     def poster(self) -> "Image":
-        """The first frame that is taken."""
+        """Return the first selected frame."""
         from PIL import Image
 
         return Image.fromarray(self.decode()[0][0])
 
     def shown(self) -> tuple[ImageSource, ...]:
-        """Its frames as files; of a film, those that are taken."""
+        """Return the frames as files; for a film, the selected ones."""
         if not self._is_film():
             return self.frames
         from PIL import Image
 
-        found = []
+        files = []
         for number, frame in enumerate(self.decode()[0], start=1):
             buffer = io.BytesIO()
             Image.fromarray(frame).save(buffer, "JPEG", quality=90)
-            found.append(ImageSource(f"{self.name}, frame {number}", content=buffer.getvalue()))
-        return tuple(found)
+            files.append(ImageSource(f"{self.name}, frame {number}", content=buffer.getvalue()))
+        return tuple(files)
 
     def _is_film(self) -> bool:
         first = self.frames[0]
         return len(self.frames) == 1 and is_film(first.name, first.read())
 
     def decode(self) -> "tuple[NDArray[np.uint8], dict[str, object]]":
-        """Frames [frames, height, width, 3] and what processors ask about them.
+        """Return frames [frames, height, width, 3] and the facts that processors ask for.
 
         Raises:
             MediaError: A frame cannot be read, sizes differ, or the frame rate is not known.
@@ -233,8 +233,8 @@ class VideoSource:
             )
         images, fps = [frame.decode() for frame in self.frames], self.fps
         if len(self.frames) == 1:
-            images, own_fps = animation(self.frames[0].read(), self.frames[0].name)
-            fps = fps or own_fps
+            images, file_fps = animation(self.frames[0].read(), self.frames[0].name)
+            fps = fps or file_fps
         if not fps:
             raise MediaError(
                 f"{self.name} has no frame rate: give an object with frames and fps, for example "
@@ -249,7 +249,7 @@ class VideoSource:
 
 
 def _video_facts(frames: "NDArray[np.uint8]", fps: float, backend: str) -> dict[str, object]:
-    """What processors ask about frames [frames, height, width, 3] that lie evenly in time."""
+    """Return facts for processors on evenly spaced frames [frames, height, width, 3]."""
     count, height, width, _ = frames.shape
     return {
         "fps": fps,
@@ -263,23 +263,23 @@ def _video_facts(frames: "NDArray[np.uint8]", fps: float, backend: str) -> dict[
 
 
 def as_image(value: object, *, name: str, folder: Path) -> ImageSource:
-    """An image from what data sets hold.
+    """Make an image from a data set's value.
 
     Args:
         value: A path or `file://` address, encoded bytes (a list of their numbers, too), base64
             text or a data address, an object with `bytes`, `path`, `image`, `base64` or `url`, an
             image of Pillow, or an array [height, width] or [height, width, channels].
-        name: Its place in the data, for messages.
-        folder: To which paths are relative.
+        name: Place in the data, for messages.
+        folder: Folder to which paths are relative.
 
     Raises:
-        MediaError: It is none of these, or an address that would have to be fetched.
+        MediaError: The value is none of these, or an address that would have to be fetched.
     """
     if isinstance(value, ImageSource):
         return value
     if isinstance(value, str | Path | _BYTES) or is_list_of_bytes(value):
-        found = as_file(value, name=name, folder=folder, what="an image")
-        return ImageSource(found.name, found.path, found.content)
+        file = as_file(value, name=name, folder=folder, what="an image")
+        return ImageSource(file.name, file.path, file.content)
     if isinstance(value, Mapping):
         for key in ("bytes", "image", "path", "image_url", "url", "base64"):
             if value.get(key) is not None:
@@ -299,15 +299,15 @@ def as_image(value: object, *, name: str, folder: Path) -> ImageSource:
 
 
 def as_file(value: object, *, name: str, folder: Path, what: str) -> FileSource:
-    """A file from a path, a `file://` or data address, encoded bytes or base64 text.
+    """Make a file from a path, a `file://` or data address, encoded bytes or base64 text.
 
     Args:
-        value: One of these.
-        name, folder: See `as_image`.
-        what: "an image", for messages.
+        value: Path, address, bytes or text.
+        name, folder: Place and folder as in `as_image`.
+        what: Kind of file for messages, such as "an image".
 
     Raises:
-        MediaError: It is none of these, or an address that would have to be fetched.
+        MediaError: The value is none of these, or an address that would have to be fetched.
     """
     if isinstance(value, _BYTES) or is_list_of_bytes(value):
         return FileSource(name, content=bytes(cast("bytes", value)))
@@ -333,7 +333,7 @@ def _file_of_text(text: str, name: str, folder: Path) -> FileSource:
         is_file = is_folder = False
     if is_file:
         return FileSource(str(path), path=path)
-    # The 12 first bytes tell formats; base64 of an image is longer than any path.
+    # The first 12 bytes identify formats; base64 of an image is longer than any path.
     if len(text) > 1024 or _begins_as_image(text):
         return FileSource(name, content=_unbase64(text, name))
     what = "is a folder, not a file" if is_folder else "paths are relative to the data file"
@@ -350,22 +350,22 @@ def _begins_as_image(text: str) -> bool:
 
 def _unbase64(text: str, name: str) -> bytes:
     try:
-        # MIME breaks its lines.
+        # MIME wraps lines.
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as err:
         raise MediaError(f"{name}: not valid base64 ({first_line(err)})") from err
 
 
 def as_video(value: object, *, name: str, folder: Path) -> VideoSource:
-    """A video from what data sets hold.
+    """Make a video from a data set's value.
 
     Args:
-        value: A film, or an animated GIF, WebP or PNG, as for `as_image`, an object with `frames`
-            and `fps`, or a list of frames, each as for `as_image`.
-        name, folder: See `as_image`.
+        value: Film, or animated GIF, WebP or PNG, as in `as_image`; object with `frames` and
+            `fps`; or list of frames, each as in `as_image`.
+        name, folder: Place and folder as in `as_image`.
 
     Raises:
-        MediaError: It is none of these.
+        MediaError: The value is none of these.
     """
     if isinstance(value, VideoSource):
         return value
@@ -397,7 +397,7 @@ def _checked_rate(rate: object, name: str) -> float:
 
 
 def _clip(value: Mapping[str, object], name: str) -> tuple[object, float | None]:
-    """What an object holds of a video, and its frame rate if it gives one."""
+    """Return an object's video and its frame rate, None if it has none."""
     inner = next((value[key] for key in _VIDEO_KEYS if value.get(key) is not None), None)
     if inner is None:
         raise MediaError(f"{name}: a video object needs frames or path, found {sorted(value)}")
@@ -407,7 +407,7 @@ def _clip(value: Mapping[str, object], name: str) -> tuple[object, float | None]
 
 
 def _frames(value: object) -> object:
-    """A list of frames, of a sequence or an array; anything else as it is."""
+    """Convert a sequence or an array to a list of frames; return anything else unchanged."""
     if hasattr(value, "__array__") and np.asarray(value).ndim > 3:
         return list(np.asarray(value))
     is_list = isinstance(value, Sequence) and not isinstance(value, str | _BYTES)

@@ -20,10 +20,10 @@ class Place:
     """Rows of a vLLM tensor that hold rows of one checkpoint parameter.
 
     Args:
-        module_name: vLLM module.
+        module_name: Name of the vLLM module.
         attribute: Name of the tensor in it.
-        local_start, num_rows: Rows of the local tensor.
-        global_start: Row of the full parameter that the first of them is.
+        local_start, num_rows: Range of rows of the local tensor.
+        global_start: First row of the range in the full parameter.
         is_replicated: Whether every rank of the tensor-parallel group holds the same rows.
         num_row_dims: Leading dimensions of the tensor that count rows: 2 in a stack of experts.
     """
@@ -39,13 +39,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The engine's parameters and, for those that can be read back, their places.
+    """Parameters of the engine, with places of those that can be read back.
 
     Args:
         manifest: All parameters.
-        places: By checkpoint name; of several where a rank has separate rows of one parameter.
-        modules: vLLM's module that each is loaded into, by checkpoint name; without tied ones and
-            those that it does not compute with.
+        places: Places by checkpoint name; several if a rank has separate rows of one parameter.
+        modules: vLLM module of each loaded parameter by checkpoint name, without tied and unused
+            parameters.
     """
 
     manifest: tuple[EngineParameter, ...]
@@ -54,15 +54,15 @@ class Layout:
 
 
 def check_buffers(model: nn.Module) -> None:
-    """Refuses a model that was started without its checkpoint and holds more than weights.
+    """Refuse a model that was started without its checkpoint and holds more than weights.
 
     Raises:
-        ValueError: It has a saved buffer of numbers, which no update writes.
+        ValueError: The model has a saved buffer of floats, which no update writes.
     """
     for name, module in model.named_modules():
         for buffer_name, buffer in module.named_buffers(recurse=False):
             is_saved = buffer_name not in module._non_persistent_buffers_set
-            # Scales of the cache are set to 1 once weights are there.
+            # Scales of the cache are set to 1 once weights are loaded.
             if is_saved and buffer.is_floating_point() and not buffer_name.endswith("_scale"):
                 raise ValueError(
                     f"vLLM's model has a buffer {name}.{buffer_name}, which is in its checkpoint "
@@ -76,11 +76,11 @@ class LayoutReader:
 
     Args:
         model: vLLM's model, right after loading.
-        shape: The checkpoint's parameters.
-        tp_rank, tp_size: This rank in its tensor-parallel group.
+        shape: Names and shapes of the checkpoint's parameters.
+        tp_rank, tp_size: Position of this rank in its tensor-parallel group.
         default_dtype: dtype of parameters that vLLM stores in a quantised form.
-        may_lack: Beginning of the names of parameters that vLLM may leave out, because the model
-            computes nothing with them; none if empty.
+        may_lack: Prefix of parameters that vLLM may leave out because the model does not use
+            them; none if empty.
     """
 
     def __init__(
@@ -103,42 +103,42 @@ class LayoutReader:
         self._map_name = _name_map(model)
 
     def read(self) -> Layout:
-        """The layout of every parameter.
+        """Return the layout of every parameter.
 
         Raises:
-            ValueError: vLLM's model has no tensor for some of them, or a module that none of them
-                is loaded into.
+            ValueError: vLLM's model has no tensor for a parameter, or a module into which no
+                parameter is loaded.
         """
         targets = {
             name: self.target_of(name)
             for name in self._shape.shapes
             if name not in self._shape.tied
         }
-        found = {name: target for name, target in targets.items() if target is not None}
+        existing = {name: target for name, target in targets.items() if target is not None}
         optional = (self._may_lack,) if self._may_lack else ()
-        missing = [n for n in targets if n not in found and not n.startswith(optional)]
+        missing = [n for n in targets if n not in existing and not n.startswith(optional)]
         if missing:
             raise ValueError(
                 f"vLLM's model has no tensor for {len(missing)} checkpoint parameters (first: "
                 f"{missing[0]}); this architecture needs engine_type='hf'"
             )
-        self._check_filled(found.values())
+        self._check_filled(existing.values())
         groups: dict[str, list[str]] = {}
-        for name, (module_name, _) in found.items():
+        for name, (module_name, _) in existing.items():
             groups.setdefault(module_name, []).append(name)
-        placed = {n: self._place(n, target, groups[target[0]]) for n, target in found.items()}
-        places = {name: found_places for name, found_places in placed.items() if found_places}
-        modules = {name: target[0] for name, target in found.items()}
+        placed = {n: self._place(n, target, groups[target[0]]) for n, target in existing.items()}
+        places = {name: rows for name, rows in placed.items() if rows}
+        modules = {name: target[0] for name, target in existing.items()}
         manifest = []
         for name, full_shape in self._shape.shapes.items():
             owner = self._shape.tied.get(name, name)
-            # vLLM processes a module once all of its tensors are there, the bias included.
-            members = groups[modules[name]] if name in found else ()
+            # vLLM processes a module once all of its tensors are loaded, including the bias.
+            members = groups[modules[name]] if name in existing else ()
             manifest.append(
                 EngineParameter(
                     name,
                     full_shape,
-                    self._dtype(found.get(owner)),
+                    self._dtype(existing.get(owner)),
                     verifiable=owner in places,
                     tied_to=self._shape.tied.get(name),
                     fused_with=tuple(other for other in members if other != name),
@@ -147,7 +147,7 @@ class LayoutReader:
         return Layout(tuple(manifest), places, modules)
 
     def part(self, layer: str) -> tuple[str, int]:
-        """VLLM's module of a checkpoint's layer, and its place among those that it fuses."""
+        """Return vLLM's module of a checkpoint's layer, and the layer's index in a fused module."""
         target = self.target_of(f"{layer}.weight")
         if target is None:
             return "", 0
@@ -156,17 +156,16 @@ class LayoutReader:
         return target[0], fused.index(last) if last in fused else 0
 
     def _check_filled(self, targets: Iterable[tuple[str, str]]) -> None:
-        """Raises unless every module is written by an update.
+        """Raise a ValueError unless an update writes every module.
 
-        What else a module holds beside checkpoint tensors, scales for example, vLLM derives from
-        them.
+        vLLM derives a module's other tensors, such as scales, from checkpoint tensors.
         """
         filled = {id(self._tensor(target)) for target in targets}
         empty = []
         for name, module in self._modules.items():
-            own = dict(module.named_parameters(recurse=False))
-            if own and not any(id(tensor) in filled for tensor in own.values()):
-                empty.append(f"{name}.{next(iter(own))}")
+            parameters = dict(module.named_parameters(recurse=False))
+            if parameters and not any(id(tensor) in filled for tensor in parameters.values()):
+                empty.append(f"{name}.{next(iter(parameters))}")
         if empty:
             raise ValueError(
                 f"no checkpoint parameter is loaded into {len(empty)} modules of vLLM's model "
@@ -179,7 +178,7 @@ class LayoutReader:
         return dtype if dtype in _FLOATS else self._default_dtype
 
     def target_of(self, name: str) -> tuple[str, str] | None:
-        """Module and attribute that a checkpoint name is loaded into."""
+        """Return the module and attribute into which a checkpoint name is loaded."""
         mapped = self._map_name(name)
         if mapped is None:
             return None
@@ -202,7 +201,7 @@ class LayoutReader:
     def _place(
         self, name: str, target: tuple[str, str], members: Sequence[str]
     ) -> tuple[Place, ...]:
-        """The rows of a parameter; () if what vLLM computes with cannot be read there."""
+        """Return the rows of a parameter; () if the weights in use cannot be read there."""
         module, tensor = self._modules[target[0]], self._tensor(target)
         shape = self._shape.shapes[name]
         slot = expert_slot(self._map_name(name) or name)
@@ -223,41 +222,41 @@ class LayoutReader:
     def _linear_places(
         self, name: str, target: tuple[str, str], members: Sequence[str]
     ) -> tuple[Place, ...]:
-        """The rows of a parameter in a tensor that may be fused, and split over the ranks."""
+        """Return the rows of a parameter in a tensor that may be fused and split over ranks."""
         tensor, full_rows = self._tensor(target), self._shape.shapes[name][0]
         num_local = tensor.shape[0]
         parts = self._parts(name, target, members)
         sizes = [self._shape.shapes[part][0] for part in parts]
-        own = parts.index(name)
+        index = parts.index(name)
         if sum(sizes) == num_local:
-            return (Place(*target, sum(sizes[:own]), full_rows, 0, is_replicated=True),)
+            return (Place(*target, sum(sizes[:index]), full_rows, 0, is_replicated=True),)
         module = self._modules[target[0]]
         if not _is_loaded_by(module, tensor):
             return ()
-        wanted = range(own, own + 1)
+        wanted = range(index, index + 1)
         if len(parts) == 1 and "output_sizes" in vars(module):
-            # One tensor of the checkpoint holds all that the module fuses: each part is split.
+            # One checkpoint tensor holds all parts of the module: each part is split.
             sizes = [int(size) for size in vars(module)["output_sizes"]]
-            if sum(sizes) != full_rows:  # heads that several ranks hold
+            if sum(sizes) != full_rows:  # several ranks hold the same heads
                 return ()
             wanted = range(len(sizes))
         is_split = all(size % self._tp_size == 0 for size in sizes)
         if not is_split or sum(sizes) != num_local * self._tp_size:
             return ()
-        first = sum(sizes[:own]) if len(parts) > 1 else 0
-        found = []
+        first = sum(sizes[:index]) if len(parts) > 1 else 0
+        places = []
         for part in wanted:
             before, num_rows = sum(sizes[:part]), sizes[part] // self._tp_size
             start = before - first + self._tp_rank * num_rows
-            found.append(
+            places.append(
                 Place(*target, before // self._tp_size, num_rows, start, is_replicated=False)
             )
-        return tuple(found)
+        return tuple(places)
 
     def _expert_place(
         self, slot: ExpertSlot, module: nn.Module, tensor: torch.Tensor, shape: tuple[int, ...]
     ) -> tuple[Place, ...]:
-        """The rows of an expert or of a stack; shards of stacks are not read back."""
+        """Return the rows of an expert or a stack; shards of stacks are not read back."""
         if backend_name(module) not in PLAIN_BACKENDS or tensor.dtype not in _FLOATS:
             return ()
         num_experts, rows = tensor.shape[:2]
@@ -269,33 +268,33 @@ class LayoutReader:
         return (Place(*target, first, num_rows, 0, is_replicated=True, num_row_dims=2),)
 
     def _parts(self, name: str, target: tuple[str, str], members: Sequence[str]) -> list[str]:
-        """The parameters in the same tensor, in the order in which they lie there."""
+        """Return the parameters in the same tensor, in their order there."""
         together = [member for member in members if self.target_of(member) == target]
         order = self._packed.get(target[0].rpartition(".")[2], [])
         place_of = {member: member.split(".")[-2] for member in together}
         if len(together) == 1 or not set(place_of.values()) <= set(order):
-            # One of several in an unknown order: its size will not fit, so it is not read back.
+            # The order is unknown: the size of one will not fit, so it is not read back.
             return [name]
         return sorted(together, key=lambda member: order.index(place_of[member]))
 
     def _is_repacked(self, module: nn.Module, name: str) -> bool:
-        """Whether vLLM computes with another copy of the weight than the one in storage."""
+        """Return whether vLLM computes with a repacked copy of the stored weight."""
         function = vars(module).get("cpu_linear")
         if function is None or function is torch.nn.functional.linear or name.endswith(".bias"):
             return False
-        # An embedding is looked up in storage; only a head that is tied to it uses the copy.
+        # Embeddings are looked up in storage; only a tied head uses the copy.
         is_embedding_only = vocabulary_rows(module) is not None and not _is_head(module)
         return not (is_embedding_only and name not in self._shape.tied.values())
 
 
 def _is_loaded_by(module: nn.Module, tensor: torch.Tensor) -> bool:
-    """Whether a module cuts its tensor itself; another loader may deal rows out otherwise."""
+    """Return whether a module's loader shards its tensor; others may distribute rows otherwise."""
     loader = getattr(tensor, "weight_loader", None)
     return loader is None or getattr(loader, "__self__", None) is module
 
 
 def vocabulary_rows(module: nn.Module) -> tuple[int, int] | None:
-    """First and last vocabulary row of this rank's shard of an embedding or head."""
+    """Return first and last vocabulary row of this rank's shard of an embedding or head."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     if not isinstance(module, VocabParallelEmbedding):
@@ -311,19 +310,19 @@ def _is_head(module: nn.Module) -> bool:
 
 
 def _packed_modules(model: nn.Module) -> Mapping[str, list[str]]:
-    """Fused module of vLLM -> the checkpoint's modules, in their order.
+    """Return the checkpoint's modules, in order, by vLLM's fused module.
 
-    The model's own word wins over that of its parts: not every vision-language model names what its
-    language model fuses.
+    The model's mapping wins over that of its parts. Parts are needed because some vision-language
+    models do not list what their language model fuses.
     """
-    found: dict[str, list[str]] = {}
+    packed: dict[str, list[str]] = {}
     for part in model.modules():
-        found = {**getattr(part, "packed_modules_mapping", {}), **found}
-    return found
+        packed = {**getattr(part, "packed_modules_mapping", {}), **packed}
+    return packed
 
 
 def _name_map(model: nn.Module):  # type: ignore[no-untyped-def]  # noqa: ANN202
-    """The map of vLLM of checkpoint names; the identity for models without one."""
+    """Return vLLM's map of checkpoint names; the identity for models without one."""
     try:
         return model.hf_to_vllm_mapper.map_name  # type: ignore[union-attr]
     except AttributeError:

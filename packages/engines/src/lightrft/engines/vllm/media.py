@@ -1,4 +1,4 @@
-"""Prompts with images and videos in vLLM's form, and a check of vLLM's reading of them."""
+"""Conversion of prompts with media to vLLM's form, and a check of vLLM's tokens."""
 
 import importlib
 import re
@@ -12,10 +12,10 @@ from lightrft.engines.rows import Job
 
 
 def native_prompt(job: Job) -> dict[str, object]:
-    """One job in vLLM's form: media with one placeholder each, which it expands itself.
+    """Return a job in vLLM's form, with one placeholder per medium, which vLLM expands.
 
     Raises:
-        ValueError: The prompt was encoded without its media at hand.
+        ValueError: The encoded prompt has no media sources.
         MediaError: A medium cannot be read.
     """
     media = job.media
@@ -29,15 +29,15 @@ def native_prompt(job: Job) -> dict[str, object]:
     data: dict[str, object] = {}
     names: dict[str, object] = {}
     for kind in media.media.kinds:
-        row, own = MEDIA_KINDS[kind], media.media[kind]
-        data[kind] = [row.native(medium.decode()) for medium in own]
+        row, media_of_kind = MEDIA_KINDS[kind], media.media[kind]
+        data[kind] = [row.native(medium.decode()) for medium in media_of_kind]
         sizes = media.sizes if row.is_scaled else {}
-        names[kind] = [f"{medium.digest}{sizes or ''}" for medium in own]
+        names[kind] = [f"{medium.digest}{sizes or ''}" for medium in media_of_kind]
     sampled = job.prompt[len(media.token_ids) :]
     request: dict[str, object] = {
         "prompt_token_ids": [*media.request_token_ids, *sampled],
         "multi_modal_data": data,
-        # By these vLLM finds what it knows of a medium: another picture needs another name.
+        # vLLM caches media by these names: another picture needs another name.
         "multi_modal_uuids": names,
     }
     if media.sizes:
@@ -46,7 +46,7 @@ def native_prompt(job: Job) -> dict[str, object]:
 
 
 def check_prompt(found: Sequence[int], job: Job) -> None:
-    """Raises a ValueError unless vLLM read the prompt as the model's processor does."""
+    """Raise a ValueError unless vLLM tokenized the prompt as the model's processor does."""
     if job.media is None or tuple(found) == job.prompt:
         return
     pairs = zip(found, job.prompt, strict=False)
@@ -60,24 +60,24 @@ def check_prompt(found: Sequence[int], job: Job) -> None:
     )
 
 
-# Families whose towers lie one level deeper in vLLM 0.32 than in transformers 5.19, with module and
-# class of vLLM.
+# Families whose towers lie one level deeper in vLLM 0.32 than in transformers 5.19, with vLLM's
+# module and class.
 _TOWERS = {
     "gemma3": ("gemma3_mm", "Gemma3ForConditionalGeneration"),
     "llava": ("llava", "LlavaForConditionalGeneration"),
     "llava_onevision": ("llava_onevision", "LlavaOnevisionForConditionalGeneration"),
 }
 _UNNAMED = ("qwen2_audio",)
-# These take features of an earlier layer; vLLM leaves the rest of the tower out.
+# These use features of an earlier layer; vLLM omits the rest of the tower.
 _CUT_TOWERS = ("llava", "llava_onevision")
 _OWN_LEVEL = re.compile(r"\bvision_tower\.(?!vision_model\.)")
 
 
 def name_tower(model_type: str) -> None:
-    """Tells vLLM's model where the weights of its tower lie, on disk and in updates.
+    """Register the names of the tower's weights, on disk and in updates, with vLLM's model.
 
     Raises:
-        ValueError: vLLM's model has other names than the trainer's.
+        ValueError: The names in vLLM's model differ from the trainer's.
     """
     if model_type in _UNNAMED:
         raise ValueError(
@@ -99,19 +99,19 @@ def name_tower(model_type: str) -> None:
 
 
 def may_lack(model_type: str) -> str:
-    """Beginning of the names of parameters that vLLM's model need not have; "" for none."""
+    """Return the prefix of parameters that vLLM's model may lack; "" for none."""
     return "model.vision_tower." if model_type in _CUT_TOWERS else ""
 
 
 def forbid_tokens(model: nn.Module, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Gives tokens, and ids from `vocab_size` on, the logit -inf wherever vLLM uses a model."""
-    # Moved once: a copy at each step would wait for the GPU and undo asynchronous scheduling.
+    """Set the logits of some tokens, and of ids from `vocab_size` on, to -inf in vLLM's model."""
+    # Copied once: a copy at each step would wait for the GPU and defeat asynchronous scheduling.
     forbidden: dict[torch.device, torch.Tensor] = {}
     compute = model.compute_logits
 
     def compute_logits(*args: object, **options: object) -> torch.Tensor | None:
         logits: torch.Tensor | None = compute(*args, **options)  # type: ignore[operator]
-        if logits is None:  # of a rank that samples nothing
+        if logits is None:  # this rank samples nothing
             return None
         device = logits.device
         if device not in forbidden:
