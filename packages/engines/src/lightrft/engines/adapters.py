@@ -1,6 +1,6 @@
 """Low-rank adapters that an engine holds beside its weights, y = W x + B (A x).
 
-Their scale is part of the engine's B: what it is sent, stores and hashes is what it applies.
+Their scale is part of the engine's B: the engine applies B exactly as it receives and hashes it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ FIRST, SECOND = ".lora_A.weight", ".lora_B.weight"
 
 
 def holds_adapters(manifest: Iterable[EngineParameter]) -> bool:
-    """Whether an engine with these parameters takes adapters as they are, beside the base."""
+    """Return whether an engine with these parameters takes adapters beside the base weights."""
     return any(parameter.name.endswith(SECOND) for parameter in manifest)
 
 
 def add_adapters(model: nn.Module, adapters: AdapterShape) -> set[str]:
-    """Gives linear layers of a model A and B, in place; they have the layer's dtype and device.
+    """Add A and B, of the layer's dtype and device, to linear layers of a model in place.
 
     Returns:
-        Names of the parameters, which hold no numbers yet.
+        Names of the parameters, which are uninitialised.
 
     Raises:
-        TypeError: A layer is no linear one.
+        TypeError: A layer is not linear.
     """
     names = set()
     for name in adapters.layers:
@@ -41,7 +41,7 @@ def add_adapters(model: nn.Module, adapters: AdapterShape) -> set[str]:
             FIRST: (layer.in_features, adapters.rank),
             SECOND: (adapters.rank, layer.out_features),
         }.items():
-            # Made on meta, it draws nothing from the global generator.
+            # On meta, so that it draws nothing from the global generator.
             made = nn.Linear(inner, outer, bias=False, device="meta", dtype=layer.weight.dtype)
             made = made.to_empty(device=layer.weight.device).requires_grad_(False)
             layer.add_module(factor.split(".")[1], made)
@@ -53,6 +53,6 @@ def add_adapters(model: nn.Module, adapters: AdapterShape) -> set[str]:
 def add_adapter(
     layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
 ) -> torch.Tensor:
-    """Add what the two factors of a layer make of its input to its output."""
+    """Add the product of a layer's factors and its input to its output."""
     added: torch.Tensor = layer.get_submodule("lora_B")(layer.get_submodule("lora_A")(inputs[0]))
     return output + added

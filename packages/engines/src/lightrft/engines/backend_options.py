@@ -1,4 +1,4 @@
-"""Options under a backend's own names: a check of the names, and values from a command line."""
+"""Options under a backend's names: a check of the names, and values from a command line."""
 
 import json
 import re
@@ -23,16 +23,16 @@ def check_options(
     reserved: Mapping[str, str] | None = None,
     engine_name: str,
 ) -> None:
-    """Refuses names that a backend does not know or that are set elsewhere.
+    """Refuse names that a backend does not know or that are set elsewhere.
 
     Args:
-        options: What the user gave.
-        known: The backend's names.
+        options: Options from the user.
+        known: Names that the backend knows.
         reserved: Backend's name -> where it is set instead.
-        engine_name: For messages.
+        engine_name: Name of the engine, for messages.
 
     Raises:
-        ValueError: It lists every such option, with the nearest known name.
+        ValueError: Some options are unusable; the message lists all, with the nearest known name.
     """
     names = sorted(known)
     problems = []
@@ -52,14 +52,14 @@ def check_options(
 def parse_options(
     options: Mapping[str, str | int | float | bool], hints: Mapping[str, object]
 ) -> dict[str, object]:
-    """Values of the types that the backend declares; strings come from a command line.
+    """Convert strings from a command line to the types that the backend declares.
 
     Args:
-        options: Names that `check_options` has passed.
+        options: Options that passed `check_options`.
         hints: Backend's name -> declared type.
 
     Raises:
-        ValueError: A string does not spell a value of the declared type.
+        ValueError: A string is no value of the declared type.
     """
     return {
         name: _parse(name, value, hints[name]) if isinstance(value, str) else value
@@ -92,9 +92,9 @@ def _parse(name: str, text: str, hint: object) -> object:
 
 
 def _kinds(hint: object) -> set[type]:
-    """The plain types that a declaration names; `str` stands for everything else.
+    """Return the plain types that a declaration names; `str` stands for everything else.
 
-    Declarations are read as text: some are strings that cannot be evaluated.
+    Declarations are read as text, since some are strings that cannot be evaluated.
     """
     words = set(re.findall(r"\w+", str(hint))) - {"class", "typing", "Optional", "Union"}
     return {_PLAIN_TYPES.get(word, str) for word in words}

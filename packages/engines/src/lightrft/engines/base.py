@@ -1,4 +1,4 @@
-"""The interface of rollout engines, and their common part."""
+"""Interface of rollout engines, and their shared code."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from lightrft.kernels.weight_bucket.layout import WeightPiece
 
 TAGS = ("weights", "kv_cache")
-# Batches of rows that have ended, with what was sampled for each.
+# Batches of finished rows with their samples.
 FinishedRows = Generator[list[FinishedRow]]
 
 
 @dataclass(slots=True)
 class _RunningBatch:
-    """Completions that were submitted and have not been given."""
+    """Completions that were submitted and not yet returned."""
 
     batches: FinishedRows
     params: SamplingParams
@@ -56,41 +56,41 @@ class _RunningBatch:
 
 
 class RolloutEngine(ABC):
-    """A generator of completions whose weights a trainer replaces between calls.
+    """Generator of completions whose weights a trainer replaces between calls.
 
-    Starting and sampling are left to subclasses; their storage is an `EngineWeights`.
+    Subclasses start the backend and sample; they store weights in an `EngineWeights`.
 
     Weight updates are a transaction: `begin_weight_update`, any number of `load_weights`, then
     `finish_weight_update`, then `reset_caches`. Only then may `generate` be called again.
 
     Args:
-        config: What to start.
+        config: Settings of the engine.
 
     Attributes:
-        name: The registry name ("hf", "vllm", "sglang").
+        name: Registry name ("hf", "vllm", "sglang").
         weights_version: Version of the weights in use; -1 before the first update. Set by
             `set_weights_version` after the caller has verified the update.
         status: Asleep or awake.
-        ledger: What it sampled while somebody wanted it written down.
-        seen_media: The last prompt with images or videos that it completed; None if there was none.
+        ledger: Record of sampled tokens, while recording is on.
+        seen_media: Last completed prompt with images or videos; None if there was none.
     """
 
     name: str
     # Whether all ranks of a tensor-parallel group must call `generate` (SPMD executors).
     runs_on_every_rank: bool = True
-    # Whether it computes the trainer's model, so that logprobs of the two can be compared.
+    # Whether it runs the trainer's model, so that their logprobs can be compared.
     computes_model: bool = True
 
-    # Whether `poll` gives completions while others are still being sampled; if not, all at once.
+    # Whether `poll` returns completions while others are still being sampled, or all at once.
     streams: bool = False
 
     # Whether it takes images and videos, if the model does.
     reads_media: bool = False
 
-    # Whether its weights are always those of the checkpoint, to which it adds adapters.
+    # Whether it always keeps the checkpoint's weights and adds adapters to them.
     keeps_base = False
 
-    # Whether sleeping must have been enabled at the start.
+    # Whether sleep must be enabled at the start.
     sleeps_on_request_only = False
     weights: EngineWeights
 
@@ -109,7 +109,7 @@ class RolloutEngine(ABC):
     @property
     @abstractmethod
     def native(self) -> object:
-        """The backend's own object (a vLLM `LLM`, a transformers model, ...).
+        """The backend's object (a vLLM `LLM`, a transformers model, ...).
 
         Raises:
             RuntimeError: The backend was stopped.
@@ -117,43 +117,43 @@ class RolloutEngine(ABC):
 
     @property
     def runner_name(self) -> str:
-        """Name of the code that executes the model, where a backend has several; for the log."""
+        """Name, for the log, of the code that runs the model, if a backend has several."""
         return type(self).__name__
 
     def params_of_native(self, native: object) -> SamplingParams | None:
-        """Our parameters from a backend's own object; None if it is no such object.
+        """Return our parameters from a backend's object; None if it is no such object.
 
         Raises:
-            ValueError: It sets what our completions cannot honour; the message names all of it.
+            ValueError: The object sets unsupported fields; the message names all of them.
         """
         return params_of_native(native)
 
     @abstractmethod
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Scores a given sequence at temperature 1.
+        """Score a sequence at temperature 1.
 
         Returns:
-            len(token_ids) fp32 logprobs; entry t scores token t given the tokens before it, entry
+            len(token_ids) fp32 logprobs; entry t scores token t after the tokens before it, entry
             0 is 0.
         """
 
     def layer_outputs(
         self, token_ids: Sequence[int], media: EncodedPrompt | None
     ) -> dict[str, torch.Tensor]:
-        """Hidden states of one sequence.
+        """Return the layers' outputs for one sequence.
 
         Args:
-            token_ids: The sequence.
-            media: The prompt that it begins with, if that has images or videos.
+            token_ids: Tokens of the sequence.
+            media: Prompt at its start, if that has images or videos.
 
         Returns:
-            transformers' name of each layer -> its output; empty if the engine shows none.
+            transformers' name of each layer -> its output; empty if the engine exposes none.
         """
         del token_ids, media
         return {}
 
     def set_weights_version(self, version: int) -> None:
-        """Declares the weights verified and usable under this version."""
+        """Mark the weights as verified and usable under this version."""
         self.weights_version = version
         self._stale_reason = None
 
@@ -168,11 +168,11 @@ class RolloutEngine(ABC):
         return self._limits.max_model_len
 
     def mark_stale(self, reason: str) -> None:
-        """Forbids `generate` until the next completed weight update."""
+        """Forbid `generate` until the next completed weight update."""
         self._stale_reason = reason
 
     def _read_limits(self, hf_config, generation_config) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
-        """Vocabulary, longest sequence and end-of-sequence ids of a transformers model."""
+        """Read vocabulary, longest sequence and end-of-sequence ids of a transformers model."""
         text_config = hf_config.get_text_config()
         vocabulary, num_rows = self._config.vocabulary, int(text_config.vocab_size)
         self.eos_ids = {*end_of_sequence_ids(hf_config, generation_config), *vocabulary.ends}
@@ -185,9 +185,9 @@ class RolloutEngine(ABC):
         )
 
     def _take_over(self, module: nn.Module | None) -> None:
-        """Loads what a module holds in full, where there is no checkpoint.
+        """Load the weights of a module, if there is no checkpoint.
 
-        A sharded one is left to the first weight update.
+        A sharded module is left to the first weight update.
         """
         if self._config.model_path or module is None:
             return
@@ -215,36 +215,36 @@ class RolloutEngine(ABC):
         *,
         on_finished: Callable[[list[Completion]], None] | None = None,
     ) -> list[Completion]:
-        """Samples completions, prompt-major: `n` consecutive completions for each request.
+        """Sample completions, prompt-major: `n` consecutive completions for each request.
 
         Args:
-            requests, sampling_params: What to sample.
-            on_finished: Called with what `poll` gives, while the rest is still to be sampled.
+            requests, sampling_params: Prompts and their sampling parameters.
+            on_finished: Callback for each result of `poll`, before the rest is sampled.
 
         Raises:
-            StaleEngineError: The weights were changed behind the engine, or an update is open.
-            RuntimeError: The engine sleeps, or requests are under way.
+            StaleEngineError: The weights are stale, or an update is open.
+            RuntimeError: The engine sleeps, or requests are in progress.
             ValueError: A request is malformed; the message names its id.
             FloatingPointError: The model's logits are not finite.
         """
         self.submit(requests, sampling_params)
-        found: dict[tuple[int, int], Completion] = {}
+        completions: dict[tuple[int, int], Completion] = {}
         try:
             while finished := self.poll():
-                found |= {(item.request_id, item.sample_index): item for item in finished}
+                completions |= {(item.request_id, item.sample_index): item for item in finished}
                 if on_finished is not None:
                     on_finished(finished)
         finally:
             self.abort()
         samples = range(sampling_params.n)
-        return [found[request.request_id, index] for request in requests for index in samples]
+        return [completions[request.request_id, index] for request in requests for index in samples]
 
     def submit(
         self, requests: Sequence[GenerationRequest], sampling_params: SamplingParams
     ) -> None:
-        """Hands requests over, whose completions `poll` gives; raises what `generate` raises.
+        """Submit requests, whose completions `poll` returns; raise what `generate` raises.
 
-        Until all have been given or are aborted, nothing else may be asked of the engine.
+        The engine accepts no other call until all are returned or aborted.
         """
         self.check_usable()
         rows = rows_of_requests(
@@ -260,13 +260,13 @@ class RolloutEngine(ABC):
             self._running = _RunningBatch(batches, sampling_params, len(rows))
 
     def poll(self) -> list[Completion]:
-        """Samples until completions end, and gives those; none are left once it gives none.
+        """Sample until some completions end, and return them; return [] once none are left.
 
         The completions are those of `generate`, in the order in which they end.
 
         Raises:
             StaleEngineError: The weights were changed since `submit`.
-            RuntimeError: The engine gave up some rows.
+            RuntimeError: The engine ended with rows missing.
             FloatingPointError: The model's logits are not finite.
         """
         running = self._running
@@ -296,46 +296,46 @@ class RolloutEngine(ABC):
                 self.abort()
 
     def abort(self) -> None:
-        """Gives up what was submitted and has not been given; nothing happens if there is none."""
+        """Abort submitted requests that are not yet returned; do nothing if there are none."""
         if self._running is not None:
             self._running.batches.close()
             self._running = None
 
     def _check_params(self, params: SamplingParams) -> None:
-        """Raises a ValueError for what this engine cannot sample."""
+        """Raise a ValueError for parameters that this engine cannot sample."""
         if params.stop:
             self._text.load()
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a prompt that was given as text."""
+        """Return the token ids of a text prompt."""
         return self._text.encode(text)
 
     @cached_property
     def _media(self) -> MediaReader:
-        # The first request with media imports what reads them: most runs are of text.
+        # Imported by the first request with media, since most runs are text only.
         from lightrft.engines.media.encoder import MediaReader
 
         return MediaReader(self._config.model_path, self.name, self._config.media)
 
     def _encode_media(self, request: GenerationRequest) -> EncodedPrompt | None:
-        """A prompt that was given as text, with its images and videos."""
+        """Encode a text prompt with its images and videos."""
         return self._media.encode(request)
 
     @abstractmethod
     def stream_rows(self, rows: Sequence[RequestedSample], params: SamplingParams) -> FinishedRows:
-        """Samples one completion for each row; gives rows as they end, in batches of at least one.
+        """Sample one completion for each row; yield batches of at least one finished row.
 
-        Closed before its end, it leaves nothing of the rows in the backend.
+        When the generator is closed early, the backend drops the remaining rows.
         """
 
     def _stop_ids(self, params: SamplingParams) -> list[int]:
-        """Every id that ends a completion."""
+        """Return all ids that end a completion."""
         return sorted({*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)})
 
     def sleep(self, level: int = 1) -> None:
-        """Releases memory. Level 1 keeps the weights on the host, level 2 drops them.
+        """Release memory. Level 1 keeps the weights on the host, level 2 drops them.
 
-        Weights that alias the trainer's are left where they are.
+        Weights that alias the trainer's stay in place.
 
         Raises:
             ValueError: The level is neither 1 nor 2.
@@ -359,10 +359,10 @@ class RolloutEngine(ABC):
         self.status = EngineStatus.SLEEPED
 
     def _release_memory(self, level: int, awake: Sequence[str]) -> None:  # noqa: B027
-        """Lets a backend release its own memory, of which these parts are awake."""
+        """Release the backend's memory, of which the parts in `awake` are resident."""
 
     def wake_up(self, tags: tuple[str, ...] | None = None) -> None:
-        """Takes memory back; the engine is awake once both tags, "weights" and "kv_cache", are.
+        """Take memory back; the engine is awake once both tags, "weights" and "kv_cache", are.
 
         Raises:
             ValueError: A tag is unknown.
@@ -381,24 +381,24 @@ class RolloutEngine(ABC):
             self.status = EngineStatus.WAKEUP
 
     def _resume_memory(self, tags: Sequence[str]) -> None:  # noqa: B027
-        """Lets a backend take its own memory back."""
+        """Take the backend's memory back."""
 
     @property
     def weights_were_dropped(self) -> bool:
-        """Whether some parameter holds no weights, or none was ever sent."""
+        """Whether some parameter holds no weights, or no update was ever sent."""
         return self.weights_version < 0 or bool(self.weights.unwritten)
 
     def parameter_manifest(self) -> tuple[EngineParameter, ...]:
-        """Every parameter the engine needs, in checkpoint names, in a fixed order."""
+        """Return all parameters that the engine needs, under checkpoint names, in a fixed order."""
         return self.weights.manifest
 
     def begin_weight_update(self) -> None:
-        """Opens an update; `generate` raises until it is finished."""
+        """Open an update; `generate` raises until it is finished."""
         self._check_idle()
         self.weights.begin()
 
     def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
-        """Writes pieces; a parameter may arrive in several pieces and in several calls.
+        """Write pieces; a parameter may arrive in several pieces and in several calls.
 
         Raises:
             KeyError: A name is not in the manifest.
@@ -407,7 +407,7 @@ class RolloutEngine(ABC):
         self.weights.load(pieces)
 
     def finish_weight_update(self) -> None:
-        """Closes the update (post-processing, repacking). Caches stay invalid until reset.
+        """Close the update (post-processing, repacking). Caches stay invalid until reset.
 
         Raises:
             ValueError: A parameter was written in part.
@@ -415,35 +415,35 @@ class RolloutEngine(ABC):
         self.weights.finish()
 
     def reset_caches(self) -> None:
-        """Drops every cached activation (prefix cache, encoder cache), which ends an update."""
+        """Drop every cached activation (prefix cache, encoder cache), which ends an update."""
         self.drop_caches()
         self.weights.reset_caches()
 
     def drop_caches(self) -> None:  # noqa: B027 - an engine may have no cache
-        """Lets a backend drop its caches."""
+        """Drop the backend's caches."""
 
     def hash_parameters(self, names: Sequence[str] | None = None) -> dict[str, int]:
-        """The position-keyed 64-bit hash of each verifiable parameter, read from final storage.
+        """Return the position-keyed 64-bit hash of verifiable parameters, from final storage.
 
         Args:
-            names: Which; None is all that can be read back.
+            names: Names of the parameters; None for all that can be read back.
 
         Returns:
-            Checkpoint name -> signed 64-bit hash, that of `lightrft.kernels.hash_tensors`.
+            Checkpoint name -> signed 64-bit hash by `lightrft.kernels.hash_tensors`.
         """
         return self.weights.hashes(names)
 
     def alias_weights(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Shares the given full tensors as the engine's own storage.
+        """Use full tensors of the trainer as the engine's storage.
 
         Returns:
-            False if this engine cannot alias, or if names, shapes, dtypes or devices disagree
-            (nothing was changed).
+            Whether it did; False changes nothing: this engine cannot alias, or names, shapes,
+            dtypes or devices disagree.
         """
         return self.weights.alias(tensors)
 
     def shared_names(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
-        """Names of the parameters whose storage, as the engine computes with it, is the one given.
+        """Return names of the parameters whose storage in the engine is the trainer's.
 
         Args:
             tensors: Checkpoint name -> full tensor of the trainer.
@@ -451,7 +451,7 @@ class RolloutEngine(ABC):
         return self.weights.shared_names(tensors)
 
     def check_usable(self) -> None:
-        """Raises unless the engine is open, awake, idle, and holds a complete set of weights."""
+        """Raise unless the engine is open, awake, idle, and holds a complete set of weights."""
         _ = self.native
         self._check_weights()
         self._check_idle()
@@ -474,6 +474,6 @@ class RolloutEngine(ABC):
             raise RuntimeError(f"the {self.name} engine sleeps; call wake_up() before generate()")
 
     def close(self) -> None:
-        """Frees the weights; `generate` raises from now on."""
+        """Free the weights; `generate` raises from now on."""
         self.abort()
         self._fall_asleep(2)

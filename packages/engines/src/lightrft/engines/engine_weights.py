@@ -1,4 +1,4 @@
-"""An engine's parameters during updates, and as it holds them in this process."""
+"""Parameters of an engine: their updates, and their storage in this process."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 class StaleEngineError(RuntimeError):
-    """The engine was asked to generate while its weights are not those of the trainer."""
+    """Error for a call of `generate` while the engine's weights are not the trainer's."""
 
 
 class EngineWeights(ABC):
-    """A named set of parameters that a trainer rewrites.
+    """Named set of parameters that a trainer rewrites.
 
-    Follows begin / load... / finish / reset and refuses what would leave mixed weights.
+    Follows begin / load... / finish / reset and refuses calls that would leave mixed weights.
 
     Args:
-        manifest: Every parameter, in checkpoint names.
-        engine_name: Names the engine in errors.
+        manifest: All parameters, under checkpoint names.
+        engine_name: Name of the engine in errors.
 
     Attributes:
-        unwritten: Names that hold no weights yet.
+        unwritten: Names of parameters that hold no weights yet.
     """
 
     def __init__(self, manifest: Sequence[EngineParameter], engine_name: str) -> None:
@@ -42,7 +42,7 @@ class EngineWeights(ABC):
 
     @property
     def owners(self) -> set[str]:
-        """The parameters with storage of their own."""
+        """Names of the parameters that do not share another's storage."""
         return {p.name for p in self.manifest if p.tied_to is None}
 
     @property
@@ -51,7 +51,7 @@ class EngineWeights(ABC):
         return self._phase == "open"
 
     def begin(self) -> None:
-        """Opens an update.
+        """Open an update.
 
         Raises:
             RuntimeError: An update is open already.
@@ -65,7 +65,7 @@ class EngineWeights(ABC):
         self._ranges = {}
 
     def accept(self, piece: WeightPiece) -> EngineParameter:
-        """Checks one piece against the manifest and counts its range as written.
+        """Check one piece against the manifest and record its range as written.
 
         Returns:
             The parameter that the piece belongs to.
@@ -97,12 +97,12 @@ class EngineWeights(ABC):
         return parameter
 
     def finish(self) -> None:
-        """Closes the update; caches must still be reset.
+        """Close the update; caches must still be reset.
 
         Raises:
             RuntimeError: No update is open.
-            ValueError: A parameter was written in part, or without the others of its fused engine
-                tensor; it names each and stays unusable until it is written in full.
+            ValueError: Parameters were written in part, or without the others of their fused
+                engine tensor; the message names them. They stay unusable until written in full.
         """
         if not self.is_open:
             raise RuntimeError(
@@ -131,30 +131,30 @@ class EngineWeights(ABC):
 
     @abstractmethod
     def load(self, pieces: Iterable[WeightPiece]) -> None:
-        """See `RolloutEngine.load_weights`."""
+        """Implement `RolloutEngine.load_weights`."""
 
     def release(self, level: int) -> None:
-        """Weights sleep; those of level 2 must be written again."""
+        """Mark weights as asleep; after level 2 they must be written again."""
         self.is_resident = False
         if level == 2:
             self.unwritten.update(self.owners)
 
     def restore(self) -> None:
-        """Weights are awake; those of level 2 stay unwritten."""
+        """Mark weights as awake; after level 2 they stay unwritten."""
         self.is_resident = True
 
     def alias(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """See `RolloutEngine.alias_weights`."""
+        """Implement `RolloutEngine.alias_weights`: not possible here."""
         del tensors
         return False
 
     def shared_names(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
-        """See `RolloutEngine.shared_names`."""
+        """Implement `RolloutEngine.shared_names`: none here."""
         del tensors
         return frozenset()
 
     def hashes(self, names: Sequence[str] | None) -> dict[str, int]:
-        """See `RolloutEngine.hash_parameters`; a tied name gives the hash of its owner.
+        """Return hashes for `RolloutEngine.hash_parameters`; a tied name has its owner's hash.
 
         Raises:
             KeyError: A name is unknown or cannot be read back.
@@ -173,7 +173,7 @@ class EngineWeights(ABC):
 
     @abstractmethod
     def _stored_hashes(self, names: Sequence[str]) -> list[int]:
-        """Hashes of parameters with storage of their own, from where the engine reads them."""
+        """Return the hashes of untied parameters, from where the engine reads them."""
 
     def _require_resident(self, method: str) -> None:
         if not self.is_resident:
@@ -183,15 +183,15 @@ class EngineWeights(ABC):
             )
 
     def reset_caches(self) -> None:
-        """Declares the caches empty, which ends the update."""
+        """Mark the caches as empty, which ends the update."""
         if self._phase == "caches":
             self._phase = "settled"
 
     def check_settled(self) -> None:
-        """Raises unless the last update is over and every parameter holds weights.
+        """Raise unless the last update is over and every parameter holds weights.
 
         Raises:
-            StaleEngineError: The message says what is missing.
+            StaleEngineError: An update is open or weights are missing; the message says which.
         """
         prefix = f"the {self._engine_name} engine must not generate: "
         if self._phase == "open":
@@ -211,14 +211,14 @@ class EngineWeights(ABC):
 
 
 class AssembledWeights(EngineWeights):
-    """Parameters that are assembled from pieces and handed whole to a backend.
+    """Parameters that are assembled from pieces and passed whole to a backend.
 
-    A group of parameters that the backend fuses is handed over once, when all of it is there.
+    A group of parameters that the backend fuses is passed at once, when it is complete.
 
     Args:
-        manifest, engine_name: See `EngineWeights`.
-        device: Where copies are assembled; None is that of the pieces. A backend that keeps no
-            reference is given whole pieces as they are.
+        manifest, engine_name: Parameters and name as in `EngineWeights`.
+        device: Device where copies are assembled; None for that of the pieces. Then whole pieces
+            are passed without a copy, which needs a backend that keeps no reference.
     """
 
     def __init__(
@@ -237,21 +237,21 @@ class AssembledWeights(EngineWeights):
 
     @abstractmethod
     def _hand_over(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Gives whole parameters to the backend; the first call of an update opens its own."""
+        """Pass whole parameters to the backend; the first call of an update opens the backend's."""
 
     @abstractmethod
     def _end_update(self) -> None:
-        """Ends the backend's own update."""
+        """End the backend's update."""
 
     def begin(self) -> None:
-        """Opens an update; the backend hears of it when the first parameter is whole."""
+        """Open an update; the backend's begins when the first parameter is whole."""
         super().begin()
         self._forget()
         self._failed = set()
 
     @torch.no_grad()
     def load(self, pieces: Iterable[WeightPiece]) -> None:
-        """Takes pieces; parameters that are complete go to the backend together."""
+        """Assemble pieces; pass complete parameters to the backend together."""
         self._require_resident("load_weights")
         ready: dict[str, torch.Tensor] = {}
         for piece in pieces:
@@ -266,7 +266,7 @@ class AssembledWeights(EngineWeights):
                     ready[name] = self._assembled.pop(name).view(self._parameters[name].shape)
                     del self._missing[name]
         if ready:
-            # Until the backend has taken them, these may hold anything.
+            # Until the backend has loaded them, these may hold anything.
             self._failed |= ready.keys()
             self._hand_over(ready)
             self._failed -= ready.keys()
@@ -280,12 +280,12 @@ class AssembledWeights(EngineWeights):
             self._missing[name] = numel
         stop = piece.start + piece.tensor.numel()
         self._assembled[name][piece.start : stop].copy_(piece.tensor)
-        # Overlapping pieces make this too small, which `EngineWeights.finish` reports.
+        # Overlapping pieces make this too small; `EngineWeights.finish` reports them.
         self._missing[name] -= piece.tensor.numel()
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Closes the update in the backend; raises if a parameter or group is incomplete."""
+        """Close the update in the backend; raise if a parameter or group is incomplete."""
         self._forget()
         if not self.is_open:
             super().finish()
@@ -326,7 +326,7 @@ def _check_piece(piece: WeightPiece, parameter: EngineParameter) -> None:
 
 
 def _covered(ranges: Sequence[tuple[int, int]]) -> int:
-    """Number of elements in the union of half-open ranges."""
+    """Return the number of elements in the union of half-open ranges."""
     num_covered = 0
     end = 0
     for start, stop in sorted(ranges):
@@ -336,15 +336,15 @@ def _covered(ranges: Sequence[tuple[int, int]]) -> int:
 
 
 class ParameterStore(EngineWeights):
-    """A named set of tensors that a trainer rewrites.
+    """Named set of tensors that a trainer rewrites.
 
     Args:
-        parameters: Checkpoint name -> tensor. A tensor that appears under several names counts
-            once, under the first.
-        engine_name: Names the engine in errors.
+        parameters: Checkpoint name -> tensor. A tensor under several names counts once, under
+            the first.
+        engine_name: Name of the engine in errors.
 
     Attributes:
-        tensors: The tensors that own their storage, by name.
+        tensors: Untied tensors by name.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], engine_name: str) -> None:
@@ -360,14 +360,14 @@ class ParameterStore(EngineWeights):
         self.is_aliased = False
 
     def begin(self) -> None:
-        """Opens an update; storage shared with the trainer is replaced by copies first."""
+        """Open an update; replace storage shared with the trainer by copies first."""
         super().begin()
         if self.is_aliased:
             self._stop_sharing()
 
     @torch.no_grad()
     def load(self, pieces: Iterable[WeightPiece]) -> None:
-        """Writes pieces into storage; see `RolloutEngine.load_weights`."""
+        """Write pieces into storage; see `RolloutEngine.load_weights`."""
         self._require_resident("load_weights")
         if self.is_aliased:
             self._stop_sharing()
@@ -377,14 +377,14 @@ class ParameterStore(EngineWeights):
             flat[piece.start : piece.start + piece.tensor.numel()].copy_(piece.tensor)
 
     def alias(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Takes the given tensors as storage if every one fits; else changes nothing."""
+        """Use the trainer's tensors as storage if all of them fit; otherwise change nothing."""
         if not self.is_resident or self.is_open:
             return False
         if set(tensors) - set(self.tensors) - set(self._tied):
             return False
         for name, parameter in self.tensors.items():
-            given = tensors.get(name)
-            if given is None or not _fits(given, parameter):
+            tensor = tensors.get(name)
+            if tensor is None or not _fits(tensor, parameter):
                 return False
         for tied, name in self._tied.items():
             if tied in tensors and tensors[tied].data_ptr() != tensors[name].data_ptr():
@@ -396,13 +396,13 @@ class ParameterStore(EngineWeights):
         return True
 
     def _stop_sharing(self) -> None:
-        """Takes storage of its own again: that of the trainer is not to be written."""
+        """Copy the weights to new storage: the trainer's must not be written."""
         for parameter in self.tensors.values():
             parameter.data = parameter.data.clone()
         self.is_aliased = False
 
     def release(self, level: int) -> None:
-        """Level 1 moves weights to the host, level 2 frees them; aliased ones stay untouched."""
+        """Move weights to the host (level 1) or free them (level 2); keep aliased ones."""
         if self.is_aliased:
             return
         for name, parameter in self.tensors.items():
@@ -414,7 +414,7 @@ class ParameterStore(EngineWeights):
         self.is_resident = False
 
     def restore(self) -> None:
-        """Takes memory back; weights freed by level 2 stay unwritten."""
+        """Take memory back; weights freed by level 2 stay unwritten."""
         if self.is_resident:
             return
         for name, parameter in self.tensors.items():
@@ -432,21 +432,21 @@ class ParameterStore(EngineWeights):
         return hash_tensors([self.tensors[name].detach() for name in names])
 
     def shared_names(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
-        """See `RolloutEngine.shared_names`; compares addresses, not what was agreed on."""
+        """Return names of the parameters with the trainer's storage, by comparing addresses."""
         self._require_resident("shared_names")
         return frozenset(
             name
-            for name, given in tensors.items()
-            if (own := self.tensors.get(self._tied.get(name, name))) is not None
-            and own.numel() > 0
-            and own.data_ptr() == given.data_ptr()
-            and own.stride() == given.stride()
-            and _fits(given, own)
+            for name, tensor in tensors.items()
+            if (parameter := self.tensors.get(self._tied.get(name, name))) is not None
+            and parameter.numel() > 0
+            and parameter.data_ptr() == tensor.data_ptr()
+            and parameter.stride() == tensor.stride()
+            and _fits(tensor, parameter)
         )
 
 
 def is_full_tensor(tensor: torch.Tensor, shape: torch.Size) -> bool:
-    """Whether a tensor holds all elements of a parameter of this shape in this process.
+    """Return whether a tensor holds all elements of a parameter in this process.
 
     Sharded parameters are of another type (DTensor) or have an empty local shape (ZeRO-3).
     """
@@ -455,14 +455,14 @@ def is_full_tensor(tensor: torch.Tensor, shape: torch.Size) -> bool:
 
 
 def full_shape(parameter: torch.Tensor) -> torch.Size:
-    """The shape of the whole parameter, also where ZeRO-3 has emptied the tensor itself."""
+    """Return the shape of the whole parameter, even if ZeRO-3 has emptied the tensor."""
     # DeepSpeed keeps it as an attribute of the parameter.
     shape: torch.Size = vars(parameter).get("ds_shape", parameter.shape)
     return shape
 
 
 def tied_names(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """For each further name of a shared parameter, the first name."""
+    """Return the first name of each shared parameter, by its further names."""
     first_names: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in named:

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class EngineBuilder(Protocol):
-    """Start of one kind of engine; an attribute `facts` says what that can do."""
+    """Function that starts one kind of engine; an attribute `facts` describes the engine."""
 
     def __call__(self, config: EngineConfig, *, module: nn.Module | None = None) -> RolloutEngine:
-        """Starts it; `module` gives the architecture where the engine can use it."""
+        """Start the engine; `module` provides the architecture if the engine can use it."""
 
 
-# Name -> module whose `FACTS` say what the engine can do, or what starts one (itself, or its
-# `module:name`). "auto" takes the first with a package, where it is installed.
+# Name -> module with the engine's `FACTS`, or a builder (the function or its `module:name`).
+# "auto" takes the first whose package is installed.
 ENGINES: dict[str, str | EngineBuilder] = {
     "vllm": "lightrft.engines.vllm.facts",
     "sglang": "lightrft.engines.sglang.facts",
@@ -33,7 +33,7 @@ _UNKNOWN = EngineFacts()
 
 
 def engine_facts(engine_type: str | None) -> EngineFacts:
-    """Return what an engine can do; of an unknown name, "auto" or None nothing is known."""
+    """Return facts about an engine; the defaults for an unknown name, "auto" or None."""
     place = ENGINES.get(engine_type or "")
     if isinstance(place, str) and ":" not in place:
         return cast("EngineFacts", importlib.import_module(place).FACTS)
@@ -41,13 +41,12 @@ def engine_facts(engine_type: str | None) -> EngineFacts:
 
 
 def build_engine(config: EngineConfig, *, module: nn.Module | None = None) -> RolloutEngine:
-    """Starts the engine that `config.engine_type` names.
+    """Start the engine that `config.engine_type` names.
 
     Args:
-        config: What to start; "auto" is resolved by `resolve_engine_type`.
-        module: A transformers model whose architecture the "hf" engine takes instead of reading
-            `config.model_path`, and "vllm" where that path is empty. The engine keeps storage of
-            its own.
+        config: Settings of the engine; "auto" is resolved by `resolve_engine_type`.
+        module: Transformers model whose architecture the "hf" engine takes instead of reading
+            `config.model_path`, and "vllm" if that path is empty. The engine copies its weights.
 
     Raises:
         ValueError: The name is unknown.
@@ -62,7 +61,7 @@ def build_engine(config: EngineConfig, *, module: nn.Module | None = None) -> Ro
 
 
 def resolve_engine_type(engine_type: str) -> str:
-    """The name of the engine to start: the given one, or the best available for "auto".
+    """Return the name of the engine to start, the best available for "auto".
 
     "auto" takes vllm if it is importable and there is a GPU, else sglang likewise, else hf.
 

@@ -1,4 +1,4 @@
-"""Facts about engines that are known without starting one, or importing its package."""
+"""Facts about engines that need no started engine and no import of its package."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 
 
 def combines(*, top_k: int, top_p: float, min_p: float) -> bool:
-    """Return whether two truncations act together: one alone is the same everywhere."""
+    """Return whether two truncations act together; a single one is the same in all engines."""
     return (top_k != -1) + (top_p < 1) + (min_p > 0) > 1
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """Facts about an engine; the defaults are those of one that nothing is known about.
+    """Facts about an engine; the defaults are for an unknown engine.
 
     Args:
-        builder: "module:name" of what starts it.
+        builder: "module:name" of the function that starts it.
         package: Package that it needs, if any.
         versions: Tested versions of the package, from and below.
-        holds_adapters: It holds LoRA adapters beside its weights.
-        draws_min_p: It can draw by a seed from what min_p keeps.
-        spans_ranks: One engine is shared by the ranks of a group (tensor parallelism).
-        has_own_memory: Its weights and cache lie on the device beside the trainer's model.
-        needs_share: It refuses to start where `engine_mem_util` of the device is not free.
-        has_known_order: Whether what it keeps under these truncations follows from the logits as
-            in `lightrft.engines.sampling`.
+        holds_adapters: Whether it holds LoRA adapters beside its weights.
+        draws_min_p: Whether it can draw by a seed from the tokens that min_p keeps.
+        spans_ranks: Whether the ranks of a group share one engine (tensor parallelism).
+        has_own_memory: Whether its weights and cache lie on the device beside the trainer's model.
+        needs_share: Whether it refuses to start unless `engine_mem_util` of the device is free.
+        has_known_order: Function that returns whether it applies truncations in the order of
+            `lightrft.engines.sampling`.
     """
 
     builder: str = ""

@@ -1,4 +1,4 @@
-"""Record of what an engine sampled, written before any other code sees it."""
+"""Record of sampled tokens, written before any other code sees them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lightrft.engines.rows import RawCompletion, RequestedSample
 from lightrft.engines.types import Facts, SamplingParams
 
-# Request id, sample index, hash of the context: what one call sampled for one sample.
+# Request id, sample index and hash of the context, which identify one sample of one call.
 Key = tuple[int, int, str]
 
 
@@ -22,13 +22,13 @@ class LedgerEntry:
     """Tokens of one sample from one call of the engine.
 
     Args:
-        request_id, sample_index: As in the request.
-        context_hash: Of the ids before the tokens, as the engine got them; see `hash_context`.
-        token_ids, logprobs: As they were sampled.
-        weights_version: Of the weights that sampled them.
-        facts: As in `Completion`.
-        sampling: See `SamplingParams.distribution`; () where a checkpoint does not say.
-        finish_reason: Why the call ended; "" where a checkpoint does not say.
+        request_id, sample_index: Ids of the sample, as in the request.
+        context_hash: Hash of the ids before the tokens, as the engine got them, by `hash_context`.
+        token_ids, logprobs: Sampled tokens and their logprobs.
+        weights_version: Version of the weights that sampled them.
+        facts: Further facts, as in `Completion`.
+        sampling: `SamplingParams.distribution`; () in checkpoints without it.
+        finish_reason: Reason why the call ended; "" in checkpoints without it.
     """
 
     request_id: int
@@ -43,18 +43,18 @@ class LedgerEntry:
 
     @property
     def key(self) -> Key:
-        """What it is looked up by."""
+        """Key for looking it up."""
         return self.request_id, self.sample_index, self.context_hash
 
 
 def hash_context(token_ids: Sequence[int] | NDArray[np.int64]) -> str:
-    """128 bits of the ids, as hexadecimal digits."""
+    """Return a 128-bit hash of the ids, as hexadecimal digits."""
     data = np.asarray(token_ids, dtype=np.int64).tobytes()
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 class Ledger:
-    """The entries of the calls made while it records; off unless somebody asks."""
+    """Entries of the calls made while recording, which is off by default."""
 
     def __init__(self) -> None:
         self._entries: list[LedgerEntry] = []
@@ -62,7 +62,7 @@ class Ledger:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Records the calls inside."""
+        """Record calls within the context."""
         self._is_recording = True
         try:
             yield
@@ -76,19 +76,19 @@ class Ledger:
         version: int,
         params: SamplingParams,
     ) -> None:
-        """Notes what was sampled for each row."""
+        """Add an entry for each row."""
         if not self._is_recording:
             return
         hashes: dict[int, str] = {}  # samples of one request share their prompt
         for row, raw in zip(rows, raws, strict=True):
-            found = hashes.get(id(row.prompt))
-            if found is None:
-                found = hashes[id(row.prompt)] = hash_context(row.prompt)
+            context_hash = hashes.get(id(row.prompt))
+            if context_hash is None:
+                context_hash = hashes[id(row.prompt)] = hash_context(row.prompt)
             self._entries.append(
                 LedgerEntry(
                     row.request_id,
                     row.sample_index,
-                    found,
+                    context_hash,
                     raw.token_ids,
                     raw.logprobs,
                     version,
@@ -99,15 +99,15 @@ class Ledger:
             )
 
     def restore(self, entries: Iterable[LedgerEntry]) -> None:
-        """Notes what the engine of a killed process had written down."""
+        """Add entries recorded by the engine of a killed process."""
         if self._is_recording:
             self._entries += entries
 
     def discard(self, request_ids: Collection[int]) -> None:
-        """Forgets what was sampled for these requests."""
+        """Drop the entries of these requests."""
         self._entries = [e for e in self._entries if e.request_id not in request_ids]
 
     def take(self) -> list[LedgerEntry]:
-        """All entries; none are left."""
+        """Remove and return all entries."""
         entries, self._entries = self._entries, []
         return entries

@@ -40,11 +40,11 @@ class ModelShape:
 def model_shape(
     config: PretrainedConfig, architecture: type[PreTrainedModel] | None = None
 ) -> ModelShape:
-    """Names and shapes from the configuration alone, without memory for weights.
+    """Return names and shapes from the configuration alone, without memory for weights.
 
     Args:
-        config: A transformers configuration.
-        architecture: The class to build; None takes the language model of the configuration.
+        config: Transformers configuration.
+        architecture: Class to build; None takes the language model of the configuration.
     """
     config = copy.deepcopy(config)
     with torch.device("meta"):
@@ -59,12 +59,12 @@ def model_shape(
 def model_configs(
     config: EngineConfig, module: nn.Module | None
 ) -> tuple[PretrainedConfig, GenerationConfig | None, type[PreTrainedModel] | None]:
-    """The model's configurations, from its directory or else from the module, and its class.
+    """Return the model's configurations, from its directory or else the module, and its class.
 
     The class is that of the module; None is the causal language model of the configuration.
 
     Raises:
-        ValueError: Neither is given.
+        ValueError: There is neither a directory nor a module.
     """
     architecture = architecture_of(type(module)) if isinstance(module, PreTrainedModel) else None
     if config.model_path:
@@ -89,11 +89,11 @@ def model_configs(
 def model_directory(
     model_path: str, hf_config: PretrainedConfig, architecture: type | None
 ) -> Iterator[str]:
-    """The checkpoint, or a temporary directory that holds the architecture alone.
+    """Yield the checkpoint, or a temporary directory with the architecture alone.
 
     Args:
-        model_path: The checkpoint, or empty.
-        hf_config: The model's configuration.
+        model_path: Path of the checkpoint, or empty.
+        hf_config: Configuration of the model.
         architecture: Name of the transformers class.
     """
     if model_path:

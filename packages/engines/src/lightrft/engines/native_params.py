@@ -11,7 +11,7 @@ _NAMES = {field.name: field.name for field in dataclasses.fields(SamplingParams)
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
 }
-# Fields about text and the form of a backend's own answers; a `Completion` has ids and logprobs.
+# Fields about text and the backend's form of answers; a `Completion` has ids and logprobs.
 _NEUTRAL = frozenset(
     {
         # vLLM
@@ -43,29 +43,29 @@ _ALL_TOKENS = (0, None, 1 << 30)
 
 
 def params_of_native(native: object) -> SamplingParams | None:
-    """Ours from sampling parameters in the form of vLLM or SGLang, by the names of their fields.
+    """Convert sampling parameters of vLLM or SGLang to ours, by the names of their fields.
 
-    What has no counterpart must be at the backend's default.
+    Fields without a counterpart must be at the backend's default.
 
     Returns:
-        None if it is no such object.
+        Our parameters; None if the object is of another kind.
 
     Raises:
-        ValueError: They set what our completions cannot honour (penalties, biases, grammars or the
-            like); the message names all of it.
+        ValueError: Unsupported fields are set (penalties, biases, grammars or the like); the
+            message names all of them.
     """
-    given = _fields(native)
-    if not given.keys() & {"max_tokens", "max_new_tokens", "temperature"}:
+    fields = _fields(native)
+    if not fields.keys() & {"max_tokens", "max_new_tokens", "temperature"}:
         return None
     try:
         defaults = _fields(type(native)())
-    except TypeError:  # no object without arguments
-        defaults = dict.fromkeys(given)
+    except TypeError:  # the class needs arguments
+        defaults = dict.fromkeys(fields)
     kind = f"{type(native).__module__}.{type(native).__qualname__}"
-    usable = {theirs: ours for theirs, ours in _NAMES.items() if theirs in given}
+    usable = {theirs: ours for theirs, ours in _NAMES.items() if theirs in fields}
     refused = sorted(
         f"{name}={value!r}"
-        for name, value in given.items()
+        for name, value in fields.items()
         if name not in usable and name not in _NEUTRAL and value != defaults.get(name)
     )
     if refused:
@@ -74,7 +74,7 @@ def params_of_native(native: object) -> SamplingParams | None:
             "completions follow the model's own distribution at the given temperature, top_p, "
             f"top_k and min_p; leave them out (usable: {', '.join(sorted(usable))})"
         )
-    values = {ours: given[theirs] for theirs, ours in usable.items()}
+    values = {ours: fields[theirs] for theirs, ours in usable.items()}
     if values.get("max_tokens") is None:
         bound = next((name for name, ours in usable.items() if ours == "max_tokens"), "max_tokens")
         raise ValueError(f"{kind} sampling parameters without a bound on the tokens: set {bound}")
@@ -94,6 +94,6 @@ def _as_tuple(value: object) -> tuple[object, ...]:
 
 
 def _fields(native: object) -> dict[str, object]:
-    """Values by name, of a struct (msgspec) or a plain object."""
+    """Return fields by name, of a struct (msgspec) or a plain object."""
     names: Iterable[str] = getattr(type(native), "__struct_fields__", ())
     return {name: getattr(native, name) for name in names} or dict(getattr(native, "__dict__", {}))

@@ -1,4 +1,4 @@
-"""State of this process around a backend: functions it needs, settings it must not change."""
+"""Process state around a backend: required functions, and settings it must not change."""
 
 import importlib
 import operator
@@ -14,12 +14,12 @@ import torch
 
 @contextmanager
 def preserved_process_state(inner_threads: int | None = None) -> Iterator[None]:
-    """Restores random states, thread count and default dtype, also after an exception.
+    """Restore random states, thread count and default dtype, also after an exception.
 
     A backend may even replace `torch.set_num_threads` itself, so the function is restored too.
 
     Args:
-        inner_threads: CPU threads of torch inside; None leaves them.
+        inner_threads: CPU threads of torch within the context; None leaves them unchanged.
     """
     set_num_threads = torch.set_num_threads
     num_threads = torch.get_num_threads()
@@ -46,7 +46,7 @@ def preserved_process_state(inner_threads: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def replaced_environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Variables for the body alone; None hides one."""
+    """Set variables within the context; None unsets one."""
     before = {name: os.environ.get(name) for name in values}
     _set_environment(values)
     try:
@@ -65,22 +65,22 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
 
 @contextmanager
 def environment(defaults: Mapping[str, str]) -> Iterator[None]:
-    """Variables for the body alone; those that the user has set stay."""
+    """Set variables within the context, unless the user has set them."""
     absent = {name: value for name, value in defaults.items() if name not in os.environ}
     with replaced_environment(absent):
         yield
 
 
 def require_functions(needed: Mapping[str, Sequence[str]], package: str, remedy: str) -> None:
-    """Checks that an installed backend has every function that is called.
+    """Check that an installed backend has every function that is called.
 
     Args:
         needed: Module -> names in it, with dots for attributes.
-        package: The backend's own name.
-        remedy: What to install.
+        package: Name of the backend.
+        remedy: Version to install.
 
     Raises:
-        ImportError: It names what is missing and the remedy.
+        ImportError: A function is missing; the message names all, and the remedy.
     """
     paths = [(module, path) for module, paths in needed.items() for path in paths]
     missing = [f"{module}.{path}" for module, path in paths if not _exists(module, path)]
@@ -101,10 +101,10 @@ def _exists(module: str, path: str) -> bool:
 
 @contextmanager
 def deepspeed_unless_used() -> Iterator[None]:
-    """Inside, DeepSpeed cannot be imported unless it is already.
+    """Prevent an import of DeepSpeed within the context, unless it is imported already.
 
-    transformers asks it, when it saves, whether a model is one of its engines: an import of
-    seconds, and warnings about accelerators, in programs that do not use it.
+    When transformers saves a model, it asks DeepSpeed whether the model is one of its engines. In
+    programs that do not use it, that import takes seconds and warns about accelerators.
     """
     if "deepspeed" in sys.modules:
         yield

@@ -1,4 +1,4 @@
-"""Rows to sample: requests, checked, as rows; and completions made of what was sampled."""
+"""Conversion of requests to rows to sample, and of samples to completions."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _SEED_MASK = 2**62 - 1
 
 @dataclass(frozen=True, slots=True)
 class RequestedSample:
-    """One completion to sample.
+    """Completion to sample.
 
     Args:
-        index: Its place in the prompt-major result.
-        request_id: The request it answers.
-        sample_index: 0 .. n-1.
+        index: Place in the prompt-major result.
+        request_id: Id of the request that it answers.
+        sample_index: Index among the request's samples, 0 .. n-1.
         prompt: Prompt token ids, not empty.
         max_tokens: Most tokens to sample.
-        media: The encoded prompt, if it has images or videos.
+        media: Encoded prompt, if it has images or videos.
     """
 
     index: int
@@ -52,10 +52,10 @@ class Limits:
     """Limits of a model.
 
     Args:
-        vocab_size: Token ids are below this.
-        num_rows: Logits of a position; those from `vocab_size` on are never sampled.
+        vocab_size: Bound of token ids, exclusive.
+        num_rows: Number of logits; those from `vocab_size` on are never sampled.
         max_model_len: Longest prompt plus completion, in tokens; None is unlimited.
-        engine_name: Names the engine in errors.
+        engine_name: Name of the engine in errors.
         reads_media: Whether prompts may have images and videos.
     """
 
@@ -67,7 +67,7 @@ class Limits:
 
     @property
     def is_padded(self) -> bool:
-        """Return whether the output projection has rows that are no tokens."""
+        """Whether the output projection has rows that are no tokens."""
         return self.num_rows > self.vocab_size
 
 
@@ -79,14 +79,15 @@ def rows_of_requests(
     encode: Callable[[str], tuple[int, ...]],
     encode_media: Callable[[GenerationRequest], EncodedPrompt | None],
 ) -> list[RequestedSample]:
-    """Checks requests and lists their completions, prompt-major.
+    """Check requests and list their completions, prompt-major.
 
     Args:
-        requests: The requests.
-        params: Completions for each request, and the bound of those without one of their own.
-        limits: What the model can take.
-        encode: Turns a prompt text into token ids, for requests without ids.
-        encode_media: Encodes a prompt with images or videos; None leaves its ids as they are.
+        requests: Requests to check.
+        params: Number of completions per request, and the default bound of their tokens.
+        limits: Limits of the model.
+        encode: Function from a prompt text to token ids, for requests without ids.
+        encode_media: Function that encodes a prompt with images or videos, or returns None to
+            leave its ids unchanged.
 
     Raises:
         ValueError: A request is malformed; the message names its id.
@@ -140,7 +141,7 @@ def _checked_prompt(
         prompt = encode(request.prompt_text)
     if not prompt:
         raise ValueError(f"{name} has an empty prompt; give prompt_token_ids or prompt_text")
-    # Marks of media may lie behind the vocabulary.
+    # Placeholders of media may lie beyond the vocabulary.
     if encoded is None and (min(prompt) < 0 or max(prompt) >= limits.vocab_size):
         raise ValueError(
             f"{name} has token ids outside the vocabulary: got {min(prompt)} .. {max(prompt)}, "
@@ -161,9 +162,9 @@ class RawCompletion:
     """Tokens of one completion so far.
 
     Args:
-        token_ids, logprobs: What was sampled.
-        finish_reason: Why it ended.
-        facts: As in `Completion`.
+        token_ids, logprobs: Sampled tokens and their logprobs.
+        finish_reason: Reason why it ended.
+        facts: Further facts, as in `Completion`.
     """
 
     token_ids: tuple[int, ...]
@@ -172,26 +173,26 @@ class RawCompletion:
     facts: Facts = field(default_factory=dict)
 
     def cut(self, num_tokens: int) -> RawCompletion:
-        """Its first tokens, as if it had been stopped there."""
+        """Return the first tokens, as if it had stopped there."""
         facts = {name: values[:num_tokens] for name, values in self.facts.items()}
         return RawCompletion(self.token_ids[:num_tokens], self.logprobs[:num_tokens], "stop", facts)
 
 
 def request_seed(seed: int, request_id: int, part: int) -> int:
-    """A seed that depends on nothing but its arguments; nearby ids give unrelated seeds."""
+    """Return a seed that depends only on the arguments; nearby ids give unrelated seeds."""
     return int(row_keys(seed, [request_id], [part], device=_CPU)[0]) & _SEED_MASK
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request to a backend.
+    """Request to a backend.
 
     Args:
-        prompt: Token ids.
+        prompt: Token ids of the prompt.
         max_tokens: Most tokens of each sample.
-        seed: Fixes its random numbers, together with their positions.
-        num_samples: Samples of this prompt.
-        media: The encoded prompt, of which `prompt` has the token ids first; None for text.
+        seed: Seed that fixes its random numbers, together with their positions.
+        num_samples: Number of samples of this prompt.
+        media: Encoded prompt, whose token ids begin `prompt`; None for text.
     """
 
     prompt: tuple[int, ...]
@@ -202,7 +203,7 @@ class Job:
 
 
 def first_job(row: RequestedSample, params: SamplingParams, *, num_samples: int = 1) -> Job:
-    """Up to `min_tokens` - 1 tokens if there is a minimum, else all."""
+    """Return the first job of a row: up to `min_tokens` - 1 tokens, or all without a minimum."""
     bound = row.max_tokens
     if params.min_tokens > 1:
         bound = min(bound, params.min_tokens - 1)
@@ -213,7 +214,7 @@ def first_job(row: RequestedSample, params: SamplingParams, *, num_samples: int 
 def next_job(
     row: RequestedSample, raw: RawCompletion, params: SamplingParams, *, part: int
 ) -> Job | None:
-    """The job that continues a completion after its minimum, or None if it is full."""
+    """Return the job that continues a completion after its minimum, or None if it is full."""
     left = row.max_tokens - len(raw.token_ids)
     if left <= 0:
         return None
@@ -227,10 +228,10 @@ FinishedRow = tuple[RequestedSample, RawCompletion]
 
 
 class RunJobs(Protocol):
-    """Runs jobs on a backend."""
+    """Function that runs jobs on a backend."""
 
     def __call__(self, jobs: Sequence[Job], *, with_stops: bool) -> Iterable[list[FinishedJob]]:
-        """The jobs as they end, in batches of at least one."""
+        """Yield jobs as they end, in batches of at least one."""
 
 
 def stream_in_parts(
@@ -242,15 +243,17 @@ def stream_in_parts(
     *,
     next_part: int,
 ) -> Iterator[list[FinishedRow]]:
-    """Rows as they end. Before `min_tokens` nothing stops, so all of that comes as a first part.
+    """Yield rows as they end, sampling the tokens before `min_tokens` as a first part.
+
+    Nothing stops in the first part.
 
     Args:
-        run: The backend.
-        first_jobs: Whose samples are one a row.
-        rows, params: What to sample.
-        decoder: Finds stop strings that begin in the first part; None where they are looked for
+        run: Function that runs jobs on the backend.
+        first_jobs: First jobs, with one sample for each row.
+        rows, params: Rows to sample and their parameters.
+        decoder: Decoder for stop strings that begin in the first part; None if they are matched
             later, or there are none.
-        next_part: Added to the sample index for the seed of the second part.
+        next_part: Offset of the sample index for the seed of the second part.
     """
     has_minimum = params.min_tokens > 1
     parts = _of_rows(run(first_jobs, with_stops=not has_minimum), first_jobs, rows)
@@ -279,7 +282,7 @@ def stream_in_parts(
 def _of_rows(
     parts: Iterable[list[FinishedJob]], jobs: Sequence[Job], rows: Sequence[RequestedSample]
 ) -> Iterator[list[FinishedRow]]:
-    """The samples of jobs with the rows that they answer, which are in the order of the jobs."""
+    """Yield the samples of jobs with their rows, which are in the order of the jobs."""
     ends = list(accumulate(job.num_samples for job in jobs))
     for part in parts:
         yield [
@@ -292,9 +295,9 @@ def _of_rows(
 def joined(
     first: RawCompletion, second: RawCompletion, params: SamplingParams, decoder: TextDecoder | None
 ) -> RawCompletion:
-    """A completion from its two parts, ended at the first stop string after its minimum.
+    """Join the two parts of a completion, and end it at the first stop string after its minimum.
 
-    The backend saw the second part alone, and a string may begin in the first.
+    The backend matched strings in the second part only, and one may begin in the first.
     """
     whole = RawCompletion(
         first.token_ids + second.token_ids,
@@ -310,7 +313,7 @@ def joined(
 def cut_at_string(
     raw: RawCompletion, params: SamplingParams, decoder: TextDecoder
 ) -> RawCompletion:
-    """The completion up to the first stop string that ends at or after `min_tokens`."""
+    """Return the completion up to the first stop string that ends at or after `min_tokens`."""
     matcher = StopStringMatcher(params.stop, decoder, 1)
     return _cut(raw, lambda token: matcher.push(0, token), params.min_tokens)
 
@@ -318,13 +321,13 @@ def cut_at_string(
 def cut_at_token(
     raw: RawCompletion, stop_ids: Collection[int], *, min_tokens: int
 ) -> RawCompletion:
-    """The completion up to the first stop token that is number `min_tokens` or later."""
+    """Return the completion up to the first stop token at number `min_tokens` or later."""
     return _cut(raw, lambda token: token in stop_ids, min_tokens)
 
 
 def _cut(raw: RawCompletion, ends: Callable[[int], bool], min_tokens: int) -> RawCompletion:
     for count, token in enumerate(raw.token_ids, start=1):
-        # A stop string is looked for in every token, also before the minimum.
+        # The matcher must see every token, also before the minimum.
         if ends(token) and count >= min_tokens:
             return raw.cut(count)
     return raw
@@ -333,7 +336,7 @@ def _cut(raw: RawCompletion, ends: Callable[[int], bool], min_tokens: int) -> Ra
 def completion_of(
     row: RequestedSample, raw: RawCompletion, params: SamplingParams, version: int
 ) -> Completion:
-    """The record for one row.
+    """Return the completion of one row.
 
     Raises:
         FloatingPointError: A logprob is not a finite number.

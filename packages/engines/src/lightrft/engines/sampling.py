@@ -1,6 +1,6 @@
-"""The draw of a token: its distribution, its log-probability and its random number.
+"""Drawing of tokens: distributions, log-probabilities and random numbers.
 
-The numbers are counter-based: each depends on its own coordinates and on nothing else.
+The numbers are counter-based: each depends only on its coordinates.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lightrft.kernels.weight_bucket.reference import mix64_, shift_right, to_sig
 
 
 def sampling_logprobs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Log-probabilities of the distribution that tokens are drawn from.
+    """Return log-probabilities of the distribution from which tokens are drawn.
 
     log_softmax(logits / T) in float32; with truncation, renormalised over the kept tokens. The
     order is top_k, then top_p over the mass that top_k left, then min_p. T = 0 is scored at T = 1.
@@ -36,11 +36,11 @@ def sampling_logprobs(logits: torch.Tensor, params: SamplingParams) -> torch.Ten
 
 
 def keep_support(logits: torch.Tensor, *, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """Masks what cannot be drawn: top_k, then top_p over the mass top_k left, then min_p.
+    """Mask tokens that cannot be drawn: top_k, then top_p over the mass top_k left, then min_p.
 
     Args:
         logits: [rows, vocab] float32 or float64, temperature included.
-        top_k, top_p, min_p: As in `SamplingParams`; -1, 1 and 0 keep all.
+        top_k, top_p, min_p: Truncations as in `SamplingParams`; -1, 1 and 0 keep all.
 
     Returns:
         [rows, vocab] with -inf at masked tokens.
@@ -57,7 +57,7 @@ def keep_support(logits: torch.Tensor, *, top_k: int, top_p: float, min_p: float
 def draw_tokens(
     logits: torch.Tensor, uniforms: torch.Tensor, params: SamplingParams
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws one token a row by inverting the cumulative distribution, or takes the best one.
+    """Draw one token per row by inverting the cumulative distribution, or take the best one.
 
     Args:
         logits: [rows, vocab], any float dtype.
@@ -69,7 +69,7 @@ def draw_tokens(
     """
     logprobs = sampling_logprobs(logits, params)
     if params.is_greedy:
-        # Of the logits, not of the logprobs: rounding there could make two candidates equal.
+        # Logits, not logprobs, whose rounding could make two candidates equal.
         tokens = logits.argmax(dim=-1, keepdim=True)
     else:
         tokens = invert_cumulative(logprobs, uniforms)
@@ -77,7 +77,7 @@ def draw_tokens(
 
 
 def invert_cumulative(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The first token whose cumulative probability exceeds u times the total.
+    """Return the first token whose cumulative probability exceeds u times the total.
 
     A token of probability 0 is never returned.
 
@@ -96,7 +96,7 @@ def invert_cumulative(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.T
 
 
 def keep_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """Masks all but the k largest logits of a row; of equal ones the lowest ids stay.
+    """Mask all but the k largest logits of a row; among equal ones keep the lowest ids.
 
     Args:
         logits: [rows, vocab] float32.
@@ -116,16 +116,16 @@ def keep_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def keep_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Masks all but the smallest set of most likely tokens whose probability reaches top_p.
+    """Mask all but the smallest set of most likely tokens whose probability reaches top_p.
 
     Args:
         logits: [rows, vocab] float32; -inf entries have no probability.
-        top_p: In (0, 1).
+        top_p: Bound in (0, 1).
 
     Returns:
-        [rows, vocab] float32 with -inf at masked tokens; one token at least is kept.
+        [rows, vocab] float32 with -inf at masked tokens; at least one token is kept.
     """
-    # A stable sort keeps the lowest of equally likely ids.
+    # A stable sort keeps the lowest ids among equally likely tokens.
     descending, order = logits.sort(dim=-1, descending=True, stable=True)
     probabilities = descending.double().softmax(dim=-1)
     mass_before = probabilities.cumsum(dim=-1) - probabilities
@@ -136,11 +136,11 @@ def keep_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def keep_min_p(logits: torch.Tensor, min_p: float) -> torch.Tensor:
-    """Masks tokens less likely than min_p times the most likely token.
+    """Mask tokens less likely than min_p times the most likely token.
 
     Args:
         logits: [rows, vocab] float32.
-        min_p: In (0, 1].
+        min_p: Bound in (0, 1].
 
     Returns:
         [rows, vocab] float32 with -inf at masked tokens.
@@ -154,7 +154,7 @@ _MANTISSA_BITS = 52
 
 
 def mix64(values: torch.Tensor) -> torch.Tensor:
-    """Splitmix64's output function, element by element, modulo 2^64.
+    """Apply splitmix64's output function to each element, modulo 2^64.
 
     Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", fig. 16.
 
@@ -170,7 +170,7 @@ def mix64(values: torch.Tensor) -> torch.Tensor:
 def row_keys(
     seed: int, request_ids: Sequence[int], sample_indices: Sequence[int], *, device: torch.device
 ) -> torch.Tensor:
-    """One 64-bit key for each (seed, request, sample).
+    """Return one 64-bit key for each (seed, request, sample).
 
     Returns:
         [rows] int64.
@@ -182,7 +182,7 @@ def row_keys(
 
 
 def uniforms(keys: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Uniform numbers in [0, 1) for the output positions start .. stop-1 of each row.
+    """Return uniform numbers in [0, 1) for output positions start .. stop-1 of each row.
 
     They are multiples of 2^-52, so that u * total < total holds after rounding to float64.
 

@@ -1,4 +1,4 @@
-"""Tokenizer of a checkpoint, ends of sequences and stop strings."""
+"""Tokenizer of a checkpoint, end-of-sequence ids and stop strings."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class TextDecoder(Protocol):
-    """The part of a tokenizer that stop strings need."""
+    """Part of a tokenizer that stop strings need."""
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of some tokens."""
+        """Return the text of some tokens."""
 
 
 class ChatTokenizer(Protocol):
-    """The part of a tokenizer that renders conversations."""
+    """Part of a tokenizer that renders conversations."""
 
     def apply_chat_template(
         self,
@@ -30,11 +30,11 @@ class ChatTokenizer(Protocol):
         tokenize: bool,
         add_generation_prompt: bool,
     ) -> object:
-        """The text of a conversation."""
+        """Return the text of a conversation."""
 
 
 class Text:
-    """Tokenizer that is loaded when stop strings or a prompt given as text first need it.
+    """Tokenizer that is loaded when stop strings or a text prompt first need it.
 
     Args:
         model_path: Directory of a Hugging Face checkpoint.
@@ -61,39 +61,39 @@ class Text:
         return self._loaded
 
     def load(self) -> None:
-        """Loads the tokenizer now, so that a missing one is reported before any work."""
+        """Load the tokenizer now, to report a missing one before any work."""
         _ = self._tokenizer
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of tokens, special ones included, with spaces as they are."""
+        """Return the text of tokens, including special ones, with spaces unchanged."""
         text: str = self._tokenizer.decode(
             token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """The token ids of a text that already holds its special tokens."""
+        """Return the token ids of a text that already holds its special tokens."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 def end_of_sequence_ids(
     config: PretrainedConfig, generation_config: GenerationConfig | None
 ) -> tuple[int, ...]:
-    """Every end-of-sequence id that the model's config or generation config names."""
-    # A vision-language model leaves it to its language model.
+    """Return all end-of-sequence ids in the model's config or generation config."""
+    # A vision-language model leaves them to its language model.
     sources = [config, config.get_text_config(), generation_config]
     return tuple(sorted(set().union(*map(declared_ends, sources))))
 
 
 def declared_ends(source: PretrainedConfig | GenerationConfig | None) -> set[int]:
-    """Return the end-of-sequence ids that one configuration names."""
+    """Return the end-of-sequence ids in one configuration."""
     value = getattr(source, "eos_token_id", None)
     values = value if isinstance(value, list | tuple) else [value]
     return {each for each in values if isinstance(each, int) and each >= 0}
 
 
 def text_behind_answer(tokenizer: ChatTokenizer) -> str | None:
-    """Return what a chat template writes behind an answer; None where it drops the answer."""
+    """Return what a chat template writes after an answer; None if it drops the answer."""
     mark = f"Q{secrets.token_hex(8)}Z"
     talk: list[dict[str, object]] = [
         {"role": "user", "content": "question"},
@@ -107,29 +107,29 @@ def text_behind_answer(tokenizer: ChatTokenizer) -> str | None:
 
 
 def context_tokens(config: PretrainedConfig) -> int | None:
-    """Positions of a model, under whatever name; None of one that has no bound (state space).
+    """Return the number of positions of a model; None if it has no bound (state space).
 
-    With "longrope" those of the first of its two sets of frequencies: a longer row would rotate the
-    rows beside it, and an answer that grows beyond them its own beginning, by the other one.
+    With "longrope", return the bound of the first of its two sets of frequencies. A longer row
+    would rotate the other rows of its batch by the second set, and a growing answer its beginning.
     """
     text = config.get_text_config()
     positions: int | None = getattr(text, "max_position_embeddings", None)
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
-        # Engines keep room for one token more.
+        # Engines reserve room for one more token.
         positions = min(rope["original_max_position_embeddings"] - 1, positions or sys.maxsize)
     return positions if positions and positions > 0 else None
 
 
 class StopStringMatcher:
-    """Search for stop strings in completions that grow token by token.
+    """Matcher of stop strings in completions that grow token by token.
 
-    Text is decoded incrementally: a character whose bytes are spread over several tokens counts
-    once it is complete, and a string may straddle tokens.
+    Text is decoded incrementally: a character whose bytes span several tokens counts once it is
+    complete, and a string may span tokens.
 
     Args:
         stop_strings: Non-empty strings.
-        decoder: Turns ids into text.
+        decoder: Decoder of ids to text.
         num_rows: Number of completions.
     """
 
@@ -138,14 +138,14 @@ class StopStringMatcher:
         self._decoder = decoder
         self._tail_length = max(map(len, stop_strings)) - 1
         self._token_ids: list[list[int]] = [[] for _ in range(num_rows)]
-        # Tokens before `prefix` are settled; those in [prefix, read) are decoded already and give
-        # the context in which the next ones are decoded.
+        # Tokens before `prefix` are settled; those in [prefix, read) are already decoded and are
+        # the context for decoding the next ones.
         self._prefix = [0] * num_rows
         self._read = [0] * num_rows
         self._tails = [""] * num_rows
 
     def push(self, row: int, token_id: int) -> bool:
-        """Adds one token to a row; True if a stop string is now complete in its text."""
+        """Add one token to a row; return whether its text now contains a complete stop string."""
         token_ids = self._token_ids[row]
         token_ids.append(token_id)
         known = self._decoder.decode(token_ids[self._prefix[row] : self._read[row]])

@@ -1,4 +1,4 @@
-"""The records that cross the border between a rollout engine and its callers."""
+"""Records passed between a rollout engine and its callers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 LogprobsMode = Literal["temperature", "truncated"]
 FinishReason = Literal["stop", "length", "abort"]
-# Further facts that an engine gives of each sampled token, by name.
+# Further facts on each sampled token from an engine, by name.
 Facts = Mapping[str, tuple[float, ...]]
 
 
-# Logits are divided by it in float32: below, they could overflow.
+# Logits are divided by the temperature in float32, which could overflow below this.
 MIN_TEMPERATURE = 1e-5
 
 
 class EngineStatus(Enum):
-    """Presence of the engine's weights and cache in memory (seed names)."""
+    """Presence of the engine's weights and cache in memory (names of the original LightRFT)."""
 
     SLEEPED = 0
     WAKEUP = 1
@@ -33,21 +33,21 @@ class EngineStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Distribution that completions are drawn from, and their ends.
+    """Distribution of completions, and rules for ending them.
 
     Args:
         temperature: Softmax temperature, at least `MIN_TEMPERATURE`; 0 is greedy (ties go to the
             lowest token id).
-        top_p: Keep the smallest set of tokens whose probability reaches this; 1 keeps all.
-        top_k: Keep the k most likely tokens; -1 keeps all.
-        min_p: Keep tokens with at least this share of the top token's probability; 0 keeps all.
+        top_p: Probability that the smallest set of kept tokens reaches; 1 keeps all.
+        top_k: Number of most likely tokens to keep; -1 keeps all.
+        min_p: Least probability of kept tokens, as a share of the top token's; 0 keeps all.
         max_tokens: Upper bound on generated tokens, the stop token included.
-        min_tokens: No stop is honoured before this many tokens.
-        n: Completions per prompt.
+        min_tokens: Number of tokens before which no stop is honoured.
+        n: Number of completions per prompt.
         stop: Strings that end a completion, not empty; the matching tokens stay in the output.
         stop_token_ids: Token ids that end a completion besides the model's end-of-sequence ids.
-        ignore_eos: Do not stop at end-of-sequence ids.
-        seed: Together with (request id, sample index, position) it fixes every random number.
+        ignore_eos: Whether to continue at end-of-sequence ids.
+        seed: Seed that, with (request id, sample index, position), fixes every random number.
 
     Raises:
         ValueError: A value is outside its range; the message names all of them.
@@ -115,8 +115,8 @@ class MultiModalInputs:
     """Media of one prompt, in the order of their placeholders.
 
     Args:
-        images, videos: Of these kinds.
-        others: Of further kinds of `lightrft.engines.media.media`.
+        images, videos: Images and videos of the prompt.
+        others: Media of further kinds of `lightrft.engines.media.media`.
     """
 
     images: tuple[object, ...] = ()
@@ -125,29 +125,28 @@ class MultiModalInputs:
 
     @property
     def by_kind(self) -> dict[str, tuple[object, ...]]:
-        """All of them."""
+        """Media by kind."""
         return {"image": self.images, "video": self.videos, **self.others}
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are none."""
+        """Whether there are no media."""
         return not any(self.by_kind.values())
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt to complete.
+    """Prompt to complete.
 
     Args:
-        prompt_token_ids: Token ids of the prompt, without padding. May be empty only if
-            `prompt_text` is given.
-        request_id: Names the request in errors and fixes its random numbers. It must be unique
+        prompt_token_ids: Token ids of the prompt, without padding. Empty only if `prompt_text`
+            is set.
+        request_id: Id of the request in errors, which fixes its random numbers. It must be unique
             within one `generate` call.
-        max_tokens: Overrides `SamplingParams.max_tokens` for this request.
-        prompt_text: The prompt as text, for engines that place multimodal tokens themselves.
+        max_tokens: Bound that overrides `SamplingParams.max_tokens` for this request.
+        prompt_text: Text of the prompt, for engines that place multimodal tokens themselves.
         multi_modal: Images and videos of the prompt.
-        encoded: The prompt with its media as the model's processor gives it; None leaves that to
-            the engine.
+        encoded: Prompt encoded by the model's processor; None leaves encoding to the engine.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -160,25 +159,25 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The continuation of a prompt; what was sampled is what is trained on.
+    """Continuation of a prompt; training uses exactly the sampled tokens.
 
-    An engine returns what it sampled in one go. The response of several turns is joined from its
-    completions and the observations between them.
+    An engine returns a completion for each call. A response of several turns joins completions
+    and the observations between them.
 
     Args:
-        request_id: The request it answers.
-        sample_index: 0 .. n-1 among the samples of that request.
-        prompt_token_ids: The prompt as the model saw it.
-        output_token_ids: The tokens after the prompt, a sampled stop token included.
+        request_id: Id of the request that it answers.
+        sample_index: Index among the samples of that request, 0 .. n-1.
+        prompt_token_ids: Prompt as the model saw it.
+        output_token_ids: Tokens after the prompt, including a sampled stop token.
         output_logprobs: fp32 log-probability of each sampled token under the distribution it was
             drawn from; T = 0 is scored at T = 1. 0 for tokens of an observation.
-        logprobs_mode: "temperature" for log_softmax(logits / T), "truncated" for the renormalised
-            distribution over the kept tokens.
-        finish_reason: "stop" (end-of-sequence, stop id or string), "length" or "abort".
+        logprobs_mode: Distribution of the logprobs: "temperature" for log_softmax(logits / T),
+            "truncated" for the renormalised distribution over the kept tokens.
+        finish_reason: Reason: "stop" (end-of-sequence, stop id or string), "length" or "abort".
         weights_version: Version of the weights that sampled its end; -1 before the first update.
         sampled: Whether each token after the prompt was sampled, or is part of an observation;
-            None means that all were sampled.
-        facts: Further facts of each token after the prompt, by the name of their column in
+            None if all were sampled.
+        facts: Further facts on each token after the prompt, by the name of their column in
             `lightrft.records.columns`.
     """
 
@@ -212,13 +211,13 @@ class Completion:
 
     @property
     def sampled_token_ids(self) -> tuple[int, ...]:
-        """The tokens after the prompt without those of observations."""
+        """Tokens after the prompt, without those of observations."""
         if self.sampled is None:
             return self.output_token_ids
         return tuple(compress(self.output_token_ids, self.sampled))
 
     def __getitem__(self, name: str) -> object:
-        """A field by its name."""
+        """Return a field by its name."""
         if name not in self.__slots__:
             raise KeyError(f"a completion has no {name!r}; it has {', '.join(self.__slots__)}")
         value: object = getattr(self, name)
@@ -227,15 +226,15 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class EngineParameter:
-    """One parameter as an engine expects it, under its checkpoint name.
+    """Parameter that an engine expects, under its checkpoint name.
 
     Args:
         name: Name in a Hugging Face checkpoint, before any fusing inside the engine.
         shape: Full, unsharded shape.
-        dtype: The dtype in which the engine stores it; weights are cast to it before transfer.
+        dtype: dtype in which the engine stores it; weights are cast to it before transfer.
         verifiable: Whether `RolloutEngine.hash_parameters` reads it back from final storage.
-        tied_to: The name of the parameter whose storage it shares; such a parameter is never sent.
-        fused_with: Names that live in the same engine tensor and must be sent together.
+        tied_to: Name of the parameter whose storage it shares; a tied parameter is never sent.
+        fused_with: Names of parameters in the same engine tensor, which must be sent together.
     """
 
     name: str
@@ -253,12 +252,12 @@ class EngineParameter:
 
 @dataclass(frozen=True, slots=True)
 class MediaBounds:
-    """Bounds of the media of a run, for which an engine keeps room.
+    """Bounds of the media of a run, for which an engine reserves memory.
 
     Args:
-        max_pixels, min_pixels: To which images are scaled; None is the processor's own.
+        max_pixels, min_pixels: Bounds to which images are scaled; None for the processor's.
         per_prompt: Most media of a prompt, by kind; kinds without a bound are missing.
-        video_fps, video_max_frames: Frames that are taken of a video; see `FrameRules`.
+        video_fps, video_max_frames: Choice of video frames; see `FrameRules`.
     """
 
     max_pixels: int | None = None
@@ -274,7 +273,7 @@ class AdapterShape:
 
     Args:
         rank: Rows of A [rank, in] and columns of B [out, rank].
-        layers: Checkpoint names of the linear layers that have one.
+        layers: Checkpoint names of the linear layers with adapters.
     """
 
     rank: int
@@ -283,10 +282,10 @@ class AdapterShape:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Tokens of a model as its tokenizer has them.
+    """Tokens of a model according to its tokenizer.
 
     Args:
-        ends: Ids at which completions end, beside those that configurations name.
+        ends: Ids that end completions, besides those in the configurations.
         num_tokens: Number of ids that are tokens; later rows of the output projection are padding,
             which is never sampled. None takes all rows.
     """
@@ -300,20 +299,20 @@ class EngineConfig:
     """Settings of an engine to start.
 
     Args:
-        engine_type: A key of `lightrft.engines.factory.ENGINES`.
+        engine_type: Key of `lightrft.engines.factory.ENGINES`.
         model_path: Directory of a Hugging Face checkpoint (config, tokenizer, weights).
-        dtype: "float32", "bfloat16" or "float16".
-        tensor_parallel_size: Ranks that share one engine.
+        dtype: Name of the dtype: "float32", "bfloat16" or "float16".
+        tensor_parallel_size: Number of ranks that share one engine.
         memory_utilization: Share of device memory the engine may take, in (0, 1].
-        max_model_len: Longest prompt plus completion, in tokens; None takes the model's own limit.
-        seed: Seed of the engine's own generator, where it has one.
+        max_model_len: Longest prompt plus completion, in tokens; None takes the model's limit.
+        seed: Seed of the engine's generator, if it has one.
         enable_sleep: Whether `sleep` must be able to release memory.
-        options: Further options under the engine's own names; unknown ones are refused by it.
+        options: Further options under the engine's names; it refuses unknown ones.
         media: Bounds of the media of the run.
-        awaits_weights: A trainer will write every weight before the engine generates, which may
-            then start without those of the directory (vllm does).
-        adapters: Adapters that the engine holds beside the weights; None has none.
-        vocabulary: Tokens that are sampled, and those that end completions.
+        awaits_weights: Whether a trainer will write every weight before the engine generates. The
+            engine may then start without those of the directory (vllm does).
+        adapters: Adapters that the engine holds beside the weights, if any.
+        vocabulary: Tokens that may be sampled, and those that end completions.
     """
 
     engine_type: str
@@ -332,7 +331,7 @@ class EngineConfig:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype itself.
+        """PyTorch dtype of the weights.
 
         Raises:
             ValueError: The name is unknown.

@@ -1,1 +1,1 @@
-"""The embedded engine: a decode loop over the transformers forward, in the trainer's process."""
+"""Embedded engine: a decode loop over the transformers forward, in the trainer's process."""

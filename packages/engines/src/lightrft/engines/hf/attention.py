@@ -14,7 +14,7 @@ from transformers.masking_utils import sdpa_mask
 GROUPED = "lightrft_grouped"
 # Implementations that take an additive 4-D mask.
 MASKED = (GROUPED, "sdpa", "eager")
-# What models pass to attention and torch's fused one would ignore.
+# Options that models pass to attention and torch's fused kernels would ignore.
 UNFUSED_OPTIONS = ("softcap", "s_aux")
 _unfused: WeakSet[nn.Module] = WeakSet()
 
@@ -27,10 +27,10 @@ def fused_attention(
     attention_mask: Tensor | None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Attention of transformers' `sdpa`, or the model's own eager one for caps and sinks.
+    """Compute attention by `sdpa`, or by the model's eager function with caps or sinks.
 
     Args:
-        module, query, key, value, options: What transformers passes.
+        module, query, key, value, options: Arguments from transformers.
         attention_mask: [rows, 1, new, seq] additive or bool, or None, as `sdpa` takes it.
 
     Returns:
@@ -55,7 +55,7 @@ def fused_attention(
 
 
 def unfused_layers(model: nn.Module) -> bool:
-    """Whether a layer of a model attended by its own eager function instead of a fused one."""
+    """Return whether a layer of a model used its eager attention instead of a fused one."""
     return any(module in _unfused for module in model.modules())
 
 
@@ -70,16 +70,16 @@ def grouped_attention(
     position_bias: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention with the queries that share a key head as the rows of one product.
+    """Compute attention with the queries that share a key head as rows of one product.
 
-    With one new token a row, the query heads of a key head can take the place of the sequence
+    With one new token per row, the query heads of a key head take the place of the sequence
     dimension. Other calls, and those with a position bias, go to `fused_attention`.
 
     Args:
         query: [rows, heads, new, head_dim].
         key, value: [rows, kv_heads, seq, head_dim].
         attention_mask: [rows, 1, new, seq] additive or bool, or None.
-        module, kwargs: What else transformers passes on.
+        module, kwargs: Further arguments from transformers.
 
     Returns:
         [rows, new, heads, head_dim], and None for the weights.
@@ -101,7 +101,7 @@ def grouped_attention(
 
 
 def use_attention(model: PreTrainedModel, name: str | None) -> None:
-    """Sets a model's attention implementation; None takes grouped attention where it can be used.
+    """Set a model's attention implementation; None takes grouped attention if supported.
 
     Raises:
         ValueError: The model does not support the named implementation.
@@ -114,13 +114,13 @@ def use_attention(model: PreTrainedModel, name: str | None) -> None:
 
 
 def set_text_attention(model: PreTrainedModel, name: str | None) -> None:
-    """Sets the attention of the language model, and leaves that of a vision tower as it is."""
+    """Set the attention of the language model, not of a vision tower."""
     text, whole = model.config.get_text_config(), model.config
     if text is whole:
         model.set_attn_implementation(name)
         return
-    found = next(key for key in whole.sub_configs if getattr(whole, key) is text)
-    model.set_attn_implementation({found: name})
+    text_key = next(key for key in whole.sub_configs if getattr(whole, key) is text)
+    model.set_attn_implementation({text_key: name})
 
 
 AttentionInterface.register(GROUPED, grouped_attention)

@@ -1,4 +1,4 @@
-"""The decode loop: rows of prompts in, tokens and their log-probabilities out."""
+"""Decode loop: samples tokens and their log-probabilities for rows of prompts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,24 +18,24 @@ _DROP_SHARE = 1 / 8
 
 
 class RowForward(Protocol):
-    """The model as the decode loop sees it: one token a row in, one row of logits out."""
+    """Model of the decode loop: takes one token per row, returns one row of logits."""
 
     can_drop_rows: bool
 
     def start(self) -> torch.Tensor:
-        """Runs the prompts; returns the logits [rows, vocab] of the first new token."""
+        """Run the prompts; return the logits [rows, vocab] of the first new token."""
 
     def advance(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Appends tokens [rows] int64; returns the logits [rows, vocab] of the next ones."""
+        """Append tokens [rows] int64; return the logits [rows, vocab] of the next ones."""
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Drops every row but the given ones, [kept] int64."""
+        """Keep only these rows, [kept] int64."""
 
 
 def stop_token_table(
     stop_ids: Sequence[int], vocab_size: int, *, device: torch.device
 ) -> torch.Tensor:
-    """A lookup table of stop tokens: [vocab] bool. Ids beyond the vocabulary cannot be sampled."""
+    """Return a lookup table of stop tokens, [vocab] bool, without ids beyond the vocabulary."""
     table = torch.zeros(vocab_size, dtype=torch.bool, device=device)
     known = [i for i in stop_ids if 0 <= i < vocab_size]
     if known:
@@ -45,12 +45,12 @@ def stop_token_table(
 
 @dataclass(frozen=True, slots=True)
 class StopRule:
-    """Ends of rows.
+    """Rule for ending rows.
 
     Args:
         stop_table: [vocab] bool, true at tokens that end a completion; None if there are none.
-        matcher: Finds stop strings; None if there are none.
-        min_tokens: No stop is honoured before this many tokens.
+        matcher: Matcher of stop strings; None if there are none.
+        min_tokens: Number of tokens before which no stop is honoured.
     """
 
     stop_table: torch.Tensor | None
@@ -60,21 +60,21 @@ class StopRule:
     def is_stop(
         self, tokens: torch.Tensor, row_ids: torch.Tensor, num_tokens: int
     ) -> torch.Tensor | None:
-        """Rows that stop with their num_tokens-th token; None if none can.
+        """Return which rows stop with their num_tokens-th token; None if none can.
 
         Args:
             tokens: [rows] int64, the newest tokens.
             row_ids: [rows] int64, the matcher's number of each row.
-            num_tokens: Tokens of each row, the newest included.
+            num_tokens: Number of tokens of each row, the newest included.
         """
         stops = None
         if self.matcher is not None:
             # The matcher must see every token, also those before min_tokens.
-            found = [
+            matched = [
                 self.matcher.push(row, token)
                 for row, token in zip(row_ids.tolist(), tokens.tolist(), strict=True)
             ]
-            stops = torch.tensor(found, dtype=torch.bool, device=tokens.device)
+            stops = torch.tensor(matched, dtype=torch.bool, device=tokens.device)
         if num_tokens < self.min_tokens:
             return None
         if self.stop_table is None:
@@ -84,13 +84,13 @@ class StopRule:
 
 
 class EndedRow(NamedTuple):
-    """A row that has ended.
+    """Row that has ended.
 
     Args:
-        row: Its number.
-        token_ids: The stop token included.
-        logprobs: Of each token.
-        is_stopped: False if it reached its limit.
+        row: Number of the row.
+        token_ids: Sampled tokens, including the stop token.
+        logprobs: Logprob of each token.
+        is_stopped: Whether it stopped, or reached its limit.
     """
 
     row: int
@@ -103,8 +103,8 @@ class _Ends(NamedTuple):
     """Rows that end with one token.
 
     Args:
-        rows: [ended] int64, their numbers.
-        numbers: The same on the host.
+        rows: Numbers of the rows, [ended] int64.
+        numbers: Numbers on the host.
         is_stopped: Whether each stopped.
     """
 
@@ -124,7 +124,7 @@ class _Progress:
         self.limit_set = frozenset(limits)
         self.row_ids = torch.arange(num_rows, device=device)
         self.is_alive = torch.ones(num_rows, dtype=torch.bool, device=device)
-        # The same of the host, which waits for the device once a step.
+        # Copies on the host, which waits for the device once per step.
         self._numbers = list(range(num_rows))
         self._alive = [True] * num_rows
 
@@ -138,11 +138,11 @@ class _Progress:
 
     @property
     def dead_share(self) -> float:
-        """Finished rows among those still in the batch."""
+        """Share of finished rows among those still in the batch."""
         return 1 - self.num_alive / self.num_rows
 
     def record(self, stops: torch.Tensor | None, num_tokens: int) -> _Ends | None:
-        """Marks rows that stop or reach their limit; None if there are none."""
+        """Mark rows that stop or reach their limit; return None if there are none."""
         ends = stops
         if num_tokens in self.limit_set:
             at_limit = self.limits == num_tokens
@@ -163,7 +163,7 @@ class _Progress:
         )
 
     def drop_finished(self) -> torch.Tensor:
-        """Forgets finished rows; returns the indices of the others, [alive] int64."""
+        """Drop finished rows; return the indices of the others, [alive] int64."""
         alive = torch.nonzero_static(self.is_alive, size=self.num_alive).squeeze(-1)
         self._numbers = list(compress(self._numbers, self._alive))
         self._alive = [True] * len(self._numbers)
@@ -175,7 +175,7 @@ class _Progress:
 
 
 def _columns(blocks: list[torch.Tensor], rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """The first tokens of some rows, [rows, tokens], from blocks [steps, rows]."""
+    """Return the first tokens of some rows, [rows, tokens], from blocks [steps, rows]."""
     return torch.cat([block[:, rows] for block in blocks])[:num_tokens].T
 
 
@@ -187,13 +187,13 @@ def decode(
     params: SamplingParams,
     rule: StopRule,
 ) -> Iterator[list[EndedRow]]:
-    """Samples every row until it stops or reaches its limit; gives rows as they end, ascending.
+    """Sample every row until it stops or reaches its limit; yield ended rows in ascending order.
 
     Args:
-        forward: The model with its prompts.
-        keys: [rows] int64, the rows' random keys (`random.row_keys`).
+        forward: Model with its prompts.
+        keys: Random keys of the rows (`random.row_keys`), [rows] int64.
         limits: Most tokens of each row, >= 1.
-        params, rule: The distribution tokens are drawn from, and when rows end.
+        params, rule: Distribution of tokens, and rule for ending rows.
     """
     progress = _Progress(keys, limits)
     num_rows, device = len(limits), keys.device

@@ -1,4 +1,4 @@
-"""The embedded rollout engine: transformers in the trainer's own process, and its own model."""
+"""Embedded rollout engine: transformers in the trainer's process, with a separate model."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ from lightrft.engines.types import EngineConfig, SamplingParams
 
 HF_OPTIONS = ("attn_implementation", "device", "rows_at_once")
 _logger = logging.getLogger(__name__)
-# Where the product with the weight on the left was the faster one; with fewer rows reading the
-# weight decides, with more the arithmetic.
+# Range where the product with the weight on the left is faster. With fewer rows, reading the weight
+# dominates, with more rows the arithmetic.
 _MIN_ROWS = 12
 _MAX_ROWS = 64
-# A smaller weight stays in the cache, and turning the result round costs more than it brings.
+# A smaller weight stays in the cache, and transposing the result costs more than is saved.
 MIN_WEIGHT = 500_000
 
 
 class HFEngine(RolloutEngine):
-    """Engine with its own decode loop over the transformers forward.
+    """Engine with a decode loop over the transformers forward.
 
-    Each rank generates its own prompts: `tensor_parallel_size` forms no groups here, and
+    Each rank generates for its prompts: `tensor_parallel_size` forms no groups here, and
     `memory_utilization` has no effect because the cache is allocated per call.
 
     Args:
-        config: What to load; options: "device", "attn_implementation", "rows_at_once".
-        module: A transformers model whose architecture (and, where it holds them in full, weights)
-            to take instead of reading `config.model_path`.
+        config: Settings; options: "device", "attn_implementation", "rows_at_once".
+        module: Transformers model whose architecture (and weights, if it holds them in full) to
+            take instead of reading `config.model_path`.
     """
 
     name = "hf"
@@ -83,14 +83,14 @@ class HFEngine(RolloutEngine):
 
     @property
     def native(self) -> object:
-        """The transformers model."""
+        """Transformers model."""
         return self._model
 
     def stream_rows(self, rows: Sequence[RequestedSample], params: SamplingParams) -> FinishedRows:
-        """Yield rows as they finish, see `RolloutEngine`."""
+        """Yield rows as they finish."""
 
         def group(row: RequestedSample) -> int:
-            # Rows that cannot be dropped are decoded with others of their length.
+            # Rows that cannot be dropped are decoded with others of the same length.
             return 0 if self._traits.can_drop_rows else len(row.prompt)
 
         for _, chunk in groupby(sorted(rows, key=group), key=group):
@@ -101,7 +101,7 @@ class HFEngine(RolloutEngine):
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Scores a sequence at temperature 1; see `RolloutEngine.score`."""
+        """Score a sequence at temperature 1."""
         self.check_usable()
         if not token_ids:
             return []
@@ -115,7 +115,7 @@ class HFEngine(RolloutEngine):
     def layer_outputs(
         self, token_ids: Sequence[int], media: EncodedPrompt | None
     ) -> dict[str, torch.Tensor]:
-        """Outputs of all modules for one sequence of text."""
+        """Return the outputs of all modules for one sequence of text."""
         if media is not None:
             return {}
         tokens = torch.tensor([list(token_ids)], device=self._model.device)
@@ -152,7 +152,7 @@ class HFEngine(RolloutEngine):
         if not self._traits.can_drop_rows:
             prompts, media = [row.prompt for row in rows], [row.media for row in rows]
             return WholeBatchForward(self._model, self._traits, prompts, media)
-        # Rows with the same prompt share one run over it, whichever request they belong to.
+        # Rows with the same prompt share one pass over it, even across requests.
         index_of: dict[tuple[tuple[int, ...], EncodedPrompt | None], int] = {}
         prompt_of_row = [
             index_of.setdefault((row.prompt, row.media), len(index_of)) for row in rows
@@ -170,35 +170,35 @@ class HFEngine(RolloutEngine):
 
 
 def rows_at_once(options: Mapping[str, object]) -> int | None:
-    """Rows that are decoded together, at most; None is all.
+    """Return the most rows that are decoded together; None is all.
 
     Rounding depends on the rows of a batch. Rows that are decoded alone, or by whole groups, have
-    the same bits whatever else is asked for, on any number of ranks.
+    the same bits regardless of other requests and of the number of ranks.
 
     Raises:
-        ValueError: It is no positive integer.
+        ValueError: The option is no positive integer.
     """
-    found = options.get("rows_at_once")
-    if found is None:
+    value = options.get("rows_at_once")
+    if value is None:
         return None
-    text = str(found)
+    text = str(value)
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"rows_at_once of the hf engine: got {found!r}, expected 1 or more")
+        raise ValueError(f"rows_at_once of the hf engine: got {value!r}, expected 1 or more")
     return int(text)
 
 
 def build_model(config: EngineConfig, module: nn.Module | None) -> tuple[PreTrainedModel, set[str]]:
-    """Loads the checkpoint at `config.model_path`, or rebuilds `module` with storage of its own.
+    """Load the checkpoint at `config.model_path`, or rebuild `module` with separate storage.
 
     Neither the global random state nor the default dtype is changed.
 
     Args:
-        config: dtype, path and options ("device", "attn_implementation").
-        module: A transformers model. Parameters that it holds in full are copied; sharded ones
+        config: Settings: dtype, path and options ("device", "attn_implementation").
+        module: Transformers model. Parameters that it holds in full are copied; sharded ones
             stay unwritten until the first weight update.
 
     Returns:
-        The model in eval mode, and its parameters that hold no weights yet.
+        Model in eval mode, and names of its parameters that hold no weights yet.
 
     Raises:
         ValueError: An option or dtype is unknown, or the checkpoint lacks weights.
@@ -229,9 +229,10 @@ def build_model(config: EngineConfig, module: nn.Module | None) -> tuple[PreTrai
 
 
 def _in_one_piece(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Of the last positions' states, a slice, torch would make one product for each row.
+    """Make the last positions' states contiguous, so that the head is one product.
 
-    On a CPU each then reads the whole weight, in bfloat16 even copies it.
+    For a slice torch computes one product per row. On a CPU each reads the whole weight, and in
+    bfloat16 even copies it.
     """
     return (inputs[0].contiguous(), *inputs[1:])
 
@@ -239,10 +240,10 @@ def _in_one_piece(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch
 def _device(config: EngineConfig, module: nn.Module | None) -> torch.device:
     if "device" in config.options:
         return torch.device(str(config.options["device"]))
-    own = None if module is None else next((p.device for p in module.parameters()), None)
-    if own is not None and own.type not in ("meta", "cpu"):
-        return own
-    if own is None and torch.cuda.is_available():
+    module_device = None if module is None else next((p.device for p in module.parameters()), None)
+    if module_device is not None and module_device.type not in ("meta", "cpu"):
+        return module_device
+    if module_device is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
@@ -271,7 +272,7 @@ def _load(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _rebuild(module: nn.Module, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of the same architecture with uninitialised parameters."""
+    """Build a model of the same architecture with uninitialised parameters."""
     if not isinstance(module, PreTrainedModel):
         raise TypeError(
             f"the hf engine needs a transformers model: got {type(module).__name__}; "
@@ -288,19 +289,19 @@ def _rebuild(module: nn.Module, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def architecture_of(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The class that defines a model: sharding swaps it for a subclass made on the fly."""
+    """Return the class that defines a model: sharding replaces it by a generated subclass."""
     mro: list[type[PreTrainedModel]] = [c for c in kind.__mro__ if issubclass(c, PreTrainedModel)]
     return next(c for c in mro if not issubclass(c, FSDPModule))
 
 
 def _copy_weights(source: nn.Module, target: nn.Module) -> set[str]:
-    """Copies what the source holds in full; returns the names of the parameters it does not."""
+    """Copy what the source holds in full; return the names of the other parameters."""
     sources = dict(source.named_parameters(remove_duplicate=False))
     unwritten: set[str] = set()
     for name, parameter in target.named_parameters():
-        given = sources.get(name)
-        if given is not None and is_full_tensor(given, parameter.shape):
-            parameter.copy_(given)
+        tensor = sources.get(name)
+        if tensor is not None and is_full_tensor(tensor, parameter.shape):
+            parameter.copy_(tensor)
         else:
             unwritten.add(name)
     buffers = dict(source.named_buffers())
@@ -311,14 +312,14 @@ def _copy_weights(source: nn.Module, target: nn.Module) -> set[str]:
 
 
 class FewRowsLinear(nn.Linear):
-    """An `nn.Linear` that multiplies weight by rows where rows are few, as in decoding on a CPU.
+    """`nn.Linear` that multiplies weight by rows if rows are few, as in decoding on a CPU.
 
-    The BLAS that torch ships reads a large weight up to twice as fast as the left factor. The
-    results are those of `nn.Linear` but for the order of sums.
+    The BLAS that torch ships reads a large weight up to twice as fast as the left factor. Only the
+    order of sums differs from `nn.Linear`.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Maps [..., in_features] to [..., out_features]."""
+        """Map [..., in_features] to [..., out_features]."""
         rows = input.numel() // self.in_features
         if not _MIN_ROWS <= rows <= _MAX_ROWS:
             return super().forward(input)
@@ -328,9 +329,9 @@ class FewRowsLinear(nn.Linear):
 
 
 def use_few_rows_products(model: nn.Module) -> None:
-    """Makes the large float32 linear layers that a model has on the CPU `FewRowsLinear`s."""
+    """Turn a model's large float32 linear layers on the CPU into `FewRowsLinear`s."""
     for module in model.modules():
-        # A subclass has a forward of its own.
+        # A subclass may have another forward.
         if type(module) is not nn.Linear or module.weight.numel() < MIN_WEIGHT:
             continue
         if module.weight.device.type == "cpu" and module.weight.dtype == torch.float32:

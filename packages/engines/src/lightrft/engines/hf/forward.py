@@ -29,16 +29,16 @@ _ROOM = 64
 
 
 class ModelTraits:
-    """Traits of a model's forward, found out once.
+    """Traits of a model's forward, determined once.
 
     Attributes:
-        cache_argument: Name under which it takes its cache.
-        can_drop_rows: Whether its cache keeps all keys and values of each row separately, so that
-            rows can be padded, repeated and dropped.
+        cache_argument: Name of its argument for the cache.
+        can_drop_rows: Whether rows can be padded, repeated and dropped, because its cache keeps
+            all keys and values of each row separately.
         head_arguments: Extra arguments that restrict the logits to the last position.
-        family: Of a vision-language model.
-        num_tokens: Number of leading logits that are of tokens; None takes all.
-        forbidden: [placeholders] int64, tokens that are never sampled; None in models of text.
+        family: Family of a vision-language model; None for text models.
+        num_tokens: Number of leading logits that belong to tokens; None takes all.
+        forbidden: Tokens that are never sampled, [placeholders] int64; None for text models.
     """
 
     def __init__(self, model: PreTrainedModel, num_tokens: int | None = None) -> None:
@@ -74,11 +74,11 @@ class ModelTraits:
             )
 
     def last_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits of the next token: [rows, tokens, vocab] -> [rows, vocab]."""
+        """Return the logits of the next token: [rows, tokens, vocab] -> [rows, vocab]."""
         return self.sampled(logits[:, -1])
 
     def sampled(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, vocab] of what can be sampled, without padding of the vocabulary."""
+        """Return the logits [rows, vocab] without padding, with -inf at forbidden tokens."""
         logits = logits[:, : self.num_tokens]
         if self.forbidden is None:
             return logits
@@ -86,13 +86,13 @@ class ModelTraits:
 
 
 def _placeholders(model: PreTrainedModel, num_tokens: int | None) -> torch.Tensor:
-    """Return the ids of media's places among the first ones, which are never sampled."""
+    """Return the placeholder ids of media among the first `num_tokens`."""
     ids = torch.tensor(placeholder_ids(model.config), dtype=torch.int64, device=model.device)
     return ids if num_tokens is None else ids[ids < num_tokens]
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]
-    """A `DynamicLayer` with spare room, so that a new token is written instead of concatenated.
+    """`DynamicLayer` with spare room, so that new tokens are written instead of concatenated.
 
     `keys` and `values` are views [rows, kv_heads, seq, head_dim] of larger buffers.
     """
@@ -107,7 +107,7 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends states [rows, kv_heads, new, head_dim]; returns all states so far."""
+        """Append states [rows, kv_heads, new, head_dim]; return all states so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
@@ -122,7 +122,7 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the given rows, in the given order; a row may be taken several times."""
+        """Select rows in the order of `indices`; a row may be taken several times."""
         stop = self.get_seq_length()
         if stop == 0:
             return
@@ -143,13 +143,13 @@ def _with_room(
 
 
 class _CachedForward:
-    """A model, its cache, and the media of its prompts.
+    """Model with its cache and the media of its prompts.
 
     Args:
-        model: The model, in eval mode.
-        traits: Its traits.
-        cache: What it writes keys, values or states into.
-        media: Of each prompt; () if none has any.
+        model: Model in eval mode.
+        traits: Traits of the model.
+        cache: Cache of keys, values or states.
+        media: Encoded prompt of each row of tokens; () if none has media.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class _CachedForward:
         return {name: tensor.to(self._device) for name, tensor in tensors.items()}
 
     def _run_media(self, input_ids: torch.Tensor, **inputs: torch.Tensor | None) -> torch.Tensor:
-        """A pass over whole prompts, in which placeholders of texts are text."""
+        """Run whole prompts, reading placeholders outside of media as text."""
         marks = foreign_places(self._model.config, list(input_ids), self._media)
         with read_as_text(self._model, input_ids, torch.stack(marks)) as ids:
             return self._run(ids, **inputs)
@@ -184,18 +184,18 @@ class _CachedForward:
 
 
 class PlainForward(_CachedForward):
-    """Rows over a cache that holds every key: rows can share a prompt, be padded and be dropped.
+    """Forward over a cache of every key: rows can share a prompt, be padded and be dropped.
 
     Prompts are padded on the right, where a causal model cannot see the padding. The cache then
-    has holes after short prompts; an additive mask hides them from later tokens. Without padding
-    no mask is used at all.
+    has holes after short prompts, which an additive mask hides from later tokens. Without padding
+    there is no mask.
 
     Args:
-        model: The model, in eval mode.
-        traits: Its traits.
+        model: Model in eval mode.
+        traits: Traits of the model.
         prompts: Distinct prompts, each not empty.
-        prompt_of_row: For each row the index of its prompt.
-        media: Of each prompt; () if none has any.
+        prompt_of_row: Index of each row's prompt.
+        media: Encoded prompt of each prompt; () if none has media.
     """
 
     can_drop_rows = True
@@ -217,7 +217,7 @@ class PlainForward(_CachedForward):
             [[length - 1] for length in (lengths if self._is_ragged else lengths[:1])],
             device=self._device,
         )
-        # Without the last token when ragged, see `start`.
+        # Without the last token when ragged, see `_start_ragged`.
         self._cached_length = max(lengths) - int(self._is_ragged)
         self._mask: torch.Tensor | None = None
         self._axes: torch.Tensor | None = None
@@ -225,7 +225,7 @@ class PlainForward(_CachedForward):
             self._read_axes(lengths)
 
     def start(self) -> torch.Tensor:
-        """Runs each prompt once, then gives every row its copy of the cache."""
+        """Run each prompt once, then copy its cache to every row."""
         if self._is_ragged:
             logits = self._start_ragged()
         else:
@@ -235,19 +235,19 @@ class PlainForward(_CachedForward):
         return logits[self._prompt_of_row]
 
     def advance(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Appends one token to every row."""
+        """Append one token to every row."""
         self._positions = self._positions + 1
         self._cached_length += 1
         mask = None if self._mask is None else self._visible(self._mask)
         return self._run(tokens[:, None], position_ids=self._positions, attention_mask=mask)
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Drops every row but the given ones."""
+        """Keep only these rows."""
         self._select(rows)
 
     def _start_ragged(self) -> torch.Tensor:
-        # All tokens but the last of each prompt go in at once, then the last ones as a step of
-        # their own: their logits are then those of one position, whatever the lengths.
+        # All tokens but the last of each prompt run at once, then the last ones in a separate step,
+        # so that logits are computed at one position whatever the lengths.
         lengths = torch.tensor([[len(p) - 1] for p in self._prompts], device=self._device)
         width = self._cached_length
         padded = [[*p[:-1], *[p[-1]] * (width + 1 - len(p))] for p in self._prompts]
@@ -262,7 +262,7 @@ class PlainForward(_CachedForward):
         return self.advance(last_tokens)
 
     def _read_axes(self, lengths: Sequence[int]) -> None:
-        """Places of media, for models that have three axes."""
+        """Compute places of tokens, for models whose positions have three axes."""
         family = self._traits.family
         if family is None or not family.has_axes:
             return
@@ -274,17 +274,17 @@ class PlainForward(_CachedForward):
 
     def _run_prompts(self, input_ids: torch.Tensor) -> torch.Tensor:
         width = input_ids.shape[1]
-        given: dict[str, torch.Tensor] = {}
+        inputs: dict[str, torch.Tensor] = {}
         if self._media:
-            given = self._media_inputs([torch.tensor(prompt) for prompt in self._prompts], width)
+            inputs = self._media_inputs([torch.tensor(prompt) for prompt in self._prompts], width)
         run = self._run_media if self._media else self._run
         positions = torch.arange(width, device=self._device)[None]
         if self._axes is not None:
             positions = self._axes[..., :width]
-        return run(input_ids, position_ids=positions, attention_mask=None, **given)
+        return run(input_ids, position_ids=positions, attention_mask=None, **inputs)
 
     def _visible(self, mask: torch.Tensor) -> torch.Tensor:
-        """The mask over the cached tokens, [rows, 1, 1, cached]; new tokens are visible to all."""
+        """Return the mask of cached tokens, [rows, 1, 1, cached]; new tokens are visible to all."""
         if mask.shape[-1] < self._cached_length:
             mask = torch.nn.functional.pad(mask, (0, self._cached_length + 64 - mask.shape[-1]))
             self._mask = mask
@@ -299,13 +299,13 @@ class PlainForward(_CachedForward):
 
 
 class WholeBatchForward(_CachedForward):
-    """Rows of equal prompt length over whatever cache the model has; rows stay to the end.
+    """Forward over any kind of cache: prompts have equal lengths, and rows stay to the end.
 
     Args:
-        model: The model, in eval mode.
-        traits: Its traits.
-        prompts: Prompts of one length, one for each row.
-        media: Of each row; () if none has any.
+        model: Model in eval mode.
+        traits: Traits of the model.
+        prompts: Prompts of equal length, one for each row.
+        media: Encoded prompt of each row; () if none has media.
     """
 
     can_drop_rows = False
@@ -319,40 +319,40 @@ class WholeBatchForward(_CachedForward):
     ) -> None:
         super().__init__(model, traits, DynamicCache(config=model.config), media)
         self._input_ids = torch.tensor(prompts, device=self._device)
-        # What tokens after the prompt are given, since they see what its last token sees.
+        # Inputs of tokens after the prompt, which repeat those of its last token.
         self._later: dict[str, torch.Tensor] = {}
         # Places of the last tokens, [3, rows, 1], for models that have three axes.
         self._places: torch.Tensor | None = None
 
     def start(self) -> torch.Tensor:
-        """Runs the prompt of every row."""
+        """Run the prompt of every row."""
         family = self._traits.family
         if family is None or not self._media:
             return self._run(self._input_ids)
         rows = list(self._input_ids)
-        given = self._media_inputs(rows, self._input_ids.shape[1])
+        inputs = self._media_inputs(rows, self._input_ids.shape[1])
         if family.takes_types:
             types = torch.stack(token_types(rows, self._media))
-            given[str(family.token_types)] = types.to(self._device)
-        self._later = {name: given[name][:, -1:] for name in family.token_axis}
+            inputs[str(family.token_types)] = types.to(self._device)
+        self._later = {name: inputs[name][:, -1:] for name in family.token_axis}
         if family.has_axes:
             axes = axes_of_rows(self._model.base_model, rows, self._media)
-            given["position_ids"] = torch.stack(axes, dim=1).to(self._device)
-            self._places = given["position_ids"][..., -1:]
+            inputs["position_ids"] = torch.stack(axes, dim=1).to(self._device)
+            self._places = inputs["position_ids"][..., -1:]
         with ExitStack() as hooks:
             if family.attends_to_images:
                 counts = [prompt.num_images if prompt else 0 for prompt in self._media]
                 part = language_model(self._model.base_model)
                 hooks.enter_context(only_own_images(part, counts))
-            return self._run_media(self._input_ids, **given)
+            return self._run_media(self._input_ids, **inputs)
 
     def advance(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Appends one token to every row."""
+        """Append one token to every row."""
         if self._places is not None:
             self._places = self._places + 1
             self._later["position_ids"] = self._places
         return self._run(tokens[:, None], **self._later)
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Not supported by this cache."""
+        """Raise a RuntimeError: this cache cannot drop rows."""
         raise RuntimeError(f"rows of this cache cannot be dropped: asked to keep {rows.numel()}")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def module_outputs(model: nn.Module, call: Callable[[], object]) -> dict[str, Tensor]:
-    """Module name -> its output during a call, in the order in which modules finished."""
+    """Return module name -> output during a call, in the order in which modules finished."""
     outputs: dict[str, Tensor] = {}
     modes = [(module, module.training) for module in model.modules()]
 

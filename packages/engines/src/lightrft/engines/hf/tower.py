@@ -1,4 +1,4 @@
-"""Vision towers on a CPU: patches and the parts of pictures that see each other in few calls."""
+"""Vision towers on a CPU, with few calls for patches and for attention within parts of images."""
 
 import inspect
 from collections import defaultdict
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-# Models look for "flash" in it: they then leave the parts to the attention, else they cut them.
+# Models that see "flash" in the name leave splitting into parts to the attention function.
 IN_PARTS = "lightrft_flash_of_parts"
 
 
 class PatchConv3d(nn.Conv3d):
-    """A convolution of patches of its kernel's size, which are not moved over: one product."""
+    """Convolution of patches of its kernel's size, computed as one product."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """[patches, channels, frames, height, width] to [patches, features, 1, 1, 1]."""
+        """Map [patches, channels, frames, height, width] to [patches, features, 1, 1, 1]."""
         is_patch = input.dim() == 5 and input.shape[2:] == self.kernel_size
         if not is_patch or input.device.type != "cpu" or self.groups > 1 or any(self.padding):
             return super().forward(input)
@@ -37,13 +37,13 @@ def attention_of_parts(
     dropout: float = 0.0,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Attention within each part of a stream, of all parts of one length in one call.
+    """Compute attention within each part of a stream, with one call for parts of equal length.
 
     Args:
-        module, attention_mask, kwargs: What else transformers passes; parts have no mask.
+        module, attention_mask, kwargs: Further arguments from transformers; parts have no mask.
         query, key, value: [1, heads, tokens, head_dim].
-        cu_seq_lens_q: [parts + 1], where parts begin, and the end.
-        scaling, dropout: Of the products, and of the weights.
+        cu_seq_lens_q: Starts of the parts and the end of the last, [parts + 1].
+        scaling, dropout: Scale of the products, and dropout of the weights.
 
     Returns:
         [1, tokens, heads, head_dim], and None for the weights.
@@ -53,37 +53,37 @@ def attention_of_parts(
     for start, stop in pairwise(bounds):
         starts[stop - start].append(start)
     stream = torch.stack([query[0], key[0], value[0]]).transpose(1, 2)  # [3, tokens, heads, dim]
-    found, places = [], []
+    outputs, places = [], []
     for length, begins in starts.items():
         place = (torch.tensor(begins)[:, None] + torch.arange(length)).flatten()
-        own = stream if len(starts) == 1 else stream[:, place.to(stream.device)]
+        group = stream if len(starts) == 1 else stream[:, place.to(stream.device)]
         # [parts, heads, length, dim] each.
-        q, k, v = own.view(3, -1, length, *own.shape[2:]).transpose(2, 3)
+        q, k, v = group.view(3, -1, length, *group.shape[2:]).transpose(2, 3)
         attended = scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling)
-        found.append(attended.transpose(1, 2).flatten(0, 1))
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
         places.append(place)
-    if len(found) == 1:
-        return found[0][None], None
+    if len(outputs) == 1:
+        return outputs[0][None], None
     order = torch.cat(places).argsort().to(stream.device)
-    return torch.cat(found)[order][None], None
+    return torch.cat(outputs)[order][None], None
 
 
 def use_fast_tower(model: PreTrainedModel) -> None:
-    """Lets the vision tower of a model on a CPU compute its patches and parts in few calls.
+    """Make a model's vision tower on a CPU compute its patches and parts in few calls.
 
-    Changes the model in place; parameters and results stay what they are.
+    Changes the model in place; parameters and results stay the same.
     """
     if torch.accelerator.is_available():
         return
     for module in model.modules():
-        # A subclass has a forward of its own.
+        # A subclass may have another forward.
         if type(module) is nn.Conv3d and module.stride == module.kernel_size:
             module.__class__ = PatchConv3d
         config = vars(module).get("config")
         takes_parts = "cu_seqlens" in inspect.signature(type(module).forward).parameters
         if config is None or not takes_parts or isinstance(module, PreTrainedModel):
             continue
-        # The model's own configuration stays as it is: others are built from it.
+        # The model's configuration stays unchanged: other models are built from it.
         module.config = copy(config)
         module.config._attn_implementation = IN_PARTS
 

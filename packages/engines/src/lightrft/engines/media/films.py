@@ -149,8 +149,8 @@ def read_film(
         Frames [frames, height, width, 3] and their rate.
 
     Raises:
-        MediaError: The file is no film, empty, sound alone, damaged, cut off or too large, or PyAV is
-            missing.
+        MediaError: The file is no film, empty, only sound, damaged, cut off or too large, or PyAV
+            is missing.
     """
     with _opened(content, name) as (container, stream):
         facts = _facts(container, stream, name)

@@ -1,1 +1,1 @@
-"""The SGLang rollout engine: one scheduler process beside each trainer process."""
+"""SGLang rollout engine: one scheduler process beside each trainer process."""

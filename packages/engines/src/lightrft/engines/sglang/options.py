@@ -1,4 +1,4 @@
-"""Engine options under SGLang's own names: defaults, the user's, and reserved ones."""
+"""Engine options under SGLang's names: defaults, the user's, and reserved ones."""
 
 from collections.abc import Mapping
 
@@ -32,7 +32,7 @@ RESERVED: Mapping[str, str] = {
 _ON_CPU = {
     "attention_backend": "torch_native",
     "disable_cuda_graph": True,
-    # By default a share of all memory, which the ranks of a machine would not share.
+    # The default is a share of all memory for each rank of a machine.
     "max_total_tokens": 16384,
 }
 
@@ -47,16 +47,16 @@ def engine_arguments(
     ports: tuple[int, int],
     device_index: int | None,
 ) -> dict[str, object]:
-    """Keyword arguments of `sglang.Engine`.
+    """Return the keyword arguments of `sglang.Engine`.
 
     Args:
         config: Size, seed and the user's options, which win over defaults.
         model_path: Directory that SGLang reads.
         context_length: Longest sequence, with room for the token that scoring must sample.
-        load_format: "dummy" if the directory has no weights, else "auto".
-        vocab_size: Of the model.
+        load_format: Format "dummy" if the directory has no weights, else "auto".
+        vocab_size: Vocabulary size of the model.
         ports: Two free TCP ports of this machine.
-        device_index: The GPU of this process; None runs on the CPU.
+        device_index: GPU of this process; None runs on the CPU.
 
     Raises:
         ValueError: An option is unknown, reserved or malformed.
@@ -80,7 +80,7 @@ def engine_arguments(
         "nccl_port": ports[1],
         "device": "cpu" if is_on_cpu else "cuda",
         "base_gpu_id": device_index or 0,
-        # Completions must depend on seed and request alone; `run_scheduler` makes it work on a CPU.
+        # Completions must depend on seed and request only; `run_scheduler` enables it on a CPU.
         "enable_deterministic_inference": True,
         "sampling_backend": "pytorch",
         "sampling_defaults": "openai",
