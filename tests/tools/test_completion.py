@@ -51,6 +51,7 @@ def test_bash_offers_commands_flags_and_values(complete):
     assert complete("lightrft train", "--temp") == {"--temperature"}
     assert complete("lightrft train --zero_stage", "") >= {"0", "1", "2", "3"}
     assert "group_norm" in complete("lightrft train --advantage_estimator", "gr")
+    assert complete("lightrft sft", "--train_o") >= {"--train_on"}
     assert complete("lightrft config", "sh") == {"show"}
     assert "--changed" in complete("lightrft config show", "--ch")
 

@@ -16,7 +16,6 @@ from lightrft.cli.train import (
     next_after_rows,
     parse_policy,
     parse_rows,
-    run_stage,
 )
 from lightrft.config import TrainConfig
 
@@ -83,7 +82,7 @@ COMMANDS = {
         ),
     )
 }
-sft, prefer, reward, distill = (partial(run_stage, command=each) for each in COMMANDS.values())
+sft, prefer, reward, distill = COMMANDS.values()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -94,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
 def _run(name: str = "", *argv: str) -> int:
     if name not in COMMANDS:
         raise UsageError(f"expected the name of a command first: {', '.join(COMMANDS)}")
-    return run_stage(argv, COMMANDS[name])
+    return COMMANDS[name](argv)
 
 
 if __name__ == "__main__":

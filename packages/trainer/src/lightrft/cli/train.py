@@ -99,57 +99,56 @@ class StageCommand:
         parse_read = self.parse_read or partial(parse_rows, command=self.name)
         return parse_read(*parse_options(self.build_parser(), argv))
 
+    def __call__(self, argv: Sequence[str]) -> int:
+        """Run the self.
 
-def run_stage(argv: Sequence[str], command: StageCommand) -> int:
-    """Run a command that trains.
+        Raises:
+            ConfigError: Options that cannot be run; one line for each problem.
+            UsageError: Arguments that cannot be read.
+            PreflightError: This machine lacks what the run needs.
+            DataError: Prompts or rows that cannot be read.
+            RewardError: A reward function that cannot be called.
+        """
+        # Imports after the parser's work: --help is to be fast.
+        arguments = normalise(argv)
+        wants_short_help = {"-h", "--help"} & set(arguments) and "--help_all" not in arguments
+        self.build_parser(lists_all=not wants_short_help).parse_known_args(arguments)
+        from lightrft.cli.preflight import environment_problems, machine_problems
 
-    Raises:
-        ConfigError: Options that cannot be run; one line for each problem.
-        UsageError: Arguments that cannot be read.
-        PreflightError: This machine lacks what the run needs.
-        DataError: Prompts or rows that cannot be read.
-        RewardError: A reward function that cannot be called.
-    """
-    # Imports after the parser's work: --help is to be fast.
-    arguments = normalise(argv)
-    wants_short_help = {"-h", "--help"} & set(arguments) and "--help_all" not in arguments
-    command.build_parser(lists_all=not wants_short_help).parse_known_args(arguments)
-    from lightrft.cli.preflight import environment_problems, machine_problems
+        refuse(environment_problems(), PreflightError)
+        stop_request = StopRequest()
+        with ExitStack() as stack:
+            if is_worker():
+                end_with_launcher()
+                # Before the imports that take seconds: a signal must not end a rank alone.
+                stack.enter_context(stop_request.listening())
+                config, _ = self.parse(argv)
+                share_processors()
+            else:
+                config, nproc_per_node = self.parse(argv)
+                share_processors()
+                refuse(machine_problems(config, nproc_per_node), PreflightError)
+                self.check(config)
+                stack.enter_context(interruption_explained(config))
+                if nproc_per_node > 1:
+                    end_start_bar()
+                    module, *before = self.words or ("lightrft.cli.row_commands", self.name)
+                    return launch(module, [*before, *argv], nproc_per_node=nproc_per_node)
+                become_only_process()
+                stack.enter_context(stop_request.listening())
+            start_text("lightrft: loading libraries and data")
+            from lightrft.run.assembly import run_training
 
-    refuse(environment_problems(), PreflightError)
-    stop_request = StopRequest()
-    with ExitStack() as stack:
-        if is_worker():
-            end_with_launcher()
-            # Before the imports that take seconds: a signal must not end a rank alone.
-            stack.enter_context(stop_request.listening())
-            config, _ = command.parse(argv)
-            share_processors()
-        else:
-            config, nproc_per_node = command.parse(argv)
-            share_processors()
-            refuse(machine_problems(config, nproc_per_node), PreflightError)
-            command.check(config)
-            stack.enter_context(interruption_explained(config))
-            if nproc_per_node > 1:
-                end_start_bar()
-                module, *before = command.words or ("lightrft.cli.row_commands", command.name)
-                return launch(module, [*before, *argv], nproc_per_node=nproc_per_node)
-            become_only_process()
-            stack.enter_context(stop_request.listening())
-        start_text("lightrft: loading libraries and data")
-        from lightrft.run.assembly import run_training
-
-        stack.enter_context(lack_of_memory_explained(config))
-        summary = run_training(
-            config,
-            stage=command.stage(config) if command.stage else command.name,
-            stop_request=stop_request,
-        )
-        if os.environ["RANK"] == "0":
-            following = command.next_commands or next_after_rows
-            print(following(summary.output_dir, summary.model_dir), flush=True)
-    return ExitCode.OK
+            stack.enter_context(lack_of_memory_explained(config))
+            summary = run_training(
+                config,
+                stage=self.stage(config) if self.stage else self.name,
+                stop_request=stop_request,
+            )
+            if os.environ["RANK"] == "0":
+                following = self.next_commands or next_after_rows
+                print(following(summary.output_dir, summary.model_dir), flush=True)
+        return ExitCode.OK
 
 
 def check(config: TrainConfig) -> None:
@@ -302,7 +301,7 @@ TRAIN = StageCommand(
     check,
     next_commands,
 )
-run, build_parser = partial(run_stage, command=TRAIN), TRAIN.build_parser
+run, build_parser = TRAIN, TRAIN.build_parser
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import cast
 
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.main import COMMANDS, Command
 from lightrft.cli.options import Parser, available_options
+from lightrft.cli.train import StageCommand
 from lightrft.config.options import did_you_mean
 
 SHELLS = ("bash", "zsh", "fish")
@@ -49,9 +50,7 @@ def whole_parser(names: Collection[str]) -> argparse.ArgumentParser:
     root.add_argument("--version", action="store_true")
     commands = root.add_subparsers()
     for name in names:
-        found = vars(sys.modules[cast("Command", COMMANDS.load(name)).__module__])
-        build = found.get("build_parsers") or (lambda found=found: _one_parser(found))
-        parsers = cast("list[argparse.ArgumentParser]", build())
+        parsers = _parsers(cast("Command", COMMANDS.load(name)))
         for parser in parsers:
             _prepare(parser)
         # prog is "lightrft COMMAND" or "lightrft COMMAND ACTION".
@@ -66,11 +65,16 @@ def whole_parser(names: Collection[str]) -> argparse.ArgumentParser:
     return root
 
 
-def _one_parser(module: Mapping[str, object]) -> list[argparse.ArgumentParser]:
-    """The parser of a command; without one, nothing is known but its name."""
-    if "build_parser" not in module:
-        return [argparse.ArgumentParser("lightrft command", add_help=False)]
-    return [cast("Callable[[], argparse.ArgumentParser]", module["build_parser"])()]
+def _parsers(command: Command) -> list[argparse.ArgumentParser]:
+    """Return the parsers of a command; where its module builds none, only its name is known."""
+    if isinstance(command, StageCommand):
+        return [command.build_parser()]
+    module = vars(sys.modules[command.__module__])
+    if "build_parsers" in module:
+        return cast("list[argparse.ArgumentParser]", module["build_parsers"]())
+    if "build_parser" in module:
+        return [cast("argparse.ArgumentParser", module["build_parser"]())]
+    return [argparse.ArgumentParser("lightrft command", add_help=False)]
 
 
 def _prepare(parser: argparse.ArgumentParser) -> None:
