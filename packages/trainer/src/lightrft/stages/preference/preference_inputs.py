@@ -45,18 +45,18 @@ class PreferenceInputs(RowInputs[Preference, KnownPreferences]):
     """Preferences of a run; see `RowInputs`.
 
     Args:
-        stored: Numbers of the reference, where they are read from a file.
+        stored: Sums of the reference, if they are read from a file.
     """
 
     stored: StoredReference | None = None
 
     @property
     def item_name(self) -> str:
-        """Word for a preference, in the plural."""
+        """Plural word for a preference."""
         return "pairs" if self.data.is_paired else "answers"
 
     def introduce(self, say: Callable[[str], None]) -> None:
-        """See `RowInputs`."""
+        """Print what the model states, and the first item."""
         first = self.data.rows[0]
         self.reading.statements.say(say, last=last_trained(first.rows[0]))
         for row, is_good in zip(first.rows, first.labels, strict=True):
@@ -66,9 +66,9 @@ class PreferenceInputs(RowInputs[Preference, KnownPreferences]):
     def load(
         self, config: RowRunOptions, training: ModelTraining, num_steps: int
     ) -> tuple[TrainedModels, PreferenceObjective]:
-        """Load the model that is trained, and its frozen copy where one is needed.
+        """Load the model to train, and its frozen copy if the loss needs one.
 
-        Without its adapters an adapted model is its own reference.
+        An adapted model without its adapters is its reference.
         """
         models, reference = build_model(config, training, num_steps), None
         loss = build_loss(config)
@@ -80,7 +80,7 @@ class PreferenceInputs(RowInputs[Preference, KnownPreferences]):
         return models, PreferenceObjective(loss, reference)
 
     def prove(self, stage: RowStage[Preference, KnownPreferences]) -> None:
-        """See `RowInputs`."""
+        """Prove that model and reference score alike; read or store the reference's sums."""
         objective = cast("PreferenceObjective", stage.objective)
         if (path := stored_path(stage.config)) is not None:
             stored = self._store(path, stage, objective)
@@ -95,10 +95,10 @@ class PreferenceInputs(RowInputs[Preference, KnownPreferences]):
         stage: RowStage[Preference, KnownPreferences],
         objective: PreferenceObjective,
     ) -> StoredReference:
-        """Read the reference's numbers, or compute and write them; collective.
+        """Read the reference's sums, or compute and write them; collective.
 
         Raises:
-            ConfigError: Those of the file are of another model.
+            ConfigError: The file holds sums of another model.
         """
         backend, held_out = stage.strategy.backend, self.held_out
         origin = origin_of_data(self.data.rows, held_out, self.reading.tokenizer)
@@ -147,39 +147,39 @@ def read_inputs(config: TrainConfig) -> PreferenceInputs:
 
 
 def preference_problems(config: TrainConfig, num_processes: int) -> list[str]:
-    """Return the problems of the options of learning from preferences, one line each."""
-    found = option_problems(config, num_processes, "prefer")
+    """Return the problems of the options for learning from preferences, one line each."""
+    problems = option_problems(config, num_processes, "prefer")
     try:
         build_loss(config)
     except ConfigError as error:
-        found += str(error).splitlines()
-    return found
+        problems += str(error).splitlines()
+    return problems
 
 
 def data_problems(
     config: RowRunOptions, items: Sequence[Preference], held_out: Sequence[Preference]
 ) -> list[str]:
-    """Return the reasons why these losses cannot be computed from this data, one line each."""
-    found = []
+    """Return the reasons why the losses cannot be computed from this data, one line each."""
+    problems = []
     size = config.train_batch_size
     loss = build_loss(config)
     of_pairs = [term.name for term in loss.terms if not term.traits.is_of_answers]
     num_answers = len(items[0].rows)
     if of_pairs and num_answers == 1:
-        found.append(
+        problems.append(
             f"preference_loss {' '.join(of_pairs)} compares two answers to a prompt, and the rows "
             "of prompt_data are labelled one by one: give pairs, or kto or apo_zero_unpaired"
         )
     if held_out and len(held_out[0].rows) != num_answers:
-        found.append("prompt_data and eval_data must both hold pairs, or both labelled answers")
+        problems.append("prompt_data and eval_data must both hold pairs, or both labelled answers")
     if loss.uses_kl and size < 2:
-        found.append(
+        problems.append(
             f"preference_loss kto compares with the other prompts of a step: it needs "
             f"train_batch_size >= 2, got {size}"
         )
     if config.ref_logprobs is not None and (loss.uses_kl or not loss.uses_reference):
         why = "scores answers to other prompts" if loss.uses_kl else "has no reference"
-        found.append(
+        problems.append(
             f"ref_logprobs: preference_loss {config.preference_loss[0]} {why}: leave it out"
         )
-    return found
+    return problems

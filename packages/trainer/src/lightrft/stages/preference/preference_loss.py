@@ -1,4 +1,4 @@
-"""The loss of preferences: the losses that the options name, with weights."""
+"""Loss of preferences: the losses that the options name, with weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LossFunction = Callable[[PreferenceSums], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PreferenceTerm:
-    """A loss with its hyper-parameters, what it declares, and its weight."""
+    """Loss with its hyper-parameters, traits and weight."""
 
     name: str
     loss: LossFunction
@@ -29,11 +29,11 @@ class PreferenceTerm:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceLoss:
-    """The weighted sum of the means of some losses.
+    """Weighted sum of the means of some losses.
 
     Args:
-        terms: The first says how answers are compared in metrics.
-        beta: Scale of the rewards that are shown.
+        terms: Losses; the first one defines how metrics compare answers.
+        beta: Scale of the displayed rewards.
     """
 
     terms: tuple[PreferenceTerm, ...]
@@ -55,7 +55,7 @@ class PreferenceLoss:
         return any(term.traits.uses_kl for term in self.terms)
 
     def share(self, sums: PreferenceSums, counts: tuple[int, int]) -> Tensor:
-        """Return the share [] of some pairs in the loss of the step; shares add up to it.
+        """Return the share [] of some pairs in the loss of the step; all shares add up to it.
 
         Args:
             sums: Sums of the pairs.
@@ -71,12 +71,12 @@ class PreferenceLoss:
         return torch.stack(shares).sum()
 
     def rewards(self, sums: PreferenceSums) -> tuple[Tensor, Tensor]:
-        """Rewards [answers] of chosen and of rejected answers, as the first loss sees them."""
+        """Return rewards [answers] of chosen and of rejected answers, by the first loss."""
         traits = self.terms[0].traits
 
         def reward(answers: AnswerSums) -> Tensor:
-            found = answers.log_ratios if traits.uses_reference else answers.logprobs
-            return self.beta * found.detach() / (answers.num_tokens if traits.is_per_token else 1)
+            values = answers.log_ratios if traits.uses_reference else answers.logprobs
+            return self.beta * values.detach() / (answers.num_tokens if traits.is_per_token else 1)
 
         return reward(sums.chosen), reward(sums.rejected)
 
@@ -85,10 +85,10 @@ def build_loss(config: PreferenceOptions) -> PreferenceLoss:
     """Load the losses, bind their hyper-parameters, and try them on an example.
 
     Raises:
-        ConfigError: Unknown names or hyper-parameters, weights that do not fit, or a function that
-            cannot be called as it will be.
+        ConfigError: Unknown names or hyper-parameters, wrong weights, or a function that fails on
+            the example.
     """
-    names, given = config.preference_loss, config.preference_args or {}
+    names, all_args = config.preference_loss, config.preference_args or {}
     weights = config.preference_weights or (1.0,) * len(names)
     if not names or len(weights) != len(names):
         raise ConfigError(
@@ -97,7 +97,7 @@ def build_loss(config: PreferenceOptions) -> PreferenceLoss:
         )
     functions = [cast("Callable[..., Tensor]", PREFERENCE_LOSSES.load(name)) for name in names]
     known = {option for function in functions for option in keyword_options(function)}
-    unknown = [name for name in given if name not in known]
+    unknown = [name for name in all_args if name not in known]
     if unknown:
         raise ConfigError(
             f"preference_args: {', '.join(unknown)} does nothing for preference_loss "
@@ -105,8 +105,8 @@ def build_loss(config: PreferenceOptions) -> PreferenceLoss:
         )
     terms = []
     for name, function, weight in zip(names, functions, weights, strict=True):
-        own = {key: value for key, value in given.items() if key in keyword_options(function)}
-        bound = bind(function, own, owner=f"preference_loss {name}")
+        args = {key: value for key, value in all_args.items() if key in keyword_options(function)}
+        bound = bind(function, args, owner=f"preference_loss {name}")
         term = PreferenceTerm(name, bound, preference_loss_traits(function), weight)
         _try_term(term)
         terms.append(term)
@@ -118,7 +118,7 @@ def _try_term(term: PreferenceTerm) -> None:
     """Run a loss on an example.
 
     Raises:
-        ConfigError: It raises, or its result is not what is expected.
+        ConfigError: It raises, or its result is not the expected one.
     """
     logprobs = -torch.arange(1.0, 7.0, dtype=torch.float64).reshape(2, 3)
     logprobs.requires_grad_()
@@ -127,14 +127,14 @@ def _try_term(term: PreferenceTerm) -> None:
         for n, each in enumerate(logprobs)
     )
     try:
-        found: object = term.loss(PreferenceSums(chosen, rejected, 4.0, 0.1))
+        result: object = term.loss(PreferenceSums(chosen, rejected, 4.0, 0.1))
     except Exception as error:
         raise ConfigError(
             f"preference_loss {term.name} fails on an example: {' '.join(str(error).split())}"
         ) from error
     size = 6 if term.traits.is_of_answers else 3
-    is_right = isinstance(found, Tensor) and found.shape == (size,) and found.requires_grad
-    if not is_right or not bool(cast("Tensor", found).isfinite().all()):
+    is_right = isinstance(result, Tensor) and result.shape == (size,) and result.requires_grad
+    if not is_right or not bool(cast("Tensor", result).isfinite().all()):
         raise ConfigError(
             f"preference_loss {term.name}: expected {size} finite numbers with a gradient from 3 "
             "pairs, from a function (PreferenceSums, *, hyper-parameters)"

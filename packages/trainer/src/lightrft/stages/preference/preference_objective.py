@@ -1,4 +1,4 @@
-"""The objective of preferences: the mean of a function of sums over the tokens of answers."""
+"""Objective of preferences: the mean of a function of sums over the tokens of answers."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from lightrft.stages.rows.row_passes import MicroBatch, RowPasses
 from lightrft.strategy.backend import inner_module
 from lightrft.strategy.distributed.deadlines import phase
 
-# Nats per token between two forward passes of equal weights, by rounding: in float32, in bfloat16.
+# Nats per token by which rounding separates two equal forward passes: in float32, in bfloat16.
 ROUNDING, BF16_ROUNDING = 1e-5, 1e-2
-# What observers are told of each row.
+# Name of the fact about each row for observers.
 GOOD = "is_good"
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerRows:
-    """Rows behind other prompts than those of the data.
+    """Answers behind other prompts than those of the data.
 
     Args:
-        rows: Answers to one prompt.
+        rows: Rows of the answers to one prompt.
     """
 
     rows: tuple[SupervisedRow, ...]
@@ -49,15 +49,15 @@ class AnswerRows:
 
 @dataclass(frozen=True, slots=True)
 class KnownPreferences:
-    """Facts about the preferences of a step that are known before its update.
+    """Data about the preferences of a step that are known before its update.
 
     Args:
-        counts: Items and answers of the step, over all ranks.
+        counts: Numbers of items and answers of the step, over all ranks.
         tokens_per_chosen, kl: See `PreferenceSums`.
         ref_logprobs: [local, answers] sums under the reference; 0 without one.
-        slopes: [local, answers] derivative of the loss of the step by each sum, where the loss of
-            a pair depends on the others; else None.
-        loss: Loss of the step, where it is known from all sums; else None.
+        slopes: [local, answers] derivatives of the step's loss by each sum, if the loss of a pair
+            depends on other pairs; else None.
+        loss: Loss of the step, if it is known from all sums; else None.
     """
 
     counts: tuple[int, int]
@@ -87,15 +87,15 @@ class KnownPreferences:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
-    """The mean of a loss over all pairs (or answers) of a step.
+    """Mean of a loss over all pairs (or answers) of a step.
 
-    What a loss needs of the whole step - the order of log-ratios, the KL term - is computed before
-    it from a forward pass over all rows.
+    Values of the whole step that a loss needs (the order of log-ratios, the KL term) come from a
+    forward pass over all rows before the update.
 
     Args:
         loss: Loss of a pair or an answer.
-        reference: Frozen; None takes the adapted model without its adapters, where one is needed.
-        stored: Sums of the reference by the identity of an item, where they come from a file.
+        reference: Frozen model; None uses the adapted model without its adapters.
+        stored: Sums of the reference by the identity of an item, if they come from a file.
     """
 
     name: ClassVar[str] = "prefer"
@@ -107,19 +107,19 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
 
     @property
     def frozen(self) -> Sequence[nn.Module]:
-        """See `RowObjective`."""
+        """The reference, if it is a model apart."""
         return () if self.reference is None else (self.reference,)
 
     def with_stored(
         self, stored: StoredReference, trained: Sequence[Preference], held_out: Sequence[Preference]
     ) -> PreferenceObjective:
-        """Take the reference's numbers from a file from now on."""
+        """Return the objective with the reference's sums of a file."""
         return replace(self, reference=None, stored=stored.by_item(trained, held_out))
 
     def measure(
         self, part: RowPart[Preference], passes: RowPasses, number: int = 0
     ) -> KnownPreferences:
-        """Compute what the step knows of its rows, from forward passes without gradient."""
+        """Compute the values of the whole step, in forward passes without gradient."""
         size = (len(part.places), len(part.items[0].rows))
         reference = torch.zeros(size, dtype=torch.float64, device=passes.device)
         if self.loss.uses_reference:
@@ -139,11 +139,11 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
         return replace(known, slopes=slopes[torch.from_numpy(part.places)], loss=loss.item())
 
     def normalizer(self, part: RowPart[Preference], known: KnownPreferences) -> Tensor:
-        """See `RowObjective`."""
+        """Return the number of items, []."""
         return torch.tensor(float(len(part.items)))
 
     def facts(self, items: Sequence[Preference]) -> Facts:
-        """See `RowObjective`."""
+        """Return whether each answer is good."""
         return {GOOD: np.array([is_good for item in items for is_good in item.labels])}
 
     def share(
@@ -153,7 +153,7 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
         passes: RowPasses,
         metrics: StepMetrics,
     ) -> LossShare:
-        """See `RowObjective`."""
+        """Compute the share of a micro-batch in the loss."""
         items, num_items = micro.items, known.counts[0]
         of_tokens = passes.score(micro.rows).logprobs
         logprobs, ref_logprobs = answer_sums(of_tokens, len(items)), known.ref_logprobs[micro.where]
@@ -181,7 +181,7 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
             "rejected_logprob": sums.rejected.mean_logprobs.detach(),
         }
         if len(items[0].rows) > 1:
-            # Equal rewards decide nothing: half of them are right.
+            # A tie counts as half right.
             shown["accuracy"] = (1 + (chosen - rejected).sign()) / 2
         return shown
 
@@ -191,7 +191,7 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
         metrics: dict[str, float],
         passes: RowPasses,
     ) -> dict[str, float]:
-        """See `RowObjective`."""
+        """Complete the metrics of a step."""
         return self._completed(metrics, batch.known)
 
     def _completed(self, metrics: dict[str, float], known: KnownPreferences) -> dict[str, float]:
@@ -209,10 +209,10 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
     def doubts(
         self, held_out: Mapping[str, float], trained: Mapping[str, float] | None, num_items: int
     ) -> list[str]:
-        """Say if held-out pairs come out the other way round than trained ones."""
+        """Report held-out pairs that come out the other way round than trained ones."""
         trained_accuracy = (trained or {}).get("accuracy", math.nan)
         accuracy = held_out.get("accuracy", math.nan)
-        # Two and a half standard deviations of as many coins.
+        # Two and a half standard deviations of as many coin tosses.
         if not trained_accuracy > 0.5 > accuracy + 1.25 / math.sqrt(num_items):
             return []
         return [
@@ -254,14 +254,14 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
         return tuple(map(tuple, sums.tolist()))
 
     def reference_sums(self, part: RowPart[Preference], passes: RowPasses) -> Tensor:
-        """Return sums [local, answers] of the reference, computed or read."""
+        """Return the reference's sums [local, answers], computed or read."""
         if not self.stored:
             return self._score_by_reference(part.local_items, part, passes)
         sums = [self.stored[id(item)] for item in part.local_items]
         return torch.tensor(sums, dtype=torch.float64, device=passes.device)
 
     def _kl(self, part: RowPart[Preference], passes: RowPasses) -> float:
-        """Mean log-ratio of answers behind other prompts over all ranks, at least 0; collective."""
+        """Return the mean log-ratio of answers behind other prompts, at least 0; collective."""
         others = [other_answers(part.items, place) for place in part.places]
         counted = part.is_counted & np.array([each is not None for each in others])
         items = [
@@ -278,7 +278,7 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
     def _score_by_reference(
         self, items: Sequence[RowGroup], part: RowPart[Preference], passes: RowPasses
     ) -> Tensor:
-        """See `score_items`."""
+        """Compute the sums of answers under the reference."""
         with self._reference(passes) as model:
             return score_items(model, items, part, passes)
 
@@ -301,9 +301,9 @@ def score_items(
     """Compute sums [local, answers] of the logprobs of the answers' tokens, without gradient.
 
     Args:
-        model: The one that scores.
-        items: This rank's items, or others in their place.
-        part: How they are cut into micro-batches.
+        model: Model that scores.
+        items: This rank's items, or replacements for them.
+        part: Distribution with the micro-batches.
         passes: Forward passes.
     """
     timeout = timedelta(minutes=passes.config.timeout_minutes)
@@ -320,7 +320,7 @@ def score_items(
 def of_all_ranks(
     part: RowPart[Preference], values: Sequence[Tensor], passes: RowPasses
 ) -> list[Tensor]:
-    """Return values [local, answers] as those of all ranks, [items, answers]; one collective."""
+    """Return values [local, answers] gathered from all ranks, [items, answers]; one collective."""
     stacked = torch.stack(list(values), dim=-1)
     whole = stacked.new_zeros((len(part.items), *stacked.shape[1:]))
     is_counted = torch.from_numpy(part.is_counted).to(stacked.device)
@@ -335,12 +335,12 @@ def counts_of(items: Sequence[Preference]) -> tuple[int, int]:
 
 
 def answer_sums(logprobs: Tensor, num_items: int) -> Tensor:
-    """[items, answers] sums of logprobs [items * answers, seq] over the tokens, in float64."""
+    """Return sums [items, answers] of logprobs [items * answers, seq], in float64."""
     return logprobs.double().sum(dim=1).view(num_items, -1)
 
 
 def tokens_per_chosen(items: Sequence[Preference]) -> float:
-    """Return the mean tokens of a chosen (or good) answer; 1 without one."""
+    """Return the mean number of tokens of a chosen (or good) answer; 1 without one."""
     tokens = [
         row.num_trained
         for item in items
@@ -351,19 +351,19 @@ def tokens_per_chosen(items: Sequence[Preference]) -> float:
 
 
 def other_answers(items: Sequence[Preference], place: int) -> tuple[SupervisedRow, ...] | None:
-    """The answers of the next item with another prompt, behind the prompt of the one at `place`."""
-    own = items[place].rows[0]
+    """Return the answers of the next item with another prompt, behind this item's prompt."""
+    first = items[place].rows[0]
     for step in range(1, len(items)):
         rows = items[(place + step) % len(items)].rows
-        if rows[0].prompt_key != own.prompt_key:
-            return tuple(behind(own.prompt_ids, row, own.shown) for row in rows)
+        if rows[0].prompt_key != first.prompt_key:
+            return tuple(behind(first.prompt_ids, row, first.shown) for row in rows)
     return None
 
 
 def behind(
     prompt: NDArray[np.int32], row: SupervisedRow, shown: ShownMedia | None = None
 ) -> SupervisedRow:
-    """Return the answer of a row behind another prompt, and the media of that."""
+    """Return the answer of a row behind another prompt with its media."""
     start = int(row.is_trained.argmax())
     return SupervisedRow(
         np.concatenate([prompt, row.token_ids[start:]]),

@@ -1,7 +1,7 @@
-"""Log-probabilities of the reference that were computed before the run, in a file.
+"""File of the reference's log-probabilities, computed before the run.
 
-They hold for one data set, one chat template and one model: the file names each by a hash, and is
-used again only where all are the same.
+They hold for one data set, one chat template and one model. The file holds a hash of each and is
+reused only if all hashes are equal.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
     from lightrft.strategy.backend import Backend
 
-# Of some hundred million answers.
+# Enough for some hundred million answers.
 MAX_FILE_BYTES = 1 << 33
 Sums = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceOrigin:
-    """Hashes of what the numbers follow from.
+    """Hashes of the inputs of the sums.
 
     Args:
-        data: Of the token ids, trained tokens and labels of all answers, held-out ones included.
-        template: Of the chat template's text.
-        model: Of the weights, and the dtype they compute in; "" is not known yet.
+        data: Hash of the token ids, trained tokens and labels of all answers, also held-out ones.
+        template: Hash of the chat template's text.
+        model: Hash of the weights, with their compute dtype; "" is not known yet.
     """
 
     data: str
@@ -47,10 +47,10 @@ class ReferenceOrigin:
 
 @dataclass(frozen=True, slots=True)
 class StoredReference:
-    """The content of the file.
+    """Content of the file.
 
     Args:
-        origin: Of the numbers.
+        origin: Origin of the sums.
         trained, held_out: Sums of logprobs of each pair's answers in float64, in order.
     """
 
@@ -67,40 +67,40 @@ class StoredReference:
         return {id(item): sums for item, sums in pairs}
 
     def save(self, path: Path) -> None:
-        """Write the file whole or not at all."""
+        """Write the file, whole or not at all."""
         make_folder(path.parent)
         write_whole(path, sealed(asdict(self)) + "\n")
 
 
 def read_stored(path: Path, origin: ReferenceOrigin, sizes: tuple[int, int]) -> StoredReference:
-    """Return the file, if it is of this data and template.
+    """Return the content of the file if it is for this data and template.
 
     Args:
-        path: Exists.
-        origin: Of the run; its model is not looked at.
-        sizes: Items to train on, and held-out ones.
+        path: Existing file.
+        origin: Origin of the run; its model is not compared.
+        sizes: Numbers of items to train on and of held-out ones.
 
     Raises:
-        FileError: It is damaged.
-        ConfigError: It is of other data, or of another template.
+        FileError: The file is damaged.
+        ConfigError: The file is for other data or another template.
     """
     values = read_object(path, max_bytes=MAX_FILE_BYTES)
-    found = typed(StoredReference, unsealed(values, path), path)
-    require_origin(found, replace(origin, model=found.origin.model), path)
-    if (len(found.trained), len(found.held_out)) != sizes:
+    stored = typed(StoredReference, unsealed(values, path), path)
+    require_origin(stored, replace(origin, model=stored.origin.model), path)
+    if (len(stored.trained), len(stored.held_out)) != sizes:
         raise FileError(f"{path}: it has other numbers of rows than the data that it names")
-    return found
+    return stored
 
 
 def require_origin(stored: StoredReference, origin: ReferenceOrigin, path: Path) -> None:
-    """Raise a ConfigError if the numbers follow from something else."""
-    own, other = asdict(origin), asdict(stored.origin)
-    different = [name for name in own if own[name] != other[name]]
+    """Raise a ConfigError if the sums have another origin."""
+    run, other = asdict(origin), asdict(stored.origin)
+    different = [name for name in run if run[name] != other[name]]
     if different:
         name = different[0]
         raise ConfigError(
             f"ref_logprobs: {path} was computed with another {' and another '.join(different)} "
-            f"({other[name][:16]}, here {own[name][:16]}): name another file, or delete it to have "
+            f"({other[name][:16]}, here {run[name][:16]}): name another file, or delete it to have "
             "it computed anew"
         )
 
@@ -110,7 +110,7 @@ def origin_of_data(
     held_out: Sequence[Preference],
     tokenizer: PreTrainedTokenizerBase,
 ) -> ReferenceOrigin:
-    """Return the origin of numbers about these rows, whose model is not known yet."""
+    """Return the origin of sums over these rows, without the model's hash."""
     digest = hashlib.sha256()
     for kind in (trained, held_out):
         digest.update(f"{len(kind)} items\n".encode())
@@ -124,9 +124,9 @@ def origin_of_data(
 
 
 def hash_of_start(model: PreparedModel, backend: Backend) -> str:
-    """Return hash of the weights a run starts from, without adapters, and their dtype; collective.
+    """Return a hash of the starting weights without adapters, and their dtype; collective.
 
-    The same for every strategy and number of ranks.
+    It is equal for every strategy and number of ranks.
     """
     module = inner_module(model)
     source = replace(engine_source(module, backend.parameter_source(model)), add_local=None)

@@ -1,4 +1,4 @@
-"""Comparisons of scores: the pairs of some rows, and metrics of how scores keep to them."""
+"""Comparisons of scores: the pairs of some rows, and metrics of the scores' agreement."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from lightrft.datasets.step_rows import LabelledSteps
 from lightrft.stages.metrics import StepMetrics
 
 NUM_BINS = 10
-# Beginnings of the names of a bin's share of all comparisons, mean confidence and accuracy.
+# Prefixes of the names of a bin's share of all comparisons, mean confidence and accuracy.
 BINS = ("bin_share/", "bin_confidence/", "bin_accuracy/")
-# Lengths that differ by less, relative to the better answer, count as equal.
+# Lengths whose difference is smaller, relative to the better answer, count as equal.
 EVEN_LENGTHS = 0.1
 Judgement = PreferencePair | RankedAnswers | LabelledAnswer | LabelledSteps | ScoredAnswer
 
 
 @dataclass(frozen=True, slots=True)
 class Comparisons:
-    """Places of compared answers among the rows of some judgements, one after the other.
+    """Places of compared answers among the rows of some judgements.
 
     Args:
         better, worse: [pairs] int64.
-        margins: [pairs] float64, by how much; 0 is not known.
-        is_tie: [pairs] bool, neither is better.
-        weights: [pairs] float64; those of the answers to one prompt add up to 1.
+        margins: [pairs] float64, difference in quality; 0 is unknown.
+        is_tie: [pairs] bool, neither answer is better.
+        weights: [pairs] float64; the weights of answers to one prompt add up to 1.
     """
 
     better: Tensor
@@ -48,64 +48,64 @@ class Comparisons:
     def of(
         cls, judgements: Sequence[Judgement], device: torch.device, name: str = ""
     ) -> Comparisons:
-        """Return the comparisons of these judgements: all pairs of a ranking, none of a label.
+        """Return the comparisons of judgements: all pairs of a ranking, none of a label.
 
         Args:
             judgements: Judgements of one kind.
-            device: For the results.
+            device: Device of the results.
             name: Name of the score whose rankings count; "" is the only one.
         """
-        found: list[tuple[int, int, float, bool, float]] = []
+        rows: list[tuple[int, int, float, bool, float]] = []
         start = 0
         for each in judgements:
             if isinstance(each, PreferencePair):
-                found.append((start, start + 1, each.margin or 0.0, False, 1.0))
+                rows.append((start, start + 1, each.margin or 0.0, False, 1.0))
             elif isinstance(each, RankedAnswers):
                 ranks = each.ranks_of(name)
                 pairs = list(combinations(sorted(range(len(ranks)), key=ranks.__getitem__), 2))
-                found += [
+                rows += [
                     (start + a, start + b, 0.0, ranks[a] == ranks[b], 1 / len(pairs))
                     for a, b in pairs
                 ]
             start += len(each.rows)
-        columns = torch.tensor(found, dtype=torch.float64, device=device).view(-1, 5).unbind(1)
+        columns = torch.tensor(rows, dtype=torch.float64, device=device).view(-1, 5).unbind(1)
         better, worse, margins, is_tie, weights = columns
         return cls(better.long(), worse.long(), margins, is_tie.bool(), weights)
 
     def differences(self, scores: Tensor) -> Tensor:
-        """[pairs] score of the better answer - score of the other."""
+        """Return [pairs] score of the better answer - score of the other."""
         return scores[self.better] - scores[self.worse]
 
 
 def judgement_facts(judgements: Sequence[Judgement]) -> dict[str, NDArray[np.float64]]:
-    """Return what the data say of the rows of some judgements, for observers.
+    """Return facts of the data about the rows of some judgements, for observers.
 
     Returns:
-        Of pairs and rankings `rank` [rows], the better one smaller, and of pairs `margin` [rows];
-        of answers `target` [rows], of steps [tokens] at their ends.
+        For pairs and rankings `rank` [rows], smaller is better; for pairs also `margin` [rows]; for
+        answers `target` [rows], for steps [tokens] at their ends.
     """
-    found: dict[str, list[float]] = {"rank": [], "margin": [], "target": []}
+    facts: dict[str, list[float]] = {"rank": [], "margin": [], "target": []}
     for each in judgements:
         if isinstance(each, PreferencePair):
-            found["rank"] += [1.0, 2.0]
-            found["margin"] += [each.margin or 0.0] * 2
+            facts["rank"] += [1.0, 2.0]
+            facts["margin"] += [each.margin or 0.0] * 2
         elif isinstance(each, RankedAnswers):
-            found["rank"] += each.ranks
+            facts["rank"] += each.ranks
         elif isinstance(each, LabelledSteps):
             ends = np.zeros(len(each.answer.token_ids))
             ends[each.answer.is_trained] = each.labels
-            found["target"] += ends.tolist()
+            facts["target"] += ends.tolist()
         else:
-            found["target"].append(each.score if isinstance(each, ScoredAnswer) else each.is_good)
-    return {name: np.array(values, np.float64) for name, values in found.items() if values}
+            facts["target"].append(each.score if isinstance(each, ScoredAnswer) else each.is_good)
+    return {name: np.array(values, np.float64) for name, values in facts.items() if values}
 
 
 @torch.no_grad()
 def record_scores(metrics: StepMetrics, scores: Tensor, lengths: Tensor) -> None:
-    """Add metrics of some rows' scores.
+    """Record metrics of some rows' scores.
 
     Args:
-        metrics: Receives them.
+        metrics: Receives the metrics.
         scores: [rows] float64.
         lengths: [rows] tokens.
     """
@@ -119,13 +119,13 @@ def record_scores(metrics: StepMetrics, scores: Tensor, lengths: Tensor) -> None
 def record_comparisons(
     metrics: StepMetrics, scores: Tensor, lengths: Tensor, comparisons: Comparisons, name: str = ""
 ) -> None:
-    """Add metrics of how scores keep to comparisons; those of several scores go together.
+    """Record how well scores agree with comparisons; several scores share the metrics.
 
     Args:
-        metrics: Receives them.
+        metrics: Receives the metrics.
         scores, lengths: See `record_scores`.
         comparisons: Comparisons of these rows.
-        name: Name of the score, whose accuracy is also shown apart; "" is the only one.
+        name: Name of the score, whose accuracy is also shown alone; "" is the only one.
     """
     weights = comparisons.weights * ~comparisons.is_tie
     differences, longer = map(comparisons.differences, (scores, lengths.double()))
@@ -140,10 +140,10 @@ def record_comparisons(
 
 @torch.no_grad()
 def record_agreement(metrics: StepMetrics, differences: Tensor, weights: Tensor) -> None:
-    """Add metrics of logits d, of which sigmoid(d) is the probability of what is right.
+    """Record metrics of logits d, where sigmoid(d) is the probability of the right outcome.
 
     Args:
-        metrics: Receives them.
+        metrics: Receives the metrics.
         differences, weights: [pairs] float64.
     """
     is_right = _wins(differences)
@@ -156,7 +156,7 @@ def record_agreement(metrics: StepMetrics, differences: Tensor, weights: Tensor)
     bins.index_add_(1, places, columns)
     metrics.add_sums("calibration_error", bins.flatten().unbind(), calibration_error)
     for place in range(NUM_BINS):
-        # By the least confidence of the bin in percent.
+        # Named by the least confidence of the bin in percent.
         name = 50 + place * 50 // NUM_BINS
         metrics.add_mean(f"{BINS[0]}{name}", bins[0, place], weights.sum())
         metrics.add_mean(f"{BINS[1]}{name}", bins[1, place], bins[0, place])
@@ -164,15 +164,15 @@ def record_agreement(metrics: StepMetrics, differences: Tensor, weights: Tensor)
 
 
 def _wins(differences: Tensor) -> Tensor:
-    """1 where positive, 1/2 where 0."""
+    """Return 1 where positive, 1/2 where 0."""
     return (differences.sign() + 1) / 2
 
 
 def calibration_error(sums: Tensor) -> float | None:
-    """Return expected calibration error, the weighted mean over bins of |confidence - accuracy|.
+    """Return the expected calibration error: the mean over bins of |confidence - accuracy|.
 
     Args:
-        sums: [3 * bins] of each bin the weight, the summed confidence and what was right.
+        sums: [3 * bins] weight, summed confidence and summed right outcomes of each bin.
 
     Source: Guo et al. 2017, arXiv:1706.04599, eq. 5.
     """

@@ -45,10 +45,10 @@ from lightrft.strategy.model_training import ModelTraining
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# By a column of the first row; all others are preferences.
+# Kinds by a column of the first row; all other rows are preferences.
 _Kind = JudgementKind[RankedAnswers] | JudgementKind[LabelledSteps] | JudgementKind[ScoredAnswer]
 _KINDS: Mapping[str, _Kind] = {RESPONSE: SCORED, STEPS: LABELLED_STEPS, ANSWERS: RANKED}
-# Of options whose choice a reward model leaves open: it has no logits, and its head is in no file.
+# Values of open options that a reward model does not use: it has no logits and a new head.
 _UNUSED = {"fused_linear_logprob": False, "meta_init": False}
 
 
@@ -58,17 +58,17 @@ class RewardInputs(RowInputs[Judgement, Counts]):
 
     @property
     def item_name(self) -> str:
-        """See `RowInputs`."""
+        """Plural word for a judgement."""
         return "judgements"
 
     def decided(self, config: TrainConfig, backend: Backend) -> TrainConfig:
-        """See `StageInputs`."""
+        """Return the configuration with the machine's choices made."""
         # `super` does not see a dataclass with slots.
         decided = RowInputs.decided(self, config.replaced(_UNUSED), backend)
         return decided.replaced(dict.fromkeys(_UNUSED))
 
     def introduce(self, say: Callable[[str], None]) -> None:
-        """See `RowInputs`."""
+        """Print what the model states, and doubts about the data."""
         self.reading.statements.say(say)
         for text in doubts(self.data.rows):
             say(f"warning: {text}")
@@ -76,7 +76,7 @@ class RewardInputs(RowInputs[Judgement, Counts]):
     def load(
         self, config: RowRunOptions, training: ModelTraining, num_steps: int
     ) -> tuple[TrainedModels, RewardObjective]:
-        """See `RowInputs`."""
+        """Load the reward model, and build the objective."""
         model = load_reward_model(config)
         if not model.is_beside:
             model.model.config.pad_token_id = padding_id(self.reading.tokenizer, self.data.rows)
@@ -87,7 +87,7 @@ class RewardInputs(RowInputs[Judgement, Counts]):
         return TrainedModels((trained,)), objective
 
     def prove(self, stage: RowStage[Judgement, Counts]) -> None:
-        """See `RowInputs`."""
+        """Prove that scores do not depend on padding, and print where they are read."""
         model, context = stage.models.main.model, stage.strategy.context
         change = prove_pooling(model, stage.data.rows, context)
         is_last = pooling_of(config_of(model)) == LAST_TOKEN
@@ -136,8 +136,8 @@ class ScorePlan:
     """Scores of a reward model.
 
     Args:
-        pooling: Name in the registry of poolings.
-        weights: Of each score by name; one of no name where there is one.
+        pooling: Name of the pooling in its registry.
+        weights: Weight of each score by name; a single score has the name "".
     """
 
     pooling: str
@@ -145,12 +145,12 @@ class ScorePlan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of several scores; () of one."""
+        """Names of several scores; () for one."""
         return tuple(filter(None, self.weights))
 
 
 def plan_scores(config: RowRunOptions) -> ScorePlan:
-    """Score as the options say, or those of a reward model that is trained on.
+    """Return the scores that the options ask for, or those of the reward model in `pretrain`.
 
     Raises:
         ConfigError: Options contradict each other or the model, or cannot be run.
@@ -165,15 +165,15 @@ def plan_scores(config: RowRunOptions) -> ScorePlan:
     )
     if is_reward_model(path):
         stored = load_config(path)
-        own = ScorePlan(pooling_of(stored), score_weights(stored))
-        is_other = bool(heads) and (plan != own or plan.names != own.names)
-        if is_other or config.reward_pooling not in (None, own.pooling):
+        saved = ScorePlan(pooling_of(stored), score_weights(stored))
+        is_other = bool(heads) and (plan != saved or plan.names != saved.names)
+        if is_other or config.reward_pooling not in (None, saved.pooling):
             raise ConfigError(
-                f"pretrain: {path} is a reward model with pooling {own.pooling} and scores "
-                f"{dict(own.weights)}: leave reward_pooling and reward_heads out, or give a "
+                f"pretrain: {path} is a reward model with pooling {saved.pooling} and scores "
+                f"{dict(saved.weights)}: leave reward_pooling and reward_heads out, or give a "
                 "language model"
             )
-        plan = own
+        plan = saved
     if config.audit_every and (plan.pooling != LAST_TOKEN or plan.names):
         raise ConfigError(
             "audit_every recomputes one score at the last token: leave it out with reward_heads "
@@ -195,10 +195,10 @@ def _check_heads(config: RewardModelOptions) -> None:
             f"{' '.join(heads)}; leave it out for one score"
         )
     for name in ("reward_head_weights", "reward_head_losses"):
-        given = vars(config)[name]
-        if given and len(given) != len(heads):
+        values = vars(config)[name]
+        if values and len(values) != len(heads):
             raise ConfigError(
-                f"{name} must be one for each of reward_heads: got {len(given)} for {len(heads)}"
+                f"{name} must be one for each of reward_heads: got {len(values)} for {len(heads)}"
             )
 
 
@@ -238,14 +238,14 @@ def judgement_reader(
     vocab_size: int | None,
     reader: RowMediaReader | None = None,
 ) -> Callable[[Row], Judgement]:
-    """Return the way from rows like the first to judgements; see `PreferenceReader`."""
+    """Return a reader of judgements for rows like the first; see `PreferenceReader`."""
     kind = _kind_of(first, config)
     build = PreferenceReader if kind is None else kind.build_reader
     return build(tokenizer, config, first, vocab_size, reader)
 
 
 def _kind_of(first: Row, config: RowRunOptions) -> _Kind | None:
-    """Return the kind of rows like the first; None is that of preferences."""
+    """Return the kind of rows like the first; None for preferences."""
     kind = next(
         (kind for name, kind in _KINDS.items() if first.columns.get(name) is not None), None
     )
@@ -256,10 +256,10 @@ def _kind_of(first: Row, config: RowRunOptions) -> _Kind | None:
 
 
 def load_reward_model(config: RowRunOptions) -> RewardModel:
-    """Return the model to train: a reward model as it is, any other model with a new head.
+    """Return the model to train: a reward model as it is, or another model with a new head.
 
     Raises:
-        ModelLoadError: It cannot be read.
+        ModelLoadError: The model cannot be read.
     """
     path, new, plan = str(config.pretrain), config.allow_new_weights, plan_scores(config)
     if is_reward_model(path):
@@ -278,19 +278,19 @@ def load_reward_model(config: RowRunOptions) -> RewardModel:
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase, judgements: Sequence[Judgement]) -> int | None:
-    """Return the padding token of the saved classifier: None where rows end in the tokenizer's.
+    """Return the padding token of the saved classifier; None if rows end in the tokenizer's.
 
-    transformers takes the last token that is no padding for the last one of a row. Where padding
-    is the end of a text, that is a wrong one; without padding it reads row by row, and refuses
-    others.
+    transformers takes the last token that is not padding as the last one of a row. That is wrong
+    where padding is also the end of a text. Without a padding token it reads single rows, and
+    refuses batches.
     """
-    found: int | None = tokenizer.pad_token_id
+    pad_id: int | None = tokenizer.pad_token_id
     ends = {int(row.token_ids[-1]) for each in judgements for row in each.rows}
-    return None if found in ends else found
+    return None if pad_id in ends else pad_id
 
 
 def doubts(judgements: Sequence[Judgement]) -> list[str]:
-    """Return one sentence for each thing that is odd about the data."""
+    """Return one sentence for each suspicious finding in the data."""
     keys = [tuple(row.key for row in each.rows) for each in judgements]
     seen = set(keys)
     num_reversed = sum(len(key) == 2 and key[::-1] in seen for key in keys)

@@ -1,4 +1,4 @@
-"""The objective of a reward model: judgements that compare, rank or label answers."""
+"""Objective of a reward model: judgements that compare, rank or label answers."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ MAX_NORMALISING = 1024
 
 @dataclass(frozen=True, slots=True)
 class RewardObjective(RowObjective[Judgement, Counts]):
-    """The mean of the losses of judgements; of labelled steps, of all of them.
+    """Mean of the losses of judgements; of labelled steps, the mean over all steps.
 
-    Of several scores it is the weighted sum of these means over the judgements that each has. The
-    score of an answer is read at its last token or pooled over all, that of a step at the end of
-    the step.
+    With several scores it is the weighted sum of such means, each over the judgements of one
+    score. The score of an answer is read at its last token or pooled over all tokens. The score of
+    a step is read at its end.
 
     Args:
-        losses: Loss of each score by name; one of no name where there is one.
-        weights: Weight of each.
+        losses: Loss of each score by name; a single score has the name "".
+        weights: Weight of each score by name.
         centering: Weight of the squared sum of the scores of a pair.
-        is_paired: Judgements compare answers.
-        shows_agreement: Scores are logits of labels, whose agreement is shown.
+        is_paired: Whether judgements compare answers.
+        shows_agreement: Whether scores are logits of labels, whose agreement is shown.
     """
 
     name: ClassVar[str] = "reward"
@@ -80,7 +80,7 @@ class RewardObjective(RowObjective[Judgement, Counts]):
     def of(
         cls, config: RewardModelOptions, model: nn.Module, *, is_paired: bool
     ) -> RewardObjective:
-        """Read the options and the scores of a prepared model."""
+        """Build the objective from the options and the scores of a prepared model."""
         weights = score_weights(config_of(model))
         return cls(
             build_losses(config, weights, is_paired=is_paired),
@@ -95,17 +95,17 @@ class RewardObjective(RowObjective[Judgement, Counts]):
         return {name: max(1, count_losses(part.items, name)) for name in self.weights}
 
     def normalizer(self, part: RowPart[Judgement], known: Counts) -> Tensor:
-        """See `RowObjective`."""
+        """Return the number of losses over all scores, []."""
         return torch.tensor(float(sum(known.values())))
 
     def facts(self, items: Sequence[Judgement]) -> Facts:
-        """See `RowObjective`."""
+        """Return facts of the data about some judgements."""
         return judgement_facts(items)
 
     def share(
         self, micro: MicroBatch[Judgement], known: Counts, passes: RowPasses, metrics: StepMetrics
     ) -> LossShare:
-        """See `RowObjective`."""
+        """Compute the share of a micro-batch in the loss."""
         rows = self._laid_out(micro.rows, micro.items)
         scores = self._read(rows, micro.items, passes)
         share = scores.new_zeros(())
@@ -127,7 +127,7 @@ class RewardObjective(RowObjective[Judgement, Counts]):
         return (scores * scores.new_tensor(list(self.weights.values()))).sum(1)
 
     def _laid_out(self, rows: PaddedRows, judgements: Sequence[Judgement]) -> PaddedRows:
-        """Mark as trained the tokens at which a score is read, if it is not pooled."""
+        """Mark as trained the tokens at which a score is read, unless it is pooled."""
         if isinstance(judgements[0], LabelledSteps):
             return rows
         counts = rows.attention_mask.cumsum(dim=1)
@@ -175,7 +175,7 @@ class RewardObjective(RowObjective[Judgement, Counts]):
     def finish(
         self, batch: RowBatch[Judgement, Counts], metrics: dict[str, float], passes: RowPasses
     ) -> dict[str, float]:
-        """See `RowObjective`."""
+        """Complete the metrics of a step."""
         # The comparisons of a step are too few for bins.
         metrics = {name: value for name, value in metrics.items() if not name.startswith(BINS)}
         return metrics | {"num_tokens": float(sum(batch.lengths))}
@@ -183,9 +183,9 @@ class RewardObjective(RowObjective[Judgement, Counts]):
     def doubts(
         self, held_out: Mapping[str, float], trained: Mapping[str, float] | None, num_items: int
     ) -> list[str]:
-        """Say if a trained model does worse than guessing."""
+        """Report a trained model that does worse than guessing."""
         accuracy = held_out.get("accuracy", 0.5)
-        # Three deviations below guessing.
+        # Three standard deviations below guessing.
         if trained is None or accuracy >= 0.5 - 1.5 / math.sqrt(num_items):
             return []
         return [
@@ -196,7 +196,7 @@ class RewardObjective(RowObjective[Judgement, Counts]):
 
     @torch.no_grad()
     def conclude(self, data: RowData[Judgement], passes: RowPasses) -> None:
-        """Put mean and deviation of scores on training data into the saved configuration."""
+        """Store mean and deviation of scores on training data in the saved configuration."""
         passes.model.eval()
         every = -(-len(data) // MAX_NORMALISING)
         metrics = self.evaluate(passes.shared_part(data.rows[::every]), passes)
@@ -204,7 +204,7 @@ class RewardObjective(RowObjective[Judgement, Counts]):
         config.score_mean, config.score_std = metrics["score"], metrics["score_std"]
 
     def prove_saved(self, folder: Path, data: RowData[Judgement], passes: RowPasses) -> None:
-        """See `prove_published`."""
+        """Prove that the written model scores like the trained one; see `prove_published`."""
         passes.model.eval()
         prove_published(passes.model, folder, data.rows, passes.context)
 
@@ -215,14 +215,14 @@ def config_of(model: nn.Module) -> PretrainedConfig:
 
 
 def count_losses(judgements: Sequence[Judgement], name: str = "") -> int:
-    """Judgements of a score, or where they are of steps, the steps: what a loss is the mean of."""
+    """Return the number of judgements, or of steps, over which a score's loss is averaged."""
     if name:
         return sum(isinstance(e, RankedAnswers) and bool(e.ranks_of(name)) for e in judgements)
     return sum(len(each.labels) if isinstance(each, LabelledSteps) else 1 for each in judgements)
 
 
 def _read_lengths(judgements: Sequence[Judgement]) -> list[int]:
-    """Return tokens of each row, or up to the end of each step."""
+    """Return the tokens of each row, or up to the end of each step."""
     lengths: list[int] = []
     for each in judgements:
         if isinstance(each, LabelledSteps):
@@ -233,7 +233,7 @@ def _read_lengths(judgements: Sequence[Judgement]) -> list[int]:
 
 
 def _labels(judgements: Sequence[Judgement], like: Tensor) -> Tensor:
-    """[scores] 1 of good answers or steps, 0 of others; given scores."""
+    """Return [scores] 1 for good answers or steps, 0 for others; or the scores of the data."""
     labels: list[float] = []
     for each in judgements:
         if isinstance(each, LabelledSteps):
@@ -246,7 +246,7 @@ def _labels(judgements: Sequence[Judgement], like: Tensor) -> Tensor:
 
 
 def loss_name(config: RewardModelOptions, *, is_paired: bool) -> str:
-    """Return the loss of a run: as set, else that of its data."""
+    """Return the name of the run's loss: as set, else the default for its data."""
     return config.reward_loss or ("bradley_terry" if is_paired else "bce")
 
 
@@ -254,10 +254,10 @@ def build_losses(
     config: RewardModelOptions, scores: Collection[str], *, is_paired: bool
 ) -> dict[str, RewardLoss]:
     """Return the loss of each score; see `build_loss`."""
-    own = config.reward_head_losses or (None,) * len(scores)
+    names = config.reward_head_losses or (None,) * len(scores)
     return {
         name: build_loss(config, is_paired=is_paired, name=loss)
-        for name, loss in zip(scores, own, strict=True)
+        for name, loss in zip(scores, names, strict=True)
     }
 
 
@@ -267,12 +267,12 @@ def build_loss(
     """Return the loss of a run with its hyper-parameters, tried on an example.
 
     Args:
-        config: Its options `reward_loss`, `reward_loss_args` and `centering_coef` count.
-        is_paired: The data hold pairs, not labelled answers.
+        config: Options; `reward_loss`, `reward_loss_args` and `centering_coef` are read.
+        is_paired: Whether the data hold pairs; else they hold labelled answers.
         name: Name of the loss; None is that of the run.
 
     Raises:
-        ConfigError: It is of other data, or cannot be called as it will be.
+        ConfigError: The loss is for other data, or fails on the example.
     """
     name = name or loss_name(config, is_paired=is_paired)
     kinds = ("labelled answers", "pairs or rankings")

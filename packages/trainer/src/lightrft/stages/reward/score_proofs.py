@@ -1,4 +1,4 @@
-"""Proofs about scores: they are of the last token, and the written model gives the same."""
+"""Proofs about scores: they depend on the last token, and the written model scores alike."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from lightrft.strategy.backend import inner_module
 if TYPE_CHECKING:
     from lightrft.strategy.distributed.context import DistributedContext
 
-# Difference of one score in two arithmetics, relative to scores of 1 and more.
+# Largest difference of one score in two arithmetics, relative to scores of 1 and more.
 ROUNDING, BF16_ROUNDING = 1e-3, 5e-2
-# Rows among which the shortest is scored.
+# Number of rows among which the shortest is scored.
 NUM_TRIED = 64
 
 
@@ -33,32 +33,32 @@ def prove_published(
     judgements: Sequence[Judgement],
     context: DistributedContext,
 ) -> None:
-    """Score a row by the trained model and by the written one; collective.
+    """Check that trained and written model score a row alike; collective.
 
-    The first rank reads the folder as `reward_pretrain` does, and where transformers has the class
-    of the model, scores the row by its own forward pass, too. Rows with images are not tried.
+    The first rank reads the folder as `reward_pretrain` does. If transformers has the model's
+    class, its forward pass scores the row, too. Rows with images are not tried.
 
     Args:
-        model: As it was trained, in evaluation mode.
+        model: Trained model, in evaluation mode.
         folder: Folder of the written model.
         judgements: Training data.
         context: Process groups of the run.
 
     Raises:
-        ModelLoadError: A score differs by more than roundings.
+        ModelLoadError: A score differs by more than rounding.
     """
     rows = [row for each in judgements[:NUM_TRIED] for row in each.rows if not row.shown]
     if not rows:
         return
     token_ids = torch.from_numpy(min(rows, key=lambda row: len(row.token_ids)).token_ids).long()
     trained = float(_score(model, token_ids.to(context.device)))
-    # By these the first rank says how far both readers are from it.
+    # From the first rank: how far the scores of both readers are from the trained one.
     differences = torch.zeros(2, dtype=torch.float64, device=context.device)
     in_bf16 = context.computes_in_bf16
     if context.is_rank_0():
         dtype = "bfloat16" if in_bf16 else "float32"
-        found = [value - trained for value in _published_scores(folder, token_ids, dtype)]
-        differences[: len(found)] = torch.tensor(found, dtype=torch.float64)
+        distances = [value - trained for value in _published_scores(folder, token_ids, dtype)]
+        differences[: len(distances)] = torch.tensor(distances, dtype=torch.float64)
     differences = context.all_reduce(differences, "sum")
     floor = BF16_ROUNDING if in_bf16 else ROUNDING
     for reader, difference in zip(("lightrft", "transformers"), differences.tolist(), strict=True):
@@ -72,41 +72,41 @@ def prove_published(
 
 
 def _score(model: nn.Module, token_ids: Tensor) -> Tensor:
-    """[1] of a row of token ids."""
+    """Return the score [1] of a row of token ids."""
     ids = token_ids[None]
-    found: Tensor = model(ids, torch.ones_like(ids, dtype=torch.bool))
-    return found
+    scores: Tensor = model(ids, torch.ones_like(ids, dtype=torch.bool))
+    return scores
 
 
 def _published_scores(folder: Path, token_ids: Tensor, dtype: str) -> list[float]:
-    """Return the score of a row by the written model, by our forward pass and by transformers'."""
+    """Return the written model's score of a row by our and by transformers' forward pass."""
     written = RewardModel.from_pretrained(str(folder), dtype=dtype).eval()
-    found = [float(_score(written, token_ids))]
+    scores = [float(_score(written, token_ids))]
     if not written.is_beside:
         logits: Tensor = written.model(token_ids[None]).logits[0].float()
         weights = logits.new_tensor(list(score_weights(written.config).values()))
-        found.append(float((logits * weights).sum()))
-    return found
+        scores.append(float((logits * weights).sum()))
+    return scores
 
 
 def prove_pooling(
     model: nn.Module, judgements: Sequence[Judgement], context: DistributedContext
 ) -> float:
-    """Prove that the score of a row depends on its last token and on no padding; collective.
+    """Prove that the score of a row depends on its last token but not on padding; collective.
 
     Args:
-        model: Prepared.
+        model: Prepared model.
         judgements: Training data.
         context: Process groups of the run.
 
     Returns:
-        By how much a score at least changes with the last token.
+        Least change of a score when the last token changes.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: The score depends on padding, or not on the last token.
     """
     texts = [row.token_ids.tolist() for each in judgements[:8] for row in each.rows]
-    # Without its last token the shortest row is padded, also where all are of one length.
+    # Cut by its last token, the shortest row is padded even if all rows have one length.
     texts = [min(texts, key=len)[:-1], max(texts, key=len)]
     token_ids, attention_mask = pad_rows(texts, context.device)
     config = cast("RewardModel", inner_module(model)).config
@@ -116,9 +116,9 @@ def prove_pooling(
     changed = torch.where(is_last, (token_ids + 1) % size, token_ids)
     model.eval()
     with torch.no_grad():
-        found = [model(ids, attention_mask) for ids in (token_ids, padded, changed)]
-    by_padding = float((found[0] - found[1]).abs().max())
-    by_token = float((found[0] - found[2]).abs().min())
+        scores = [model(ids, attention_mask) for ids in (token_ids, padded, changed)]
+    by_padding = float((scores[0] - scores[1]).abs().max())
+    by_token = float((scores[0] - scores[2]).abs().min())
     if by_padding > 1e-3 * by_token or by_token == 0:
         raise ConfigError(
             "pretrain: the score of a row must come from its last token and not from padding: "

@@ -18,10 +18,10 @@ from lightrft.models.types import ActorOutput, TokenLossFunction
 
 @dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """Rows of a micro-batch as a model is given them.
+    """Rows of a micro-batch in the form of a model's inputs.
 
     Args:
-        ids: Their places among the rows of the step.
+        ids: Places of the rows among those of the step.
         token_ids: [batch, seq] int64.
         attention_mask, is_trained: [batch, seq] bool.
         media: Images and videos of the rows.
@@ -44,10 +44,10 @@ def pad(
     """Return the rows as tensors on a device.
 
     Args:
-        rows: One or more.
-        device: For the tokens.
-        ids: Their places among the rows of the step.
-        pixels: Reads their media.
+        rows: Rows, at least one.
+        device: Device of the tokens.
+        ids: Places of the rows among those of the step.
+        pixels: Reads the media of the rows.
     """
     token_ids, attention_mask = pad_rows([row.token_ids.tolist() for row in rows], device)
     is_trained = torch.zeros_like(attention_mask)

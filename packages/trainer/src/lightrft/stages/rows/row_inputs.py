@@ -54,12 +54,12 @@ _SHOWN_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True)
 class RowReading:
-    """The parts of a model that read rows.
+    """Parts of a model that read rows.
 
     Args:
         tokenizer: Tokenizer of the model.
-        statements: What the model says of itself.
-        reader: Reader of their images and videos.
+        statements: Statements of the model about its tokens.
+        reader: Reader of images and videos in rows.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -73,7 +73,7 @@ class RowReading:
 
     @property
     def text_part(self) -> object:
-        """What is saved beside the model."""
+        """Processor or tokenizer to save beside the model."""
         return self.reader.modality.processor or self.tokenizer
 
 
@@ -82,7 +82,7 @@ class RowInputs(ABC, Generic[Item, Known]):
     """Items of a run; see `StageInputs`. Subclasses build model and objective.
 
     Args:
-        reading: What read the rows.
+        reading: Parts that read the rows.
         data: Items to train on.
         held_out: Items to evaluate on.
     """
@@ -93,17 +93,17 @@ class RowInputs(ABC, Generic[Item, Known]):
 
     @property
     def item_name(self) -> str:
-        """Word for an item, in the plural."""
+        """Plural word for an item."""
         return "rows"
 
     def decided(self, config: TrainConfig, backend: Backend) -> TrainConfig:
-        """See `StageInputs`; no logits of all tokens are held unless asked for."""
+        """Return the configuration with the machine's choices; logits stay fused unless set."""
         if config.fused_linear_logprob is None:
             config = config.replaced({"fused_linear_logprob": True})
         return decide_by_files(config, backend)
 
     def build(self, config: TrainConfig, strategy: StrategyBase) -> RowStage[Item, Known]:
-        """See `StageInputs`."""
+        """Build model, data and objective of the stage."""
         num_steps = num_updates(len(self.data), config, strategy.world_size)
         strategy.print(self.data.summary)
         self.introduce(strategy.print)
@@ -126,7 +126,7 @@ class RowInputs(ABC, Generic[Item, Known]):
         return stage
 
     def introduce(self, say: Callable[[str], None]) -> None:
-        """Say what the model and the data hold."""
+        """Print what the model states and what the data hold."""
         self.reading.statements.say(say)
 
     @abstractmethod
@@ -140,19 +140,19 @@ class RowInputs(ABC, Generic[Item, Known]):
         return
 
     def items(self) -> Sequence[Sequence[SupervisedRow]]:
-        """See `StageInputs`."""
+        """Return the rows to train on, grouped by item."""
         return [item.rows for item in self.data.rows]
 
     def media_digests(self) -> Iterator[bytes]:
-        """See `StageInputs`."""
+        """Return the hashes of the rows' media."""
         return (each for item in self.items() for row in item for each in row.media_digests)
 
     def close(self) -> None:
-        """See `StageInputs`."""
+        """Do nothing: there are no processes to end."""
 
 
 def check_auditable(config: RowRunOptions, rows: Iterable[SupervisedRow]) -> None:
-    """Raise a ConfigError if steps on these rows are to be recorded and cannot be recomputed."""
+    """Raise a ConfigError if steps on these rows are to be recorded but cannot be recomputed."""
     if config.audit_every and any(row.shown for row in rows):
         raise ConfigError("audit_every recomputes rows of text, and some have images: leave it out")
     if config.audit_every and family_of(load_config(str(config.pretrain))) is not None:
@@ -173,21 +173,21 @@ def read_rows(
     load: Callable[..., RowData[Item]],
     kind: type[_BaseAutoModelClass] = AutoModelForCausalLM,
 ) -> tuple[RowReading, RowData[Item], tuple[Item, ...]]:
-    """Read the items to train on and those held out, and return what read them, too.
+    """Read the items to train on and the held-out ones; return them with their reading parts.
 
     Args:
         config: Options of the run.
-        load: Reads rows; its arguments are those of `load_supervised`.
+        load: Function that reads rows; its arguments are those of `load_supervised`.
         kind: Kind of the trained model.
 
     Raises:
-        ConfigError: The model is none of the kind or has no layers of the names that options give,
-            or there are fewer rows than a step takes.
+        ConfigError: The model is of another kind or lacks layers that options name, or there are
+            fewer rows than a step takes.
         DataError: Rows that cannot be used.
         ModelLoadError: A tokenizer or processor that cannot be read.
     """
     reading = read_vocabulary(config, generates=kind is AutoModelForCausalLM)
-    given = {"vocab_size": reading.vocab_size, "reader": reading.reader}
+    reading_args = {"vocab_size": reading.vocab_size, "reader": reading.reader}
     config = config.replaced(rows_within_context(config))
     check_parts(config, kind)
     data = load(
@@ -197,7 +197,7 @@ def read_rows(
         max_samples=config.max_samples,
         split=config.prompt_split,
         probabilities=config.prompt_data_probs,
-        **given,
+        **reading_args,
     )
     if len(data) < config.train_batch_size:
         raise ConfigError(
@@ -212,22 +212,22 @@ def read_rows(
         config,
         max_samples=config.max_eval_samples,
         split=config.eval_split,
-        **given,
+        **reading_args,
     )
     return reading, data, held_out.rows
 
 
 def read_vocabulary(config: RowDataOptions, *, generates: bool = True) -> RowReading:
-    """Return what reads the rows of `pretrain`.
+    """Return the parts that read the rows for the model of `pretrain`.
 
     Args:
         config: Options of the run.
-        generates: Whether the model gives answers, not scores.
+        generates: Whether the model writes answers; False for scores.
 
     Raises:
         ConfigError: An option does not fit the model, or its files contradict each other.
         DataError: Ids in `prompt_data` or `eval_data` are of another tokenizer.
-        ModelLoadError: There is no tokenizer or processor, or none that can be read.
+        ModelLoadError: The tokenizer or processor is missing or unreadable.
     """
     path = str(config.pretrain)
     model_config = load_config(path)
@@ -242,28 +242,28 @@ def read_vocabulary(config: RowDataOptions, *, generates: bool = True) -> RowRea
 
 
 def option_problems(config: TrainConfig, num_processes: int, command: str) -> list[str]:
-    """Return the problems of the options of training on given rows, one line each.
+    """Return the problems of the options for training on given rows, one line each.
 
     Args:
         config: Options of the run.
         num_processes: Number of processes of the run.
-        command: That trains.
+        command: Name of the training command.
     """
     if command == "distill":
         samples = config.offpolicy_fraction < 1
         command = DISTILLED_ROWS_AND_SAMPLES if samples else DISTILLED_ROWS
-    found = config.missing_inputs + config.refused_options(command)
+    problems = config.missing_inputs + config.refused_options(command)
     alike = {"rollout_batch_size": config.train_batch_size, "n_samples_per_prompt": 1}
     lines = batch_problems(TrainConfig(**{**config.__dict__, **alike}), num_processes)
-    return found + [line.replace("rollout_batch_size", "train_batch_size") for line in lines]
+    return problems + [line.replace("rollout_batch_size", "train_batch_size") for line in lines]
 
 
 def build_model(config: BuildOptions, training: ModelTraining, max_steps: int) -> TrainedModels:
-    """Load and prepare the model that is trained.
+    """Load and prepare the model to train.
 
     Args:
-        config: Its path and options.
-        training: Prepares it.
+        config: Path and options of the model.
+        training: Strategy part that prepares it.
         max_steps: Optimizer steps of the run, for the learning rate schedule.
     """
     with training.backend.init_model_context(config.meta_init):
@@ -279,14 +279,14 @@ def last_trained(row: SupervisedRow) -> int:
 
 
 def shown_mask(row: SupervisedRow, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the beginning of a row as text, what is trained between >> and <<."""
+    """Return the beginning of a row as text, with the trained parts between >> and <<."""
     text = marked_text(row, tokenizer)
     cut = "..." if len(text) > _SHOWN_CHARACTERS else ""
     return f"the first row, what is trained between >> and <<: {text[:_SHOWN_CHARACTERS]!r}{cut}"
 
 
 def marked_text(row: SupervisedRow, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a row as text, what is trained between >> and <<."""
+    """Return a row as text, with the trained parts between >> and <<."""
     changes = np.flatnonzero(row.is_trained[1:] != row.is_trained[:-1]) + 1
     edges = [0, *changes.tolist(), len(row.token_ids)]
     text = ""

@@ -25,13 +25,13 @@ Known = TypeVar("Known")
 
 @dataclass(frozen=True, slots=True)
 class LossShare:
-    """The share of a micro-batch in the loss of a step.
+    """Share of a micro-batch in the loss of a step.
 
     Args:
-        loss: [] what is differentiated.
-        terms: Each term of the loss by name, []; "policy" is the loss as it is shown.
-        rows: Rows of the micro-batch; trained are the tokens that have a value.
-        values: [batch, seq] logprobs or scores, 0 elsewhere; None where there are none.
+        loss: [] value that is differentiated.
+        terms: Terms of the loss by name, []; "policy" is the displayed loss.
+        rows: Rows of the micro-batch; tokens with a value are marked as trained.
+        values: [batch, seq] logprobs or scores, 0 elsewhere; None is absent.
         reference: [batch] sums of each row's logprobs under a reference; None without one.
     """
 
@@ -47,8 +47,8 @@ class RowBatch(Generic[Item, Known]):
     """Items of one optimizer step.
 
     Args:
-        part: The items, distributed over the ranks.
-        known: What the objective knows of all of them before the update.
+        part: Items, distributed over the ranks.
+        known: Values of the objective for all items before the update.
     """
 
     part: RowPart[Item]
@@ -66,16 +66,16 @@ class RowBatch(Generic[Item, Known]):
 
 
 class RowObjective(Protocol, Generic[Item, Known]):
-    """A loss over items, with its metrics and proofs; subclasses say what differs.
+    """Loss over items, with its metrics and proofs; subclasses define what differs.
 
     Args:
         name: Name of the stage, for observers.
-        item_name: Word for its items, in the plural.
+        item_name: Plural word for its items.
         kept_dropout: Dropout that acts while the model is updated.
-        measured_as: Name of the time that `measure` takes in the timeline; None is not shown.
-        scores_tokens: The model gives logprobs of trained tokens, which count as operations.
+        measured_as: Name of the time of `measure` in the timeline; None is not shown.
+        scores_tokens: Whether the model computes logprobs of trained tokens, which count as FLOPs.
         frozen: Models that score beside the trained one.
-        syncs_engine: A rollout engine follows the model.
+        syncs_engine: Whether a rollout engine follows the model.
     """
 
     name: ClassVar[str]
@@ -93,7 +93,7 @@ class RowObjective(Protocol, Generic[Item, Known]):
     def drawn(
         self, items: tuple[Item, ...], step: Step, passes: RowPasses, session: EngineSession
     ) -> tuple[Item, ...]:
-        """Return the items of a step with what the engine samples for them; collective."""
+        """Return the items of a step, completed by the engine's samples; collective."""
         return items
 
     def measure(self, part: RowPart[Item], passes: RowPasses, number: int = 0) -> Known:
@@ -113,7 +113,7 @@ class RowObjective(Protocol, Generic[Item, Known]):
     def share(
         self, micro: MicroBatch[Item], known: Known, passes: RowPasses, metrics: StepMetrics
     ) -> LossShare:
-        """Compute the share of a micro-batch in the loss; shares of all ranks add up to it.
+        """Compute the share of a micro-batch in the loss; the shares of all ranks add up to it.
 
         Args:
             micro: Items of a forward pass.
@@ -124,7 +124,7 @@ class RowObjective(Protocol, Generic[Item, Known]):
         ...
 
     def facts(self, items: Sequence[Item]) -> Facts:
-        """Return what the data say of the rows of some items, for observers."""
+        """Return facts of the data about the rows of some items, for observers."""
         return {}
 
     def finish(
@@ -141,7 +141,7 @@ class RowObjective(Protocol, Generic[Item, Known]):
         """Compute the loss of some items and the metrics of their shares; collective."""
         metrics, spare = StepMetrics(), StepMetrics()
         for where in part.slices:
-            # Repeated items are scored for the other ranks' sake.
+            # Repeated items are scored only because other ranks need as many passes.
             into = metrics if where.start < part.num_counted else spare
             share = self.share(passes.micro_batch(part, where), known, passes, into)
             into.add_mean("loss", share.terms["policy"], 0.0)
@@ -154,21 +154,21 @@ class RowObjective(Protocol, Generic[Item, Known]):
     def doubts(
         self, held_out: Mapping[str, float], trained: Mapping[str, float] | None, num_items: int
     ) -> list[str]:
-        """Return one sentence for each thing that is odd about an evaluation.
+        """Return one sentence for each suspicious result of an evaluation.
 
         Args:
             held_out: Metrics of the evaluation.
-            trained: Metrics of the last step; {} where a resumed run has none yet, None before it.
-            num_items: Held-out items.
+            trained: Metrics of the last step; {} if a resumed run has none yet, None before it.
+            num_items: Number of held-out items.
         """
         return []
 
     def conclude(self, data: RowData[Item], passes: RowPasses) -> None:
-        """Complete the model after the last step, and that of a resumed run; collective."""
+        """Complete the model after the last step and after a resume; collective."""
         return
 
     def prove_saved(self, folder: Path, data: RowData[Item], passes: RowPasses) -> None:
-        """See `lightrft.stages.stage.Stage.prove_saved`."""
+        """Prove that the written model is the trained one, where possible."""
         return
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Items of a step or an evaluation, and which of them a rank passes over at a time."""
+"""Items of a step or an evaluation, and their distribution over ranks and passes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from lightrft.strategy.distributed.context import DistributedContext
 
 @dataclass(frozen=True)
 class RowPart(Generic[Item]):
-    """Items of all ranks, and those of one.
+    """Items of all ranks, and the places of one rank's items.
 
     Args:
-        items: Items of all ranks, the same on each.
-        places: [local] places of this rank's items among them. Behind `num_counted` of them stand
-            repeated ones: every rank makes equally many passes, or sharded layers would wait for
-            each other.
-        slices: Micro-batches of this rank's items; none holds both counted and repeated ones.
-        num_counted: How many of this rank's items count.
+        items: Items of all ranks, equal on each.
+        places: [local] places of this rank's items. The first `num_counted` count; repeated ones
+            follow, so that every rank makes equally many passes. Otherwise sharded layers would
+            wait for each other.
+        slices: Micro-batches of this rank's items, each of only counted or only repeated ones.
+        num_counted: Number of this rank's items that count.
     """
 
     items: tuple[Item, ...]
@@ -38,7 +38,7 @@ class RowPart(Generic[Item]):
 
     @cached_property
     def local_items(self) -> list[Item]:
-        """This rank's items, those repeated included."""
+        """This rank's items, including repeated ones."""
         return [self.items[place] for place in self.places]
 
     @property
@@ -52,7 +52,7 @@ class RowPart(Generic[Item]):
         return starts
 
     def row_places(self, part: slice) -> list[int]:
-        """Return places of the rows of some local items among the rows of all items."""
+        """Return the places of some local items' rows among the rows of all items."""
         starts = self._row_starts
         return [
             row for place in self.places[part] for row in range(starts[place], starts[place + 1])
@@ -62,13 +62,13 @@ class RowPart(Generic[Item]):
 def planned_part(
     items: tuple[Item, ...], config: TrainConfig, context: DistributedContext, *, step: int
 ) -> RowPart[Item]:
-    """Distribute the items of an optimizer step over the ranks, equally many and equally long.
+    """Distribute the items of an optimizer step over the ranks, equal in number and length.
 
     Args:
-        items: Items of all ranks, the same on each.
-        config: Its seed, `packing_samples` and sizes of micro-batches count; see
+        items: Items of all ranks, equal on each.
+        config: Options; the seed, `packing_samples` and sizes of micro-batches are read; see
             `token_bound`.
-        context: Says which rank this is.
+        context: Process groups of the ranks.
         step: Number of the step, which fixes the permutation together with the seed.
     """
     # The rows of an item lie in one micro-batch, padded to the longest one unless packed.
@@ -111,9 +111,9 @@ def shared_part(
 
 
 def token_bound(config: RowRunOptions, *, rows_per_item: int = 1) -> int | None:
-    """Return the tokens by which micro-batches are cut, or None where rows are counted.
+    """Return the most tokens of a micro-batch, or None where rows are counted.
 
-    A packed one holds what as many of the longest rows would.
+    A packed micro-batch holds as many tokens as its number of longest rows would.
     """
     bound = config.micro_batch_tokens
     if bound is None and config.packing_samples:
@@ -122,14 +122,14 @@ def token_bound(config: RowRunOptions, *, rows_per_item: int = 1) -> int | None:
 
 
 def best_fit(places: Sequence[int], lengths: Sequence[int], max_tokens: int) -> tuple[int, ...]:
-    """Return the rows in an order in which they fill packed micro-batches of a bounded size.
+    """Return the rows in an order that fills packed micro-batches of a bounded size.
 
     Best-fit decreasing: each row, the longest first, goes to the fullest micro-batch that it fits
-    into. A micro-batch is cut where the next row does not fit, and the first row of each one did
-    not fit into those before it: so the cuts are those of the packing.
+    into. A micro-batch is cut where the next row does not fit. The first row of each micro-batch
+    did not fit into those before it, so the cuts are those of the packing.
 
     Args:
-        places: Of the rows of a rank.
+        places: Places of a rank's rows.
         lengths: Tokens of every row.
         max_tokens: Most tokens of a micro-batch; a longer row stands alone.
     """

@@ -25,9 +25,9 @@ class MicroBatch(Generic[Item]):
     """Items of one forward pass.
 
     Args:
-        items: One or more.
-        rows: Their rows, one item after the other.
-        where: Where the items stand among those of the rank.
+        items: Items, at least one.
+        rows: Rows of the items, one item after the other.
+        where: Slice of the items among those of the rank.
     """
 
     items: Sequence[Item]
@@ -42,7 +42,7 @@ class RowPasses:
     Args:
         config: Options of the run.
         context: Ranks that train.
-        model: The model that is trained.
+        model: Trained model.
         pixels: Reads images and videos of the rows.
     """
 
@@ -53,26 +53,26 @@ class RowPasses:
 
     @property
     def device(self) -> torch.device:
-        """Where rows go."""
+        """Device of the rows."""
         return self.context.device
 
     def pad(self, items: Sequence[RowGroup], places: Sequence[int] = ()) -> PaddedRows:
-        """Lay out the rows of some items as tensors.
+        """Build tensors of the rows of some items.
 
         Args:
-            items: One or more.
-            places: Places of their rows among those of the step.
+            items: Items, at least one.
+            places: Places of the rows among those of the step.
         """
         rows = [row for item in items for row in item.rows]
         return pad(rows, self.device, places, pixels=self.pixels)
 
     def micro_batch(self, part: RowPart[Item], where: slice) -> MicroBatch[Item]:
-        """Lay out some of a rank's items."""
+        """Build the micro-batch of some of a rank's items."""
         items = part.local_items[where]
         return MicroBatch(items, self.pad(items, part.row_places(where)), where)
 
     def shared_part(self, items: Sequence[Item]) -> RowPart[Item]:
-        """See `lightrft.stages.rows.row_part.shared_part`."""
+        """Distribute items that are only scored over the ranks; see `row_part.shared_part`."""
         return shared_part(items, self.config, self.context)
 
     def score(self, rows: PaddedRows, token_loss: TokenLossFunction | None = None) -> ActorOutput:

@@ -1,4 +1,4 @@
-"""Optimizer steps on rows that are known before the run, whatever their objective is."""
+"""Optimizer steps on rows that are known before the run, for any objective."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 
 class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
-    """One optimizer step on `train_batch_size` items, drawn anew in each pass over the data.
+    """Stage of one optimizer step on `train_batch_size` items, reshuffled in each pass.
 
     The loss is the sum of the shares of all micro-batches of all ranks.
 
     Args:
-        config: Options of the run; what they leave to the machine is decided.
+        config: Options of the run, with the machine's choices made.
         strategy: Trains over ranks.
-        models: One.
+        models: One model.
         data: Items to train on.
         held_out: Items to evaluate on.
-        objective: What is minimised.
+        objective: Objective to minimise.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
         self._trained: Mapping[str, float] | None = None
 
     def planned_steps(self) -> int:
-        """See `Stage`."""
+        """Return the number of steps of the whole run."""
         return num_updates(len(self.data), self.config, self.strategy.world_size)
 
     def draw(self, step: Step) -> RowBatch[Item, Known]:
-        """See `Stage`; every rank learns all items, so that long ones are shared out evenly."""
+        """Return the batch of one step; all ranks know all items, to share out long ones evenly."""
         places = drawn_places(step, self.strategy.context)
         items = tuple(self.data.rows[place] for place in places)
         if self.syncs_engine:
@@ -90,7 +90,7 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
         return RowBatch(part, self.objective.measure(part, self.passes, number))
 
     def update(self, batch: RowBatch[Item, Known], step: Step) -> Work:
-        """See `Stage`."""
+        """Take one optimizer step."""
         objective, part, model = self.objective, batch.part, self.models.main
         observer = open_observer(
             step, self.config.audit_every, lambda: self._observed(part.items, step)
@@ -117,7 +117,7 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
         return Work((model.name,), lengths, scored.astype(np.int64))
 
     def _observed(self, items: Sequence[Item], step: Step) -> ObservedStep:
-        """Describe a step by its rows themselves: how it came to them is not asked."""
+        """Describe a step by its rows, however they were chosen."""
         data = self.data.rows
         known = {id(item.rows[0]): place for place, item in enumerate(data)}
         places = [known.get(id(item.rows[0]), -1) for item in items]
@@ -135,7 +135,7 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
         metrics: StepMetrics,
         observer: Observer,
     ) -> Tensor:
-        """Compute what a micro-batch adds to the loss of the step."""
+        """Compute the share of a micro-batch in the loss of the step."""
         micro = self.passes.micro_batch(batch.part, where)
         share = self.objective.share(micro, batch.known, self.passes, metrics)
         rows = share.rows
@@ -155,13 +155,13 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
         return share.loss
 
     def finish(self, batch: RowBatch[Item, Known], metrics: dict[str, float]) -> dict[str, float]:
-        """See `Stage`."""
+        """Complete the metrics of a step."""
         self._trained = self.objective.finish(batch, metrics, self.passes)
         return dict(self._trained)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """See `Stage`."""
+        """Compute metrics `eval/...` of the held-out items, and print doubts."""
         if not self.held_out:
             return {}
         size = len(self.held_out)
@@ -172,16 +172,16 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
         return {f"eval/{n}": v for n, v in metrics.items()} | {"eval/num_rows": float(size)}
 
     def resumed(self) -> None:
-        """See `Stage`; the checkpoint of the last step may be all that the run had come to."""
+        """Complete the model again: the checkpoint may be the one of the last step."""
         self._trained = {}
         self.objective.conclude(self.data, self.passes)
 
     def prove_saved(self, folder: Path) -> None:
-        """See `Stage`."""
+        """Prove that the written model is the trained one."""
         self.objective.prove_saved(folder, self.data, self.passes)
 
     def close(self) -> None:
-        """See `Stage`."""
+        """Close the connections of the objective."""
         self.objective.close()
 
 
@@ -199,7 +199,7 @@ def drawn_places(step: Step, context: DistributedContext) -> list[int]:
 
 
 def num_updates(num_items: int, config: RowRunOptions, world_size: int = 1) -> int:
-    """Return the optimizer steps on so many items: whole batches of each of `max_epochs` passes."""
+    """Return the number of optimizer steps: the whole batches of each of `max_epochs` passes."""
     shared = num_items // world_size * world_size
     total = shared // config.train_batch_size * config.max_epochs
     return total if config.max_steps is None else min(total, config.max_steps)

@@ -27,14 +27,14 @@ class SupervisedInputs(RowInputs[SupervisedRow, Tensor]):
     """Rows of a run; see `RowInputs`."""
 
     def introduce(self, say: Callable[[str], None]) -> None:
-        """See `RowInputs`."""
+        """Print what the model states, and the first row."""
         self.reading.statements.say(say, last=last_trained(self.data.rows[0]))
         say(shown_mask(self.data.rows[0], self.reading.tokenizer))
 
     def load(
         self, config: RowRunOptions, training: ModelTraining, num_steps: int
     ) -> tuple[TrainedModels, SupervisedObjective]:
-        """See `RowInputs`."""
+        """Load the model, and build the objective."""
         return build_model(config, training, num_steps), SupervisedObjective.of(config)
 
 

@@ -1,4 +1,4 @@
-"""The objective of supervised training: a mean over the trained tokens of rows."""
+"""Objective of supervised training: a mean over the trained tokens of rows."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from lightrft.stages.stage import KeptDropout
 class SupervisedObjective(RowObjective[SupervisedRow, Tensor]):
     """loss = -sum_it m_it log p(token_it) / M, with M = sum m; `sft_loss` names others.
 
-    Sums run over all rows of the step: of all ranks and micro-batches.
+    Sums run over all rows of the step, on all ranks.
 
     Args:
-        loss: Loss of a token, and the mean that it is taken in.
-        is_fused: Compute the loss inside the output projection: the same number with less work.
+        loss: Loss of a token, and its aggregation.
+        is_fused: Compute the loss inside the output projection, with the same result and less work.
     """
 
     name: ClassVar[str] = "sft"
-    # Nothing is compared with the loss.
+    # Dropout stays on: the loss is not compared with anything.
     kept_dropout: ClassVar[KeptDropout] = "model"
 
     loss: SupervisedLoss = LOSSES["token-mean"]
@@ -40,15 +40,15 @@ class SupervisedObjective(RowObjective[SupervisedRow, Tensor]):
 
     @classmethod
     def of(cls, config: RowRunOptions) -> SupervisedObjective:
-        """Read the options."""
+        """Build the objective from the options."""
         return cls(LOSSES[config.sft_loss], bool(config.fused_linear_logprob))
 
     def measure(self, part: RowPart[SupervisedRow], passes: RowPasses, number: int = 0) -> Tensor:
-        """Sum up the denominator of the loss over all ranks, []."""
+        """Compute the denominator of the loss over all ranks, []."""
         return count_trained(part, passes, self.loss.aggregation)
 
     def normalizer(self, part: RowPart[SupervisedRow], known: Tensor) -> Tensor:
-        """See `RowObjective`."""
+        """Return the denominator of the loss, []."""
         return known
 
     def share(
@@ -58,7 +58,7 @@ class SupervisedObjective(RowObjective[SupervisedRow, Tensor]):
         passes: RowPasses,
         metrics: StepMetrics,
     ) -> LossShare:
-        """See `RowObjective`."""
+        """Compute the share of a micro-batch in the loss."""
         padded = micro.rows
         weights = loss_weights(padded.is_trained, self.loss.aggregation, dtype=torch.float64)
 
@@ -76,21 +76,21 @@ class SupervisedObjective(RowObjective[SupervisedRow, Tensor]):
     def finish(
         self, batch: RowBatch[SupervisedRow, Tensor], metrics: dict[str, float], passes: RowPasses
     ) -> dict[str, float]:
-        """See `RowObjective`."""
+        """Complete the metrics of a step."""
         loss = metrics.get("nll", metrics["loss"])
         return metrics | {"perplexity": perplexity(loss)} | row_metrics(batch)
 
     def evaluate(self, part: RowPart[SupervisedRow], passes: RowPasses) -> dict[str, float]:
-        """See `evaluate_rows`."""
+        """Compute metrics of held-out rows."""
         return evaluate_rows(part, passes)
 
 
 def count_trained(part: RowPart[SupervisedRow], passes: RowPasses, aggregation: str) -> Tensor:
-    """Sum up the denominator of a loss over all ranks, []; collective.
+    """Compute the denominator of a loss over all ranks, []; collective.
 
     Args:
         part: Rows of a step or an evaluation.
-        passes: Reach the other ranks.
+        passes: Forward passes, with the ranks.
         aggregation: Mode of `lightrft.algorithms.aggregation`.
     """
     masks = [torch.from_numpy(row.is_trained)[None] for row in part.local_items]
@@ -108,7 +108,7 @@ def evaluate_rows(part: RowPart[SupervisedRow], passes: RowPasses) -> dict[str, 
 
 
 def row_metrics(batch: RowBatch[SupervisedRow, Known]) -> dict[str, float]:
-    """Return how many tokens a step had, and which share of them was trained."""
+    """Return the number of tokens of a step, and their trained share."""
     num_tokens = sum(batch.lengths)
     return {
         "num_tokens": float(num_tokens),
