@@ -226,7 +226,7 @@ def _python_call(item: ast.expr) -> ToolCall:
 
 
 class _JsonWords(ast.NodeTransformer):
-    """Converts JSON's words to Python's: some templates write them into Python."""
+    """Conversion of JSON's words to Python's, since some templates write them into Python."""
 
     _words: ClassVar[dict[str, object]] = {"true": True, "false": False, "null": None}
 

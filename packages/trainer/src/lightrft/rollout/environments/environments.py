@@ -293,7 +293,7 @@ class EpisodeSource:
         return num_rounds
 
     def _round(self, batch: EpisodeBatch, number: int) -> Exception | None:
-        """Sample one turn of each episode without pending calls, and make its calls."""
+        """Sample a turn of each episode without pending calls, and make its calls; collective."""
         recorded = batch.journal.recorded.rounds
         if number < len(recorded):
             waiting, completions = batch.repeated(recorded[number])

@@ -28,7 +28,7 @@ class Episode:
 
     Args:
         number: Number in the rank; determines which worker hosts it.
-        prompt: The data row, with the message of `reset`.
+        prompt: Data row, with the message of `reset`.
         request_id: Request of its first turn; differs after each start.
         group_id, sample_id: As in `Rollout`.
         row: Arguments of `reset`.
@@ -36,7 +36,7 @@ class Episode:
         seeds: Seeds of `reset`, shared by all samples of a prompt, and of later calls.
         is_cut: Its last turn goes on.
         max_sampled: Limit of sampled tokens for now; None is unlimited.
-        no_room: Why it could not begin yet.
+        no_room: Error that delays its start.
         is_late: Its last turn is answered, or rewarded, while other episodes go on.
         num_restarts, num_forgotten: Number of restarts, and of tokens sampled before them.
         reward: Reward by its environment.

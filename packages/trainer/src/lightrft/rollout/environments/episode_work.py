@@ -55,7 +55,7 @@ class EpisodeWork:
         """Return an episode that has not begun.
 
         Args:
-            prompt: The data row.
+            prompt: Data row.
             request_id: Number of the prompt in the run.
             index: Index of the sample in its group.
             params: Sampling parameters of the run.

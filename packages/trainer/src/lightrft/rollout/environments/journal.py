@@ -79,7 +79,7 @@ class RecordedTurn:
 
 @dataclass(slots=True)
 class Recorded:
-    """A journal, read back.
+    """Content of a journal.
 
     Args:
         header: Event that began it.
@@ -99,7 +99,7 @@ class Recorded:
     failures: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def keep(self, num_rounds: int) -> None:
-        """Forget everything after the first `num_rounds` rounds."""
+        """Keep the first `num_rounds` rounds, with their answers and observations."""
         del self.rounds[num_rounds:]
         kept = {(sample, turn.turn) for turns in self.rounds for sample, turn in turns.items()}
         self.answers = {key: value for key, value in self.answers.items() if key in kept}
@@ -215,7 +215,7 @@ def sampling_facts(params: SamplingParams) -> list[float]:
 
 
 def images_fact(images: Iterable[ImageSource]) -> dict[str, str]:
-    """Return a hash of images, which have the same ids whatever they show; {} without any."""
+    """Return a hash of images, whose ids are equal whatever they show; {} without any."""
     digests = "".join(image.digest for image in images)
     return {"images": sha256(digests.encode()).hexdigest()} if digests else {}
 
@@ -229,7 +229,7 @@ def remove_further_ranks(folder: Path, step: int, batch: int, world_size: int) -
 
 
 class Journal:
-    """The file of one rank and one step; nothing is written without a path.
+    """File of one rank and one step; nothing is written without a path.
 
     The file of a killed process is replayed if its header matches, up to the first damage.
     It stays until everything replayed has been written again.

@@ -3,7 +3,7 @@
 An open episode samples as many tokens as its group may have, over any number of turns. Its calls
 are answered in between and waited for. A turn that is cut goes on in the next round. With
 `tool_lag` an episode has at most one whole turn per round. Its calls, or its reward, then overlap
-with other episodes, and are waited for `tool_lag` rounds later; timing changes nothing here, too.
+with other episodes, and are waited for `tool_lag` rounds later, so timing changes nothing.
 Between rounds an episode is a value, `OpenSample`. If its environment does not match this value,
 it is restored: reset with the same seeds, and all calls repeated. If an answer differs, the
 episode starts over.
@@ -303,7 +303,7 @@ class OpenEpisodes:
             # Some engines do not call `take` for each completion.
             take([completion for completion in completions if completion.request_id in going])
         except Exception:
-            wait(batch.busy.values())  # or their requests would mix with those of a repeated step
+            wait(batch.busy.values())  # or they would use environments of the repeated step
             raise
         return batch.collect(lambda: True)
 

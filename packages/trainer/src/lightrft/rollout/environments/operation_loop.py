@@ -1,6 +1,6 @@
-"""The event loop of a worker, on which the operations of many episodes overlap.
+"""Event loop of a worker, on which the operations of many episodes overlap.
 
-Plain functions run one after the other outside the event loop, so they may run another one.
+Plain functions run in turn while the event loop is stopped, so they may start another one.
 Coroutines go on between them.
 """
 
@@ -20,7 +20,7 @@ from lightrft.rewards.worker import FRAME, framed, write_frame
 from lightrft.rollout.environments.running import Running
 from lightrft.rollout.environments.stepped import Operation, OperationClock, Stepped, stepping
 
-# Threads for what coroutines pass to an executor.
+# Most threads of the executor that coroutines use.
 _MAX_THREADS = 1024
 _BEAT_SECONDS = 0.1
 # Time for a late coroutine to end after it is cancelled.
@@ -30,7 +30,7 @@ Request = dict[str, object]
 
 
 class OperationLoop:
-    """Performs requests as they arrive, and answers each when it is done.
+    """Event loop that performs requests as they arrive, and answers each when it is done.
 
     Args:
         perform: Coroutine function for one operation on one episode.

@@ -51,8 +51,8 @@ class _Asked:
 class SharedWorker:
     """One worker from its start to its end, for any number of threads.
 
-    Coroutines in it overlap, and each is cancelled at its deadline. The worker is killed if the
-    code of an operation runs past its deadline without a break, or goes on after being cancelled.
+    Coroutines in it overlap, and each is cancelled at its deadline. The worker is killed if an
+    operation's code runs longer than its limit without a break, or goes on after being cancelled.
     The operation that ends the worker gets the reason; the others get a WorkerLostError.
 
     Args:

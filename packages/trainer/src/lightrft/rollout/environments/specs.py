@@ -79,7 +79,7 @@ class ToolTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class RowEnvironment:
-    """The environment of a row.
+    """Environment of a row.
 
     Args:
         spec: Specification of its class.

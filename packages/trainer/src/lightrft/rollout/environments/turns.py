@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lightrft.engines.media.sources import ImageSource
 
 
-# Least tokens of an observation: shorter ones are not worth a turn.
+# Minimum tokens of an observation: shorter ones are not worth a turn.
 MIN_OBSERVATION_TOKENS = 8
 CUT = "[cut]"
 

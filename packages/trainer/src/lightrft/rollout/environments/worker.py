@@ -99,7 +99,7 @@ class Adapted(ABC):
 
 
 class HostedEnvironments:
-    """The handler of a worker: resets, calls, rewards.
+    """Handler of a worker: resets, calls, rewards.
 
     Args:
         environment: Import string of a class, of a function that makes an environment, or of a
@@ -219,7 +219,7 @@ class HostedEnvironments:
             return None
         # As in TRL, the environment does not receive the column that chose it.
         kind = "" if "" in self._factories else str(row.pop(ENVIRONMENT_COLUMN))
-        with suppress(Exception):  # an episode that starts over, or of an abandoned step
+        with suppress(Exception):  # left by a restart or an abandoned step
             self._end(episode)
         environment = self._factories[kind]()
         self._episodes[episode] = environment

@@ -121,7 +121,7 @@ def host_program(command: str, sandbox: str, seconds: float, pays: bool) -> Host
 
 
 class TaskProgram(ProgramAgent):
-    """Runs a program for each episode, and the tests of a task where its row has one."""
+    """A program that runs for each episode, with the tests of a task if its row has one."""
 
     async def __call__(self, base_url: str, key: str, row: Mapping[str, object]) -> object:
         """Return the reward of an episode; for a task, what its tests paid.

@@ -59,7 +59,7 @@ _LOOKS_FOR = "import shutil; print(shutil.which({program!r}, path={path!r}) is n
 
 
 class ProgramAgent:
-    """Runs a program for each episode.
+    """A program that runs for each episode.
 
     Args:
         command, sandbox, seconds, pays: See `harbor_agent.host_program`.

@@ -25,7 +25,7 @@ _TAKEN = ("reward", "agent")
 
 
 class VerifiersAgent:
-    """Plays one episode of an environment of verifiers for each row.
+    """Agent that plays one episode of a verifiers environment for each row.
 
     Args:
         what: Environment as `NAME?OPTION=VALUE`; see `verifiers_tasks`.

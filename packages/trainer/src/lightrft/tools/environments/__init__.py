@@ -1,1 +1,1 @@
-"""Environments of other makes."""
+"""Adapters of other environment interfaces."""
