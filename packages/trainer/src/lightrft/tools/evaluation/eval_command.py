@@ -1,4 +1,4 @@
-"""`lightrft eval`: a model on held-out prompts, greedy and with several samples of each."""
+"""`lightrft eval`: evaluation of a model on held-out prompts, greedy and with several samples."""
 
 import argparse
 import os
@@ -52,10 +52,10 @@ def run(argv: Sequence[str]) -> int:
     """Run the command; see `lightrft eval --help`.
 
     Raises:
-        ConfigError: Options that cannot be run; one line for each problem.
-        UsageError: Arguments that cannot be read, or the target is not empty.
+        ConfigError: Options are not valid; one line for each problem.
+        UsageError: The arguments cannot be parsed, or the target is not empty.
         PreflightError: The engine or GPUs are missing.
-        DataError: Prompts that cannot be read.
+        DataError: The prompts cannot be read.
     """
     config, settings, nproc_per_node = parse(argv)
     share_processors()
@@ -83,11 +83,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[TrainConfig, EvalSettings, int]:
-    """Options, settings of the evaluation, and the number of processes on this node.
+    """Return the options, the settings of the evaluation, and the number of processes on this node.
 
     Raises:
-        ConfigError: Unknown names, wrong values, missing files; all of them at once.
-        UsageError: Arguments that cannot be read.
+        ConfigError: Names are unknown, values wrong or files missing; one error lists all.
+        UsageError: The arguments cannot be parsed.
     """
     config, parsed, problems = parse_options(build_parser(), argv, first_files=_run_options)
     settings = EvalSettings(
@@ -108,20 +108,20 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, EvalSettings, int]:
     says = not is_worker()
     config = config.replaced(found_columns(config, config.eval_data, config.eval_split, says=says))
     config.prompt_data = None  # only the evaluation's prompts are read
-    # Nothing is trained: sizes that fit any number of processes.
+    # Nothing is trained: choose batch sizes that fit any number of processes.
     world_size = int(os.environ.get("WORLD_SIZE", parsed.nproc_per_node))
     config.micro_train_batch_size, config.train_batch_size = 1, world_size
     return config, settings, parsed.nproc_per_node
 
 
 def _run_options(parsed: argparse.Namespace) -> list[Path]:
-    """The file with the options of the run, if MODEL is a run."""
+    """Return the file with the run's options if MODEL is a run, else nothing."""
     path = Path(parsed.model, CONFIG_FILE)
     return [path] if path.is_file() else []
 
 
 def build_parser() -> Parser:
-    """The parser of `lightrft eval`; options that are not given leave no trace."""
+    """Return the parser of `lightrft eval`; unset options are missing in its result."""
     parser = Parser("eval", DESCRIPTION, argument_default=argparse.SUPPRESS)
     parser.add_argument("model", metavar="MODEL", help="Model directory, or folder of a run.")
     start = parser.add_argument_group("start")
@@ -138,7 +138,7 @@ def build_parser() -> Parser:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Adds flags for the samples and the counts; options of a run say how they are drawn."""
+    """Add flags for the samples and the counts; options of the run define the sampling."""
     group = parser.add_argument_group("samples")
     default = EvalSettings()
     text = "Samples of each prompt; 0 draws none, greedy answers only."
@@ -169,7 +169,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def format_table(result: EvalResult) -> str:
-    """The metrics, one line each, with their standard error over prompts."""
+    """Return the metrics, one line each, with their standard error over prompts."""
     shown = {name: value for name, value in result.metrics.items() if "/stderr" not in name}
     width = max(map(len, shown))
     lines = [f"{'metric':{width}}  {'value':>9}  {'± error':>9}"]

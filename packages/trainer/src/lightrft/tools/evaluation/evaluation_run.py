@@ -50,12 +50,12 @@ class EvalSettings:
     """Number of answers drawn beside the greedy one, and the way they are counted.
 
     Args:
-        num_samples: Samples of each prompt, drawn as in training; 0 draws none.
-        pass_k: The k of pass@k; empty takes 1, 2, 4 ... num_samples.
-        threshold: A response is right if its accuracy (the reward, where the reward function
-            reports none) is at least this.
-        held_out: Data of prompts of which no rows are made; None takes the `eval_data` of the run
-            that the model is of.
+        num_samples: Number of samples of each prompt, drawn as in training; 0 draws none.
+        pass_k: Values of k of pass@k; empty takes 1, 2, 4 ... num_samples.
+        threshold: Least accuracy of a right response; the reward counts if the reward function
+            reports no accuracy.
+        held_out: Data of prompts that are kept out of rows; None takes the `eval_data` of the
+            model's run.
     """
 
     num_samples: int = 0
@@ -64,7 +64,7 @@ class EvalSettings:
     held_out: str | None = None
 
     def problems(self) -> list[str]:
-        """Problems of the values, one line each."""
+        """Return the problems of the values, one line each."""
         if any(not 1 <= k <= self.num_samples for k in self.pass_k):
             return [
                 f"pass_k: got {list(self.pass_k)}, expected numbers from 1 to num_samples = "
@@ -78,9 +78,9 @@ class EvalResult:
     """Results of an evaluation; the same on every rank.
 
     Args:
-        num_prompts: Prompts of the evaluation.
-        metrics: By name: `greedy/...`, and with samples `avg@n`, `pass@k`, `sampled/...`; each of
-            the first three kinds with its standard error over prompts, `.../stderr`.
+        num_prompts: Number of prompts of the evaluation.
+        metrics: Values by name: `greedy/...`, and with samples `avg@n`, `pass@k`, `sampled/...`;
+            each of the first three kinds with its standard error over prompts, `.../stderr`.
     """
 
     num_prompts: int
@@ -88,18 +88,18 @@ class EvalResult:
 
 
 def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
-    """Evaluates `pretrain` on `eval_data` as one process of several, whose rank is known.
+    """Evaluate `pretrain` on `eval_data`, as one of several processes with known ranks.
 
-    The folder `output_dir` gets eval.json and responses.jsonl.
+    Write eval.json and responses.jsonl to the folder `output_dir`.
 
     Args:
-        config: Model, data, reward, engine. Models are held by FSDP2 or by one process.
-        settings: See `EvalSettings`.
+        config: Options of model, data, reward and engine. FSDP2 or one process holds the models.
+        settings: Settings of the evaluation.
 
     Raises:
-        DataError: Prompts that cannot be read.
-        RewardError: A reward function that cannot be loaded, or that fails.
-        ModelLoadError: A model or tokenizer that cannot be read.
+        DataError: The prompts cannot be read.
+        RewardError: A reward function cannot be loaded, or fails.
+        ModelLoadError: A model or tokenizer cannot be read.
     """
     path = str(config.pretrain)
     if is_reward_model(path):
@@ -141,7 +141,7 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         )
         result, tables = _sample_passes(config, settings, sampler, prompts, strategy.context, log)
         if strategy.is_rank_0():
-            # The result says that all is there.
+            # The result comes last: it shows that all files are complete.
             write_responses(config, prompts, tables, tokenizer)
             write_result(config, settings, result, num_held_out=len(held_out))
         strategy.barrier()
@@ -156,26 +156,26 @@ def _sample_passes(
     context: DistributedContext,
     log: RolloutLog,
 ) -> tuple[EvalResult, dict[str, SampleTable]]:
-    """The result of all passes, and on the first rank all responses of each.
+    """Return the result of all passes, and on the first rank all responses of each pass.
 
-    With `save_rollouts` the log gets them, the greedy pass as step 0 and the samples as step 1.
+    With `save_rollouts`, log the greedy pass as step 0 and the samples as step 1.
     """
     metrics: dict[str, float] = {}
     tables = {}
     for number, (name, params) in enumerate(sampling(config, settings).items()):
-        own, table = sampler.sample_all(prompts, params)
+        local_samples, table = sampler.sample_all(prompts, params)
         if config.save_rollouts:
-            log.log(number, own, context)
+            log.log(number, local_samples, context)
         metrics |= summarise(name, table, settings, params.n)
-        found = position_metrics(table, prompts)
-        metrics |= {f"{name}/{metric}": value for metric, value in found.items()}
+        position_values = position_metrics(table, prompts)
+        metrics |= {f"{name}/{metric}": value for metric, value in position_values.items()}
         wanted = [np.arange(len(table) if rank == 0 else 0) for rank in range(context.world_size)]
-        tables[name] = deliver_rows(table, tabulate(own), wanted, context)
+        tables[name] = deliver_rows(table, tabulate(local_samples), wanted, context)
     return EvalResult(len(prompts), metrics), tables
 
 
 def sampling(config: SamplingOptions, settings: EvalSettings) -> dict[str, SamplingParams]:
-    """The passes over the prompts: greedy, and with samples "sampled"."""
+    """Return the passes over the prompts: "greedy", and with samples "sampled"."""
     passes = {"greedy": greedy_params(config)}
     if settings.num_samples:
         passes["sampled"] = replace(training_params(config), n=settings.num_samples)
@@ -185,16 +185,16 @@ def sampling(config: SamplingOptions, settings: EvalSettings) -> dict[str, Sampl
 def summarise(
     name: str, table: RowTable, settings: EvalSettings, num_samples: int
 ) -> dict[str, float]:
-    """The metrics of one pass over the prompts.
+    """Return the metrics of one pass over the prompts.
 
-    A response whose reward failed or could not be decided is not right, counts in `masked_share`
-    and is left out of the mean rewards.
+    A response without a reward (failed or undecided) is not right. It counts in `masked_share` and
+    not in the mean rewards.
 
     Args:
-        name: "greedy" or "sampled".
-        table: num_samples rows of each prompt, prompt after prompt.
-        settings: Which k, and what is right.
-        num_samples: Of each prompt.
+        name: Name of the pass, "greedy" or "sampled".
+        table: Table with num_samples rows of each prompt, prompt after prompt.
+        settings: Settings with k and the threshold.
+        num_samples: Number of samples of each prompt.
     """
     is_scored = ~table.is_masked
     is_right = (is_scored & (table.accuracies >= settings.threshold)).reshape(-1, num_samples)
@@ -220,25 +220,25 @@ def summarise(
     if not is_scored.all():
         metrics[f"{name}/masked_share"] = float(table.is_masked.mean())
     for column, component in enumerate(table.component_names):
-        found = table.components[is_scored, column]
-        if not np.isnan(found).all():
-            metrics[f"{name}/component/{component}"] = float(np.nanmean(found))
+        values_of_component = table.components[is_scored, column]
+        if not np.isnan(values_of_component).all():
+            metrics[f"{name}/component/{component}"] = float(np.nanmean(values_of_component))
     return metrics
 
 
 def held_out_prompts(
     config: TrainConfig, source: str | None, tokenizer: PromptTokenizer
 ) -> frozenset[tuple[object, ...]]:
-    """Keys of the prompts that are kept out of rows; none unless samples are saved.
+    """Return the keys of prompts that are kept out of rows; none unless samples are saved.
 
     Args:
-        config: Of the evaluation.
-        source: Data in the form of its `eval_data`; None takes that of the run that the model is
-            of, as that run read it.
-        tokenizer: Renders prompts.
+        config: Options of the evaluation.
+        source: Data in the form of its `eval_data`; None takes that of the model's run, with the
+            run's options.
+        tokenizer: Tokenizer that renders prompts.
 
     Raises:
-        DataError: They cannot be read.
+        DataError: The prompts cannot be read.
         ConfigError: The options of the run cannot be read.
     """
     if not config.save_rollouts:
@@ -250,7 +250,7 @@ def held_out_prompts(
         source = config.eval_data
     if source is None:
         return frozenset()
-    # Of any length: the run's own model, whose context bounds them, may be gone.
+    # No length limit: the run's model, whose context limits prompts, may no longer exist.
     all_of_them = {"eval_data": source, "max_eval_samples": sys.maxsize, "pretrain": None}
     config = config.replaced(all_of_them)
     prompts = load_run_prompts(config, tokenizer, for_evaluation=True).prompts
@@ -260,7 +260,7 @@ def held_out_prompts(
 def write_result(
     config: TrainConfig, settings: EvalSettings, result: EvalResult, *, num_held_out: int
 ) -> None:
-    """Writes eval.json, and with samples for rows the options that these need."""
+    """Write eval.json, and with saved samples the options that `lightrft rows` needs."""
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if config.save_rollouts:
@@ -285,20 +285,20 @@ def write_result(
 
 
 def own_prompts(config: PromptDataOptions, prompts: Sequence[Prompt]) -> list[object]:
-    """Each prompt as its row has it, a text or messages, so that the options apply to it again.
+    """Return each prompt as text or messages of its row, to which the options apply again.
 
-    Where a row has none, or one that JSON cannot hold, it is the rendered text.
+    A prompt is its rendered text if its row has none or JSON cannot hold it.
     """
     rows = read_sources(str(config.eval_data), split=config.eval_split, seed=config.seed)
-    found: list[object] = []
+    originals: list[object] = []
     for prompt in prompts:
-        own = rows[prompt.id].columns.get(config.input_key)
+        original = rows[prompt.id].columns.get(config.input_key)
         try:
-            json.dumps(own)
+            json.dumps(original)
         except (TypeError, ValueError):
-            own = None
-        found.append(prompt.text if own is None else own)
-    return found
+            original = None
+        originals.append(prompt.text if original is None else original)
+    return originals
 
 
 def write_responses(
@@ -307,8 +307,8 @@ def write_responses(
     tables: dict[str, SampleTable],
     decoder: Decoder,
 ) -> None:
-    """Writes one line for each response, in the order of the prompts."""
-    own = own_prompts(config, prompts)
+    """Write one line for each response, in the order of the prompts."""
+    originals = own_prompts(config, prompts)
     lines = JsonLinesFile(Path(config.output_dir) / RESPONSES_FILE)
     for name, table in tables.items():
         starts = np.cumsum(table.lengths) - table.lengths
@@ -321,7 +321,7 @@ def write_responses(
                 {
                     "pass": name,
                     "prompt_id": prompt.id,
-                    "prompt": own[place],
+                    "prompt": originals[place],
                     "rendered": prompt.text,
                     "label": prompt.label,
                     "response": decoder.decode(token_ids, skip_special_tokens=True),
@@ -335,16 +335,16 @@ def write_responses(
 
 
 def pass_at_k(num_correct: NDArray[np.int64], *, num_samples: int, k: int) -> NDArray[np.float64]:
-    """Unbiased estimate of pass@k of every prompt.
+    """Return the unbiased estimate of pass@k of every prompt.
 
     1 - C(n - c, k) / C(n, k) = 1 - prod_{i = n - c + 1 .. n} (1 - k / i), for c right samples of n
 
     Source: Chen et al. 2021, arXiv:2107.03374, eq. 1 and fig. 3.
 
     Args:
-        num_correct: [prompts] int64, each in [0, num_samples].
-        num_samples: n, samples of each prompt.
-        k: In [1, num_samples].
+        num_correct: Numbers of right samples, [prompts] int64, each in [0, num_samples].
+        num_samples: Number n of samples of each prompt.
+        k: Number of tries, in [1, num_samples].
 
     Returns:
         [prompts] float64.
@@ -357,7 +357,7 @@ def pass_at_k(num_correct: NDArray[np.int64], *, num_samples: int, k: int) -> ND
     if len(num_correct) and not 0 <= num_correct.min() <= num_correct.max() <= num_samples:
         raise ValueError(f"num_correct must be in [0, {num_samples}]: got {num_correct.tolist()}")
     places = np.arange(1, num_samples + 1)
-    # A factor below 0 belongs to i < k, where fewer than k samples are wrong: the product is 0.
+    # A counted factor is negative only for i < k; then factor k is counted, too, and is 0.
     factors = np.maximum(0.0, 1.0 - k / places)
     is_counted = places[None, :] > num_samples - num_correct[:, None]
     missing: NDArray[np.float64] = np.where(is_counted, factors[None, :], 1.0).prod(axis=1)
@@ -365,6 +365,6 @@ def pass_at_k(num_correct: NDArray[np.int64], *, num_samples: int, k: int) -> ND
 
 
 def default_k(num_samples: int) -> tuple[int, ...]:
-    """1, 2, 4 ... up to and including the number of samples."""
+    """Return 1, 2, 4 ... up to and including the number of samples."""
     powers = [2**i for i in range(num_samples.bit_length())]
     return tuple(sorted({*(power for power in powers if power <= num_samples), num_samples}))

@@ -1,4 +1,4 @@
-"""`lightrft export`: the final model of a run, checked."""
+"""`lightrft export`: export of a run's final model, with checks."""
 
 import re
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from lightrft.cli.options import Parser
 from lightrft.tools.init_model_command import require_empty
 from lightrft.utils.hub import is_hub_reachable
 
-# Of scores: divided by their deviation; also less their mean.
+# Ways to normalise scores: division by their deviation; also subtraction of their mean.
 WAYS = ("deviation", "standard")
 
 
@@ -22,9 +22,9 @@ def run(argv: Sequence[str]) -> int:
     """Run the command; see `lightrft export --help`.
 
     Raises:
-        UsageError: No such folder, or the target is not empty.
-        NotARunError: No final model.
-        PreflightError: The hub cannot be written.
+        UsageError: The folder does not exist, or the target is not empty.
+        NotARunError: The run has no final model.
+        PreflightError: The repository on the hub cannot be written.
     """
     options = build_parser().parse_args(argv)
     folder, directory = Path(options.run), Path(options.directory)
@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def build_parser() -> Parser:
-    """The parser of `lightrft export`."""
+    """Return the parser of `lightrft export`."""
     parser = Parser(
         "export",
         "Write the final model of a run as a Hugging Face checkpoint (safetensors, "
@@ -77,14 +77,14 @@ def build_parser() -> Parser:
 
 
 def open_repository(name: str, *, is_public: bool) -> None:
-    """Makes the repository unless it exists: what would fail after an export fails before it.
+    """Create the repository unless it exists, so that failures come before the export.
 
     Args:
-        name: owner/name.
-        is_public: Of a new one; an existing one stays as it is.
+        name: Name of the repository, owner/name.
+        is_public: Whether a new repository is public; an existing one keeps its setting.
 
     Raises:
-        UsageError: The name is none of a repository.
+        UsageError: The name is not valid for a repository.
         PreflightError: The hub does not answer, or does not let the user write.
     """
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) is None:
@@ -103,10 +103,10 @@ def open_repository(name: str, *, is_public: bool) -> None:
 
 
 def push(directory: Path, name: str) -> str:
-    """Uploads a folder in one commit; its address is the result.
+    """Upload a folder in one commit and return the commit's address.
 
     Raises:
-        PreflightError: The hub takes it no more; the folder stays.
+        PreflightError: The hub refuses the upload; the folder stays.
     """
     try:
         return HfApi().upload_folder(repo_id=name, folder_path=directory).commit_url

@@ -1,4 +1,4 @@
-"""The final model of a run as a Hugging Face checkpoint that has been read back and compared."""
+"""Export of a run's final model as a Hugging Face checkpoint, read back and compared."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 PROMPT = "The quick brown fox"
 MAX_PROMPT_TOKENS = 256
 LANGUAGE_MODEL, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
-SHOWN_GROUPS = ("algorithm", "rollout", "training")  # of options, in the README
+SHOWN_GROUPS = ("algorithm", "rollout", "training")  # groups of options in the README
 
 
 class ExportError(CommandError):
-    """An exported model that is not the trained one; the message says where they differ."""
+    """An exported model that differs from the trained one; the message says where."""
 
     code = ExitCode.VERIFICATION
 
@@ -54,10 +54,11 @@ class ExportReport:
     """Written files and their comparison.
 
     Args:
-        directory: The checkpoint.
-        num_parameters: Of the model.
-        dtype: Of its weights.
-        max_logit_difference: Largest, over the tokens of one prompt; weights are bitwise equal.
+        directory: Directory of the checkpoint.
+        num_parameters: Number of parameters of the model.
+        dtype: Data type of its weights.
+        max_logit_difference: Largest difference of a logit over the tokens of one prompt; weights
+            are bitwise equal.
     """
 
     directory: Path
@@ -67,22 +68,23 @@ class ExportReport:
 
 
 def export_model(run: Path, directory: Path, *, normalize_score: str | None = None) -> ExportReport:
-    """Writes the run's final model, reads it back, and compares weights and logits.
+    """Write the run's final model, read it back, and compare weights and logits.
 
     The directory appears only after the comparison.
 
     Args:
         run: Folder of the run.
-        directory: Where to; must not exist, or be empty.
-        normalize_score: Of a reward model; see `normalise_scores`. None changes no score.
+        directory: Target directory; must not exist, or be empty.
+        normalize_score: Way to normalise a reward model's scores, see `normalise_scores`. None
+            changes no score.
 
     Raises:
         NormalisingError: Scores cannot be normalised.
         NotARunError: The folder holds no run, or no final model.
         ModelLoadError: The final model cannot be read.
-        ExportError: What was read back differs, or equals the model before training.
+        ExportError: The exported model differs, or equals the model before training.
         NonFiniteError: The final model is not finite.
-        PreflightError: Nothing can be written there.
+        PreflightError: The directory cannot be written.
     """
     options = read_toml(run / CONFIG_FILE) if (run / CONFIG_FILE).is_file() else {}
     saved = options.get("save_path")
@@ -140,20 +142,20 @@ def _write_and_compare(
         load_processor(str(source_path)).save_pretrained(target)
     exported = load_exported(target, _dtype_name(target)).eval()
     difference = compare_models(source, exported, load_tokenizer(str(target)), prompt)
-    # Tied parameters are one.
+    # Tied parameters count once.
     num_parameters = sum(value.numel() for value in source.parameters())
     return ExportReport(target, num_parameters, dtype, difference)
 
 
 def load_exported(path: str | Path, dtype: str) -> PreTrainedModel | RewardModel:
-    """A checkpoint as what it was saved as: a reward model or a language model."""
+    """Return the model of a checkpoint: a reward model or a language model."""
     if is_reward_model(str(path)):
         return RewardModel.from_pretrained(str(path), dtype=dtype)
     return load_causal_lm(str(path), dtype=dtype)
 
 
 def _loader(path: Path) -> str:
-    """The class that reads an exported model."""
+    """Return the name of the class that reads an exported model."""
     if not is_reward_model(str(path)):
         return LANGUAGE_MODEL
     return CLASSIFIER if is_classifier(load_config(str(path))) else "RewardModel"
@@ -165,7 +167,7 @@ def compare_models(
     tokenizer: PreTrainedTokenizerBase,
     prompt: str,
 ) -> float:
-    """The largest difference of the logits of two models that must be the same.
+    """Return the largest difference of the logits of two models that must be equal.
 
     Raises:
         ExportError: A tensor differs in any bit, or a logit by more than rounding.
@@ -177,13 +179,13 @@ def compare_models(
             f"{differing[0]}: nothing was exported"
         )
     token_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"][:MAX_PROMPT_TOKENS]
-    expected, found = (_logits(each, torch.tensor([token_ids])) for each in (source, exported))
+    expected, actual = (_logits(each, torch.tensor([token_ids])) for each in (source, exported))
     if isinstance(exported, RewardModel) and not exported.is_beside:
-        # As transformers reads it.
+        # transformers reads the model this way.
         with torch.no_grad():
-            found = exported.model(input_ids=torch.tensor([token_ids])).logits[0].float()
-    difference = float((expected - found).abs().max())
-    # Equal weights at another address may be summed in another order.
+            actual = exported.model(input_ids=torch.tensor([token_ids])).logits[0].float()
+    difference = float((expected - actual).abs().max())
+    # Equal weights at another memory address may be summed in another order.
     dtype = next(source.parameters()).dtype
     allowed = 32 * torch.finfo(dtype).eps * max(1.0, float(expected.abs().max()))
     if not difference <= allowed:
@@ -195,7 +197,7 @@ def compare_models(
 
 
 def differing_tensors(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
-    """Names of tensors that only one side has, or whose dtype or values differ."""
+    """Return the names of tensors that only one side has, or whose dtype or values differ."""
     shared = first.keys() & second.keys()
     unequal = {
         name
@@ -206,7 +208,7 @@ def differing_tensors(first: Mapping[str, Tensor], second: Mapping[str, Tensor])
 
 
 def _require_trained(target: Path, base_model: str) -> None:
-    """Raises an ExportError if training has changed nothing."""
+    """Raise an ExportError if training has changed nothing."""
     dtype = _dtype_name(target)
     if is_reward_model(str(target)) and not is_reward_model(base_model):
         return
@@ -219,12 +221,12 @@ def _require_trained(target: Path, base_model: str) -> None:
 
 
 def _base_model(options: Mapping[str, object], run: Path) -> tuple[str | None, bool]:
-    """The model that the run started from, and whether it is a path."""
+    """Return the model that the run started from, and whether it is a path."""
     base, output_dir = options.get("pretrain"), options.get("output_dir")
     if not isinstance(base, str):
         return None, False
     if isinstance(output_dir, str) and Path(base).is_relative_to(output_dir):
-        # Written relative to where the run was started; the run may have been moved since.
+        # The run may have been moved since its start.
         return str(run / Path(base).relative_to(output_dir)), True
     return base, Path(base).is_dir()
 
@@ -235,7 +237,7 @@ def _dtype_name(path: Path) -> str:
 
 
 def _prompt(run: Path) -> str:
-    """The first prompt that the run logged."""
+    """Return the first prompt that the run logged, or `PROMPT`."""
     for _, entry in JsonLines(run / SAMPLES_FILE):
         prompt = entry.get("prompt")
         if isinstance(prompt, str) and prompt:
@@ -245,7 +247,7 @@ def _prompt(run: Path) -> str:
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel | RewardModel, token_ids: Tensor) -> Tensor:
-    """[seq, vocab] float32, or [scores] of a reward model."""
+    """Return logits, [seq, vocab] float32, or [scores] of a reward model."""
     if isinstance(model, RewardModel):
         mask = torch.ones_like(token_ids, dtype=torch.bool)
         scores: Tensor = model(token_ids, mask, by_name=True)[0]
@@ -257,13 +259,13 @@ def _logits(model: PreTrainedModel | RewardModel, token_ids: Tensor) -> Tensor:
 def model_card(
     run: RunData, *, base_model: str | None, is_local: bool, loader: str = LANGUAGE_MODEL
 ) -> str:
-    """Markdown with the metadata that model hubs read; it holds no path of this machine.
+    """Return Markdown with the metadata that model hubs read, without paths of this machine.
 
     Args:
-        run: What is known about the run.
+        run: Data of the run.
         base_model: Path or hub id of the model that the run started from.
-        is_local: It is a path.
-        loader: Class that reads the model.
+        is_local: Whether it is a path.
+        loader: Name of the class that reads the model.
     """
     title, task = "Model fine-tuned by reinforcement learning", "text-generation"
     tag, package = "reinforcement-learning", "transformers"
@@ -312,7 +314,7 @@ def model_card(
 
 
 def _sentences(run: RunData) -> list[str]:
-    """First and last value of the evaluation and of the training reward."""
+    """Return sentences with the first and last reward of the evaluation and of training."""
     sentences = []
     for name, words in (("eval/reward", "evaluation reward"), ("reward", "training reward")):
         values = run.values(name)

@@ -1,4 +1,4 @@
-"""Scores of a reward model as numbers of mean 0 and deviation 1, by its own weights."""
+"""Normalisation of a reward model's scores to mean 0 and deviation 1, in its weights."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ class NormalisingError(CommandError):
 
 @torch.no_grad()
 def normalise_scores(model: RewardModel, way: str) -> float:
-    """Changes the head so that scores are divided by their deviation, and their mean is 0.
+    """Change the head to divide scores by their deviation and, if asked, subtract their mean.
 
         deviation: score / s;  standard: (score - m) / s, with m and s of the configuration
 
-    A division is one of the head's last weights, in every architecture. A difference needs a bias:
-    that of the head, or of a final norm in front of a head without one, whose bias b becomes
-    b + c w / (w . w). So every reader of the weights gives the same scores.
+    The division changes the head's last weights, in every architecture. The subtraction needs a
+    bias: that of the head, or, for a head without one, the bias b of the final norm before it,
+    which becomes b + c w / (w . w). All readers of the weights therefore compute the same scores.
 
     Args:
-        model: In float32; changed in place, its configuration included.
-        way: "deviation" or "standard".
+        model: Model in float32; changed in place, its configuration included.
+        way: Way to normalise, "deviation" or "standard".
 
     Returns:
         The largest difference of a score from its formula, over a few random texts.
 
     Raises:
         NormalisingError: The mean and deviation are not known, there are several scores, there is
-            no bias, or scores are not those of the formula.
+            no bias, or scores differ from the formula.
     """
     config = model.config
     mean, deviation = _statistics(config)
@@ -72,7 +72,7 @@ def normalise_scores(model: RewardModel, way: str) -> float:
 
 
 def _statistics(config: PretrainedConfig) -> tuple[float, float]:
-    """Mean and deviation of the scores of a model."""
+    """Return the mean and deviation of a model's scores."""
     mean, deviation = (config.to_dict().get(name) for name in (MEAN_FIELD, DEVIATION_FIELD))
     if not isinstance(mean, float) or not isinstance(deviation, float):
         raise NormalisingError(
@@ -103,15 +103,15 @@ def _require_formula(expected: Tensor, found: Tensor) -> float:
 
 
 def _last_layer(head: nn.Module) -> ScoreHead:
-    """The linear map that gives the score."""
-    found = head.pools[0].get_submodule("output") if isinstance(head, AttentionHead) else head
-    if not isinstance(found, ScoreHead):
+    """Return the linear layer that computes the score."""
+    layer = head.pools[0].get_submodule("output") if isinstance(head, AttentionHead) else head
+    if not isinstance(layer, ScoreHead):
         raise TypeError(f"a head of {type(head).__name__} ends in no linear map")
-    return found
+    return layer
 
 
 def _last_norm(model: RewardModel, texts: Tensor) -> nn.LayerNorm | None:
-    """The norm whose output the hidden states are, if it has a bias."""
+    """Return the norm that outputs the hidden states, if it has a bias."""
     given: dict[nn.LayerNorm, Tensor] = {}
 
     def keep(module: nn.Module, args: object, output: Tensor) -> None:
@@ -127,10 +127,10 @@ def _last_norm(model: RewardModel, texts: Tensor) -> nn.LayerNorm | None:
 
 
 def _random_texts(vocab_size: int) -> Tensor:
-    """[texts, tokens] ids."""
+    """Return ids of random texts, [texts, tokens]."""
     return torch.randint(vocab_size, (4, 12), generator=torch.Generator().manual_seed(0))
 
 
 def _scores(model: RewardModel, texts: Tensor) -> Tensor:
-    found: Tensor = model(texts, torch.ones_like(texts, dtype=torch.bool))
-    return found.double()
+    scores: Tensor = model(texts, torch.ones_like(texts, dtype=torch.bool))
+    return scores.double()

@@ -1,7 +1,7 @@
-"""Episodes of a step once more, from its journal and the weights, without any environment.
+"""Replay of a step's episodes from its journal and the weights, without any environment.
 
-Every turn is sampled again after the ids that the journal says came before it, and every answer is
-rendered again, so that one fault does not hide another.
+Every turn is sampled again after the ids before it in the journal, and every answer is rendered
+again. One difference therefore does not hide another.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightrft.rollout.environments.turns import Observations
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Of a logprob that is computed again: in float32, and where weights or engine have 16 bits.
+# Limits of a recomputed logprob's difference: in float32, and with 16-bit weights or engine.
 LOGPROB_LIMITS = (2e-5, 5e-2)
 Generate = Callable[[SamplingParams, list[GenerationRequest]], list[Completion]]
 
@@ -30,9 +30,9 @@ class Replay:
     """Numbers of replayed turns, and their differences.
 
     Args:
-        num_episodes, num_turns, num_tokens, num_answers: Compared.
-        max_difference: Largest one of a logprob.
-        differences: One line each, in the order of the rounds.
+        num_episodes, num_turns, num_tokens, num_answers: Numbers of compared items.
+        max_difference: Largest difference of a logprob.
+        differences: One line per difference, in the order of the rounds.
     """
 
     num_episodes: int = 0
@@ -52,15 +52,15 @@ def replay_journal(
     generate: Generate,
     into: Replay,
 ) -> None:
-    """Compares the journal of one rank.
+    """Compare the journal of one rank with a replay.
 
     Args:
-        recorded: The journal.
-        params: Of one turn.
-        config: Of the run.
-        tokenizer: Of the model, with the run's chat template.
-        generate: Samples turns with the weights of the step.
-        into: Receives counts and differences.
+        recorded: Journal of the rank.
+        params: Sampling parameters of one turn.
+        config: Options of the run.
+        tokenizer: Tokenizer of the model, with the run's chat template.
+        generate: Function that samples turns with the weights of the step.
+        into: Replay that receives counts and differences.
     """
     environment = cast("dict[str, list[dict[str, object]]]", recorded.header["environment"])
     suffix = TurnSuffix(
@@ -87,8 +87,8 @@ def replay_journal(
             )
             for sample, turn in turns.items()
         ]
-        found = generate(params, requests)
-        for (sample, turn), again in zip(turns.items(), found, strict=True):
+        completions = generate(params, requests)
+        for (sample, turn), again in zip(turns.items(), completions, strict=True):
             into.differences += _of_turn(sample, turn, again, config, into)
             contexts[sample] += turn.sampled.output_token_ids
             into.differences += _of_answers(sample, turn, recorded, observations, contexts, into)
@@ -97,7 +97,7 @@ def replay_journal(
 def _of_turn(
     sample: int, turn: RecordedTurn, again: Completion, config: ComputeOptions, into: Replay
 ) -> Iterator[str]:
-    """The differences of a turn from the one that was sampled."""
+    """Yield the differences between the replayed turn and the recorded one."""
     into.num_turns += 1
     into.num_tokens += len(turn.sampled.output_token_ids)
     where = f"sample {sample}, turn {turn.turn}"
@@ -129,7 +129,7 @@ def _of_answers(
     contexts: dict[int, list[int]],
     into: Replay,
 ) -> Iterator[str]:
-    """The answers that are not what the model saw of them."""
+    """Yield the answers that differ from what the model saw."""
     key, context = (sample, turn.turn), contexts[sample]
     event, answers = recorded.observations.get(key), recorded.answers.get(key, [])
     if event is None:
@@ -139,7 +139,7 @@ def _of_answers(
     made = observations.after(
         turn.sampled.output_token_ids, len(context), [call.text for call in answers]
     )
-    assert made is not None  # without images
+    assert made is not None  # only None with images
     spans = cast("list[list[int]]", event["text_spans"])
     if list(made.token_ids) != seen:
         changed = [

@@ -1,4 +1,4 @@
-"""`lightrft replay`: a step's episodes once more, without their environment."""
+"""`lightrft replay`: replay of a step's episodes without their environment."""
 
 import json
 import sys
@@ -18,34 +18,34 @@ def run(argv: Sequence[str]) -> int:
 
     Raises:
         NotARunError: There is no journal of the step.
-        ConfigError: The weights before the step are gone.
+        ConfigError: The weights before the step no longer exist.
     """
-    given = build_parser().parse_args(argv)
-    # Imported here: they bring torch along.
+    options = build_parser().parse_args(argv)
+    # Imported here because they import torch.
     from lightrft.strategy.distributed.console_sink import console_sink
     from lightrft.tools.replay.run_replay import replay_run
 
     hide_progress_bars()
-    # Lines of the strategy are no part of the answer.
+    # The strategy's lines must not mix with the result on standard output.
     with console_sink(lambda text, _: print(text, file=sys.stderr)):
-        step, found = replay_run(Path(given.run), given.step)
-    if given.json:
-        print(json.dumps({"step": step, **asdict(found)}, indent=2))
+        step, replay = replay_run(Path(options.run), options.step)
+    if options.json:
+        print(json.dumps({"step": step, **asdict(replay)}, indent=2))
     else:
-        for line in found.differences[:SHOWN]:
+        for line in replay.differences[:SHOWN]:
             print(line)
         compared = (
-            f"step {step}: {found.num_episodes} episodes, {found.num_turns} turns, "
-            f"{found.num_tokens} sampled tokens and {found.num_answers} answers; logprobs within "
-            f"{found.max_difference:.1e}"
+            f"step {step}: {replay.num_episodes} episodes, {replay.num_turns} turns, "
+            f"{replay.num_tokens} sampled tokens and {replay.num_answers} answers; logprobs within "
+            f"{replay.max_difference:.1e}"
         )
-        count = len(found.differences)
+        count = len(replay.differences)
         print(f"{compared}; {f'{count} differences' if count else 'equal to the run'}")
-    return ExitCode.VERIFICATION if found.differences else ExitCode.OK
+    return ExitCode.VERIFICATION if replay.differences else ExitCode.OK
 
 
 def build_parser() -> Parser:
-    """The parser of `lightrft replay`."""
+    """Return the parser of `lightrft replay`."""
     parser = Parser(
         "replay",
         "Sample the episodes of a step again, with the weights before it, from its journal and "

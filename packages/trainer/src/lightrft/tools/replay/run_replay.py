@@ -1,4 +1,4 @@
-"""`lightrft replay`: the weights before a step, and its journals against them."""
+"""`lightrft replay`: a comparison of a step's journals with the weights before it."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ _BATCHES = "dynamic/num_gen_batches"
 
 
 def replay_run(run: Path, step: int | None) -> tuple[int, Replay]:
-    """Samples the episodes of a step again, in this one process.
+    """Sample the episodes of a step again, in this process alone.
 
     Args:
         run: Folder of the run.
-        step: Which; None takes the newest with a journal.
+        step: Step to replay; None takes the newest with a journal.
 
     Returns:
-        The step, and what was compared.
+        The step and its replay.
 
     Raises:
         NotARunError: There is no such run or journal.
-        ConfigError: The weights before the step are not there, or not those that sampled it.
+        ConfigError: The weights before the step do not exist, or did not sample it.
     """
     if not (run / CONFIG_FILE).is_file():
         raise NotARunError(f"{run} holds no run: {CONFIG_FILE} is missing")
@@ -65,7 +65,7 @@ def replay_run(run: Path, step: int | None) -> tuple[int, Replay]:
             f"{family.model_type}, and only runs of models of text can be replayed"
         )
     tokenizer = load_tokenizer(str(config.pretrain), config)
-    found = Replay()
+    replay = Replay()
     with get_strategy(config) as strategy:
         actor = _prepared_actor(run, step, config, strategy.checkpoints)
         strategy.setup_inference_engine(config, config.engine_type, actor=actor)
@@ -82,14 +82,14 @@ def replay_run(run: Path, step: int | None) -> tuple[int, Replay]:
         params = replace(training_params(config), n=1)
         for recorded in journals:
             replay_journal(
-                recorded, params, config=config, tokenizer=tokenizer, generate=generate, into=found
+                recorded, params, config=config, tokenizer=tokenizer, generate=generate, into=replay
             )
-    return step, found
+    return step, replay
 
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """The first line of a journal, as far as a replay depends on it."""
+    """Fields of a journal's first line that a replay depends on."""
 
     step: int
     batch: int
@@ -107,14 +107,14 @@ class _Header:
 
 
 def read_step(run: Path, step: int | None, config: SamplingOptions) -> tuple[int, list[Recorded]]:
-    """The journals of all ranks and batches of a step; None takes the newest.
+    """Return the journals of all ranks and batches of a step; None takes the newest.
 
     Raises:
-        NotARunError: There are none, one of a rank is missing, or one is damaged or was written
+        NotARunError: There are no journals, a rank's is missing, or one is damaged or was written
             with other options.
     """
     by_step: dict[int, list[Path]] = {}
-    # A try that was killed may have left further batches of a step.
+    # A killed attempt may have left further batches of a step.
     num_batches = {
         number: count
         for number, entry in JsonLines(run / METRICS_FILE)
@@ -136,21 +136,21 @@ def read_step(run: Path, step: int | None, config: SamplingOptions) -> tuple[int
             f"{', '.join(map(str, sorted(by_step)))}"
         )
     try:
-        found = [read_journal(path) for path in by_step[step]]
+        journals = [read_journal(path) for path in by_step[step]]
         headers = [
             typed(_Header, recorded.header, path, skips_unknown=True)
-            for recorded, path in zip(found, by_step[step], strict=True)
+            for recorded, path in zip(journals, by_step[step], strict=True)
         ]
     except (ValueError, RecursionError, OSError) as error:
         raise NotARunError(f"{error}; replay another step with --step") from error
     _check_headers(headers, by_step[step], config)
-    return step, found
+    return step, journals
 
 
 def _check_headers(
     headers: Sequence[_Header], paths: Sequence[Path], config: SamplingOptions
 ) -> None:
-    """Raises unless the journals are those of all ranks, sampled as the options say."""
+    """Raise a NotARunError unless the journals cover all ranks and match the options."""
     params = training_params(config)
     sampling = sampling_facts(params)
     world_size, num_batches = headers[0].world_size, 1 + max(each.batch for each in headers)
@@ -163,9 +163,9 @@ def _check_headers(
                 "it was moved or changed; replay another step with --step"
             )
         if header.sampling != sampling:
-            found = short(header.sampling)
+            settings = short(header.sampling)
             raise NotARunError(
-                f"{path} was sampled with seed, temperature, top_p, top_k and min_p {found}: "
+                f"{path} was sampled with seed, temperature, top_p, top_k and min_p {settings}: "
                 f"{CONFIG_FILE} says {sampling}; give the run's own {CONFIG_FILE}"
             )
         places[header.batch, header.rank] = path
@@ -182,7 +182,10 @@ def _check_headers(
 def _prepared_actor(
     run: Path, step: int, config: TrainConfig, checkpoints: Checkpoints
 ) -> nn.Module:
-    """The actor with the weights that sampled a step: of the start, of an audit, a checkpoint."""
+    """Return the actor with the weights that sampled a step.
+
+    They come from the start, an audit record or a checkpoint.
+    """
     asked, step = step, max(1, step - config.rollout_lag)
     backend = checkpoints.training.backend
     with backend.init_model_context():
@@ -205,7 +208,7 @@ def _prepared_actor(
 
 
 def _check_weights(recorded: Recorded, sync: WeightSyncReport | None, step: int) -> None:
-    """Raises unless the engine holds the weights that sampled the journal."""
+    """Raise a ConfigError unless the engine holds the weights that sampled the journal."""
     before = recorded.header.get("weights")
     if sync is not None and before and sync.engine_hash and sync.engine_hash != before:
         raise ConfigError(

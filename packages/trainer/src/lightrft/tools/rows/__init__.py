@@ -1,1 +1,1 @@
-"""Rows for supervised stages, of the recorded samples of a run."""
+"""Rows for supervised stages, made from the recorded samples of a run."""

@@ -1,4 +1,4 @@
-"""Choices among the recorded samples of a run: the best, the right ones, pairs."""
+"""Ways to choose among the recorded samples of a run: the best, the right ones, pairs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Sample:
     """A recorded sample without its tokens.
 
     Args:
-        place: Of its line in the file, which orders and names samples.
-        prompt, response: Hashes of their token ids, of the prompt also of its media.
-        reward, accuracy: See `RecordedRollout`.
-        is_truncated: It has no end that could be learned.
-        excluded: Why no row may hold it, a name in `FATES`; "" if one may.
+        place: Position of its line in the file, which orders and identifies samples.
+        prompt, response: Hashes of their token ids; that of the prompt includes its media.
+        reward, accuracy: Values of `RecordedRollout`.
+        is_truncated: Whether it lacks an end that could be learned.
+        excluded: Key of `FATES` that says why no row may hold it; "" if one may.
     """
 
     place: int
@@ -28,7 +28,7 @@ class Sample:
     excluded: str = ""
 
 
-# What becomes of a sample, each of one; the numbers add up to those that were sampled.
+# Fates of samples; each sample has one, so their counts add up to the number of samples.
 FATES: Mapping[str, str] = {
     "chosen": "in a row",
     "rejected": "in a row of two, as the worse one",
@@ -44,7 +44,7 @@ FATES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class ChosenSamples:
-    """The chosen sample of a row, and the worse one of a pair."""
+    """Chosen sample of a row, and the worse one of a pair."""
 
     chosen: Sample
     rejected: Sample | None = None
@@ -55,11 +55,12 @@ class Choice:
     """A way to choose among the samples of one prompt.
 
     Args:
-        makes_pairs: Each row has a chosen and a rejected sample.
-        by_threshold: The chosen are right and the rejected wrong; else the best and the worst.
-        takes_truncated: Also those may be chosen that have no end.
-        is_labelled: Each row says whether its sample is right; a right one needs an end.
-        max_per_prompt: Rows of a prompt unless told otherwise; None is no bound.
+        makes_pairs: Whether each row has a chosen and a rejected sample.
+        by_threshold: Whether right and wrong samples are chosen and rejected; else the best and
+            the worst.
+        takes_truncated: Whether truncated samples may be chosen.
+        is_labelled: Whether each row says if its sample is right; a right one needs an end.
+        max_per_prompt: Default number of rows per prompt; None is no bound.
     """
 
     makes_pairs: bool = False
@@ -70,7 +71,7 @@ class Choice:
 
     @property
     def uses_threshold(self) -> bool:
-        """Whether it asks what is right."""
+        """Whether the choice depends on the threshold."""
         return self.by_threshold or self.is_labelled
 
 
@@ -94,27 +95,27 @@ USES: Mapping[str, tuple[str, ...]] = {
 def choose(
     samples: Iterable[Sample], choice: Choice, *, threshold: float, max_per_prompt: int | None
 ) -> list[ChosenSamples]:
-    """The rows, prompts in the order of their first samples.
+    """Return the rows, with prompts in the order of their first samples.
 
     Args:
-        samples: In the order of their places. Those with equal prompt ids are of one prompt,
-            whatever their steps.
-        choice: Among the samples of each prompt; of equal rewards the earlier sample comes first.
-        threshold: A sample is right from this accuracy on.
-        max_per_prompt: Rows of a prompt; None is no bound.
+        samples: Samples in the order of their places. Samples with equal prompt ids belong to one
+            prompt, whatever their steps.
+        choice: Way to choose among the samples of each prompt; the earlier of equal rewards wins.
+        threshold: Least accuracy of a right sample.
+        max_per_prompt: Number of rows per prompt; None is no bound.
     """
     by_prompt: dict[bytes, list[Sample]] = {}
     for sample in samples:
         if not sample.excluded:
             by_prompt.setdefault(sample.prompt, []).append(sample)
     rows: list[ChosenSamples] = []
-    for own in by_prompt.values():
-        rows += _rows_of(own, choice, threshold)[:max_per_prompt]
+    for prompt_samples in by_prompt.values():
+        rows += _rows_of(prompt_samples, choice, threshold)[:max_per_prompt]
     return rows
 
 
 def _rows_of(samples: Sequence[Sample], choice: Choice, threshold: float) -> list[ChosenSamples]:
-    """All rows of a prompt, best first."""
+    """Return all rows of a prompt, best first."""
 
     def is_right(sample: Sample) -> bool:
         return sample.accuracy >= threshold
@@ -134,7 +135,7 @@ def _rows_of(samples: Sequence[Sample], choice: Choice, threshold: float) -> lis
         return [ChosenSamples(each) for each in chosen]
     worst_first = sorted(samples, key=lambda each: (each.reward, each.place))
     rejected = [each for each in worst_first if not (choice.by_threshold and is_right(each))]
-    # From both ends, as long as rewards differ: no sample is on both sides.
+    # Pairs from both ends while rewards differ, so no sample is on both sides.
     return [
         ChosenSamples(good, bad)
         for good, bad in zip(chosen, rejected, strict=False)
@@ -143,7 +144,7 @@ def _rows_of(samples: Sequence[Sample], choice: Choice, threshold: float) -> lis
 
 
 def count_fates(samples: Iterable[Sample], rows: Sequence[ChosenSamples]) -> dict[str, int]:
-    """Samples by what became of them: each name of `FATES`."""
+    """Return the number of samples with each fate of `FATES`."""
     fates = {row.chosen.place: "chosen" for row in rows}
     fates |= {row.rejected.place: "rejected" for row in rows if row.rejected is not None}
     counts = Counter(

@@ -1,4 +1,4 @@
-"""Files of rows made of a run's recorded samples, with their origin beside them."""
+"""Files of rows made from a run's recorded samples, with their origin beside them."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from lightrft.tools.rows.row_choice import (
     count_fates,
 )
 
-# Of a sample that an older version recorded.
+# Medium of a sample that an older version recorded.
 _UNKNOWN = RecordedMedium("image", "")
 
 
 @dataclass(frozen=True, slots=True)
 class RowRequest:
-    """A file of rows to be written.
+    """A file of rows to write.
 
     Args:
-        run: Folder of a run of `lightrft train --save_rollouts`, or of `lightrft eval` with it.
-        use: What the rows are for, a name in `USES`.
-        choice: A name in `CHOICES`.
-        threshold: A sample is right from this accuracy on.
-        max_per_prompt: Rows of a prompt; None is no bound.
+        run: Folder of `lightrft train --save_rollouts` or of `lightrft eval --save_rollouts`.
+        use: Purpose of the rows, a key of `USES`.
+        choice: Key of `CHOICES`.
+        threshold: Least accuracy of a right sample.
+        max_per_prompt: Number of rows per prompt; None is no bound.
     """
 
     run: Path
@@ -55,11 +55,11 @@ class RowReport:
     """Numbers of a file of rows.
 
     Args:
-        num_rows: Rows.
-        num_prompts: Prompts that have any.
-        num_sampled: Samples of the run.
-        fates: What became of them, by the names of `FATES`; they add up to `num_sampled`.
-        has_held_out: Whether the run has prompts for evaluation, which were kept out.
+        num_rows: Number of rows.
+        num_prompts: Number of prompts with rows.
+        num_sampled: Number of samples of the run.
+        fates: Number of samples by the keys of `FATES`; their sum is `num_sampled`.
+        has_held_out: Whether the run has evaluation prompts, which were left out.
     """
 
     num_rows: int
@@ -70,18 +70,18 @@ class RowReport:
 
 
 def write_rows(request: RowRequest, path: Path) -> RowReport:
-    """Writes the rows and their origin; nothing where there are no rows.
+    """Write the rows and their origin; nothing if there are no rows.
 
     Args:
-        request: Which rows.
-        path: A JSONL file.
+        request: Rows to write.
+        path: Path of a JSONL file.
 
     Raises:
         DataError: A line of the samples is damaged, or no sample fits the choice.
         ConfigError: The options of the run cannot be read.
-        ModelLoadError: Its tokenizer cannot be read.
+        ModelLoadError: The tokenizer of the run cannot be read.
     """
-    # Imported here: it brings torch along.
+    # Imported here because it imports torch.
     from lightrft.models.loading import load_tokenizer
 
     config, choice = TrainConfig.load(request.run / CONFIG_FILE), CHOICES[request.choice]
@@ -96,9 +96,9 @@ def write_rows(request: RowRequest, path: Path) -> RowReport:
     report = RowReport(len(rows), len(prompts), len(samples), fates, has_held_out=has_held_out)
     if not rows:
         raise DataError(_no_rows(request, choice, samples, fates))
-    # A run that has ended holds its tokenizer, wherever it came from.
-    own = config.replaced({"output_dir": str(request.run)}).model_dir
-    tokenizer = load_tokenizer(str(own if own.is_dir() else config.pretrain))
+    # The folder of a finished run holds its tokenizer.
+    model_dir = config.replaced({"output_dir": str(request.run)}).model_dir
+    tokenizer = load_tokenizer(str(model_dir if model_dir.is_dir() else config.pretrain))
     used = set[int]()
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("w", encoding="utf-8") as stream:
@@ -131,25 +131,25 @@ def write_rows(request: RowRequest, path: Path) -> RowReport:
 
 
 def _sampled_by(folder: Path, config: ModelOptions) -> Mapping[str, object]:
-    """Path, hash and stage of a run; of an evaluation, of the run that its model is of."""
+    """Return the path, hash and stage of a run; for an evaluation, of its model's run."""
     if (folder / EVAL_FILE).is_file():
         return run_of_model(Path(str(config.pretrain)))
     return {"path": str(folder.resolve()), **read_json(folder / START_FILE)}
 
 
 def read_samples(path: Path, *, holds_answers: bool) -> tuple[list[Sample], str]:
-    """The samples of a run without their tokens, and a hash of their lines.
+    """Return the samples of a run without their tokens, and a hash of their lines.
 
-    The last line of a run that is being written is left out until it is whole.
+    An unfinished last line of a running run is left out.
 
     Args:
-        path: The file of `save_rollouts`.
-        holds_answers: Whether rows can mark tokens of a response that nobody sampled.
+        path: File of `save_rollouts`.
+        holds_answers: Whether rows can mark tokens of a response that the model did not sample.
 
     Raises:
         DataError: A line is damaged, or the run measured no rewards.
     """
-    found: list[Sample] = []
+    samples: list[Sample] = []
     digest, seen = hashlib.sha256(), set[tuple[bytes, bytes]]()
     place = 0
     try:
@@ -168,7 +168,7 @@ def read_samples(path: Path, *, holds_answers: bool) -> tuple[list[Sample], str]
             if not excluded and (prompt, response) in seen:
                 excluded = "duplicate"
             seen.add((prompt, response))
-            found.append(
+            samples.append(
                 Sample(
                     place,
                     prompt,
@@ -182,7 +182,7 @@ def read_samples(path: Path, *, holds_answers: bool) -> tuple[list[Sample], str]
             place += len(line)
     except FileError as error:
         raise DataError(str(error)) from error
-    return found, digest.hexdigest()
+    return samples, digest.hexdigest()
 
 
 def _hash(token_ids: tuple[int, ...]) -> bytes:
@@ -190,7 +190,7 @@ def _hash(token_ids: tuple[int, ...]) -> bytes:
 
 
 def _excluded(read: RecordedRollout, *, holds_answers: bool) -> str:
-    """The first reason for which no row may hold a sample."""
+    """Return the first reason why no row may hold a sample; "" without one."""
     is_whole = read.sampled_spans == ((0, len(read.response_ids)),)
     reasons = {
         "held_out": read.held_out,
@@ -204,7 +204,7 @@ def _excluded(read: RecordedRollout, *, holds_answers: bool) -> str:
 def _columns(
     path: Path, rows: list[ChosenSamples], request: RowRequest
 ) -> Iterator[dict[str, object]]:
-    """The columns of each row, its ids as they were sampled."""
+    """Yield the columns of each row, with the sampled ids."""
     is_labelled = CHOICES[request.choice].is_labelled
     with regular_file(path).open("rb") as stream:
 
@@ -249,7 +249,7 @@ def _columns(
 
 
 def _media_columns(sample: RecordedRollout, run: Path) -> dict[str, object]:
-    """Images by their files and hashes, and the text that has their places; {} without."""
+    """Return the files and hashes of images, and the text with their places; {} without images."""
     if not sample.media:
         return {}
     files = [(run / each.path).resolve() for each in sample.media]
@@ -263,7 +263,7 @@ def _media_columns(sample: RecordedRollout, run: Path) -> dict[str, object]:
 def _no_rows(
     request: RowRequest, choice: Choice, samples: list[Sample], fates: Mapping[str, int]
 ) -> str:
-    """The sentence about samples of which none fits."""
+    """Return the message for the case that no sample fits."""
     counted = ", ".join(f"{count} {name}" for name, count in fates.items() if count)
     said = f"{request.run}: none of {len(samples)} samples fits: {counted or 'there are none'}"
     usable = [each.accuracy for each in samples if not (each.excluded or each.is_truncated)]

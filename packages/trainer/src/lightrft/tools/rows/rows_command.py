@@ -1,4 +1,4 @@
-"""`lightrft rows`: rows for supervised stages, of the recorded samples of a run."""
+"""`lightrft rows`: rows for supervised stages, made from the recorded samples of a run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +15,8 @@ def run(argv: Sequence[str]) -> int:
     """Run the command; see `lightrft rows --help`.
 
     Raises:
-        UsageError: Arguments that cannot be carried out.
-        DataError: Samples that cannot be read, or of which none fits.
+        UsageError: The arguments are not valid.
+        DataError: The samples cannot be read, or none fits.
     """
     request, path = parse(argv)
     report = write_rows(request, path)
@@ -27,7 +27,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def report_lines(report: RowReport) -> list[str]:
-    """What became of the samples, for people."""
+    """Return lines on the fates of the samples, for people."""
     lines = [f"{report.num_rows} rows of {report.num_prompts} prompts, from:"]
     shown = {"sampled": report.num_sampled, **report.fates}
     width = len(str(report.num_sampled))
@@ -41,20 +41,18 @@ def report_lines(report: RowReport) -> list[str]:
 
 
 def parse(argv: Sequence[str]) -> tuple[RowRequest, Path]:
-    """What is asked for, and where to write it.
+    """Return the request and the path of its file.
 
     Raises:
-        UsageError: It cannot be carried out.
+        UsageError: The arguments are not valid.
     """
-    given = build_parser().parse_args(argv)
-    folder, path = Path(given.run), Path(given.output)
-    name = given.choose or USES[given.use][0]
-    if name not in USES[given.use]:
-        raise UsageError(
-            f"--choose {name}: rows for {given.use} take {' or '.join(USES[given.use])}"
-        )
+    args = build_parser().parse_args(argv)
+    folder, path = Path(args.run), Path(args.output)
+    name = args.choose or USES[args.use][0]
+    if name not in USES[args.use]:
+        raise UsageError(f"--choose {name}: rows for {args.use} take {' or '.join(USES[args.use])}")
     choice = CHOICES[name]
-    if given.threshold is not None and not choice.uses_threshold:
+    if args.threshold is not None and not choice.uses_threshold:
         raise UsageError(f"--threshold has no effect on --choose {name}: leave it out")
     if not (folder / CONFIG_FILE).is_file():
         raise UsageError(
@@ -70,13 +68,13 @@ def parse(argv: Sequence[str]) -> tuple[RowRequest, Path]:
         raise UsageError(f"--output: got {path}, expected a .jsonl file in a folder that exists")
     if path.exists():
         raise UsageError(f"--output: {path} exists: give a new file")
-    most = choice.max_per_prompt if given.max_per_prompt is None else given.max_per_prompt
-    threshold = 1.0 if given.threshold is None else given.threshold
-    return RowRequest(folder, given.use, name, threshold, most), path
+    most = choice.max_per_prompt if args.max_per_prompt is None else args.max_per_prompt
+    threshold = 1.0 if args.threshold is None else args.threshold
+    return RowRequest(folder, args.use, name, threshold, most), path
 
 
 def build_parser() -> Parser:
-    """The parser of `lightrft rows`."""
+    """Return the parser of `lightrft rows`."""
     parser = Parser(
         "rows",
         "Write rows for supervised stages, by the token ids that a run sampled: each sample once, "
