@@ -238,7 +238,7 @@ def check_balance(
         drawn: Samples that the step drew.
         trained: Samples that the step trains on.
         group_size: Number of samples per prompt.
-        context: Context in which sums over ranks are formed.
+        context: Context that gathers the sums of all ranks.
 
     Raises:
         LedgerError: Requested samples are trained twice or lost; raised on every rank.
@@ -284,7 +284,7 @@ class _RankPart:
     """The rows of one rank.
 
     Args:
-        held, stream, balance: Fields of `InFlight`, with prompts without media.
+        held, stream, balance: Fields of `InFlight`; their prompts have no media.
         media: Digests of the prompts' media by prompt id.
     """
 

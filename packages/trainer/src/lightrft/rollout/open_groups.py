@@ -60,7 +60,7 @@ class EpisodeState:
 
 @dataclass(frozen=True, slots=True)
 class OpenSample:
-    """An unfinished response.
+    """A response that may be unfinished.
 
     Args:
         token_ids: Token ids so far.

@@ -122,11 +122,11 @@ class GroupScorer:
         num_broken, scored = 0, set[int]()
         for key, group in groups.items():
             call = self._calls.get(key)
-            group_places = self._score(group) if call is None else call.result()
-            for place, result in zip(places[key], group_places, strict=True):
+            group_results = self._score(group) if call is None else call.result()
+            for place, result in zip(places[key], group_results, strict=True):
                 results[place] = result
             scored.update(places[key])
-            num_broken = num_broken + 1 if all(result is None for result in group_places) else 0
+            num_broken = num_broken + 1 if all(result is None for result in group_results) else 0
             if num_broken == MAX_FAILURES_IN_A_ROW:
                 self.close()
                 break
@@ -324,7 +324,7 @@ def score_rollouts(
 
 
 def _longest_turn(is_sampled: Sequence[bool]) -> int:
-    """Return the tokens of the longest sampled run between observations; bounds are per turn."""
+    """Return the length of the longest sampled run between observations; each has its limit."""
     return max((sum(1 for _ in run) for flag, run in groupby(is_sampled) if flag), default=0)
 
 

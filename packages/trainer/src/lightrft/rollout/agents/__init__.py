@@ -1,1 +1,1 @@
-"""Agents that run their loop themselves: their calls of an endpoint in this process become rows."""
+"""Agents that run their loop themselves: their calls to an endpoint in this process become rows."""

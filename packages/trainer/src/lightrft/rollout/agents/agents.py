@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 _QUIET_SECONDS = 0.01
 _QUIET_SHARE = 0.02
 _MAX_QUIET_SECONDS = 1.0
-# Share of an episode's deadline that calls wait at most for episodes that ask nothing.
+# Maximum share of an episode's deadline for which calls wait for idle episodes.
 _STALL_SHARE = 0.25
 
 
@@ -75,7 +75,7 @@ class Agents:
         modality: Renderer and encoder of prompts.
 
     Raises:
-        ConfigError: The agent, the chat template or the model's family is not supported.
+        ConfigError: The agent cannot be loaded, or its chat template or model is not supported.
     """
 
     answers_calls = True

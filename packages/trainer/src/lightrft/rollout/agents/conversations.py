@@ -2,8 +2,8 @@
 
 If a call's history begins with an earlier call and its answer, the call continues their token ids,
 and only the new messages are rendered. Any other history is rendered in full. The calls of an
-episode therefore form trees. At the end, the trees are split into rows so that every sampled token
-is in exactly one row.
+episode therefore form trees. At the end, the trees are split into rows so that every delivered
+answer is in exactly one row.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CalledTurn:
         before: Rendered ids before the answer: the whole prompt, or those after the parent's.
         parent: The turn that this one continues; None if its history starts a new tree.
         copy: Index among the episode's turns with the same context and options.
-        request_id: Seed of its random numbers, derived from episode, context, options and copy.
+        request_id: Id from episode, context, options and copy; it seeds the random numbers.
         max_tokens: Maximum number of tokens of the answer.
         completion: The sampled answer; None until it is sampled.
         message: The message that the client received.
@@ -61,7 +61,7 @@ class CalledTurn:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """Ids that the answer continues; computed on demand, because storing them costs memory."""
+        """Ids that the answer continues; computed on demand, as storing all costs memory."""
         pieces, turn = [self.before.token_ids], self.parent
         while turn is not None:
             pieces += [turn.sampled.output_token_ids, turn.before.token_ids]

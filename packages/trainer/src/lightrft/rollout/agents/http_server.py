@@ -112,7 +112,7 @@ def error_response(error: HttpError) -> HttpResponse:
     """Return the answer to a refused request, in OpenAI's and Anthropic's form."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     fields = {"message": str(error), "type": kind, "param": None, "code": error.code}
-    # OpenAI's clients retry after a 409, but here a retry only helps if the server is busy.
+    # OpenAI's clients retry after a 409, but here a retry only helps if the server is full or slow.
     retry = ("x-should-retry", "true" if error.status in (429, 504) else "false")
     # The outer type is Anthropic's.
     body = json.dumps({"type": "error", "error": fields}).encode()

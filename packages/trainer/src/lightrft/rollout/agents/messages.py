@@ -321,7 +321,7 @@ def _stops(body: Json) -> tuple[str, ...]:
 
 
 def _counts_logprobs(body: Json) -> bool:
-    """Return whether the older protocol's number of alternatives is 0; None asks for none."""
+    """Return whether logprobs are requested; here the value is a number of alternatives, 0."""
     asked = body.get("logprobs")
     if asked is not None and (type(asked) is not int or asked):
         raise refused("logprobs gives no alternatives: 0 is all there is", "logprobs")
