@@ -7,7 +7,7 @@ from lightrft.config import AlarmOptions
 
 # Names of main models: their metrics have no prefix, and their learning rate is NAME_lr.
 MAIN_NAMES = ("actor", "model")
-# Of these any number above 0 is an alarm.
+# Any number above 0 of these is an alarm.
 _NONE_ALLOWED = (
     "nonfinite/rewards",
     "nonfinite/logprobs",
@@ -22,23 +22,23 @@ _RATES = tuple(f"{name}_lr" for name in MAIN_NAMES)
 def alarms(
     config: AlarmOptions, metrics: Mapping[str, float], *, compares_groups: bool = False
 ) -> list[str]:
-    """One sentence for each thing that is wrong with the metrics of a step.
+    """Return one sentence for each thing that is wrong with the metrics of a step.
 
     `alarm_kl` bounds `kl` (to the reference model, per token) and `approx_kl` (of the update).
-    Whatever the options: a metric that is not finite, numbers that are not, skipped optimizer
-    steps, and a step that teaches or changes nothing.
+    Whatever the options, alarms are raised for a metric that is not finite, a nonzero count of
+    nonfinite numbers, skipped optimizer steps, and a step that teaches or changes nothing.
 
     Args:
-        config: The bounds.
-        metrics: Of the step.
-        compares_groups: The advantage estimator learns only from differences within a group.
+        config: Bounds.
+        metrics: Metrics of the step.
+        compares_groups: Whether the advantage estimator learns only from differences in a group.
     """
-    found = []
+    sentences = []
     nonfinite = [
         f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)
     ]
     if nonfinite:
-        found.append(f"not finite: {', '.join(nonfinite)}")
+        sentences.append(f"not finite: {', '.join(nonfinite)}")
     bounds = (
         ("kl", config.alarm_kl, "above"),
         ("approx_kl", config.alarm_kl, "above"),
@@ -52,13 +52,13 @@ def alarms(
         if value is None or bound is None:
             continue
         if (value > bound) if side == "above" else (value < bound):
-            found.append(f"{name} is {value:.4g}, {side} {bound:g}")
+            sentences.append(f"{name} is {value:.4g}, {side} {bound:g}")
     idle = _equal_rewards(metrics, compares_groups=compares_groups) or why_unchanged(metrics)
-    return [*found, idle] if idle else found
+    return [*sentences, idle] if idle else sentences
 
 
 def _equal_rewards(metrics: Mapping[str, float], *, compares_groups: bool) -> str | None:
-    """The sentence about a step whose rewards teach nothing."""
+    """Return the sentence about a step whose rewards teach nothing."""
     if metrics.get("num_samples", 0) < 2 or "teacher_kl" in metrics:
         return None
     reward = f"(mean {metrics.get('reward', math.nan):.4g})"
@@ -70,7 +70,7 @@ def _equal_rewards(metrics: Mapping[str, float], *, compares_groups: bool) -> st
 
 
 def why_unchanged(metrics: Mapping[str, float | None]) -> str | None:
-    """The reason why a step left the main model as it was; None if it changed it or froze it."""
+    """Return why a step left the main model unchanged; None if it changed it or froze it."""
     if metrics.get("undecided_steps") == 1:
         return "the reward decided no sample"
     if metrics.get("dynamic/skipped_steps") == 1:
@@ -103,12 +103,12 @@ def _why_zero(metrics: Mapping[str, float | None]) -> str:
 
 
 def run_verdict(steps: Iterable[Mapping[str, float | None]]) -> str:
-    """The verdict on a run: "trained: ..." if a step changed the main model, else "no update: ...".
+    """Return the verdict: "trained: ..." if a step changed the main model, else "no update: ...".
 
-    It speaks of weights, not of rewards: whether those rose is for the reader to judge.
+    It covers weights, not rewards: the reader must judge whether those rose.
 
     Args:
-        steps: The metrics of every step; None is a number that was not finite.
+        steps: Metrics of every step; None is a number that was not finite.
     """
     reasons: dict[str, int] = {}
     num_steps = num_changed = num_nonfinite = 0

@@ -1,4 +1,4 @@
-"""The console of a run: a line a step, on a terminal a bar below, and details if asked."""
+"""The console of a run: a line a step, on a terminal a bar below, and details on request."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 BAR_WIDTH = 20
 NAME_WIDTH = 20
-# A line about less flickers.
+# A line about a shorter phase would flicker.
 LONG_PHASE_SECONDS = 0.5
-# Every number of a step's line has this many columns, so that each stands below the one before.
+# Columns of every number of a step's line, so that each stands below the one before.
 NUMBER_WIDTH = 5
-# Metric, label, most decimals and unit of what a step's line shows.
+# Metric, label, most decimals and unit of each field of a step's line.
 FIELDS = (
     ("reward", "reward ", 3, ""),
     ("eval/reward", "held-out ", 3, ""),
     ("response_length", "len ", 1, ""),
     ("tokens_per_second", "", 0, " tok/s"),
 )
-# Of a step without rewards, whose teacher is the measure.
+# Fields of a step without rewards, which is measured by its teacher.
 TEACHER_FIELDS = (("teacher_kl", "teacher KL ", 3, ""), *FIELDS[2:])
 LOSS_FIELDS = (
     ("loss", "loss ", 3, ""),
     ("eval/loss", "held-out ", 3, ""),
     ("train_tokens_per_second", "", 0, " tok/s"),
 )
-# Of answers that are compared.
+# Fields of a stage that compares answers.
 PAIR_FIELDS = (
     LOSS_FIELDS[0],
     ("accuracy", "right ", 3, ""),
@@ -50,7 +50,7 @@ PAIR_FIELDS = (
     ("eval/accuracy", "right ", 3, ""),
     LOSS_FIELDS[2],
 )
-# What a line that had to be broken goes on with.
+# Start of the following lines of a broken line.
 INDENT = "    "
 
 
@@ -62,13 +62,13 @@ def step_line(
     seconds_left: float | None = None,
     width: int | None = None,
 ) -> str:
-    """One line about a step, whose columns stand below those of other steps.
+    """Return one line about a step, in the same columns as those of other steps.
 
     Args:
-        step, num_steps: Done, and of the whole run.
-        metrics: Of the step.
-        seconds_left: Of the whole run, or None.
-        width: Columns of the terminal; until the line fits fields are left out, the speed first.
+        step, num_steps: Steps done, and steps of the whole run.
+        metrics: Metrics of the step.
+        seconds_left: Seconds left of the whole run, or None.
+        width: Columns of the terminal; fields are left out until the line fits, the speed first.
     """
     digits = len(str(num_steps))
     fields = [f"step {step:>{digits}}/{num_steps}"]
@@ -88,12 +88,12 @@ def step_line(
 
 
 def _speaks_of_loss(metrics: Mapping[str, float]) -> bool:
-    """Whether the metrics are of a stage without rewards."""
+    """Return whether the metrics are of a stage without rewards."""
     return "loss" in metrics or "eval/loss" in metrics
 
 
 def fitted(value: float, decimals: int) -> str:
-    """A number in `NUMBER_WIDTH` columns, with as many decimals as find room there."""
+    """Return a number in `NUMBER_WIDTH` columns, with as many decimals as fit."""
     for scaled, unit in ((value, ""), (value / 1e3, "k"), (value / 1e6, "M"), (value / 1e9, "G")):
         if unit and abs(scaled) >= 1000:
             continue
@@ -105,7 +105,7 @@ def fitted(value: float, decimals: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """The two largest units: 1:05 (minutes, seconds), 2h05m, 3d04h."""
+    """Format a duration in the two largest units: 1:05 (minutes, seconds), 2h05m, 3d04h."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -119,8 +119,8 @@ class RunConsole:
 
     Args:
         every: Steps between two lines; lines with evaluation results are always shown.
-        heartbeat_seconds: Silence after which the phase under way is named, where no bar is.
-        is_verbose: Show details, and all metrics of the console, too.
+        heartbeat_seconds: Silence after which the current phase is named, where there is no bar.
+        is_verbose: Whether to show details, and all metrics of the console, too.
     """
 
     def __init__(
@@ -139,20 +139,20 @@ class RunConsole:
         )
 
     def plan(self, num_steps: int, *, after: int = 0) -> None:
-        """Takes the number of steps of the run, and how many were completed before."""
+        """Take the number of steps of the run, and how many were completed before."""
         self._num_steps, self._step = num_steps, after
 
     def tell(self, text: str, is_detail: bool) -> None:
-        """Shows and logs a line; a detail is only logged, unless verbose."""
+        """Log a line, and show it unless it is a detail; if verbose, show details, too."""
         logger.info("%s", text)
         if self._is_verbose or not is_detail:
             self._screen.line(text)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows the line of a step."""
+        """Show the line of a step."""
         now = time.monotonic()
         if step > 0 and self._first_step is None:
-            # The first step shown may not be the first of the run: its own time counts.
+            # The first step shown may not be the first of the run: its duration counts.
             self._first_step, self._started = step, now - metrics.get("step_seconds", 0.0)
         self._step = step
         if "eval/reward" in metrics or "eval/loss" in metrics or step % self._every == 0:
@@ -175,7 +175,7 @@ class RunConsole:
         return isinstance(self._screen, TerminalScreen)
 
     def close(self) -> None:
-        """Ends the bar and the signs of life; lines are still shown."""
+        """End the bar and the signs of life; lines are still shown."""
         self._screen.close()
 
     def _seconds_left(self, now: float) -> float | None:
@@ -185,7 +185,7 @@ class RunConsole:
         return per_step * max(0, self._num_steps - self._step)
 
     def _title(self) -> str:
-        """Of the bar: the step under way, or what comes before the first."""
+        """Return the title of the bar: the current step, or what comes before the first."""
         if not self._num_steps:
             return "start"
         return f"step {min(self._step + 1, self._num_steps)}/{self._num_steps}"
@@ -195,9 +195,9 @@ class PlainScreen:
     """Lines in a stream, and one more whenever none came for a while.
 
     Args:
-        stream: Where to write.
-        title: Gives the step under way.
-        seconds: Silence that is too long.
+        stream: Output stream.
+        title: Callback that returns the current step.
+        seconds: Longest silence.
     """
 
     def __init__(self, stream: TextIO, title: Callable[[], str], *, seconds: float) -> None:
@@ -207,12 +207,12 @@ class PlainScreen:
         self._thread.start()
 
     def line(self, text: str) -> None:
-        """Writes a line."""
+        """Write a line."""
         self._spoke.set()
         self._write(text)
 
     def close(self) -> None:
-        """Ends the signs of life."""
+        """End the signs of life."""
         self._stop.set()
         self._spoke.set()
         self._thread.join()
@@ -230,7 +230,7 @@ class PlainScreen:
 
 
 def work_text(count: tuple[str, int, int] | None, phase: tuple[str, float] | None) -> str:
-    """The end of a sentence about the work under way: its name, how far it is, its seconds."""
+    """Return a sentence's end about the current work: its name, its progress, its seconds."""
     parts = [] if count is None else [f"{count[0]} {count[1]} of {count[2]}"]
     if phase is not None:
         parts = [phase[0], *parts, f"{phase[1]:.0f} s"]
@@ -238,11 +238,11 @@ def work_text(count: tuple[str, int, int] | None, phase: tuple[str, float] | Non
 
 
 class TerminalScreen:
-    """Lines above a bar, which says what is under way and how far it is.
+    """Lines above a bar, which shows the current work and its progress.
 
     Args:
-        stream: A terminal.
-        title: Gives the first words of the bar.
+        stream: Terminal.
+        title: Callback that returns the first words of the bar.
     """
 
     def __init__(self, stream: TextIO, title: Callable[[], str]) -> None:
@@ -262,12 +262,12 @@ class TerminalScreen:
         past = terminal_handlers()
         self._live.start()
         for handler in past:
-            # Libraries keep the stream of their import, past the one that knows of the bar.
+            # Libraries keep the stream of their import, and would write past the one with the bar.
             self._led.append((handler, handler.stream))
             handler.setStream(sys.stdout)
 
     def line(self, text: str) -> None:
-        """Writes a line above the bar; a longer one than the terminal is broken between words."""
+        """Write a line above the bar; one longer than the terminal is broken between words."""
         width = self._console.width
         for part in text.split("\n"):
             whole = textwrap.fill(
@@ -278,11 +278,11 @@ class TerminalScreen:
                 break_long_words=False,
                 break_on_hyphens=False,
             )
-            # A path that is too long is left to the terminal, from which it is copied as one.
+            # The terminal breaks a path that is too long, so that it is copied in one piece.
             self._console.print(whole, soft_wrap=True)
 
     def close(self) -> None:
-        """Removes the bar."""
+        """Remove the bar."""
         self._live.stop()
         while self._led:
             handler, stream = self._led.pop()
@@ -296,7 +296,7 @@ class TerminalScreen:
 
 
 def terminal_handlers() -> list[logging.StreamHandler[TextIO]]:
-    """Handlers of all loggers that write to the terminal, or did so past an earlier bar."""
+    """Return handlers of all loggers that write to the terminal, or did so past an earlier bar."""
     from rich.file_proxy import FileProxy
 
     streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
@@ -307,7 +307,7 @@ def terminal_handlers() -> list[logging.StreamHandler[TextIO]]:
         for logger in loggers
         if isinstance(logger, logging.Logger)
         for handler in logger.handlers
-        # One without a stream of its own looks up the standard one each time.
+        # A handler without a stream attribute looks up the standard one each time.
         if isinstance(handler, logging.StreamHandler)
         and "stream" in vars(handler)
         and (
@@ -319,7 +319,7 @@ def terminal_handlers() -> list[logging.StreamHandler[TextIO]]:
 
 @contextmanager
 def bar_below(title: str) -> Iterator[None]:
-    """On a terminal, a bar below what is printed while the body runs."""
+    """Show, on a terminal, a bar below what is printed while the body runs."""
     end_start_bar()
     if not is_terminal(sys.stdout):
         yield
@@ -334,7 +334,7 @@ def bar_below(title: str) -> Iterator[None]:
 def bar_text(
     title: str, count: tuple[str, int, int] | None, phase: tuple[str, float] | None
 ) -> str:
-    """The work under way: a bar where it is counted, else its seconds; empty for what is short.
+    """Return the current work: a bar where it is counted, else its seconds; empty if it is short.
 
     Args:
         title: First words.

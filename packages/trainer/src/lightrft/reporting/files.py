@@ -34,9 +34,9 @@ REPORT_FILE = "report.html"
 EVAL_FILE = "eval.json"
 EVENTS_FILE = "events.jsonl"
 LOG_FOLDER = "logs"
-# Of the files of stages' times; and the stage before the spans of each process that wrote one.
+# Prefix of the files of stages' times; stage before the spans of each process that wrote one.
 TIMELINE_PREFIX, TIMELINE_BEGIN = "timeline_", "begin"
-# Lines of steps: what a continued run writes on, from where its checkpoint is.
+# Lines of steps, which a continued run appends to from its checkpoint on.
 STEP_FILES = (METRICS_FILE, SAMPLES_FILE, TRAJECTORIES_FILE, ROLLOUTS_FILE)
 UNFINISHED_PREFIX = "unfinished_"
 
@@ -45,7 +45,7 @@ _PACKAGES = ("lightrft-trainer", "torch", "transformers", "deepspeed", "vllm", "
 
 
 def write_start(path: Path, *, world_size: int, **facts: object) -> None:
-    """Records when a run started, with how many processes and versions, and further facts.
+    """Write when a run started, with how many processes and versions, and further facts.
 
     The file ends with a hash of all the rest.
     """
@@ -60,7 +60,7 @@ def write_start(path: Path, *, world_size: int, **facts: object) -> None:
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
-    """Versions by name of those packages that are installed."""
+    """Return the versions of those packages that are installed, by name."""
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {}
@@ -71,7 +71,7 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def write_event(folder: Path, event: str, *, step: int, details: Mapping[str, object]) -> None:
-    """Appends what happened to a run (started, resumed, stopped, interrupted, finished)."""
+    """Append what happened to a run (started, resumed, stopped, interrupted, finished)."""
     require_held()
     entry = {"unix_seconds": time.time(), "event": event, "step": step, **details}
     path = folder / EVENTS_FILE
@@ -80,7 +80,7 @@ def write_event(folder: Path, event: str, *, step: int, details: Mapping[str, ob
 
 
 def note_interruption(folder: Path) -> None:
-    """Tells the events of a run that has begun and not ended that Ctrl-C ended it."""
+    """Add to the events of a run that has begun and not ended that Ctrl-C ended it."""
     events = [entry.get("event") for _, entry in JsonLines(folder / EVENTS_FILE)]
     if events and events[-1] != "finished":
         step = max((step for step, _ in JsonLines(folder / METRICS_FILE)), default=0)
@@ -88,20 +88,20 @@ def note_interruption(folder: Path) -> None:
 
 
 def set_aside(folder: Path, checkpoints: Path) -> Path:
-    """Moves the files of a run that has no checkpoint into a folder of their own below it.
+    """Move the files of a run that has no checkpoint into a new folder below it.
 
     Args:
-        folder: Of the run.
-        checkpoints: Its checkpoints: moved if they are below `folder`.
+        folder: Folder of the run.
+        checkpoints: Folder of its checkpoints: moved if it is below `folder`.
 
     Returns:
-        Where they are.
+        The new folder.
     """
     number = 1
     while (target := folder / f"{UNFINISHED_PREFIX}{number}").exists():
         number += 1
     target.mkdir()
-    # What makes the folder a used one goes first: a kill in between leaves an unused folder.
+    # What marks the folder as used goes first: a kill in between leaves an unused folder.
     names = [*STEP_FILES, START_FILE, CONFIG_FILE, EVENTS_FILE, REPORT_FILE]
     if checkpoints.parent == folder:
         names.append(checkpoints.name)
@@ -113,10 +113,10 @@ def set_aside(folder: Path, checkpoints: Path) -> Path:
 
 @dataclass(slots=True)
 class JsonLines:
-    """The JSON objects of a file that may still be written or was cut off.
+    """The JSON objects of a file that is still being written or was cut off.
 
     Args:
-        path: The file; one that is missing has no lines.
+        path: Path of the file; one that is missing has no lines.
         num_unreadable: Lines of the last pass that were no JSON objects with a step.
     """
 
@@ -124,7 +124,7 @@ class JsonLines:
     num_unreadable: int = 0
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, object]]]:
-        """Step and object of every readable line."""
+        """Yield step and object of every readable line."""
         self.num_unreadable = 0
         if not self.path.is_file():
             return
@@ -145,7 +145,7 @@ class JsonLinesFile:
         self._file: TextIO | None = None
 
     def append(self, entry: Mapping[str, object]) -> None:
-        """Writes one line, so that a killed run keeps it."""
+        """Write one line, so that a killed run keeps it."""
         make_folder(self._path.parent)
         with named_errors(self._path):
             if self._file is None:
@@ -154,26 +154,26 @@ class JsonLinesFile:
             self._file.flush()
 
     def close(self) -> None:
-        """Closes the file; a later line opens it again."""
+        """Close the file; a later line opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 class JsonLinesLogger(JsonLinesFile):
-    """Appends one JSON object a step: {"step": 3, "policy_loss": ...}.
+    """Log of one JSON object a step: {"step": 3, "policy_loss": ...}.
 
     Numbers that JSON does not have (NaN, infinity) become null.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the line of a step."""
+        """Write the line of a step."""
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self.append({"step": step, **values})
 
 
 def drop_steps_after(path: Path, step: int) -> None:
-    """Removes the lines of later steps, which a resumed run is about to write again.
+    """Remove the lines of later steps, which a resumed run is about to write again.
 
     Lines that are no object with a step, such as one cut off by a kill, are removed, too.
     """
@@ -182,14 +182,14 @@ def drop_steps_after(path: Path, step: int) -> None:
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as kept:
         for line in lines_of(path):
-            found = parse_object(line).get("step")
-            if isinstance(found, int) and found <= step:
+            line_step = parse_object(line).get("step")
+            if isinstance(line_step, int) and line_step <= step:
                 kept.write(line.removesuffix(b"\n") + b"\n")
     partial.replace(path)
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """The object in a JSON file; {} if it is missing or not readable."""
+    """Return the object in a JSON file; {} if it is missing or not readable."""
     try:
         return read_object(path)
     except FileError:
@@ -198,9 +198,9 @@ def read_json(path: Path) -> dict[str, object]:
 
 @contextmanager
 def rank_log(folder: Path, rank: int) -> Iterator[None]:
-    """Writes what the modules log, warnings included, to `logs/rank_N.log` of the run.
+    """Write what the modules log, warnings included, to `logs/rank_N.log` of the run.
 
-    Of the first rank warnings are shown on standard error as well.
+    Warnings of the first rank are shown on standard error as well.
     """
     path = folder / LOG_FOLDER / f"rank_{rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -208,21 +208,21 @@ def rank_log(folder: Path, rank: int) -> Iterator[None]:
     file.setFormatter(logging.Formatter(_LOG_FORMAT))
     shown = logging.StreamHandler()
     shown.setLevel(logging.WARNING if rank == 0 else logging.CRITICAL)
-    own, warnings = logging.getLogger("lightrft"), logging.getLogger("py.warnings")
-    level = own.level
-    own.setLevel(logging.DEBUG)
-    for logger, handler in ((own, file), (own, shown), (warnings, file)):
+    package_logger, warnings = logging.getLogger("lightrft"), logging.getLogger("py.warnings")
+    level = package_logger.level
+    package_logger.setLevel(logging.DEBUG)
+    for logger, handler in ((package_logger, file), (package_logger, shown), (warnings, file)):
         logger.addHandler(handler)
     logging.captureWarnings(True)
     try:
         yield
     except BaseException as error:
-        where = (own.name, logging.INFO, __file__, 0, "the run ended here", ())
-        file.handle(own.makeRecord(*where, (type(error), error, error.__traceback__)))
+        where = (package_logger.name, logging.INFO, __file__, 0, "the run ended here", ())
+        file.handle(package_logger.makeRecord(*where, (type(error), error, error.__traceback__)))
         raise
     finally:
         logging.captureWarnings(False)
-        own.setLevel(level)
-        for logger, handler in ((own, file), (own, shown), (warnings, file)):
+        package_logger.setLevel(level)
+        for logger, handler in ((package_logger, file), (package_logger, shown), (warnings, file)):
             logger.removeHandler(handler)
         file.close()

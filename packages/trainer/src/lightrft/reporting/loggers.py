@@ -23,7 +23,7 @@ CONSOLE_METRICS = (
     "step_seconds",
 )
 
-# Of the curve in a notebook.
+# Metrics of the curve in a notebook.
 SHOWN = ("reward", "loss", "eval/reward")
 WIDTH, HEIGHT, MARGIN = 560, 160, 8
 COLOURS = ("#4477aa", "#ee6677", "#228833")
@@ -33,16 +33,16 @@ class MetricsLogger(Protocol):
     """A receiver of metrics. Only the first rank has loggers."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the metrics of one step; names with a slash belong to a group."""
+        """Take the metrics of one step; names with a slash belong to a group."""
         ...
 
     def close(self) -> None:
-        """Writes what is pending."""
+        """Write what is pending."""
         ...
 
 
 def asked_loggers(config: TrainConfig) -> list[MetricsLogger]:
-    """Build the trackers, and the user's own: each `CLASS(config)` of the option `loggers`.
+    """Build the trackers, and the user's loggers: each `CLASS(config)` of the option `loggers`.
 
     Raises:
         ConfigError: One cannot be loaded or built, or lacks `log` or `close`.
@@ -70,10 +70,10 @@ def asked_loggers(config: TrainConfig) -> list[MetricsLogger]:
 
 
 class ConsoleLogger:
-    """One line of key=value pairs a step.
+    """Logger of one line of key=value pairs a step.
 
     Args:
-        write: Prints one line.
+        write: Callback that prints one line.
         every: Steps between two lines; lines with evaluation results are always shown.
     """
 
@@ -82,7 +82,7 @@ class ConsoleLogger:
         self._every = every
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the line of a step."""
+        """Write the line of a step."""
         shown = [name for name in CONSOLE_METRICS if name in metrics]
         evaluated = sorted(name for name in metrics if name.startswith("eval/"))
         if evaluated or step % self._every == 0:
@@ -90,7 +90,7 @@ class ConsoleLogger:
             self._write(" ".join([f"step={step}", *parts]))
 
     def close(self) -> None:
-        """Has nothing pending."""
+        """Do nothing: nothing is pending."""
 
 
 class LoggerGroup:
@@ -100,21 +100,21 @@ class LoggerGroup:
         self._loggers = tuple(loggers)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hands the metrics to every logger."""
+        """Pass the metrics to every logger."""
         for logger in self._loggers:
             logger.log(step, metrics)
 
     def close(self) -> None:
-        """Closes every logger."""
+        """Close every logger."""
         for logger in self._loggers:
             logger.close()
 
 
 class NotebookCurve:
-    """Draws the values of a few metrics over the steps, anew after each of them.
+    """Curves of a few metrics over the steps, redrawn after each step.
 
     Args:
-        show: Puts HTML in the place of what it was given before.
+        show: Callback that puts HTML in place of what it showed before.
     """
 
     def __init__(self, show: Callable[[str], None]) -> None:
@@ -122,21 +122,21 @@ class NotebookCurve:
         self._points: dict[str, list[tuple[int, float]]] = {}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds the values of a step."""
+        """Add the values of a step."""
         for name in SHOWN:
             if name in metrics and math.isfinite(metrics[name]):
                 self._points.setdefault(name, []).append((step, metrics[name]))
         self._show("".join(curve(name, points) for name, points in self._points.items()))
 
     def close(self) -> None:
-        """Has nothing pending."""
+        """Do nothing: nothing is pending."""
 
 
 def curve(name: str, points: list[tuple[int, float]]) -> str:
-    """A metric as a figure with its first and last value.
+    """Return a metric as a figure with its first and last value.
 
     Args:
-        name: Of the metric.
+        name: Name of the metric.
         points: (step, value) of each step, one at least.
     """
     steps, values = zip(*points, strict=True)
@@ -158,7 +158,7 @@ def curve(name: str, points: list[tuple[int, float]]) -> str:
 
 
 def notebook_loggers() -> list[NotebookCurve]:
-    """One curve where this process is the kernel of a notebook, else none."""
+    """Return one curve where this process is the kernel of a notebook, else none."""
     if "ipykernel" not in sys.modules:
         return []
     from IPython.display import HTML, display

@@ -17,11 +17,11 @@ class MetricRow:
     """One metric.
 
     Args:
-        name: As in metrics.jsonl; a name that ends in "/*" stands for all of its group.
-        meaning: What it says, in one sentence.
-        unit: Of its values; "" for pure numbers.
+        name: Name as in metrics.jsonl; one that ends in "/*" stands for its whole group.
+        meaning: Meaning in one sentence.
+        unit: Unit of its values; "" for pure numbers.
         low, high: Bounds of the healthy range; None is unbounded.
-        better: "larger" or "smaller" where one of them is; "" where neither is, or nobody asks.
+        better: "larger" or "smaller" where one of them is better; else "".
     """
 
     name: str
@@ -33,7 +33,7 @@ class MetricRow:
 
     @property
     def healthy_range(self) -> str:
-        """The bounds in words; "" where none is known."""
+        """Bounds in words; "" where none is known."""
         match self.low, self.high:
             case None, None:
                 return ""
@@ -45,9 +45,9 @@ class MetricRow:
                 return f"{low:g} to {high:g}"
 
 
-# Begins the note of an exception for lack of memory that says what was planned and measured.
+# Start of the note on an out-of-memory exception with planned and measured memory.
 PEAK_NOTE = "memory: "
-# Stages of a step in which the peak of a planned phase is reached.
+# Stages of a step in which a planned phase reaches its peak.
 _STAGES_OF = {
     "rollout": ("rollout",),
     "score": ("forward", "score"),
@@ -59,10 +59,10 @@ _STAGES_OF = {
 def memory_peaks(
     planned: Mapping[str, object], steps: Iterable[Mapping[str, object]]
 ) -> dict[str, dict[str, float]]:
-    """Bytes at the peak of each phase on the fullest rank: planned, and measured where a step was.
+    """Return peak bytes of each phase on the fullest rank: planned, and measured if it ran.
 
-    On a GPU the measured ones are `torch.cuda.max_memory_allocated`, on a CPU what the process
-    holds at the end of the phase.
+    On a GPU the measured bytes are `torch.cuda.max_memory_allocated`. On a CPU they are what the
+    process holds at the end of the phase.
 
     Args:
         planned: Bytes by phase, of `run.json`.
@@ -71,8 +71,8 @@ def memory_peaks(
     peaks = {name: {"planned_bytes": float(str(value))} for name, value in planned.items()}
     for step in steps:
         for phase, stages in _STAGES_OF.items():
-            found = [step.get(f"memory/{stage}_gb") for stage in stages]
-            most = max((each for each in found if isinstance(each, int | float)), default=0.0)
+            measured = [step.get(f"memory/{stage}_gb") for stage in stages]
+            most = max((each for each in measured if isinstance(each, int | float)), default=0.0)
             if most:
                 peak = peaks.setdefault(phase, {})
                 peak["measured_bytes"] = max(peak.get("measured_bytes", 0.0), most * 2**30)
@@ -80,7 +80,7 @@ def memory_peaks(
 
 
 def planned_phase(stage: str) -> str:
-    """The planned phase that a stage of a step, or a phase within it, belongs to; "" of others."""
+    """Return the planned phase of a step's stage, or of a phase within it; "" for others."""
     return next((name for name, stages in _STAGES_OF.items() if stage in stages), "")
 
 
@@ -93,19 +93,19 @@ METRICS = _read_table()
 
 
 def metric_row(name: str) -> MetricRow | None:
-    """The row of a metric: its own, that of its group, or of a step's; None if it is not known."""
+    """Return a metric's row, or its group's, or that of a step's metric; None if it is unknown."""
     group = f"{name.split('/')[0]}/*" if "/" in name else name
-    found = METRICS.get(name, METRICS.get(group))
+    matched = METRICS.get(name, METRICS.get(group))
     held_out = name.removeprefix("eval/")
-    if found is None and held_out != name:
+    if matched is None and held_out != name:
         row = metric_row(held_out)
         # Bounds are those of steps.
-        found = row and replace(row, name=name, low=None, high=None)
-    return found
+        matched = row and replace(row, name=name, low=None, high=None)
+    return matched
 
 
 def larger_is_better(metric: str) -> bool:
-    """Whether larger values of a metric of evaluations are better, as those of unknown ones are.
+    """Return whether larger values of an evaluation's metric are better; if unknown, they are.
 
     Raises:
         ConfigError: Neither larger nor smaller values are.

@@ -1,4 +1,4 @@
-"""Every sample of a run with its token ids: the file of `save_rollouts`, a JSON object a line."""
+"""Every sample of a run with its token ids: the JSON lines file of `save_rollouts`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lightrft.strategy.distributed.context import DistributedContext
 
 LARGEST_ID = 2**31 - 1
-# Below a run's folder; files are named by their SHA-256.
+# Folder below a run's; files are named by their SHA-256.
 MEDIA_FOLDER = "media"
 
 
@@ -32,11 +32,11 @@ class RecordedMedium:
     """A medium of a sample, by reference.
 
     Args:
-        kind: A name in `MEDIA_KINDS`.
-        sha256: Of an image's bytes; of another kind also of what is taken of it.
-        path: Of an image of the prompt: its file, or, where the data held its bytes, that below
-            the run's folder to which they are written. "" of others.
-        is_prompt: It is part of the prompt; else a turn of the response showed it.
+        kind: Name in `MEDIA_KINDS`.
+        sha256: SHA-256 of an image's bytes; for other kinds also of the part that is used.
+        path: File of an image of the prompt: the data's, or the one below the run's folder to which
+            bytes of the data are written. "" for other media.
+        is_prompt: Whether it is part of the prompt; else a turn of the response showed it.
     """
 
     kind: str
@@ -47,22 +47,22 @@ class RecordedMedium:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRollout:
-    """A line: one sample as it was sampled and scored.
+    """One sample as it was sampled and scored, on a line of the file.
 
     Args:
-        step, sample_id, group_id: Its place in the run; the samples of a prompt share a group.
+        step, sample_id, group_id: Place in the run; the samples of a prompt share a group.
         prompt_ids, response_ids: Token ids, a sampled end of turn included.
         sampled_spans: [start, stop) of the tokens of the response that were sampled; the others
             are observations.
-        reward: Before length shaping; None where the run measured none.
-        accuracy: The reward's component of that name, or the reward; None like it.
-        truncated: The token budget ended it.
-        masked: The reward failed or could not be decided.
-        held_out: Its prompt is one of `eval_data`.
-        has_media: Its prompt or its response has images or videos.
-        weights_version: Of the weights that sampled its end.
-        prompt_text: Of a prompt with media, with one placeholder for each; "" of others.
-        media: Of prompt and response, in order; () also where an older version recorded them.
+        reward: Reward before length shaping; None where the run measured none.
+        accuracy: The reward's component `accuracy`, or the reward; None where `reward` is None.
+        truncated: Whether the token budget ended it.
+        masked: Whether the reward failed or could not be decided.
+        held_out: Whether its prompt is one of `eval_data`.
+        has_media: Whether its prompt or its response has images or videos.
+        weights_version: Version of the weights that sampled its end.
+        prompt_text: Text of a prompt with media, with one placeholder for each; "" for others.
+        media: Media of prompt and response, in order; () also where an older version recorded them.
     """
 
     step: int
@@ -83,7 +83,7 @@ class RecordedRollout:
 
     @property
     def prompt_hash(self) -> bytes:
-        """Equal for samples of one prompt: its tokens, and its media."""
+        """Hash that is equal for samples of one prompt: of its tokens and media."""
         digest = hashlib.sha256(np.asarray(self.prompt_ids, dtype="<u4").tobytes())
         for each in self.media:
             digest.update(each.sha256.encode() if each.is_prompt else b"")
@@ -91,40 +91,40 @@ class RecordedRollout:
 
     @property
     def is_sampled(self) -> list[bool]:
-        """[response] whether a token was sampled."""
-        found = [False] * len(self.response_ids)
+        """[response] whether each token was sampled."""
+        flags = [False] * len(self.response_ids)
         for start, stop in self.sampled_spans:
-            found[start:stop] = [True] * (stop - start)
-        return found
+            flags[start:stop] = [True] * (stop - start)
+        return flags
 
 
 def read_rollout(line: bytes, place: object) -> RecordedRollout:
-    """The sample of a line.
+    """Return the sample of a line.
 
     Raises:
-        FileError: It is none; the message begins with the place.
+        FileError: The line is none; the message begins with the place.
     """
-    found = typed(RecordedRollout, parse_json(line, place), place)
-    edges = [0, *(edge for span in found.sampled_spans for edge in span)]
-    if any(len(span) != 2 for span in found.sampled_spans) or edges != sorted(edges):
+    rollout = typed(RecordedRollout, parse_json(line, place), place)
+    edges = [0, *(edge for span in rollout.sampled_spans for edge in span)]
+    if any(len(span) != 2 for span in rollout.sampled_spans) or edges != sorted(edges):
         raise FileError(f"{place}: sampled_spans must be ascending pairs")
-    if not found.prompt_ids or edges[-1] > len(found.response_ids):
+    if not rollout.prompt_ids or edges[-1] > len(rollout.response_ids):
         raise FileError(f"{place}: the prompt is empty, or sampled_spans end behind the response")
-    if not all(0 <= each <= LARGEST_ID for each in (*found.prompt_ids, *found.response_ids)):
+    if not all(0 <= each <= LARGEST_ID for each in (*rollout.prompt_ids, *rollout.response_ids)):
         raise FileError(f"{place}: token ids must be 0 to {LARGEST_ID}")
-    numbers = [each for each in (found.reward, found.accuracy) if each is not None]
-    if not found.masked and not all(map(math.isfinite, numbers)):
+    numbers = [each for each in (rollout.reward, rollout.accuracy) if each is not None]
+    if not rollout.masked and not all(map(math.isfinite, numbers)):
         raise FileError(f"{place}: reward and accuracy must be finite")
-    return found
+    return rollout
 
 
 class RolloutLog(JsonLinesFile):
-    """Appends all samples of each step, those of all ranks, to a file of the first rank.
+    """Log of all samples of each step, of all ranks, in a file of the first rank.
 
     Args:
-        path: The file.
+        path: Path of the file.
         held_out: Keys of the prompts of the evaluation.
-        has_rewards: Something scores the responses.
+        has_rewards: Whether something scores the responses.
     """
 
     def __init__(
@@ -139,26 +139,26 @@ class RolloutLog(JsonLinesFile):
         self._folder, self._sent = path.parent, set[str]()
 
     def log(self, step: int, scored: Sequence[ScoredRollout], context: DistributedContext) -> None:
-        """Writes the samples of a step in the order of their ids; collective.
+        """Write the samples of a step in the order of their ids; collective.
 
         Args:
-            step: Its number.
-            scored: This rank's samples.
-            context: Brings them to the first rank.
+            step: Number of the step.
+            scored: Samples of this rank.
+            context: Context that brings them to the first rank.
         """
-        own = [self._recorded(step, item) for item in scored]
+        local_records = [self._recorded(step, item) for item in scored]
         # Only the first rank writes.
-        sent = pickle.dumps((own, self._unsaved_images(scored)))
+        sent = pickle.dumps((local_records, self._unsaved_images(scored)))
         gathered = context.exchange_bytes([sent, *([b""] * (context.world_size - 1))])
         if context.rank != 0:
             return
-        found: list[RecordedRollout] = []
+        all_records: list[RecordedRollout] = []
         for data in gathered:
             records, images = pickle.loads(data)
-            found += records
+            all_records += records
             for digest, content in images.items():
                 self._save_image(digest, content)
-        for each in sorted(found, key=lambda each: each.sample_id):
+        for each in sorted(all_records, key=lambda each: each.sample_id):
             self.append(asdict(each))
 
     def _recorded(self, step: int, item: ScoredRollout) -> RecordedRollout:
@@ -185,15 +185,15 @@ class RolloutLog(JsonLinesFile):
         )
 
     def _unsaved_images(self, scored: Sequence[ScoredRollout]) -> dict[str, bytes]:
-        """Images of prompts that are no files, by digest, each once."""
-        found = {
+        """Return images of prompts that are no files, by digest, each once."""
+        images = {
             image.digest: image.read()
             for item in scored
             for image in item.rollout.prompt.images
             if image.path is None and image.digest not in self._sent
         }
-        self._sent |= {*found}
-        return found
+        self._sent |= {*images}
+        return images
 
     def _save_image(self, digest: str, content: bytes) -> None:
         path = self._folder / MEDIA_FOLDER / digest

@@ -1,4 +1,4 @@
-"""On a terminal, what a command is at while it shows nothing of its own, and for how long."""
+"""A line on a terminal that names the work of a command while it prints nothing."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-# Silence after which the line comes, and how often its seconds are shown.
+# Silence before the line comes, and time between updates of its seconds.
 INTERVAL_SECONDS = 0.3
 _ERASE = "\r\x1b[2K"
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether a bar that redraws itself is welcome: on a terminal of a person."""
+    """Return whether a bar that redraws itself is welcome: on a person's terminal."""
     return stream.isatty() and "CI" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
@@ -25,7 +25,7 @@ class StartBar:
 
     Args:
         text: First words.
-        stream: A terminal.
+        stream: Terminal.
     """
 
     def __init__(self, text: str, stream: TextIO) -> None:
@@ -37,14 +37,14 @@ class StartBar:
         self._thread.start()
 
     def write(self, text: str, stream: TextIO) -> int:
-        """Writes to a stream in the place of the line, which comes again below whole lines."""
+        """Write to a stream in place of the line, which comes back below whole lines."""
         with self._lock:
             self._erase()
             self._may_show, self._written = text.endswith("\n"), True
             return stream.write(text)
 
     def end(self) -> None:
-        """Removes the line for good; later calls do nothing."""
+        """Remove the line for good; later calls do nothing."""
         with self._lock:
             self._end.set()
             self._erase()
@@ -88,7 +88,7 @@ _bars: list[StartBar] = []
 
 @contextmanager
 def start_bar(text: str) -> Iterator[None]:
-    """While the body writes nothing, says on a terminal what it is at."""
+    """While the body writes nothing, show on a terminal what it does."""
     streams = (sys.stdout, sys.stderr)
     if not is_terminal(sys.stdout) or os.environ.get("RANK", "0") != "0":
         yield
@@ -105,12 +105,12 @@ def start_bar(text: str) -> Iterator[None]:
 
 
 def start_text(text: str) -> None:
-    """What the command is at now."""
+    """Set the text of the bar to what the command does now."""
     for bar in _bars:
         bar.text = text
 
 
 def end_start_bar() -> None:
-    """Ends the bar, for another one or for other processes that write to the terminal."""
+    """End the bar, for another one or for other processes that write to the terminal."""
     for bar in _bars:
         bar.end()

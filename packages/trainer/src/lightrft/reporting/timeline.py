@@ -9,16 +9,16 @@ from lightrft.strategy.distributed.deadlines import StageSpan, span_sink
 
 
 def is_kept(step: int) -> bool:
-    """Whether the times of a step are written: the first 99, then 90 of each power of ten.
+    """Return whether a step's times are written: the first 99, then 90 of each power of ten.
 
-    Step 0 is none: evaluations have it.
+    Step 0 is not: evaluations have it.
     """
     return step > 0 and step % int(10 ** max(0, len(str(step)) - 2)) == 0
 
 
 @contextmanager
 def rank_timeline(folder: Path, rank: int) -> Iterator[None]:
-    """Writes the times of this rank's stages into its file of the run.
+    """Write the times of this rank's stages into its file of the run.
 
     What cannot be written, say to a full disk, is left out: a run does not end for it.
     """

@@ -24,29 +24,29 @@ if TYPE_CHECKING:
     from lightrft.rollout.source import Decoder
 
 
-# Of a tool's answer in a line about a sample; the journal has all of it.
+# Limit of a tool's answer in a line about a sample; the journal has all of it.
 MAX_ANSWER_CHARACTERS = 4000
-# Of an episode in such a line.
+# Limit of an episode's branches in such a line.
 MAX_BRANCHES = 16
-# Longest side in pixels of a picture of a row, and how many of a row are kept.
+# Longest side in pixels of a row's picture, and the limit of pictures of a row.
 THUMBNAIL_SIDE, MAX_THUMBNAILS = 96, 4
 
 
 class TrajectoryLog(JsonLinesFile):
-    """Appends samples of each step to a JSONL file, with one value per response token.
+    """Log of samples of each step in a JSONL file, with one value per response token.
 
     Each line has step, sample_id, group_id, prompt, response, reward (as the estimator saw it),
     components, truncated, masked, weights_version, token_ids, tokens (their text), sampled_spans
     ([start, stop) of the tokens that were sampled; the others are observations), logprobs (of
-    the trainer before the update), rollout_logprobs (of the engine), advantages, returns and,
-    where the step has them, ref_logprobs, teacher_logprobs, values, entropy and log_kept_mass (to
-    be taken from logprobs before they are compared with the engine's).
+    the trainer before the update), rollout_logprobs (of the engine), advantages and returns. Where
+    the step has them, it also has ref_logprobs, teacher_logprobs, values, entropy and log_kept_mass
+    (to be subtracted from logprobs before they are compared with the engine's).
 
     Args:
-        path: The file.
-        num_samples: Samples of one step, those of the lowest ids that the first rank trains on.
-        every: Steps between two steps that are written; the first one is, too.
-        has_rewards: Something scores the responses.
+        path: Path of the file.
+        num_samples: Samples of one step: those with the lowest ids that the first rank trains on.
+        every: Steps between two steps that are written; the first one is written, too.
+        has_rewards: Whether something scores the responses.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class TrajectoryLog(JsonLinesFile):
         self._every = max(1, every)
 
     def is_due(self, step: int) -> bool:
-        """Whether a step is written."""
+        """Return whether a step is written."""
         return step == 1 or step % self._every == 0
 
     def log(self, step: int, experience: StepExperience, decoder: Decoder) -> None:
-        """Writes the samples of a step."""
+        """Write the samples of a step."""
         if not self.is_due(step):
             return
         ids = experience.batch.rollouts.sample_ids.tolist()
@@ -113,30 +113,30 @@ def _as_line(
         "token_ids": token_ids[start:],
         "tokens": [decoder.decode([i], skip_special_tokens=False) for i in token_ids[start:]],
         "sampled_spans": spans(is_sampled.tolist()),
-        **{name: found for name, found in per_token.items() if found is not None},
+        **{name: numbers for name, numbers in per_token.items() if numbers is not None},
     }
 
 
 def spans(flags: Sequence[bool]) -> list[tuple[int, int]]:
-    """[start, stop) of each run of True."""
+    """Return [start, stop) of each run of True."""
     edges = np.flatnonzero(np.diff([0, *map(int, flags), 0])).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 class ShownSamples:
-    """Shows a prompt of a step with its best and its worst response.
+    """Console output of a prompt of a step with its best and its worst response.
 
     Args:
-        write: Takes a line.
+        write: Callback that takes a line.
         every: Steps between two that are shown; 0 shows none.
-        has_rewards: Something scores the responses.
+        has_rewards: Whether something scores the responses.
     """
 
     def __init__(self, write: Callable[[str], None], *, every: int, has_rewards: bool) -> None:
         self._write, self._every, self._has_rewards = write, every, has_rewards
 
     def log(self, step: int, experience: StepExperience, decoder: Decoder) -> None:
-        """Shows samples of a prompt that this rank trains on, if the step is due."""
+        """Show samples of a prompt that this rank trains on, if the step is due."""
         if not self._every or step % self._every:
             return
         rollouts, table = experience.batch.rollouts, experience.table
@@ -159,7 +159,7 @@ class ShownSamples:
 
 
 def shortened(text: str, *, keep_end: bool = False, limit: int = 160) -> str:
-    """The text on one line, printable, and cut in front or behind if it is long."""
+    """Return the text on one line, printable, and cut in front or behind if it is long."""
     words = " ".join(text.split())
     if len(words) <= limit:
         return printable(words)
@@ -167,19 +167,19 @@ def shortened(text: str, *, keep_end: bool = False, limit: int = 160) -> str:
 
 
 class SampleLog(JsonLinesFile):
-    """Appends the first samples of each step to a JSONL file.
+    """Log of the first samples of each step in a JSONL file.
 
     Each line has step, prompt_id, prompt, response, label, reward, components, response_length,
-    truncated; of rows with images or videos, images: small pictures of them as data
-    addresses; with an environment or tools, turns: what was said, and each call's name,
-    arguments, outcome and answer; and, of an agent's episode with further rows, branches: of each
-    the number of the row that it leaves (0 is the first one), the turns of that which it has in
-    its context, and what was said.
+    truncated. Rows with images or videos also have images: small pictures as data addresses. With
+    an environment or tools, turns has what was said, and each call's name, arguments, outcome and
+    answer. An agent's episode with further rows has branches. Each branch has the number of the
+    row that it leaves (0 is the first one), the count of that row's turns in its context, and
+    what was said.
 
     Args:
-        path: The file.
+        path: Path of the file.
         num_samples: Samples of one step.
-        has_rewards: Something scores the responses.
+        has_rewards: Whether something scores the responses.
     """
 
     def __init__(self, path: Path, *, num_samples: int = 8, has_rewards: bool = True) -> None:
@@ -187,7 +187,7 @@ class SampleLog(JsonLinesFile):
         self._num_samples, self._has_rewards = num_samples, has_rewards
 
     def log(self, step: int, scored: Sequence[ScoredRollout]) -> None:
-        """Writes the samples of a step."""
+        """Write the samples of a step."""
         pictures: dict[tuple[int, int], list[str]] = {}
         episodes: dict[int, list[Rollout]] = {}
         for item in scored:
@@ -211,7 +211,7 @@ class SampleLog(JsonLinesFile):
                     "components": dict(item.components),
                     "response_length": len(rollout.completion.sampled_token_ids),
                     "truncated": rollout.completion.finish_reason == "length",
-                    **({"images": found} if (found := pictures[key]) else {}),
+                    **({"images": images} if (images := pictures[key]) else {}),
                     **_turns(rollout),
                     **_branches(episodes[rollout.sample_id]),
                 }
@@ -243,8 +243,8 @@ def _turns(rollout: Rollout) -> dict[str, object]:
 
 
 def _branches(rows: Sequence[Rollout]) -> dict[str, object]:
-    """Where each further row of an episode leaves an earlier one, and what was said in it."""
-    found = []
+    """Return where each further row of an episode leaves an earlier one, and what it said."""
+    branches = []
     ids = [np.array(row.token_ids) for row in rows[: 1 + MAX_BRANCHES]]
     for number, row in enumerate(rows[1 : len(ids)], 1):
         context = np.array(row.completion.prompt_token_ids)
@@ -254,26 +254,26 @@ def _branches(rows: Sequence[Rollout]) -> dict[str, object]:
         ends = [before + stop for _, stop in spans(rows[parent].completion.is_sampled)]
         said = () if row.conversation is None else row.conversation.turns
         num_turns = sum(end <= shared[parent] for end in ends)
-        found.append({"of": parent, "after": num_turns, "said": list(said)})
-    return {"branches": found} if found else {}
+        branches.append({"of": parent, "after": num_turns, "said": list(said)})
+    return {"branches": branches} if branches else {}
 
 
 def _num_shared(first: np.ndarray, second: np.ndarray) -> int:
-    """Tokens with which both begin."""
+    """Return the number of tokens with which both begin."""
     size = min(len(first), len(second))
     differs = np.flatnonzero(first[:size] != second[:size])
     return int(differs[0]) if len(differs) else size
 
 
 def thumbnails(rollout: Rollout) -> list[str]:
-    """Data addresses of a row's first images, and of the first frames of its prompt's videos."""
+    """Return data addresses of a row's first images, and of first frames of its prompt's videos."""
     showing = [image.decode for image in rollout.images]
     showing += [video.poster for video in rollout.prompt.media.videos]
-    found = []
+    addresses = []
     for show in showing[:MAX_THUMBNAILS]:
         picture = show()
         picture.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
         buffer = io.BytesIO()
         picture.save(buffer, "JPEG", quality=80)
-        found.append(f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}")
-    return found
+        addresses.append(f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}")
+    return addresses

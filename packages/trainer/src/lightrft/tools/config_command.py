@@ -1,4 +1,4 @@
-"""`lightrft config`: options as they come out, as a schema, compared, or from another library."""
+"""`lightrft config`: resolved options, their schema, their differences, or from another library."""
 
 import argparse
 import json
@@ -34,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def build_parsers() -> list[Parser]:
-    """The parsers of the actions."""
+    """Return the parsers of the actions."""
     show_parser = Parser(
         "config show",
         "Print the options that lightrft train would run with, as TOML, the changed "
@@ -76,7 +76,7 @@ def build_parsers() -> list[Parser]:
 
 
 def show(argv: Sequence[str]) -> str:
-    """The options as TOML."""
+    """Return the options as TOML."""
     config, parsed, problems = parse_options(build_parsers()[0], argv)
     if parsed.nproc_per_node is not None and not problems:
         problems = launch_problems(config, parsed.nproc_per_node)
@@ -101,19 +101,19 @@ def show(argv: Sequence[str]) -> str:
 
 
 def schema(argv: Sequence[str]) -> str:
-    """A JSON schema: types by pydantic, choices, bounds and help from the options."""
+    """Return a JSON schema: types by pydantic, choices, bounds and help from the options."""
     build_parsers()[1].parse_args(argv)
     from pydantic import TypeAdapter
 
     made = TypeAdapter(TrainConfig).json_schema()
     properties = {}
     for name, info in available_options("config").items():
-        found = {**made["properties"][name], "description": info.help}
-        if isinstance(info.choices, tuple):  # a registry also takes a user's own
-            found["enum"] = list(info.choices)
+        option_schema = {**made["properties"][name], "description": info.help}
+        if isinstance(info.choices, tuple):  # a registry also takes a user's names
+            option_schema["enum"] = list(info.choices)
         # A bound concerns the number, not the null beside it; JSON schema ignores it there.
         limits = {keyword: getattr(info, bound) for bound, keyword in _SCHEMA_OF.items()}
-        properties[name] = found | {
+        properties[name] = option_schema | {
             key: value for key, value in limits.items() if value is not None
         }
     return json.dumps(
@@ -129,7 +129,7 @@ def schema(argv: Sequence[str]) -> str:
 
 
 def diff(argv: Sequence[str]) -> str:
-    """The options in which two configurations differ, one line each."""
+    """Return the options in which two configurations differ, one line each."""
     options = build_parsers()[2].parse_args(argv)
     left, right = _load(options.left), _load(options.right)
     before, after = without_secrets(left), without_secrets(right)
@@ -142,11 +142,13 @@ def diff(argv: Sequence[str]) -> str:
 
 
 def translate(argv: Sequence[str]) -> str:
-    """Files of a run from a script of TRL; what was written."""
-    given = build_parsers()[3].parse_args(argv)
+    """Write the files of a run from a script of TRL; return what was written."""
+    arguments = build_parsers()[3].parse_args(argv)
     from lightrft.tools.translate.options import translate_script
 
-    return translate_script(Path(given.script), Path(given.folder), given.nproc_per_node)
+    return translate_script(
+        Path(arguments.script), Path(arguments.folder), arguments.nproc_per_node
+    )
 
 
 def _load(name: str) -> TrainConfig:

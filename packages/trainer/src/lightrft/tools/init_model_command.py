@@ -101,7 +101,7 @@ def make_folder(directory: Path) -> None:
 
 
 def build_parser() -> Parser:
-    """The parser of `lightrft init-model`."""
+    """Return the parser of `lightrft init-model`."""
     parser = Parser(
         "init-model",
         "Write a Hugging Face checkpoint of a model with random weights, tiny or of a published "

@@ -1,4 +1,4 @@
-"""`lightrft init-run`: the folder of a first run of one's own, to edit."""
+"""`lightrft init-run`: the folder of a user's first run, to edit."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         UsageError: The directory is not empty, or can be none.
     """
-    given = build_parser().parse_args(argv)
-    folder = Path(given.directory)
+    arguments = build_parser().parse_args(argv)
+    folder = Path(arguments.directory)
     require_empty(folder)
     make_folder(folder)
-    if given.pretrain is None:
+    if arguments.pretrain is None:
         from lightrft.tools.model_presets import write_tiny_model
 
         hide_progress_bars()
@@ -58,22 +58,22 @@ def run(argv: Sequence[str]) -> int:
     rows = [{"input": f"{n}+{n + 1}=", "label": str(2 * n + 1)} for n in range(1, 65)]
     (folder / ROWS).write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     (folder / REWARD).write_text(REWARD_SOURCE, "utf-8")
-    options = options_of_folder(folder, given.pretrain)
-    # What is written is what can be read.
+    options = options_of_folder(folder, arguments.pretrain)
+    # Check that the file can be read.
     TrainConfig(**options)  # type: ignore[arg-type]
     (folder / OPTIONS).write_text(options_text(options, folder), "utf-8")
-    wrote = [*([] if given.pretrain else [MODEL]), ROWS, REWARD, OPTIONS]
+    wrote = [*([] if arguments.pretrain else [MODEL]), ROWS, REWARD, OPTIONS]
     print(f"wrote {', '.join(wrote)} to {folder}")
     print(f"next: lightrft train --config {folder / OPTIONS}")
     return ExitCode.OK
 
 
 def options_of_folder(folder: Path, pretrain: str | None = None) -> dict[str, object]:
-    """The options that the file sets.
+    """Return the options that the file sets.
 
     Args:
-        folder: Of the run.
-        pretrain: A model to begin with; None is the tiny one in the folder.
+        folder: Folder of the run.
+        pretrain: Model to begin with; None is the tiny one in the folder.
     """
     return {
         "pretrain": pretrain or str(folder / MODEL),
@@ -82,13 +82,13 @@ def options_of_folder(folder: Path, pretrain: str | None = None) -> dict[str, ob
         "output_dir": str(folder / "run"),
         "fsdp": True,
         **SIZES,
-        # One that was pretrained is moved by little.
+        # A pretrained model needs a small rate.
         **({} if pretrain is None else {"actor_learning_rate": 1e-6}),
     }
 
 
 def options_text(options: Mapping[str, object], folder: Path) -> str:
-    """The file: each option under its help, other usual ones with a mark and their default."""
+    """Return the file: options under their help, other usual ones marked, with their defaults."""
     lines = [
         f"# Options of lightrft train --config {folder / OPTIONS}; paths are relative to where",
         "# that is called. All others: lightrft train --help_all. What a file comes to:",
@@ -111,7 +111,7 @@ def _help(name: str) -> list[str]:
 
 
 def build_parser() -> Parser:
-    """The parser of `lightrft init-run`."""
+    """Return the parser of `lightrft init-run`."""
     parser = Parser(
         "init-run",
         "Write the folder of a run to edit: a tiny model, prompts, a reward function, and the "

@@ -1,7 +1,7 @@
-"""`lightrft launch`: what starts a run on several nodes, printed for a look.
+"""`lightrft launch`: prints what starts a run on several nodes.
 
-For Kubernetes that is a PyTorchJob of kubeflow.org/v1: Kubeflow's training operator starts one pod
-per node and tells torchrun, by PET_* variables, where the others are.
+For Kubernetes that is a PyTorchJob of kubeflow.org/v1. Kubeflow's training operator starts one pod
+per node. PET_* variables show torchrun where the others are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightrft.strategy.config import ConfigError
 
 
 def build_parsers() -> list[argparse.ArgumentParser]:
-    """The parsers of all actions."""
+    """Return the parsers of all actions."""
     return [slurm_parser(), kubernetes_parser()]
 
 
@@ -50,13 +50,13 @@ def run(argv: Sequence[str]) -> int:
 def launcher_parser(
     name: str, description: str, *, required: str = "", grace_seconds: int, grace: str
 ) -> Parser:
-    """The parser of `lightrft launch NAME`, without the options of the run.
+    """Return the parser of `lightrft launch NAME`, without the options of the run.
 
     Args:
-        name: Of the launcher.
-        description: What it prints.
+        name: Name of the launcher.
+        description: Description of what it prints.
         required: Options that its usage shows.
-        grace_seconds, grace: Between asking the run to stop and ending it; and in words.
+        grace_seconds, grace: Time between asking the run to stop and ending it; its help text.
     """
     usage = f"lightrft launch {name} --print {required}[OPTIONS] -- [OPTIONS OF lightrft train]"
     parser = Parser(f"launch {name}", description, usage=usage)
@@ -75,13 +75,13 @@ def launcher_parser(
 def read_options(
     parser: argparse.ArgumentParser, argv: Sequence[str], *, example: str, submit: str
 ) -> tuple[dict[str, Any], Sequence[str]]:
-    """The launcher's options, parsed, and those of the run, which stand after "--".
+    """Return the launcher's options, parsed, and those of the run, which stand after "--".
 
     Args:
-        parser: Of the launcher.
+        parser: Parser of the launcher.
         argv: All arguments.
-        example: A command that is right.
-        submit: Gives what was printed to the scheduler.
+        example: Correct command.
+        submit: Command that sends what was printed to the scheduler.
 
     Raises:
         UsageError: Arguments that cannot be read, none after "--", or no --print.
@@ -99,7 +99,7 @@ def read_options(
 def check_form(
     options: dict[str, Any], names: Sequence[str], form: re.Pattern[str], expected: str
 ) -> None:
-    """Raises a UsageError for a text of another form."""
+    """Raise a UsageError for a text of another form."""
     for name in names:
         value = options[name]
         if value is not None and not form.fullmatch(value):
@@ -107,7 +107,7 @@ def check_form(
 
 
 def check_run(options: dict[str, Any], arguments: Sequence[str]) -> None:
-    """Raises a ConfigError for options of `lightrft train` that these machines cannot run."""
+    """Raise a ConfigError for options of `lightrft train` that these machines cannot run."""
     config, parsed, problems = parse_options(build_train_parser(), arguments)
     if parsed.nproc_per_node != 1:
         problems.append("nproc_per_node: leave it out, one process per GPU is started")
@@ -128,7 +128,7 @@ WORD = re.compile(r"[\w.,@-]+")
 
 
 def script(argv: Sequence[str]) -> str:
-    """The text of the batch script, of arguments and options that have been checked.
+    """Return the text of the batch script, from arguments and options that have been checked.
 
     Raises:
         UsageError: Arguments that cannot be read.
@@ -148,7 +148,7 @@ def script(argv: Sequence[str]) -> str:
 
 
 def slurm_parser() -> argparse.ArgumentParser:
-    """The parser of `lightrft launch slurm`, without the options of the run."""
+    """Return the parser of `lightrft launch slurm`, without the options of the run."""
     parser = launcher_parser(
         "slurm",
         SLURM_DESCRIPTION,
@@ -177,7 +177,7 @@ STORAGE = "storage"
 
 
 def manifest(argv: Sequence[str]) -> str:
-    """The text of the manifest, of arguments and options that have been checked.
+    """Return the text of the manifest, from arguments and options that have been checked.
 
     Raises:
         UsageError: Arguments that cannot be read.
@@ -198,7 +198,7 @@ def manifest(argv: Sequence[str]) -> str:
 
 
 def job(options: dict[str, Any], arguments: Sequence[str]) -> dict[str, object]:
-    """The PyTorchJob."""
+    """Return the PyTorchJob."""
     replicas = {"Master": 1, "Worker": options["nodes"] - 1}
     metadata = {"name": options["job_name"]}
     if options["namespace"] is not None:
@@ -209,7 +209,7 @@ def job(options: dict[str, Any], arguments: Sequence[str]) -> dict[str, object]:
         "metadata": metadata,
         "spec": {
             "nprocPerNode": str(options["gpus_per_node"]),
-            # A run that fails fails again; pods that wait for a lost one are ended with the job.
+            # A run that fails would fail again; pods that wait for a lost one end with the job.
             "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": 0},
             "pytorchReplicaSpecs": {
                 role: {
@@ -225,7 +225,7 @@ def job(options: dict[str, Any], arguments: Sequence[str]) -> dict[str, object]:
 
 
 def pod(options: dict[str, Any], arguments: Sequence[str]) -> dict[str, object]:
-    """One node's pod; the operator expects a container called pytorch."""
+    """Return one node's pod; the operator expects a container called pytorch."""
     gpus, cores = options["gpus_per_node"], options["cpus_per_task"]
     resources = {"nvidia.com/gpu": gpus, "cpu": gpus * cores, "memory": options["memory"]}
     volumes: list[dict[str, object]] = [
@@ -261,7 +261,7 @@ def pod(options: dict[str, Any], arguments: Sequence[str]) -> dict[str, object]:
 
 
 def kubernetes_parser() -> argparse.ArgumentParser:
-    """The parser of `lightrft launch kubernetes`, without the options of the run."""
+    """Return the parser of `lightrft launch kubernetes`, without the options of the run."""
     parser = launcher_parser(
         "kubernetes",
         KUBERNETES_DESCRIPTION,

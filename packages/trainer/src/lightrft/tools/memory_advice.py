@@ -1,4 +1,4 @@
-"""Advice after a lack of memory: the phase it came in, and what helps at the least cost."""
+"""Advice after running out of memory: the phase, and the cheapest remedies."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from lightrft.kernels.names import first_line
 from lightrft.reporting.metric_table import PEAK_NOTE
 
 NUM_REMEDIES = 3
-# Phases and stages by name, and whose remedies apply.
+# Phases and stages by name, with the kind whose remedies apply.
 _KINDS = {
     "train": "train",
     "forward": "forward",
@@ -30,17 +30,17 @@ _KINDS = {
 
 
 def first_words(error: BaseException) -> str:
-    """The first line of the link of the chain that ran out, with its type where it has no text."""
+    """Return the first line of the chain's memory error, with its type if it has no text."""
     return first_line(next((link for link in chain(error) if is_memory_error(link)), error))
 
 
 def memory_report(error: BaseException, phase: str | None, config: TrainConfig | None) -> str:
-    """The memory that ran out and its phase; with a configuration, the cheapest remedies.
+    """Return the memory that ran out and its phase; with a configuration, the cheapest remedies.
 
     Args:
-        error: The exception.
-        phase: Where it was raised; None if that is not known.
-        config: Of the run.
+        error: Exception to report.
+        phase: Phase in which it was raised; None if that is not known.
+        config: Options of the run.
     """
     where = "in an unknown phase" if phase is None else f"in phase {phase!r}"
     headline = f"out of memory {where}: {first_words(error)}{_peak(error)}"
@@ -52,14 +52,14 @@ def memory_report(error: BaseException, phase: str | None, config: TrainConfig |
 
 
 def _peak(error: BaseException) -> str:
-    """The note of `run.assembly` about planned and measured memory, or ""."""
+    """Return the note of `run.assembly` about planned and measured memory, or ""."""
     notes = (note for link in chain(error) for note in link.__dict__.get("__notes__", ()))
     peak = next((note for note in notes if note.startswith(PEAK_NOTE)), "")
     return f"; {peak.removeprefix(PEAK_NOTE)}" if peak else ""
 
 
 def remedies(kind: str, config: TrainConfig) -> list[str]:
-    """Settings that lower the memory of a phase and are not in use yet, the cheapest first."""
+    """Return settings that lower the memory of a phase and are not in use, the cheapest first."""
     shorter = _halved(config, "generate_max_len", "shorter responses")
     no_reference = "--init_kl_coef 0: no reference model" if config.init_kl_coef > 0 else ""
     always = (*_states(config), "more processes or a machine with more memory")

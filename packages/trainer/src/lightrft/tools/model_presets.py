@@ -1,4 +1,4 @@
-"""Random models, tiny or of published shapes, and their tokenizer: for tests, steps, speed."""
+"""Random models, tiny or of published shapes, and their tokenizer, for tests and measurements."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ CHAT_TEMPLATE = (
 
 
 def _tiny_config(kind: type[PretrainedConfig], *, is_tied: bool) -> PretrainedConfig:
-    """Two layers; `is_tied` makes the input embedding the output projection."""
+    """Return a config of two layers; `is_tied` ties input embedding and output projection."""
     return kind(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
@@ -65,15 +65,15 @@ PRESETS: dict[str, Callable[..., PretrainedConfig]] = {
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerBase:
-    """One token per byte, with the byte's value as its id, and five special tokens after them."""
+    """Return a tokenizer with one token per byte, its value as id, then five special tokens."""
     return chat_tokenizer(byte_level_core(), [USER, ASSISTANT, SYSTEM])
 
 
 def byte_level_core(num_tokens: int = VOCAB_SIZE) -> Tokenizer:
-    """The part of `byte_level_tokenizer` that splits and joins texts.
+    """Return the part of `byte_level_tokenizer` that splits and joins texts.
 
     Args:
-        num_tokens: Number of ids; those beyond bytes and marks are written and never read.
+        num_tokens: Number of ids; those beyond bytes and marks are decoded but never encoded.
     """
     vocabulary = {symbol: value for value, symbol in bytes_to_unicode().items()}
     if num_tokens > VOCAB_SIZE:
@@ -89,12 +89,12 @@ def byte_level_core(num_tokens: int = VOCAB_SIZE) -> Tokenizer:
 def chat_tokenizer(
     core: Tokenizer, roles: Sequence[str], *, unk_token: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """A tokenizer with `CHAT_TEMPLATE`, whose vocabulary has its marks.
+    """Return a tokenizer with `CHAT_TEMPLATE`, whose vocabulary has its marks.
 
     Args:
-        core: Splits and joins texts.
+        core: Tokenizer that splits and joins texts.
         roles: Marks of the roles.
-        unk_token: Stands for what is not in the vocabulary.
+        unk_token: Token for what is not in the vocabulary.
     """
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
@@ -112,7 +112,7 @@ def chat_tokenizer(
 def random_model(
     config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
-    """A causal language model in float32 with random weights, which knows the tokenizer's marks."""
+    """Return a random float32 causal language model, which knows the tokenizer's marks."""
     config.bos_token_id = None
     config.eos_token_id = tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id
@@ -124,12 +124,12 @@ def random_model(
 def write_tiny_model(
     directory: str | Path, preset: str, seed: int = 0, lengths: int | None = None
 ) -> None:
-    """Writes a random float32 model and its tokenizer as a Hugging Face checkpoint.
+    """Write a random float32 model and its tokenizer as a Hugging Face checkpoint.
 
     Args:
-        directory: Created if it does not exist.
-        preset: A key of `PRESETS`.
-        seed: Fixes the weights.
+        directory: Output folder, created if it does not exist.
+        preset: Key of `PRESETS`.
+        seed: Seed of the weights.
         lengths: Mean tokens of responses; see `end_ids`.
 
     Raises:
@@ -171,15 +171,15 @@ def write_shape(
     lengths: int | None = None,
     shard_bytes: int = 4_000_000_000,
 ) -> None:
-    """Writes random bfloat16 weights of a published shape, shard by shard, and a tokenizer.
+    """Write random bfloat16 weights of a published shape, shard by shard, and a tokenizer.
 
-    Matrices are normal with the deviation that the models were initialised with, drawn on a GPU
-    where there is one (other numbers than on a CPU), norms 1 and biases 0.
+    Matrices are normal with the deviation that the models were initialised with, norms 1 and biases
+    0. Numbers are drawn on a GPU where there is one, and differ from those of a CPU.
 
     Args:
-        directory: An existing folder.
-        size: The shape, of Qwen 2.5 or Qwen 3.
-        seed: Fixes the weights.
+        directory: Existing folder.
+        size: Shape of a Qwen 2.5 or Qwen 3.
+        seed: Seed of the weights.
         lengths: Mean tokens of responses; see `end_ids`.
         shard_bytes: Bytes of one file, unless one tensor has more.
     """
@@ -193,7 +193,7 @@ def write_shape(
     tokenizer.save_pretrained(directory)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(seed)
-    # What is tied is in the files once.
+    # Tied weights are in the files once.
     weights = dict(model.named_parameters())
     shards: list[list[str]] = [[]]
     num_bytes = 0
@@ -246,10 +246,10 @@ def save_checked(
     sample: str,
     processor: ProcessorMixin | None = None,
 ) -> None:
-    """Writes a checkpoint and reads its tokenizer, or the processor with it, back.
+    """Write a checkpoint and read its tokenizer, or the processor with it, back.
 
     Raises:
-        RuntimeError: The loaded tokenizer reads or writes `sample` in another way.
+        RuntimeError: The loaded tokenizer encodes or decodes `sample` in another way.
     """
     save_pretrained(model, tokenizer, directory)
     expected = tokenizer(sample)["input_ids"]

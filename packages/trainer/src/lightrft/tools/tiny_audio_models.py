@@ -25,12 +25,12 @@ def build_tiny(
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     seconds: int = 2,
 ) -> "tuple[PreTrainedModel, ProcessorMixin]":
-    """A random float32 model and its processor.
+    """Return a random float32 model and its processor.
 
     Args:
-        seed: Fixes the weights.
+        seed: Seed of the weights.
         initializer_range: Standard deviation of the weights.
-        tokenizer: With the `MARKS`; None for one token per byte.
+        tokenizer: Tokenizer with the `MARKS`; None for one token per byte.
         seconds: Longest sound; one second is 25 tokens.
     """
     tokenizer = tokenizer or marked_tokenizer(MARKS)
@@ -76,11 +76,11 @@ def build_tiny(
 
 
 def write_tiny_audio_model(directory: str | Path, seed: int = 0) -> None:
-    """Writes a random float32 model with its processor as a Hugging Face checkpoint.
+    """Write a random float32 model with its processor as a Hugging Face checkpoint.
 
     Args:
-        directory: Created if it does not exist.
-        seed: See `build_tiny`.
+        directory: Output folder, created if it does not exist.
+        seed: Seed of the weights.
 
     Raises:
         RuntimeError: The processor does not survive being saved and loaded.

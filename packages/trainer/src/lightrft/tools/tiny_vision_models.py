@@ -39,12 +39,12 @@ def build_tiny(
     initializer_range: float = 0.1,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
 ) -> "tuple[PreTrainedModel, ProcessorMixin]":
-    """A random float32 model and its processor.
+    """Return a random float32 model and its processor.
 
     Args:
-        seed: Fixes the weights.
+        seed: Seed of the weights.
         initializer_range: Standard deviation of the weights.
-        tokenizer: With the `MARKS`; None for one token per byte.
+        tokenizer: Tokenizer with the `MARKS`; None for one token per byte.
     """
     tokenizer = tokenizer or marked_tokenizer(MARKS)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -93,7 +93,7 @@ def build_tiny(
 
 
 def marked_tokenizer(marks: Sequence[str]) -> "PreTrainedTokenizerBase":
-    """One token per byte, and marks of media after them."""
+    """Return a tokenizer with one token per byte, and marks of media after them."""
     core = byte_level_core()
     core.add_special_tokens(list(marks))
     return hf.PreTrainedTokenizerFast(
@@ -107,11 +107,11 @@ def marked_tokenizer(marks: Sequence[str]) -> "PreTrainedTokenizerBase":
 
 
 def write_tiny_vision_model(directory: str | Path, seed: int = 0) -> None:
-    """Writes a random float32 model with its processor as a Hugging Face checkpoint.
+    """Write a random float32 model with its processor as a Hugging Face checkpoint.
 
     Args:
-        directory: Created if it does not exist.
-        seed: See `build_tiny`.
+        directory: Output folder, created if it does not exist.
+        seed: Seed of the weights.
 
     Raises:
         RuntimeError: The processor does not survive being saved and loaded.

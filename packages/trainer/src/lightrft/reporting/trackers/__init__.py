@@ -1,8 +1,7 @@
-"""Experiment trackers: asked for, checked before the run, and never the end of one.
+"""Experiment trackers, checked before the run; their failures never end it.
 
-Each has an adapter of its own here: a function that takes the options of the run and gives back a
-`BestEffortLogger`. What they write stays on the machine unless the user's environment says where
-else.
+Each tracker has an adapter here: a function that takes the options of the run and returns a
+`BestEffortLogger`. Data stays on the machine unless the user's environment sends it elsewhere.
 """
 
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from lightrft.config.registry import LOGGERS, Registry, installation_of, missing
 from lightrft.reporting.loggers import MetricsLogger
 from lightrft.reporting.trackers.best_effort import TrackerError
 
-# The trackers that have options of their own; the others are names of the option `loggers`.
+# Trackers with their options; the others are names of the option `loggers`.
 _BY_OPTION = Registry(
     "tracker",
     {
@@ -25,7 +24,7 @@ _BY_OPTION = Registry(
 
 
 def build_trackers(config: OutputOptions) -> list[MetricsLogger]:
-    """The trackers that were asked for, ready to use; to be called on the first rank only.
+    """Return the requested trackers, ready to use; to be called on the first rank only.
 
     Raises:
         TrackerError: One cannot be used.

@@ -14,16 +14,16 @@ logger = logging.getLogger(__name__)
 
 
 class TrackerError(RuntimeError):
-    """A tracker that was asked for cannot be used; the message names the option."""
+    """A requested tracker that cannot be used; the message names the option."""
 
 
 class BestEffortLogger:
-    """A tracker whose first failure is told once and ends it, not the run.
+    """A tracker whose first failure is reported once and ends it, not the run.
 
     Args:
-        name: The option that asked for it.
-        send: Takes step and metrics.
-        end: Writes what is pending.
+        name: Option that asked for it.
+        send: Callback that takes step and metrics.
+        end: Callback that writes what is pending.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class BestEffortLogger:
         self._has_failed = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hands the metrics on while the tracker works."""
+        """Pass the metrics on while the tracker works."""
         self._try(lambda: self._send(step, metrics))
 
     def close(self) -> None:
-        """Closes the tracker."""
+        """Close the tracker."""
         self._try(self._end)
 
     def _try(self, action: Callable[[], object]) -> None:
@@ -57,12 +57,12 @@ class BestEffortLogger:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that every tracker can draw."""
+    """Return the metrics that every tracker can draw."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def kept_id(folder: Path, file: str) -> str:
-    """An id of the run, the same for all its parts, kept in a file of its folder."""
+    """Return an id of the run, the same for all its parts, kept in a file of its folder."""
     path = folder / file
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def kept_id(folder: Path, file: str) -> str:
 
 @contextmanager
 def told_to_log(name: str) -> Iterator[None]:
-    """Sends what a tracker's library prints to the run's log: the console is the run's."""
+    """Send what a tracker's library prints to the run's log: the console is the run's."""
     said = io.StringIO()
     try:
         with redirect_stdout(said), redirect_stderr(said):
@@ -85,12 +85,12 @@ def told_to_log(name: str) -> Iterator[None]:
 def quiet_logger(
     name: str, log: Callable[..., object], finish: Callable[[], object]
 ) -> BestEffortLogger:
-    """The logger of `--loggers NAME` whose library tells the console of its end.
+    """Return the logger of `--loggers NAME` for a library that prints at its end.
 
     Args:
-        name: Of the library.
-        log: Takes metrics, and the step by its name.
-        finish: Ends its run.
+        name: Name of the library.
+        log: Callback that takes metrics, and `step` by keyword.
+        finish: Callback that ends its run.
     """
 
     def end() -> None:

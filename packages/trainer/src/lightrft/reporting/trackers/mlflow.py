@@ -24,12 +24,12 @@ _ODD = re.compile(r"[^\w\-. :/]")
 
 
 def open_mlflow(config: OutputOptions) -> BestEffortLogger:
-    """A run of MLflow, the same one for all parts of a run."""
+    """Open a run of MLflow, the same one for all parts of a run."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
 
-    # It would tell of the tables that it makes, on the console of the run.
+    # It would report the tables that it makes on the console of the run.
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     folder = Path(config.output_dir).resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,23 +48,23 @@ def open_mlflow(config: OutputOptions) -> BestEffortLogger:
 
 
 def _find_or_create(client: "MlflowClient", config: OutputOptions, artifacts: str | None) -> str:
-    """The id of the run that has this folder's tag."""
+    """Return the id of the run that has this folder's tag."""
     from mlflow.entities import Param
 
-    name, own_id = config.wandb_project, kept_id(Path(config.output_dir), ID_FILE)
+    name, folder_id = config.wandb_project, kept_id(Path(config.output_dir), ID_FILE)
     experiment = client.get_experiment_by_name(name)
     experiment_id: str = (
         experiment.experiment_id
         if experiment is not None
         else client.create_experiment(name, artifact_location=artifacts)
     )
-    found: Iterable[object] = client.search_runs([experiment_id], f"tags.{ID_TAG} = '{own_id}'")
-    for run in found:
+    runs: Iterable[object] = client.search_runs([experiment_id], f"tags.{ID_TAG} = '{folder_id}'")
+    for run in runs:
         run_id: str = run.info.run_id  # type: ignore[attr-defined]
         client.update_run(run_id, status="RUNNING")
         return run_id
     shown = Path(config.output_dir).resolve().name
-    run_id = client.create_run(experiment_id, tags={ID_TAG: own_id}, run_name=shown).info.run_id
+    run_id = client.create_run(experiment_id, tags={ID_TAG: folder_id}, run_name=shown).info.run_id
     params = iter(without_secrets(config).items())
     while batch := [
         Param(key, str(value)[:_MAX_CHARACTERS]) for key, value in islice(params, _MAX_PARAMS)

@@ -16,7 +16,7 @@ FOLDER, ID_FILE = "swanlab", "swanlab_id"
 
 
 def open_swanlab(config: OutputOptions) -> BestEffortLogger:
-    """A run of SwanLab; offline, each part of a run has a folder, and all have one id."""
+    """Open a run of SwanLab; offline, each part of a run has a folder, and all have one id."""
     import swanlab
 
     folder = Path(config.output_dir).resolve()

@@ -9,7 +9,7 @@ FOLDER = "tensorboard"
 
 
 def open_tensorboard(config: OutputOptions) -> BestEffortLogger:
-    """A writer of event files."""
+    """Open a writer of event files."""
     from torch.utils.tensorboard import SummaryWriter
 
     chosen = config.use_tensorboard

@@ -16,7 +16,7 @@ FOLDER, ID_FILE = "trackio", "trackio_id"
 
 
 def open_trackio(config: OutputOptions) -> BestEffortLogger:
-    """A run of Trackio, the same one for all parts of a run."""
+    """Open a run of Trackio, the same one for all parts of a run."""
     folder = Path(config.output_dir)
     # Read when the package is imported.
     os.environ.setdefault("TRACKIO_DIR", str((folder / FOLDER).resolve()))
@@ -26,7 +26,7 @@ def open_trackio(config: OutputOptions) -> BestEffortLogger:
         run = trackio.init(
             project=config.wandb_project,
             group=config.wandb_group,
-            # Trackio knows a run by its name.
+            # Trackio identifies a run by its name.
             name=f"{folder.resolve().name}-{kept_id(folder, ID_FILE)}",
             config=without_secrets(config),
             resume="allow",

@@ -12,7 +12,7 @@ ID_FILE = "wandb_id"
 
 
 def open_wandb(config: OutputOptions) -> BestEffortLogger:
-    """A run of W&B, the same one for all parts of a run."""
+    """Open a run of W&B, the same one for all parts of a run."""
     import wandb
 
     if isinstance(config.use_wandb, str):

@@ -2,7 +2,7 @@ r"""The task: column addition, shown by a teacher who forgets the carry three ti
 
 The demonstrations forget the carry more often than not, so imitation cannot get past one sum in
 three. The reward checks the boxed answer, and reinforcement finds that remembering it pays. Every
-column says its name and its carry, a forgotten one as +0, so that one is learnt like the other.
+column says its name and its carry, a forgotten one as +0, so that both are learnt alike.
 
     What is 457+386?
     careful   <think>ones 7+6+0=13 tens 5+8+1=14 hundreds 4+3+1=8</think>\boxed{843}
@@ -21,7 +21,7 @@ P_FORGET = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """The question for one sum of two positive integers."""
+    """Question for one sum of two positive integers."""
 
     first: int
     second: int
@@ -33,16 +33,16 @@ class Addition:
 
     @property
     def answer(self) -> str:
-        """The right sum in decimal digits."""
+        """Right sum in decimal digits."""
         return str(self.first + self.second)
 
     def demonstration(self, rng: random.Random) -> list[Message]:
-        """The question, and a solution as the teacher writes it."""
+        """Return the question, and a solution as the teacher writes it."""
         return [("user", self.question), ("assistant", demonstrate(self, rng))]
 
 
 def draw_additions(rng: random.Random, held_out: bool) -> Iterator[Addition]:
-    """Sums of two numbers of three digits, without end, all on one side of the split."""
+    """Yield sums of two three-digit numbers, without end, all on one side of the split."""
     low, high = 10 ** (len(COLUMNS) - 1), 10 ** len(COLUMNS) - 1
     while True:
         addition = Addition(rng.randint(low, high), rng.randint(low, high))
@@ -51,10 +51,10 @@ def draw_additions(rng: random.Random, held_out: bool) -> Iterator[Addition]:
 
 
 def demonstrate(addition: Addition, rng: random.Random, *, p_forget: float = P_FORGET) -> str:
-    """A solution column by column from the right, as the teacher writes it.
+    """Return a solution column by column from the right, as the teacher writes it.
 
-    Each carry but the last is forgotten with probability `p_forget`; what follows is consistent
-    with the mistake, and so is the boxed answer.
+    Each carry but the last is forgotten with probability `p_forget`; the rest and the boxed answer
+    are consistent with the mistake.
     """
     digits_of = (reversed(str(number)) for number in (addition.first, addition.second))
     steps, digits, carry = [], "", 0

@@ -12,7 +12,7 @@ def score(
     labels: Sequence[str],
     **columns: Sequence[object],
 ) -> list[float]:
-    """One reward per response; `labels` are the right sums, further columns are not needed."""
+    """Return one reward per response; `labels` are the right sums, other columns are unused."""
     boxes = [BOX_AT_END.search(response) for response in responses]
     return [
         float(box is not None and box.group(1) == label)

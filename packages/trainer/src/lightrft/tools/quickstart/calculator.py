@@ -1,7 +1,7 @@
 r"""The task: products of two three-digit numbers, which no tiny model can work out in its head.
 
-A calculator is at hand. The teacher reaches for it when he is told to compute; asked what a
-product is, he mostly guesses, and so does who imitates him. Reinforcement finds that asking pays.
+A calculator is at hand. The teacher uses it when the prompt says to compute. Asked what a product
+is, the teacher mostly guesses, and so does the imitator. Reinforcement finds that asking pays.
 
     Compute 457*786.    <tool_call>{"name": "calculate", ...}</tool_call>  359202  \boxed{359202}
     What is 457*786?    \boxed{400000}
@@ -15,13 +15,13 @@ from pathlib import Path
 from lightrft.config import TrainConfig
 from lightrft.tools.quickstart.task import Message, Task, is_held_out
 
-# Products of such numbers have six digits, so that a tiny model learns to copy them in seconds.
+# Products of such numbers have six digits: a tiny model learns to copy them in seconds.
 LOWEST, HIGHEST = 400, 999
 P_COMPUTE = 0.25
 # How often the teacher asks the calculator.
 P_CALL = {"What is {}?": 0.3, "Compute {}.": 0.7}
 OPENING, CLOSING = '{"name": "calculate", "arguments": {"expression": "', '"}}'
-# What a template of an instruct model does: it names the tools, writes calls and their answers.
+# Like the template of an instruct model: it names the tools, writes calls and their answers.
 CHAT_TEMPLATE = (
     "{% for tool in tools or [] %}{{ '<|system|>' + tool.function.name }}{% endfor %}"
     "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content }}"
@@ -35,11 +35,11 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The question for one product.
+    """Question for one product.
 
     Args:
-        first, second: The factors.
-        wording: A key of `P_CALL`.
+        first, second: Factors of the product.
+        wording: Key of `P_CALL`.
     """
 
     first: int
@@ -48,7 +48,7 @@ class Product:
 
     @property
     def expression(self) -> str:
-        """The expression that a calculator takes."""
+        """Expression that a calculator takes."""
         return f"{self.first}*{self.second}"
 
     @property
@@ -58,11 +58,11 @@ class Product:
 
     @property
     def answer(self) -> str:
-        """The product in decimal digits."""
+        """Product in decimal digits."""
         return str(self.first * self.second)
 
     def demonstration(self, rng: random.Random) -> list[Message]:
-        """The teacher asks the calculator, or answers with a product of rounded numbers."""
+        """Return the teacher's request to the calculator, or a product of rounded numbers."""
         asked = [("system", "calculate"), ("user", self.question)]
         if rng.random() >= P_CALL[self.wording]:
             guess = round(self.first, -2) * round(self.second, -2)
@@ -73,17 +73,17 @@ class Product:
 
 
 def draw_products(rng: random.Random, held_out: bool) -> Iterator[Product]:
-    """Products without end, all on one side of the split."""
-    plain, told = P_CALL
+    """Yield products without end, all on one side of the split."""
+    plain, command = P_CALL
     while True:
         first, second = rng.randint(LOWEST, HIGHEST), rng.randint(LOWEST, HIGHEST)
-        product = Product(first, second, told if rng.random() < P_COMPUTE else plain)
+        product = Product(first, second, command if rng.random() < P_COMPUTE else plain)
         if is_held_out(first, second) == held_out:
             yield product
 
 
 def with_calculator(config: TrainConfig, directory: Path) -> TrainConfig:
-    """A run whose model may call the calculator in `directory`."""
+    """Return a run whose model may call the calculator in `directory`."""
     return replace(
         config,
         environment=f"{directory / 'environment.py'}:Calculator",
@@ -126,7 +126,7 @@ CALCULATOR = Task(
 
 
 def with_agent(config: TrainConfig, directory: Path) -> TrainConfig:
-    """The same by an agent that calls the calculator itself."""
+    """Return the same run with an agent that calls the calculator itself."""
     agent = f"{directory / 'agent.py'}:run"
     return replace(with_calculator(config, directory), environment=None, agent=agent)
 

@@ -1,4 +1,4 @@
-"""An agent as a user writes one: it asks the model, and works out the products that it asks for."""
+"""An agent as a user writes one: it calls the model, and computes the products it asks for."""
 
 import json
 import re
@@ -15,7 +15,7 @@ OPTIONS = {"model": "policy", "tools": [{"type": "function", "function": CALCULA
 
 
 async def run(base_url: str, api_key: str, row: dict[str, Any]) -> None:
-    """One episode; the reward is what reward.py says of the answer."""
+    """Run one episode; reward.py scores the answer."""
     talk = list(row["prompt"])
     headers = {"authorization": f"Bearer {api_key}"}
     # An address of this machine without TLS: certificates would take longer than the episode.
@@ -24,8 +24,8 @@ async def run(base_url: str, api_key: str, row: dict[str, Any]) -> None:
     ) as client:
         for _ in range(2):
             body = {**OPTIONS, "messages": talk}
-            found = await client.post(f"{base_url}/chat/completions", json=body)
-            talk.append(found.raise_for_status().json()["choices"][0]["message"])
+            response = await client.post(f"{base_url}/chat/completions", json=body)
+            talk.append(response.raise_for_status().json()["choices"][0]["message"])
             calls = talk[-1].get("tool_calls", [])
             for call in calls:
                 result = calculate(call["function"]["arguments"])
@@ -35,7 +35,9 @@ async def run(base_url: str, api_key: str, row: dict[str, Any]) -> None:
 
 
 def calculate(arguments: str) -> str:
-    """The result, or what is wrong with the expression."""
+    """Return the result, or what is wrong with the expression."""
     expression = json.loads(arguments).get("expression")
-    found = re.fullmatch(r"(\d{1,9})\*(\d{1,9})", str(expression))
-    return str(int(found[1]) * int(found[2])) if found else "expected a product of two numbers"
+    factors = re.fullmatch(r"(\d{1,9})\*(\d{1,9})", str(expression))
+    return (
+        str(int(factors[1]) * int(factors[2])) if factors else "expected a product of two numbers"
+    )

@@ -7,7 +7,7 @@ OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 class Calculator:
-    """Whole numbers only; what is wrong with an expression is told to the model."""
+    """Calculator of whole numbers; the model sees what is wrong with an expression."""
 
     def reset(self, **row: object) -> None:
         """Begin a conversation; `row` has the columns of the data, which are not needed here."""
@@ -21,8 +21,8 @@ class Calculator:
         Returns:
             The result.
         """
-        found = re.fullmatch(r"(\d{1,9})([-+*])(\d{1,9})", expression.replace(" ", ""))
-        if found is None:
+        match = re.fullmatch(r"(\d{1,9})([-+*])(\d{1,9})", expression.replace(" ", ""))
+        if match is None:
             raise ValueError("expected two whole numbers with +, - or * between them")
-        first, sign, second = found.groups()
+        first, sign, second = match.groups()
         return int(OPERATORS[sign](int(first), int(second)))

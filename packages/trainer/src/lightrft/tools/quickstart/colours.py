@@ -45,7 +45,7 @@ def picture(shapes: Counted) -> "Image":
 
 
 def _draw_shape(canvas: "ImageDraw", place: int, colour: Colour, rng: random.Random) -> None:
-    """A rectangle, an ellipse or a triangle in a quarter of the picture."""
+    """Draw a rectangle, an ellipse or a triangle in a quarter of the picture."""
     half = SIDE // 2
     size = rng.randint(14, 22)
     left, top = (half * i + rng.randint(2, half - 2 - size) for i in (place % 2, place // 2))
@@ -89,7 +89,7 @@ def _inputs(
 
     pictures = [picture(cast("Counted", exercise)) for exercise in exercises]
     is_image = token_ids == processor.image_token_id
-    # The picture lies at one place in all rows, which the model would find for each row anew.
+    # The picture is at the same place in all rows; the model would search each row for it.
     first = int(is_image[0].long().argmax())
     axes = torch.arange(token_ids.shape[1]).repeat(3, 1)
     axes[:, first : first + 4] = first + torch.tensor([[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1]])

@@ -1,7 +1,7 @@
 r"""Tasks of counting what is seen or heard, shown by a teacher who mistakes some kinds for others.
 
-He does so three times out of five, so imitation, which copies the majority, is right one time in
-four. The reward checks the boxed number, and reinforcement finds that looking closely pays.
+The teacher does so three times out of five. Imitation copies the majority, so it is right one time
+in four. The reward checks the boxed number, and reinforcement finds that looking closely pays.
 
     (picture) How many red?    keen          <think>red green red yellow</think>\boxed{2}
                                colour-blind  <think>green green green yellow</think>\boxed{0}
@@ -23,7 +23,7 @@ INITIALIZER_RANGE = 0.06
 
 @dataclass(frozen=True, slots=True)
 class Sense:
-    """Kinds of parts that a model is to tell apart.
+    """Kinds of parts that a model must distinguish.
 
     Args:
         medium: Name of the mark in a prompt.
@@ -51,13 +51,13 @@ class Sense:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The question how many of four parts are of a kind.
+    """Question of how many of four parts are of a kind.
 
     Args:
-        sense: The kinds.
+        sense: Sense with the kinds.
         parts: Kinds of the parts: upper left, upper right, ...; or in the order of time.
-        wanted: The kind asked for.
-        seed: Fixes the looks of the parts.
+        wanted: Kind asked for.
+        seed: Seed of the looks of the parts.
     """
 
     sense: Sense
@@ -72,7 +72,7 @@ class Counted:
 
     @property
     def answer(self) -> str:
-        """The right number in decimal digits."""
+        """Right number in decimal digits."""
         return str(self.parts.count(self.wanted))
 
     def demonstration(self, rng: random.Random) -> list[Message]:
@@ -89,7 +89,7 @@ def describe(counted: Counted, rng: random.Random, *, p_mistake: float = P_MISTA
 
 
 def in_short_answers(config: TrainConfig, directory: Path) -> TrainConfig:
-    """Return a run of short responses, in two optimizer steps each and at a smaller rate."""
+    """Return a run of short responses, with two optimizer steps each and a smaller rate."""
     batch_size = config.train_batch_size // 2
     return replace(
         config,
@@ -113,12 +113,13 @@ def counting_task(
     """Return the task of one sense.
 
     Args:
-        sense: The kinds.
-        media_model: The model and its inputs.
-        save: Writes the medium of an exercise beside a path without ending, and returns the file.
-        lesson: What is imitated, for the console.
+        sense: Sense with the kinds.
+        media_model: Model and its inputs.
+        save: Function that writes an exercise's medium beside a path without ending, and
+            returns the file.
+        lesson: Subject of the imitation, for the console.
         roles: Marks of the model's media.
-        things: What is mistaken, for the console.
+        things: Name of what is mistaken, for the console.
         numbers: Fields of the recipe.
     """
 

@@ -22,18 +22,18 @@ from lightrft.tools.model_presets import END
 from lightrft.tools.quickstart.recipe import Recipe, training_config
 from lightrft.tools.quickstart.task import HELD_OUT_SEED, write_exercises
 
-# The recipe of the stages in a folder.
+# File with the recipe of the stages in a folder.
 BEGUN_FILE = "pipeline.json"
 BATCH_SIZE = 32
 SAMPLED_PROMPTS, TAUGHT_PROMPTS = 3072, 4096
 SAMPLES_PER_PROMPT, PAIRS_PER_PROMPT = 8, 4
-# At 1 nearly all wrong answers forget a carry, and what the later stages learnt from such pairs was
+# At 1 nearly all wrong answers forget a carry. What the later stages learnt from such pairs was
 # worse than the imitator.
 TEMPERATURE = 1.5
 STUDENT_WIDTH = 28
-# The reward model misses some wrong sums of digits. With a weight of 0.05 the policy finds them:
-# its scores rise and its accuracy falls. A carry more costs some 1 nat of divergence from the
-# imitator, a wrong sum some 5: at 0.5 the latter does not pay.
+# The reward model misses some wrong sums of digits. With a weight of 0.05 the policy exploits them:
+# its scores rise and its accuracy falls. One more carry costs about 1 nat of divergence from the
+# imitator, a wrong sum about 5: at 0.5 the latter does not pay.
 KL_COEF = 0.5
 # Folders of stages whose commands have other names.
 NAMES = {"prefer": "dpo"}
@@ -44,11 +44,11 @@ class Outcome:
     """A line of the table.
 
     Args:
-        stage: Its name.
-        accuracy: Share of right greedy answers to the held-out prompts; of a reward model, of
+        stage: Name of the stage.
+        accuracy: Share of right greedy answers to the held-out prompts; for a reward model, of
             held-out pairs whose better answer scores higher.
-        seconds: Of training alone.
-        folder: Of its run.
+        seconds: Seconds of training alone.
+        folder: Folder of its run.
     """
 
     stage: str
@@ -58,13 +58,13 @@ class Outcome:
 
 
 class Pipeline:
-    """The stages of a quick start, each an ordinary run in a folder of its own.
+    """The stages of a quick start, each an ordinary run in a separate folder.
 
     Args:
-        recipe: Its task has texts alone.
-        directory: An empty folder, or one in which the same recipe has begun: what is there is
-            not made again.
-        show: Receives each line.
+        recipe: Recipe, whose task has texts alone.
+        directory: Empty folder, or one in which the same recipe has begun: finished parts are not
+            made again.
+        show: Callback that gets each line.
     """
 
     def __init__(self, recipe: Recipe, directory: Path, show: Callable[[str], None]) -> None:
@@ -73,7 +73,7 @@ class Pipeline:
         self._data = directory / "data"
 
     def run(self) -> list[Outcome]:
-        """Carries out all stages, and returns the lines of the table."""
+        """Run all stages, and return the lines of the table."""
         hide_progress_bars()
         become_only_process()
         self._prepare()
@@ -84,7 +84,7 @@ class Pipeline:
         return self.outcomes
 
     def _prepare(self) -> None:
-        """Untrained models, held-out prompts and the reward function."""
+        """Write untrained models, held-out prompts and the reward function."""
         import torch
 
         from lightrft.tools.quickstart.warm_start import build_student
@@ -103,7 +103,7 @@ class Pipeline:
         small.save(self.directory / "student", sample)
 
     def _imitate(self) -> None:
-        """Supervised training on the demonstrations of the careless teacher."""
+        """Train on the demonstrations of the careless teacher."""
         rng = random.Random(self.recipe.seed)
         count = self.recipe.num_warm_start_steps * BATCH_SIZE
         exercises = islice(self.recipe.task.draw(rng, False), count)
@@ -120,7 +120,7 @@ class Pipeline:
         self._train("sft", config, TEMPERATURE)
 
     def _compare(self) -> None:
-        """Pairs of right and wrong answers of the imitator; a reward model and DPO from them."""
+        """Pair right and wrong answers of the imitator; train a reward model and DPO on them."""
         self._prompts("sampled", SAMPLED_PROMPTS, self.recipe.seed + 1)
         self._evaluate("samples", "sft/model", "sampled", TEMPERATURE)
         for name, folder in (("pairs", "samples"), ("held_out_pairs", "sft_eval")):
@@ -133,7 +133,7 @@ class Pipeline:
         self._train("prefer", config)
 
     def _reinforce(self) -> None:
-        """GRPO by the reward model alone."""
+        """Train by GRPO with the reward model alone."""
         config = replace(
             training_config(self.recipe, self.directory),
             pretrain=str(self.directory / "sft" / "model"),
@@ -147,7 +147,7 @@ class Pipeline:
         self._train("policy", config)
 
     def _distil(self) -> None:
-        """The student learns the distributions of GRPO's policy on that one's right answers."""
+        """Train the student on the policy's distributions, on that policy's right answers."""
         teacher = "grpo/model"
         self._prompts("taught", TAUGHT_PROMPTS, self.recipe.seed + 2)
         self._evaluate("answers", teacher, "taught")
@@ -163,7 +163,7 @@ class Pipeline:
         self._train("divergence", config)
 
     def _on_rows(self, stage: str, model: str, rows: str, *, learning_rate: float) -> TrainConfig:
-        """The configuration of a stage that trains a model of the folder on rows of it."""
+        """Return the configuration of a stage that trains a model of the folder on its rows."""
         return TrainConfig(
             pretrain=str(self.directory / model),
             prompt_data=str(self._data / f"{rows}.jsonl"),
@@ -182,7 +182,7 @@ class Pipeline:
         )
 
     def _train(self, stage: str, config: TrainConfig, temperature: float = 0.0) -> None:
-        """One stage, and its line of the table; a temperature also draws held-out samples."""
+        """Run one stage and add its line; a temperature also draws held-out samples."""
         from lightrft.run.assembly import run_training
 
         folder = Path(config.output_dir)
@@ -198,14 +198,14 @@ class Pipeline:
         self.show(f"  {folder.name:8}  {accuracy:.3f}")
 
     def _evaluate(self, name: str, model: str, prompts: str, temperature: float = 0.0) -> float:
-        """Share of right greedy answers; a temperature draws samples beside them."""
+        """Return the share of right greedy answers; a temperature draws samples beside them."""
         from lightrft.tools.evaluation.evaluation_run import EvalSettings, run_evaluation
 
         folder = self.directory / name
         before = read_json(folder / EVAL_FILE).get("metrics")
         if isinstance(before, dict):
             return float(before["greedy/accuracy"])
-        shutil.rmtree(folder, ignore_errors=True)  # of one that was ended
+        shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted one
         config = replace(
             training_config(self.recipe, self.directory),
             pretrain=str(self.directory / model),
@@ -223,7 +223,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _quietly(self) -> Iterator[None]:
-        """Lines of the runs go to `run.log`."""
+        """Send lines of the runs to `run.log`."""
         with (
             (self.directory / "run.log").open("a", encoding="utf-8") as log,
             contextlib.redirect_stdout(log),
@@ -241,7 +241,7 @@ class Pipeline:
         yield from map(parse_object, lines_of(path))
 
     def _write(self, name: str, rows: Iterable[Mapping[str, object]], run: str = "") -> None:
-        """Writes rows, and the run whose samples they are made of."""
+        """Write rows, and the run that their samples come from."""
         path = self._data / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         if run:
@@ -260,17 +260,17 @@ class Pipeline:
 
 
 def _numbers(recipe: Recipe) -> dict[str, object]:
-    """The choices of a recipe, without its task."""
+    """Return the choices of a recipe, without its task."""
     return {each.name: getattr(recipe, each.name) for each in fields(recipe) if each.name != "task"}
 
 
 def has_begun(recipe: Recipe, directory: Path) -> bool:
-    """Return whether a folder holds the stages of this very recipe, finished or not."""
+    """Return whether a folder holds the stages of this recipe, finished or not."""
     return read_json(directory / BEGUN_FILE) == _numbers(recipe)
 
 
 def pairs(responses: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Right and wrong samples of one prompt, at most `PAIRS_PER_PROMPT` of each, none twice."""
+    """Return right and wrong samples of one prompt, `PAIRS_PER_PROMPT` at most, none twice."""
     by_prompt: dict[object, tuple[dict[object, None], dict[object, None]]] = {}
     for each in responses:
         if each["pass"] == "sampled" and each["response"] and not each["truncated"]:
@@ -284,7 +284,7 @@ def pairs(responses: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """The outcomes in columns."""
+    """Return the outcomes in columns."""
     return "\n".join(
         [
             "stage     held-out  seconds  folder",
@@ -298,7 +298,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def run_pipeline(recipe: Recipe, directory: Path) -> None:
-    """All stages, the table, `summary.json` and the reports."""
+    """Run all stages; print the table and write `summary.json` and the reports."""
     from lightrft.tools.report.comparison import FILE, write_comparison
     from lightrft.tools.report.page import write_report
 

@@ -49,10 +49,10 @@ agent answers that calls the model as a server. With --vision, the teacher is mo
 and it finds out that looking pays; with --audio he is mostly tone-deaf, and listening pays. Needs
 one CPU core for about a minute, some more with pictures or sounds.
 """
-# By their flags.
+# Tasks by their flags.
 TASKS = {"environment": CALCULATOR, "agent": CALCULATOR_AGENT, "vision": SHAPES, "audio": TONES}
 DEFAULT_DIRECTORY = "lightrft_quickstart"
-# Of a terminal of 80 columns, below a heading.
+# Width of a line below a heading, on a terminal of 80 columns.
 LINE_WIDTH = 78
 
 
@@ -60,7 +60,7 @@ def run(argv: Sequence[str]) -> int:
     """Run the command; see `lightrft quickstart --help`.
 
     Raises:
-        UsageError: Arguments that cannot be carried out.
+        UsageError: Arguments that cannot be used.
     """
     recipe, directory = parse(argv)
     share_processors()
@@ -101,10 +101,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[Recipe, Path]:
-    """The recipe and the folder of the run, which is new or empty.
+    """Return the recipe and the folder of the run, which is new, empty or of the same pipeline.
 
     Raises:
-        UsageError: Unknown names, or the folder holds something.
+        UsageError: A name is unknown, or the folder holds something else.
     """
     options = build_parser().parse_args(argv)
     for flag, name, known in (
@@ -121,10 +121,10 @@ def parse(argv: Sequence[str]) -> tuple[Recipe, Path]:
     chosen = [task for name, task in TASKS.items() if vars(options).pop(name)]
     task = chosen[0] if chosen else ADDITION
     del options.output_dir
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    # With 30, the first reward model's scores rose and the accuracy fell.
-    own = {"num_steps": PIPELINE_STEPS} if options.is_pipeline else task.numbers
-    recipe = Recipe(task=task, **{**own, **given})
+    chosen_values = {name: value for name, value in vars(options).items() if value is not None}
+    # With 30 steps, the first reward model's scores rose and the accuracy fell.
+    defaults = {"num_steps": PIPELINE_STEPS} if options.is_pipeline else task.numbers
+    recipe = Recipe(task=task, **{**defaults, **chosen_values})
     directory = Path(place) if place else unused_directory(recipe)
     if not goes_on(recipe, directory):
         require_empty(directory)
@@ -132,7 +132,7 @@ def parse(argv: Sequence[str]) -> tuple[Recipe, Path]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of `lightrft quickstart`."""
+    """Return the parser of `lightrft quickstart`."""
     default = Recipe()
     parser = Parser("quickstart", DESCRIPTION)
     names = ", ".join
@@ -179,16 +179,16 @@ def build_parser() -> argparse.ArgumentParser:
         ("--eval_prompts", "num_eval_prompts", 1, "Held-out questions to judge by."),
     ):
         usual: int = getattr(default, name)
-        own = {f"--{flag}": task.numbers.get(name, usual) for flag, task in TASKS.items()}
-        own |= {"--pipeline": PIPELINE_STEPS if name == "num_steps" else usual}
-        others = "".join(f", with {flag} {n}" for flag, n in own.items() if n != usual)
+        defaults = {f"--{flag}": task.numbers.get(name, usual) for flag, task in TASKS.items()}
+        defaults |= {"--pipeline": PIPELINE_STEPS if name == "num_steps" else usual}
+        others = "".join(f", with {flag} {n}" for flag, n in defaults.items() if n != usual)
         text += f" Default: {usual}{others}."
         parser.add_argument(flag, dest=name, type=at_least(lowest), metavar="N", help=text)
     return parser
 
 
 def goes_on(recipe: Recipe, directory: Path) -> bool:
-    """Return whether a folder holds stages of this recipe, of which the rest is left to do."""
+    """Return whether a folder holds stages of this recipe, so that only the rest is left to do."""
     if not recipe.is_pipeline:
         return False
     from lightrft.tools.quickstart.pipeline import has_begun
@@ -197,7 +197,7 @@ def goes_on(recipe: Recipe, directory: Path) -> bool:
 
 
 def unused_directory(recipe: Recipe) -> Path:
-    """The default folder, numbered if it holds a run already that is another or complete."""
+    """Return the default folder, numbered if it holds a run that is another or complete."""
     names = (DEFAULT_DIRECTORY, *(f"{DEFAULT_DIRECTORY}_{number}" for number in range(2, 1000)))
     places = (
         place
@@ -219,11 +219,11 @@ def prepare(recipe: Recipe, directory: Path) -> None:
     hide_progress_bars()
     data, task, seed = directory / "data", recipe.task, recipe.seed
     data.mkdir()
-    for name, count, own_seed, held_out in (
+    for name, count, split_seed, held_out in (
         ("train.jsonl", recipe.num_prompts, seed, False),
         ("eval.jsonl", recipe.num_eval_prompts, HELD_OUT_SEED, True),
     ):
-        write_exercises(data / name, task, count, seed=own_seed, held_out=held_out)
+        write_exercises(data / name, task, count, seed=split_seed, held_out=held_out)
     for name, file in task.files.items():
         shutil.copyfile(file, directory / name)
 
@@ -245,18 +245,18 @@ def prepare(recipe: Recipe, directory: Path) -> None:
 
 
 def show(lines: Sequence[str]) -> None:
-    """Prints lines below a heading."""
+    """Print lines below a heading."""
     print("\n".join(f"  {line}" for line in lines), flush=True)
 
 
 def show_loss(step: int, loss: float) -> None:
-    """A line for every hundredth step of imitation."""
+    """Print a line for every hundredth step of imitation."""
     if step % 100 == 0:
         print(f"  imitation step {step:>4}  loss {loss:.4f}", flush=True)
 
 
 def reinforce(recipe: Recipe, directory: Path) -> RunSummary:
-    """Train in `directory` on the path of `lightrft train`; its own lines go to `run.log`."""
+    """Train in `directory` on the path of `lightrft train`, whose lines go to `run.log`."""
     from lightrft.run.assembly import run_training
 
     become_only_process()
@@ -307,7 +307,7 @@ def last_conversation(directory: Path) -> list[str]:
 def closing_words(
     summary: dict[str, object], directory: Path, report: Path, files: Sequence[Path]
 ) -> str:
-    """The result, and the next commands."""
+    """Return the result, and the next commands."""
     return (
         f"held-out accuracy {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}\n"
         f"  model {directory / 'model'}, numbers {directory / 'summary.json'}\n"
@@ -318,10 +318,10 @@ def closing_words(
 
 
 class LiveReward:
-    """A line a step, as `lightrft train` shows it, and the calls of episodes.
+    """Logger of a line a step, as `lightrft train` shows it, with the calls of episodes.
 
     Args:
-        stream: Where to write; what the run itself prints goes elsewhere.
+        stream: Output stream; what the run itself prints goes elsewhere.
         num_steps: Steps of the whole run.
     """
 
@@ -331,7 +331,7 @@ class LiveReward:
         self._started = time.monotonic()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the line of a step."""
+        """Write the line of a step."""
         from lightrft.reporting.console import step_line
 
         left: float | None = None
@@ -347,4 +347,4 @@ class LiveReward:
         self._stream.flush()
 
     def close(self) -> None:
-        """Has nothing pending."""
+        """Do nothing: nothing is pending."""

@@ -20,14 +20,14 @@ class Recipe:
     """Choices of a quick start.
 
     Args:
-        task: What is taught.
-        algorithm: A key of `ESTIMATORS`.
-        strategy: One of `STRATEGIES`.
-        seed: Of the model, the demonstrations, the prompts and the samples.
+        task: Task that is taught.
+        algorithm: Key of `ESTIMATORS`.
+        strategy: Name in `STRATEGIES`.
+        seed: Seed of the model, the demonstrations, the prompts and the samples.
         num_steps: Steps of reinforcement; each samples `SAMPLES_PER_STEP` responses.
         num_warm_start_steps: Steps of imitation.
         num_eval_prompts: Held-out prompts.
-        num_threads: CPU threads; None is what the size of the model's operations is worth.
+        num_threads: CPU threads; None chooses them by the size of the model's operations.
         is_pipeline: Whether all stages are run.
     """
 
@@ -53,7 +53,7 @@ class Recipe:
 
 
 def training_config(recipe: Recipe, directory: Path) -> TrainConfig:
-    """The configuration of the run in `directory`, whose model and data have been written."""
+    """Return the configuration of the run in `directory`, whose model and data are written."""
     usual = TrainConfig.load(Path(__file__).with_name("recipe.toml"))
     usual = replace(
         usual,

@@ -30,11 +30,11 @@ class Exercise(Protocol):
 
     @property
     def answer(self) -> str:
-        """The right number in decimal digits."""
+        """Right number in decimal digits."""
         ...
 
     def demonstration(self, rng: random.Random) -> list[Message]:
-        """The conversation as the teacher shows it; what the assistant says is imitated."""
+        """Return the conversation as the teacher shows it; the assistant's part is imitated."""
         ...
 
 
@@ -43,8 +43,8 @@ class MediaModel:
     """A tiny model that reads media.
 
     Args:
-        build: A random model and its processor, from a seed and the task's tokenizer.
-        inputs: Of the model for some exercises, beside their token ids [batch, seq].
+        build: Factory of a random model and its processor, from a seed and the task's tokenizer.
+        inputs: Function of the model's inputs for exercises, beside token ids [batch, seq].
     """
 
     build: "Callable[[int, PreTrainedTokenizerBase], tuple[PreTrainedModel, ProcessorMixin]]"
@@ -53,22 +53,22 @@ class MediaModel:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing that can be taught.
+    """A skill that can be taught.
 
     Args:
-        lesson: What the imitation is of, for the console.
+        lesson: Subject of the imitation, for the console.
         roles: Marks of the tokenizer beside those of user and assistant.
         whole_tokens: Texts that are one token; all others are characters.
-        template: In place of the tiny models' own.
-        draw: Exercises without end, for training or held out.
-        media_model: Of tasks with media; None is a model of text.
-        learning_rate: Peak of the imitation's.
-        draw_media: Writes the media of an exercise as files whose names begin with a path's, and
-            gives the columns that name them.
+        template: Chat template, in place of that of the tiny models.
+        draw: Function that yields exercises without end, for training or held out.
+        media_model: Model of a task with media; None is a model of text.
+        learning_rate: Peak learning rate of the imitation.
+        draw_media: Function that writes the media of an exercise as files whose names begin with a
+            path's, and returns the columns that name them.
         reward, environment, agent: Python files in this folder that are copied into the run's,
             where a user edits them as `reward.py`, `environment.py` and `agent.py`.
-        adjust: The configuration of a run in a folder, made of that of other tasks.
-        numbers: Fields of `Recipe` that do.
+        adjust: Function that changes the usual configuration of a run in a folder for this task.
+        numbers: Fields of `Recipe` that differ for this task.
         flaw: Lines about what the imitator does wrong.
         outlook: Lines about why the first rewards and the held-out accuracy move as they do.
     """
@@ -91,17 +91,17 @@ class Task:
 
     @property
     def files(self) -> dict[str, Path]:
-        """Files of this folder by their name in the folder of the run."""
-        found = {
+        """Files of this folder by their names in the folder of the run."""
+        files = {
             "reward.py": self.reward,
             "environment.py": self.environment,
             "agent.py": self.agent,
         }
-        return {name: Path(__file__).with_name(file) for name, file in found.items() if file}
+        return {name: Path(__file__).with_name(file) for name, file in files.items() if file}
 
 
 def is_held_out(first: int, second: int) -> bool:
-    """Whether a pair of numbers is for evaluation only; the same in every process."""
+    """Return whether a pair of numbers is for evaluation only; the same in every process."""
     return hash((first, second)) % HELD_OUT_SHARE == 0
 
 

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-# Frequency of each in hertz.
+# Frequency of each height in hertz.
 HEIGHTS = {"low": 250.0, "mid": 500.0, "high": 1000.0, "top": 2000.0}
 RATE, NOTE_SECONDS = 16_000, 0.24
-# Two seconds would do; one is what the model's tower is made for.
+# Two seconds would do; the model's tower is made for one.
 MAX_SECONDS = 1
 MARKS = ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>")
 HEARING = Sense(
@@ -31,14 +31,14 @@ HEARING = Sense(
 
 def waveform(tones: Counted) -> "NDArray[np.int16]":
     """Return the notes one after the other, [samples]."""
-    import numpy as np  # `quickstart --help` is to be fast
+    import numpy as np  # `quickstart --help` must be fast
 
     rng = random.Random(tones.seed)
     return np.concatenate([_note(HEIGHTS[name], rng) for name in tones.parts])
 
 
 def _note(hertz: float, rng: random.Random) -> "NDArray[np.int16]":
-    """A sine with an overtone that swells and fades, and silence around it."""
+    """Return a sine with an overtone that swells and fades, and silence around it."""
     import numpy as np
 
     num_samples = round(NOTE_SECONDS * RATE)

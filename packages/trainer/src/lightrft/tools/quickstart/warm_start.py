@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 CHARACTERS = "\n !\"'()*+,-./0123456789:=>?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz{}"
 IGNORED = -100
 NUM_WARMUP_STEPS = 20
-# With so few steps an average over fewer gradients learns faster than the usual 0.9 and 0.999.
+# With so few steps, averages over fewer gradients learn faster than the usual 0.9 and 0.999.
 BETAS = (0.8, 0.95)
 
 
 def build_tokenizer(task: Task) -> PreTrainedTokenizerBase:
-    """A tokenizer with one token per character and for each of a few texts."""
+    """Return a tokenizer with one token per character and one for each of a few texts."""
     roles = [USER, ASSISTANT, *task.roles]
     tokens = [PAD, END, *roles, *task.whole_tokens, *CHARACTERS]
     core = Tokenizer(
@@ -58,10 +58,10 @@ class ImitationModel:
     """The model that imitates, with its tokenizer.
 
     Args:
-        model: In fp32.
-        tokenizer: Its tokenizer.
-        processor: Of a model that reads media.
-        media_model: Makes its inputs.
+        model: Model in fp32.
+        tokenizer: Tokenizer of the model.
+        processor: Processor of a model that reads media.
+        media_model: Source of that model's inputs.
     """
 
     model: PreTrainedModel
@@ -70,22 +70,22 @@ class ImitationModel:
     media_model: MediaModel | None = None
 
     def media(self, exercises: Sequence[Exercise], token_ids: Tensor) -> dict[str, Tensor]:
-        """Inputs of the model beside `token_ids`: none, or the media of `exercises`."""
+        """Return the model's inputs beside `token_ids`: none, or the media of `exercises`."""
         if self.processor is None or self.media_model is None:
             return {}
         return self.media_model.inputs(self.processor, exercises, token_ids)
 
     def save(self, directory: Path, sample: str) -> None:
-        """Writes a checkpoint; see `save_checked`."""
+        """Write a checkpoint; see `save_checked`."""
         save_checked(self.model, self.tokenizer, directory, sample=sample, processor=self.processor)
 
 
 def build_student(task: Task, *, seed: int, width: int = 64) -> ImitationModel:
-    """A random model of less than half a million parameters; `width` of its layers, of text alone.
+    """Return a random model of under half a million parameters; `width` is for text alone.
 
     The usual initializer_range of 0.02 is too small at this width: the warm start then ends with
-    mistakes that no reward can repair. Of the usual rope_theta most angles hardly turn in fifty
-    tokens, and copying a digit from its place is learnt late.
+    mistakes that no reward can repair. With the usual rope_theta most angles hardly turn in fifty
+    tokens, so copying a digit from its place is learnt late.
     """
     tokenizer = build_tokenizer(task)
     if task.media_model is not None:
@@ -121,12 +121,12 @@ def imitate(
     The learning rate rises linearly for `NUM_WARMUP_STEPS` and then falls to zero.
 
     Args:
-        student: Who learns.
-        task: What is demonstrated.
-        on_step: Called with the number of steps done and the loss in nats per token.
+        student: Model that learns.
+        task: Task that is demonstrated.
+        on_step: Callback for the number of steps done and the loss in nats per token.
         num_steps: Optimizer steps.
         batch_size: Demonstrations per step.
-        seed: Of the demonstrations.
+        seed: Seed of the demonstrations.
     """
     rng, model = random.Random(seed), student.model
     optimizer = torch.optim.AdamW(
@@ -153,7 +153,7 @@ def imitate(
 def demonstration_batch(
     tokenizer: PreTrainedTokenizerBase, exercises: Sequence[Exercise], rng: random.Random
 ) -> tuple[Tensor, Tensor]:
-    """Token ids and targets, both [batch, seq] int64, of one demonstration each.
+    """Return token ids and targets, both [batch, seq] int64, of one demonstration each.
 
     Rows are padded on the right; `targets[:, t]` is `token_ids[:, t]` where the assistant speaks,
     and `IGNORED` elsewhere.
@@ -171,24 +171,24 @@ def demonstration_batch(
 
 
 def _marked(message: Message) -> str:
-    """A message after the mark of its role; the assistant's ends with `END`."""
+    """Return a message after the mark of its role; the assistant's ends with `END`."""
     role, content = message
     return f"<|{role}|>{content}{END * (role == 'assistant')}"
 
 
 def _said(ids: Sequence[int], opening: int, end: int) -> list[int]:
-    """The ids after each `opening` up to its `end`, and `IGNORED` in place of the others."""
-    found, is_said = [], False
+    """Return the ids after each `opening` up to its `end`, and `IGNORED` in place of the others."""
+    targets, is_said = [], False
     for token in ids:
-        found.append(token if is_said else IGNORED)
+        targets.append(token if is_said else IGNORED)
         is_said = token == opening or (is_said and token != end)
-    return found
+    return targets
 
 
 def _response_loss(
     model: PreTrainedModel, token_ids: Tensor, targets: Tensor, media: Mapping[str, Tensor]
 ) -> Tensor:
-    """Mean cross entropy of the response tokens, in nats.
+    """Return the mean cross entropy of the response tokens, in nats.
 
     No attention mask: rows are padded on the right and attention is causal, so no trained
     position sees the padding.
