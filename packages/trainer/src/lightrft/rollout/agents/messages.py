@@ -291,18 +291,15 @@ def _options(body: Json, *, is_chat: bool) -> CallOptions:
     limits = [bound for bound in bounds if bound is not None]
     stream = _flag(body, "stream")
     choices = _count(body, "n", 1, MAX_CHOICES) or 1
-    stream_options = body.get("stream_options") or {}
-    if not isinstance(stream_options, dict) or set(stream_options) - {
-        "include_usage",
-        "include_obfuscation",
-    }:
+    extra = body.get("stream_options") or {}
+    if not isinstance(extra, dict) or set(extra) - {"include_usage", "include_obfuscation"}:
         raise refused("stream_options knows include_usage only", "stream_options")
     return CallOptions(
         choices,
         min(limits, default=None),
         _stops(body),
         stream,
-        bool(stream_options.get("include_usage")),
+        bool(extra.get("include_usage")),
         _flag(body, "logprobs") if is_chat else _counts_logprobs(body),
         {name: _number(body, name) for name in SAMPLING if body.get(name) is not None},
     )
