@@ -33,11 +33,11 @@ class Certificate:
         name: Name of the rewards.
         num_rows: Number of first rows whose reference answers were scored.
         means: Mean reward by form of the reference answer, then by kind of the other answers.
-        problems: One line per row whose reference answer cannot be scored, or gets less than 1 in
-            every form from a reward that knows right from wrong.
-        doubts: One sentence per fault that the reward lets pass.
-        best_wrong: Kind with the highest mean among the other answers, to compare with the best
-            form of reference answers in `means`.
+        problems: Lines for rows whose reference answer cannot be scored, or gets less than 1 in
+            every form. The latter is only checked for rewards that know right from wrong.
+        doubts: Sentences on faults that the reward lets pass.
+        best_wrong: Kind with the highest mean among those that must not pass, to compare with the
+            best form of reference answers in `means`.
         num_responses: Number of responses in both calls, one of reference answers and one of all
             others.
         seconds: Time of both calls.
@@ -248,7 +248,7 @@ def _rule_of(probes: Mapping[int, Probe]) -> Rule:
 def _doubts(probed: _Probed) -> Iterator[str]:
     """Yield the answers that the reward wrongly lets pass, one sentence for each kind."""
     golds, are_answers = probed.golds, probed.are_answers
-    # Rows whose empty answer gets as much as the right one count as empty answers only.
+    # Rows whose empty answer gets as much as the reference count for that kind alone.
     empty = {i for i in golds if are_answers and probed.scores.of(i, "") >= golds[i]}
     much = "as much as the reference answer" if are_answers else "a reward"
     than = {
@@ -316,7 +316,7 @@ def _score(
 
 @contextmanager
 def _interrupted_after(seconds: float, name: str) -> Iterator[None]:
-    """Interrupt after some seconds, even functions of this process that keep no deadline."""
+    """Raise a RewardError after some seconds, for functions of this process without a deadline."""
 
     def expire(number: int, frame: FrameType | None) -> None:
         raise RewardError(f"reward {name} did not return within {seconds:g} s")

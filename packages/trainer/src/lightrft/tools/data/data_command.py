@@ -358,7 +358,7 @@ def _reader(tokenizer: PreTrainedTokenizerBase | None, config: RowDataOptions) -
 
 
 def _within_context(config: RolloutOptions) -> dict[str, object]:
-    """Return the lengths that a run uses; warn if they do not fit the model."""
+    """Return the lengths that a run uses; warn if prompts get no room in the context."""
     if config.pretrain is None:
         return {}
     from lightrft.stages.opening import prompts_within_context

@@ -31,9 +31,9 @@ def normalise_scores(model: RewardModel, way: str) -> float:
 
         deviation: score / s;  standard: (score - m) / s, with m and s of the configuration
 
-    The division changes the head's last weights, in every architecture. The subtraction needs a
-    bias: that of the head, or, for a head without one, the bias b of the final norm before it,
-    which becomes b + c w / (w . w). All readers of the weights therefore compute the same scores.
+    The division changes the head's last weights, in every architecture. The subtraction needs the
+    bias of the head or, without one, the bias b of the final norm before it. The latter becomes
+    b + c w / (w . w). All readers of the weights therefore compute the same scores.
 
     Args:
         model: Model in float32; changed in place, its configuration included.

@@ -58,7 +58,7 @@ class GymScorer:
                 scored = cast("Scored | None", self._fork.call(answer, entry, seconds=seconds))
                 scores.append(None if scored is None else (scored[0], scored[1]))
         finally:
-            # No answer may change the fork for those of the next call.
+            # The next call gets a new fork, which no earlier answer can influence.
             self._fork.close()
         return scores
 

@@ -20,7 +20,7 @@ from lightrft.strategy.config import ConfigError
 from lightrft.tools.rewards.http import RequestError
 from lightrft.tools.serve.chat_model import NO_TURNS, ChatModel, judge_tokens
 
-# Time to load, by processor or clock: large weights on a slow disk take long.
+# Limit of the start in computing or waiting time: large weights on a slow disk take long.
 START_SECONDS = 600.0
 
 
@@ -112,7 +112,7 @@ class JudgePolicy:
 
     Args:
         fields: Fields of every request, beside its messages.
-        config: Options; `pretrain` is the folder of the tokenizer.
+        config: Options; `pretrain` names the tokenizer.
 
     Attributes:
         shown: Name for errors.

@@ -29,7 +29,7 @@ _SHORT_SECONDS, _MAX_LONG = 1.0, 8
 # Share of the deadline that all answers of a round may take as processor time: answers of a model
 # must not use up the deadline, which would end the run.
 _ROUND_SHARE = 0.25
-# Spaces that separate nothing: `1 2` and `1 1/2` keep theirs.
+# Spaces without a meaning: `1 2` and `1 1/2` keep theirs.
 _SPACE = re.compile(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
 
 
@@ -169,7 +169,7 @@ class MathReward:
     """
 
     needs_labels = True
-    # One call has all the workers.
+    # One call uses all workers.
     parallel_calls = 1
     whole_batch = False
 

@@ -138,7 +138,7 @@ class Sandbox:
             raise
 
     def show(self, paths: Sequence[Path]) -> None:
-        """Show programs further files and folders at their paths, read only.
+        """Make further files and folders visible to programs at their paths, read only.
 
         Args:
             paths: Absolute paths. Files are copied at each start, so only this process needs to
@@ -356,7 +356,7 @@ class Sandbox:
         return str(Path(self._folder, bwrap_path().relative_to(package.parent)))
 
     def _probe(self) -> None:
-        """Take the first interpreter that runs a program which searches for ways out."""
+        """Choose the first interpreter that runs a probe, which searches for ways out."""
         missing = [name for name in ("prlimit", "setpriv") if shutil.which(name) is None]
         if missing:
             raise ConfigError(f"the sandbox needs the program {missing[0]}: install util-linux")

@@ -27,7 +27,7 @@ _SOCKETS = ((41, 198), (53, 199))
 _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
 # AUDIT_ARCH_* and the column of the tables.
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1), "riscv64": (0xC00000F3, 1)}
-# x86_64 knows a second table of calls, from this number on.
+# x86_64 has a second table of calls from this number on.
 _OTHER_TABLE = 0x40000000
 
 _Instruction = tuple[int, int, int, int]

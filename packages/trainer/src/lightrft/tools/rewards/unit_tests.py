@@ -51,7 +51,7 @@ class UnitTestsReward:
     """
 
     needs_labels = True
-    # One call has all the slots.
+    # One call uses all slots.
     parallel_calls = 1
     whole_batch = False
 
