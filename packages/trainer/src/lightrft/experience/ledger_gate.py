@@ -1,11 +1,10 @@
-"""The ledger gate: each trained token is one the engine sampled, with the reward it was given.
+"""The ledger gate: each trained token was sampled by the engine, and has the reward it earned.
 
 The rows to train on are compared, bit for bit, with rows rebuilt from sources that no other stage
-touches: the engine's ledger, which its adapter writes before anybody sees a completion, the ledger
-of samples, where prompts, answers and rewards are written down as they arise, and the journal,
-which says for each sample which calls of the engine it came from and which observations were
-appended. An entry is found by the hash of its context, so a token counts only in the context it was
-sampled in, and a reward only for the tokens it was given to.
+touches. The engine's adapter writes its ledger before anyone sees a completion. The ledger of
+samples holds prompts, answers and rewards as they arise. The journal holds each sample's calls of
+the engine and the observations appended to it. Entries are keyed by the hash of their context: a
+token counts only in the context it was sampled in, and a reward only for the tokens it scored.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RebuiltRow:
-    """A row as it must be.
+    """Row rebuilt from the evidence.
 
     Args:
         token_ids: [length] int64.
-        turns: [length] int64, number of the call that sampled the token; -1 is nobody.
-        versions: [length] int64 of the weights; -1 where nobody sampled.
+        turns: [length] int64, number of the call that sampled the token; -1 if none did.
+        versions: [length] int64 of the weights; -1 for tokens that were not sampled.
         vouched: [length] values of the columns that the ledger holds.
-        ends: Of each turn, how it was drawn and why it ended.
+        ends: For each turn its sampling parameters and finish reason.
     """
 
     token_ids: NDArray[np.int64]
@@ -66,7 +65,7 @@ FOUND_OTHERWISE = ("vouched", "temperature", "support")
 
 @dataclass(frozen=True, slots=True)
 class HostRows:
-    """The parts of a batch that are compared, its tensors copied to host memory at once."""
+    """Parts of a batch to compare, copied to host memory at once."""
 
     sample_ids: NDArray[np.int64]
     group_ids: NDArray[np.int64]
@@ -81,7 +80,7 @@ class HostRows:
 
     @classmethod
     def of(cls, batch: RolloutBatch) -> HostRows:
-        """Return those of a batch on any device."""
+        """Copy the parts from a batch on any device."""
         values = {"rollout_logprobs": batch.rollout_logprobs, **batch.facts}
         if batch.compared_mask is None:
             batch = replace(batch, compared_mask=torch.zeros_like(batch.response_mask))
@@ -106,49 +105,49 @@ def check_ledger(
     slices: Sequence[slice],
     context: DistributedContext,
 ) -> None:
-    """Raise unless every row to train on is what journal and ledgers say; collective.
+    """Raise unless every row to train on agrees with journal and ledgers; collective.
 
     Args:
         batch: This rank's rows.
-        table: Table of these rows, in their order; it knows the versions.
-        evidence: On these rows.
-        step: The rows of all ranks, of which advantages are made, and the greedy samples beside
-            them, if there are.
-        policy: How the actor lays rows out.
+        table: Table of these rows, in their order, with their versions.
+        evidence: Evidence on these rows.
+        step: Rows of all ranks, from which advantages are computed, and their greedy samples or
+            None.
+        policy: Layout policy of the actor.
         slices: Rows of each forward pass.
-        context: Reaches the other ranks.
+        context: Process groups of the ranks.
 
     Raises:
-        LedgerError: They differ; on every rank, with sample, turn and token of the first.
+        LedgerError: They differ; raised on every rank, with sample, turn and token.
     """
     problem = evidence.problem
     try:
         _check_repeated(step[0])
         _check_facts(_facts(table), {i: each.facts for i, each in evidence.accounts.items()})
-        found_rows = HostRows.of(batch)
-        rows = [_check_row(found_rows, table, row, evidence) for row in range(len(table))]
+        host_rows = HostRows.of(batch)
+        rows = [_check_row(host_rows, table, row, evidence) for row in range(len(table))]
     except LedgerError as error:
         rows, problem = [], problem or str(error)
     everything = [{} if each is None else _facts(each) for each in step]
     is_other = sum(map(rows_hash, everything)) != evidence.total
-    told: list[tuple[str, bool]] = context.gather_objects((problem, is_other))
-    problems = [text for text, _ in told]
+    reports: list[tuple[str, bool]] = context.gather_objects((problem, is_other))
+    problems = [text for text, _ in reports]
     if not any(problems):
         # The layout of shared sequences is a collective: every rank has sound rows here.
         try:
-            if any(is_other for _, is_other in told):
-                told_rows = context.gather_objects(evidence.noted_rows())
-                _check_everything(everything, told_rows, is_other=is_other)
+            if any(is_other for _, is_other in reports):
+                noted_rows = context.gather_objects(evidence.noted_rows())
+                _check_everything(everything, noted_rows, is_other=is_other)
             else:
                 for part in slices:
                     _check_layout(batch, policy, part, rows[part])
         except LedgerError as error:
             problem = str(error)
         problems = context.gather_objects(problem)
-    found = [text for text in problems if text]
-    if found:
+    messages = [text for text in problems if text]
+    if messages:
         raise LedgerError(
-            f"ledger gate: {found[0]}\n  what is about to be trained on is not what was sampled "
+            f"ledger gate: {messages[0]}\n  what is about to be trained on is not what was sampled "
             "and scored; nothing was trained. Report this: it is a fault of the program, or of an "
             "own part of it; --no_ledger_gate trains all the same"
         )
@@ -161,10 +160,10 @@ def _check_repeated(table: RowTable) -> None:
 
 
 def rebuild(sample_id: int, evidence: Evidence) -> RebuiltRow:
-    """Return a sample's row from journal and ledger alone.
+    """Return a sample's row, built from journal and ledger alone.
 
     Raises:
-        LedgerError: A call is in no ledger, or an observation holds what no text becomes.
+        LedgerError: A call is in no ledger, or an observation holds special tokens in its text.
     """
     account = evidence.accounts.get(sample_id)
     if account is None:
@@ -192,7 +191,7 @@ def rebuild(sample_id: int, evidence: Evidence) -> RebuiltRow:
 def _part(
     token_ids: Sequence[int], turn: int = -1, entry: LedgerEntry | None = None
 ) -> dict[str, NDArray[Any]]:
-    """Return tokens of one origin; without an entry nobody sampled them."""
+    """Return the columns of some tokens; without an entry they were not sampled."""
     count = len(token_ids)
     version, columns = -1 if entry is None else entry.weights_version, vouched_columns()
     vouched = {c.name: np.full(count, c.fill, c.dtype) for c in columns}
@@ -214,7 +213,7 @@ def _check_observation(
 
 
 def _facts(table: RowTable) -> dict[int, RowFacts]:
-    """Return what is written down of samples, as rows say it."""
+    """Return the facts that ledgers note about samples, taken from rows."""
     columns = {name: table[name].tolist() for name, c in COLUMNS.items() if c.noted is not None}
     names, components = table.component_names, table.components.tolist()
     return {
@@ -227,7 +226,7 @@ def _facts(table: RowTable) -> dict[int, RowFacts]:
 def _check_facts(
     trained: Mapping[int, RowFacts], noted: Mapping[int, RowFacts], whose: str = "sample"
 ) -> None:
-    """Groups, rewards and failures of rows are those that were written down as they arose."""
+    """Check that groups, rewards and failures of rows equal those noted as they arose."""
     for sample_id, facts in trained.items():
         if not noted.get(sample_id):
             raise LedgerError(f"{whose} {sample_id} is in no ledger of samples")
@@ -241,11 +240,13 @@ def _check_everything(
     *,
     is_other: bool,
 ) -> None:
-    """The rows of all ranks, and the greedy samples, against what all ranks wrote down."""
-    for found, by_rank, whose in zip(
+    """Check the rows of all ranks, and the greedy samples, against the notes of all ranks."""
+    for facts_by_id, by_rank, whose in zip(
         trained, zip(*noted, strict=True), ("sample", "greedy sample of group"), strict=True
     ):
-        _check_facts(found, {i: facts for own in by_rank for i, facts in own.items()}, whose)
+        _check_facts(
+            facts_by_id, {i: facts for notes in by_rank for i, facts in notes.items()}, whose
+        )
     if is_other:
         raise LedgerError("samples that were written down are missing among the rows of all ranks")
 
@@ -254,16 +255,16 @@ def _require_equal(
     whose: str, trained: Mapping[str, object], written: Mapping[str, object]
 ) -> None:
     for name in {**written, **trained}:
-        found, expected = trained.get(name), written.get(name)
-        if found != expected:
+        actual, expected = trained.get(name), written.get(name)
+        if actual != expected:
             raise LedgerError(
-                f"{whose}: {name} differ: {expected} was written down as it arose, {found} is "
+                f"{whose}: {name} differ: {expected} was written down as it arose, {actual} is "
                 "about to be trained on"
             )
 
 
 def _check_row(batch: HostRows, table: SampleTable, row: int, evidence: Evidence) -> RebuiltRow:
-    """Return one row of tensors against the row that must be; returns that."""
+    """Check a row of tensors against the rebuilt row, and return the latter."""
     sample_id = int(table.sample_ids[row])
     if int(batch.sample_ids[row]) != sample_id:
         raise LedgerError(
@@ -278,7 +279,10 @@ def _check_row(batch: HostRows, table: SampleTable, row: int, evidence: Evidence
     _compare("token ids", ids[:shared], right.token_ids[:shared], sample_id, right)
     if num_real != length or not real[:length].all():
         raise LedgerError(f"sample {sample_id} has {num_real} tokens, expected {length}")
-    if any(found != hash_context(right.token_ids) for found in evidence.accounts[sample_id].scored):
+    if any(
+        scored_hash != hash_context(right.token_ids)
+        for scored_hash in evidence.accounts[sample_id].scored
+    ):
         raise LedgerError(f"sample {sample_id}: its reward was given to other tokens than these")
     is_left_out = bool(evidence.accounts[sample_id].facts["is_masked"])
     is_left_out |= evidence.masks_truncated and _is_cut(table, row, right)
@@ -288,11 +292,11 @@ def _check_row(batch: HostRows, table: SampleTable, row: int, evidence: Evidence
     if mask[length:].any():
         raise LedgerError(f"sample {sample_id} has a mask on its padding")
     for column in vouched_columns():
-        found = batch.vouched[column.name][row]
-        expected = np.full(len(found), column.fill, found.dtype)
+        values = batch.vouched[column.name][row]
+        expected = np.full(len(values), column.fill, values.dtype)
         expected[:length][is_trained] = right.vouched[column.name][is_trained]
-        kind = f"u{found.itemsize}"
-        _compare(f"{column.name} (bits)", found.view(kind), expected.view(kind), sample_id, right)
+        kind = f"u{values.itemsize}"
+        _compare(f"{column.name} (bits)", values.view(kind), expected.view(kind), sample_id, right)
     versions = np.full(length, -1, dtype=np.int64)
     stop = int(table.response_lengths[: row + 1].sum())
     start = stop - int(table.response_lengths[row])
@@ -309,13 +313,13 @@ def _check_row(batch: HostRows, table: SampleTable, row: int, evidence: Evidence
 def _facts_of_row(
     batch: HostRows, table: SampleTable, row: int, evidence: Evidence, right: RebuiltRow
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Facts of a row that is sound so far: as they are trained, and as they were written down."""
+    """Return two sets of facts of a row: as trained on, and as noted."""
     sample_id = int(table.sample_ids[row])
     account = evidence.accounts[sample_id]
     noted, num_prompt = account.facts, len(account.prompt)
     names = ("prompt_lengths", "response_lengths", "sampled_lengths", "weights_versions")
     trained: dict[str, object] = {name: int(table[name][row]) for name in (*names, "is_truncated")}
-    if (right.turns < 0).all():  # of no sampled token, no version is known
+    if (right.turns < 0).all():  # without sampled tokens the version is unknown
         del trained["weights_versions"]
     trained |= {"rewards": batch.rewards[row], "group_ids": batch.group_ids[row]}
     written = {
@@ -331,7 +335,7 @@ def _facts_of_row(
 
 
 def _is_cut(table: SampleTable, row: int, right: RebuiltRow) -> bool:
-    """Whether the token budget ended a response; of calls whose end nobody noted, as it is said."""
+    """Return whether the token budget ended a response; by the table if no call's end is noted."""
     end = right.ends[-1][1] if right.ends else "abort"
     return end == "length" if end else bool(table.is_truncated[row])
 
@@ -339,11 +343,11 @@ def _is_cut(table: SampleTable, row: int, right: RebuiltRow) -> bool:
 def _is_comparable(
     batch: HostRows, right: RebuiltRow, version: int, sample_id: int
 ) -> NDArray[np.bool_]:
-    """[length] bool: drawn from the distribution, and by the weights, that the trainer scores with.
+    """Return [length] bool: whether the trainer scores the distribution and weights sampled from.
 
     Raises:
-        LedgerError: The trainer scores at another temperature or another truncation; only the
-            first token of a response may have a temperature of its own.
+        LedgerError: The trainer scores at another temperature or another truncation. Only the first
+            token of a response may have a different temperature.
     """
     is_like, support, later = [], batch.support, right.turns[right.turns >= 0][1:]
     replayed = None if support is None else (support.top_p, support.top_k, support.min_p)
@@ -378,7 +382,7 @@ def _compare(
     if not len(wrong):
         return
     place = int(wrong[0])
-    # Of an observation or a prompt: the turn that it belongs to is the last one before it.
+    # Tokens of prompts and observations count to the last turn before them.
     turn = int(right.turns[: place + 1].max(initial=-1))
     where = f"turn {turn}" if turn >= 0 else "prompt"
     raise LedgerError(
@@ -390,7 +394,7 @@ def _compare(
 def _check_layout(
     batch: RolloutBatch, policy: LayoutPolicy, part: slice, rows: Sequence[RebuiltRow]
 ) -> None:
-    """What a forward pass would see of some rows: ids, positions, and where it scores tokens."""
+    """Check the inputs of a forward pass: ids, positions, and the scored places."""
     mask = batch.response_mask[part]
     layout = policy.lay_out(batch.token_ids[part], batch.attention_mask[part], mask)
     lengths = [len(row.token_ids) for row in rows]
@@ -407,9 +411,9 @@ def _check_layout(
         if list(layout.bounds.offsets[: len(rows) + 1]) != [*starts, sum(lengths)]:
             raise LedgerError("a packed stream does not end its sequences where rows end")
         seen = [
-            (all_ids[0, own], all_positions[0, own])
+            (all_ids[0, part_here], all_positions[0, part_here])
             for start, length in zip(starts, lengths, strict=True)
-            for own in (slice(max(0, start - first), max(0, start + length - first)),)
+            for part_here in (slice(max(0, start - first), max(0, start + length - first)),)
         ]
     for number, (row, (ids, positions)) in enumerate(zip(rows, seen, strict=True)):
         skipped = 0 if layout.bounds is None else max(0, first - starts[number])
@@ -431,7 +435,7 @@ def _check_scored(
     starts: Sequence[int],
     first: int,
 ) -> None:
-    """Each scored token is predicted from the token before it, in its own row, once."""
+    """Check that each scored token is predicted once, from the token before it in its row."""
     token_ids = np.zeros(mask.shape, dtype=np.int64)
     for number, row in enumerate(rows):
         token_ids[number, : len(row.token_ids)] = row.token_ids
@@ -439,18 +443,18 @@ def _check_scored(
     sources = np.array(starts, dtype=np.int64)[where] + columns - 1
     if layout.bounds is not None:
         width = layout.input_ids.shape[1]
-        is_own = (sources >= first) & (sources < first + width)
-        where, columns, sources = where[is_own], columns[is_own], sources[is_own]
+        is_local = (sources >= first) & (sources < first + width)
+        where, columns, sources = where[is_local], columns[is_local], sources[is_local]
     expected = np.stack([where, columns, token_ids[where, columns], sources - first])
     parts = (layout.rows, layout.columns, layout.targets, layout.sources)
-    found = np.stack([part.cpu().numpy() for part in parts])
-    shared = min(expected.shape[1], found.shape[1])
-    wrong = np.flatnonzero((expected[:, :shared] != found[:, :shared]).any(axis=0))
-    if len(wrong) or expected.shape != found.shape:
+    actual = np.stack([part.cpu().numpy() for part in parts])
+    shared = min(expected.shape[1], actual.shape[1])
+    wrong = np.flatnonzero((expected[:, :shared] != actual[:, :shared]).any(axis=0))
+    if len(wrong) or expected.shape != actual.shape:
         place = int(wrong[0]) if len(wrong) else shared
         names = "(row, column, id, predicted from)"
         raise LedgerError(
             f"a forward pass scores other tokens than were sampled: its token {place} {names} is "
-            f"{found[:, place : place + 1].ravel().tolist()}, expected "
+            f"{actual[:, place : place + 1].ravel().tolist()}, expected "
             f"{expected[:, place : place + 1].ravel().tolist()}"
         )

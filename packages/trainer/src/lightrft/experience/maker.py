@@ -88,14 +88,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageSettings:
-    """Settings by which rewards become advantages in one step.
+    """Settings of a step for turning rewards into advantages.
 
     Args:
         config: Discounts, clip ranges and the KL estimator.
         estimator: Turns rewards into advantages.
         kl_coef: Weight of the KL penalty in the reward; 0 is off.
         moments: Moments of all rewards before the step, or None without running normalisation.
-        teacher_factors: Weights of the teachers of some rows, [batch, 1]; None is 1 each.
+        teacher_factors: Function for the weight of each row's teacher, [batch, 1]; None is 1 each.
     """
 
     config: TrainConfig
@@ -107,13 +107,13 @@ class AdvantageSettings:
 
 @dataclass(frozen=True, slots=True)
 class ShapedRewards:
-    """Rewards of the rows of all ranks, as the estimator sees them.
+    """Rewards of the rows of all ranks, as the estimator gets them.
 
     Args:
         rewards: [rows] float64.
         is_clipped: [rows] bool.
         moments: Moments of all rewards so far, or None without running normalisation.
-        greedy_rewards: [rows] float64 of the greedy completions of their prompts, shaped alike; or
+        greedy_rewards: [rows] float64 of the greedy completions of their prompts, shaped alike, or
             None.
     """
 
@@ -130,19 +130,19 @@ def shape_rewards(
     *,
     greedy_rewards: Tensor | None = None,
 ) -> ShapedRewards:
-    """Running normalisation, then clipping, over the rows of all ranks.
+    """Normalise by running moments, then clip, over the rows of all ranks.
 
     Args:
-        table: The samples; excluded rows do not count into the moments.
+        table: Rows of the samples; excluded rows do not count in the moments.
         moments: Moments of all rewards before this step, or None without running normalisation.
-        config: reward_running_norm_minus_mean and reward_clip.
-        greedy_rewards: [rows] as they were given; they do not count into the moments.
+        config: Options `reward_running_norm_minus_mean` and `reward_clip`.
+        greedy_rewards: [rows] before shaping; they do not count in the moments.
     """
     rewards = torch.from_numpy(table.rewards)
     if moments is not None:
         episodes = episodes_of(table)  # whose rows come first
-        given_once = rewards[: len(episodes)][torch.from_numpy(~episodes.is_masked)]
-        moments = moments.merge(moments_of(given_once))
+        once = rewards[: len(episodes)][torch.from_numpy(~episodes.is_masked)]
+        moments = moments.merge(moments_of(once))
 
     def shaped(given: Tensor) -> tuple[Tensor, Tensor]:
         is_clipped = torch.zeros(len(table), dtype=torch.bool)
@@ -171,13 +171,13 @@ def assemble(
     """Return the experience of one rank.
 
     Args:
-        table: The rows of all ranks.
-        rows: [batch] int64, the rows of `table` that `rollouts` holds.
+        table: Rows of all ranks.
+        rows: [batch] int64, rows of `table` that `rollouts` holds.
         rollouts, outputs: This rank's rows.
         rewards: [rows of table] from `shape_rewards`.
         greedy_rewards: [rows of table] rewards of the greedy completions; ReMax only.
         settings: Settings of the estimation.
-        context: Sums the moments over all ranks.
+        context: Process groups, to sum the moments over all ranks.
 
     Raises:
         NumericsError: An advantage is not finite.
@@ -222,7 +222,7 @@ def _estimate(
         gamma = turn_discounts(mask, gamma=config.gamma)
     if advantage_traits(settings.estimator).is_token_level:
         local = rewards[rows].to(mask.device, torch.float32)
-        # A running scale and a limit are of whole rewards.
+        # A running scale and a limit apply only to whole rewards.
         is_changed = config.reward_running_norm or config.reward_clip > 0
         paid = None if is_changed else rollouts.facts.get("turn_rewards")
         shaped = token_rewards(local, mask, kl=kl, kl_coef=settings.kl_coef, turn_rewards=paid)
@@ -230,7 +230,7 @@ def _estimate(
             settings.estimator,
             TokenAdvantageInputs(shaped, mask, outputs.values, gamma, config.lambd),
         )
-    # Branches of an episode share its reward: it counts once.
+    # Branches of an episode share its reward, which counts once.
     episodes, places = episodes_of(table), torch.from_numpy(episode_places(table))
     count = len(episodes)
     by_episode = estimate_row_advantages(
@@ -261,12 +261,12 @@ def teacher_advantages(
 ) -> Tensor:
     """teacher_coef (log p - log q) of the sampled tokens: [batch, seq], 0 outside the mask.
 
-    Its mean over what q samples is minus the gradient of KL(q || p) at the token's prefix. q are
-    the old logprobs: the trainer's, as p is, so that rounding of the engine is no signal and a
-    teacher equal to the student gives 0; and the policy that the loss's ratio is taken to.
+    Its mean over samples of q is minus the gradient of KL(q || p) at the token's prefix. q are the
+    old logprobs. Like p they are the trainer's, so the engine's rounding is no signal and a teacher
+    equal to the student gives 0. The loss takes its ratio to the same policy.
 
     Raises:
-        RuntimeError: There are no old logprobs.
+        RuntimeError: The old logprobs are missing.
     """
     if outputs.old_logprobs is None or outputs.teacher_logprobs is None:
         raise RuntimeError("a teacher's advantage needs the logprobs before the update")
@@ -289,14 +289,14 @@ def _reward_kl(outputs: PolicyOutputs, mask: Tensor, settings: AdvantageSettings
     )
 
 
-# A frozen policy that the student learns from: logprobs [batch, seq] float32 of the sampled tokens
-# of this rank's rows, 0 elsewhere, in forward passes over the given slices; collective.
+# A frozen policy that the student learns from: returns logprobs [batch, seq] float32 of this rank's
+# sampled tokens, 0 elsewhere, in forward passes over the slices; collective.
 TeacherFunction = Callable[[RolloutBatch, Sequence[slice]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardModels:
-    """The models that score rollouts; None where the algorithm has no such model."""
+    """Models that score rollouts; None where the algorithm has no such model."""
 
     actor: PolicyModel
     reference: PolicyModel | None = None
@@ -311,13 +311,13 @@ def compute_outputs(
     slices: Sequence[slice],
     scores_actor: bool = True,
 ) -> PolicyOutputs:
-    """Return logprobs of actor, reference and teacher, values and entropies of all response tokens.
+    """Return the models' outputs on all response tokens: logprobs, values and entropies.
 
-    One model after the other, so that only one needs its activations and gathered weights.
+    The models run one after the other: only one holds activations and gathered weights.
 
     Args:
         batch: This rank's rows.
-        models: Those that score them.
+        models: Models that score the rows.
         slices: Rows of each forward pass, in order; they cover the batch.
         scores_actor: False leaves the old logprobs and entropies to the update.
     """
@@ -325,7 +325,7 @@ def compute_outputs(
     with torch.no_grad():
         if scores_actor:
             old = score_policy(models.actor, batch, slices=slices, entropy="value")
-        # Truncation belongs to the policy that sampled.
+        # Only the policy that sampled was truncated.
         plain = replace(batch, support=None)
         reference = teacher = None
         if models.reference is not None:
@@ -343,13 +343,13 @@ def compute_outputs(
 
 @torch.no_grad()
 def score_actor(batch: RolloutBatch, actor: PolicyModel, *, slices: Sequence[slice]) -> Tensor:
-    """The actor's logprobs of all response tokens, in its present mode: [batch, seq] float32.
+    """Return the actor's logprobs of all response tokens, in its present mode: [batch, seq].
 
-    They follow the distribution the rows were sampled from, without what it excludes.
+    They are float32 and follow the distribution of the samples, without the excluded tokens.
 
     Args:
         batch: This rank's rows.
-        actor: Every rank calls it equally often.
+        actor: Actor, which every rank calls equally often.
         slices: Rows of each forward pass, in order; they cover the batch.
     """
     return score_policy(actor, batch, slices=slices, entropy="none").sampling_logprobs
@@ -358,7 +358,7 @@ def score_actor(batch: RolloutBatch, actor: PolicyModel, *, slices: Sequence[sli
 def score_policy(
     policy: PolicyModel, batch: RolloutBatch, *, slices: Sequence[slice], entropy: EntropyMode
 ) -> ActorOutput:
-    """Outputs of all response tokens, in forward passes over the slices, which cover the batch."""
+    """Return outputs of all response tokens, in forward passes over slices that cover the batch."""
     micro_batches = (select_rollouts(batch, rows) for rows in slices)
     outputs = [
         run_policy(policy, micro, entropy=entropy, support=micro.support) for micro in micro_batches
@@ -366,8 +366,8 @@ def score_policy(
     width = batch.token_ids.shape[1]
 
     def joined(pieces: Sequence[Tensor | None]) -> Tensor | None:
-        found = [piece for piece in pieces if piece is not None]
-        return join_micro_batches(found, width) if found else None
+        present = [piece for piece in pieces if piece is not None]
+        return join_micro_batches(present, width) if present else None
 
     return ActorOutput(
         join_micro_batches([output.logprobs for output in outputs], width),
@@ -386,7 +386,7 @@ def _evaluate(critic: ValueModel, batch: RolloutBatch, *, slices: Sequence[slice
 
 
 def scoring_temperature(temperature: float) -> float:
-    """Return the temperature at which samples are scored: greedy samples are scored at 1."""
+    """Return the temperature for scoring samples; greedy samples are scored at 1."""
     return temperature if temperature > 0 else 1.0
 
 
@@ -398,10 +398,10 @@ def run_policy(
     support: SamplingSupport | None,
     token_loss: TokenLossFunction | None = None,
 ) -> ActorOutput:
-    """Return one forward pass over rows.
+    """Run one forward pass over rows.
 
     Args:
-        policy: Is called.
+        policy: Model to call.
         rows: Rows of a micro-batch.
         entropy, support, token_loss: See `lightrft.models.Actor`.
     """
@@ -423,12 +423,12 @@ class StepExperience:
     """Rows that one rank trains on in one step, and facts of the step that all ranks know.
 
     Args:
-        batch: This rank's rows, optimizer batch after optimizer batch.
+        batch: This rank's rows, one optimizer batch after the other.
         rows: Rows with their tokens, before they were padded.
-        samples: What was sampled.
-        rewards: The rewards the estimator saw, of the rows of `table`.
-        plan: Which rows of `table` each rank trains in which optimizer batch.
-        version: Of the weights that the step begins with.
+        samples: Samples of the step.
+        rewards: Rewards of the rows of `table`, as the estimator got them.
+        plan: Rows of `table` in each optimizer batch of each rank.
+        version: Version of the weights at the start of the step.
     """
 
     batch: ExperienceBatch
@@ -440,19 +440,19 @@ class StepExperience:
 
     @property
     def table(self) -> RowTable:
-        """The rows of all ranks."""
+        """Rows of all ranks."""
         return self.samples.table
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """The way of rows to the ranks that train them.
+    """Route of rows to the ranks that train them.
 
     Args:
-        training: The ranks that train.
+        training: Ranks that train.
         encoder: Encoder of media.
-        generating: To the ranks that have the samples, which then call `give_rows`; None is the
-            ranks that train.
+        generating: Bridge to the ranks that have the samples and call `give_rows`; None if the
+            training ranks have them.
     """
 
     training: DistributedContext
@@ -471,14 +471,14 @@ def make_experience(
     timer: StepTimer,
     reuses_policy_logprobs: bool = False,
 ) -> StepExperience:
-    """Return the experience of one step; collective.
+    """Make the experience of one step; collective.
 
     Args:
-        samples, models: Of the step, and those that score.
-        delivery: See `Delivery`.
-        engine: Holds the weights that the step begins with, or None.
-        settings: How rewards become advantages in this step.
-        step: Fixes the optimizer batches, together with the seed.
+        samples, models: Samples of the step, and the models that score them.
+        delivery: Route of the rows.
+        engine: Engine with the weights at the start of the step, or None.
+        settings: Settings for advantages in this step.
+        step: Number that fixes the optimizer batches, together with the seed.
         timer: Measures the step.
         reuses_policy_logprobs: Leave old logprobs to the update if the step has one batch.
     """
@@ -530,14 +530,14 @@ def give_rows(
     num_training: int,
     encoder: Encoder,
 ) -> None:
-    """Give the ranks that train the rows of this one that they train; collective with them.
+    """Send the training ranks the rows that they train; collective with them.
 
     Args:
-        samples: Of the step; their holders are ranks of the launch.
+        samples: Samples of the step; their holders are ranks of the launch.
         config: Options of the run.
         step: As for `make_experience`.
-        bridge: To them.
-        num_training: How many they are.
+        bridge: Bridge to the training ranks.
+        num_training: Number of training ranks.
         encoder: Encoder of prompts with media.
     """
     table, num_ranks = samples.table, num_training // config.sp_size
@@ -554,9 +554,9 @@ def give_rows(
 def wanted_rows(
     plan: MinibatchPlan, num_data_ranks: int, sp_size: int, world_size: int
 ) -> list[NDArray[np.int64]]:
-    """Return the rows that each rank trains; the ranks beyond those that train want none."""
-    found = [plan.row_index(each) for each in range(num_data_ranks) for _ in range(sp_size)]
-    return found + [np.empty(0, np.int64)] * (world_size - len(found))
+    """Return the rows that each rank trains; none for the ranks that do not train."""
+    training = [plan.row_index(each) for each in range(num_data_ranks) for _ in range(sp_size)]
+    return training + [np.empty(0, np.int64)] * (world_size - len(training))
 
 
 def plan_step(table: RowTable, config: TrainingOptions, num_ranks: int, step: int) -> MinibatchPlan:
@@ -594,12 +594,12 @@ def _batch(
     )
     if shares is None or config.agent_denominator == "branch":
         return batch
-    own = torch.from_numpy(shares[plan.row_index(context.data_rank)])
-    return replace(batch, row_shares=own.to(context.device))
+    shares_here = torch.from_numpy(shares[plan.row_index(context.data_rank)])
+    return replace(batch, row_shares=shares_here.to(context.device))
 
 
 def _told(evidence: Evidence, version: int, config: ShapingOptions) -> Evidence:
-    """Return the evidence with what this step knows of the weights and of what it may train on."""
+    """Return the evidence with the version of this step's weights and its masking."""
     return replace(evidence, version=version, masks_truncated=config.mask_truncated)
 
 
@@ -610,7 +610,7 @@ def choose_layout(models: ForwardModels) -> LayoutPolicy:
 
 
 def _version(samples: Samples, engine: RolloutEngine | None) -> int:
-    """Of the weights that the step begins with; without an engine, of the last token."""
+    """Return the version of the weights at the start of the step; else that of the last token."""
     if engine is not None:
         return engine.weights_version
     return int(samples.table.weights_versions.max(initial=-1))
@@ -626,10 +626,10 @@ def _greedy_rewards(samples: Samples) -> torch.Tensor | None:
 
 
 def replayed_support(params: SamplingParams, engine_name: str | None) -> SamplingSupport | None:
-    """What the forward pass replays; None if nothing was excluded or it is not known in what order.
+    """Return the truncation to replay; None if there is none or its order is unknown.
 
     Args:
-        params: How the samples were drawn.
+        params: Sampling parameters of the samples.
         engine_name: Name of the engine that drew them.
     """
     if not params.truncates:

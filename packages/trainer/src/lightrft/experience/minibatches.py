@@ -19,8 +19,8 @@ class MinibatchPlan:
     """Rows of a `SampleTable` for every optimizer batch and rank.
 
     Args:
-        rows: rows[minibatch][rank] are row indices; every rank has equally many, but where
-            episodes have branches: then one may have one row more than another.
+        rows: rows[minibatch][rank] are row indices. Every rank has equally many; only if episodes
+            have branches, one may have one row more than another.
     """
 
     rows: tuple[tuple[tuple[int, ...], ...], ...]
@@ -35,7 +35,7 @@ class MinibatchPlan:
         return np.array([row for batch in self.rows for row in batch[rank]], dtype=np.int64)
 
     def places(self, index: int, rank: int) -> slice:
-        """Return where the rows of an optimizer batch stand among all rows of a rank."""
+        """Return the slice of an optimizer batch among all rows of a rank."""
         start = sum(len(batch[rank]) for batch in self.rows[:index])
         return slice(start, start + len(self.rows[index][rank]))
 
@@ -48,13 +48,13 @@ class MinibatchPlan:
         micro_batch_size: int,
         config: TrainConfig,
     ) -> Sequence[slice]:
-        """Return micro batches of one optimizer batch: consecutive rows of one rank's share.
+        """Return the micro batches of one optimizer batch: consecutive rows of one rank's share.
 
         Args:
             lengths: [rows] tokens of each sample.
             index: Index of the optimizer batch.
-            rank: Whose share.
-            micro_batch_size: Rows of a micro batch, where the options do not count tokens.
+            rank: Rank whose share is cut.
+            micro_batch_size: Rows of a micro batch, unless the options count tokens.
             config: Bound of the tokens of a micro batch, padding included unless samples are
                 packed; a longer row stands alone.
 
@@ -74,7 +74,7 @@ class MinibatchPlan:
     def forward_slices(
         self, lengths: NDArray[np.int64], *, rank: int, config: TrainConfig
     ) -> Sequence[slice]:
-        """Rows of each forward pass over all rows of one rank; every rank has equally many."""
+        """Return the rows of each forward pass over a rank's rows; ranks have equally many."""
         size = config.micro_rollout_batch_size
         if config.max_micro_tokens(size) is None:
             num_ranks = len(self.rows[0])
@@ -99,15 +99,15 @@ def plan_minibatches(
     step: int,
     episodes: NDArray[np.int64] | None = None,
 ) -> MinibatchPlan:
-    """Cut the samples of one step into optimizer batches and distributes their rows over ranks.
+    """Cut the samples of one step into optimizer batches and distribute their rows over ranks.
 
     Args:
         lengths: [rows] tokens of each sample, in the order of the sample ids.
         train_batch_size: Samples of one optimizer batch, over all ranks.
         world_size: Ranks that share an optimizer batch.
-        seed, step: Fix the permutation.
-        episodes: [rows] the sample that each row belongs to, counted from 0, whose rows all come
-            into one batch; None where every row is a sample of its own.
+        seed, step: Numbers that fix the permutation.
+        episodes: [rows] sample of each row, counted from 0; all rows of a sample come into one
+            batch. None if every row is a sample.
 
     Raises:
         ValueError: The sizes do not divide.
@@ -130,7 +130,7 @@ def plan_minibatches(
 
 
 def epoch_order(num_minibatches: int, *, seed: int, step: int, epoch: int) -> tuple[int, ...]:
-    """The order in which one epoch visits the optimizer batches; the first keeps the plan's."""
+    """Return the order of the optimizer batches in one epoch; the first keeps the plan's."""
     if epoch == 0:
         return tuple(range(num_minibatches))
     order = np.random.default_rng([seed, step, epoch]).permutation(num_minibatches)
@@ -159,9 +159,9 @@ def _cut(lengths: Sequence[int], max_tokens: int, packs_samples: bool) -> list[s
 
 
 def _evened(cuts: Sequence[Sequence[slice]]) -> list[list[slice]]:
-    """Equally many slices on every rank: the largest ones are halved.
+    """Cut to equally many slices on every rank, halving the largest ones.
 
-    A rank with fewer rows than another has slices decides how many there are.
+    The rank with the fewest rows limits their number.
     """
     if len({len(cut) for cut in cuts}) == 1:
         return [list(cut) for cut in cuts]
@@ -171,7 +171,7 @@ def _evened(cuts: Sequence[Sequence[slice]]) -> list[list[slice]]:
 
 
 def _joined(slices: Sequence[slice], count: int) -> list[slice]:
-    """At most so many slices: the smallest neighbours are joined."""
+    """Join the smallest neighbours until at most `count` slices are left."""
     slices = list(slices)
     while len(slices) > count:
         where = min(range(len(slices) - 1), key=lambda i: slices[i + 1].stop - slices[i].start)
@@ -180,7 +180,7 @@ def _joined(slices: Sequence[slice], count: int) -> list[slice]:
 
 
 def _split(slices: list[slice], count: int) -> list[slice]:
-    """As many slices as every other rank has: the largest ones are halved."""
+    """Halve the largest slices until there are `count`."""
     slices = list(slices)
     while len(slices) < count:
         where = max(range(len(slices)), key=lambda i: slices[i].stop - slices[i].start)

@@ -1,4 +1,4 @@
-"""Teachers of sampled tokens: models, servers, several by row, with prompts of their own."""
+"""Teachers of sampled tokens: models, servers, several by row, with separate prompts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class TeacherError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TextScores:
-    """A server's numbers of one text.
+    """Numbers of a server about one text.
 
     Args:
         logprobs: [tokens] float32 of each token after those before it; 0 for the first.
-        top_ids: [tokens, k] int32, the likeliest tokens of each place, the likeliest first.
+        top_ids: [tokens, k] int32, likeliest tokens of each place, in descending order.
         top_logprobs: [tokens, k] float32; both are 0 for the first.
     """
 
@@ -42,18 +42,18 @@ class TextScores:
 
 
 class LogprobServer(Protocol):
-    """A language model behind an address, which scores given tokens at temperature 1."""
+    """Language model behind an address, which scores tokens at temperature 1."""
 
     def score(self, texts: Sequence[Sequence[int]], *, top_k: int = 0) -> list[TextScores]:
-        """Return the numbers of each text, each of two tokens or more.
+        """Return the numbers of each text; texts have two tokens or more.
 
         Raises:
-            TeacherError: There is no usable answer for one of them.
+            TeacherError: The answer about one of them is not usable.
         """
         ...
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token by itself; TeacherError as for `score`."""
+        """Return the text of each token alone; TeacherError as for `score`."""
         ...
 
     def close(self) -> None:
@@ -68,71 +68,71 @@ def ask_together(
     *,
     top_k: int = 0,
 ) -> list[TextScores]:
-    """The numbers of this rank's texts; collective, so that no rank waits for one that failed.
+    """Return the numbers of this rank's texts; collective, so that ranks fail together.
 
-    Of ranks that share sequences the first asks: their numbers must be the same bits.
+    If ranks share sequences, the first one asks: their numbers must be equal bit by bit.
 
     Raises:
-        TeacherError: On every rank, if the server failed one of them.
+        TeacherError: The server failed a rank; all ranks raise.
     """
     group = context.sp_group
-    found: list[TextScores] = []
+    scores: list[TextScores] = []
     problem = ""
     if group is None or dist.get_rank(group) == 0:
         try:
-            found = server.score(texts, top_k=top_k) if texts else []
+            scores = server.score(texts, top_k=top_k) if texts else []
         except TeacherError as error:
             problem = str(error)
     problems = [each for each in context.gather_objects(problem) if each]
     if problems:
         raise TeacherError(problem or problems[0])
-    return found if group is None else context.gather_objects(found, group)[0]
+    return scores if group is None else context.gather_objects(scores, group)[0]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTeacher:
-    """A prepared model of the run."""
+    """Prepared model of the run."""
 
     model: PolicyModel
 
     def __call__(self, batch: RolloutBatch, slices: Sequence[slice]) -> Tensor:
-        """See `TeacherFunction`."""
+        """Score the sampled tokens of a batch."""
         return score_policy(self.model, batch, slices=slices, entropy="none").logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class ServedTeacher:
-    """A model behind a server.
+    """Model behind a server.
 
     Args:
-        server: Is asked for all rows of a step at once.
-        context: Agrees on failures.
+        server: Server, which is asked for all rows of a step at once.
+        context: Process groups, to agree on failures.
     """
 
     server: LogprobServer
     context: DistributedContext
 
     def __call__(self, batch: RolloutBatch, slices: Sequence[slice]) -> Tensor:
-        """See `TeacherFunction`."""
+        """Score the sampled tokens of a batch."""
         del slices
-        found = torch.zeros(batch.token_ids.shape, dtype=torch.float32)
+        logprobs = torch.zeros(batch.token_ids.shape, dtype=torch.float32)
         mask = batch.response_mask.cpu()
         rows = mask.any(dim=1).nonzero().flatten().tolist()
         ids, is_real = batch.token_ids.cpu(), batch.attention_mask.cpu()
         texts = [ids[row][is_real[row]].tolist() for row in rows]
         for row, scores in zip(rows, ask_together(self.server, texts, self.context), strict=True):
-            found[row, : len(scores.logprobs)] = torch.from_numpy(scores.logprobs)
-        return torch.where(mask, found, 0.0).to(batch.token_ids.device)
+            logprobs[row, : len(scores.logprobs)] = torch.from_numpy(scores.logprobs)
+        return torch.where(mask, logprobs, 0.0).to(batch.token_ids.device)
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherRows:
-    """Facts of prompts that concern teachers, by the id of the prompt.
+    """Teachers' data of prompts, by the id of the prompt.
 
     Args:
-        prompts: All of the run.
+        prompts: All prompts of the run.
         names: Names of the teachers, in order.
-        factors: Weight of each teacher by name; {} with one alone.
+        factors: Weight of each teacher by name; {} if there is only one.
         column: Column of the data with the name of a row's teacher.
     """
 
@@ -142,7 +142,7 @@ class TeacherRows:
 
     @classmethod
     def of_run(cls, prompts: Sequence[Prompt], config: SampledTeacherOptions) -> TeacherRows | None:
-        """Return those of the training prompts; None where teachers need none.
+        """Select the training prompts' data; None if the teachers need none.
 
         Raises:
             DataError: A row names none of the teachers.
@@ -158,19 +158,19 @@ class TeacherRows:
         """Return the prompt of each row.
 
         Raises:
-            RuntimeError: A row's tokens are of another prompt, or nobody says of which.
+            RuntimeError: A row's tokens are of another prompt, or its prompt is unknown.
         """
         if batch.prompt_places is None:
             raise RuntimeError("teachers by row look up the prompts of rows by their places")
-        found = [self.prompts[place] for place in batch.prompt_places.tolist()]
-        for row, prompt in enumerate(found):
-            own = batch.token_ids[row, : len(prompt.token_ids)].tolist()
-            if own != list(prompt.token_ids):
+        prompts = [self.prompts[place] for place in batch.prompt_places.tolist()]
+        for row, prompt in enumerate(prompts):
+            beginning = batch.token_ids[row, : len(prompt.token_ids)].tolist()
+            if beginning != list(prompt.token_ids):
                 raise RuntimeError(
                     f"row {row} does not begin with prompt {prompt.id} of the data: its teacher "
                     "would read another text"
                 )
-        return found
+        return prompts
 
     def names_of(self, batch: RolloutBatch) -> list[str]:
         """Return the name of each row's teacher."""
@@ -184,15 +184,15 @@ class TeacherRows:
 
 @dataclass(frozen=True, slots=True)
 class TeachersByRow:
-    """Several teachers, of which each row has one.
+    """Several teachers, one for each row.
 
-    A teacher scores its rows only; where another rank has some and this one none, its first row
-    takes part and counts for nothing, since sharded layers wait for every rank.
+    A teacher scores only its rows. If another rank has rows for it and this one has none, the
+    first row takes part without counting, since sharded layers wait for every rank.
 
     Args:
-        teachers: By name.
-        rows: Says whose a row is.
-        context: Agrees on who has rows.
+        teachers: Teachers by name.
+        rows: Names the teacher of each row.
+        context: Process groups, to agree on who has rows.
     """
 
     teachers: Mapping[str, TeacherFunction]
@@ -200,47 +200,47 @@ class TeachersByRow:
     context: DistributedContext
 
     def __call__(self, batch: RolloutBatch, slices: Sequence[slice]) -> Tensor:
-        """See `TeacherFunction`."""
+        """Score each row's sampled tokens by its teacher."""
         names = np.array(self.rows.names_of(batch))
-        found = torch.zeros(batch.token_ids.shape, device=batch.token_ids.device)
-        own = {
+        scored = torch.zeros(batch.token_ids.shape, device=batch.token_ids.device)
+        local_rows = {
             f"{name}/{i}": int((names[part] == name).any())
             for name in self.teachers
             for i, part in enumerate(slices)
         }
-        anyone = self.context.all_reduce(own, op="max")
+        anyone = self.context.all_reduce(local_rows, op="max")
         for name, teacher in self.teachers.items():
             parts = []
             for i, part in enumerate(slices):
                 if anyone[f"{name}/{i}"]:
                     places = np.arange(len(names))[part]
-                    is_own = names[part] == name
-                    parts.append(places[is_own] if is_own.any() else places[:1])
+                    is_its_row = names[part] == name
+                    parts.append(places[is_its_row] if is_its_row.any() else places[:1])
             if not parts:
                 continue
             chosen = torch.from_numpy(np.concatenate(parts))
             stops = np.cumsum([len(each) for each in parts]).tolist()
             cut = [slice(a, b) for a, b in zip([0, *stops], stops, strict=False)]
             logprobs = teacher(take_rows(batch, chosen), cut)
-            is_own_row = torch.from_numpy(names == name)[chosen]
-            found[chosen[is_own_row], : logprobs.shape[1]] = logprobs[is_own_row]
-        return found
+            is_counted = torch.from_numpy(names == name)[chosen]
+            scored[chosen[is_counted], : logprobs.shape[1]] = logprobs[is_counted]
+        return scored
 
 
 @dataclass(frozen=True, slots=True)
 class PromptedTeacher:
-    """A teacher that reads a prompt of its own before the student's response.
+    """Teacher that reads a separate prompt before the student's response.
 
     Args:
-        teacher: Scores the rows with their other prompts.
-        rows: Has those prompts.
+        teacher: Teacher that scores the rows with the separate prompts.
+        rows: Holds those prompts.
     """
 
     teacher: TeacherFunction
     rows: TeacherRows
 
     def __call__(self, batch: RolloutBatch, slices: Sequence[slice]) -> Tensor:
-        """See `TeacherFunction`.
+        """Score the student's tokens behind the teacher's prompts.
 
         Raises:
             RuntimeError: The scored tokens are not the student's.
@@ -258,8 +258,8 @@ class PromptedTeacher:
         response_mask[attention_mask] = torch.tensor(
             [mark for row in marks for mark in row], device=response_mask.device
         )
-        own, other = batch.token_ids[batch.response_mask], token_ids[response_mask]
-        if not torch.equal(own, other):
+        sampled, other = batch.token_ids[batch.response_mask], token_ids[response_mask]
+        if not torch.equal(sampled, other):
             raise RuntimeError("a teacher with a prompt of its own scores the student's tokens")
         shown = replace(
             batch,
@@ -272,12 +272,12 @@ class PromptedTeacher:
             prompt_places=None,
         )
         logprobs = self.teacher(shown, slices)
-        found = torch.zeros(batch.token_ids.shape, device=batch.token_ids.device)
-        found[batch.response_mask] = logprobs[response_mask].to(found.dtype)
-        return found
+        moved = torch.zeros(batch.token_ids.shape, device=batch.token_ids.device)
+        moved[batch.response_mask] = logprobs[response_mask].to(moved.dtype)
+        return moved
 
     def unprompted(self) -> PromptedTeacher:
-        """The same with the student's prompts, which must find what the teacher alone does."""
+        """Return it with the student's prompts, under which it must score like `teacher`."""
         prompts = {
             key: replace(prompt, teacher_token_ids=prompt.token_ids)
             for key, prompt in self.rows.prompts.items()
@@ -286,7 +286,7 @@ class PromptedTeacher:
 
 
 def take_rows(batch: RolloutBatch, rows: Tensor) -> RolloutBatch:
-    """Return some rows in a given order."""
+    """Return some rows in this order."""
     return replace(
         batch,
         token_ids=batch.token_ids[rows],
