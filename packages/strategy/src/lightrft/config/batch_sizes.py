@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def launch_problems(config: PolicyOptions, num_processes: int) -> list[str]:
-    """The same for all processes of a launch, of which the last ones may only generate."""
+    """Return the problems that every process of a launch has in common."""
     num_training = num_processes - config.rollout_ranks
     if num_training < 1:
         return [
@@ -21,7 +21,7 @@ def launch_problems(config: PolicyOptions, num_processes: int) -> list[str]:
 
 
 def batch_problems(config: PolicyOptions, world_size: int) -> list[str]:
-    """Sizes that do not fit together on `world_size` processes, one line per rule.
+    """Return sizes that do not fit together on `world_size` processes, one line per rule.
 
     A step samples rollout_batch_size * n_samples_per_prompt responses and updates once per
     train_batch_size of them; each process goes through its share in micro-batches of
@@ -39,27 +39,27 @@ def batch_problems(config: PolicyOptions, world_size: int) -> list[str]:
     num_data_ranks = world_size // config.sp_size
     unit = config.micro_train_batch_size * num_data_ranks
     legal_train = [size for size in _divisors(samples) if size % unit == 0]
-    found = []
+    problems = []
     size = min(config.fsdp_shard_size, world_size)
     if config.fsdp and size > 0 and world_size % size:
-        found.append(
+        problems.append(
             f"fsdp_shard_size must divide the number of processes: got {size} and {world_size}; "
             f"legal fsdp_shard_size: {_either(_divisors(world_size))}"
         )
     if config.adam_8bit and world_size > 1:
-        found.append(
+        problems.append(
             f"adam_8bit is for one process, blocks of shards have other scales: got {world_size}; "
             "leave it out, each process holds a part of Adam's moments"
         )
-    found += _engine_problems(config, config.rollout_ranks or world_size)
+    problems += _engine_problems(config, config.rollout_ranks or world_size)
     if prompts % world_size:
-        found.append(
+        problems.append(
             f"rollout_batch_size must be a multiple of the {world_size} processes: got {prompts}; "
             f"nearest legal: {_either(_multiples(prompts, world_size))}"
         )
     if train % unit:
         remedies = _micro_remedies(config, samples, num_data_ranks)
-        found.append(
+        problems.append(
             "train_batch_size must be a multiple of micro_train_batch_size * processes: got "
             f"{train} and {config.micro_train_batch_size} * {num_data_ranks} = {unit}"
             f"{'; '.join(['', *remedies])}"
@@ -68,17 +68,17 @@ def batch_problems(config: PolicyOptions, world_size: int) -> list[str]:
         legal_prompts = _multiples(
             prompts, math.lcm(train // math.gcd(train, group_size), world_size)
         )
-        found.append(
+        problems.append(
             "rollout_batch_size * n_samples_per_prompt must be a multiple of train_batch_size: got "
             f"{prompts} * {group_size} = {samples} samples and train_batch_size {train}; nearest "
             f"legal train_batch_size: {_either(_closest(legal_train, train))}; nearest legal "
             f"rollout_batch_size: {_either(legal_prompts)}"
         )
-    return found
+    return problems
 
 
 def _micro_remedies(config: PolicyOptions, samples: int, ranks: int) -> list[str]:
-    """Return sizes of updates and micro-batches that pass all rules, the nearest ones."""
+    """Return the nearest sizes of updates and micro-batches that pass all rules."""
     train, micro = config.train_batch_size, config.micro_train_batch_size
     trains = [size for size in _divisors(samples) if size % ranks == 0]
     legal = {
@@ -96,35 +96,35 @@ def _micro_remedies(config: PolicyOptions, samples: int, ranks: int) -> list[str
 
 
 def _engine_problems(config: PolicyOptions, generating: int) -> list[str]:
-    """Of the ranks that have engines: those that only generate, if there are any."""
-    found, prompts = [], config.rollout_batch_size
+    """Return problems of the ranks with engines: the rollout ranks, if there are any."""
+    problems, prompts = [], config.rollout_batch_size
     if generating % config.engine_tp_size:
-        found.append(
+        problems.append(
             "engine_tp_size must divide the number of processes: got "
             f"{config.engine_tp_size} and {generating}"
         )
     if config.rollout_ranks and prompts % generating:
-        found.append(
+        problems.append(
             f"rollout_batch_size must be a multiple of rollout_ranks: got {prompts} and "
             f"{generating}; nearest legal: {_either(_multiples(prompts, generating))}"
         )
-    return found
+    return problems
 
 
 def _divisors(number: int) -> list[int]:
-    """All divisors, ascending; of a number that would take long, only those near its ends."""
+    """Return all divisors, ascending; of a number above 10**12, only those near its ends."""
     low = [size for size in range(1, min(math.isqrt(number), 10**6) + 1) if number % size == 0]
     return sorted({*low, *(number // size for size in low)})
 
 
 def _multiples(value: int, unit: int) -> list[int]:
-    """The multiples of `unit` on both sides of `value`, without 0."""
+    """Return the multiples of `unit` on both sides of `value`, without 0."""
     below = value // unit * unit
     return [size for size in (below, below + unit) if size > 0]
 
 
 def _closest(sizes: list[int], value: int) -> list[int]:
-    """The neighbours of `value` in ascending `sizes`."""
+    """Return the neighbours of `value` in ascending `sizes`."""
     return [size for size in sizes if size <= value][-1:] + [s for s in sizes if s > value][:1]
 
 

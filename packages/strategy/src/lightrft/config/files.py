@@ -43,10 +43,10 @@ _HELD: dict[Path, int] = {}
 
 @contextmanager
 def held_folder(folder: Path) -> Iterator[None]:
-    """Requires that the folder stays where it is: `require_held` and the end of the body look.
+    """Require that the folder stays where it is: `require_held` and the end of the body check.
 
     Raises:
-        FolderGoneError: It did not; what the body raised is its cause.
+        FolderGoneError: The folder moved or is gone; an error of the body is its cause.
     """
     before = _HELD.get(folder)
     _HELD[folder] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -65,7 +65,7 @@ def held_folder(folder: Path) -> Iterator[None]:
 
 
 def require_held(cause: Exception | None = None) -> None:
-    """Raises a FolderGoneError if a held folder is not what its name stands for any more."""
+    """Raise a FolderGoneError if the name of a held folder stands for another folder by now."""
     for folder, descriptor in _HELD.items():
         try:
             is_there = os.path.samestat(os.fstat(descriptor), folder.stat())
@@ -85,7 +85,7 @@ def require_held(cause: Exception | None = None) -> None:
 
 @contextmanager
 def named_errors(path: Path) -> Iterator[None]:
-    """Puts the name of a file into errors of the system that have none, as those of a flush."""
+    """Add the name of a file to system errors that lack one, as those of a flush do."""
     try:
         yield
     except OSError as error:
@@ -95,10 +95,10 @@ def named_errors(path: Path) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and those above it, but never one in the place of a held one that is gone.
+    """Make a folder and its parents, but never in the place of a held folder that is gone.
 
     Raises:
-        FolderGoneError: See `require_held`.
+        FolderGoneError: A held folder is gone.
     """
     require_held()
     path.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ class FileEntry:
 
     Args:
         path: Relative to the folder of the list that it is on, below it.
-        num_bytes, sha256: Of its content.
+        num_bytes, sha256: Size and hash of its content.
     """
 
     path: str
@@ -123,12 +123,12 @@ class FileEntry:
 
     @classmethod
     def of(cls, folder: Path, name: str) -> FileEntry:
-        """The entry of a file that is there."""
+        """Return the entry of an existing file."""
         path = folder / name
         return cls(name, path.stat().st_size, file_sha256(path))
 
     def damage(self, folder: Path) -> str | None:
-        """Difference of the file from its entry; None without one."""
+        """Return how the file differs from its entry; None if it does not."""
         path = folder / self.path
         try:
             if not path.is_file():
@@ -145,13 +145,13 @@ class FileEntry:
 
 
 def file_sha256(path: Path) -> str:
-    """Hex digest of a file."""
+    """Return the hex digest of a file."""
     with regular_file(path).open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files of a model's folder that transformers reads: others may lie there.
+    """Return the weight files that transformers reads from a model's folder, and no others.
 
     Raises:
         FileError: The index of the files cannot be read.
@@ -167,7 +167,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def regular_file(path: Path) -> Path:
-    """The path of a file whose end can be reached.
+    """Return the path if it is a regular file.
 
     Raises:
         FileError: It is missing, or a folder, a pipe, a socket or a device.
@@ -179,14 +179,14 @@ def regular_file(path: Path) -> Path:
 
 
 def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
-    """The content of a file.
+    """Return the content of a file.
 
     Raises:
-        FileError: It is missing, no regular file, cannot be read, or is larger.
+        FileError: It is missing, not a regular file, unreadable, or too large.
     """
     try:
         with regular_file(path).open("rb") as stream:
-            # One may grow while it is read, and files of /proc have no size.
+            # A file may grow while it is read, and files of /proc have no size.
             size = os.fstat(stream.fileno()).st_size
             content = stream.read(min(size, max_bytes) + 1)
             if not size and content:
@@ -199,7 +199,7 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def _pieces(stream: BinaryIO, max_bytes: int) -> Iterator[bytes]:
-    """What is left, up to a piece more than `max_bytes`: to ask for all takes as much memory."""
+    """Yield the rest of a stream, up to a piece more than `max_bytes`, to bound memory."""
     num_bytes = 0
     while num_bytes <= max_bytes and (piece := stream.read(PIECE_BYTES)):
         num_bytes += len(piece)
@@ -207,10 +207,10 @@ def _pieces(stream: BinaryIO, max_bytes: int) -> Iterator[bytes]:
 
 
 def read_text(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> str:
-    """The text of a UTF-8 file.
+    """Return the text of a UTF-8 file.
 
     Raises:
-        FileError: As of `read_bytes`, or it is no text.
+        FileError: As for `read_bytes`, or it is not text.
     """
     try:
         return read_bytes(path, max_bytes=max_bytes).decode("utf-8")
@@ -219,13 +219,13 @@ def read_text(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> str:
 
 
 def lines_of(path: Path, *, max_bytes: int = MAX_BYTES) -> Iterator[bytes]:
-    """The lines of a file with their ends, one after the other: it may be larger than memory.
+    """Yield the lines of a file with their ends; the file may be larger than memory.
 
-    Only a newline ends a line, none of the separators that JSON leaves as they are in a text. A
-    line of more than `max_bytes` comes in parts, of which none is JSON.
+    Only a newline ends a line: JSON may leave other separators as they are in a text. A line above
+    `max_bytes` comes in parts, none of which is JSON.
 
     Raises:
-        FileError: It is missing, no regular file, or cannot be read.
+        FileError: It is missing, not a regular file, or unreadable.
     """
     try:
         with regular_file(path).open("rb") as stream:
@@ -238,16 +238,16 @@ def lines_of(path: Path, *, max_bytes: int = MAX_BYTES) -> Iterator[bytes]:
 def parse_json(
     content: bytes, place: object, *, max_depth: int = MAX_DEPTH, is_distinct: bool = False
 ) -> object:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Args:
-        content: Its bytes.
-        place: Where it stands.
+        content: Bytes of the text.
+        place: Place of the text, for messages.
         max_depth: Depth to which lists and objects may be nested.
-        is_distinct: Whether an object that has a name twice is refused; else its last value counts.
+        is_distinct: Refuse objects with a name twice; otherwise its last value counts.
 
     Raises:
-        FileError: It is none, or is nested too deep; the message begins with the place.
+        FileError: It is not JSON, or is nested too deep; the message begins with the place.
     """
     text = ""
 
@@ -295,14 +295,14 @@ def finite_float(text: str) -> float:
 
 
 def require_distinct(names: Sequence[str], place: object) -> None:
-    """Raises a FileError if a name comes twice, of whose values one would be dropped."""
+    """Raise a FileError if a name comes twice: one of its values would be dropped."""
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise FileError(f"{place} has {twice!r} twice: rename one, or leave it out")
 
 
 def require_flat(value: object, place: object, *, max_depth: int = MAX_DEPTH) -> None:
-    """Raises a FileError if lists and mappings are nested deeper."""
+    """Raise a FileError if lists and mappings are nested deeper."""
     level = [value]
     for _ in range(max_depth):
         level = [
@@ -322,7 +322,7 @@ def _too_deep(place: object, max_depth: int) -> FileError:
 
 
 def _require_text(value: object, place: object) -> None:
-    """Raises a FileError if a string has half of a surrogate pair, which is no character."""
+    """Raise a FileError if a string has half of a surrogate pair, which is no character."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as err:
@@ -334,19 +334,19 @@ def _require_text(value: object, place: object) -> None:
 
 
 def read_object(path: Path, *, max_bytes: int = MAX_BYTES) -> dict[str, object]:
-    """The object in a JSON file; raises a FileError where there is none."""
+    """Return the object in a JSON file; raise a FileError if there is none."""
     return require_object(parse_json(read_bytes(path, max_bytes=max_bytes), path), path)
 
 
 def require_object(value: object, place: object) -> dict[str, object]:
-    """The value, if it is a JSON object; raises a FileError otherwise."""
+    """Return the value if it is a JSON object; raise a FileError otherwise."""
     if isinstance(value, dict):
         return value
     raise FileError(f"{place}: expected an object with names, got {kind_of(value)}")
 
 
 def parse_object(content: bytes) -> dict[str, object]:
-    """The JSON object of a line; {} if it is none, as where it was cut off."""
+    """Return the JSON object of a line; {} if it is none, such as a line that was cut off."""
     try:
         return require_object(parse_json(content, "a line"), "a line")
     except FileError:
@@ -354,17 +354,17 @@ def parse_object(content: bytes) -> dict[str, object]:
 
 
 def kind_of(value: object) -> str:
-    """The JSON type of a value, for messages."""
+    """Return the JSON type of a value, for messages."""
     return _KINDS.get(type(value), "a number" if isinstance(value, int | float) else repr(value))
 
 
 def sealed(values: Mapping[str, object]) -> str:
-    """The JSON text of an object, which ends with a hash of all the rest."""
+    """Return the JSON text of an object, ending with a hash of everything else."""
     return json.dumps({**_unhashed(values), CHECKSUM: _digest(values)}, indent=1)
 
 
 def unsealed(values: Mapping[str, object], place: object) -> dict[str, object]:
-    """What `sealed` was given; raises a FileError if the hash is that of something else."""
+    """Return the values without their hash; raise a FileError if the hash does not match."""
     if values.get(CHECKSUM) != _digest(values):
         raise FileError(f"{place} does not match its own SHA-256")
     return _unhashed(values)
@@ -379,13 +379,13 @@ def _digest(values: Mapping[str, object]) -> str:
 
 
 def typed(kind: type[T], value: object, place: object, *, skips_unknown: bool = False) -> T:
-    """Dataclasses, tuples and mappings from the values of JSON that stand for them.
+    """Return dataclasses, tuples and mappings built from JSON values.
 
     Args:
-        kind: A dataclass, whose fields are annotated by such, or by what they are made of.
-        value: As JSON gives it.
-        place: Begins the message of an error.
-        skips_unknown: Names that a dataclass does not have are left out, and no error.
+        kind: Type of the result: a dataclass, a collection, or a type of their fields.
+        value: Value as JSON gives it.
+        place: Beginning of an error message.
+        skips_unknown: Leave out names that a dataclass lacks instead of raising.
 
     Raises:
         FileError: A value has another type, is missing, unknown or refused by its dataclass.
@@ -421,7 +421,7 @@ def _items(kind: object, value: object, place: object, skips: bool) -> list[obje
 
 
 def _are_plain(values: Sequence[object], kind: object) -> bool:
-    """Whether all are of a type that needs no closer look: there may be millions."""
+    """Return whether all are of a plain type that needs no check of each: there may be millions."""
     if kind is int:
         return all(type(value) is int and abs(value) <= LARGEST_INT for value in values)
     return kind in (float, str) and all(type(value) is kind for value in values)
@@ -429,7 +429,7 @@ def _are_plain(values: Sequence[object], kind: object) -> bool:
 
 def _record(kind: type[T], values: Mapping[str, object], place: object, skips: bool) -> T:
     hints = type_hints(kind)
-    given = {
+    arguments = {
         n: _typed(hints[n], v, f"{place}: {n}", skips) for n, v in values.items() if n in hints
     }
     needed = [
@@ -438,12 +438,12 @@ def _record(kind: type[T], values: Mapping[str, object], place: object, skips: b
         if item.default is MISSING and item.default_factory is MISSING
     ]
     for what, names in (
-        ("lacks", [name for name in needed if name not in given]),
+        ("lacks", [name for name in needed if name not in arguments]),
         ("has unknown", [name for name in values if name not in hints and not skips]),
     ):
         if names:
             raise FileError(f"{place} {what} {', '.join(map(short, names[:3]))}")
     try:
-        return kind(**given)
+        return kind(**arguments)
     except ValueError as error:
         raise FileError(f"{place}: {error}") from error

@@ -98,7 +98,7 @@ class _Details(TypedDict, total=False):
 
 
 def option(default: T, help: str, **details: Unpack[_Details]) -> T:
-    """Return a dataclass field with a default; unless `part` decorates its class, give a group."""
+    """Return a dataclass field with a default; give a group unless `part` decorates its class."""
     info = OptionInfo(help=help, **details) if "group" in details else {"help": help, **details}
     made: T = field(default=default, metadata={"option": info})
     return made
@@ -106,14 +106,14 @@ def option(default: T, help: str, **details: Unpack[_Details]) -> T:
 
 @dataclass_transform(kw_only_default=True)
 def part(group: str, /, **usual: Unpack[_Details]) -> Callable[[type[T]], type[T]]:
-    """Make a dataclass of options; they join with those of other parts to one record.
+    """Return a decorator that makes a dataclass of options, to be joined with those of other parts.
 
-    Its attribute `rules`, made by `checks`, is what must hold between them and those of others.
+    Its attribute `rules`, made by `checks`, holds the conditions between its options and others.
 
     Args:
         group: Heading under which its options are listed.
-        **usual: What holds for all of them, unless one says otherwise; one that gives a heading of
-            its own says all.
+        **usual: Details that all its options share, unless an option has a heading of its own
+            or says otherwise.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -138,7 +138,7 @@ def rules_of(cls: type[object]) -> list[Rule]:
 
 
 def nonzero(name: str) -> Rule:
-    """Return the rule that a number, of which -1 is off, is not 0."""
+    """Return the rule that a number, where -1 means off, is not 0."""
     return lambda c: (
         getattr(c, name) == 0 and f"{name}: got 0, expected -1 (off) or a number of at least 1"
     )
@@ -157,7 +157,7 @@ def _holds(c: object, text: str) -> bool:
 
 
 def excludes(switch: str, reasons: Mapping[str, str]) -> Iterator[Rule]:
-    """Yield the rules that an option does not stand beside others, by their conditions."""
+    """Yield rules that forbid an option beside others, by their conditions."""
     for condition, reason in reasons.items():
         yield partial(_exclusion, switch, condition, reason)
 
@@ -169,7 +169,7 @@ def _exclusion(switch: str, condition: str, reason: str, c: "TrainConfig") -> st
 
 
 def options_of(cls: type[object]) -> dict[str, tuple[Field[object], OptionInfo]]:
-    """The options of a dataclass by name, in order of declaration."""
+    """Return the options of a dataclass by name, in order of declaration."""
     entries: Mapping[str, Field[object]] = cls.__dataclass_fields__  # type: ignore[attr-defined]
     return {
         name: (entry, entry.metadata["option"])
@@ -182,7 +182,7 @@ _HINTS: dict[type[object], dict[str, object]] = {}
 
 
 def type_hints(cls: type[object], **checked_only: type[object]) -> dict[str, object]:
-    """The resolved annotation of every field of a dataclass.
+    """Return the resolved annotation of every field of a dataclass.
 
     Args:
         cls: The dataclass.
@@ -194,18 +194,18 @@ def type_hints(cls: type[object], **checked_only: type[object]) -> dict[str, obj
 
 
 def alternatives(hint: object) -> tuple[object, ...]:
-    """The members of a union, or the annotation alone."""
+    """Return the members of a union, or the annotation alone."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return typing.get_args(hint) if is_union else (hint,)
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether the value is an int or float, but no bool."""
+    """Return whether the value is an int or float, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def accepts(value: object, hint: object) -> bool:
-    """Whether a value has the annotated type; ints are floats, bools are not ints."""
+    """Return whether a value has the annotated type; ints are floats, bools are not ints."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(accepts(value, part) for part in arguments)
@@ -226,12 +226,12 @@ def accepts(value: object, hint: object) -> bool:
 
 
 def type_name(hint: object) -> str:
-    """The annotation as a message shows it."""
+    """Return the annotation as a message shows it."""
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
 
 
 def coerce(value: object, hint: object) -> object:
-    """Parsers, TOML and callers give lists, single strings, ints and 2.0 for another type."""
+    """Convert lists, single strings, ints and 2.0, as parsers and TOML give them, to the hint."""
     kinds = alternatives(hint)
     if isinstance(value, list) and not accepts(value, hint):
         # Numbers within are floats, too.
@@ -253,13 +253,13 @@ def _as_float(value: object) -> object:
 
 
 def item_hint(kinds: tuple[object, ...]) -> object:
-    """The annotation of the items of a tuple among these kinds; `object` without one."""
+    """Return the annotation of a tuple's items among these kinds; `object` without one."""
     tuples = [kind for kind in kinds if typing.get_origin(kind) is tuple]
     return typing.get_args(tuples[0])[0] if tuples else object
 
 
 def check_value(name: str, value: object, hint: object, info: OptionInfo) -> str | None:
-    """The problem of a value's type, choice, text or range in one line; None without one."""
+    """Return one line on what is wrong with a value's type, choice, text or range, or None."""
     if not accepts(value, hint):
         kind = f"{name}: got {short(value)} ({type(value).__name__}), expected {type_name(hint)}"
         return kind + _type_remedy(value, hint)
@@ -271,7 +271,7 @@ def check_value(name: str, value: object, hint: object, info: OptionInfo) -> str
 
 
 def _type_remedy(value: object, hint: object) -> str:
-    """The end of a sentence to a script that gave rows, a function, or one text of several."""
+    """Return a hint for a script that passed rows, a function, or one text instead of several."""
     is_rows = isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
     if callable(value) or is_rows:
         return (
@@ -286,16 +286,16 @@ def _type_remedy(value: object, hint: object) -> str:
 
 
 def _choice_problem(name: str, value: object, info: OptionInfo) -> str | None:
-    given = value if isinstance(value, tuple) else () if value is None else (value,)
-    wrong = [item for item in given if info.choices is not None and item not in info.choices]
+    items = value if isinstance(value, tuple) else () if value is None else (value,)
+    wrong = [item for item in items if info.choices is not None and item not in info.choices]
     if not wrong:
         return None
     listing = list(info.choices or ())
     near = difflib.get_close_matches(str(wrong[0]), map(str, listing), n=1)
     hint_text = f" (did you mean {near[0]!r}?)" if near else ""
     hint_text = word_of_the_field(str(wrong[0])) or hint_text
-    own = "" if isinstance(info.choices, tuple) else ", FILE.py:NAME or MODULE:NAME"
-    return f"{name}: got {short(wrong[0])}, expected one of {listing}{own}{hint_text}"
+    references = "" if isinstance(info.choices, tuple) else ", FILE.py:NAME or MODULE:NAME"
+    return f"{name}: got {short(wrong[0])}, expected one of {listing}{references}{hint_text}"
 
 
 def _number_problem(name: str, value: object, info: OptionInfo) -> str | None:
@@ -314,7 +314,7 @@ def _number_problem(name: str, value: object, info: OptionInfo) -> str | None:
 
 
 def _text_problem(value: object, info: OptionInfo) -> str | None:
-    """Fault of a text, or of one of several, that files and the system would not take."""
+    """Return the fault of a text, or of several, that files and the system would refuse."""
     parts = list(_parts(value))
     if isinstance(value, Mapping) and any(part is None or part == "" for part in parts):
         return "names with texts, numbers or booleans"
@@ -327,7 +327,7 @@ def _text_problem(value: object, info: OptionInfo) -> str | None:
 
 
 def _parts(value: object) -> Iterator[object]:
-    """A value, or what lists and tables hold, names included."""
+    """Yield a value, or the items of lists and tables, names included."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield name
@@ -345,7 +345,7 @@ def _has_surrogate(text: str) -> bool:
 
 
 def short(value: object) -> str:
-    """The value as a message shows it."""
+    """Return the value as a message shows it."""
     try:
         text = repr(value)
     except ValueError:  # a whole number of more digits than Python writes
@@ -381,7 +381,7 @@ ALGORITHMS: dict[str, str] = {
 
 
 def word_of_the_field(name: str) -> str:
-    """Return the end of an error sentence that says what an algorithm's name is here, or ""."""
+    """Return a sentence's end that says what an algorithm's name means here, or ""."""
     there = ALGORITHMS.get(name.lower().replace("-", "_"), "")
     return there and f"; {name} is {there}"
 
@@ -389,7 +389,7 @@ def word_of_the_field(name: str) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of an error sentence: the nearest known names, or all if none is near.
 
-    A word of the field is answered with what it is here, never with another of like letters.
+    A word of the field is answered with what it means here, never with one spelled alike.
     """
     if meaning := word_of_the_field(name):
         return meaning
@@ -399,7 +399,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def mask_address(text: str) -> str:
-    """The text with *** for user, password and query values of every address in it.
+    """Return the text with *** for user, password and query values of every address in it.
 
     A `${NAME}` of the environment stays, since it tells nothing.
     """
@@ -426,12 +426,12 @@ def _is_variable(text: str) -> bool:
 
 
 def looks_secret(name: str) -> bool:
-    """Whether a name that no option describes sounds like that of a secret."""
+    """Return whether a name that no option describes sounds like that of a secret."""
     return bool(_SECRET.search(name.lower())) and not _COLUMN.search(name.lower())
 
 
 def masked(value: object) -> object:
-    """The value without credentials in addresses, and without mapping entries of secret names."""
+    """Return the value without credentials in addresses and without entries of secret names."""
     if isinstance(value, str):
         return mask_address(value)
     if isinstance(value, tuple | list):
@@ -442,7 +442,7 @@ def masked(value: object) -> object:
 
 
 def shown(value: object, *, secret: bool) -> str:
-    """The value as text; secrets and passwords in addresses are hidden."""
+    """Return the value as text; secrets and passwords in addresses are hidden."""
     if isinstance(value, str):
         return MASK if secret and value else mask_address(repr(value))
     if isinstance(value, Mapping):
@@ -476,7 +476,7 @@ class FlagShape:
 
 
 def flag_shape(name: str, hint: object) -> FlagShape:
-    """The form of the flag of a field with this annotation; enable_x also has disable_x."""
+    """Return the form of the flag of a field; enable_x also has disable_x."""
     kinds = alternatives(hint)
     origins = [typing.get_origin(kind) for kind in kinds]
     if not {Mapping, dict}.isdisjoint(origins):

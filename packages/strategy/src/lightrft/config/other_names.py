@@ -11,13 +11,13 @@ from pathlib import Path
 from lightrft.config.files import read_text
 from lightrft.config.options import ConfigError, did_you_mean
 
-# No option of a run, but of the commands that start it.
+# Not options of a run, but of the commands that start it.
 PROCESSES = "nproc_per_node"
-# Of a TOML file, after the name of what is no option.
+# For TOML files, after the name of something that is not an option.
 TABLE_HINT = ": it is a table; options have none: put its lines at the top level"
-# Switches of before, of which each is a value of an option.
+# Former switches, each of which is now a value of an option.
 SWITCHES = {"use_gspo": ("policy_loss", "gspo"), "use_cpg_loss": ("policy_loss", "cpgd")}
-# The first word is our option; what follows is another unit or what else it needs.
+# The first word is our option; the rest is another unit or what else it needs.
 OTHER_NAMES: dict[str, str] = {
     # TRL, with what it has from transformers
     "adam_beta1": "adam_betas, both numbers",
@@ -291,7 +291,7 @@ UNAVAILABLE: dict[str, str] = {
 }
 
 
-# Remedies where a command lacks what it cannot do without.
+# Remedies where a command lacks an input that it cannot do without.
 A_MODEL = "give a model directory, see lightrft init-model"
 A_DATA_FILE = "give a JSONL, JSON, Parquet or CSV file, or the name of a data set"
 A_REWARD = "give boxed_math, gsm8k or FILE.py:FUNCTION"
@@ -325,10 +325,10 @@ def taken_as(name: str, option: str, entry: str) -> str:
 
 
 def without_switches(values: Mapping[str, object]) -> dict[str, object]:
-    """Return values with what switches of before stand for.
+    """Return the values with former switches replaced by the values that they stand for.
 
     Raises:
-        ConfigError: One contradicts the option that it is a value of.
+        ConfigError: A switch contradicts the option that it is a value of.
     """
     ours = {name: value for name, value in values.items() if name not in SWITCHES}
     for name in filter(values.get, SWITCHES):
@@ -341,7 +341,7 @@ def without_switches(values: Mapping[str, object]) -> dict[str, object]:
 
 @cache
 def said_once(text: str, *, by_workers: bool = False) -> None:
-    """Prints a line on the first process of a run, once.
+    """Print a line on the first process of a run, once.
 
     Args:
         text: The line.
@@ -355,13 +355,13 @@ def said_once(text: str, *, by_workers: bool = False) -> None:
 def with_our_names(
     values: Mapping[str, object], known: Collection[str], command: str = "train"
 ) -> tuple[dict[str, object], list[str]]:
-    """Return values by the names of our options, and a line for each option given twice.
+    """Return values by the names of our options, and a line for each option set twice.
 
     Names of other libraries that mean the same are taken, which one printed line says.
 
     Args:
         values: Values by name.
-        known: Options that may be given.
+        known: Options that the command takes.
         command: Command that takes them.
     """
     values = without_switches(values)
@@ -396,7 +396,7 @@ def option_hint(name: str, known: Collection[str], command: str = "train") -> st
     Args:
         name: Name as it was typed; groups before a dot may say more.
         known: Options that could have been typed.
-        command: Command that it was given to.
+        command: Command that received the name.
     """
     there = _meaning(name, command) or name.rpartition(".")[2]
     first = there.split()[0].rstrip(",")

@@ -9,13 +9,13 @@ _JOINERS = "\u200c\u200d"
 
 
 def printable(text: str, *, limit: int | None = None) -> str:
-    r"""The text with every character that a terminal would obey spelled out, such as `\x1b`.
+    r"""Return the text with every character that a terminal would obey spelled out, as `\x1b`.
 
     Line feeds and tabs stay. Control and format characters (escape sequences, carriage returns,
     changes of direction), surrogates and unassigned characters are replaced by their escapes.
 
     Args:
-        text: What a model, a data file, another machine or a reward function said.
+        text: Text of a model, a data file, another machine or a reward function.
         limit: Characters to keep; a longer text ends with its number of further characters.
     """
     if limit is not None and len(text) > limit:
@@ -24,7 +24,7 @@ def printable(text: str, *, limit: int | None = None) -> str:
 
 
 def one_line(text: str, *, limit: int = 200) -> str:
-    """The printable text on one line: white space of any kind is one space."""
+    """Return the printable text on one line: white space of any kind is one space."""
     return printable(" ".join(text[: 4 * limit].split()), limit=limit)
 
 

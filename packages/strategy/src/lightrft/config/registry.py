@@ -1,10 +1,10 @@
-"""Choices by name: tables of import strings, and a user's own choices. Standard library only.
+"""Choices by name: tables of import strings, and user-defined choices. Standard library only.
 
 Installed packages add to some tables by entry points of the table's group; names of a table stay
 what they are. Installed packages are searched only for a name that the table lacks.
 
 An entry's hyper-parameters are the keyword-only arguments of its function. A choice may also be
-given as `FILE.py:NAME` or `package.module:NAME`, or be added from Python:
+spelled `FILE.py:NAME` or `package.module:NAME`, or be added from Python:
 
     @register("policy_loss", "mine")
     def my_loss(logprobs, old_logprobs, advantages, response_mask, *, strength: float = 1.0): ...
@@ -81,38 +81,40 @@ class Registry(Collection[str]):
             return {}
         from importlib.metadata import entry_points
 
-        found: dict[str, EntryPoint] = {}
+        points: dict[str, EntryPoint] = {}
         for point in entry_points(group=self.group):
-            if point.name in found:
+            if point.name in points:
                 raise ConfigError(
                     f"{self.kind} {point.name!r} is brought by two packages, "
-                    f"{package_of(found[point.name])} and {package_of(point)}: uninstall one"
+                    f"{package_of(points[point.name])} and {package_of(point)}: uninstall one"
                 )
             if point.name not in self.entries:
-                found[point.name] = point
-        return found
+                points[point.name] = point
+        return points
 
     def is_built_in(self, name: str) -> bool:
-        """Whether the choice is one of the table's, not a user's own."""
+        """Return whether the choice is the table's, not user-defined."""
         return name in self._built_in
 
     def is_packaged(self, name: str) -> bool:
-        """Whether the choice is the table's or an installed package's, not of this process."""
-        is_own = name in self.entries or (self.takes_own and split_reference(name) is not None)
-        return self.is_built_in(name) or (not is_own and name in self.installed)
+        """Return whether the choice is the table's or a package's, not of this process."""
+        is_user_defined = name in self.entries or (
+            self.takes_own and split_reference(name) is not None
+        )
+        return self.is_built_in(name) or (not is_user_defined and name in self.installed)
 
     def load(self, name: str) -> object:
-        """The object that `name` stands for.
+        """Return the object that `name` stands for.
 
         Raises:
             ConfigError: There is no such choice, file, module or name in it; or it cannot be
                 imported.
         """
         if name not in self:
-            own = ", FILE.py:NAME or package.module:NAME" if self.takes_own else ""
+            references = ", FILE.py:NAME or package.module:NAME" if self.takes_own else ""
             known = [*self, *self.installed]
             raise ConfigError(
-                f"unknown {self.kind} {name!r}: expected one of {', '.join(known)}{own}"
+                f"unknown {self.kind} {name!r}: expected one of {', '.join(known)}{references}"
                 f"{did_you_mean(name, known).partition('; known')[0]}"
             )
         entry = self.entries.get(name, name)
@@ -122,7 +124,7 @@ class Registry(Collection[str]):
 
     @contextmanager
     def lent(self, entries: Mapping[str, object]) -> Iterator[None]:
-        """Further choices while the body runs."""
+        """Add choices while the body runs."""
         self.entries.update(entries)
         try:
             yield
@@ -132,7 +134,7 @@ class Registry(Collection[str]):
 
 
 def package_of(point: "EntryPoint") -> str:
-    """The name of the distribution that brings an entry point."""
+    """Return the name of the distribution that brings an entry point."""
     return point.dist.name if point.dist is not None else "an installed package"
 
 
@@ -141,16 +143,16 @@ _PACKAGES = {"pil": "pillow", "pyav": "av"}
 
 
 def missing_module(error: BaseException | None) -> str | None:
-    """The module that an import lacks, as Python or transformers say it; None of other errors."""
+    """Return the module that an import lacks, from Python's or transformers' message, or None."""
     if isinstance(error, ModuleNotFoundError):
         return error.name
-    # Of several, which transformers names in any order, always the same one.
+    # Transformers may name several in any order: always take the same one.
     lacking = re.findall(r"requires the (\S+) library", str(error))
     return min(lacking, default=None) if isinstance(error, ImportError) else None
 
 
 def installation_of(module: str) -> str:
-    """The command that installs what a missing module is of."""
+    """Return the command that installs the package of a missing module."""
     from importlib.metadata import PackageNotFoundError, requires
 
     package = module.partition(".")[0].replace("_", "-").lower()
@@ -175,7 +177,7 @@ def _load_entry_point(point: "EntryPoint", *, kind: str) -> object:
 
 @contextmanager
 def _explained(problem: str) -> Iterator[None]:
-    """Turns whatever a user's file or a package raises as it is loaded into one line."""
+    """Turn any error of a user's file or a package, as it is loaded, into one line."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -184,25 +186,25 @@ def _explained(problem: str) -> Iterator[None]:
 
 
 def split_reference(text: str) -> tuple[str, str] | None:
-    """(file or module, name) of an import string; None if the text is none."""
+    """Return (file or module, name) of an import string; None if the text is none."""
     place, _, name = text.rpartition(":")
     is_module = all(part.isidentifier() for part in place.split("."))
     return (place, name) if name.isidentifier() and (place.endswith(".py") or is_module) else None
 
 
 def split_kind(text: str, kinds: Registry | None = None) -> tuple[str | None, str]:
-    """(kind, the rest) of `KIND:REST`; the kind is None for what is of none of them.
+    """Return (kind, the rest) of `KIND:REST`; the kind is None if it is none of these.
 
     Args:
-        text: As it was given.
-        kinds: None takes those of environments.
+        text: Text that may begin with a kind.
+        kinds: Known kinds; None takes those of environments.
     """
     kind, _, rest = text.partition(":")
     return (kind, rest) if kind in (ENVIRONMENT_KINDS if kinds is None else kinds) else (None, text)
 
 
 def load_reference(text: str, *, kind: str) -> object:
-    """The object that `FILE.py:NAME` or `package.module:NAME` names.
+    """Return the object that `FILE.py:NAME` or `package.module:NAME` names.
 
     Raises:
         ConfigError: It cannot be imported; the message says why.
@@ -214,8 +216,8 @@ def load_reference(text: str, *, kind: str) -> object:
         )
     if not hasattr(module, name):
         raise ConfigError(f"{kind} {text}: {place} has no {name!r}")
-    found: object = getattr(module, name)
-    return found
+    loaded: object = getattr(module, name)
+    return loaded
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -242,7 +244,7 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def keyword_options(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
-    """The hyper-parameters of a function: its keyword-only arguments."""
+    """Return the hyper-parameters of a function: its keyword-only arguments."""
     parameters = inspect.signature(function).parameters.values()
     return {item.name: item for item in parameters if item.kind is item.KEYWORD_ONLY}
 
@@ -250,12 +252,12 @@ def keyword_options(function: Callable[..., object]) -> dict[str, inspect.Parame
 def bind(
     function: Callable[..., Object], given: Mapping[str, object], *, owner: str
 ) -> Callable[..., Object]:
-    """The function with its hyper-parameters set.
+    """Return the function with its hyper-parameters set.
 
     Args:
-        function: Its keyword-only arguments are its hyper-parameters.
+        function: Function whose keyword-only arguments are its hyper-parameters.
         given: Values by name; the others keep their defaults.
-        owner: The function in words, for messages.
+        owner: Name of the function, for messages.
 
     Raises:
         ConfigError: It has no such hyper-parameter, a value has the wrong type, or one that has no
@@ -284,7 +286,7 @@ def bind(
 
 
 def _annotation(function: Callable[..., object], parameter: inspect.Parameter) -> object:
-    """The resolved type of a parameter; `object` where it has none or it cannot be resolved."""
+    """Return the resolved type of a parameter; `object` if it has none or cannot be resolved."""
     annotation = parameter.annotation
     if annotation is parameter.empty:
         return object
@@ -512,7 +514,7 @@ REWARD_LOSSES = Registry(
         "bce": f"{_REWARD_LOSSES}:binary_cross_entropy",
     },
 )
-# Those of labels instead of pairs.
+# Losses of labels instead of pairs.
 LABEL_LOSSES = ("mse", "bce")
 SCORE_POOLINGS = Registry(
     "pooling of a reward model",
@@ -525,7 +527,7 @@ SCORE_POOLINGS = Registry(
 # Tokens of a supervised row that count.
 TRAIN_ON = ("all", "completion", "assistant", "last_assistant")
 
-# The registries that take a user's own choices, by the option that chooses.
+# Registries that accept user-defined choices, by the option that chooses.
 REGISTRIES = {
     "policy_loss": POLICY_LOSSES,
     "preference_loss": PREFERENCE_LOSSES,
@@ -546,7 +548,7 @@ for _command, _registries in (
 
 
 def register(option_name: str, name: str) -> Callable[[Object], Object]:
-    """Decorator that adds a choice under `name` to the option `option_name` of this process.
+    """Return a decorator that adds a choice `name` to the option `option_name` in this process.
 
     Raises:
         ConfigError: No such registry, or the name is taken.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 def split_sources(text: str) -> tuple[str, ...]:
-    """The sources of a comma-separated list; a path that exists is one source, commas included."""
+    """Return the sources of a comma-separated list; an existing path is one, commas included."""
     # Unlike Path.exists, false for what no file system takes as a name.
     if os.path.exists(text):
         return (text,)
@@ -13,12 +13,12 @@ def split_sources(text: str) -> tuple[str, ...]:
 
 
 def has_splits(text: str | None) -> bool:
-    """Whether any of some sources has parts with names: folders and data sets have, files not."""
+    """Return whether any source has named parts: folders and data sets have them, files do not."""
     return text is not None and any(not os.path.isfile(source) for source in split_sources(text))
 
 
 def probability_problem(sources: Sequence[str], probabilities: Sequence[float]) -> str | None:
-    """Misfit of probabilities and sources; None if they fit."""
+    """Return the misfit of probabilities and sources; None if they fit."""
     if not probabilities or tuple(probabilities) == (1.0,):
         return None
     if len(probabilities) != len(sources):

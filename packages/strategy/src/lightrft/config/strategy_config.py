@@ -31,7 +31,7 @@ from lightrft.config.parts.rollout import ShapingOptions
 from lightrft.config.parts.run_control import LogOptions
 from lightrft.config.parts.scores import ServiceOptions
 
-# Weights of which every rank would load a whole copy into the host's memory.
+# Weights whose whole copy every rank would load into the host's memory.
 META_INIT_BYTES = 2_000_000_000
 _NO_DEFAULT = object()
 
@@ -55,7 +55,7 @@ class _Readable:
         return member.__get__(self) if isinstance(member, property) else getattr(self._config, name)
 
     def answer(self, rule: Rule) -> object:
-        """Return what a rule says; None if it reads what cannot be read."""
+        """Return the rule's answer; None if it reads a field that cannot be read."""
         try:
             return rule(self)  # type: ignore[arg-type]
         except _UnreadableError:
@@ -64,9 +64,9 @@ class _Readable:
 
 @dataclass(kw_only=True)
 class StrategyConfig(LogOptions, ShapingOptions, ServiceOptions, BackendOptions, MachineOptions):
-    """All that a strategy needs to know; every field has a default.
+    """All options of a strategy; every field has a default.
 
-    Unknown arguments given to `from_args` are kept in `extra_args` and read by `get_extra_arg`.
+    Unknown arguments passed to `from_args` are kept in `extra_args` and read by `get_extra_arg`.
     `TrainConfig` adds the options of a whole run.
 
     Raises:
@@ -78,42 +78,42 @@ class StrategyConfig(LogOptions, ShapingOptions, ServiceOptions, BackendOptions,
     explicit: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        found = self.problems()
-        if found:
-            raise ConfigError("invalid configuration:\n  " + "\n  ".join(found))
+        problems = self.problems()
+        if problems:
+            raise ConfigError("invalid configuration:\n  " + "\n  ".join(problems))
 
     def problems(self) -> list[str]:
-        """Problems of the values, one line each; empty if there are none."""
+        """Return problems of the values, one line each; empty if there are none."""
         hints = type_hints(type(self))
         checked = (
             check_value(name, self.__dict__[name], hints[name], info)
             for name, (_, info) in options_of(type(self)).items()
         )
-        found = [problem for problem in checked if problem is not None]
-        readable = _Readable(self, {line.split(":")[0] for line in found})
+        problems = [problem for problem in checked if problem is not None]
+        readable = _Readable(self, {line.split(":")[0] for line in problems})
         for rule in rules_of(type(self)):
             problem = readable.answer(rule)
-            found += problem if isinstance(problem, list) else [str(problem)] if problem else []
-        return found
+            problems += problem if isinstance(problem, list) else [str(problem)] if problem else []
+        return problems
 
     def unused_options(self) -> list[str]:
-        """Options that were changed but do nothing in the chosen mode, one sentence each."""
-        found = []
+        """Return changed options that do nothing in the chosen mode, one sentence each."""
+        unused = []
         for name, (entry, info) in options_of(type(self)).items():
             if self.__dict__[name] != entry.default and not self._acts(info):
                 needed = str(info.acts_with)
                 verb = "acts only without" if needed.startswith("not ") else "acts only with"
-                found.append(f"{name} {verb} {needed.removeprefix('not ')}")
-        return found
+                unused.append(f"{name} {verb} {needed.removeprefix('not ')}")
+        return unused
 
     def _acts(self, info: OptionInfo) -> bool:
-        """Whether the option acts beside the others, or what decides cannot be read."""
+        """Return whether the option acts beside the others, or this cannot be decided."""
         acts = info.acts_when or partial(holding, condition=info.acts_with or "")
         return not info.acts_with or _Readable(self, ()).answer(acts) not in (False, "")
 
     @classmethod
     def from_args(cls, args: Namespace | Mapping[str, object] | StrategyConfig | None) -> Self:
-        """Builds a configuration from parsed arguments, a mapping or another configuration.
+        """Build a configuration from parsed arguments, a mapping or another configuration.
 
         Unknown names go to `extra_args`. A None for a field that cannot be None means its default.
         A configuration of this class (or of a subclass) is copied and keeps its class.
@@ -128,16 +128,16 @@ class StrategyConfig(LogOptions, ShapingOptions, ServiceOptions, BackendOptions,
             twin = copy.copy(args)
             twin.extra_args = dict(args.extra_args)
             return twin
-        given = without_switches(_as_dict(args))
-        nested = given.pop("extra_args", None)
+        values = without_switches(_as_dict(args))
+        nested = values.pop("extra_args", None)
         if isinstance(nested, Mapping):
-            given = {**nested, **given}
-        if given.pop("disable_engine_sleep", False):
-            given["enable_engine_sleep"] = False
+            values = {**nested, **values}
+        if values.pop("disable_engine_sleep", False):
+            values["enable_engine_sleep"] = False
         hints = type_hints(cls)
         known: dict[str, object] = {}
         extras: dict[str, object] = {}
-        for name, value in given.items():
+        for name, value in values.items():
             if name not in hints:
                 extras[name] = value
             elif value is not None or accepts(None, hints[name]):
@@ -145,11 +145,11 @@ class StrategyConfig(LogOptions, ShapingOptions, ServiceOptions, BackendOptions,
         return cls(**known, extra_args=extras)  # type: ignore[arg-type]
 
     def get_extra_arg(self, name: str, default: object = _NO_DEFAULT) -> object:
-        """The value of an argument that is not a field of `StrategyConfig`.
+        """Return the value of an argument that is not a field of `StrategyConfig`.
 
         Args:
             name: Name of the argument; a field's name returns the field.
-            default: Returned if nobody gave the argument.
+            default: Value if nobody set the argument.
 
         Raises:
             KeyError: Unknown and no default; the message lists the nearest names.
@@ -178,7 +178,7 @@ class StrategyConfig(LogOptions, ShapingOptions, ServiceOptions, BackendOptions,
 
     @property
     def lacks_deepspeed(self) -> bool:
-        """Whether DeepSpeed is neither installed nor asked for: unset, `fsdp` is as if set."""
+        """True if DeepSpeed is neither installed nor asked for; unset `fsdp` then counts as set."""
         return importlib.util.find_spec("deepspeed") is None and not self.deepspeed_options()
 
     def with_installed_backend(self) -> Self:
@@ -191,19 +191,19 @@ class StrategyConfig(LogOptions, ShapingOptions, ServiceOptions, BackendOptions,
         return chosen
 
     def builds_on_meta(self, *, has_gpu: bool, weight_bytes: int, is_in_files: bool = True) -> bool:
-        """Whether models are built without memory: as set, else on GPUs above 2 GB of weights.
+        """Return whether models are built without memory: as set, else on GPUs above 2 GB.
 
         Args:
             has_gpu: Whether every rank has a GPU.
-            weight_bytes: Of the actor in bfloat16.
-            is_in_files: Whether the files have all weights of the models: not new ones.
+            weight_bytes: Size of the actor in bfloat16.
+            is_in_files: Whether the files have all weights of the models, so that none is new.
         """
         if self.meta_init is not None:
             return self.meta_init
         return self.fsdp and has_gpu and is_in_files and weight_bytes > META_INIT_BYTES
 
     def summary(self) -> str:
-        """All values by group, changed ones marked with `*`, secrets hidden."""
+        """Return all values by group, changed ones marked with `*`, secrets hidden."""
         groups: dict[str, list[str]] = {}
         for name, (entry, info) in options_of(type(self)).items():
             value = self.__dict__[name]
@@ -218,7 +218,7 @@ class StrategyConfig(LogOptions, ShapingOptions, ServiceOptions, BackendOptions,
         return "\n".join(f"[{name}]\n" + "\n".join(lines) for name, lines in groups.items())
 
     def print_config_summary(self) -> None:
-        """Writes `summary` to standard output."""
+        """Print `summary`."""
         print(self.summary())  # noqa: T201
 
 

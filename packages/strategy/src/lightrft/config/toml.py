@@ -15,7 +15,7 @@ _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
 def read_toml(path: Path) -> dict[str, object]:
-    """Keys and values of a TOML file.
+    """Return keys and values of a TOML file.
 
     Raises:
         FileError: It cannot be read.
@@ -38,8 +38,8 @@ def read_toml(path: Path) -> dict[str, object]:
 def write_toml(config: object, path: Path, left_out: set[str]) -> None:
     """Write the options of `config` in groups; those that are None and secrets are left out.
 
-    The file appears whole or not at all, and only its owner may read it: a value that nobody marked
-    may be a secret all the same.
+    The file appears whole or not at all. Only its owner may read it, in case a value that nobody
+    marked is a secret.
 
     Args:
         config: The options.
@@ -57,12 +57,12 @@ def write_toml(config: object, path: Path, left_out: set[str]) -> None:
 
 
 def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
-    """Writes a file that appears whole or not at all.
+    """Write a file that appears whole or not at all.
 
     Args:
         path: The file.
-        text: All of it.
-        mode: Who may read it, before the mask of the process.
+        text: Whole content.
+        mode: Permissions, before the mask of the process.
     """
     require_held()
     partial = path.with_name(path.name + ".partial")
@@ -74,7 +74,7 @@ def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
 
 
 def without_secrets(config: object) -> dict[str, object]:
-    """The options by name, without secret ones; credentials in addresses are masked."""
+    """Return the options by name, without secret ones; credentials in addresses are masked."""
     return {
         name: masked(vars(config)[name])
         for name, (_, info) in options_of(type(config)).items()
@@ -83,7 +83,7 @@ def without_secrets(config: object) -> dict[str, object]:
 
 
 def format_toml(value: object) -> str:
-    """The TOML literal of a string, number, boolean, sequence or mapping.
+    """Return the TOML literal of a string, number, boolean, sequence or mapping.
 
     Raises:
         TypeError: TOML has no such type.

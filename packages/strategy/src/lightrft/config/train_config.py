@@ -76,7 +76,7 @@ from lightrft.config.toml import read_toml, write_toml
 _ROW_SIZES = ("micro_train_batch_size", "micro_rollout_batch_size")
 
 
-# Of a whole run the engine is chosen; the published default of a strategy is vllm.
+# A whole run chooses its engine; the published default of a strategy is vllm.
 @part("engine")
 class PolicyOptions(
     OutputOptions,
@@ -110,7 +110,7 @@ _ROWS = (
     StrictOptions,
 )
 _DISTILLED_ROWS = (*_ROWS, HeadOptions, TrainedTokenOptions, TeacherOptions)
-# Distillation on rows has commands of its own: with and without what the student samples.
+# Distillation on rows has separate commands: with and without what the student samples.
 DISTILLED_ROWS, DISTILLED_ROWS_AND_SAMPLES = "distill on rows", "distill on rows and samples"
 PARTS: Mapping[str, tuple[type[object], ...]] = {
     "train": (PolicyOptions,),
@@ -162,7 +162,7 @@ class TrainConfig(RowRunOptions, PolicyOptions):
     """
 
     def refused_options(self, command: str) -> list[str]:
-        """Return a line for each option that was changed and that a command does not have."""
+        """Return a line for each changed option that a command does not have."""
         taken = command_options(command)
         return [
             f"{refusal(name, command)}: leave it out"
@@ -172,14 +172,14 @@ class TrainConfig(RowRunOptions, PolicyOptions):
 
     @property
     def missing_inputs(self) -> list[str]:
-        """A line for each input that is not given and that every run needs."""
+        """Return a line for each unset input that every run needs."""
         needed = (("pretrain", A_MODEL), ("prompt_data", A_DATA_FILE))
         return [
             f"--{name} is missing: {remedy}" for name, remedy in needed if vars(self)[name] is None
         ]
 
     def max_micro_tokens(self, micro_batch_size: int) -> int | None:
-        """Bound of the tokens of a micro batch; None where rows are counted.
+        """Return the bound of a micro-batch's tokens; None where rows are counted.
 
         Packed micro batches hold, by default, what `micro_batch_size` rows of full length would.
         """
@@ -189,7 +189,7 @@ class TrainConfig(RowRunOptions, PolicyOptions):
 
     @property
     def sizes_in_rows(self) -> list[str]:
-        """The micro_* options that somebody set: they count rows, and nothing replaces them."""
+        """Return the micro_* options that somebody set: they count rows, nothing replaces them."""
         return [
             name
             for name in _ROW_SIZES
@@ -202,9 +202,9 @@ class TrainConfig(RowRunOptions, PolicyOptions):
         Raises:
             ConfigError: They do not; the message shows all numbers and the nearest legal values.
         """
-        found = batch_problems(self, world_size)
-        if found:
-            raise ConfigError("invalid configuration:\n  " + "\n  ".join(found))
+        problems = batch_problems(self, world_size)
+        if problems:
+            raise ConfigError("invalid configuration:\n  " + "\n  ".join(problems))
 
     def overlapped(self, num_processes: int) -> Self:
         """Return the options with those that `overlap` chooses, where nobody has set them.
@@ -259,7 +259,7 @@ class TrainConfig(RowRunOptions, PolicyOptions):
         )
 
     def distilled(self) -> Self:
-        """The options of a distillation: on samples, advantages are the teacher's alone.
+        """Return the options of a distillation: on samples, advantages are the teacher's alone.
 
         Raises:
             ConfigError: There is no teacher, or another advantage estimator was chosen.
@@ -268,10 +268,10 @@ class TrainConfig(RowRunOptions, PolicyOptions):
             raise ConfigError("--teacher is missing: give the folder of the model to learn from")
         if self.distillation_stage != "policy":
             return self
-        given = self.advantage_estimator
-        if given not in (NO_REWARDS, type(self).advantage_estimator):
+        chosen = self.advantage_estimator
+        if chosen not in (NO_REWARDS, type(self).advantage_estimator):
             raise ConfigError(
-                f"advantage_estimator: got {given!r}, and distillation has no advantage but the "
+                f"advantage_estimator: got {chosen!r}, and distillation has no advantage but the "
                 "teacher's: leave it out, or give --teacher to lightrft train"
             )
         return self.replaced({"advantage_estimator": NO_REWARDS})
@@ -279,8 +279,8 @@ class TrainConfig(RowRunOptions, PolicyOptions):
     def save(self, path: str | Path) -> None:
         """Write all options as TOML, except secrets and those that are None.
 
-        Sizes of micro-batches that nobody set are left out: a run that begins from the file decides
-        on them as this one did.
+        Sizes of micro-batches that nobody set are left out: a run that begins from the file
+        decides on them again.
         """
         write_toml(self, Path(path), {*_ROW_SIZES} - {*self.sizes_in_rows})
 

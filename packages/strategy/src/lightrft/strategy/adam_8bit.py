@@ -20,9 +20,9 @@ MIN_8BIT_SIZE = 4_096
 class Adam8bit(Optimizer):
     """AdamW whose moments are codes of 8 bits with one scale for every 256 values.
 
-    A step is Adam's on the decoded moments, which are then rounded to codes again: each to a
-    neighbouring one of 256 numbers between -1 and 1 (between 0 and 1), times the block's largest.
-    They are at most 0.015 apart. For one process: blocks of shards are others than of the whole.
+    A step is Adam's on the decoded moments, which are then rounded to codes again. Each code is
+    one of 256 numbers between -1 and 1 (between 0 and 1), at most 0.015 apart, times the block's
+    largest value. For one process only: blocks of shards differ from those of the whole.
 
     Source: Dettmers et al. 2021, arXiv:2110.02861, sec. 2; Loshchilov & Hutter 2017,
     arXiv:1711.05101, algorithm 2.
@@ -36,7 +36,7 @@ class Adam8bit(Optimizer):
     """
 
     def __init__(self, groups: Iterable[ParameterGroup], settings: AdamSettings) -> None:
-        # Its CPU part warns of missing kernels for 4 bits, which nobody uses here.
+        # Its CPU part warns of missing 4-bit kernels, which nobody uses here.
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
         from bitsandbytes import functional
 
@@ -45,7 +45,7 @@ class Adam8bit(Optimizer):
         self._codes: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def codes(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The numbers that codes of the first and of the second moment stand for, [256] each."""
+        """Return the values of the codes of the first and of the second moment, [256] each."""
         if device not in self._codes:
             make = self._functional.create_dynamic_map
             self._codes[device] = make(signed=True).to(device), make(signed=False).to(device)
@@ -53,10 +53,10 @@ class Adam8bit(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient.
+        """Update every parameter that has a gradient.
 
         Raises:
-            ValueError: A closure was given.
+            ValueError: A closure was passed.
         """
         if closure is not None:
             raise ValueError("Adam8bit takes no closure")

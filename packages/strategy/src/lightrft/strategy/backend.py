@@ -42,7 +42,7 @@ class PreparedModel(NamedTuple):
     scheduler: LRScheduler | None
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """The model's forward pass."""
+        """Run the model's forward pass."""
         return wrapped_module(self)(*args, **kwargs)
 
 
@@ -63,7 +63,7 @@ class _Wrapper(Protocol):
 
 
 def wrapped_module(model: AnyModel) -> nn.Module:
-    """The callable module of a model or PreparedModel, with whatever a backend put around it.
+    """Return the callable module of a model or PreparedModel, including a backend's wrapper.
 
     Raises:
         ValueError: The PreparedModel is empty.
@@ -75,26 +75,26 @@ def wrapped_module(model: AnyModel) -> nn.Module:
 
 
 def inner_module(model: AnyModel) -> nn.Module:
-    """The actor, critic or bare model inside a wrapper with a `module` attribute."""
+    """Return the actor, critic or bare model inside a wrapper with a `module` attribute."""
     module = wrapped_module(model)
     return module.module if isinstance(module, _Wrapper) else module
 
 
 def is_actor(model: object) -> bool:
-    """Whether the model is marked as an actor (`is_actor = True`)."""
+    """Return whether the model is marked as an actor (`is_actor = True`)."""
     return bool(getattr(model, "is_actor", False))
 
 
 def is_engine(model: object) -> bool:
-    """Whether the object is a rollout engine."""
-    # Nothing of an engine is imported where nothing asks for one.
+    """Return whether the object is a rollout engine."""
+    # The engine's code is not imported before an engine exists.
     from lightrft.engines.base import RolloutEngine
 
     return isinstance(model, RolloutEngine)
 
 
 def published_sizes(config: TrainingOptions) -> tuple[int, float, int, int]:
-    """The arguments that every strategy's constructor begins with."""
+    """Return the arguments that every strategy's constructor begins with."""
     return config.seed, config.max_norm, config.micro_train_batch_size, config.train_batch_size
 
 
@@ -103,8 +103,8 @@ class WantedState:
     """States that a load reads besides the weights.
 
     Args:
-        strict: Missing or unexpected weights are errors.
-        optimizer, scheduler, rng: Read those, or the states of the random generators, too.
+        strict: Treat missing or unexpected weights as errors.
+        optimizer, scheduler, rng: Also read these; `rng` is the state of the random generators.
     """
 
     strict: bool = True
@@ -119,8 +119,8 @@ class Backend(ABC):
     Methods that are not abstract do what plain torch does in one process.
 
     Args:
-        context: Not started yet.
-        config: Of the strategy.
+        context: Context that has not started yet.
+        config: Options of the strategy.
     """
 
     name: ClassVar[str]
@@ -134,17 +134,17 @@ class Backend(ABC):
         self.config = config
 
     def start(self) -> None:  # noqa: B027 - a backend may have nothing to start
-        """Called once the ranks have started."""
+        """Start what the backend needs, once the ranks have started."""
 
-    def check_model_size(self, num_elements: int) -> None:  # noqa: B027 - no bound of its own
-        """See `StrategyBase.check_model_size`."""
+    def check_model_size(self, num_elements: int) -> None:  # noqa: B027 - no bound
+        """Implement `StrategyBase.check_model_size`."""
 
     def stop(self) -> None:  # noqa: B027 - likewise
-        """Called before the process group ends."""
+        """Clean up before the process group ends."""
 
     @contextmanager
     def init_model_context(self, meta_init: bool | None = False) -> Iterator[None]:
-        """See `StrategyBase.init_model_context`."""
+        """Implement `StrategyBase.init_model_context`."""
         if meta_init and not self.builds_on_meta:
             self.context.print("warning: option without effect: meta_init acts only with fsdp")
         try:
@@ -162,16 +162,16 @@ class Backend(ABC):
         shard_size: int = -1,
         reshard: bool = True,
     ) -> nn.Module:
-        """See `StrategyBase.prepare_model`."""
+        """Implement `StrategyBase.prepare_model`."""
 
     @abstractmethod
     def prepare_training(
         self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None
     ) -> PreparedModel:
-        """Makes one model and its optimizer ready for `backward` and `step`."""
+        """Prepare one model and its optimizer for `backward` and `step`."""
 
     def create_optimizer(self, module: nn.Module, settings: AdamSettings) -> Optimizer:
-        """AdamW; biases and norm gains are not decayed."""
+        """Create AdamW; biases and norm gains are not decayed."""
         if self.config.adam_8bit:
             from lightrft.strategy.adam_8bit import Adam8bit
 
@@ -187,30 +187,30 @@ class Backend(ABC):
     def parameter_groups(
         self, module: nn.Module, settings: AdamSettings
     ) -> Sequence[ParameterGroup]:
-        """The trained parameters by decay and by learning rate."""
+        """Return the trained parameters by decay and by learning rate."""
         groups = parameter_groups(module.named_parameters(), settings.weight_decay)
         factors = self.config.rate_factors
         return with_rate_factors(groups, module.named_parameters(), settings.lr, factors)
 
     def check_trainable(self, model: AnyModel) -> None:  # noqa: B027 - plain torch trains any
-        """Raises a TypeError unless this backend prepared the model for training."""
+        """Raise a TypeError unless this backend prepared the model for training."""
 
     def backward(self, loss: Tensor, model: AnyModel, *, is_last: bool) -> None:
-        """Adds the gradients of a loss that is scaled already.
+        """Add the gradients of an already scaled loss.
 
         Args:
             loss: Scalar.
-            model: As prepared.
-            is_last: The optimizer acts after this micro-batch.
+            model: Prepared model.
+            is_last: Whether the optimizer steps after this micro-batch.
         """
         del model, is_last
         loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, optimizer: Optimizer, model: AnyModel) -> float:
-        """Clips and updates, unless gradients are not finite on some rank; clears gradients.
+        """Clip and update, unless gradients are not finite on some rank; clear gradients.
 
         Returns:
-            The global norm before clipping, equal on all ranks; not finite if nothing was changed.
+            Global norm before clipping, equal on all ranks; not finite if nothing was changed.
         """
         del model
         self.load_optimizer(optimizer, None)
@@ -223,36 +223,36 @@ class Backend(ABC):
         return norm
 
     def global_norm(self, parameters: Iterable[Tensor]) -> float:
-        """The norm of all gradients, the same on all ranks."""
+        """Return the norm of all gradients, the same on all ranks."""
         return gradient_norm(parameters)
 
     def discard_gradients(self, optimizer: Optimizer) -> None:
-        """Drops the gradients of an optimizer step that was given up."""
+        """Drop the gradients of an abandoned optimizer step."""
         optimizer.zero_grad()
 
     def local_part(self, parameter: Tensor) -> Tensor:
-        """This rank's part of a parameter."""
+        """Return this rank's part of a parameter."""
         return local_rows(parameter.detach())[0]
 
     @abstractmethod
     def parameter_source(self, model: AnyModel) -> ParameterSource:
-        """See `StrategyBase.parameter_source`."""
+        """Implement `StrategyBase.parameter_source`."""
 
     def full_values(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and saved buffers in full, one in flight at a time; tied ones once.
+        """Yield parameters and saved buffers in full, one in flight at a time; tied ones once.
 
-        Collective: every rank must take them all.
+        Collective: every rank must consume all of them.
 
         Args:
-            module: The module inside the wrapper.
+            module: Module inside the wrapper.
         """
         for name, value in training_state.module_state(module).items():
             yield name, full_value(value)
 
     def full_states(self, found: PreparedModel) -> Iterator[tuple[str, Tensor]]:
-        """Parameters as `weight/NAME`, optimizer states as `KEY/NAME`, in full, one by one.
+        """Yield full parameters as `weight/NAME` and optimizer states as `KEY/NAME`, one by one.
 
-        Collective: every rank must take them all.
+        Collective: every rank must consume all of them.
         """
         module = inner_module(found)
         names = {name for name, _ in module.named_parameters()}
@@ -263,29 +263,29 @@ class Backend(ABC):
             yield from training_state.full_optimizer_states(module, found.optimizer)
 
     def optimizer_groups(self, found: PreparedModel) -> list[dict[str, object]]:
-        """Names of the parameters, and numbers, of each group of the optimizer."""
+        """Return names of the parameters, and numbers, of each group of the optimizer."""
         if found.optimizer is None:
             return []
         return training_state.group_names(inner_module(found), found.optimizer)
 
     def load_weights(self, module: nn.Module, path: Path, *, strict: bool) -> None:
-        """Reads full weights in safetensors format."""
+        """Read full weights in safetensors format."""
         training_state.load_full_weights(path, module, strict=strict)
 
     @property
     def checkpoint_details(self) -> Mapping[str, int | str]:
-        """Facts that must be the same in a run that loads a checkpoint of this one."""
+        """Return facts that must match in a run that loads a checkpoint of this one."""
         return {}
 
     def write_state(self, folder: Path, found: PreparedModel, files: FileWriter) -> None:
-        """Writes this rank's part of model and optimizer. May be collective."""
+        """Write this rank's part of model and optimizer. May be collective."""
         module, rank = inner_module(found), self.context.rank
         training_state.save_module(folder, module, files, rank=rank)
         if found.optimizer is not None:
             training_state.save_optimizer(folder, module, found.optimizer, files, rank=rank)
 
     def read_state(self, checkpoint: Checkpoint, found: PreparedModel, wanted: WantedState) -> None:
-        """Reads what `write_state` wrote, here with any number of ranks. May be collective."""
+        """Read what `write_state` wrote, with any number of ranks. May be collective."""
         module = inner_module(found)
         training_state.load_module(checkpoint.path, module, strict=wanted.strict)
         if wanted.optimizer and found.optimizer is not None:
@@ -293,11 +293,11 @@ class Backend(ABC):
             training_state.load_optimizer(checkpoint.path, module, found.optimizer)
 
     def offload_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027 - nothing to move
-        """See `StrategyBase.maybe_offload_optimizer`."""
+        """Implement `StrategyBase.maybe_offload_optimizer`."""
 
     def load_optimizer(self, optimizer: Optimizer, device: torch.device | None) -> None:  # noqa: B027
-        """See `StrategyBase.maybe_load_optimizer`."""
+        """Implement `StrategyBase.maybe_load_optimizer`."""
 
     def move_model(self, model: AnyModel, device: torch.device) -> nn.Module:
-        """Moves an idle model, or back."""
+        """Move an idle model to a device."""
         return wrapped_module(model).to(device)

@@ -22,7 +22,7 @@ from lightrft.strategy.weight_sync.parameter_source import ParameterSource, modu
 
 
 class PlainBackend(Backend):
-    """Plain torch; every rank trains a whole model of its own."""
+    """Plain torch; every rank trains a whole model."""
 
     name = "Fake"
 
@@ -34,7 +34,7 @@ class PlainBackend(Backend):
         shard_size: int = -1,
         reshard: bool = True,
     ) -> nn.Module:
-        """Moves the model to the device; parameters in training stay float32."""
+        """Move the model to the device; parameters in training stay float32."""
         del reshard
         resolve_shard_size(shard_size, self.context.world_size)
         share_sequences(model, self.context.sp_group, is_trained=is_training)
@@ -51,11 +51,11 @@ class PlainBackend(Backend):
     def prepare_training(
         self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None
     ) -> PreparedModel:
-        """Moves the model to the device."""
+        """Move the model to the device."""
         return PreparedModel(self.prepare_model(model, is_training=True), optimizer, scheduler)
 
     def parameter_source(self, model: AnyModel) -> ParameterSource:
-        """Every parameter, whole."""
+        """Return every parameter, whole."""
         return module_parameter_source(inner_module(model))
 
 
@@ -84,7 +84,7 @@ class FakeStrategy(StrategyBase):
 
 
 def get_fake_strategy(args: Arguments | None = None) -> FakeStrategy:
-    """A strategy for one process, without torchrun and without a process group.
+    """Return a strategy for one process, without torchrun and without a process group.
 
     Args:
         args: A Namespace, mapping or StrategyConfig; None takes every default, and one sample per

@@ -11,13 +11,13 @@ _depth = [0]
 
 @contextmanager
 def parameters_on_meta(is_wanted: bool = True) -> Iterator[None]:
-    """Parameters that are registered inside lose their memory; buffers keep theirs.
+    """Take the memory of parameters that the body registers; buffers keep theirs.
 
     Buffers are small, and those that are not saved (rotary frequencies) are in no file.
 
     Args:
-        is_wanted: False gives parameters that are registered inside their memory as usual, for
-            parts of a model that are in no file.
+        is_wanted: False registers parameters with memory as usual, for parts of a model that are
+            in no file.
     """
     original = nn.Module.register_parameter
     outer = _depth[0]
@@ -41,7 +41,7 @@ def parameters_on_meta(is_wanted: bool = True) -> Iterator[None]:
 
 @contextmanager
 def on_host(module: nn.Module) -> Iterator[None]:
-    """Parameters without memory are on the host inside: of a shape, and of one number's memory."""
+    """Keep parameters without memory on the host inside: with a shape, and one number's memory."""
     empty = [
         (child, name, parameter)
         for child in module.modules()
@@ -59,5 +59,5 @@ def on_host(module: nn.Module) -> Iterator[None]:
 
 
 def is_building_on_meta() -> bool:
-    """Whether parameters that are registered now get no memory."""
+    """Return whether parameters that are registered now get no memory."""
     return _depth[0] > 0

@@ -1,4 +1,4 @@
-"""Models in training: placed, given optimizers and schedules, and updated."""
+"""Models in training: their placement, optimizers, schedules and updates."""
 
 import math
 import weakref
@@ -36,12 +36,12 @@ class ModelTraining:
     """The part of a strategy that updates models: optimizers, gradients, steps.
 
     Args:
-        backend: Places models on the ranks and takes their steps.
-        on_change: Called when weights have changed.
+        backend: Backend that places models on the ranks and takes their steps.
+        on_change: Function to call when weights have changed.
 
     Attributes:
         averages: Moving averages of models.
-        num_skipped_steps: By name of the model, steps that were left out for their gradients.
+        num_skipped_steps: Steps skipped for their gradients, by name of the model.
     """
 
     def __init__(self, backend: Backend, on_change: Callable[[], None]) -> None:
@@ -59,7 +59,7 @@ class ModelTraining:
 
     @property
     def accumulated_gradient(self) -> int:
-        """Micro-batches of one optimizer step on each rank; see `accumulation_steps`."""
+        """Return the micro-batches of one optimizer step per rank; see `accumulation_steps`."""
         return process_groups.accumulation_steps(
             train_batch_size=self.config.train_batch_size,
             micro_train_batch_size=self.config.micro_train_batch_size,
@@ -68,7 +68,7 @@ class ModelTraining:
         )
 
     def prepare(self, item: object, *, is_rlhf: bool) -> object:
-        """Makes one argument of `StrategyBase.prepare` ready."""
+        """Prepare one argument of `StrategyBase.prepare`."""
         if item is None:
             return None
         if isinstance(item, nn.Module):
@@ -90,11 +90,11 @@ class ModelTraining:
     def with_optimizer(
         self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None = None
     ) -> PreparedModel:
-        """Makes one model and its optimizer ready."""
+        """Prepare one model and its optimizer."""
         return self._remember(self.backend.prepare_training(model, optimizer, scheduler))
 
     def _remember(self, ready: PreparedModel) -> PreparedModel:
-        """Keeps a model's optimizer and schedule for checkpoints, under every name it has."""
+        """Keep a model's optimizer and schedule for checkpoints, under every name it has."""
         if ready.model is not None:
             pair = (ready.optimizer, ready.scheduler)
             for module in {ready.model, inner_module(ready.model)}:
@@ -107,7 +107,7 @@ class ModelTraining:
         optimizer: Optimizer | None = None,
         scheduler: LRScheduler | None = None,
     ) -> PreparedModel:
-        """Return a model with its optimizer and schedule: given, its own, or the remembered."""
+        """Return a model with its optimizer and schedule: passed, attached, or remembered."""
         if not isinstance(model, PreparedModel):
             model = PreparedModel(model, *self._trained.get(model, (None, None)))
         return PreparedModel(
@@ -115,14 +115,14 @@ class ModelTraining:
         )
 
     def create_optimizer(self, model: AnyModel, **kwargs: object) -> Optimizer:
-        """See `StrategyBase.create_optimizer`."""
+        """Create an optimizer; see `StrategyBase.create_optimizer`."""
         settings = AdamSettings.read(kwargs, self.config)
         return self.backend.create_optimizer(inner_module(model), settings)
 
     def _trainable(
         self, model: nn.Module, learning_rate: float, max_steps: int, config: TrainingOptions
     ) -> PreparedModel:
-        """Optimizer and schedule, and the model wrapped at the moment that this backend needs."""
+        """Make optimizer and schedule; wrap the model when this backend needs it."""
         wraps_first = self.backend.wraps_before_optimizer
         if wraps_first:
             model = self.backend.prepare_model(model, is_training=True)
@@ -142,7 +142,7 @@ class ModelTraining:
         max_steps: int,
         frozen_steps: int = 0,
     ) -> tuple[PreparedModel, PreparedModel]:
-        """Makes actor and critic ready; see `StrategyBase.prepare_models_and_optimizers`."""
+        """Prepare actor and critic; see `StrategyBase.prepare_models_and_optimizers`."""
         actor.is_actor = True  # type: ignore[assignment]
         config, actor_steps = self.config, max(max_steps - frozen_steps, 1)
         ready_actor = self._trainable(actor, config.peak_learning_rate, actor_steps, config)
@@ -157,7 +157,7 @@ class ModelTraining:
     def prepare_reward_model(
         self, reward_model: nn.Module, max_steps: int, config: TrainingOptions | None = None
     ) -> PreparedModel:
-        """See `StrategyBase.prepare_reward_model`."""
+        """Prepare a reward model; see `StrategyBase.prepare_reward_model`."""
         config = config or self.config
         check_rate_factors(config.rate_factors, [reward_model])
         ready = self._trainable(reward_model, config.peak_learning_rate, max_steps, config)
@@ -165,7 +165,7 @@ class ModelTraining:
         return ready
 
     def backward(self, loss: Tensor, model: AnyModel, optimizer: Optimizer) -> None:
-        """See `StrategyBase.backward`."""
+        """Add the gradients of a loss; see `StrategyBase.backward`."""
         state = self._state_of(optimizer)
         scaled = loss * state.loss_scale(self.context.world_size)
         self.backend.backward(scaled, model, is_last=state.is_last())
@@ -177,7 +177,7 @@ class ModelTraining:
         scheduler: LRScheduler | None,
         name: str = "model",
     ) -> OptimizerStepResult | None:
-        """See `StrategyBase.optimizer_step`."""
+        """Update after the last micro-batch; see `StrategyBase.optimizer_step`."""
         self.backend.check_trainable(model)
         if not self._state_of(optimizer).advance():
             return None
@@ -191,14 +191,14 @@ class ModelTraining:
                 f"some rank (norm {norm}); {self.num_skipped_steps[name]} skipped so far"
             )
         else:
-            # The schedule advances, and the engine is stale, only with weights that changed.
+            # Only changed weights advance the schedule and make the engine stale.
             if scheduler is not None:
                 scheduler.step()
             self.on_change()
         return OptimizerStepResult(norm, is_skipped, learning_rate)
 
     def require_finite(self, model: AnyModel) -> None:
-        """See `StrategyBase.require_finite`."""
+        """Raise if weights are not finite; see `StrategyBase.require_finite`."""
         module = inner_module(model)
         reshard_modules(module)
         trained = (
@@ -210,19 +210,19 @@ class ModelTraining:
         collectives.require_finite(names, what="weights are", group=self.context.world_group)
 
     def moving_average(self, model: AnyModel, average: AnyModel, beta: float) -> None:
-        """See `StrategyBase.moving_average`."""
+        """Update an average; see `StrategyBase.moving_average`."""
         sources = (self.backend.parameter_source(each) for each in (model, average))
         self.averages.update(*sources, beta=beta)
 
     def load_weights(self, model: AnyModel, path: Path, *, strict: bool) -> None:
-        """See `StrategyBase.load_model`."""
+        """Load weights; see `StrategyBase.load_model`."""
         module = inner_module(model)
         self.backend.load_weights(module, path, strict=strict)
         self.averages.forget(module)
         self.on_change()
 
     def _state_of(self, optimizer: Optimizer) -> AccumulationState:
-        """The progress of an optimizer; one in no step begins a step."""
+        """Return the progress of an optimizer; one in no step begins a step."""
         if optimizer not in self._states:
             size, count = self.config.sp_size, self.accumulated_gradient
             self._states[optimizer] = AccumulationState(count, sp_size=size)
@@ -230,7 +230,7 @@ class ModelTraining:
 
     @contextmanager
     def accumulation(self, num_micro_batches: int, optimizer: Optimizer) -> Iterator[None]:
-        """See `StrategyBase.accumulation`."""
+        """Set the micro-batches of a step; see `StrategyBase.accumulation`."""
         counts = self.context.gather_objects(int(num_micro_batches))
         count = counts[0]
         if min(counts) < 1 or min(counts) != max(counts):
@@ -252,7 +252,7 @@ class ModelTraining:
                     "backward and optimizer_step for each"
                 )
         except BaseException:
-            # What was accumulated must not leak into the next step.
+            # Accumulated gradients must not leak into the next step.
             self.backend.discard_gradients(optimizer)
             raise
         finally:

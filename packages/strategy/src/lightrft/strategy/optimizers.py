@@ -18,24 +18,24 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightrft.config import ConfigError, TrainingOptions
 from lightrft.config.options import accepts, coerce, type_hints
 
-# What `torch.optim` takes as one group: "params" and "weight_decay".
+# One group for `torch.optim`: "params" and "weight_decay".
 ParameterGroup = dict[str, "list[nn.Parameter] | float"]
-# Ends the name of an optimizer's state that has one number a block of another state.
+# Suffix of an optimizer's state that has one number per block of another state.
 SCALE = "_scale"
-# What a group has beside its learning rate.
+# Numbers of a group beside its learning rate.
 FACTOR = "rate_factor"
-# Names of parts that a refusal shows.
+# Number of names that a refusal shows.
 MAX_PARTS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStepResult:
-    """Result of one acting call of `optimizer_step`.
+    """Result of an `optimizer_step` call that ends a step.
 
     Args:
         grad_norm: Global gradient norm before clipping, over all groups and ranks.
         is_skipped: Gradients were not finite on some rank; nothing was changed.
-        learning_rate: Of the first group, as used in this step.
+        learning_rate: Rate of the first group, as used in this step.
     """
 
     grad_norm: float
@@ -46,7 +46,7 @@ class OptimizerStepResult:
 def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
 ) -> list[ParameterGroup]:
-    """Splits trainable parameters into decayed matrices and undecayed vectors.
+    """Split trainable parameters into decayed matrices and undecayed vectors.
 
     A parameter is decayed if and only if its shape has two or more dimensions, so biases
     and norm gains of every architecture are exempt. Tied parameters appear once.
@@ -54,7 +54,7 @@ def parameter_groups(
     Source: Loshchilov & Hutter 2017, arXiv:1711.05101; the usual exemption of biases and gains.
 
     Args:
-        named_parameters: As from `Module.named_parameters()`.
+        named_parameters: Result of `Module.named_parameters()`.
         weight_decay: Decay of the first group; the second has 0.
 
     Returns:
@@ -81,15 +81,15 @@ def parameter_groups(
 
 
 def rate_factor(name: str, factors: Mapping[str, float]) -> float:
-    r"""The factor of a parameter: of the first pattern that matches whole parts of its name.
+    r"""Return a parameter's factor: that of the first pattern that matches whole parts of its name.
 
     Args:
-        name: Dotted, such as `model.visual.blocks.0.attn.qkv.weight`.
-        factors: By regular expressions for one or more consecutive parts: `visual`,
+        name: Dotted name, such as `model.visual.blocks.0.attn.qkv.weight`.
+        factors: Factors by regular expressions for one or more consecutive parts: `visual`,
             `visual\.merger`, `lora_B`.
 
     Returns:
-        1 where none matches.
+        Factor, 1 if none matches.
     """
     pattern = _first_pattern(name, factors)
     return 1.0 if pattern is None else float(factors[pattern])
@@ -106,44 +106,44 @@ def with_rate_factors(
     rate: float,
     factors: Mapping[str, float],
 ) -> Sequence[ParameterGroup]:
-    """Splits groups of an optimizer so that each has one learning rate; unchanged without factors.
+    """Split groups of an optimizer so that each has one rate; unchanged without factors.
 
     Source: with `lora_B` alone, LoRA+: Hayou et al. 2024, arXiv:2402.12354.
 
     Args:
         groups: See `parameter_groups`.
-        named_parameters: Of the module.
+        named_parameters: Named parameters of the module.
         rate: Learning rate of the factor 1.
         factors: See `rate_factor`.
 
     Returns:
-        Groups that have `lr` and `rate_factor`, in the order of the given ones, then of `factors`.
+        Groups that have `lr` and `rate_factor`, in the order of `groups`, then of `factors`.
     """
     if not factors:
         return groups
-    own = {id(value): rate_factor(name, factors) for name, value in named_parameters}
-    found: list[ParameterGroup] = []
+    factors_by_id = {id(value): rate_factor(name, factors) for name, value in named_parameters}
+    split_groups: list[ParameterGroup] = []
     for group in groups:
         parts: dict[float, list[nn.Parameter]] = defaultdict(list)
         for parameter in group["params"]:  # type: ignore[union-attr]
-            parts[own[id(parameter)]].append(parameter)
+            parts[factors_by_id[id(parameter)]].append(parameter)
         order = dict.fromkeys([1.0, *map(float, factors.values())])
-        found += [
+        split_groups += [
             {**group, "params": parts[factor], "lr": rate * factor, FACTOR: factor}
             for factor in order
             if factor in parts
         ]
-    return found
+    return split_groups
 
 
 def unscaled_rate(optimizer: Optimizer) -> float:
-    """The learning rate now of parameters that have no factor."""
+    """Return the current learning rate of parameters without a factor."""
     group = optimizer.param_groups[0]
     return float(group["lr"]) / float(group.get(FACTOR, 1.0))
 
 
 def check_rate_factors(factors: Mapping[str, float], models: Sequence[nn.Module]) -> None:
-    """Looks for a trained weight that each factor is for.
+    """Check that each factor has a trained weight.
 
     Raises:
         ConfigError: A pattern matches no trained weight of any model, or only those that an
@@ -170,7 +170,7 @@ def check_rate_factors(factors: Mapping[str, float], models: Sequence[nn.Module]
 
 
 COSINE = "cosine_with_min_lr"
-# What follows the warm-up: the factor at p = (s - w) / (T - w), at most 1, with r = min_lr_ratio.
+# Factor after the warm-up at p = (s - w) / (T - w), at most 1, with r = min_lr_ratio.
 LR_SCHEDULES: dict[str, Callable[[float, float], float]] = {
     COSINE: lambda p, r: 0.5 * (1.0 + math.cos(math.pi * p)) * (1.0 - r) + r,
     "linear": lambda p, r: 1.0 - p,
@@ -182,13 +182,13 @@ LR_SCHEDULES: dict[str, Callable[[float, float], float]] = {
 class LearningRatePlan:
     """Factor of the peak learning rate at every optimizer step of a run.
 
-    s < w: (s + 1) / (w + 1), above 0 from the first step on; then the schedule's fall, which
-    stays at its end after T. In a run that was made longer or shorter at step c, the factor goes
-    from where it was to the new plan's in as many steps as the warm-up has:
+    s < w: (s + 1) / (w + 1), above 0 from the first step on; then the schedule's decay, constant
+    after T. If the length of a run changed at step c, the factor goes from its former value to the
+    new plan's in as many steps as the warm-up has:
     f(s) + gap * (1 - (s - c + 1) / (n + 1)), n = max(1, w).
 
     Args:
-        name: A key of `LR_SCHEDULES`.
+        name: Key of `LR_SCHEDULES`.
         num_warmup_steps: w.
         num_training_steps: T.
         min_lr_ratio: r, final over peak learning rate of the cosine.
@@ -204,7 +204,7 @@ class LearningRatePlan:
     gap: float = 0.0
 
     def __call__(self, step: int) -> float:
-        """The factor at optimizer step s, counted from 0."""
+        """Return the factor at optimizer step s, counted from 0."""
         num_return = max(1, self.num_warmup_steps)
         passed = step - self.changed_at + 1
         share = max(0.0, 1.0 - passed / (num_return + 1)) if self.changed_at >= 0 else 0.0
@@ -218,12 +218,12 @@ class LearningRatePlan:
         return max(0.0, LR_SCHEDULES[self.name](progress, self.min_lr_ratio))
 
     def going_on_from(self, former: LearningRatePlan, step: int) -> LearningRatePlan:
-        """The plan from `step` on, after `former`."""
+        """Return the plan from `step` on, after `former`."""
         return replace(self, changed_at=step, gap=former(step) - self._planned(step))
 
 
 class PlannedLR(LambdaLR):
-    """A schedule that goes on without a jump where a run is continued with another length."""
+    """A schedule that goes on without a jump if a continued run has another length."""
 
     def __init__(self, optimizer: Optimizer, plan: LearningRatePlan) -> None:
         self.plan = plan
@@ -234,14 +234,14 @@ class PlannedLR(LambdaLR):
         return self.plan(step)
 
     def state_dict(self) -> dict[str, object]:
-        """Position and plan as plain values."""
+        """Return position and plan as plain values."""
         state: dict[str, object] = super().state_dict()
         return {**state, "plan": asdict(self.plan), "lr_lambdas": [None] * len(self.lr_lambdas)}
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Takes the position; of the plan only what has happened to it.
+        """Restore the position; of the plan, only its past changes.
 
-        `change` then says whether the run is planned otherwise than it was.
+        `change` then reports whether the run is planned differently than before.
         """
         planned = self.plan
         former = LearningRatePlan(**state_dict["plan"])  # type: ignore[arg-type]
@@ -266,11 +266,11 @@ class PlannedLR(LambdaLR):
 def learning_rate_schedule(
     config: TrainingOptions, optimizer: Optimizer, *, max_steps: int
 ) -> PlannedLR:
-    """The chosen schedule with a linear warm-up over ceil(max_steps * lr_warmup_ratio) steps.
+    """Return the chosen schedule, warming up over ceil(max_steps * lr_warmup_ratio) steps.
 
     Args:
-        config: Has `lr_scheduler`, `lr_warmup_ratio` and `min_lr_ratio`.
-        optimizer: Its groups' current learning rates are the peaks.
+        config: Options with `lr_scheduler`, `lr_warmup_ratio` and `min_lr_ratio`.
+        optimizer: Optimizer; its groups' current learning rates are the peaks.
         max_steps: Optimizer steps of the whole run.
     """
     num_warmup = math.ceil(max_steps * config.lr_warmup_ratio)
@@ -279,12 +279,12 @@ def learning_rate_schedule(
 
 
 def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
-    """All parameters of an optimizer, over its groups."""
+    """Return all parameters of an optimizer, over its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> float:
-    """Global 2-norm of local gradients in float32.
+    """Return the global 2-norm of local gradients in float32.
 
     Returns:
         Scalar float32; 0 without gradients.
@@ -300,7 +300,7 @@ def gradient_norm(parameters: Iterable[Tensor]) -> float:
 
 
 def clip_gradients(parameters: Iterable[Tensor], norm: float, max_norm: float) -> None:
-    """Scales gradients, sharded or whole, to a global norm of at most `max_norm`; 0 never does."""
+    """Scale gradients, sharded or whole, to a global norm of at most `max_norm`; 0 never does."""
     factor = max_norm / (norm + 1e-6)
     if max_norm <= 0 or factor >= 1:
         return
@@ -317,7 +317,7 @@ class AdamSettings:
     Args:
         lr: Peak learning rate.
         betas: Decay rates of the two moments.
-        eps: Added to the root of the second moment.
+        eps: Term added to the root of the second moment.
         weight_decay: Decoupled decay of matrices.
     """
 
@@ -328,7 +328,7 @@ class AdamSettings:
 
     @classmethod
     def read(cls, kwargs: Mapping[str, object], config: TrainingOptions) -> AdamSettings:
-        """From the keywords of `create_optimizer`; what is missing comes from the configuration.
+        """Read keywords of `create_optimizer`; the configuration supplies missing ones.
 
         Raises:
             TypeError: Unknown keywords, or values of a wrong type.
@@ -368,10 +368,10 @@ class MasterWeightsAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient.
+        """Update every parameter that has a gradient.
 
         Raises:
-            ValueError: A closure was given.
+            ValueError: A closure was passed.
         """
         if closure is not None:
             raise ValueError("MasterWeightsAdamW takes no closure")
@@ -426,7 +426,7 @@ class AccumulationState:
     sp_size: int = 1
 
     def loss_scale(self, num_averaging_ranks: int) -> float:
-        """Factor that turns the caller's loss into the one to differentiate.
+        """Return the factor that turns the caller's loss into the one to differentiate.
 
         Args:
             num_averaging_ranks: Ranks over which the backend averages gradients.
@@ -437,14 +437,14 @@ class AccumulationState:
         return self.sp_size / self.num_micro_batches
 
     def is_last(self) -> bool:
-        """Whether the current micro-batch is the one after which the optimizer acts."""
+        """Return whether the optimizer acts after the current micro-batch."""
         return self.num_done == self.num_micro_batches - 1
 
     def advance(self) -> bool:
-        """Counts one call of `optimizer_step`.
+        """Count one call of `optimizer_step`.
 
         Returns:
-            Whether the optimizer must act now; the count then starts again (seed way).
+            Whether the optimizer must act now; the count then starts again.
 
         Raises:
             RuntimeError: More calls than `accumulation` announced.

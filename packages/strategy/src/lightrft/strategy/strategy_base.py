@@ -82,27 +82,27 @@ class StrategyBase:
 
     Its parts are a `DistributedContext` (ranks, groups, collectives), a `Backend` (FSDP2,
     DeepSpeed or plain torch: models), `ModelTraining` (optimizers and their steps), `Checkpoints`
-    and an `EngineSession` (engine, generation, weight sync). What needs one part takes that part.
-    Usable as a context manager, which closes it.
+    and an `EngineSession` (engine, generation, weight sync). Code that needs one part takes that.
+    As a context manager it closes itself.
 
     Args:
         seed: Seed of all random number generators.
         max_norm: Global gradient norm above which gradients are scaled down; 0 never clips.
         micro_train_batch_size: Samples per rank in one forward and backward pass.
         train_batch_size: Samples per optimizer step over all ranks.
-        args: Further settings; kept as given, and read through `config`.
-        backend: What trains.
-        overrides: Options whose values here replace those of `args`; None keeps them.
+        args: Further settings, kept unchanged; read through `config`.
+        backend: Training backend.
+        overrides: Values that replace those of `args`; None keeps an option of `args`.
 
     Raises:
         ValueError: Sizes do not divide; the message has the numbers.
-        RuntimeError: Only some of the launcher's environment variables are there.
+        RuntimeError: Some of the launcher's environment variables are missing.
 
     Attributes:
         context, backend, training, checkpoints, session: The parts.
     """
 
-    # The ranks that train together: all of them, or `ALONE`.
+    # Ranks that train together: all of them, or `ALONE`.
     world_group: ClassVar[Group] = None
 
     def __init__(
@@ -149,7 +149,7 @@ class StrategyBase:
         self.checkpoints = Checkpoints(
             self.training, type(self).__name__, in_background=config.async_save
         )
-        # Collective, so here; what uses it is made by its first use, on any rank.
+        # Collective, so it is read here; its first use may come on any rank.
         self._rollout_context = self.context.beside()
         self._session: EngineSession | None = None
         self.sp_data_processor = SPDataProcessor(ALONE if self.sp_group is None else self.sp_group)
@@ -161,7 +161,7 @@ class StrategyBase:
         self.close()
 
     def close(self) -> None:
-        """Finishes saving, closes the engine, and ends the process group if started here.
+        """Finish saving, close the engine, and end the process group if started here.
 
         Idempotent.
 
@@ -180,11 +180,11 @@ class StrategyBase:
     def setup_distributed(
         self, timeout: timedelta | None = None, num_gpu_per_node: int | None = None
     ) -> None:
-        """Seeds, chooses the device, starts the process group, checks sizes. Idempotent.
+        """Seed, choose the device, start the process group, check sizes. Idempotent.
 
         Args:
             timeout: Deadline of the start and of every collective.
-            num_gpu_per_node: To derive the local rank where LOCAL_RANK is not set; None detects.
+            num_gpu_per_node: GPUs per node, for the local rank without LOCAL_RANK; None detects.
 
         Raises:
             RuntimeError: RANK or WORLD_SIZE is missing; the message names it.
@@ -204,7 +204,7 @@ class StrategyBase:
         self.engine_type = config.engine_type
 
     def set_seed(self, seed: int) -> None:
-        """Seeds random, NumPy and torch (CPU and all GPUs) with the same value on every rank."""
+        """Seed random, NumPy and torch (CPU and all GPUs) with the same value on every rank."""
         seed_generators(seed)
 
     @property
@@ -219,30 +219,30 @@ class StrategyBase:
 
     @classmethod
     def is_rank_0(cls) -> bool:
-        """Whether this is the first of all ranks."""
+        """Return whether this is the first of all ranks."""
         return collectives.group_rank(cls.world_group) == 0
 
     def get_rank(self) -> int:
-        """Number of this rank among all ranks."""
+        """Return the number of this rank among all ranks."""
         return self.context.rank
 
     @classmethod
     def print(cls, *msg: object) -> None:
-        """Prints with a time stamp, on rank 0 only."""
+        """Print with a time stamp, on rank 0 only."""
         print_on_first_rank(cls.world_group, *msg)
 
     @classmethod
     def report_memory(cls, prefix: str = "") -> MemoryReport:
-        """Prints (on rank 0) and returns the memory in use; on a CPU that of the process."""
+        """Print (on rank 0) and return the memory in use; on a CPU that of the process."""
         return report_memory(cls.world_group, prefix)
 
     @classmethod
     def sync_and_clear_cache(cls) -> None:
-        """Waits for the GPU, then for all ranks, then frees cached GPU memory."""
+        """Wait for the GPU, then for all ranks, then free cached GPU memory."""
         synchronize_and_free(cls.world_group)
 
     def barrier(self) -> None:
-        """Waits until every rank arrived."""
+        """Wait until every rank arrived."""
         self.context.barrier()
 
     @overload
@@ -252,11 +252,11 @@ class StrategyBase:
     def all_reduce(self, data: T, op: str = "mean") -> T: ...
 
     def all_reduce(self, data: object, op: str = "mean") -> object:
-        """Reduces a tensor, a number or a nested dict; see `DistributedContext.all_reduce`."""
+        """Reduce a tensor, a number or a nested dict; see `DistributedContext.all_reduce`."""
         return self.context.all_reduce(data, op)
 
     def reduce_over_data(self, data: T, op: str = "mean") -> T:
-        """Like `all_reduce`, counting ranks that share their samples once."""
+        """Reduce like `all_reduce`, counting ranks that share their samples once."""
         return self.context.reduce_over_data(data, op)
 
     @overload
@@ -266,11 +266,11 @@ class StrategyBase:
     def all_gather(self, data: Mapping[str, collectives.Tree]) -> dict[str, Tensor]: ...
 
     def all_gather(self, data: collectives.Tree) -> object:
-        """Concatenates every rank's values in rank order; see `DistributedContext.all_gather`."""
+        """Concatenate every rank's values in rank order; see `DistributedContext.all_gather`."""
         return cast("object", self.context.all_gather(data))
 
     def gather_objects(self, item: T, group: ProcessGroup | None = None) -> list[T]:
-        """Every rank's plain Python object, by rank, on every rank of the group."""
+        """Return every rank's plain Python object, by rank, on every rank of the group."""
         return self.context.gather_objects(item, group)
 
     # --- models
@@ -282,14 +282,13 @@ class StrategyBase:
         shard_size: int = -1,
         reshard_after_forward: bool = True,
     ) -> nn.Module:
-        """Places (and shards) one model.
+        """Place (and shard) one model.
 
         Args:
-            model: A bare model or an actor or critic around one.
+            model: Bare model, or an actor or critic around one.
             is_training: Whether gradients will be needed.
             shard_size: Ranks over which parameters are sharded; -1 is all of them, or with FSDP2
-                `fsdp_shard_size`. Values above
-                the number of ranks are clamped.
+                `fsdp_shard_size`. Values above the number of ranks are clamped.
             reshard_after_forward: Whether full parameters are freed after the forward pass.
 
         Raises:
@@ -300,32 +299,32 @@ class StrategyBase:
         )
 
     def prepare(self, *models_or_model_optim_pairs: object, is_rlhf: bool = False) -> object:
-        """Makes models ready, each according to its form.
+        """Prepare models, each according to its form.
 
         A triple (model, optimizer, scheduler) becomes a PreparedModel and a pair a pair, ready for
-        training; a list becomes a list of models for inference, a model one such model; None and
-        a triple of None stay.
+        training. A list becomes a list of models for inference, a model one such model. None and a
+        triple of None stay.
 
         Args:
-            *models_or_model_optim_pairs: As above.
-            is_rlhf: Reward models in a list are sharded over at most 8 ranks.
+            *models_or_model_optim_pairs: Models in these forms.
+            is_rlhf: Whether reward models in a list are sharded over at most 8 ranks.
 
         Returns:
-            A list in the order of the arguments; for one argument its result alone.
+            List in the order of the arguments; for one argument its result alone.
         """
         items = models_or_model_optim_pairs
         done = [self.training.prepare(item, is_rlhf=is_rlhf) for item in items]
         return done[0] if len(done) == 1 else done
 
     def unwrap_model(self, model: AnyModel) -> nn.Module:
-        """The actor, critic or bare model inside whatever the strategy put around it."""
+        """Return the actor, critic or bare model inside the strategy's wrapper."""
         return inner_module(model)
 
     def create_optimizer(self, model: AnyModel, **kwargs: object) -> Optimizer:
-        """Creates the optimizer of a model.
+        """Create the optimizer of a model.
 
         Args:
-            model: The model, or a PreparedModel or wrapper of it.
+            model: Model, PreparedModel or wrapper.
             **kwargs: `lr`, `betas`, `eps`, `weight_decay`; defaults from the configuration.
         """
         return self.training.create_optimizer(model, **kwargs)
@@ -341,18 +340,18 @@ class StrategyBase:
         *,
         frozen_steps: int = 0,
     ) -> tuple[PreparedModel, PreparedModel, RewardModels, nn.Module | None]:
-        """Makes all models of a run ready, with optimizers and schedules for actor and critic.
+        """Prepare all models of a run, with optimizers and schedules for actor and critic.
 
         Args:
-            actor: Marked with `is_actor = True`.
-            critic: None for critic-free algorithms, which then have no optimizer for it. A module
-                is trained whether or not `critic_pretrain` names the checkpoint it came from: a
-                critic built by the caller has none.
+            actor: Actor; it gets the mark `is_actor = True`.
+            critic: Critic; None for critic-free algorithms, which have no optimizer for it. A
+                module is trained whether or not `critic_pretrain` names its checkpoint: a critic
+                built by the caller has none.
             reward_models: One, several or none; left alone with `remote_rm_url`.
             initial_model: The reference model, or None.
-            args: Not needed; the strategy's own configuration counts.
+            args: Not needed; the strategy's configuration counts.
             max_steps: Optimizer steps of the run; the schedule ends there.
-            frozen_steps: Those of them that the actor does not take.
+            frozen_steps: First steps, which the actor does not take.
 
         Returns:
             (actor, critic, reward_models, initial_model), the first two as PreparedModel.
@@ -374,11 +373,11 @@ class StrategyBase:
     def prepare_reward_model(
         self, reward_model: nn.Module, args: Arguments | None = None, max_steps: int = int(1e8)
     ) -> PreparedModel:
-        """Makes a reward model ready for training at `actor_learning_rate`.
+        """Prepare a reward model for training at `actor_learning_rate`.
 
         Args:
-            reward_model: The model.
-            args: Settings that replace the strategy's own.
+            reward_model: Model to prepare.
+            args: Settings that replace the strategy's.
             max_steps: Optimizer steps of the run.
         """
         config = None if args is None else StrategyConfig.from_args(args)
@@ -395,14 +394,14 @@ class StrategyBase:
         sampler: Sampler[int] | None = None,
         consumed_samples: int = 0,
     ) -> DataLoader[T]:
-        """A loader of this rank's share of the data.
+        """Return a loader of this rank's share of the data.
 
         Args:
             replay_buffer: Map-style data set, equal on all ranks.
             batch_size: Samples per batch of this rank.
             pin_memory, shuffle, collate_fn, drop_last: As in torch's DataLoader; `drop_last` also
-                drops what does not divide evenly among ranks.
-            sampler: Replaces the DistributedSampler.
+                drops samples that do not divide evenly among ranks.
+            sampler: Replacement of the DistributedSampler.
             consumed_samples: Samples of the epoch already used, over all ranks.
         """
         if sampler is None:
@@ -422,56 +421,56 @@ class StrategyBase:
             drop_last=drop_last,
             collate_fn=collate_fn,
             pin_memory=pin_memory,
-            # Every iterator draws a seed, and a resumed run makes one iterator more than a whole
-            # one: not from the generator that checkpoints restore.
+            # Every iterator draws a seed, and a resumed run makes one iterator more. So the seed
+            # must not come from the generator that checkpoints restore.
             generator=torch.Generator().manual_seed(self.seed),
         )
 
     def check_model_size(self, num_elements: int) -> None:
-        """Raises a ValueError, before anything is loaded, for a model too large for the backend.
+        """Raise a ValueError, before loading, for a model too large for the backend.
 
         Args:
-            num_elements: Of all its parameters.
+            num_elements: Number of elements of all its parameters.
         """
         self.backend.check_model_size(num_elements)
 
     def init_model_context(self, meta_init: bool | None = False) -> AbstractContextManager[None]:
-        """Context in which models are built. Reports memory.
+        """Return the context in which models are built. Report memory.
 
-        With `meta_init` and FSDP2 their parameters get no memory yet: `prepare_model` shards them
-        first and then reads the rows that this rank holds from the directory in the model's
-        configuration, so no rank ever holds a whole model.
+        With `meta_init` and FSDP2 their parameters get no memory yet. `prepare_model` shards them
+        first, then reads this rank's rows from the directory in the model's configuration, so no
+        rank ever holds a whole model.
         """
         return self.backend.init_model_context(meta_init)
 
     def maybe_offload_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Moves optimizer states to the CPU (FSDP2 with `adam_offload`; elsewhere a no-op)."""
+        """Move optimizer states to the CPU (FSDP2 with `adam_offload`; elsewhere a no-op)."""
         self.backend.offload_optimizer(optimizer)
         return optimizer
 
     def maybe_load_optimizer(
         self, optimizer: Optimizer, device: torch.device | None = None
     ) -> Optimizer:
-        """Moves optimizer states back (FSDP2 with `adam_offload`; elsewhere a no-op)."""
+        """Move optimizer states back (FSDP2 with `adam_offload`; elsewhere a no-op)."""
         self.backend.load_optimizer(optimizer, device)
         return optimizer
 
     def offload_model(self, model: AnyModel) -> nn.Module:
-        """Moves an idle model to the CPU; a DeepSpeed engine stays."""
+        """Move an idle model to the CPU; a DeepSpeed engine stays."""
         return self.backend.move_model(model, torch.device("cpu"))
 
     def reload_model(self, model: AnyModel) -> nn.Module:
-        """Moves a model back to this rank's device."""
+        """Move a model back to this rank's device."""
         return self.backend.move_model(model, self.device)
 
     def moving_average(self, model: AnyModel, model_ema: AnyModel, beta: float = 0.992) -> None:
-        """Ema <- beta * ema + (1 - beta) * model, for every parameter; call it once per step.
+        """Set ema <- beta * ema + (1 - beta) * model, for every parameter; call it once per step.
 
         Averages are kept in float32, shard by shard.
 
         Args:
-            model: The trained model.
-            model_ema: The average; prepared the same way as the model.
+            model: Trained model.
+            model_ema: Average, prepared the same way as the model.
             beta: Weight of the past, in [0, 1].
 
         Raises:
@@ -484,14 +483,14 @@ class StrategyBase:
     def backward(
         self, loss: Tensor, model: AnyModel, optimizer: Optimizer, **kwargs: object
     ) -> None:
-        """Adds the gradients of one micro-batch.
+        """Add the gradients of one micro-batch.
 
         Args:
-            loss: The micro-batch's mean loss, divided here by `accumulated_gradient`; inside
-                `accumulation`, its share of the batch loss, multiplied here by the number of
-                ranks over which gradients are averaged.
-            model: The model or a PreparedModel.
-            optimizer: Its optimizer.
+            loss: Mean loss of the micro-batch, divided here by `accumulated_gradient`; inside
+                `accumulation`, its share of the batch loss, multiplied here by the number of ranks
+                over which gradients are averaged.
+            model: Model or PreparedModel.
+            optimizer: Optimizer of the model.
         """
         _refuse_options(kwargs, "backward")
         self.training.backward(loss, model, optimizer)
@@ -504,36 +503,36 @@ class StrategyBase:
         name: str = "model",
         **kwargs: object,
     ) -> OptimizerStepResult | None:
-        """Counts a micro-batch; on the last of a step clips, updates and schedules.
+        """Count a micro-batch; on the last of a step clip, update and schedule.
 
         If the gradients of any rank are not finite, all ranks skip the update and the schedule,
         clear the gradients and count it in `num_skipped_steps[name]`.
 
         Returns:
-            None while accumulating.
+            Result of the step; None while accumulating.
         """
         _refuse_options(kwargs, "optimizer_step")
         return self.training.optimizer_step(optimizer, model, scheduler, name)
 
     def require_finite(self, model: AnyModel) -> None:
-        """Looks at every trained parameter. Collective.
+        """Check every trained parameter. Collective.
 
         Raises:
-            NonFiniteError: One holds an infinity or NaN on some rank; raised on all ranks.
+            NonFiniteError: A parameter has an infinity or NaN on some rank; raised on all ranks.
         """
         self.training.require_finite(model)
 
     def accumulation(
         self, num_micro_batches: int, optimizer: Optimizer
     ) -> AbstractContextManager[None]:
-        """One optimizer step made of `num_micro_batches` pairs of `backward`, `optimizer_step`.
+        """Return a context of one step: `num_micro_batches` pairs of `backward`, `optimizer_step`.
 
         Inside, `loss` is a micro-batch's share of the batch loss (its terms over the batch's
         global normalizer), so that micro-batches of any size add up to the batch loss.
 
         Args:
-            num_micro_batches: Must be the same on all ranks.
-            optimizer: Whose step it is.
+            num_micro_batches: Micro-batches of the step, equal on all ranks.
+            optimizer: Optimizer of the step.
 
         Raises:
             ValueError: Ranks announce different numbers, or a number below 1 (on every rank).
@@ -557,20 +556,20 @@ class StrategyBase:
         scheduler: LRScheduler | None = None,
         model_ema: AnyModel | None = None,
     ) -> None:
-        """Writes a checkpoint, then removes old ones that this run wrote.
+        """Write a checkpoint, then remove old ones that this run wrote.
 
         With `async_save` it returns when the state has been copied to host memory.
 
         Args:
-            model: The model or a PreparedModel. Its optimizer and schedule are remembered.
+            model: Model or PreparedModel. Its optimizer and schedule are remembered.
             save_dir: Folder of all checkpoints.
             tag: Name of this one; None takes the next `global_step{n}`.
             max_num: Checkpoints to keep.
             max_mem: Megabytes that all kept checkpoints may take.
             client_state: Plain values (JSON) and tensors to store beside the model.
-            save_latest: Whether loading without a tag finds this one.
-            optimizer, scheduler: To store instead of the remembered ones.
-            model_ema: The model's moving average, stored with it.
+            save_latest: Whether loading without a tag may choose this one.
+            optimizer, scheduler: Objects to store instead of the remembered ones.
+            model_ema: Moving average of the model, stored with it.
 
         Raises:
             CheckpointError: Saving failed on some rank, or the last save in the background did.
@@ -592,16 +591,16 @@ class StrategyBase:
         load_dirs: Sequence[str],
         accepts: Callable[[Mapping[str, object]], None] | None = None,
     ) -> str | None:
-        """The newest tag under which every folder holds a whole checkpoint. Collective.
+        """Return the newest tag with a whole checkpoint in every folder. Collective.
 
-        Every file is verified; a load of this tag that follows does not verify it again.
+        Every file is verified; the next load of this tag does not verify it again.
 
         Args:
             load_dirs: Folders of checkpoints of models that belong together.
-            accepts: Raises if a client state of the first folder is not usable.
+            accepts: Function that raises if a client state of the first folder is not usable.
 
         Returns:
-            None where no folder shows a trace of a checkpoint.
+            Tag; None if no folder shows a trace of a checkpoint.
 
         Raises:
             CheckpointError: None is whole; the message says what is wrong with each.
@@ -622,17 +621,17 @@ class StrategyBase:
         scheduler: LRScheduler | None = None,
         model_ema: AnyModel | None = None,
     ) -> tuple[str, dict[str, object]]:
-        """Reads a checkpoint into the model, its optimizer and its schedule.
+        """Read a checkpoint into the model, its optimizer and its schedule.
 
         Args:
-            model: The model or a PreparedModel.
+            model: Model or PreparedModel.
             load_dir: Folder of all checkpoints.
-            tag: Which one; None takes the latest complete one.
+            tag: Wanted tag; None takes the latest complete one.
             load_module_strict: Whether missing or unexpected weights are errors.
-            load_optimizer_states, load_lr_scheduler_states: What else to read.
-            load_module_only: Reads only weights, whatever the other options say.
-            optimizer, scheduler: To read into instead of the remembered ones.
-            model_ema: Gets the moving average that was stored with the model.
+            load_optimizer_states, load_lr_scheduler_states: Whether to read these, too.
+            load_module_only: Read only weights, whatever the other options say.
+            optimizer, scheduler: Objects to read into instead of the remembered ones.
+            model_ema: Model that gets the moving average stored with the model.
 
         Returns:
             (path of the checkpoint, client_state).
@@ -641,18 +640,18 @@ class StrategyBase:
             FileNotFoundError: There is no checkpoint.
             CheckpointError: None is whole, or it is of another kind of strategy, model or world.
         """
-        found = self.training.resolve(model, optimizer, scheduler)
+        prepared = self.training.resolve(model, optimizer, scheduler)
         reads_all = not load_module_only
         wanted = WantedState(
             strict=load_module_strict,
-            optimizer=reads_all and load_optimizer_states and found.optimizer is not None,
-            scheduler=reads_all and load_lr_scheduler_states and found.scheduler is not None,
+            optimizer=reads_all and load_optimizer_states and prepared.optimizer is not None,
+            scheduler=reads_all and load_lr_scheduler_states and prepared.scheduler is not None,
             rng=reads_all,
         )
-        return self.checkpoints.load(Path(load_dir), tag, found, wanted, model_ema)
+        return self.checkpoints.load(Path(load_dir), tag, prepared, wanted, model_ema)
 
     def finish_saving(self) -> None:
-        """Waits until every checkpoint is complete. Collective; done at the end as well.
+        """Wait until every checkpoint is complete. Collective; `close` calls it, too.
 
         Raises:
             CheckpointError: A save in the background failed; the message names rank and error.
@@ -660,11 +659,11 @@ class StrategyBase:
         self.checkpoints.finish()
 
     def save_model(self, model: AnyModel, tokenizer: object | None, output_dir: str) -> None:
-        """Writes the model in Hugging Face format (full weights, config, tokenizer)."""
+        """Write the model in Hugging Face format (full weights, config, tokenizer)."""
         self.checkpoints.export(model, tokenizer, Path(output_dir))
 
     def load_model(self, model: AnyModel, path: str, strict: bool = True) -> None:
-        """Reads full weights in safetensors format into a prepared or bare model."""
+        """Read full weights in safetensors format into a prepared or bare model."""
         self.training.load_weights(model, Path(path), strict=strict)
 
     # --- rollout engine
@@ -673,7 +672,7 @@ class StrategyBase:
     def session(self) -> EngineSession:
         """The rollout engine, its generation and its weight sync."""
         if self._session is None:
-            # Stages over given rows have no engine, and import nothing of it.
+            # Stages that only train on rows have no engine, and import none of its code.
             from lightrft.strategy.engine.session import EngineSession
 
             self._session = EngineSession(self.context, self._rollout_context, self.config)
@@ -685,7 +684,7 @@ class StrategyBase:
 
     @property
     def genlen_analyser(self) -> GenLenAnalyser:
-        """Collector of the lengths of what was generated."""
+        """Collector of generation lengths."""
         return self.session.genlen_analyser
 
     @property
@@ -704,7 +703,7 @@ class StrategyBase:
 
     @property
     def vllm_engine(self) -> RolloutEngine | None:
-        """The same under its name for vLLM; the `vllm.LLM` itself is `inference_engine.native`."""
+        """The engine under its name for vLLM; `inference_engine.native` is the `vllm.LLM`."""
         return self.inference_engine
 
     @property
@@ -740,19 +739,19 @@ class StrategyBase:
         *,
         vocabulary: Vocabulary | None = None,
     ) -> RolloutEngine:
-        """Starts the rollout engine; afterwards it sleeps if sleeping is enabled.
+        """Start the rollout engine; afterwards it sleeps if sleeping is enabled.
 
-        An engine that was started before is closed first: two would not fit beside the model.
+        An earlier engine is closed first: two would not fit beside the model.
 
         Args:
-            args: Settings of the engine; None takes the strategy's own.
-            engine_type: "vllm", "sglang", "hf" or "auto". From here on the only one.
-            actor: If given, its weights are sent at once.
+            args: Settings of the engine; None takes the strategy's.
+            engine_type: "vllm", "sglang", "hf" or "auto"; the only one from here on.
+            actor: Actor whose weights are sent at once, or None.
             vocabulary: Tokens that are sampled and that end completions; None takes the actor's.
 
         Raises:
             ValueError: Unknown `engine_type`, no model is known, or `lora_sync` is adapter and
-                the actor has none or is not given.
+                the actor has none or is missing.
         """
         config = self.config
         if args is not None and args is not self.args:
@@ -769,12 +768,12 @@ class StrategyBase:
         return engine
 
     def maybe_sleep_inference_engine(self) -> None:
-        """Puts the engine to sleep if there is one, sleeping is enabled and it is awake."""
+        """Put the engine to sleep if there is one, sleeping is enabled and it is awake."""
         if self._session is not None:
             self._session.sleep(level=1)
 
     def sleep_until_weight_sync(self) -> None:
-        """The same where the next use of the engine is `update_engine_weights`.
+        """Put the engine to sleep until `update_engine_weights`, which must be its next use.
 
         The engine drops its weights instead of copying them to the host (sleep level 2); it
         refuses to generate until they have been sent again.
@@ -783,7 +782,7 @@ class StrategyBase:
             self._session.sleep(level=2)
 
     def wakeup_inference_engine(self) -> None:
-        """Frees the trainer's cached memory, then wakes the engine if it sleeps."""
+        """Free the trainer's cached memory, then wake the engine if it sleeps."""
         if self._session is not None:
             self._session.wake_up()
 
@@ -793,10 +792,10 @@ class StrategyBase:
         prompt_token_ids: Sequence[PromptItem] | Sequence[int] | None = None,
         multi_modal_inputs: Sequence[Mapping[str, object]] | None = None,
     ) -> list[Completion]:
-        """Generates on this rank's engine without gathering prompts.
+        """Generate on this rank's engine without gathering prompts.
 
         Args:
-            sampling_params: `SamplingParams`, a mapping of its fields, or the engine's own object.
+            sampling_params: `SamplingParams`, a mapping of its fields, or the engine's object.
             prompt_token_ids: Token ids per prompt; a flat list of ids is one prompt.
             multi_modal_inputs: Items `{"prompt": text, "multi_modal_data": {"image": [...],
                 "video": [...]}}`.
@@ -805,7 +804,7 @@ class StrategyBase:
             Completions, prompt-major.
 
         Raises:
-            ValueError: Neither or both inputs were given.
+            ValueError: Neither or both inputs were passed.
             NotImplementedError: There is no engine.
         """
         if prompt_token_ids is None and multi_modal_inputs is None:
@@ -834,7 +833,7 @@ class StrategyBase:
         all_videos: Sequence[object] | None,
         videos_num: Sequence[int] | None,
     ) -> list[dict[str, object]]:
-        """Pairs prompts with images and videos; see `generation.build_multimodal_inputs`."""
+        """Pair prompts with images and videos; see `generation.build_multimodal_inputs`."""
         from lightrft.strategy.engine import generation  # see `session`
 
         return generation.build_multimodal_inputs(
@@ -858,21 +857,21 @@ class StrategyBase:
         *,
         on_finished: OnFinished | None = None,
     ) -> list[Completion]:
-        """Generates for the prompts of all ranks; each rank gets its own completions.
+        """Generate for the prompts of all ranks; each rank gets the completions of its prompts.
 
         Collective: every rank must call it, with lists that may differ in length and may be empty.
         Prompts are gathered within the group of ranks that share an engine. The engine is woken
         before and, with `sleep_engine`, put to sleep after, also if generation fails.
 
         Args:
-            sampling_params: `SamplingParams`, a mapping of its fields, or the engine's own object.
+            sampling_params: `SamplingParams`, a mapping of its fields, or the engine's object.
             all_prompt_token_ids: Token ids (or `GenerationRequest`s), one per prompt.
             all_prompts: Prompts as text; needed with images or videos.
             all_images, all_videos: Nested (a list per prompt) or flat (cut by the counts).
             sleep_engine: Whether to put the engine to sleep afterwards (if enabled).
             images_num, videos_num: Media per prompt; inferred if None.
-            on_finished: Called with this rank's completions as they end, where the engine streams
-                and each rank has it at hand; must not raise. Not every completion need pass here.
+            on_finished: Function to call with this rank's completions as they end, if the engine
+                streams and each rank has it at hand; must not raise. It may miss some completions.
 
         Returns:
             This rank's completions, prompt-major: `n` consecutive ones for each prompt.
@@ -892,14 +891,14 @@ class StrategyBase:
         )
 
     def parameter_source(self, model: AnyModel) -> ParameterSource:
-        """Shards of this rank of a model's parameters, in checkpoint names, for weight sync."""
+        """Return this rank's shards of a model's parameters, by checkpoint names, for syncs."""
         return self.backend.parameter_source(model)
 
     def update_engine_weights(self, actor: AnyModel) -> WeightSyncReport | None:
-        """Sends the actor's weights to the engine, which is awake afterwards.
+        """Send the actor's weights to the engine, which is awake afterwards.
 
         Returns:
-            What was sent and verified (also kept as `last_weight_sync`); None without an engine.
+            Report of the sync (also kept as `last_weight_sync`); None without an engine.
 
         Raises:
             RuntimeError: The engine does not hold the actor's weights; the message names them.

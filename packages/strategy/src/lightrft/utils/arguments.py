@@ -18,7 +18,7 @@ from lightrft.config.options import (
 )
 from lightrft.config.strategy_config import StrategyConfig
 
-# The flags that the published interface gives to a parser of a training program.
+# Flags that the published interface adds to a parser of a training program.
 LIBRARY_FLAGS: tuple[str, ...] = (
     "engine_tp_size",
     "engine_mem_util",
@@ -67,16 +67,16 @@ def add_arguments(
     names: Collection[str] | None = LIBRARY_FLAGS,
     as_text: bool = False,
 ) -> argparse.ArgumentParser:
-    """Adds flags with the defaults of a configuration; the parser's own flags are left alone.
+    """Add flags with the defaults of a configuration; the parser's other flags are left alone.
 
     A Boolean gets `--name` and `--no_name`; enable_x also gets `--disable_x`.
 
     Args:
-        parser: Gets one group of flags per group of options.
-        config_type: Where names, types, defaults and help come from.
+        parser: Parser that gets one group of flags per group of options.
+        config_type: Configuration with the names, types, defaults and help.
         names: Options to add; None adds all.
-        as_text: Flags that are not given leave no trace and values stay text, so that the
-            configuration can name all that is wrong at once; see `from_text`.
+        as_text: Keep values as text and leave out flags that are not set, so that the configuration
+            can name everything that is wrong at once; see `from_text`.
 
     Returns:
         The parser.
@@ -169,7 +169,7 @@ def _help(entry: Field[object], info: OptionInfo) -> str:
 
 
 def from_text(value: object, hint: object) -> object:
-    """Text of a flag as the annotated type; what does not fit stays as it is.
+    """Convert the text of a flag to the annotated type; what does not fit stays as it is.
 
     The configuration itself reports values of the wrong type, all at once.
     """

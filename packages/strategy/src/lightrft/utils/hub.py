@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub answers. Standard library only."""
+"""Reachability of the Hugging Face hub. Standard library only."""
 
 import os
 import socket
@@ -12,10 +12,10 @@ _PORTS = {"http": 80, "https": 443}
 
 
 def is_hub_reachable() -> bool:
-    """Whether a connection to the hub, or to the proxy before it, can be opened within seconds.
+    """Return whether a connection to the hub, or to its proxy, can be opened within seconds.
 
-    Libraries of the hub repeat a failed request for half a minute; asked here once, they can be
-    told to look into their cache alone.
+    Libraries of the hub repeat a failed request for half a minute. If it does not answer, callers
+    have them read their cache alone.
     """
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return False
@@ -44,7 +44,7 @@ def answers(address: str) -> bool:
             return
         opened.set()
 
-    # A thread: looking up a name has no timeout of its own.
+    # A thread, because looking up a name has no timeout.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(_SECONDS)

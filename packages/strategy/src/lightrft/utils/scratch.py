@@ -14,9 +14,9 @@ PREFIX = "lightrft_scratch_"
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A temporary folder of this process; those that killed processes left are removed.
+    """Yield a temporary folder of this process; remove those that killed processes left.
 
-    Each is locked by its process, and the system lets go of the lock however that one ends.
+    Each is locked by its process, and the system drops the lock however that process ends.
     """
     remove_left_folders()
     while True:
@@ -32,7 +32,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def remove_left_folders() -> None:
-    """Removes the folders of this user whose processes have ended."""
+    """Remove the folders of this user whose processes have ended."""
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         # Held by a process that runs, of another user, or gone meanwhile.
         with contextlib.suppress(OSError):
@@ -44,7 +44,7 @@ def remove_left_folders() -> None:
 
 
 def _lock(folder: Path) -> int:
-    """A descriptor that holds the lock of a folder of ours; raises an OSError."""
+    """Return a descriptor that holds the lock of one of our folders; raise an OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

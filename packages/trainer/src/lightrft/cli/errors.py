@@ -1,4 +1,4 @@
-"""Exit codes, and the way of an exception to a line on the terminal and a code."""
+"""Exit codes, and the conversion of an exception to a line on the terminal and a code."""
 
 import atexit
 import errno
@@ -40,19 +40,19 @@ class ExitCode(IntEnum):
 
 
 class CommandError(Exception):
-    """An error of a command that its message explains; `code` is what the shell sees."""
+    """An error of a command whose message explains it; `code` is the exit code."""
 
     code: int = ExitCode.UNEXPECTED
 
 
 class UsageError(CommandError, ValueError):
-    """A command line that cannot be carried out; the message is for its author."""
+    """A command line that cannot be run; the message is for its author."""
 
     code = ExitCode.USAGE
 
 
 class PreflightError(CommandError, ValueError):
-    """A machine that cannot carry out what was asked; the message says what is missing."""
+    """A machine that cannot run the command; the message says what is missing."""
 
     code = ExitCode.PREFLIGHT
 
@@ -77,7 +77,7 @@ def refuse(problems: Sequence[str], error: type[Exception]) -> None:
         raise error("\n".join(problems))
 
 
-# Errors of the packages below; one can only be raised once its module is loaded, so nothing is
+# Errors of the packages below. One can only be raised once its module is loaded, so nothing is
 # imported here. Commands derive theirs from `CommandError`.
 ERROR_CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.config.files", "FileError", ExitCode.USAGE),
@@ -100,7 +100,7 @@ ERROR_CODES: tuple[tuple[str, str, ExitCode], ...] = (
 MAX_ERROR_CHARACTERS = 20_000
 LAUNCHED_BY_LIGHTRFT = "LIGHTRFT_LAUNCHED"
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# A disk that fails, or a file system of another machine that is gone.
+# A failing disk, or a file system of another machine that is gone.
 _LOST_DISK = (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENOTCONN, errno.EROFS)
 _NOT_POSSIBLE_HERE = (
     *_FULL_DISK,
@@ -109,7 +109,7 @@ _NOT_POSSIBLE_HERE = (
     errno.EPERM,
     errno.EADDRINUSE,
 )
-# How Python and safetensors write the system's error number.
+# Formats of the system's error number by Python and safetensors.
 _ERROR_NUMBER = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
 _NO_MEMORY = (
     "can't allocate memory",
@@ -118,9 +118,9 @@ _NO_MEMORY = (
     "not enough memory",
     "can't start new thread",
 )
-# What gloo and NCCL say when a peer did not come in time.
+# Messages of gloo and NCCL when a peer did not come in time.
 _TIMED_OUT = ("Timed out waiting", "timed out in", "Watchdog caught collective operation timeout")
-# What gloo, NCCL and the store say when another process is gone.
+# Messages of gloo, NCCL and the store when another process is gone.
 _LOST_PEER = (
     "connection closed by peer",
     "connection reset by peer",
@@ -132,12 +132,12 @@ _LOST_PEER = (
     "connectfullmesh failed",
     "ended because another rank failed",
 )
-# Errors that may tell of a collective: their texts are no user's and no service's.
+# Errors that may concern a collective: users and services do not write their texts.
 _OF_COLLECTIVES = ("CheckpointError", "WeightSyncError", "RuntimeError")
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception and its causes, each once: one may be its own."""
+    """Yield an exception and its causes, each once: an error may be its cause itself."""
     seen: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in seen:
@@ -147,15 +147,15 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it, or a cause of it, says that memory could not be had."""
+    """Return whether the error, or a cause of it, reports exhausted memory."""
     rewards = sys.modules.get("lightrft.rewards.types")
     if rewards is not None and isinstance(error, rewards.RewardError):
-        return False  # that of another process, for which no option of the trainer helps
+        return False  # in another process, where no option of the trainer helps
     return any(is_memory_error(link) for link in chain(error))
 
 
 def is_memory_error(error: BaseException) -> bool:
-    """Whether an exception itself, not a cause of it, says that memory could not be had."""
+    """Return whether an exception itself, not a cause of it, reports exhausted memory."""
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError):
@@ -164,19 +164,19 @@ def is_memory_error(error: BaseException) -> bool:
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
     if type(error).__module__ == "lightrft.rewards.types":
-        return False  # the words of a user's function, about a process of its own
+        return False  # a user's function describes its separate process
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(part in text for part in _NO_MEMORY)
 
 
 def memory_report(error: BaseException, phase: str | None, config: "TrainConfig | None") -> str:
-    """The memory that ran out, and with a configuration what helps; see `tools.memory_advice`."""
+    """Return the exhausted memory, and with options the remedies; see `tools.memory_advice`."""
     report = load_reference("lightrft.tools.memory_advice:memory_report", kind="memory advice")
     return cast("Callable[..., str]", report)(error, phase, config)
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The code of an exception: that of its class, or of the first cause that has one."""
+    """Return the code of an exception: by its class, or by the first cause with a code."""
     for link in chain(error):
         if _lost_peer(link) is not None:
             break
@@ -191,19 +191,19 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def words_of_lost_peer(text: str) -> str | None:
-    """The words of a text that say that another process is gone; None if none do."""
+    """Return the words of a text that report a lost process; None if there are none."""
     return next((words for words in _LOST_PEER if words in text.lower()), None)
 
 
 def _lost_peer(error: BaseException) -> str | None:
-    """The same of an exception, if it tells of a collective."""
+    """Return such words of an exception, if it concerns a collective."""
     kind = type(error)
     tells = kind.__name__ in _OF_COLLECTIVES or kind.__module__.startswith("torch.")
     return words_of_lost_peer(str(error)) if tells else None
 
 
 def _class_code(error: BaseException) -> int | None:
-    """The code of an error whose class has one."""
+    """Return the code of an error whose class has one."""
     if isinstance(error, WorkerError):
         return error.code
     if isinstance(error, KeyboardInterrupt):
@@ -219,12 +219,12 @@ def _class_code(error: BaseException) -> int | None:
 
 
 def _lacks_extra(error: BaseException) -> bool:
-    """Return whether it names the extra that brings a package which could not be imported."""
+    """Return whether it names the extra with a package that could not be imported."""
     return "lightrft[" in str(error) and any(isinstance(e, ImportError) for e in chain(error))
 
 
 def _system_code(error: BaseException) -> int | None:
-    """The code of an error of Python's own: of the system, of this machine, of arithmetic."""
+    """Return the code of a Python error: of the system, the machine or arithmetic."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return ExitCode.USAGE
     if isinstance(error, FloatingPointError):  # an engine's: of finite weights
@@ -237,7 +237,7 @@ def _system_code(error: BaseException) -> int | None:
 def _tells_of_disk(error: BaseException, code: int = ExitCode.USAGE) -> bool:
     """Return whether its text or its cause has the number of a disk that is full or fails.
 
-    What failed on another rank comes as that rank's text; what a service says is of its own disk.
+    A failure of another rank comes as that rank's text; a service's message concerns its own disk.
     """
     numbers = {int(a or b) for a, b in _ERROR_NUMBER.findall(str(error))}
     cause = error.__cause__
@@ -248,7 +248,7 @@ def _tells_of_disk(error: BaseException, code: int = ExitCode.USAGE) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """The text for the user: the message alone where it is theirs to fix."""
+    """Return the text for the user: the message alone if they can fix it."""
     if isinstance(error, KeyboardInterrupt):
         return str(error) or "interrupted"
     code = exit_code_of(error)
@@ -283,18 +283,18 @@ def _phase_of(error: BaseException) -> str | None:
 
 def run_guarded(program: str, body: Callable[[], int]) -> int:
     """Run `body`; an exception is reported once, on standard error, and becomes its exit code."""
-    # At its end Python looks for garbage among all objects: with torch and transformers, a second.
+    # At its end Python collects garbage among all objects: with torch and transformers, a second.
     atexit.register(gc.freeze)
     try:
         return body()
     except SystemExit as stop:  # argparse after --help
         return stop.code if isinstance(stop.code, int) else ExitCode.OK
-    except BrokenPipeError:  # the reader of `lightrft ... | head` has seen enough
+    except BrokenPipeError:  # the reader of `lightrft ... | head` has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return ExitCode.BROKEN_PIPE
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the boundary to the shell
         code = exit_code_of(error)
-        # Parts of it may come from data, models, reward functions and other machines.
+        # Parts of the text may come from data, models, reward functions and other machines.
         text = printable(mask_address(describe(error)), limit=MAX_ERROR_CHARACTERS)
         write_error_report(text, code)
         if LAUNCHED_BY_LIGHTRFT not in os.environ:

@@ -41,7 +41,7 @@ def hide_progress_bars() -> None:
 
 
 def share_processors() -> None:
-    """Let waiting threads give up their processor soon; to be called before torch is imported.
+    """Let waiting threads yield their processor soon; call it before torch is imported.
 
     OpenMP threads spin while they wait. On a machine with other work the spinning thread keeps
     the processor from the one it waits for, and two threads become ten times slower than one.
@@ -50,12 +50,12 @@ def share_processors() -> None:
 
 
 def is_worker() -> bool:
-    """Whether a launcher has already given this process its rank."""
+    """Return whether a launcher has already assigned this process a rank."""
     return "RANK" in os.environ
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on at the moment."""
+    """Return a TCP port of this machine on which nobody listens at the moment."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
@@ -100,7 +100,7 @@ def launch(module: str, arguments: Sequence[str], *, nproc_per_node: int) -> int
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=nproc_per_node,
-            # Otherwise the agent makes a folder of its own and leaves it.
+            # Otherwise the agent makes another folder and leaves it behind.
             logs_specs=DefaultLogsSpecs(log_dir=str(scratch / "agent")),
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
@@ -124,7 +124,7 @@ def launch(module: str, arguments: Sequence[str], *, nproc_per_node: int) -> int
 
 
 def _shared_threads(nproc_per_node: int) -> dict[str, str]:
-    """Variables that give each process its share of the cores; OMP_NUM_THREADS is the user's."""
+    """Return variables with each process's share of the cores; keep the user's OMP_NUM_THREADS."""
     if "OMP_NUM_THREADS" in os.environ:
         return {}
     share = max(1, (os.cpu_count() or 1) // nproc_per_node)
@@ -133,10 +133,10 @@ def _shared_threads(nproc_per_node: int) -> dict[str, str]:
 
 @contextmanager
 def passing_on(signals: Sequence[signal.Signals]) -> Iterator[None]:
-    """Hands these signals to the processes that this one has started, instead of ending.
+    """Pass these signals to the child processes instead of ending.
 
     Raises:
-        WorkerError: A signal came while there was no such process yet.
+        WorkerError: A signal came before there was a child process.
     """
     import psutil
 
@@ -158,7 +158,7 @@ def passing_on(signals: Sequence[signal.Signals]) -> Iterator[None]:
 
 
 def end_with_launcher() -> None:
-    """Have the kernel end this process when the one that started it is gone (Linux).
+    """Have the kernel end this process when its parent is gone (Linux).
 
     Without it the workers of a killed launcher would go on writing into the run's folder.
     """
@@ -167,18 +167,18 @@ def end_with_launcher() -> None:
 
 
 def _silence_agent() -> None:
-    """The agent reports a failed worker in a page of its own; ours is one line."""
+    """Silence the agent, which reports a failed worker in a whole page; ours is one line."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def worker_error(failures: dict[int, ProcessFailure], *, phases: Path | None = None) -> WorkerError:
-    """The failure that came first: others are mostly peers that lost their connection to it.
+    """Return the first failure: others are mostly peers that lost their connection to it.
 
     Args:
-        failures: By rank.
-        phases: Folder in which the processes recorded their last phases.
+        failures: Failures by rank.
+        phases: Folder of the processes' last phases.
     """
     rank = min(failures, key=lambda rank: _failed_at(failures[rank]))
     failure = failures[rank]
@@ -191,7 +191,7 @@ def worker_error(failures: dict[int, ProcessFailure], *, phases: Path | None = N
 
 
 def _unreported_end(rank: int, failure: ProcessFailure, phase: LastPhase | None) -> WorkerError:
-    """A process that could not report: it was killed, or its interpreter was stuck."""
+    """Return the error of a process that was killed, or whose interpreter was stuck."""
     code: int = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     where = "" if phase is None else f" in phase {phase.name!r}"
     if failure.exitcode == 1 and phase is not None and phase.expires_unix < time.time():
@@ -206,7 +206,7 @@ def _unreported_end(rank: int, failure: ProcessFailure, phase: LastPhase | None)
 
 
 def _failed_at(failure: ProcessFailure) -> tuple[int, float]:
-    """Sort key: errors of a process itself and deaths that nobody reported, by their time; then
+    """Return a sort key: errors of a process itself and unreported deaths, by their time; then
     reports that another process is gone; then processes that were only ended.
     """
     report = failure.error_file_data.get("message")

@@ -14,7 +14,7 @@ from lightrft.config.options import ConfigError, did_you_mean
 from lightrft.config.registry import Registry, installation_of, missing_module, package_of
 from lightrft.reporting.start_bar import start_bar
 
-# Commands with what they do, by the heading of `lightrft --help`.
+# Commands with their purpose, by the heading of `lightrft --help`.
 DESCRIPTIONS = {
     "begin": {
         "init-run": "write model, prompts, reward and options of a run to edit",
@@ -123,7 +123,7 @@ def _load(name: str) -> Command:
 
 
 def _refuse_missing(command: str, reason: BaseException | None, error: Exception) -> None:
-    """Raises a PreflightError if the reason of an error is a package that is not installed."""
+    """Raise a PreflightError if an error comes from a package that is not installed."""
     module = missing_module(reason)
     if module is not None:
         raise PreflightError(
@@ -133,7 +133,7 @@ def _refuse_missing(command: str, reason: BaseException | None, error: Exception
 
 
 def usage() -> str:
-    """The text of `lightrft --help`."""
+    """Return the text of `lightrft --help`."""
     installed = {
         name: f"of the package {package_of(point)}" for name, point in COMMANDS.installed.items()
     }

@@ -39,9 +39,9 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises instead of leaving the process, and abbreviates nothing.
 
     Args:
-        command: The words after `lightrft`.
-        description: What the command does.
-        settings: As argparse takes them.
+        command: Words after `lightrft`.
+        description: Purpose of the command.
+        settings: Further arguments of argparse.
     """
 
     def __init__(self, command: str, description: str, **settings: object) -> None:
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse complains about."""
+        """Raise argparse's message as an error."""
         raise UsageError(f"{message}; see {self.prog} --help")
 
 
@@ -66,7 +66,7 @@ class at_least:  # noqa: N801 - a type of argument reads like a function
     highest: int | None = None
 
     def __call__(self, text: str) -> int:
-        """The number in `text`."""
+        """Return the number in `text`."""
         highest = 10**19 if self.highest is None else self.highest
         is_whole = text.lstrip("+-").isdecimal() and len(text) < 20
         if is_whole and self.lowest <= int(text) <= highest:
@@ -76,7 +76,7 @@ class at_least:  # noqa: N801 - a type of argument reads like a function
 
 
 def finite(text: str) -> float:
-    """A type of argument: numbers that are neither NaN nor infinite."""
+    """Convert an argument to a number that is neither NaN nor infinite."""
     try:
         number = float(text)
     except ValueError:
@@ -97,11 +97,11 @@ def add_number(
     """Add a flag that takes a whole number.
 
     Args:
-        parser: The parser, or one of its groups.
-        flag: With its dashes.
-        text: The help, to which the default is added.
-        default: Its value where it is not given.
-        lowest: The smallest number that is taken.
+        parser: Parser, or one of its groups.
+        flag: Flag with its dashes.
+        text: Help, to which the default is added.
+        default: Value without the flag.
+        lowest: Smallest number that is accepted.
     """
     parser.add_argument(
         flag,
@@ -113,7 +113,7 @@ def add_number(
 
 
 def available_options(command: str = "train") -> dict[str, OptionInfo]:
-    """Options of a command that trains, on the command line and in TOML files, by name.
+    """Return the options of a training command, for its command line and TOML files, by name.
 
     Other commands read the files of all.
     """
@@ -123,10 +123,10 @@ def available_options(command: str = "train") -> dict[str, OptionInfo]:
 
 
 def add_options(parser: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
-    """Add --config and one flag for every option; flags that are not given leave no trace.
+    """Add --config and one flag for every option; flags that are not set leave no trace.
 
     Args:
-        parser: Gets the flags.
+        parser: Parser that gets the flags.
         names: Options to add; None adds all.
     """
     if "--config" not in parser._option_string_actions:
@@ -146,12 +146,12 @@ def parse_options(
     *,
     first_files: Callable[[argparse.Namespace], Sequence[Path]] = lambda _: (),
 ) -> tuple[TrainConfig, argparse.Namespace, list[str]]:
-    """The options of a command line and its files; the command's own arguments; all problems.
+    """Return a command line's options with its files, the command's other arguments, all problems.
 
     Args:
-        parser: Of the command.
-        argv: Its arguments.
-        first_files: TOML files that the arguments name otherwise; those of --config win over them.
+        parser: Parser of the command.
+        argv: Arguments of the command.
+        first_files: TOML files from other arguments; those of --config override them.
 
     Raises:
         UsageError: Arguments that cannot be read, or a file that does not exist.
@@ -170,7 +170,7 @@ def parse_options(
 def merge_options(
     files: Sequence[Path], flags: Mapping[str, object], command: str = "train"
 ) -> tuple[TrainConfig, list[str]]:
-    """The options of some TOML files, left to right, and then the flags, with all problems.
+    """Return the options of TOML files, left to right, then the flags, with all problems.
 
     Raises:
         UsageError: A file does not exist.
@@ -191,7 +191,7 @@ def merge_options(
             elif name not in options and isinstance(value, Mapping):
                 problems.append(f"{path}: unknown option {name!r}{TABLE_HINT}")
             elif name not in options or coerce(value, hints[name]) != options[name][0].default:
-                # The config.toml of a run holds every option that the record has.
+                # The config.toml of a run has every option of the record.
                 problems.append(f"{path}: {unknown_name(name, command)}")
     texts = {name: from_text(value, hints[name]) for name, value in flags.items()}
     config = TrainConfig()
@@ -205,7 +205,7 @@ def merge_options(
 
 
 def unknown_name(name: str, command: str = "train") -> str:
-    """The sentence about an option that a command lacks: why, or the nearest names."""
+    """Return the sentence about an option that a command lacks: why, or the nearest names."""
     if name in UNAVAILABLE and name not in NAMES_OF_COMMANDS.get(command, ()):
         return f"{name} is not available: {UNAVAILABLE[name]}"
     if name not in options_of(TrainConfig):
@@ -214,7 +214,7 @@ def unknown_name(name: str, command: str = "train") -> str:
 
 
 def unknown_flags(arguments: Sequence[str], command: str = "train") -> list[str]:
-    """Sentences about what the parser did not know; values after an unknown flag are its own."""
+    """Return sentences about unknown arguments; values after an unknown flag belong to it."""
     flags = [argument for argument in arguments if argument.startswith("--")]
     if not flags:
         # Hydra's form has no dashes.
@@ -231,9 +231,9 @@ def unknown_flags(arguments: Sequence[str], command: str = "train") -> list[str]
 def with_our_flags(
     arguments: Sequence[str], parser: argparse.ArgumentParser, command: str
 ) -> tuple[list[str], list[str]]:
-    """Return arguments by our flags, and a line for each flag that is given by both names.
+    """Return arguments by our flags, and a line for each flag that is set by both names.
 
-    Flags of other libraries that mean the same are taken, which one printed line says.
+    Flags of other libraries that mean the same are accepted; one printed line says so.
     """
     ours, problems, taken = list[str](), list[str](), list[str]()
     flags = parser._option_string_actions

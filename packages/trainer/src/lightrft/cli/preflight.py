@@ -36,7 +36,7 @@ _DEVICE = re.compile(r"nvidia\d+\Z")
 # A checkpoint holds float32 weights and Adam's two moments, the final model the weights again.
 _CHECKPOINT_BYTES = 12
 _MODEL_BYTES = 4
-# Rows that a reward function is tried on.
+# Rows on which a reward function is tried.
 NUM_EXAMPLES = 4
 _LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
@@ -49,10 +49,10 @@ MODEL_FILES = {
 
 
 def machine_problems(config: TrainConfig, num_processes: int) -> list[str]:
-    """Packages, devices, ports and disk space that are missing, one line each.
+    """Return missing packages, devices, ports and disk space, one line each.
 
     Args:
-        config: What is to run.
+        config: Options of the run.
         num_processes: Processes of this machine.
     """
     return [
@@ -66,7 +66,7 @@ def machine_problems(config: TrainConfig, num_processes: int) -> list[str]:
 
 
 def environment_problems() -> list[str]:
-    """Variables of a launcher that are missing or contradict each other, one line each."""
+    """Return launcher variables that are missing or contradict each other, one line each."""
     if "RANK" not in os.environ:
         return []
     missing = [name for name in _LAUNCHER_NAMES if name not in os.environ]
@@ -86,7 +86,7 @@ def environment_problems() -> list[str]:
 
 
 def engine_problems(name: str) -> list[str]:
-    """Reasons why an engine asked for by name cannot start here; "auto" always finds one."""
+    """Return reasons why a named engine cannot start here; "auto" always has one that can."""
     if name == "auto":
         return []
     try:
@@ -97,7 +97,7 @@ def engine_problems(name: str) -> list[str]:
 
 
 def package_problems(config: TrainConfig) -> list[str]:
-    """Optional packages that an option needs and that are not installed."""
+    """Return optional packages that an option needs and that are not installed."""
     needed = [
         (
             not config.fsdp,
@@ -154,7 +154,7 @@ def package_problems(config: TrainConfig) -> list[str]:
 
 
 def login_problems(config: MonitoringOptions) -> list[str]:
-    """W&B without a key, which would ask for one in the middle of the start."""
+    """Return a problem for W&B without a key, which would ask for it during the start."""
     is_offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
     if config.use_wandb is not True or is_offline or "WANDB_API_KEY" in os.environ:
         return []
@@ -169,12 +169,12 @@ def login_problems(config: MonitoringOptions) -> list[str]:
 
 
 def device_files(folder: Path = Path("/dev")) -> int:
-    """GPUs that the driver shows."""
+    """Return the number of GPUs that the driver shows."""
     return sum(bool(_DEVICE.match(path.name)) for path in folder.glob("nvidia*"))
 
 
 def device_problems(num_processes: int) -> list[str]:
-    """Devices that were asked for and are not there; a machine without any trains on its CPU."""
+    """Return missing devices; a machine without any trains on its CPU."""
     present = device_files()
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     asked = [name for name in (chosen or "").split(",") if name.strip() not in ("", "-1")]
@@ -194,7 +194,7 @@ def device_problems(num_processes: int) -> list[str]:
 
 
 def port_problems(num_processes: int) -> list[str]:
-    """A MASTER_PORT that is none or taken; several processes get a free port of their own."""
+    """Return a problem of an invalid or taken MASTER_PORT; several processes get a free port."""
     text = os.environ.get("MASTER_PORT")
     if text is None or "RANK" in os.environ or num_processes > 1:
         return []
@@ -210,36 +210,36 @@ def port_problems(num_processes: int) -> list[str]:
 
 
 def disk_problems(config: TrainConfig) -> list[str]:
-    """A folder of the run that cannot be written, or is too small for a checkpoint and a model."""
+    """Return problems of run folders: not writable, or too small for checkpoint and model."""
     size = sum(map(count_model, _models(config)))
-    num_checkpoints = 2 if config.save_steps > 0 else 1  # the old one goes after the new one came
+    num_checkpoints = 2 if config.save_steps > 0 else 1  # the old one is deleted after the new one
     needs = (
         ("output_dir", Path(config.output_dir), 0),
         ("ckpt_path", config.checkpoint_dir, size * _CHECKPOINT_BYTES * num_checkpoints),
         ("save_path", config.model_dir, size * _MODEL_BYTES),
     )
-    found = []
+    problems = []
     files: set[Path] = set()
     for name, folder, num_bytes in needs:
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not existing.is_dir():
-            if existing.resolve() not in files:  # the others are below output_dir unless given
-                found.append(f"--{name}: {existing} is a file: give a folder")
+            if existing.resolve() not in files:  # others are below output_dir by default
+                problems.append(f"--{name}: {existing} is a file: give a folder")
             files.add(existing.resolve())
         elif not os.access(existing, os.W_OK | os.X_OK):
-            found.append(f"--{name}: {existing} may not be written by this user: give another")
+            problems.append(f"--{name}: {existing} may not be written by this user: give another")
         elif not (disk := shutil.disk_usage(existing)).total:
-            found.append(
+            problems.append(
                 f"--{name}: {existing} is no disk, nothing can be kept there: give another"
             )
         elif (free := disk.free) < num_bytes:
-            given = name if getattr(config, name) is not None else "output_dir"
-            found.append(
-                f"--{given}: {existing} has {_shown_bytes(free)} free, the run needs about "
+            flag = name if getattr(config, name) is not None else "output_dir"
+            problems.append(
+                f"--{flag}: {existing} has {_shown_bytes(free)} free, the run needs about "
                 f"{_shown_bytes(num_bytes)} there for {size:,} parameters: free some or give "
                 "another folder"
             )
-    return found
+    return problems
 
 
 def _shown_bytes(count: float) -> str:
@@ -248,14 +248,14 @@ def _shown_bytes(count: float) -> str:
 
 def _models(config: TrainConfig) -> Iterator[str]:
     yield str(config.pretrain)
-    # By name: what an estimator declares is known only where torch is.
+    # By name: an estimator's declaration is available only with torch.
     if config.advantage_estimator == "gae" or isinstance(config.critic_pretrain, str):
         critic = config.critic_pretrain
         yield critic if isinstance(critic, str) else str(config.pretrain)
 
 
 def check_paths(config: TrainConfig) -> list[str]:
-    """Missing parts of the model, the data and the rewards, one line each."""
+    """Return missing parts of the model, the data and the rewards, one line each."""
     problems = config.missing_inputs
     if config.pretrain is not None:
         problems += model_problems("--pretrain", config.pretrain) or context_problems(config)
@@ -277,14 +277,14 @@ def check_paths(config: TrainConfig) -> list[str]:
 
 
 def teacher_problems(config: TeacherOptions) -> list[str]:
-    """Missing files of the teachers that are folders."""
+    """Return missing files of the teachers that are folders."""
     flag = "--teachers" if config.teachers else "--teacher"
     folders = config.teacher_folders.values()
     return [problem for folder in folders for problem in model_problems(flag, folder)]
 
 
 def model_problems(flag: str, name: str) -> list[str]:
-    """Missing files of a model directory; a hub id (owner/name) is left to transformers."""
+    """Return missing files of a model directory; transformers checks a hub id (owner/name)."""
     directory = Path(name)
     if not directory.is_dir():
         if HUB_ID.match(name) and not directory.parent.is_dir():
@@ -306,7 +306,7 @@ def model_problems(flag: str, name: str) -> list[str]:
 
 
 def context_problems(config: ScoringOptions) -> list[str]:
-    """A response that no prompt would fit before, by the model's own configuration."""
+    """Return a problem of a response too long for any prompt, by the model's configuration."""
     values = read_json(Path(str(config.pretrain)) / "config.json")
     text = values.get("text_config")
     longest = (text if isinstance(text, dict) else values).get("max_position_embeddings")
@@ -319,13 +319,13 @@ def context_problems(config: ScoringOptions) -> list[str]:
 
 
 def check_algorithm(config: TrainConfig) -> None:
-    """Load loss, estimator and corrections, and try a user's own on an example batch.
+    """Load loss, estimator and corrections, and try a user-defined one on an example batch.
 
     Raises:
-        ConfigError: They cannot be computed with these options; or `strict`, and an option that
-            they do not use was changed.
+        ConfigError: They cannot be computed with these options; or `strict`, and a changed option
+            has no use.
     """
-    # Here, and not in the rules of the options: it needs torch.
+    # Here rather than in the rules of the options, because it needs torch.
     from lightrft.stages.policy.algorithm import (
         algorithm_problems,
         build_algorithm,
@@ -346,9 +346,9 @@ class CheckedData:
     """Facts of the data that rewards depend on.
 
     Args:
-        columns: That every training row has beside its prompt and its label.
-        labels: Of all rows, each with the place of the row.
-        examples: The first training rows, each with its prompt.
+        columns: Columns that every training row has beside its prompt and its label.
+        labels: Labels of all rows, each with the place of the row.
+        examples: First training rows, each with its prompt.
     """
 
     columns: frozenset[str] = frozenset()
@@ -359,19 +359,19 @@ class CheckedData:
 def found_columns(
     config: PromptOptions, source: str | None, split: str, *, says: bool
 ) -> dict[str, object]:
-    """Return the column of the prompts, where only its name says which it is, as options.
+    """Return the column of the prompts as options, if only its name identifies it.
 
     Args:
         config: Options of the command.
-        source: Data whose first row is looked at; None is none.
-        split: Part of it.
-        says: Prints what was taken, in a line.
+        source: Data whose first row is read, or None.
+        split: Part of the data.
+        says: Whether to print the result in a line.
     """
     try:
         parts = [] if source is None else split_sources(source)[:1]
         items = (item for part in parts for item in scan_rows(part, split=split))
         row = next((item for item in items if isinstance(item, Row)), None)
-    except DataError:  # said where the data are read
+    except DataError:  # reported where the data are read
         row = None
     options = {} if row is None else found_keys(row.columns, config)
     if options and says:
@@ -405,7 +405,7 @@ def check_data(config: PromptDataOptions) -> CheckedData:
 
 
 def check_reward(config: ScoringOptions, data: CheckedData) -> None:
-    """Load the reward functions, compare what they need with the data, and try a user's own.
+    """Load the reward functions, compare their needs with the data, and try user-defined ones.
 
     Raises:
         ConfigError: An unknown function or file.
@@ -415,13 +415,15 @@ def check_reward(config: ScoringOptions, data: CheckedData) -> None:
     from lightrft.rewards.build import build_reward, reward_urls
 
     if not config.reward_fn and not reward_urls(config):
-        return  # reward models alone
+        return  # only reward models
     with build_reward(config.reward_fn, config=config) as reward:
         reward.check_columns(data.columns)
         if config.reward_recipe is not None or config.has_episodes:
-            return  # which function scores a row, and what it is given, is known later
-        found = ((place, reward.label_problem(label)) for place, label in data.labels)
-        problems = [f"{place}: {problem}" for place, problem in found if problem is not None]
+            return  # a row's function and its arguments are known later
+        label_problems = ((place, reward.label_problem(label)) for place, label in data.labels)
+        problems = [
+            f"{place}: {problem}" for place, problem in label_problems if problem is not None
+        ]
         if problems:
             more = f" (and {len(problems) - 1} rows more)" if len(problems) > 1 else ""
             raise DataError(problems[0] + more)
@@ -433,14 +435,14 @@ def check_reward(config: ScoringOptions, data: CheckedData) -> None:
 
 
 class PlainTokenizer:
-    """Stands in for the model's tokenizer: rendering itself is checked when that is loaded."""
+    """Substitute of the model's tokenizer; loading that checks the rendering itself."""
 
     chat_template: str | None = "plain"
 
     def __call__(
         self, text: list[str], *, add_special_tokens: bool
     ) -> Mapping[str, list[list[int]]]:
-        """One id per character."""
+        """Return one id per character."""
         return {"input_ids": [list(map(ord, item)) for item in text]}
 
     def apply_chat_template(
@@ -451,7 +453,7 @@ class PlainTokenizer:
         add_generation_prompt: bool,
         tools: object = None,
     ) -> object:
-        """The contents of the messages, and behind them whatever else they hold."""
+        """Return the contents of the messages, and then whatever else they hold."""
         del tokenize, add_generation_prompt
         others = [
             str(value)

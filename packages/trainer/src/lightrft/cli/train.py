@@ -51,10 +51,10 @@ checkpoint (the same command continues), 130 interrupted, 143 stopped before any
 """
 
 
-# Finds problems of a configuration for so many processes, a line each.
+# Returns problems of a configuration for a number of processes, a line each.
 ProblemsOf = Callable[[TrainConfig, int], list[str]]
-# Read options, their words, and problems found so far; gives the configuration and the number of
-# processes.
+# Converts read options, their words, and the problems so far into the configuration and the
+# number of processes.
 ParseRead = Callable[[TrainConfig, argparse.Namespace, list[str]], tuple[TrainConfig, int]]
 
 
@@ -64,13 +64,14 @@ class StageCommand:
 
     Args:
         name: Name of the command.
-        description: What it does, for its help.
-        parse_read: Completes and checks options that were read; None does so for rows.
+        description: Purpose, for its help.
+        parse_read: Function that completes and checks read options; None does so for rows.
         words: Module that the processes of a run execute, and arguments before those of the user;
             () executes `row_commands`.
-        stage: Gives the name in `config.registry.STAGES`, by the options; None is the command's.
-        check: Checks what needs no model; raises what is wrong.
-        next_commands: Gives what is said at the end, by folder and model of the run.
+        stage: Function of the options for the name in `config.registry.STAGES`; None is the
+            command's.
+        check: Function that checks what needs no model; it raises errors.
+        next_commands: Function of folder and model of the run for the last lines.
     """
 
     name: str
@@ -100,7 +101,7 @@ class StageCommand:
         return parse_read(*parse_options(self.build_parser(), argv))
 
     def __call__(self, argv: Sequence[str]) -> int:
-        """Run the self.
+        """Run the command.
 
         Raises:
             ConfigError: Options that cannot be run; one line for each problem.
@@ -109,7 +110,7 @@ class StageCommand:
             DataError: Prompts or rows that cannot be read.
             RewardError: A reward function that cannot be called.
         """
-        # Imports after the parser's work: --help is to be fast.
+        # Imports after the parser's work, so that --help is fast.
         arguments = normalise(argv)
         wants_short_help = {"-h", "--help"} & set(arguments) and "--help_all" not in arguments
         self.build_parser(lists_all=not wants_short_help).parse_known_args(arguments)
@@ -152,7 +153,7 @@ class StageCommand:
 
 
 def check(config: TrainConfig) -> None:
-    """Checks data, rewards and algorithm, without a model; errors as for `run`."""
+    """Check data, rewards and algorithm, without a model; errors as for `run`."""
     from lightrft.cli.preflight import check_algorithm, check_data, check_reward
 
     start_text("lightrft: loading libraries, data and rewards")
@@ -162,7 +163,7 @@ def check(config: TrainConfig) -> None:
 
 @contextmanager
 def lack_of_memory_explained(config: TrainConfig) -> Iterator[None]:
-    """Adds to an exception for lack of memory its phase and what helps."""
+    """Add to an exception for lack of memory its phase and remedies."""
     try:
         yield
     except Exception as error:
@@ -174,7 +175,7 @@ def lack_of_memory_explained(config: TrainConfig) -> Iterator[None]:
 
 
 def next_commands(output_dir: str, model_dir: str) -> str:
-    """The place of the trained model, and the commands that come next."""
+    """Return the place of the trained model, and the commands that come next."""
     run = shlex.quote(output_dir)
     return (
         f"model    {model_dir}\n"
@@ -185,7 +186,7 @@ def next_commands(output_dir: str, model_dir: str) -> str:
 
 
 def next_after_rows(output_dir: str, model_dir: str) -> str:
-    """The same without prompts to evaluate on."""
+    """Return the place and commands after training on rows, without prompts to evaluate."""
     run, exported = map(shlex.quote, (output_dir, f"{output_dir}_exported"))
     return (
         f"model    {model_dir}\nnext     lightrft report {run}\n"
@@ -195,7 +196,7 @@ def next_after_rows(output_dir: str, model_dir: str) -> str:
 
 @contextmanager
 def interruption_explained(config: RunControlOptions) -> Iterator[None]:
-    """Notes an interruption (Ctrl-C) in the run, and says what the same command will do."""
+    """Record an interruption (Ctrl-C) in the run, and say what the same command will do."""
     try:
         yield
     except KeyboardInterrupt:
@@ -252,8 +253,8 @@ def parse_rows(
     Args:
         config, parsed, problems: See `parse_options`.
         command: Name of the command.
-        problems_of: Finds problems of options that are right by themselves, with a number of
-            processes; None finds those that all such commands have.
+        problems_of: Function that checks valid options for a number of processes; None runs the
+            check that all such commands share.
     """
     if not problems:
         from lightrft.cli.preflight import model_problems
@@ -277,7 +278,7 @@ def parse_rows(
 
 
 def stage_parser(command: str, description: str, *, lists_all: bool) -> Parser:
-    """The parser of a command that runs a stage; options that are not given leave no trace."""
+    """Return the parser of a stage's command; options that are not set leave no trace."""
     parser = Parser(
         command,
         description,

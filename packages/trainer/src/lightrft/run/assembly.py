@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 EMA_FOLDER = "model_ema"
 StopCondition = Callable[[], bool]
-# Gives a session the engines of other ranks, and returns when the run is to stop.
+# Gives a session the engines of other ranks, and returns the check for a stop.
 JoinEngines = Callable[["EngineSession", StopCondition], StopCondition]
 
 
@@ -71,17 +71,17 @@ class RunSummary:
     """The end of a run; written to `summary.json`.
 
     Args:
-        output_dir, model_dir: Where the results are.
+        output_dir, model_dir: Folders of the results.
         num_steps: Completed steps, those before a resume included.
-        num_resumed_steps: Steps that a checkpoint brought along.
+        num_resumed_steps: Steps from a checkpoint.
         world_size: Processes.
         strategy, engine: Names of the backend and of the rollout engine.
         seconds: Duration of this process's part, evaluations included.
         first_eval, last_eval: Metrics of the first and the last evaluation; {} without eval_data.
         last_metrics: Metrics of the last step.
-        verdict: "trained: ..." or "no update: ...", see `run_verdict`; then, what ended the run
-            before its last step.
-        alarms: The alarms that ended it (`stop_on_alarm`).
+        verdict: "trained: ..." or "no update: ...", see `run_verdict`; then the reason if the run
+            ended early.
+        alarms: Alarms that ended it (`stop_on_alarm`).
         memory: See `memory_peaks`.
     """
 
@@ -101,7 +101,7 @@ class RunSummary:
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the verdict, the folders and the main numbers."""
+        """Return the HTML for a notebook: the verdict, the folders and the main numbers."""
         rows = {"verdict": self.verdict, "model": self.model_dir}
         rows["steps"] = f"{self.num_steps} in {self.seconds:.0f} s"
         for name, value in self.last_eval.items():
@@ -122,17 +122,17 @@ def run_training(
     callbacks: Sequence[Callback] = (),
     stop_request: Callable[[], bool] | None = None,
 ) -> RunSummary:
-    """Trains as one process of a run, whose rank is in the environment.
+    """Train as one process of a run, whose rank is in the environment.
 
-    Everything a user can get wrong is checked first. The folder `config.output_dir` gets
+    All possible mistakes of a user are checked first. The folder `config.output_dir` gets
     config.toml, run.json, metrics.jsonl, samples.jsonl, checkpoints/, model/ and summary.json.
 
     Args:
-        config: What to do.
-        stage: Name or import string of what is trained, see `config.registry.STAGES`.
+        config: Options of the run.
+        stage: Name or import string of the stage, see `config.registry.STAGES`.
         loggers: Further receivers of metrics on the first rank.
-        callbacks: Called around the steps on every rank.
-        stop_request: Says that this process was asked to stop; then all ranks do.
+        callbacks: Calls around the steps on every rank.
+        stop_request: Check whether this process was asked to stop; then all ranks do.
 
     Raises:
         RunStoppedError: The run was asked to stop; it can be continued.
@@ -162,7 +162,7 @@ def run_training(
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """Keeps transformers from drawing a bar for every checkpoint that it reads or writes."""
+    """Keep transformers from drawing a bar for every checkpoint that it reads or writes."""
     from transformers.utils import logging
 
     was_on = logging.is_progress_bar_enabled()
@@ -187,13 +187,13 @@ def _train(
     loggers: Sequence[MetricsLogger],
     callbacks: Sequence[Callback],
 ) -> RunSummary:
-    """Trains as one process; `join` connects it to ranks that only generate. See `run_training`."""
+    """Train as one process; `join` connects it to ranks that only generate."""
     started = time.perf_counter()
     with ExitStack() as stack:
         plan = plan_run(config, stage)
         if plan.summary:
             return _nothing_left(config, plan.summary)
-        given, config = config, config.replaced(plan.kept)
+        command_config, config = config, config.replaced(plan.kept)
         if join is not None:
             config = config.replaced(_NO_ENGINE)
         rate, note = _learning_rate(config, stage)
@@ -229,7 +229,7 @@ def _train(
         config = config.replaced({"packing_samples": loop.stage.config.packing_samples})
         stack.callback(loop.close)
         num_planned = loop.stage.planned_steps()
-        num_resumed = start_run(config, loop, plan, stage, media, given=given)
+        num_resumed = start_run(config, loop, plan, stage, media, given=command_config)
         if console is not None:
             console.plan(num_planned, after=num_resumed)
         result = loop.run(num_planned, stop_request=stop_request)
@@ -237,7 +237,7 @@ def _train(
 
 
 def _nothing_left(config: RunControlOptions, summary: Mapping[str, object]) -> RunSummary:
-    """The summary that the complete run of this command has left."""
+    """Return the summary that the complete run of this command left."""
     values = {each.name: summary.get(each.name) for each in fields(RunSummary)}
     values |= {"output_dir": config.output_dir, "model_dir": str(config.model_dir)}
     if os.environ.get("RANK", "0") == "0":
@@ -248,7 +248,7 @@ def _nothing_left(config: RunControlOptions, summary: Mapping[str, object]) -> R
 
 @contextmanager
 def _memory_noted(config: BuildOptions, planned_bytes: Mapping[str, float]) -> Iterator[None]:
-    """Adds to an exception for lack of memory what was planned, measured and can be lowered."""
+    """Add planned and measured memory, and options to lower it, to an out-of-memory error."""
     try:
         yield
     except Exception as error:
@@ -271,11 +271,11 @@ def _budget_text(config: BuildOptions) -> str:
 
 
 def _ready(config: TrainConfig, strategy: StrategyBase, **known: object) -> TrainConfig:
-    """The configuration with all that is decided on the machine; collective.
+    """Return the configuration with all decisions of the machine; collective.
 
     Args:
         config, strategy: Options of the run, and its ranks.
-        known: What start hooks may ask for, by name.
+        known: Values for start hooks, by name.
     """
     inputs = cast("StageInputs", known["inputs"])
     config = choose_threads(inputs.decided(config, strategy.backend), strategy.context)
@@ -287,7 +287,7 @@ def _ready(config: TrainConfig, strategy: StrategyBase, **known: object) -> Trai
 
 
 def _learning_rate(config: BuildOptions, stage: str) -> tuple[dict[str, object], tuple[str, ...]]:
-    """Return the learning rate of the stage where none is given, and a line."""
+    """Return the learning rate of the stage if none is set, and a line."""
     if config.actor_learning_rate is not None:
         return {}, ()
     rate = default_learning_rate(stage, has_adapters=config.lora_rank > 0)
@@ -296,7 +296,7 @@ def _learning_rate(config: BuildOptions, stage: str) -> tuple[dict[str, object],
 
 
 def open_console(config: OutputOptions, stack: ExitStack) -> RunConsole:
-    """The console of the run until the stack is closed; all lines of this process go there."""
+    """Return the console of the run until the stack is closed; it prints all lines of it."""
     console = RunConsole(
         every=config.logging_steps,
         heartbeat_seconds=config.heartbeat_seconds,
@@ -308,9 +308,9 @@ def open_console(config: OutputOptions, stack: ExitStack) -> RunConsole:
 
 
 def _open_folder(config: TrainConfig, plan: RunPlan, notes: Sequence[str]) -> None:
-    """Moves the files of a run without checkpoint aside, and keeps the options of a new one.
+    """Move the files of a run without checkpoint aside, and keep the options of a new one.
 
-    Says which files of the one before are damaged, after some notes.
+    Print some notes, then which files of the former run are damaged.
     """
     folder = Path(config.output_dir)
     for text in (*notes, *(f"warning: {text}" for text in plan.warnings)):
@@ -335,7 +335,7 @@ def finish_run(
     num_resumed: int,
     started: float,
 ) -> RunSummary:
-    """Writes the models and the summary of a run that reached its end or an alarm; collective.
+    """Write the models and the summary of a run that reached its end or an alarm; collective.
 
     Raises:
         RunStoppedError: It was asked to stop.
@@ -397,14 +397,14 @@ def _summarise(
 
 
 def _first_eval(lines: Iterable[tuple[int, Mapping[str, object]]]) -> dict[str, float]:
-    """The evaluation before the first step, which another process of the run wrote down."""
+    """Return the evaluation before the first step, recorded by another process of the run."""
     entry = next((entry for step, entry in lines if step == 0), {})
     known = _numbers(entry).items()
     return {name: value for name, value in known if name != "step" and value is not None}
 
 
 def _numbers(entry: Mapping[str, object]) -> dict[str, float | None]:
-    """The metrics of a line of metrics.jsonl; null is a number that was not finite."""
+    """Return the metrics of a line of metrics.jsonl; null is a number that was not finite."""
     return {
         name: None if value is None else float(value)
         for name, value in entry.items()

@@ -1,4 +1,4 @@
-"""A user's own code between the steps of a run."""
+"""User code between the steps of a run."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,28 +12,28 @@ class Callback:
     """
 
     def begin_step(self, step: int) -> None:
-        """Called before the data of a step is drawn.
+        """Run before the data of a step is drawn.
 
         Args:
-            step: Its number, counted from 1.
+            step: Number of the step, counted from 1.
         """
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Called after the update of a step, its sync and its evaluation.
+        """Run after the update of a step, its sync and its evaluation.
 
         Args:
-            step: Its number.
-            metrics: Exact over all ranks.
+            step: Number of the step.
+            metrics: Metrics of the step, exact over all ranks.
 
         Returns:
-            Further metrics, say of an evaluation of one's own; those of the first rank are logged.
+            Further metrics, such as a user-defined evaluation; those of the first rank are logged.
         """
         return {}
 
     def wants_stop(self) -> bool:
-        """Whether the run ends with this step, as it would with its last; asked after `end_step`.
+        """Return whether the run ends with this step, as with its last; called after `end_step`.
 
-        One rank that says yes ends the run on all of them.
+        True on one rank ends the run on all of them.
         """
         return False
 
@@ -42,7 +42,7 @@ _METHODS = ("begin_step", "end_step", "wants_stop")
 
 
 def require_callbacks(callbacks: Sequence[object]) -> None:
-    """Raises a ConfigError that names the first object that is no callback, and what to write."""
+    """Raise a ConfigError that names the first object that is no callback, and the remedy."""
     for each in callbacks:
         kind = each if isinstance(each, type) else type(each)
         if isinstance(each, type):
@@ -59,10 +59,10 @@ def require_callbacks(callbacks: Sequence[object]) -> None:
 
 
 class Callbacks:
-    """Several of them as one.
+    """Several callbacks as one.
 
     Args:
-        callbacks: Called in this order.
+        callbacks: Callbacks in the order of their calls.
     """
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
@@ -72,29 +72,29 @@ class Callbacks:
         return bool(self._callbacks)
 
     def begin_step(self, step: int) -> None:
-        """See `Callback.begin_step`."""
+        """Run `begin_step` of all callbacks."""
         for callback in self._callbacks:
             callback.begin_step(step)
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The metrics with what the callbacks add.
+        """Return the metrics with those of the callbacks.
 
         Raises:
-            ValueError: One returns a metric that is there already, or something else than numbers.
+            ValueError: A callback returns an existing metric, or something else than numbers.
         """
-        found = dict(metrics)
+        merged = dict(metrics)
         for callback in self._callbacks:
-            own: Mapping[str, object] = callback.end_step(step, metrics) or {}
-            for name, value in own.items():
+            added: Mapping[str, object] = callback.end_step(step, metrics) or {}
+            for name, value in added.items():
                 where = f"{type(callback).__name__}.end_step: metric {name!r}"
-                if name in found:
+                if name in merged:
                     raise ValueError(f"{where} is there already: give it another name")
                 if not isinstance(value, int | float):
                     kind = type(value).__name__
                     raise ValueError(f"{where}: expected a number, got {value!r} ({kind})")
-                found[name] = float(value)
-        return found
+                merged[name] = float(value)
+        return merged
 
     def wants_stop(self) -> bool:
-        """Whether one of them says so."""
+        """Return whether a callback ends the run."""
         return any(callback.wants_stop() for callback in self._callbacks)

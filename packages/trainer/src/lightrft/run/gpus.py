@@ -13,12 +13,12 @@ class Gpu:
     """One kind of device.
 
     Args:
-        device_name: Part of what the driver calls it.
-        memory_bytes: Of one device.
+        device_name: Part of the driver's name for it.
+        memory_bytes: Memory of one device.
         tflops: Dense bfloat16 peak, 1e12 operations per second.
-        memory_gb_per_second: Of its own memory.
-        link_gb_per_second: To a device of its node, one direction.
-        source: The data sheet with these numbers.
+        memory_gb_per_second: Bandwidth of its memory.
+        link_gb_per_second: Bandwidth to a device of its node, one direction.
+        source: Data sheet with these numbers.
     """
 
     device_name: str
@@ -32,7 +32,7 @@ class Gpu:
 # Data sheets print peaks with 2:4 sparsity, which are halved here (A100's and the RTX 4090's tables
 # have dense ones, too), and the sum of both directions of NVLink or PCIe, which is halved as well.
 # Their GB are taken as 1e9 bytes: drivers report between 0 and 7 % more.
-# The first whose `device_name` is part of a device's name counts.
+# The first preset whose `device_name` is part of a device's name counts.
 GPUS = {
     "h100-pcie-80g": Gpu(
         "H100 PCIe",
@@ -110,7 +110,7 @@ GPUS = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """A preset by its name.
+    """Return a preset by its name.
 
     Raises:
         ConfigError: There is none of this name; the message lists those there are.
@@ -123,5 +123,5 @@ def find_gpu(name: str) -> Gpu:
 
 
 def gpu_of(device_name: str) -> Gpu | None:
-    """The preset of a device, by what the driver calls it."""
+    """Return the preset of a device, by the driver's name for it."""
     return next((gpu for gpu in GPUS.values() if gpu.device_name in device_name), None)

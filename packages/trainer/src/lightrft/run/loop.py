@@ -1,8 +1,7 @@
 """The loop of a run: draw, update, sync; evaluation, logs, checkpoints, alarms, best model, stops.
 
-It knows no algorithm: what is drawn and learned is the stage's. A run's checkpoints are
-`ckpt_path`/_NAME for each model that is trained; those of the main model hold its moving average,
-too.
+It knows no algorithm: the stage draws and learns. A run's checkpoints are `ckpt_path`/_NAME for
+each model in training; those of the main model hold its moving average, too.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class BestModel:
     """The best evaluation so far.
 
     Args:
-        value: Of the metric; larger is better.
-        step: After which it was reached; 0 is before training.
+        value: Value of the metric; larger is better.
+        step: Step after which it was reached; 0 is before training.
     """
 
     value: float
@@ -65,10 +64,10 @@ class LoopState:
 
     Args:
         num_steps: Completed steps.
-        episode: Pass over the data that is under way.
+        episode: Current pass over the data.
         num_consumed: Items of that pass already used, over all ranks.
-        best: The best evaluation so far, or None.
-        weights_version: That the engine will have when the next step is drawn; -1 is not known.
+        best: Best evaluation so far, or None.
+        weights_version: Version of the engine when the next step is drawn; -1 is not known.
     """
 
     num_steps: int = 0
@@ -78,7 +77,7 @@ class LoopState:
     weights_version: int = -1
 
     def to_client_state(self) -> dict[str, object]:
-        """Plain values for a checkpoint."""
+        """Return plain values for a checkpoint."""
         return {
             "num_steps": self.num_steps,
             "episode": self.episode,
@@ -89,7 +88,7 @@ class LoopState:
 
     @classmethod
     def from_client_state(cls, client_state: Mapping[str, object]) -> LoopState:
-        """The progress that a checkpoint holds.
+        """Return the progress in a checkpoint.
 
         Raises:
             KeyError: A value is missing.
@@ -109,10 +108,10 @@ class LoopState:
 def read_client_state(
     client_state: Mapping[str, object], memory: StageMemory
 ) -> tuple[LoopState, StageMemory]:
-    """Progress and the stage's memory of a checkpoint.
+    """Return progress and the stage's memory of a checkpoint.
 
     Raises:
-        ValueError: It was not written by a run of this stage.
+        ValueError: No run of this stage wrote it.
     """
     try:
         return LoopState.from_client_state(client_state), memory.restored(client_state)
@@ -129,10 +128,10 @@ def save_run(
     client_state: Mapping[str, object],
     models: TrainedModels,
 ) -> None:
-    """Writes the models, their optimizers and schedulers, the generators, and the client state.
+    """Write the models, their optimizers and schedulers, the generators, and the client state.
 
-    The main model comes last and the others are kept one longer: a checkpoint of the main model,
-    which is what a load looks for, then always has theirs.
+    The main model comes last and the others are kept one longer. A load looks for a checkpoint of
+    the main model, which then always has theirs.
     """
     for trained in reversed(models.trained):
         is_main = trained is models.main
@@ -152,15 +151,15 @@ def load_run(
     memory: StageMemory,
     models: TrainedModels,
 ) -> tuple[LoopState, StageMemory] | None:
-    """Loads the newest step of which the checkpoints of all models are whole.
+    """Load the newest step with whole checkpoints of all models.
 
     Args:
-        checkpoints, config: Where to read.
-        memory: Of the stage before; says what a checkpoint must hold.
-        models: Receive the states.
+        checkpoints, config: Checkpoints and their folder.
+        memory: Memory of the stage before the load; it says what a checkpoint must hold.
+        models: Models that receive the states.
 
     Returns:
-        Progress and memory of that checkpoint; None where there is none.
+        Progress and memory of that checkpoint; None if there is none.
 
     Raises:
         CheckpointError: There are checkpoints, but none of them is whole.
@@ -171,29 +170,31 @@ def load_run(
         read_client_state(client_state, memory)
 
     tag = checkpoints.find(folders, accepts)
-    found = None
+    progress = None
     for trained, folder in zip(models.trained, folders, strict=True) if tag is not None else ():
         with options_kept(trained):
             average = models.average if trained is models.main else None
             _, client_state = checkpoints.load(folder, tag, trained.prepared, model_ema=average)
         if trained is models.main:
-            found = read_client_state(client_state, memory)
-    return found
+            progress = read_client_state(client_state, memory)
+    return progress
 
 
 @contextmanager
 def options_kept(trained: TrainedModel) -> Iterator[None]:
-    """Gives what the body loads the options of this command, where they are other ones.
+    """Restore this command's optimizer options after the body loads others.
 
     A checkpoint holds those of the run that wrote it: decay, moments and learning rates.
     """
     groups, schedule = trained.optimizer.param_groups, trained.scheduler
-    own = [{name: group[name] for name in OPTIMIZER_OPTIONS if name in group} for group in groups]
+    options_before = [
+        {name: group[name] for name in OPTIMIZER_OPTIONS if name in group} for group in groups
+    ]
     peaks = [] if schedule is None else schedule.base_lrs
     yield
     groups = trained.optimizer.param_groups
-    for group, options in zip(groups, own, strict=True):
-        # Others keep their place: a continued run writes the bytes of an unbroken one.
+    for group, options in zip(groups, options_before, strict=True):
+        # Others keep their place, so that a continued run writes the bytes of an unbroken one.
         for name in set(OPTIMIZER_OPTIONS) - options.keys():
             group.pop(name, None)
         group.update(options)
@@ -215,8 +216,8 @@ class LoopResult:
             without evaluation data, or after a resume.
         last_eval: Metrics of the last evaluation.
         last_metrics: Metrics of the last step; empty if there was none.
-        was_stopped: The run was asked to stop before its last step.
-        alarms: The alarms that ended the run (`stop_on_alarm`); empty if none did.
+        was_stopped: Whether the run was asked to stop before its last step.
+        alarms: Alarms that ended the run (`stop_on_alarm`); empty if none did.
     """
 
     num_steps: int
@@ -228,12 +229,12 @@ class LoopResult:
 
 
 class Loop(Generic[Batch]):
-    """Steps of a stage, and what a run does between them.
+    """Steps of a stage, and the work of a run between them.
 
     Args:
-        stage: Draws and trains.
-        loggers: Receive metrics on the first rank.
-        callbacks: Called around the steps, on every rank.
+        stage: Stage that draws and trains.
+        loggers: Receivers of metrics on the first rank.
+        callbacks: Calls around the steps, on every rank.
     """
 
     def __init__(
@@ -251,18 +252,18 @@ class Loop(Generic[Batch]):
         self._callbacks = Callbacks(callbacks)
 
     def take_data(self, loader: Batches[object]) -> None:
-        """Draws from another loader, from the position of the run on."""
+        """Draw from another loader, continuing at the run's position."""
         self.stage.loader, self._data = loader, None
 
     def run(self, num_steps: int, *, stop_request: Callable[[], bool] | None = None) -> LoopResult:
-        """Trains until `num_steps` steps are complete, or an alarm, a callback or a request stops.
+        """Train until `num_steps` steps are complete, or an alarm, a callback or a request stops.
 
-        A request is answered before each step and between its drawing and its update; what was
-        drawn is then dropped, and a resumed run draws it again.
+        A request is answered before each step and between its drawing and its update; the drawn
+        data is then dropped, and a resumed run draws it again.
 
         Args:
-            num_steps: Those before a resume included.
-            stop_request: Asked on every rank at least once a step; if one rank says yes, all write
+            num_steps: Number of steps, those before a resume included.
+            stop_request: Check on every rank at least once a step; if one rank says yes, all write
                 a checkpoint and return. Either all ranks pass one or none.
         """
         first_eval: dict[str, float] = {}
@@ -287,8 +288,8 @@ class Loop(Generic[Batch]):
                 break
             with self._nothing_kept(step.number):
                 metrics = self.update(batch, step)
-            found = self._find_alarms(metrics)
-            ended_by = found if self.stage.config.stop_on_alarm else ()
+            alarms = self._find_alarms(metrics)
+            ended_by = alarms if self.stage.config.stop_on_alarm else ()
             is_last = bool(ended_by) or step.number == num_steps
             is_last, evaluated = self._end_step(step.number, metrics, is_last=is_last)
             last_eval = evaluated or last_eval
@@ -303,7 +304,7 @@ class Loop(Generic[Batch]):
         )
 
     def next_step(self) -> Step:
-        """The step after the completed ones."""
+        """Return the step after the completed ones."""
         state, loader = self.state, self.stage.loader
         if self._data is None and loader is not None:
             self._data = BatchStream(
@@ -321,12 +322,12 @@ class Loop(Generic[Batch]):
         )
 
     def draw(self, step: Step) -> Batch:
-        """The data of a step; collective."""
+        """Return the data of a step; collective."""
         self.prepare_to_draw()
         return self.stage.draw(step)
 
     def prepare_to_draw(self) -> None:
-        """Gives the engine its weights if it dropped them, and ends training mode; collective."""
+        """Give the engine its weights if it dropped them, and end training mode; collective."""
         engine = self.strategy.inference_engine if self.stage.syncs_engine else None
         if engine is not None and engine.weights_version >= 0 and engine.weights_were_dropped:
             self.strategy.update_engine_weights(self.stage.models.main.model)
@@ -334,8 +335,9 @@ class Loop(Generic[Batch]):
             trained.model.eval()
 
     def update(self, batch: Batch, step: Step) -> dict[str, float]:
-        """Trains on what was drawn, sends the weights to the engine, and returns the metrics over
-        all ranks, names sorted; collective.
+        """Train on drawn data, send the weights to the engine, and return metrics over all ranks.
+
+        Names are sorted. Collective.
         """
         stage, strategy, metrics = self.stage, self.strategy, step.metrics
         models = stage.models.trained
@@ -345,7 +347,7 @@ class Loop(Generic[Batch]):
                 trained.model.train()
             work = stage.update(batch, step)
             for trained in models:
-                # What is sent to the engine and verified is looked at on its way.
+                # Weights that are sent to the engine and verified are checked on their way.
                 if trained is not stage.models.main or not self._sync_verifies:
                     strategy.require_finite(trained.model)
                 strategy.maybe_offload_optimizer(trained.optimizer)
@@ -355,24 +357,29 @@ class Loop(Generic[Batch]):
             metrics.add_max(f"{name}_seconds", seconds)
         for name, num_bytes in step.timer.memory_bytes.items():
             metrics.add_max(f"memory/{name}_gb", num_bytes / GIGABYTE)
-        found = metrics.reduce(strategy.context)
-        found["step_seconds"] = sum(found[f"{name}_seconds"] for name in step.timer.seconds)
-        found |= self._utilisation(work, found["train_seconds"])
+        step_metrics = metrics.reduce(strategy.context)
+        step_metrics["step_seconds"] = sum(
+            step_metrics[f"{name}_seconds"] for name in step.timer.seconds
+        )
+        step_metrics |= self._utilisation(work, step_metrics["train_seconds"])
         sync = strategy.last_weight_sync
         if sync is not None:
-            found |= {"weights_version": sync.weights_version, "engine_hash": sync.engine_hash}
+            step_metrics |= {
+                "weights_version": sync.weights_version,
+                "engine_hash": sync.engine_hash,
+            }
             if stage.config.lora_rank:
-                found["weight_sync_bytes"] = sync.num_bytes
-        found = stage.finish(batch, {**found, "global_step": step.number})
+                step_metrics["weight_sync_bytes"] = sync.num_bytes
+        step_metrics = stage.finish(batch, {**step_metrics, "global_step": step.number})
         self.state = replace(self.state, num_steps=step.number)
         if self._data is not None:
             self.state = replace(
                 self.state, episode=self._data.episode, num_consumed=self._data.num_consumed
             )
-        return dict(sorted(found.items()))
+        return dict(sorted(step_metrics.items()))
 
     def _sync(self, step: Step, work: Work) -> None:
-        """Sends the main model to the engine, and notes whether its weights have changed."""
+        """Send the main model to the engine, and record whether its weights have changed."""
         main, before = self.stage.models.main, self._engine_hash
         with step.timer.stage("weight_sync"):
             self.strategy.update_engine_weights(main.model)
@@ -386,10 +393,10 @@ class Loop(Generic[Batch]):
 
     @contextmanager
     def _nothing_kept(self, step: int) -> Iterator[None]:
-        """Says of values that are not finite after which step they came, and what to do.
+        """Say of values that are not finite after which step they came, and what to do.
 
         Raises:
-            NonFiniteError: Instead of the one that the body raised.
+            NonFiniteError: Replacement of the body's error.
         """
         try:
             yield
@@ -401,12 +408,12 @@ class Loop(Generic[Batch]):
 
     @property
     def _engine_hash(self) -> int:
-        """Of the weights that the engine holds; 0 if they are not known."""
+        """Return the hash of the engine's weights; 0 if they are not known."""
         report = self.strategy.last_weight_sync
         return 0 if report is None else report.engine_hash
 
     def _utilisation(self, work: Work, seconds: float) -> dict[str, float]:
-        """Speed of the update, which took so long; {} where nothing was computed."""
+        """Return the speed of an update of this duration; {} if nothing was computed."""
         if not len(work.lengths):
             return {}
         for trained in self.stage.models.trained:
@@ -422,7 +429,7 @@ class Loop(Generic[Batch]):
         )
 
     def evaluate(self) -> dict[str, float]:
-        """Metrics of held-out data; {} without; collective."""
+        """Return metrics of held-out data; {} without; collective."""
         self.prepare_to_draw()
         begin = time.perf_counter()
         metrics = self.stage.evaluate()
@@ -435,7 +442,7 @@ class Loop(Generic[Batch]):
     def _end_step(
         self, step: int, metrics: Mapping[str, float], *, is_last: bool
     ) -> tuple[bool, dict[str, float]]:
-        """Evaluates if that is due, calls the callbacks and logs.
+        """Evaluate if that is due, call the callbacks and log.
 
         Returns:
             Whether it is the last step, which a callback may decide; and the evaluation, if any.
@@ -451,37 +458,37 @@ class Loop(Generic[Batch]):
         return is_last, evaluated
 
     def _evaluated_after(self, step: int) -> dict[str, float]:
-        """Metrics of held-out data after a step, whose model is kept if it is the best."""
+        """Return metrics of held-out data after a step; keep its model if it is the best."""
         metrics = self.evaluate()
         self._keep_best(step, metrics)
         return metrics
 
     def _find_alarms(self, metrics: Mapping[str, float]) -> tuple[str, ...]:
-        """Warns about numbers out of bounds, a line each, and returns the sentences."""
-        found = self.stage.alarms(metrics)
-        for text in found:
+        """Warn about numbers out of bounds, a line each, and return the sentences."""
+        alarms = self.stage.alarms(metrics)
+        for text in alarms:
             self.strategy.print(f"warning: alarm after step {self.state.num_steps}: {text}")
-        return tuple(found)
+        return tuple(alarms)
 
     def _is_asked_to_stop(self, stop_request: Callable[[], bool] | None) -> bool:
-        """Whether any rank was asked to stop; the same answer on all of them."""
+        """Return whether any rank was asked to stop; all ranks return the same."""
         if stop_request is None:
             return False
         return self.strategy.all_reduce(int(stop_request()), op="max") > 0
 
     def _callback_stops(self) -> bool:
-        """Whether a callback of any rank ends the run; the same answer on all of them."""
+        """Return whether a callback of any rank ends the run; all ranks return the same."""
         if not self._callbacks:
             return False
         return self.strategy.all_reduce(int(self._callbacks.wants_stop()), op="max") > 0
 
     def _keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Saves the main model in `ckpt_path`/best if `best_metric` was never better; collective.
+        """Save the main model in `ckpt_path`/best if `best_metric` was never better; collective.
 
-        The table of metrics says whether larger or smaller values are.
+        The table of metrics says whether larger or smaller values are better.
 
         Raises:
-            ConfigError: The evaluation has no such metric; the message lists those it has.
+            ConfigError: The evaluation lacks this metric; the message lists those it has.
         """
         from lightrft.reporting.metric_table import larger_is_better
 
@@ -495,7 +502,7 @@ class Loop(Generic[Batch]):
                 f"{', '.join(sorted(metrics))}"
             )
         value, sign = metrics[metric], 1 if larger_is_better(metric) else -1
-        # Not a number, where an evaluation could decide nothing, is never better.
+        # NaN, when an evaluation could decide nothing, is never better.
         if not sign * value > (-math.inf if best is None else sign * best.value):
             return
         folder = Path(config.ckpt_path) / BEST_FOLDER
@@ -516,14 +523,14 @@ class Loop(Generic[Batch]):
         self.state = replace(self.state, best=BestModel(value, step))
 
     def save_model(self, folder: Path, *, is_average: bool = False) -> None:
-        """Writes the main model, or its moving average, as others load it; collective."""
+        """Write the main model, or its moving average, in a format that others load; collective."""
         models = self.stage.models
         model = models.average if is_average else models.main.model
         if model is not None:
             self.strategy.save_model(model, self.stage.text_part, str(folder))
 
     def save_checkpoint(self) -> None:
-        """Writes all that a run needs to continue; does nothing without `ckpt_path`."""
+        """Write all that a run needs to continue; do nothing without `ckpt_path`."""
         config, stage = self.stage.config, self.stage
         if config.ckpt_path is not None:
             engine = self.strategy.inference_engine if stage.syncs_engine else None
@@ -535,7 +542,7 @@ class Loop(Generic[Batch]):
             save_run(self.strategy.checkpoints, config, client_state, stage.models)
 
     def load_checkpoint(self) -> bool:
-        """Continues from the newest complete checkpoint under `ckpt_path`, if there is one.
+        """Continue from the newest complete checkpoint under `ckpt_path`, if there is one.
 
         The engine gets the loaded weights.
 
@@ -545,10 +552,10 @@ class Loop(Generic[Batch]):
         stage = self.stage
         if stage.config.ckpt_path is None:
             return False
-        found = load_run(self.strategy.checkpoints, stage.config, stage.memory, stage.models)
-        if found is None:
+        loaded = load_run(self.strategy.checkpoints, stage.config, stage.memory, stage.models)
+        if loaded is None:
             return False
-        self.state, stage.memory = found
+        self.state, stage.memory = loaded
         self._num_resumed, self._data = self.state.num_steps, None
         if stage.syncs_engine:
             self.strategy.update_engine_weights(stage.models.main.model)
@@ -559,28 +566,28 @@ class Loop(Generic[Batch]):
         return True
 
     def close(self) -> None:
-        """Closes the loggers, and the files of the stage."""
+        """Close the loggers, and the files of the stage."""
         self._loggers.close()
         self.stage.close()
 
 
 def is_due(step: int, every: int) -> bool:
-    """Whether something that is done every so many steps is done in this one; 0 is never."""
+    """Return whether work that is done every so many steps is due; 0 is never."""
     return every > 0 and step % every == 0
 
 
 def with_run_options(config: TrainConfig, args: Arguments | None) -> TrainConfig:
-    """The configuration with those options of the group "run" that `args` gives."""
+    """Return the configuration with the options of the group "run" that `args` sets."""
     if args is None:
         return config
-    given = (
+    values = (
         TrainConfig.from_args(args).__dict__
         if isinstance(args, StrategyConfig)
         else (args if isinstance(args, Mapping) else vars(args))
     )
     run = {
-        name: given[name]
+        name: values[name]
         for name, (_, info) in options_of(TrainConfig).items()
-        if info.group == "run" and given.get(name) is not None
+        if info.group == "run" and values.get(name) is not None
     }
     return config.replaced(run)

@@ -1,4 +1,4 @@
-"""Provenance: the hashes by which a run names itself, its data and the models that it came from."""
+"""Provenance: hashes that identify a run, its data and the models that it came from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightrft.config.toml import write_whole
 
 PROVENANCE_FILE = "provenance.json"
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-# Also chat templates, and what makes features of media.
+# Also chat templates, and files that make features of media.
 TOKENIZER_FILES = (
     "*token*.json",
     "vocab*",
@@ -39,37 +39,37 @@ _BLOCK_BYTES, _NUM_BLOCKS = 1 << 20, 64
 
 
 def fingerprint(folder: Path) -> str:
-    """Hash of the weights in a folder: of names, sizes and contents of their files.
+    """Return the hash of the weights in a folder: names, sizes and contents of their files.
 
     Of a file of more than 64 MiB 64 blocks of 1 MiB count, spread evenly from its first byte, which
-    holds the names and shapes, to its last one: training changes them all, and reading all of a
+    holds the names and shapes, to its last one. Training changes them all, and reading all of a
     large model would take minutes.
 
     Args:
-        folder: Of a model.
+        folder: Folder of a model.
 
     Returns:
-        Hex digits; "" where it has no weights.
+        Hex digits; "" without weights.
     """
     files = _found(folder, WEIGHT_FILES)
-    found = hashlib.sha256()
+    weights_hash = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
-        found.update(f"{path.name} {size}\n".encode())
+        weights_hash.update(f"{path.name} {size}\n".encode())
         last = max(0, size - _BLOCK_BYTES)
         is_whole = size <= _BLOCK_BYTES * _NUM_BLOCKS
         with regular_file(path).open("rb") as stream:
             if is_whole:
-                found.update(stream.read())
+                weights_hash.update(stream.read())
                 continue
             for place in range(_NUM_BLOCKS):
                 stream.seek(last * place // (_NUM_BLOCKS - 1))
-                found.update(stream.read(_BLOCK_BYTES))
-    return found.hexdigest() if files else ""
+                weights_hash.update(stream.read(_BLOCK_BYTES))
+    return weights_hash.hexdigest() if files else ""
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """Hash of names and contents of the files in a folder that make tokens of texts; "" of none."""
+    """Return the hash of names and contents of a folder's tokenizer files; "" without any."""
     files = _found(folder, TOKENIZER_FILES)
     text = "".join(f"{path.name} {file_sha256(path)}\n" for path in files)
     return hashlib.sha256(text.encode()).hexdigest() if files else ""
@@ -78,14 +78,15 @@ def tokenizer_hash(folder: Path) -> str:
 def describe_models(
     config: TrainConfig, known: Mapping[str, object] | None = None
 ) -> dict[str, dict[str, object]]:
-    """Path, hashes and run of each model that a run starts from, by its option.
+    """Return path, hashes and run of each model that a run starts from, by its option.
 
     Several reward models are `reward_pretrain`, `reward_pretrain 2` and so on, teachers by row
     `teacher NAME`. Names of the hub and addresses have a path alone.
 
     Args:
-        config: Names the models.
-        known: What this function gave of the same run before: weight files that were not written
+        config: Options that name the models.
+        known: Earlier result for the same run: weight files that were not written since are not
+            read again.
             since are not read again.
     """
     paths: dict[str, str | None] = {"pretrain": config.pretrain}
@@ -135,7 +136,7 @@ def _found(folder: Path, patterns: Iterable[str]) -> list[Path]:
 
 
 def run_hash(config_sha256: str, inputs: Mapping[str, object], models: Mapping[str, object]) -> str:
-    """The name of a run: a hash of its options, its input files and the models it starts from."""
+    """Return the hash of a run: of its options, its input files and the models it starts from."""
     files = {
         path: entry.get("sha256") for path, entry in inputs.items() if isinstance(entry, Mapping)
     }
@@ -149,7 +150,7 @@ def run_hash(config_sha256: str, inputs: Mapping[str, object], models: Mapping[s
 
 
 def write_model_run(model: Path, run: Path, *, run_sha256: str, stage: str) -> None:
-    """Writes into the folder of a trained model which run it is of."""
+    """Write into the folder of a trained model which run made it."""
     if model.is_dir():
         facts: dict[str, object] = {
             "path": str(run.resolve()),
@@ -161,7 +162,7 @@ def write_model_run(model: Path, run: Path, *, run_sha256: str, stage: str) -> N
 
 
 def run_of_model(model: Path) -> dict[str, object]:
-    """Path, hash and stage of the run that a model is of; {} if that is not known."""
+    """Return path, hash and stage of the run that made a model; {} if that is not known."""
     try:
         return unsealed(read_object(model / PROVENANCE_FILE), model)
     except FileError:
@@ -169,15 +170,15 @@ def run_of_model(model: Path) -> dict[str, object]:
 
 
 def own_functions(config: TrainConfig) -> dict[str, str]:
-    """Hashes of the chosen functions and classes that live in this process alone.
+    """Return hashes of the chosen functions and classes that live in this process alone.
 
     Comments and places do not count, and neither do the values of globals. An object without code
-    of its own is left out.
+    is left out.
 
     Returns:
         Hash by "OPTION NAME".
     """
-    found = {}
+    hashes = {}
     for option, registry in REGISTRIES.items():
         chosen = config.__dict__[option] or ()
         for name in (chosen,) if isinstance(chosen, str) else chosen:
@@ -186,12 +187,12 @@ def own_functions(config: TrainConfig) -> dict[str, str]:
                 continue
             if parts := [*_parts(entry)]:
                 digest = hashlib.sha256("\n".join(parts).encode())
-                found[f"{option} {name}"] = digest.hexdigest()
-    return found
+                hashes[f"{option} {name}"] = digest.hexdigest()
+    return hashes
 
 
 def _parts(entry: object) -> Iterator[str]:
-    """What makes up an object: names, constants and instructions of its code."""
+    """Yield the parts of an object: names, constants and instructions of its code."""
     if isinstance(entry, partial):
         yield repr((entry.args, sorted(entry.keywords.items())))
         entry = entry.func
@@ -218,5 +219,5 @@ def _code_parts(code: CodeType) -> Iterator[str]:
 
 
 def named_paths(command: str) -> list[Path]:
-    """Files and folders that words of a command are."""
+    """Return files and folders that words of a command name."""
     return [Path(word).absolute() for word in shlex.split(command) if Path(word).exists()]

@@ -1,4 +1,4 @@
-"""Whether a run starts anew, continues, or must not start: decided from the files of its folder."""
+"""Start, continuation or refusal of a run: decided from the files of its folder."""
 
 import json
 from collections.abc import Mapping
@@ -20,14 +20,13 @@ class RunPlan:
 
     Args:
         resumes: It continues from the newest whole checkpoint.
-        changes: What differs from the run on disk.
+        changes: Differences from the run on disk.
         restarts: It starts anew in the folder of a run that has no checkpoint, whose files are
-            kept aside.
+            moved aside.
         kept: Options that a machine decided when the run on disk started, and that the command
             leaves open.
-        summary: Of the complete run of this very command, after which nothing is left to do; {}
-            where something is.
-        warnings: Damage of the files that say how the run started; a line each.
+        summary: Summary if this very command has completed its run; {} if work is left.
+        warnings: Damage of the files that record how the run started; a line each.
     """
 
     resumes: bool
@@ -39,15 +38,15 @@ class RunPlan:
 
 
 def plan_run(config: TrainConfig, stage: str = "") -> RunPlan:
-    """Decides from the files in the run's folder; reads only.
+    """Decide from the files in the run's folder; read only.
 
-    An unfinished run with a checkpoint is continued by the same command, one that ended before its
-    first checkpoint starts over, and a complete one is left as it is. All else that would write
-    into a used folder has to be asked for.
+    The same command continues an unfinished run with a checkpoint, starts over one that ended
+    before its first checkpoint, and leaves a complete one as it is. Everything else that would
+    write into a used folder needs an explicit option.
 
     Args:
-        config: Of the command.
-        stage: That it trains; "" is any.
+        config: Options of the command.
+        stage: Stage that it trains; "" is any.
 
     Raises:
         ConfigError: The folder is of a run of another stage, or it is used and the run cannot be
@@ -73,7 +72,7 @@ def plan_run(config: TrainConfig, stage: str = "") -> RunPlan:
                 f"--output_dir: {where} holds another run: give a new folder, or "
                 "--load_checkpoint to continue that run"
             )
-        # What is damaged is written again, after the last checkpoint.
+        # Damaged files are written again, after the last checkpoint.
         summary = read_json(folder / SUMMARY_FILE)
         if summary:
             _require_same(config, summary)
@@ -84,7 +83,7 @@ def plan_run(config: TrainConfig, stage: str = "") -> RunPlan:
 
 
 def _continued(folder: Path, config: TrainConfig) -> RunPlan:
-    """The plan of a run that goes on; raises a ConfigError if a change breaks its exactness."""
+    """Return the plan of a continued run; raise a ConfigError if a change breaks its exactness."""
     warnings, kept = damage_of_records(folder), decided_before(folder, config)
     changes = find_changes(folder, config.replaced(kept))
     breaking = [change for change in changes if not change.is_free]
@@ -103,7 +102,7 @@ def _continued(folder: Path, config: TrainConfig) -> RunPlan:
 
 
 def require_media(config: RunControlOptions, media: str) -> None:
-    """Raises a ConfigError if the rows of a continued run have other media than it started with."""
+    """Raise a ConfigError if the rows of a continued run have other media than at its start."""
     changes = changed_media(_read_start(Path(config.output_dir)), media)
     if changes and not config.allow_changes:
         raise ConfigError(
@@ -113,7 +112,7 @@ def require_media(config: RunControlOptions, media: str) -> None:
 
 
 def damage_of_records(folder: Path) -> tuple[str, ...]:
-    """A line for the file beside the checkpoints that is not as the run wrote it, if one is."""
+    """Return a line for the file beside the checkpoints that differs from what the run wrote."""
     start = _read_start(folder)
     if not start:
         return (f"{folder / START_FILE} is damaged: which input files changed is not known",)
@@ -123,10 +122,10 @@ def damage_of_records(folder: Path) -> tuple[str, ...]:
 
 
 def _read_start(folder: Path) -> dict[str, object]:
-    """What was recorded at the start of the run in `folder`; {} if it does not fit its hash."""
+    """Return the record of the start of the run in `folder`; {} if it does not fit its hash."""
     start = read_json(folder / START_FILE)
     if start.keys().isdisjoint({CHECKSUM, "config_sha256"}):
-        return start  # of a version that wrote no hashes
+        return start  # from a version that wrote no hashes
     try:
         return unsealed(start, START_FILE)
     except FileError:
@@ -134,7 +133,7 @@ def _read_start(folder: Path) -> dict[str, object]:
 
 
 def _options_before(folder: Path) -> TrainConfig:
-    """The options of the run in `folder`.
+    """Return the options of the run in `folder`.
 
     Raises:
         ConfigError: They cannot be read; the message says how to go on without them.
@@ -149,7 +148,7 @@ def _options_before(folder: Path) -> TrainConfig:
 
 
 def _require_same(config: TrainConfig, summary: Mapping[str, object]) -> None:
-    """Raises a ConfigError unless the run of the summary is complete, and of the same options."""
+    """Raise a ConfigError unless the run of the summary is complete, and has the same options."""
     folder, how = config.output_dir, f"complete after {summary.get('num_steps')} steps"
     same = config.replaced(decided_before(Path(folder), config))
     odd = [str(change) for change in find_changes(Path(folder), same)]
@@ -165,16 +164,16 @@ def _require_same(config: TrainConfig, summary: Mapping[str, object]) -> None:
 
 
 def stage_of(folder: Path) -> str:
-    """What the run in `folder` trains; "" where no file says so."""
+    """Return the stage that the run in `folder` trains; "" if no file says so."""
     return str(_read_start(folder).get("stage") or "")
 
 
 def _require_stage(folder: Path, stage: str) -> None:
-    """Raises a ConfigError if the run in `folder` says that it is of another stage."""
-    found = stage_of(folder)
-    if stage and found and found != stage:
+    """Raise a ConfigError if the run in `folder` says that it is of another stage."""
+    recorded = stage_of(folder)
+    if stage and recorded and recorded != stage:
         raise ConfigError(
-            f"--output_dir: {folder} holds a run of the stage {found}, and this command trains "
+            f"--output_dir: {folder} holds a run of the stage {recorded}, and this command trains "
             f"{stage}: give a new folder"
         )
 
@@ -184,7 +183,7 @@ def _has_content(path: Path) -> bool:
 
 
 def shows_checkpoints(folder: Path) -> bool:
-    """Whether a run's checkpoints show that one was complete once, whatever became of it.
+    """Return whether a checkpoint was complete once, even if it is gone or damaged.
 
     The critic's is written before the actor's: the first of them alone is half a checkpoint.
     """
@@ -194,23 +193,23 @@ def shows_checkpoints(folder: Path) -> bool:
 
 
 def decided_before(folder: Path, config: TrainConfig) -> dict[str, object]:
-    """Options that the start of the run in `folder` decided, and that are given here as there.
+    """Return options that the start of the run in `folder` decided, and that are unchanged here.
 
-    What it left to its machine is one of them: it was None, and is None here.
+    An option that was left to the machine is one of them: it was None, and is None here.
     """
-    old, given = _options_before(folder), as_json(without_secrets(config))
+    old, now = _options_before(folder), as_json(without_secrets(config))
     before = {name: None for name, (_, info) in options_of(TrainConfig).items() if info.by_machine}
     recorded = _read_start(folder).get("decided")
     before |= recorded if isinstance(recorded, dict) else {}
     return {
         name: old.__dict__[name]
         for name, value in before.items()
-        if name in given and given[name] == value and old.__dict__[name] != config.__dict__[name]
+        if name in now and now[name] == value and old.__dict__[name] != config.__dict__[name]
     }
 
 
 def decided_options(given: TrainConfig, config: TrainConfig) -> dict[str, object]:
-    """Options as they were given, of which a start decided something else."""
+    """Return options of the command that a start decided differently."""
     before, after = as_json(without_secrets(given)), as_json(without_secrets(config))
     if config.fsdp and config.lacks_deepspeed:
         before["fsdp"] = False  # Left out, it is the same command here, and where DeepSpeed is.
@@ -218,21 +217,21 @@ def decided_options(given: TrainConfig, config: TrainConfig) -> dict[str, object
 
 
 def as_json(values: Mapping[str, object]) -> dict[str, object]:
-    """Options as a file of JSON holds them."""
+    """Return options as a JSON file holds them."""
     plain: dict[str, object] = json.loads(json.dumps(values, default=str))
     return plain
 
 
 def find_changes(folder: Path, config: TrainConfig) -> tuple[Change, ...]:
-    """Options, input files and models that differ from those of the run in `folder`."""
+    """Return options, input files and models that differ from those of the run in `folder`."""
     old = _options_before(folder)
     new = without_secrets(config)
     before = without_secrets(old)
     new["ckpt_path"], before["ckpt_path"] = str(config.checkpoint_dir), str(old.checkpoint_dir)
-    found = [
+    changes = [
         Change(name, repr(before[name]), repr(new[name]), is_free=info.may_change)
         for name, (_, info) in options_of(TrainConfig).items()
         if name in new and before[name] != new[name]
     ]
     start = _read_start(folder)
-    return (*found, *changed_inputs(start, config), *changed_models(start, config))
+    return (*changes, *changed_inputs(start, config), *changed_models(start, config))

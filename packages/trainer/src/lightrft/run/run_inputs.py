@@ -30,7 +30,7 @@ from lightrft.engines.media.file_facts import SETTLED_SECONDS, FileFacts, FileFa
 from lightrft.reporting.files import package_versions
 from lightrft.run.provenance import describe_models, named_paths, own_functions
 
-# Of the images, videos and sounds of rows, beside the paths of files.
+# Name of the images, videos and sounds of rows, beside the paths of files.
 MEDIA = "media of prompt_data"
 
 
@@ -39,9 +39,9 @@ class Change:
     """A difference between the run on disk and the command that continues it.
 
     Args:
-        name: Of the option, or the path of an input file.
-        before, after: As shown to the user.
-        is_free: The continued run is as exact as an uninterrupted one.
+        name: Name of the option, or path of an input file.
+        before, after: Values as the user sees them.
+        is_free: Whether the continued run is as exact as an uninterrupted one.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Change:
     is_free: bool
 
     def __str__(self) -> str:
-        """One line: what changed, from what, to what."""
+        """Return one line: the change, its old and new value."""
         return f"{self.name}: {self.before} -> {self.after}"
 
 
 def media_sha256(digests: Iterable[bytes]) -> str:
-    """One hash of all media of a run's rows, in order; "" without media."""
+    """Return one hash of all media of a run's rows, in order; "" without media."""
     joined = b"\n".join(digests)
     return hashlib.sha256(joined).hexdigest() if joined else ""
 
@@ -64,14 +64,14 @@ def media_sha256(digests: Iterable[bytes]) -> str:
 def remembered_media(
     config: TrainConfig, *, writes: bool, settled_seconds: float = SETTLED_SECONDS
 ) -> Iterator[None]:
-    """Within it, what an earlier run of the same data found in files of media is not read again.
+    """Reuse an earlier run's facts about media files of the same data, instead of reading them.
 
-    A file of `$XDG_CACHE_HOME/lightrft/media` (`~/.cache`) has it, which is read at the beginning
-    and written at the end, also after an error; where that cannot be done nothing is remembered.
+    A file of `$XDG_CACHE_HOME/lightrft/media` (`~/.cache`) holds them. It is read at the beginning
+    and written at the end, also after an error; if that fails nothing is remembered.
 
     Args:
-        config: Names the data.
-        writes: Of one rank alone.
+        config: Options that name the data.
+        writes: Whether this rank writes the file; one does.
         settled_seconds: See `FileFactsByPath`.
     """
     versions = package_versions(("lightrft-engines", "pillow"))
@@ -95,45 +95,45 @@ def remembered_media(
 
 
 def cache_folder(kind: str) -> Path:
-    """The folder of what runs of this user remember; a RuntimeError of one without a home."""
+    """Return the folder of this user's caches; raise a RuntimeError without a home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lightrft", kind)
 
 
 def describe_inputs(config: TrainConfig, media: str = "") -> dict[str, Mapping[str, object]]:
-    """Hash and time of the files that decide the numbers of a run, by path; hashes of functions.
+    """Return hash and time of the files that decide a run's numbers, by path; hashes of functions.
 
-    Of rows that were made of another run's samples, `origin` and `run` name that run.
+    For rows that were made of another run's samples, `origin` and `run` name that run.
 
     Args:
-        config: Names the files.
-        media: Hash of the media of the rows, which stands under `MEDIA`; "" without.
+        config: Options that name the files.
+        media: Hash of the media of the rows, for the entry `MEDIA`; "" without.
     """
-    found: dict[str, Mapping[str, object]] = {}
+    inputs: dict[str, Mapping[str, object]] = {}
     for path in input_files(config):
         digest = file_sha256(path)
         modified_ns = path.stat().st_mtime_ns
-        found[str(path)] = {
+        inputs[str(path)] = {
             "sha256": digest,
             "modified_ns": modified_ns,
             **origin_of(path, digest),
         }
     hashes = own_functions(config) | ({MEDIA: media} if media else {})
-    return found | {name: {"sha256": digest} for name, digest in hashes.items()}
+    return inputs | {name: {"sha256": digest} for name, digest in hashes.items()}
 
 
 def changed_media(start: Mapping[str, object], media: str) -> list[Change]:
-    """The media of rows, if they are others than those that a run started with."""
+    """Return the change of media, if rows have others than at the start of the run."""
     recorded = start.get("inputs")
     old = recorded.get(MEDIA) if isinstance(recorded, Mapping) else None
     return _difference(MEDIA, "contents", old.get("sha256"), media) if isinstance(old, dict) else []
 
 
 def changed_inputs(start: Mapping[str, object], config: TrainConfig) -> list[Change]:
-    """Files and functions with other contents than those that a run started with.
+    """Return files and functions whose contents changed since a run started.
 
     Args:
-        start: What was recorded then.
-        config: Of the command that continues it.
+        start: Record of the start.
+        config: Options of the command that continues it.
     """
     recorded = start.get("inputs")
     if not isinstance(recorded, Mapping):
@@ -144,9 +144,9 @@ def changed_inputs(start: Mapping[str, object], config: TrainConfig) -> list[Cha
         old = recorded.get(str(path))
         if not isinstance(old, Mapping) or old.get("modified_ns") == path.stat().st_mtime_ns:
             continue
-        # Held-out rows may change as the option that names them may.
-        found = _difference(str(path), "contents", old.get("sha256"), file_sha256(path))
-        changes += [replace(each, is_free=path not in deciding) for each in found]
+        # Held-out rows may change, as the option that names them may.
+        differences = _difference(str(path), "contents", old.get("sha256"), file_sha256(path))
+        changes += [replace(each, is_free=path not in deciding) for each in differences]
     for name, digest in own_functions(config).items():
         old = recorded.get(name)
         if isinstance(old, Mapping):
@@ -155,17 +155,17 @@ def changed_inputs(start: Mapping[str, object], config: TrainConfig) -> list[Cha
 
 
 def changed_models(start: Mapping[str, object], config: TrainConfig) -> list[Change]:
-    """Models of other weights or tokenizers than a run started with; see `changed_inputs`.
+    """Return models whose weights or tokenizers changed since the start; see `changed_inputs`.
 
-    Also the one that is trained: it is the reference, and whoever reads the record of the run looks
-    for its weights there.
+    This includes the trained model: it is the reference, and readers of the run's record look for
+    its weights there.
     """
     recorded = start.get("models")
     known = recorded if isinstance(recorded, Mapping) else {}
     changes = []
     for role, entry in describe_models(config, known).items():
         old = known.get(role)
-        # Another place is an option that changed.
+        # Another place counts as a changed option.
         if isinstance(old, Mapping) and old.get("path") == entry["path"]:
             name = f"{role} {entry['path']}"
             for what in ("weights", "tokenizer"):
@@ -185,11 +185,11 @@ def _difference(name: str, what: str, before: object, after: str) -> list[Change
 
 
 def input_files(config: TrainConfig, *, held_out: bool = True) -> list[Path]:
-    """Local files of data, templates and stored numbers, the user's own code, what that imports.
+    """Return local files of data, templates and stored numbers, user code, and its imports.
 
     Args:
-        config: Names them.
-        held_out: With the rows of evaluations.
+        config: Options that name them.
+        held_out: Whether to include the rows of evaluations.
     """
     names: list[str | Path] = []
     sources = (
@@ -204,8 +204,10 @@ def input_files(config: TrainConfig, *, held_out: bool = True) -> list[Path]:
     for name in REGISTRIES:
         value = config.__dict__[name] or ()
         chosen += (value,) if isinstance(value, str) else value
-    own = [Path((split_reference(split_kind(item or "")[1]) or ("", ""))[0]) for item in chosen]
-    names += [file for path in own if path.is_file() for file in (path, *files_beside(path))]
+    code_files = [
+        Path((split_reference(split_kind(item or "")[1]) or ("", ""))[0]) for item in chosen
+    ]
+    names += [file for path in code_files if path.is_file() for file in (path, *files_beside(path))]
     names += named_paths(config.agent_command or "")
     names += filter(
         None,
@@ -215,25 +217,25 @@ def input_files(config: TrainConfig, *, held_out: bool = True) -> list[Path]:
 
 
 def files_beside(plugin: Path) -> list[Path]:
-    """Files of its folder that a plug-in imports, and what those import from there in turn."""
-    found: list[Path] = []
+    """Return files of its folder that a plug-in imports, directly or indirectly."""
+    files: list[Path] = []
     remaining = [plugin]
     while remaining:
         path = remaining.pop()
         try:
             tree = ast.parse(regular_file(path).read_bytes())
         except (OSError, SyntaxError, ValueError, RecursionError):
-            continue  # refused where it is loaded
+            continue  # loading it raises the error
         for module in _imported(tree, path, plugin.parent):
             for file in (module.with_suffix(".py"), module / "__init__.py"):
-                if file.is_file() and file not in (plugin, *found):
-                    found.append(file)
+                if file.is_file() and file not in (plugin, *files):
+                    files.append(file)
                     remaining.append(file)
-    return found
+    return files
 
 
 def _imported(tree: ast.Module, path: Path, folder: Path) -> Iterator[Path]:
-    """Paths that imports lead to, if below `folder`; relative ones are of `path`."""
+    """Yield paths that imports lead to, if below `folder`; relative ones start at `path`."""
     for node in ast.walk(tree):
         names = [alias.name for alias in getattr(node, "names", ()) if isinstance(alias, ast.alias)]
         start = folder

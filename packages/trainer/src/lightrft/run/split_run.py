@@ -28,7 +28,7 @@ from lightrft.strategy.split.remote_engine import RemoteEngine
 
 @contextmanager
 def open_bridge(config: RolloutOptions) -> Iterator[Bridge]:
-    """The connection of the two sides; this process belongs to one of them from now on."""
+    """Yield the connection of the two sides; this process belongs to one of them from now on."""
     timeout = timedelta(minutes=config.timeout_minutes)
     side, store = take_side(config.rollout_ranks, timeout)
     try:
@@ -47,17 +47,17 @@ def join_engines(
     session: EngineSession,
     stop_request: Callable[[], bool],
 ) -> Callable[[], bool]:
-    """Give the session the engines of the ranks that generate; return when the run is to stop."""
+    """Give the session the engines of the ranks that generate; return the check for a stop."""
     session.engine = RemoteEngine(bridge, check_engine_type(config.engine_type))
     return partial(bridge.asked_to_stop, stop_request)
 
 
 @contextmanager
 def both_end(bridge: Bridge) -> Iterator[list[object]]:
-    """Tells the ranks that generate how the run ended, where all that train know it.
+    """Send the end of the run to the ranks that generate, if all that train know it.
 
     Yields:
-        Receives the summary of the run.
+        List for the summary of the run.
     """
     summary: list[object] = []
     try:
@@ -69,13 +69,13 @@ def both_end(bridge: Bridge) -> Iterator[list[object]]:
 
 
 def generate_for(config: TrainConfig, bridge: Bridge, wants_stop: Callable[[], bool]) -> object:
-    """Runs this process as one that only generates, until the other side ends.
+    """Run this process as one that only generates, until the other side ends.
 
     Returns:
-        The summary of the run.
+        Summary of the run.
 
     Raises:
-        RunStoppedError, RunAlarmError: What ended the run there.
+        RunStoppedError, RunAlarmError: Error that ended the run there.
     """
     from lightrft.stages.policy.inputs import PolicyInputs
     from lightrft.stages.policy.split.generating_side import (

@@ -47,18 +47,18 @@ def start_run(
     *,
     given: TrainConfig,
 ) -> int:
-    """Continues from a checkpoint if that is the plan, and writes the first files of the run.
+    """Continue from a checkpoint if that is the plan, and write the first files of the run.
 
-    Lines of steps that the checkpoint does not have are removed: they are about to come again.
+    Lines of steps after the checkpoint are removed: these steps will run again.
 
     Args:
-        config: Options that the run has.
-        loop, plan, stage: What is run.
+        config: Options of the run.
+        loop, plan, stage: Loop, plan and stage of the run.
         media: Hash of the media of its rows.
-        given: Options of the command; what is different in `config` was decided at this start.
+        given: Options of the command; this start decided what differs in `config`.
 
     Returns:
-        Steps that the checkpoint brought along.
+        Steps from the checkpoint.
     """
     strategy = loop.strategy
     attention = describe_attention(strategy.context, loop.stage.models.main.model)
@@ -88,7 +88,7 @@ def start_run(
         )
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
         for name in STEP_FILES:
-            # The evaluation before the first step comes again, too.
+            # The evaluation before the first step runs again, too.
             drop_steps_after(folder / name, num_steps or -1)
         details: dict[str, object] = {"world_size": strategy.world_size}
         if resumed:
@@ -100,10 +100,10 @@ def start_run(
 
 
 def describe_attention(context: DistributedContext, model: nn.Module) -> str:
-    """The way in which rows pass through the attention of a prepared model, and why; collective.
+    """Return how rows pass through the attention of a prepared model, and why; collective.
 
     Returns:
-        A line; "" for a model that is none of lightrft.models.
+        A line; "" for a model from outside lightrft.models.
     """
     module = inner_module(model)
     if not isinstance(module, SequenceModel):
@@ -119,13 +119,13 @@ def describe_attention(context: DistributedContext, model: nn.Module) -> str:
 
 
 def _of_any_folder(config: TrainConfig) -> TrainConfig:
-    """The configuration without what follows from `output_dir`: its file may begin other runs."""
-    own = config.replaced({"ckpt_path": None})
-    return own if own.checkpoint_dir == config.checkpoint_dir else config
+    """Return the configuration without values from `output_dir`: its file may begin other runs."""
+    without_folder = config.replaced({"ckpt_path": None})
+    return without_folder if without_folder.checkpoint_dir == config.checkpoint_dir else config
 
 
 def end_run(config: FolderOptions, context: DistributedContext, event: str, num_steps: int) -> None:
-    """Records how a run ended; no rank returns before that."""
+    """Record how a run ended; no rank returns before that."""
     if context.is_rank_0():
         write_event(Path(config.output_dir), event, step=num_steps, details={})
     context.barrier()
@@ -134,7 +134,7 @@ def end_run(config: FolderOptions, context: DistributedContext, event: str, num_
 def resume_rows(
     config: RunControlOptions, loop: Loop[Batch], changes: Sequence[Change]
 ) -> list[tuple[str, str]]:
-    """Name and state of everything that a checkpoint brought back."""
+    """Return name and state of everything that a checkpoint restored."""
     state, strategy, stage = loop.state, loop.strategy, loop.stage
     main = stage.models.main
     folder = config.checkpoint_dir / f"_{main.name}" / f"global_step{state.num_steps}"
@@ -166,7 +166,7 @@ def resume_rows(
 
 
 def resume_table(config: FolderOptions, num_steps: int, rows: Sequence[tuple[str, str]]) -> str:
-    """The rows below a headline."""
+    """Return the rows below a headline."""
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name:{width}}  {text}" for name, text in rows]
     return "\n".join([f"continuing {config.output_dir} after step {num_steps}", *lines])
@@ -174,9 +174,9 @@ def resume_table(config: FolderOptions, num_steps: int, rows: Sequence[tuple[str
 
 @contextmanager
 def sole_writer(folder: Path) -> Iterator[None]:
-    """Holds the folder; the system lets go of it when the process ends, however it does.
+    """Lock the folder; the system drops the lock when the process ends, however it does.
 
-    A file system without locks is taken as it is.
+    A file system without locks is accepted.
 
     Raises:
         ConfigError: Another process holds it; the message names that process.
@@ -191,7 +191,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
                 f"--output_dir: {folder} is being written by {stream.read().strip()}: wait for "
                 "that run to end, or give another folder"
             ) from None
-        except OSError:  # network file systems may know no locks
+        except OSError:  # network file systems may lack locks
             yield
             return
         stream.truncate(0)

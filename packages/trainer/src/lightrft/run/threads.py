@@ -1,4 +1,4 @@
-"""Numbers of CPU threads that pay for the operations of a process."""
+"""Number of CPU threads that pays for the operations of a process."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from lightrft.strategy.distributed.process_end import SHARED_THREADS_VARIABLE
 if TYPE_CHECKING:
     from lightrft.strategy.distributed.context import DistributedContext
 
-# Multiplications and additions of one matrix product that pay for one thread: below, most other
+# Multiplications and additions of one matrix product that pay for one thread. Below, most other
 # operations of a step are too short to be shared. benchmarks/test_bench_threads.py measures it.
 FLOPS_PER_THREAD = 5e8
 
 
 def decide_threads(settings: Mapping[str, object], num_tokens: int) -> tuple[int, str]:
-    """Threads for a model on CPUs, and why.
+    """Return threads for a model on CPUs, and why.
 
     OMP_NUM_THREADS of the environment counts. Otherwise one thread for every `FLOPS_PER_THREAD` of
     the feed-forward product over a micro-batch, and no more than this process's share of the cores.
 
     Args:
-        settings: Of the model (`config.json`): hidden_size and intermediate_size.
-        num_tokens: Of a micro-batch, at most.
+        settings: Settings of the model (`config.json`): hidden_size and intermediate_size.
+        num_tokens: Largest number of tokens of a micro-batch.
     """
     most = torch.get_num_threads()
     if "OMP_NUM_THREADS" in os.environ and SHARED_THREADS_VARIABLE not in os.environ:
@@ -46,16 +46,16 @@ def decide_threads(settings: Mapping[str, object], num_tokens: int) -> tuple[int
 
 
 def max_micro_batch_tokens(config: TrainConfig) -> int:
-    """Tokens that a micro-batch of the update has at most."""
+    """Return the largest number of tokens in a micro-batch of the update."""
     if config.micro_batch_tokens is not None:
         return config.micro_batch_tokens
     return config.micro_train_batch_size * (config.prompt_max_len + config.generate_max_len)
 
 
 def choose_threads(config: TrainConfig, context: DistributedContext) -> TrainConfig:
-    """The configuration with the threads of this process, which are set; prints a choice.
+    """Return the configuration with the threads of this process, now set; print a choice.
 
-    On a GPU nothing is chosen: there threads only hand work over.
+    On a GPU nothing is chosen: there threads only pass work on.
     """
     if config.num_threads is None and not context.has_gpu:
         settings = common_fields(load_config(str(config.pretrain)).get_text_config())
@@ -67,6 +67,6 @@ def choose_threads(config: TrainConfig, context: DistributedContext) -> TrainCon
 
 
 def use_threads(config: RunControlOptions) -> None:
-    """Sets the number of threads, where it is known."""
+    """Set the number of threads, if it is known."""
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)

@@ -1,4 +1,4 @@
-"""Floating-point operations of an update, and the share of the hardware's peak that they take."""
+"""Floating-point operations of an update, and their share of the hardware's peak."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class TrainingFlops:
 
     Multiplications and additions count one each. A weight costs 6 a token, a frozen one 4: it
     gets no gradient. Attention costs 6 heads * head_dim a layer and pair of tokens that see each
-    other twice over, s^2 / 2 pairs. What gradient checkpointing computes again does not count.
+    other twice over, s^2 / 2 pairs. Recomputation by gradient checkpointing does not count.
 
     Source: Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B, with causal attention.
 
     Args:
-        per_token: Of the layers.
-        per_scored_token: Of the output projection, which sees sampled tokens only.
-        per_squared_length: Of attention.
+        per_token: Operations of the layers.
+        per_scored_token: Operations of the output projection, which sees sampled tokens only.
+        per_squared_length: Operations of attention.
     """
 
     per_token: float
@@ -41,7 +41,7 @@ class TrainingFlops:
     per_squared_length: float
 
     def total(self, lengths: NDArray[np.int64], sampled_lengths: NDArray[np.int64]) -> float:
-        """Operations for rows of these lengths, padding not counted."""
+        """Return the operations for rows of these lengths, padding not counted."""
         return float(
             self.per_token * lengths.sum()
             + self.per_scored_token * sampled_lengths.sum()
@@ -50,11 +50,11 @@ class TrainingFlops:
 
 
 def training_flops(model: nn.Module, source: ParameterSource) -> TrainingFlops | None:
-    """The operations of a prepared model; None if it holds no transformers model.
+    """Return the operations of a prepared model; None if it holds no transformers model.
 
     Args:
-        model: As the strategy wrapped it.
-        source: Its parameters, whole or sharded.
+        model: Model as the strategy wrapped it.
+        source: Parameters of the model, whole or sharded.
     """
     from transformers import PreTrainedModel
 
@@ -84,7 +84,7 @@ def training_flops(model: nn.Module, source: ParameterSource) -> TrainingFlops |
 
 
 def peak_tflops(config: RowRunOptions) -> float | None:
-    """The device's peak in 1e12 operations per second: as given, or of a known GPU in bfloat16."""
+    """Return the device's peak in 1e12 operations per second: as set, or a known GPU's in bf16."""
     has_gpu = torch.cuda.is_available()
     if config.peak_tflops is not None:
         return config.peak_tflops
@@ -104,32 +104,32 @@ def utilisation(
     num_devices: int,
     peak: float | None,
 ) -> dict[str, float]:
-    """`train_tflops_per_second` of each device and, where the peak is known, its share `mfu`.
+    """Return `train_tflops_per_second` per device and, if the peak is known, its share `mfu`.
 
     Args:
-        costs: Of each model that is trained; {} is returned without any.
-        work: The rows of all ranks.
+        costs: Costs of each model in training; without any the result is {}.
+        work: Rows of all ranks.
         seconds: Duration of the update.
-        num_devices: That share the work.
-        peak: Of one device, in 1e12 operations per second; None is not known.
+        num_devices: Number of devices that share the work.
+        peak: Peak of one device, in 1e12 operations per second, or None.
     """
     if not costs:
         return {}
     flops = work.num_passes * sum(cost.total(work.lengths, work.scored_lengths) for cost in costs)
     achieved = flops / seconds / num_devices / 1e12
-    found = {"train_tflops_per_second": achieved}
-    return found if peak is None else {**found, "mfu": achieved / peak}
+    rates = {"train_tflops_per_second": achieved}
+    return rates if peak is None else {**rates, "mfu": achieved / peak}
 
 
 def _inner(root: nn.Module) -> PreTrainedModel | None:
     from transformers import PreTrainedModel
 
-    found = [child for child in root.children() if isinstance(child, PreTrainedModel)]
-    return found[0] if found else None
+    models = [child for child in root.children() if isinstance(child, PreTrainedModel)]
+    return models[0] if models else None
 
 
 def _active_share(config: PretrainedConfig) -> float:
-    """Share of the experts that a token passes through."""
+    """Return the share of the experts that a token passes through."""
     values = config.get_text_config().to_dict()
     counts: Sequence[object] = (values.get("num_experts"), values.get("num_local_experts"))
     total = next((count for count in counts if isinstance(count, int) and count > 0), None)

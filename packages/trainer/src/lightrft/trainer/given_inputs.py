@@ -1,4 +1,4 @@
-"""Rows and functions of the caller's memory, as options of a run name them."""
+"""Rows and functions in the caller's memory, in a form that options of a run can name."""
 
 import hashlib
 import json
@@ -30,9 +30,9 @@ class GivenRows:
     """Rows as the lines of a file that is named after its contents, with their media beside it.
 
     Args:
-        path: Where `write` puts it.
-        lines: Its contents.
-        media: Bytes of media by the paths that `lines` name, which say what they hold.
+        path: Target of `write`.
+        lines: Contents of the file.
+        media: Bytes of media by the paths that `lines` name; a path identifies its contents.
     """
 
     path: Path
@@ -41,18 +41,18 @@ class GivenRows:
 
     @classmethod
     def of(cls, rows: Rows, name: str, folder: Path, columns: Iterable[str] = ()) -> "GivenRows":
-        """The file of some rows; nothing is written.
+        """Return the file of some rows; write nothing.
 
         Args:
             rows: Mappings by column name with values that JSON can hold, images of Pillow, arrays
                 and encoded bytes: a list, a `datasets.Dataset`, a generator. Paths of files are
                 relative to the working directory.
-            name: What they are, in the name of the file.
-            folder: Of the file.
-            columns: Further ones that hold images or videos.
+            name: Kind of rows, for the name of the file.
+            folder: Folder of the file.
+            columns: Further columns that hold images or videos.
 
         Raises:
-            DataError: There are no rows, or one is no mapping or holds something else.
+            DataError: There are no rows, or one is not a mapping or holds other values.
         """
         if not isinstance(rows, Iterable):
             raise DataError(
@@ -70,11 +70,11 @@ class GivenRows:
 
     @property
     def first(self) -> Mapping[str, object]:
-        """The first row."""
+        """Return the first row."""
         return parse_object(self.lines.partition(b"\n")[0])
 
     def write(self) -> None:
-        """Writes each file whole or not at all; several processes may write it at once."""
+        """Write each file whole or not at all; several processes may write it at once."""
         for name, content in self.media.items():
             if not (self.path.parent / name).exists():
                 _write(self.path.parent / name, content)
@@ -89,7 +89,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 class _KeptMedia:
-    """Values of rows as JSON holds them, and the files of those that it does not."""
+    """Values of rows as JSON holds them, and files of the others."""
 
     def __init__(self, columns: Iterable[str]) -> None:
         self.files: dict[str, bytes] = {}
@@ -97,11 +97,11 @@ class _KeptMedia:
         self._paths = {*_PATH_KEYS, *columns}
 
     def as_json(self, value: object, key: str = "") -> object:
-        """A value with the path of a file in the place of each medium.
+        """Return a value with the path of a file in the place of each medium.
 
         Args:
-            value: Of a column, or within one.
-            key: Under which it stands.
+            value: Value of a column, or within one.
+            key: Name of the value.
 
         Raises:
             MediaError: An image or array cannot be read.
@@ -137,7 +137,7 @@ class _KeptMedia:
 
 
 def _from_anywhere(text: str) -> str:
-    """A path of a file that does not depend on the folder; anything else as it is."""
+    """Return a path of a file that does not depend on the folder; anything else as it is."""
     try:
         path = Path(text.removeprefix("file://"))
         return str(path.resolve()) if path.is_file() else text
@@ -151,57 +151,57 @@ def _line(row: object, location: str, kept: _KeptMedia) -> bytes:
             f"{location}: expected a mapping with named columns, got {kind_of(row)}; give each row "
             'as {"input": ..., "label": ...}'
         )
-    found = {}
+    values = {}
     for name, value in row.items():
         try:
-            found[name] = kept.as_json(without_nan(value), str(name))
-            json.dumps({name: found[name]}, allow_nan=False)
+            values[name] = kept.as_json(without_nan(value), str(name))
+            json.dumps({name: values[name]}, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise DataError(
                 f"{location}: column {name!r} cannot be kept as JSON: {error}; convert it, or save "
                 "the rows (`datasets.Dataset.save_to_disk`, Parquet) and give the path"
             ) from error
-    return json.dumps(found, ensure_ascii=False).encode() + b"\n"
+    return json.dumps(values, ensure_ascii=False).encode() + b"\n"
 
 
 @contextmanager
 def named_functions(options: Mapping[str, object]) -> Iterator[dict[str, object]]:
-    """The options with a name in the place of each function, which the name stands for meanwhile.
+    """Yield the options with a registered name in the place of each function.
 
     The registries of `REGISTRIES` know the names inside the block only, so that a notebook may
     define a function again and train again.
 
     Args:
-        options: By name; a function, or some in a list, may stand where a choice's name may.
+        options: Options by name; a function, or some in a list, may stand for a choice's name.
 
     Raises:
-        ConfigError: Two functions of one option have one name, or the name is that of a choice.
+        ConfigError: Two functions of one option have one name, or a choice has that name.
     """
     with ExitStack() as stack:
         named = dict(options)
         for option in REGISTRIES:
             if option not in named:
                 continue
-            given = named[option]
-            several = isinstance(given, list | tuple)
-            items = list(given) if isinstance(given, list | tuple) else [given]
-            own: dict[str, object] = {}
+            value = named[option]
+            several = isinstance(value, list | tuple)
+            items = list(value) if isinstance(value, list | tuple) else [value]
+            functions: dict[str, object] = {}
             for place, item in enumerate(items):
                 if not callable(item):
                     continue
                 name = _name_of(item)
-                if name in own or name in REGISTRIES[option]:
+                if name in functions or name in REGISTRIES[option]:
                     raise ConfigError(
                         f"{option}: there are two choices of the name {name!r}: give the function "
                         "another name"
                     )
-                own[name], items[place] = item, name
-            stack.enter_context(REGISTRIES[option].lent(own))
+                functions[name], items[place] = item, name
+            stack.enter_context(REGISTRIES[option].lent(functions))
             named[option] = tuple(items) if several else items[0]
         yield named
 
 
 def _name_of(function: Function) -> str:
-    """Its name; a lambda, a partial or an object has that of its kind."""
+    """Return its name; for a lambda, a partial or an object that of its kind."""
     name = str(getattr(function, "__name__", type(function).__name__))
     return name if name.isidentifier() else "function"

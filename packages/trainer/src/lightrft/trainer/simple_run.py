@@ -40,26 +40,28 @@ def train(
     stop_request: Callable[[], bool] | None = None,
     **options: Unpack[TrainOptions],
 ) -> RunSummary:
-    """Trains a policy by reinforcement, as `lightrft train` does.
+    """Train a policy by reinforcement, as `lightrft train` does.
 
     Under `torchrun` every process makes the same call. In a notebook the cell shows the curve.
 
     Args:
         model: Folder or hub name of the policy, as `pretrain`.
         data: Training prompts: rows (a list of mappings, a `datasets.Dataset`), which are kept in
-            the run's folder with their images and sounds, or what `prompt_data` takes. Of rows
-            without a length, as a generator has, at most `max_samples` are read.
-        reward: `f(prompts=, responses=, labels=, **columns) -> list of numbers or of dicts`, of
-            which a function takes what it has parameters for (`completions` are responses, too,
-            as messages where prompts are); the name of a reward, or FILE.py:FUNCTION; or several
-            of them, which are added.
+            the run's folder with their images and sounds, or a value of `prompt_data`. From rows
+            without a length, such as a generator, at most `max_samples` are read.
+        reward: `f(prompts=, responses=, labels=, **columns) -> list of numbers or of dicts`, which
+            receives the arguments that it has parameters for (`completions` are responses, too, as
+            messages where prompts are); the name of a reward, or FILE.py:FUNCTION; or several of
+            them, which are added.
         eval_data: Held-out prompts, likewise.
-        callbacks: Called around the steps on every rank.
-        loggers: Further receivers of metrics on the first rank, or names as the option takes.
+        callbacks: Calls around the steps on every rank.
+        loggers: Further receivers of metrics on the first rank, or names as in the option.
         stop_request: See `run_training`.
         **options: Options of `TrainConfig`, also by names of other libraries that mean the same,
             and `peft_config`, a LoraConfig. `policy_loss` and `advantage_estimator` may be
-            functions, too. Without `output_dir` a call that cannot continue what is in the folder
+            functions, too. Without `output_dir` a call uses the folder `lightrft_run`. If it cannot
+            continue what is there it uses `lightrft_run_2` and so on, unless there are several
+            processes.
             `lightrft_run` takes `lightrft_run_2` and so on, unless there are several processes.
 
     Raises:
@@ -95,7 +97,7 @@ class RowTraining:
         stop_request: Callable[[], bool] | None = None,
         **options: Unpack[RowOptions],
     ) -> RunSummary:
-        """Trains a model on rows; arguments and errors as for `train`."""
+        """Train a model on rows; arguments and errors as for `train`."""
         run = _Run(callbacks, loggers, stop_request)
         sources = {"prompt_data": data, "eval_data": eval_data}
         return run.train(self.command, model, sources, options)
@@ -108,7 +110,7 @@ distill = RowTraining("distill")
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A run of one call, with the objects that it gives beside its options."""
+    """A run of one call, with the objects that it passes beside its options."""
 
     callbacks: Sequence[Callback]
     loggers: Sequence[MetricsLogger | str]
@@ -121,7 +123,7 @@ class _Run:
         sources: Mapping[str, str | Path | Rows | None],
         options: Mapping[str, object],
     ) -> RunSummary:
-        """Trains as a command does; arguments and errors as for `train`."""
+        """Train as a command does; arguments and errors as for `train`."""
         require_callbacks(self.callbacks)
         values = {**_without_peft(options), "pretrain": _model_name(model)}
         values["loggers"] = [item for item in self.loggers if isinstance(item, str)]
@@ -155,7 +157,7 @@ class _Run:
 def _place_sources(
     values: dict[str, object], sources: Mapping[str, str | Path | Rows | None]
 ) -> dict[str, GivenRows]:
-    """Sets the options that name data, and returns the files that rows of a call get."""
+    """Set the options that name data, and return the files for the rows of a call."""
     keys = (f"{kind.plural}_key" for kind in MEDIA_KINDS.values())
     columns = [str(values[key]) for key in keys if key in values]
     folder = Path(str(values.get("output_dir", TrainConfig.output_dir))) / INPUTS_FOLDER
@@ -170,12 +172,12 @@ def _place_sources(
             rows = islice(rows, cast("int", limit))
         files[option] = GivenRows.of(rows, option.removesuffix("_data"), folder, columns)
         values[option] = str(files[option].path)
-        values.setdefault("media_root", "/")  # files that the caller's own rows name
+        values.setdefault("media_root", "/")  # files that the caller's rows name
     return files
 
 
 def _in_free_folder(config: TrainConfig, stage: str, files: Mapping[str, GivenRows]) -> TrainConfig:
-    """Return the configuration in the first numbered folder that is new, or whose run goes on."""
+    """Return the configuration in the first numbered folder that is new or can be continued."""
     base, number, moved = Path(config.output_dir), 1, config
     while not _may_begin(moved, stage):
         number += 1
@@ -189,10 +191,10 @@ def _in_free_folder(config: TrainConfig, stage: str, files: Mapping[str, GivenRo
 
 
 def _may_begin(config: TrainConfig, stage: str) -> bool:
-    """Return whether a run begins or goes on in its folder, and is neither complete nor another.
+    """Return whether a run begins or continues in its folder, and is not complete or another one.
 
     Raises:
-        ConfigError: No folder would do: the fault is not what this one holds.
+        ConfigError: No folder would do: the fault is not in this one's contents.
     """
     try:
         return not plan_run(config, stage).summary
@@ -206,7 +208,7 @@ def _without_peft(options: Mapping[str, object]) -> dict[str, object]:
     """Return the options with those of adapters in the place of a LoraConfig.
 
     Raises:
-        ConfigError: It is none, asks for what adapters here do not have, or is given twice.
+        ConfigError: It is of another type, has unsupported settings, or is set twice.
     """
     values = dict(options)
     config = values.pop("peft_config", None)
@@ -221,8 +223,8 @@ def _without_peft(options: Mapping[str, object]) -> dict[str, object]:
     # Beside the rank, options of adapters have PEFT's names.
     options_of = {"r": "lora_rank"} | {name: name for name in usual.keys() & vars(TrainConfig())}
     known = {*options_of, "task_type", "base_model_name_or_path", "inference_mode", "revision"}
-    given = {name: value for name, value in config.to_dict().items() if value != usual[name]}
-    odd = [f"{name}={value!r}" for name, value in given.items() if name not in known]
+    settings = {name: value for name, value in config.to_dict().items() if value != usual[name]}
+    odd = [f"{name}={value!r}" for name, value in settings.items() if name not in known]
     twice = [option for option in options_of.values() if option in values]
     if odd or twice:
         what = f"{', '.join(odd)} has no counterpart" if odd else f"{twice[0]} is given as well"

@@ -1,7 +1,7 @@
-"""The published door to reinforcement where every rank trains and generates (SPMD).
+"""The published interface to reinforcement where every rank trains and generates (SPMD).
 
-`PolicyStage` says what a step learns, `Loop` carries it out; the classes here have the published
-names and signatures.
+`PolicyStage` says what a step learns, `Loop` runs it; the classes here have the published names and
+signatures.
 """
 
 from __future__ import annotations
@@ -51,32 +51,32 @@ class PPOTrainer:
     """A policy stage and its loop; the engine's weights follow the actor's.
 
     Args:
-        strategy: Trains over ranks and hosts the rollout engine.
-        actor: The policy (`lightrft.models.Actor`), prepared by the strategy; or its
-            PreparedModel, which brings optimizer and scheduler along.
-        critic: The value model likewise, or None.
-        reward_model: Scores responses: an object with `score()`
+        strategy: Strategy that trains over ranks and hosts the rollout engine.
+        actor: Policy (`lightrft.models.Actor`), prepared by the strategy; or its PreparedModel,
+            which includes optimizer and scheduler.
+        critic: Value model likewise, or None.
+        reward_model: Scorer of responses: an object with `score()`
             (`lightrft.rewards.RewardFunction`), a prepared `nn.Module`, or a list of them.
         initial_model, ema_model: Reference of the KL term, moving average of the actor; or None.
-        actor_optim, critic_optim, actor_scheduler, critic_scheduler: As prepared.
-        loss_agg_mode: How the losses of tokens become one number; None is the policy loss's own
-            way, unless the configuration says otherwise.
+        actor_optim, critic_optim, actor_scheduler, critic_scheduler: Prepared optimizers,
+            schedules.
+        loss_agg_mode: How the losses of tokens become one number; None is the configuration's, or
+            else the policy loss's usual way.
         use_gspo: Use the policy loss "gspo".
         VLM: The models take images; needs `processor`.
-        tokenizer: Of the actor; None takes the one in `pretrain` of the configuration.
-        processor: Of images; needed by vision-language models.
-        reward_fn: Takes the place of `reward_model`.
+        tokenizer: Tokenizer of the actor; None takes the one in `pretrain` of the configuration.
+        processor: Processor of images; needed by vision-language models.
+        reward_fn: Replacement of `reward_model`.
         model_rewards: Reward models whose scores are added to the reward, or None.
-        prompts_dataloader: What `make_experience` takes prompts from.
+        prompts_dataloader: Source of prompts for `make_experience`.
         eval_prompts: Held-out prompts, all of them on every rank.
-        loggers: Receive metrics on the first rank; None prints a line a step.
-        sample_log: Receives samples of every step on the first rank.
+        loggers: Receivers of metrics on the first rank; None prints a line a step.
+        sample_log: Receiver of samples of every step on the first rank.
         pretrain: Texts whose language-modelling loss is mixed in, or None.
-        trajectory_log: Receives tokens with their logprobs and advantages on the first rank.
-        environments: Answer the calls of responses of several turns, or None.
+        trajectory_log: Receiver of tokens with logprobs and advantages on the first rank.
+        environments: Environments for responses of several turns, or None.
         teacher_model: Prepared model of the folder `teacher`, with the actor's tokens; or None.
-        **keywords: Options, see `TrainConfig`. What is not given comes from the strategy's
-            configuration.
+        **keywords: Options, see `TrainConfig`; the strategy's configuration supplies the others.
 
     Raises:
         AssertionError: `engine_tp_size` is not positive, or `processor` is missing with `VLM`.
@@ -165,8 +165,8 @@ class PPOTrainer:
     @property
     def critic(self) -> nn.Module | None:
         """The value model as the strategy wrapped it, or None."""
-        found = self.stage.models.named("critic")
-        return None if found is None else found.model
+        critic = self.stage.models.named("critic")
+        return None if critic is None else critic.model
 
     @property
     def actor_optim(self) -> Optimizer:
@@ -183,12 +183,12 @@ class PPOTrainer:
         num_update_steps_per_episodes: int | None = None,
         stop_request: Callable[[], bool] | None = None,
     ) -> LoopResult:
-        """Trains over the prompts: rolls out, updates, evaluates, logs and saves.
+        """Train over the prompts: roll out, update, evaluate, log and save.
 
         Args:
             args: Settings of the run (num_episodes, max_steps, eval_steps, save_steps, ckpt_path)
                 that replace those of construction.
-            prompts_dataloader: This rank's batches, as `strategy.setup_dataloader` makes them.
+            prompts_dataloader: Batches of this rank, as `strategy.setup_dataloader` makes them.
             eval_prompts: Held-out prompts, all of them on every rank.
             consumed_samples: Prompts of the first pass already used, over all ranks; a loaded
                 checkpoint knows this itself.
@@ -217,45 +217,45 @@ class PPOTrainer:
         return self.loop.run(num_steps, stop_request=stop_request)
 
     def evaluate(self) -> dict[str, float]:
-        """Mean reward of one greedy completion per held-out prompt; {} without such prompts."""
+        """Return the mean reward of one greedy completion per held-out prompt; {} without any."""
         return self.loop.evaluate()
 
     def save_checkpoint(self) -> None:
-        """See `Loop.save_checkpoint`."""
+        """Write a checkpoint; see `Loop.save_checkpoint`."""
         self.loop.save_checkpoint()
 
     def load_checkpoint(self) -> bool:
-        """See `Loop.load_checkpoint`."""
+        """Continue from a checkpoint; see `Loop.load_checkpoint`."""
         return self.loop.load_checkpoint()
 
     def close(self) -> None:
-        """Closes the loggers and the logs of samples."""
+        """Close the loggers and the logs of samples."""
         self.loop.close()
 
 
 class PPOTrainerVL(PPOTrainer):
-    """The same for vision-language models: `processor` is needed."""
+    """PPO trainer for vision-language models: `processor` is needed."""
 
     is_vision = True
 
 
 class SPMDPPOTrainerBase(PPOTrainer):
-    """Steps one by one, in two halves; see `PPOTrainer` for all arguments."""
+    """PPO trainer with single steps in two halves; see `PPOTrainer` for all arguments."""
 
     # The experience between the two halves of a step.
     pending: tuple[Step, PolicyBatch] | None = None
 
     def make_experience(self, prompts: Sequence[Prompt] | None = None) -> ExperienceBatch:
-        """Rolls out one batch of prompts and keeps the result for `ppo_train`.
+        """Roll out one batch of prompts and keep the result for `ppo_train`.
 
         Collective: every rank calls it with equally many prompts.
 
         Args:
-            prompts: This rank's part of the step's prompts; None takes the next batch of the
-                data loader given at construction or to `fit`.
+            prompts: This rank's part of the step's prompts; None takes the next batch of the data
+                loader from construction or `fit`.
 
         Returns:
-            The rows that this rank trains on.
+            Rows that this rank trains on.
 
         Raises:
             ValueError: There is no data loader, or the number of samples is not a multiple of
@@ -271,7 +271,7 @@ class SPMDPPOTrainerBase(PPOTrainer):
         return batch.experience.batch
 
     def check_parity(self) -> ParityReport | None:
-        """Compares engine and trainer between the two halves; see `ExperienceMaker.check_parity`.
+        """Compare engine and trainer between the two halves; see `ExperienceMaker.check_parity`.
 
         Raises:
             RuntimeError: There is no experience.
@@ -283,7 +283,7 @@ class SPMDPPOTrainerBase(PPOTrainer):
         return self.stage.maker.check_parity(batch.experience, step.timer)
 
     def ppo_train(self, global_steps: int = 0) -> dict[str, float]:
-        """Trains on the experience, then sends the actor's weights to the engine.
+        """Train on the experience, then send the actor's weights to the engine.
 
         Args:
             global_steps: Number of the step, for the log.
@@ -333,7 +333,7 @@ def _require_size(engine_tp_size: int) -> None:
 
 
 def _actor_tokenizer(pretrain: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer of the actor's checkpoint.
+    """Return the tokenizer of the actor's checkpoint.
 
     Raises:
         ValueError: No checkpoint is known.

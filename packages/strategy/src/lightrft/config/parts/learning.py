@@ -24,7 +24,7 @@ UNKNOWN_ORDER = (
     "min_p together: keep one of them, take engine_type hf, or train without a correction: "
     "off_policy_correction none"
 )
-# Of rows that older weights sampled, where nothing is given; and what leaves it out.
+# For rows that older weights sampled, where the option is unset; and what leaves it out.
 STALE_CORRECTION, NO_CORRECTION = "tis", "none"
 # The estimator without an advantage of the rewards.
 NO_REWARDS = "zero"
@@ -272,7 +272,7 @@ REFUSED = {
 
 
 def form_problem(name: str) -> str | None:
-    """The reason why `teacher_form` cannot have this value; None if it can."""
+    """Return the reason why `teacher_form` cannot have this value; None if it can."""
     if name in REFUSED:
         return f"teacher_form: got {name!r}: {REFUSED[name]}; take {SAMPLED}"
     if name not in FORMS:
@@ -434,7 +434,7 @@ class TeacherOptions:
 
     @property
     def distillation_stage(self) -> str:
-        """The stage of `lightrft distill`: on sampled tokens, or on given rows."""
+        """The stage of `lightrft distill`: on sampled tokens, or on rows with answers."""
         return "policy" if self.teacher_form == SAMPLED else "divergence"
 
     @property

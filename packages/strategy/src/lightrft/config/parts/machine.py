@@ -143,7 +143,7 @@ class EngineChoiceOptions:
 
 
 def without_adapters(engine: str) -> str:
-    """The refusal of adapters that would travel alone to this engine."""
+    """Return the refusal of adapters that would travel alone to this engine."""
     able = " or ".join(sorted(each for each in ENGINES if engine_facts(each).holds_adapters))
     return (
         f"lora_sync adapter: the {engine} engine holds no adapters beside its weights: give "

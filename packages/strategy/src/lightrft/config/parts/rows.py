@@ -1,4 +1,4 @@
-"""Training on given rows."""
+"""Training on rows with answers."""
 
 import re
 
@@ -52,7 +52,7 @@ def _regex_problem(name: str, text: str | None) -> str | None:
 
 @part("supervised")
 class TrainedTokenOptions:
-    """Trained tokens of given rows."""
+    """Trained tokens of a row."""
 
     train_on: str | None = option(
         None,
@@ -74,7 +74,7 @@ class TrainedTokenOptions:
 
 @part("supervised")
 class SupervisedOptions(TrainedTokenOptions):
-    """The loss of given rows."""
+    """The loss of supervised rows."""
 
     sft_loss: str = option(
         "token-mean",
@@ -194,4 +194,4 @@ class RowRunOptions(
     TeacherOptions,
     BuildOptions,
 ):
-    """Training on given rows."""
+    """Training on rows with answers."""

@@ -195,9 +195,9 @@ class ScorerOptions(ServiceOptions):
 
     @property
     def judge_folder(self) -> str | None:
-        """Folder of the reward judge's own model, or None."""
-        is_own = self.judge_url is None and not self.judges_by_policy
-        return self.judge_model if is_own else None
+        """Folder of the reward judge's model if it is a separate one, or None."""
+        is_separate = self.judge_url is None and not self.judges_by_policy
+        return self.judge_model if is_separate else None
 
 
 @part("reward")

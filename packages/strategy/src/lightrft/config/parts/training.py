@@ -31,12 +31,12 @@ ADAM_MOVES = "At most 1: Adam moves each weight by about as much a step, and wei
 
 
 def default_learning_rate(stage: str = REINFORCEMENT, *, has_adapters: bool = False) -> float:
-    """The peak learning rate of a stage; others than those of the table have reinforcement's."""
+    """Return the peak learning rate of a stage; stages that the table lacks use reinforcement's."""
     return LEARNING_RATES.get(stage, LEARNING_RATES[REINFORCEMENT])[has_adapters]
 
 
 def shown_learning_rates() -> str:
-    """The table in one line, for the help of the option."""
+    """Return the table in one line, for the help of the option."""
     parts = []
     for stage, (whole, adapters) in LEARNING_RATES.items():
         command = {REINFORCEMENT: "train", "divergence": "distill on rows"}.get(stage, stage)
@@ -103,18 +103,18 @@ class HeadOptions:
 
 
 def _factor_problems(factors: Mapping[str, object]) -> list[str]:
-    found = []
+    problems = []
     for name, factor in factors.items():
         if not is_number(factor) or not 0 < factor < math.inf:
-            found.append(
+            problems.append(
                 f"learning_rate_factors: got {name}={factor!r}, expected a number above 0; "
                 "freeze_prefix keeps a part as it is"
             )
         try:
             re.compile(name)
         except re.error as error:
-            found.append(f"learning_rate_factors: {name!r} is no regular expression: {error}")
-    return found
+            problems.append(f"learning_rate_factors: {name!r} is no regular expression: {error}")
+    return problems
 
 
 @part("training")

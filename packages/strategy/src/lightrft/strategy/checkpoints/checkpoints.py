@@ -1,4 +1,4 @@
-"""Checkpoints of a strategy: saved, found and loaded alike with every backend."""
+"""Checkpoints of a strategy: saving, search and loading, the same for every backend."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,15 +36,15 @@ from lightrft.strategy.weight_sync.parameter_source import gathered_dtype
 
 
 class CheckpointSaver:
-    """Saves in the order of the calls; an error in the background surfaces at the next call.
+    """Saver that keeps the order of the calls; a background error surfaces at the next call.
 
-    In the background a checkpoint goes through the same steps as otherwise: it is complete when
-    every rank has written, flushed and hashed its files, and only then are older ones removed.
+    A background save takes the same steps as any other. A checkpoint is complete when every rank
+    has written, flushed and hashed its files; only then are older ones removed.
 
     Args:
-        ranks: The ranks that save together.
-        background_ranks: The same ranks with a `gather` of their own, made at the first save in
-            the background; None always saves while the caller waits.
+        ranks: Ranks that save together.
+        background_ranks: The same ranks with a separate `gather`, made at the first background
+            save; None always saves while the caller waits.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class CheckpointSaver:
         """Save one checkpoint. Collective.
 
         Args:
-            request: Where and under which name.
-            write: Writes this rank's files of a folder by the writer it is given.
+            request: Folder, name and limits of the checkpoint.
+            write: Function that writes this rank's files into a folder with the writer it receives.
 
         Raises:
             CheckpointError: This save failed, or the last one into this folder did.
@@ -96,7 +96,7 @@ class CheckpointSaver:
             raise CheckpointError("; ".join(failures))
 
     def close(self) -> None:
-        """`finish`, then end the thread."""
+        """Call `finish`, then end the thread."""
         try:
             self.finish()
         finally:
@@ -105,7 +105,7 @@ class CheckpointSaver:
                 self._background = None
 
     def _wait(self, folder: Path) -> None:
-        """Every rank waits for the same save and gets the same error, so all raise or none."""
+        """Wait on every rank for the same save, so that all ranks raise its error or none does."""
         future = self._pending.pop(folder, None)
         if future is None:
             return
@@ -115,7 +115,7 @@ class CheckpointSaver:
 
 @contextmanager
 def _saving_into(folder: Path) -> Iterator[None]:
-    """Raises a CheckpointError that names the folder for what fails; not finite values pass."""
+    """Turn a failure into a CheckpointError that names the folder; NonFiniteError passes."""
     try:
         yield
     except NonFiniteError:
@@ -130,7 +130,7 @@ def _complete(
     ranks: RankGroup,
     earlier: tuple[Future[None], ...],
 ) -> None:
-    """In the thread, which has ended all earlier saves."""
+    """Complete a checkpoint in the thread, which has ended all earlier saves."""
 
     def flush() -> None:
         # A checkpoint may rely on the one before it: a run's actor on its critic.
@@ -145,9 +145,9 @@ class Checkpoints:
     """A strategy's files: folders of ours around files of the backend, and exported models.
 
     Args:
-        training: Prepared the models.
-        strategy: Name of the strategy class; only it loads what it has saved.
-        in_background: Saves return when the state has been copied to host memory.
+        training: Training that prepared the models.
+        strategy: Name of the strategy class; only this class loads its checkpoints.
+        in_background: Return from a save when the state has been copied to host memory.
     """
 
     def __init__(self, training: ModelTraining, strategy: str, *, in_background: bool) -> None:
@@ -155,7 +155,7 @@ class Checkpoints:
         self._context = context = training.context
         self._backend = training.backend
         self._strategy = strategy
-        # By folder: what `find` has verified and the next load of it need not verify again.
+        # By folder: checkpoints that `find` has verified, so that the next load need not repeat it.
         self._verified: dict[Path, Checkpoint] = {}
         self.group = RankGroup(context.rank, context.world_size, context.gather_objects)
         self.saver = CheckpointSaver(
@@ -163,7 +163,7 @@ class Checkpoints:
         )
 
     def _make_background_group(self) -> RankGroup:
-        """A group of its own, so that a save never meets the collectives of training."""
+        """Return a separate group, so that a save never meets the collectives of training."""
         group = self._context.world_group
         if self._context.world_size > 1:
             group = separate_group(None, timeout=self._context.timeout)
@@ -174,7 +174,7 @@ class Checkpoints:
     def save(
         self, request: SaveRequest, found: PreparedModel, model_ema: AnyModel | None = None
     ) -> None:
-        """See `StrategyBase.save_ckpt`."""
+        """Save a checkpoint; see `StrategyBase.save_ckpt`."""
         request = replace(
             request, strategy=self._strategy, details=self._backend.checkpoint_details
         )
@@ -193,15 +193,15 @@ class Checkpoints:
     def find(
         self, folders: Sequence[Path], accepts: Callable[[Mapping[str, object]], None] | None = None
     ) -> str | None:
-        """See `StrategyBase.find_ckpt`."""
+        """Return the tag of a loadable checkpoint; see `StrategyBase.find_ckpt`."""
         self.finish()
         with phase("find a checkpoint", self._context.timeout):
             try:
-                found = find_checkpoints(folders, ranks=self.group, accepts=accepts)
+                checkpoints = find_checkpoints(folders, ranks=self.group, accepts=accepts)
             except FileNotFoundError:
                 return None
-        self._verified = dict(zip(folders, found, strict=True))
-        return found[0].manifest.tag
+        self._verified = dict(zip(folders, checkpoints, strict=True))
+        return checkpoints[0].manifest.tag
 
     def load(
         self,
@@ -211,7 +211,7 @@ class Checkpoints:
         wanted: WantedState = WantedState(),  # noqa: B008 - frozen
         model_ema: AnyModel | None = None,
     ) -> tuple[str, dict[str, object]]:
-        """See `StrategyBase.load_ckpt`."""
+        """Load a checkpoint; see `StrategyBase.load_ckpt`."""
         self.finish()
         with phase("load a checkpoint", self._context.timeout):
             checkpoint = self._verified.pop(folder, None)
@@ -220,7 +220,7 @@ class Checkpoints:
             checkpoint.require_strategy(self._strategy)
             try:
                 state = self._read(checkpoint, found, wanted, model_ema)
-            # Files of the right hash that hold something else: no code of theirs has run.
+            # Files with the right hash but other content: none of their code has run.
             except (SafetensorError, UnpicklingError, ValueError, TypeError, LookupError) as error:
                 raise CheckpointError(
                     f"{checkpoint.path} cannot be read: {type(error).__name__}: {first_line(error)}"
@@ -236,7 +236,7 @@ class Checkpoints:
         wanted: WantedState,
         model_ema: AnyModel | None,
     ) -> dict[str, object]:
-        """Reads everything into its place; returns the client state."""
+        """Read everything into its place; return the client state."""
         self._backend.read_state(checkpoint, found, wanted)
         if wanted.scheduler and found.scheduler is not None:
             load_scheduler(checkpoint.path, found.scheduler)
@@ -249,12 +249,12 @@ class Checkpoints:
         return checkpoint.client_state()
 
     def finish(self) -> None:
-        """See `StrategyBase.finish_saving`."""
+        """Wait for saves; see `StrategyBase.finish_saving`."""
         with phase("finish saving", self._context.timeout):
             self.saver.finish()
 
     def export(self, model: AnyModel, tokenizer: object | None, output_dir: Path) -> None:
-        """Gathers one parameter at a time and writes on rank 0, in the compute dtype."""
+        """Gather one parameter at a time and write on rank 0, in the compute dtype."""
         module, dtype = inner_module(model), self._context.compute_dtype
         with phase("save a model", self._context.timeout):
             kept = gathered_dtype(module, dtype)

@@ -1,7 +1,7 @@
 """State beside the weights: caller's values and random number generators, without pickle.
 
 A nested mapping is written as one JSON file; its tensors go to a safetensors file beside it.
-Tuples, tensors and numpy values keep their type, so that what is loaded equals what was saved.
+Tuples, tensors and numpy values keep their type, so that a load returns what was saved.
 """
 
 import json
@@ -34,7 +34,7 @@ def save_state(path: Path, state: Mapping[str, object], files: FileWriter) -> No
         path: Target without a suffix.
         state: Mappings with string keys, lists, tuples, None, bool, int, float, str, tensors and
             numpy arrays or scalars, nested at will.
-        files: Writes the files.
+        files: Writer of the files.
 
     Raises:
         TypeError: A value has another type; the message names its place in the state.
@@ -47,10 +47,10 @@ def save_state(path: Path, state: Mapping[str, object], files: FileWriter) -> No
 
 
 def load_state(path: Path) -> dict[str, object]:
-    """Read what `save_state` wrote; `path` is given without a suffix.
+    """Read what `save_state` wrote; `path` has no suffix.
 
     Raises:
-        CheckpointError: It is none of ours.
+        CheckpointError: `save_state` did not write it.
     """
     tensor_file = path.with_name(path.name + ".safetensors")
     try:
@@ -112,7 +112,7 @@ def _decode(value: object, tensors: Mapping[str, torch.Tensor]) -> object:
 
 
 def capture_rng_state() -> dict[str, object]:
-    """States of this process's generators: python, numpy, torch on CPU and on its CUDA device."""
+    """Return states of this process's generators: python, numpy, torch on CPU and CUDA."""
     numpy_state = np.random.get_state(legacy=True)  # noqa: NPY002  # the global generator is meant
     state: dict[str, object] = {
         "python": random.getstate(),

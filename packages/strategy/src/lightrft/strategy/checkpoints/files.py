@@ -12,12 +12,12 @@ _PROBE_BYTES = 2**20
 
 
 class FileWriter:
-    """Writes the files of one checkpoint from one rank, each when it is told of it."""
+    """Writer of one checkpoint's files from one rank; it writes each file at once."""
 
     def tensors(
         self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
     ) -> None:
-        """Writes tensors of any device, which may share storage, as safetensors."""
+        """Write tensors of any device, which may share storage, as safetensors."""
         # safetensors refuses shared storage.
         copies = {
             name: value.detach().to("cpu", copy=True).contiguous()
@@ -27,17 +27,17 @@ class FileWriter:
         self._write(lambda: save_file(copies, path, notes))
 
     def pickled(self, path: Path, state: object, *, is_zip: bool = True) -> None:
-        """Writes a state by `torch.save`."""
+        """Write a state by `torch.save`."""
         try:
             torch.save(state, path, _use_new_zipfile_serialization=is_zip)
         except RuntimeError:
-            # torch speaks of positions in the file; the system says that the disk is full.
+            # torch reports positions in the file; the system's error says that the disk is full.
             with path.open("ab") as stream:
                 stream.write(bytes(_PROBE_BYTES))
             raise
 
     def text(self, path: Path, text: str) -> None:
-        """Writes a text file."""
+        """Write a text file."""
         self._write(lambda: path.write_text(text, encoding="utf-8"))
 
     def _write(self, write: Callable[[], object]) -> None:
@@ -45,13 +45,13 @@ class FileWriter:
 
 
 class StagedWriter(FileWriter):
-    """Copies everything to host memory; `flush` writes the files, from any thread."""
+    """Writer that copies everything to host memory; `flush` writes the files from any thread."""
 
     def __init__(self) -> None:
         self._pending: list[Callable[[], object]] = []
 
     def pickled(self, path: Path, state: object, *, is_zip: bool = True) -> None:
-        """See `FileWriter`."""
+        """Copy a state that `torch.save` will write."""
         buffer = io.BytesIO()
         torch.save(state, buffer, _use_new_zipfile_serialization=is_zip)
         self._write(lambda: path.write_bytes(buffer.getbuffer()))
@@ -60,6 +60,6 @@ class StagedWriter(FileWriter):
         self._pending.append(write)
 
     def flush(self) -> None:
-        """Writes the files in the order in which they came, and frees their copies."""
+        """Write the files in the order in which they came, and free their copies."""
         while self._pending:
             self._pending.pop(0)()

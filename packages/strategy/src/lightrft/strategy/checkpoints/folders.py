@@ -1,13 +1,13 @@
-"""Checkpoint folders: complete or absent, verified when read, rotated only among our own.
+"""Checkpoint folders: complete or absent, verified when read, rotated only among ours.
 
 A checkpoint is written into a temporary folder. When every rank has finished, the files are
 flushed and hashed, the manifest is written as the last file, and the folder is renamed to its tag.
-A folder without a manifest is therefore not a checkpoint, and is neither loaded nor deleted; what
-is left of a checkpoint that lost its manifest is replaced when its tag is saved again.
+A folder without a manifest is therefore not a checkpoint: it is neither loaded nor deleted. If a
+checkpoint lost its manifest, its remains are replaced when its tag is saved again.
 
     save_dir/latest                    the newest tag, for people; a load goes by the manifests
     save_dir/<tag>/manifest.json       format, tag, order, world size, files with size and SHA-256,
-                                       and its own SHA-256
+                                       and its SHA-256
     save_dir/<tag>/client_state.*      the caller's values
     save_dir/<tag>/rng/rank_00000.*    generators of each rank
     save_dir/<tag>/...                 what the strategy's writer put there
@@ -71,7 +71,7 @@ class RankGroup:
 
         Raises:
             CheckpointError: It failed on some rank; the message names rank and error.
-            NonFiniteError: Some rank found values that are not finite.
+            NonFiniteError: Some rank has values that are not finite.
         """
         outcome: tuple[Result | None, Problem]
         try:
@@ -111,7 +111,7 @@ class SaveRequest:
         max_num: Checkpoints to keep, the new one included.
         max_mem: MB (10^6 bytes) that the kept checkpoints may take.
         client_state: See `lightrft.strategy.checkpoints.client_state.save_state`.
-        save_latest: Whether a load without a tag shall take this one.
+        save_latest: Whether a load without a tag may take this one.
         details: See `Manifest.details`.
 
     Raises:
@@ -142,7 +142,7 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True)
 class OpenCheckpoint:
-    """A checkpoint that is being written: a temporary folder that nobody takes for complete."""
+    """A checkpoint that is being written: a temporary folder that nobody takes as complete."""
 
     request: SaveRequest
     tag: str
@@ -156,10 +156,10 @@ def write_checkpoint(
     """Write one checkpoint, then rotate older ones; collective over `ranks`.
 
     Args:
-        request: Where, under which name, and what to keep.
-        write: Writes this rank's files by the writer it is given into the folder, which all ranks
-            share. It must reach the same collectives on every rank.
-        ranks: The ranks that take part; by default this process alone.
+        request: Folder, name and limits of the checkpoint.
+        write: Function that writes this rank's files with the writer it receives, into the folder
+            that all ranks share. It must reach the same collectives on every rank.
+        ranks: Participating ranks; by default this process alone.
 
     Raises:
         CheckpointError: Writing failed on some rank (named in the message), a folder with this tag
@@ -172,7 +172,7 @@ def write_checkpoint(
 def begin_checkpoint(
     request: SaveRequest, write: Write, files: FileWriter, *, ranks: RankGroup
 ) -> OpenCheckpoint:
-    """The first half of `write_checkpoint`: everything that reads the state of the run."""
+    """Run the first half of `write_checkpoint`: everything that reads the state of the run."""
     # The generators are read first: writing may draw random numbers.
     rng_state = capture_rng_state()
     opened = ranks.on_first(lambda: _begin(request))
@@ -188,12 +188,12 @@ def begin_checkpoint(
 def complete_checkpoint(
     opened: OpenCheckpoint, *, ranks: RankGroup, flush: Callable[[], None] | None = None
 ) -> Checkpoint:
-    """The second half: flush and hash the files, publish the folder, rotate older ones.
+    """Run the second half: flush and hash the files, publish the folder, rotate older ones.
 
     Args:
-        opened: What `begin_checkpoint` returned.
-        ranks: As there, or the same ranks with a `gather` that a background thread may use.
-        flush: Writes this rank's files now, if `begin_checkpoint` only copied them.
+        opened: Result of `begin_checkpoint`.
+        ranks: The same ranks, possibly with a `gather` that a background thread may use.
+        flush: Function that writes this rank's files, if `begin_checkpoint` only copied them.
 
     Raises:
         CheckpointError: It failed on some rank (named in the message); nothing was changed.
@@ -234,7 +234,7 @@ def _begin(request: SaveRequest) -> OpenCheckpoint:
     save_dir = request.save_dir
     make_folder(save_dir)
     _remove_abandoned(save_dir)
-    order = 1 + max((found.manifest.order for found in list_checkpoints(save_dir)), default=0)
+    order = 1 + max((earlier.manifest.order for earlier in list_checkpoints(save_dir)), default=0)
     tag = request.tag if request.tag is not None else _default_tag(request.client_state, order)
     target = save_dir / tag
     if target.exists() and not looks_like_checkpoint(target):
@@ -291,7 +291,7 @@ def _publish(folder: Path, request: SaveRequest, manifest: Manifest) -> None:
 def find_checkpoint(
     load_dir: Path, tag: str | None = None, *, ranks: RankGroup = ONE_RANK
 ) -> Checkpoint:
-    """The checkpoint to load, with all its files verified; see `find_checkpoints`."""
+    """Return the checkpoint to load, with all its files verified; see `find_checkpoints`."""
     return find_checkpoints([load_dir], tag, ranks=ranks)[0]
 
 
@@ -302,19 +302,19 @@ def find_checkpoints(
     ranks: RankGroup = ONE_RANK,
     accepts: Callable[[Mapping[str, object]], None] | None = None,
 ) -> list[Checkpoint]:
-    """One checkpoint of each folder, all with the same tag and all whole; collective over `ranks`.
+    """Return one whole checkpoint of each folder, all of one tag; collective over `ranks`.
 
-    With a tag, that one. Without, the newest; those that are damaged in any folder are passed over
-    with a warning, and those saved with `save_latest=False` come last.
+    Without a tag, take the newest. Those that are damaged in any folder are skipped with a warning;
+    those saved with `save_latest=False` come last.
 
     Args:
-        load_dirs: Folders of checkpoints; the order of the first one's decides what is newest.
-        tag: Which one, or None.
-        ranks: Each verifies its share of the files.
-        accepts: Raises if the client state of a checkpoint of the first folder is not usable.
+        load_dirs: Folders of checkpoints; the first one's order decides which is newest.
+        tag: Wanted tag, or None.
+        ranks: Ranks, each of which verifies its share of the files.
+        accepts: Function that raises if the client state of a first-folder checkpoint is unusable.
 
     Raises:
-        FileNotFoundError: There is no checkpoint (with this tag), nor what is left of one.
+        FileNotFoundError: There is no checkpoint (with this tag), nor remains of one.
         CheckpointError: None is whole; the message says what is wrong with each.
     """
     candidates, failures = ranks.on_first(lambda: _candidates(load_dirs, tag))
@@ -330,14 +330,14 @@ def find_checkpoints(
         listed = " | ".join(failures)
         raise CheckpointError(f"no whole checkpoint: {listed}; move all of them away to start over")
     what = "checkpoint" if tag is None else f"checkpoint with tag {tag!r}"
-    found = [item.manifest.tag for item in list_checkpoints(load_dirs[0])]
-    raise FileNotFoundError(f"no {what} in {load_dirs[0]}: found {found}")
+    tags = [item.manifest.tag for item in list_checkpoints(load_dirs[0])]
+    raise FileNotFoundError(f"no {what} in {load_dirs[0]}: found {tags}")
 
 
 def _candidates(
     load_dirs: Sequence[Path], tag: str | None
 ) -> tuple[list[list[Checkpoint]], list[str]]:
-    """Checkpoints that may be loaded, the best first, and problems of the rest."""
+    """Return checkpoints that may be loaded, the best first, and problems of the rest."""
     scans = [scan_checkpoints(folder) for folder in load_dirs]
     problems = [problem for _, found in scans for problem in found]
     for problem in problems:
@@ -351,7 +351,7 @@ def _candidates(
         if tag in (None, name):
             problems += lacking
             candidates += [] if lacking else [[found[name] for found in by_tag]]
-    # What only other folders have is half a checkpoint of a first folder that lost its own.
+    # A tag that only other folders have is half a checkpoint: the first folder lost its part.
     for name in sorted(set().union(*by_tag[1:]) - by_tag[0].keys()):
         problems += _lacking(load_dirs[:1], by_tag[:1], name)
     if tag is not None:
@@ -362,7 +362,7 @@ def _candidates(
 def _lacking(
     load_dirs: Sequence[Path], by_tag: Sequence[Mapping[str, Checkpoint]], name: str
 ) -> list[str]:
-    """A line for each folder without a readable checkpoint of this tag."""
+    """Return a line for each folder without a readable checkpoint of this tag."""
     folders = [f for f, found in zip(load_dirs, by_tag, strict=True) if name not in found]
     return [f"{folder / name} is missing or damaged" for folder in folders]
 
@@ -372,7 +372,7 @@ def _damage(
     ranks: RankGroup,
     accepts: Callable[[Mapping[str, object]], None] | None,
 ) -> list[str]:
-    """Problems of this rank's part of the files of checkpoints with one tag."""
+    """Return problems of this rank's part of the files of checkpoints with one tag."""
     problems = []
     for checkpoint in checkpoints:
         entries = checkpoint.manifest.files[ranks.rank :: ranks.world_size]
@@ -383,14 +383,14 @@ def _damage(
     if accepts is not None and not problems and ranks.rank == 0:
         try:
             accepts(checkpoints[0].client_state())
-        # Whatever a file of the right hash may hold.
+        # A file with the right hash may hold anything.
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             problems.append(f"{checkpoints[0].path}: {CLIENT_STATE_NAME} is not usable: {error}")
     return problems
 
 
 def _unlisted(checkpoint: Checkpoint) -> list[str]:
-    """Files that a load might take for parts of the checkpoint, but that are not."""
+    """Return files that a load might take for parts of the checkpoint, but that are not."""
     listed = {MANIFEST_NAME, *(entry.path for entry in checkpoint.manifest.files)}
     return [
         f"{name} does not belong to it"
@@ -408,7 +408,7 @@ def rotate(save_dir: Path, *, max_num: int, max_mem: float) -> list[Path]:
         max_mem: MB that the kept ones may take.
 
     Returns:
-        The folders that were deleted.
+        Deleted folders.
     """
     kept = list_checkpoints(save_dir)
     deleted = []
@@ -432,7 +432,7 @@ def rotate(save_dir: Path, *, max_num: int, max_mem: float) -> list[Path]:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Replace a file by new text so that a reader sees the old or the new one, never a part."""
+    """Replace a file so that a reader sees the old or the new text, never a part."""
     temporary = path.with_name(f".{path.name}-{os.getpid()}.tmp")
     with named_errors(path), temporary.open("w") as stream:
         stream.write(text)
@@ -469,7 +469,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 def _remove_abandoned(save_dir: Path) -> None:
-    """Remove what processes that no longer exist left behind."""
+    """Remove the remains of processes that no longer exist."""
     host = socket.gethostname()
     for path in save_dir.glob(f"{_TEMPORARY_PREFIX}*-{host}-*"):
         pid = path.name.rsplit("-", 1)[1]

@@ -42,11 +42,11 @@ class SavesPretrained(Protocol):
     """Models and tokenizers that write themselves in Hugging Face format."""
 
     def save_pretrained(self, directory: Path) -> object:
-        """Writes into a folder."""
+        """Write into a folder."""
 
 
 def pretrained_prefix(module: nn.Module) -> str | None:
-    """Place of the transformers model in a module: "", "model.", "trunk."; None without one."""
+    """Return the place of the transformers model in a module: "", "model.", "trunk."; or None."""
     from transformers import PreTrainedModel
 
     if isinstance(module, PreTrainedModel):
@@ -65,7 +65,7 @@ def save_gathered_model(
     *,
     dtype: torch.dtype,
 ) -> None:
-    """Write full values in Hugging Face format; to be called on one rank.
+    """Write full values in Hugging Face format; call it on one rank.
 
     The transformers model inside becomes the checkpoint; other children of the wrapper, such as a
     value head, become `<child>.safetensors` beside it, and adapters, which are part of the
@@ -76,9 +76,9 @@ def save_gathered_model(
         module: The actor, critic or bare model; only its configuration and names are read.
         state: Full CPU tensors by name in `module`, tied ones under their first name, in
             `parameter_source.gathered_dtype`.
-        tokenizer: Written beside it; None writes none.
-        folder: Created if needed.
-        dtype: Of the floating point values of the files.
+        tokenizer: Tokenizer to write beside it, or None.
+        folder: Target; created if needed.
+        dtype: Type of the floating point values in the files.
 
     Raises:
         TypeError: The tokenizer cannot be saved.
@@ -108,9 +108,9 @@ def save_gathered_model(
             pretrained.save_pretrained(folder, state_dict=dict(values))
         _write_dtype(folder / CONFIG_NAME, values)
         for name, _ in module.named_children() if prefix else ():
-            own = _under(state, f"{name}.")
-            if f"{name}." != prefix and own:
-                save_file(own, folder / f"{name}.safetensors")
+            child = _under(state, f"{name}.")
+            if f"{name}." != prefix and child:
+                save_file(child, folder / f"{name}.safetensors")
     if isinstance(module, AdaptedModel):
         module.save_adapters(stored, folder / "adapter")
     if tokenizer is not None:
@@ -118,12 +118,12 @@ def save_gathered_model(
 
 
 def _under(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The entries below a prefix, under their names there."""
+    """Return the entries below a prefix, without the prefix."""
     return {name[len(prefix) :]: v for name, v in state.items() if name.startswith(prefix)}
 
 
 def _write_dtype(config_file: Path, values: Mapping[str, Tensor]) -> None:
-    """Say in the configuration which dtype was written: the model itself may hold another."""
+    """Write the files' dtype into the configuration: the model itself may hold another."""
     dtypes = [value.dtype for value in values.values() if value.is_floating_point()]
     config = read_object(config_file)
     config["dtype"] = str(max(set(dtypes), key=dtypes.count)).removeprefix("torch.")
@@ -131,7 +131,7 @@ def _write_dtype(config_file: Path, values: Mapping[str, Tensor]) -> None:
 
 
 def as_saved(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A CPU copy for a file, floating point values in `dtype`."""
+    """Return a CPU copy for a file, floating point values in `dtype`."""
     target = dtype if value.is_floating_point() else value.dtype
     return value.detach().to("cpu", target, copy=True).contiguous()
 
@@ -145,7 +145,7 @@ class _Stored:
     shape: tuple[int, ...]
 
     def read(self) -> Tensor:
-        """The whole tensor."""
+        """Return the whole tensor."""
         with safe_open(regular_file(self.file), "pt") as stream:
             value: Tensor = stream.get_tensor(self.name)
             return value
@@ -156,10 +156,10 @@ class _Made:
     """Tensors of a model that transformers makes of others: merged experts, a reshaped kernel.
 
     Args:
-        model: Whose tensors they are.
-        converter: That makes them.
-        name: The first of them, by which the converter knows them.
-        sources: The tensors that they are made of, by the pattern of their names.
+        model: Model that has the tensors.
+        converter: Converter that makes them.
+        name: Name of the first of them, by which the converter knows them.
+        sources: Tensors that they are made of, by the pattern of their names.
     """
 
     model: "PreTrainedModel"
@@ -170,7 +170,7 @@ class _Made:
     def values(
         self, read: Callable[[_Stored], Tensor], rows: slice = slice(None)
     ) -> dict[str, Tensor]:
-        """The tensors by name, of what `read` returns of their sources; some rows of a stack."""
+        """Return tensors by name, made of what `read` returns; some rows of a stack."""
         converter = copy.deepcopy(self.converter)
         for pattern, sources in self.sources.items():
             for stored in sources[rows]:
@@ -196,7 +196,7 @@ class WeightFiles:
     Args:
         path: A `.safetensors` file, or a folder with `model*.safetensors` and possibly files of
             further children such as `value_head.safetensors`.
-        module: The model they are for; names are given as in it, whatever transformers renames.
+        module: Model that they are for; names are those of the module.
 
     Attributes:
         conversions: Rules by which transformers renames or converts what is in the files.
@@ -207,7 +207,7 @@ class WeightFiles:
 
     def __init__(self, path: Path, module: nn.Module) -> None:
         self._path, self._stored = path, dict[str, _Stored]()
-        # By name in the module: what makes a tensor, and the name that it gets there.
+        # By name in the module: the object that makes a tensor, and the tensor's name there.
         self._made: dict[str, tuple[_Made, str]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._last: tuple[_Made, dict[str, Tensor]] | None = None
@@ -230,7 +230,7 @@ class WeightFiles:
         self._shapes |= {name: each.shape for name, each in self._stored.items()}
 
     def _add_tied(self, module: nn.Module) -> None:
-        """Lets a tied parameter be found by both names: a checkpoint may have either."""
+        """Make a tied parameter available by both names: a checkpoint may have either."""
         for second, first in tied_parameter_names(module).items():
             for name, other in ((first, second), (second, first)):
                 if name in self._stored:
@@ -239,7 +239,7 @@ class WeightFiles:
     def _add_renamed(
         self, model: "PreTrainedModel", prefix: str, stored: Mapping[str, _Stored]
     ) -> None:
-        """Names tensors as in the module, by the rules with which transformers loads a model."""
+        """Name tensors as in the module, by the rules with which transformers loads a model."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import (
             WeightConverter,
@@ -276,7 +276,7 @@ class WeightFiles:
         return set(self._shapes)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of a tensor; the whole of a scalar."""
+        """Return rows [start, stop) of a tensor; the whole of a scalar."""
         if name in self._made:
             made, its_name = self._made[name]
             if made.is_stack:
@@ -289,8 +289,8 @@ class WeightFiles:
         if not stored.shape:
             return stored.read()
         with safe_open(regular_file(stored.file), "pt") as stream:
-            found: Tensor = stream.get_slice(stored.name)[start:stop]
-            return found
+            rows: Tensor = stream.get_slice(stored.name)[start:stop]
+            return rows
 
     def read_into(
         self, name: str, target: Tensor, start: int, stop: int, shape: tuple[int, ...]
@@ -298,7 +298,7 @@ class WeightFiles:
         """Copy rows [start, stop) into `target`, in pieces of at most `PIECE_BYTES`.
 
         Raises:
-            CheckpointError: The tensor has not this shape.
+            CheckpointError: The tensor has another shape.
         """
         if self.shape(name) != shape:
             where = self._stored[name].file if name in self._stored else "its files"
@@ -316,11 +316,11 @@ class WeightFiles:
             target[first - start : last - start].copy_(self.rows(name, first, last))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
+        """Return the shape of a tensor."""
         return self._shapes[name]
 
     def are_equal(self, name: str, other: str) -> bool:
-        """Whether two tensors of the files, or one by two names, hold the same numbers."""
+        """Return whether two tensors of the files, or one by two names, hold the same numbers."""
         first, second = self._stored[name], self._stored[other]
         return first == second or torch.equal(first.read(), second.read())
 
@@ -332,7 +332,7 @@ def _tensors(file: Path) -> Iterator[_Stored]:
 
 
 def check_names(wanted: set[str], found: set[str], *, source: str, strict: bool) -> set[str]:
-    """Names that can be read; the others are logged.
+    """Return names that can be read; log the others.
 
     Raises:
         CheckpointError: With `strict`, if names are missing or unexpected.

@@ -25,7 +25,7 @@ FORMAT = "lightrft-checkpoint"
 FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 CLIENT_STATE_NAME = "client_state"
-# A checkpoint that is being replaced under the same tag; it counts until the new one is in place.
+# A checkpoint that is being replaced under its tag; it counts until the new one is in place.
 REPLACED_PREFIX = ".lightrft-old-"
 
 
@@ -57,7 +57,7 @@ class Manifest:
         return sum(entry.num_bytes for entry in self.files)
 
     def to_json(self) -> str:
-        """The text of the manifest file, which ends with a hash of all the rest."""
+        """Return the text of the manifest file, ending with a hash of everything else."""
         values = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
         return sealed(values)
 
@@ -70,14 +70,14 @@ class Manifest:
         """
         place = "not a checkpoint manifest"
         try:
-            given = require_object(parse_json(content, place), place)
-            found = given.get("format"), given.get("format_version")
+            values_with_hash = require_object(parse_json(content, place), place)
+            found = values_with_hash.get("format"), values_with_hash.get("format_version")
             if found != (FORMAT, FORMAT_VERSION):
                 raise CheckpointError(
                     f"unknown checkpoint format {str(found[0])[:40]!r} version "
                     f"{str(found[1])[:40]!r}: expected {FORMAT!r} version {FORMAT_VERSION}"
                 )
-            values = unsealed(given, "it")
+            values = unsealed(values_with_hash, "it")
             del values["format"], values["format_version"]
             manifest = typed(cls, values, place)
         except FileError as error:
@@ -88,7 +88,7 @@ class Manifest:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether it names one entry of a folder, visible and not the folder itself."""
+    """Return whether it names one entry of a folder, visible and not the folder itself."""
     return bool(name) and not name.startswith(".") and not set("/\\\0") & set(name)
 
 
@@ -100,14 +100,14 @@ class Checkpoint:
     manifest: Manifest
 
     def client_state(self) -> dict[str, object]:
-        """Client state that the caller gave to `save_ckpt`."""
+        """Client state that the caller passed to `save_ckpt`."""
         # Imported here and below: finding checkpoints must not cost the import of torch.
         from lightrft.strategy.checkpoints.client_state import load_state
 
         return load_state(self.path / CLIENT_STATE_NAME)
 
     def require_strategy(self, name: str) -> None:
-        """Raises a CheckpointError if another strategy wrote it."""
+        """Raise a CheckpointError if another strategy wrote it."""
         written = self.manifest.strategy
         if written != name:
             raise CheckpointError(
@@ -116,7 +116,7 @@ class Checkpoint:
             )
 
     def require_world_size(self, world_size: int) -> None:
-        """Raises a CheckpointError if another number of ranks wrote it."""
+        """Raise a CheckpointError if another number of ranks wrote it."""
         written = self.manifest
         if written.world_size != world_size:
             raise CheckpointError(
@@ -126,16 +126,16 @@ class Checkpoint:
             )
 
     def require_details(self, details: Mapping[str, int | str]) -> None:
-        """Check what the strategy noted when it saved.
+        """Compare the strategy's details with those of the save.
 
         Raises:
             CheckpointError: A value differs; the message names it.
         """
         for name, wanted in details.items():
-            found = self.manifest.details.get(name)
-            if found != wanted:
+            saved = self.manifest.details.get(name)
+            if saved != wanted:
                 raise CheckpointError(
-                    f"{self.path} was written with {name} {found}: got {wanted}; use the same, or "
+                    f"{self.path} was written with {name} {saved}: got {wanted}; use the same, or "
                     "load only the weights (load_module_only=True)"
                 )
 
@@ -151,24 +151,24 @@ class Checkpoint:
 
 
 def rng_file(folder: Path, rank: int) -> Path:
-    """Path of the generators of one rank, without a suffix."""
+    """Return the path of the generators of one rank, without a suffix."""
     return folder / "rng" / f"rank_{rank:05d}"
 
 
 def list_checkpoints(save_dir: Path) -> list[Checkpoint]:
-    """Every folder below `save_dir` that holds a readable manifest, oldest first."""
-    found, problems = scan_checkpoints(save_dir)
+    """Return every folder below `save_dir` with a readable manifest, oldest first."""
+    checkpoints, problems = scan_checkpoints(save_dir)
     for problem in problems:
         logger.warning("skipping %s", problem)
-    return found
+    return checkpoints
 
 
 def scan_checkpoints(save_dir: Path) -> tuple[list[Checkpoint], list[str]]:
-    """Every readable checkpoint below a folder, oldest first, and what is wrong with the others.
+    """Return a folder's readable checkpoints, oldest first, and what is wrong with the others.
 
-    A folder that shows no trace of a checkpoint is neither.
+    A folder that shows no trace of a checkpoint is in neither list.
     """
-    found, problems = [], []
+    checkpoints, problems = [], []
     for path in checkpoint_folders(save_dir):
         is_replaced = path.name.startswith(REPLACED_PREFIX)
         try:
@@ -181,8 +181,8 @@ def scan_checkpoints(save_dir: Path) -> tuple[list[Checkpoint], list[str]]:
         if path.name not in (manifest.tag, REPLACED_PREFIX + manifest.tag):
             problems.append(f"{path}: {MANIFEST_NAME} is that of {manifest.tag!r}")
             continue
-        found.append(Checkpoint(path, manifest))
-    return sorted(found, key=lambda item: item.manifest.order), problems
+        checkpoints.append(Checkpoint(path, manifest))
+    return sorted(checkpoints, key=lambda item: item.manifest.order), problems
 
 
 def _read_manifest(folder: Path) -> Manifest:
@@ -193,7 +193,7 @@ def _read_manifest(folder: Path) -> Manifest:
 
 
 def checkpoint_folders(save_dir: Path) -> list[Path]:
-    """Folders of checkpoints, complete or not; those still being written are no such."""
+    """Return folders of checkpoints, complete or not; those still being written do not count."""
     return [
         path
         for path in (sorted(save_dir.iterdir()) if save_dir.is_dir() else ())
@@ -203,6 +203,6 @@ def checkpoint_folders(save_dir: Path) -> list[Path]:
 
 
 def looks_like_checkpoint(folder: Path) -> bool:
-    """Whether a checkpoint of ours is or was there, complete or not."""
+    """Return whether a checkpoint of ours is or was there, complete or not."""
     traces = (MANIFEST_NAME, f"{CLIENT_STATE_NAME}.json", "rng")
     return any((folder / name).exists() for name in traces)

@@ -21,8 +21,8 @@ FOLDER = "average"
 class MovingAverages:
     """Averages of any number of models, kept in float32 whatever the averaged model stores.
 
-    With beta near 1 a step moves the average by less than half a bfloat16 unit, so an average
-    that is stored in bfloat16 gets a float32 master, from which it is rounded.
+    With beta near 1 a step moves the average by less than half a bfloat16 unit. So an average that
+    is stored in bfloat16 gets a float32 master, from which it is rounded.
     """
 
     def __init__(self) -> None:
@@ -72,9 +72,9 @@ class MovingAverages:
                 shard.copy_(master)
 
     def save(self, folder: Path, average: ParameterSource, files: FileWriter, *, rank: int) -> None:
-        """Write this rank's ranges of an average into a checkpoint, masters where there are some.
+        """Write this rank's ranges of an average into a checkpoint, with masters if there are any.
 
-        What every rank holds is written by the first.
+        Values that every rank holds are written by the first.
         """
         masters = self._masters.get(average.owner, {})
         shards = {}

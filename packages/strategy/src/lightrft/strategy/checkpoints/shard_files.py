@@ -27,7 +27,7 @@ class Shard(NamedTuple):
 
 
 def own_shards(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Shard]:
-    """Parts of this rank of tensors with the same names on every rank; replicas count once."""
+    """Return this rank's parts of tensors that every rank names alike; replicas count once."""
     shards = {}
     for name, tensor in tensors.items():
         local, start, stop = local_rows(tensor.detach())
@@ -48,7 +48,7 @@ def write_shards(
     """Write a rank's file of a folder, which is created if needed.
 
     Args:
-        folder, shards, files, rank: What goes where.
+        folder, shards, files, rank: Target, content, writer, and rank of the file.
         buffers: Names of shards whose values need not be finite.
 
     Raises:
@@ -132,12 +132,12 @@ class ShardReader:
             raise CheckpointError(f"{name}: the checkpoint lacks the rows {position} to {stop}")
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """In which dtype a tensor was written."""
+        """Return the dtype in which a tensor was written."""
         part = self._of(name)[0]
         return _read(part, name, (0, 0) if part.shape else None).dtype
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
+        """Return the shape of the whole tensor."""
         return self._of(name)[0].shape
 
     def _of(self, name: str) -> list[_FilePart]:
@@ -156,11 +156,11 @@ def _read(part: _FilePart, name: str, rows: tuple[int, int] | None) -> Tensor:
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int, int]:
-    """Part of this rank of a tensor, and the rows of the whole that it is.
+    """Return this rank's part of a tensor, and the rows of the whole that it covers.
 
     Returns:
-        (local tensor, first row, row after the last); a whole tensor is its own part, and a
-        scalar has rows 0 to 0.
+        (local tensor, first row, row after the last); a tensor that is not sharded is its local
+        part, and a scalar has rows 0 to 0.
 
     Raises:
         ValueError: It is sharded along another dimension than its first.
@@ -178,7 +178,7 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int, int]:
 
 
 def is_written_by(tensor: Tensor, rank: int) -> bool:
-    """Whether this rank is the one that writes its part into a checkpoint."""
+    """Return whether this rank writes its part into a checkpoint."""
     if not isinstance(tensor, DTensor):
         return rank == 0
     coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or ())
@@ -191,6 +191,6 @@ def is_written_by(tensor: Tensor, rank: int) -> bool:
 
 
 def full_value(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank. Collective for a sharded one."""
+    """Return the whole tensor on every rank. Collective for a sharded one."""
     whole = tensor.detach()
     return whole.full_tensor() if isinstance(whole, DTensor) else whole

@@ -27,7 +27,7 @@ GROUPS_NAME = "optimizer_groups"
 
 
 def module_state(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers by name, sharing storage; tied ones under their first name."""
+    """Return parameters and saved buffers by name, sharing storage; tied ones once."""
     reshard_modules(module)
     tied = tied_parameter_names(module)
     return {name: value for name, value in module.state_dict().items() if name not in tied}
@@ -59,7 +59,7 @@ def load_full_weights(
         path: A file or folder.
         module: The wrapped module.
         strict: Whether missing and unexpected names are errors.
-        names: Only these, which must all be there, and the buffers that are there; None is all.
+        names: Required names, read with any buffers that are there; None reads everything.
 
     Raises:
         FileNotFoundError: There are no weights.
@@ -78,12 +78,12 @@ def _fill(
     names: set[str] | None = None,
 ) -> None:
     state = module_state(module)
-    found = files.names - set(tied_parameter_names(module))
+    available = files.names - set(tied_parameter_names(module))
     wanted = set(state)
     if names is not None:
-        wanted = names | found.intersection(name for name, _ in module.named_buffers())
-        found &= wanted
-    for name in sorted(check_names(wanted, found, source=source, strict=strict)):
+        wanted = names | available.intersection(name for name, _ in module.named_buffers())
+        available &= wanted
+    for name in sorted(check_names(wanted, available, source=source, strict=strict)):
         target = state[name]
         files.read_into(name, *local_rows(target.detach()), tuple(target.shape))
 
@@ -122,8 +122,8 @@ def load_optimizer(folder: Path, module: nn.Module, optimizer: Optimizer) -> Non
         )
     saved = load_state(folder / GROUPS_NAME)["groups"]
     names = _parameter_names(module)
-    own = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    if not isinstance(saved, list) or [group["names"] for group in saved] != own:
+    local_names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    if not isinstance(saved, list) or [group["names"] for group in saved] != local_names:
         raise CheckpointError(
             f"{folder} holds an optimizer of other parameters or other groups: train the same "
             "parts as the run that was saved, with learning_rate_factors of the same parts (their "
@@ -168,7 +168,7 @@ def _parameter_names(module: nn.Module) -> dict[int, str]:
 
 
 def full_optimizer_states(module: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """`KEY/NAME` and full value of every state of every parameter. Collective for sharded ones."""
+    """Yield `KEY/NAME` and full value of every state of a parameter. Collective if sharded."""
     names = _parameter_names(module)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -177,20 +177,22 @@ def full_optimizer_states(module: nn.Module, optimizer: Optimizer) -> Iterator[t
 
 
 def group_names(module: nn.Module, optimizer: Optimizer) -> list[dict[str, object]]:
-    """Names of the parameters, and numbers, of each group.
+    """Return names of the parameters, and numbers, of each group.
 
-    A backend may have replaced the parameters of an optimizer by flat parts of its own: then all
-    trained parameters are one group.
+    A backend may have replaced the optimizer's parameters by flat tensors. Then all trained
+    parameters are one group.
     """
     names = _parameter_names(module)
     trained = [name for name, value in module.named_parameters() if value.requires_grad]
-    found: list[dict[str, object]] = []
+    groups: list[dict[str, object]] = []
     for group in optimizer.param_groups:
-        is_own = {id(parameter) for parameter in group["params"]} <= set(names)
-        is_own = is_own and bool(group["params"])
+        has_names = {id(parameter) for parameter in group["params"]} <= set(names)
+        has_names = has_names and bool(group["params"])
         numbers = {k: v for k, v in group.items() if isinstance(v, bool | int | float | tuple)}
-        own = [names[id(parameter)] for parameter in group["params"]] if is_own else trained
-        found.append({"names": own, "numbers": numbers})
-        if not is_own:
+        group_names = (
+            [names[id(parameter)] for parameter in group["params"]] if has_names else trained
+        )
+        groups.append({"names": group_names, "numbers": numbers})
+        if not has_names:
             break
-    return found
+    return groups

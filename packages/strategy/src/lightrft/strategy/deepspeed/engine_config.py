@@ -2,17 +2,17 @@
 
 from lightrft.config import BackendOptions, DistributedOptions, TrainingOptions
 
-# Never: DeepSpeed's own progress lines would repeat what the trainer reports.
+# Never: DeepSpeed's progress lines would repeat what the trainer reports.
 STEPS_PER_PRINT = 2**62
-# Elements of the buffer in which gradients are reduced. DeepSpeed's default of 5e8 would take 2 GB
-# of every device for every model that is trained, whatever its size.
+# Elements of the buffer in which gradients are reduced. DeepSpeed's default of 5e8 would take
+# 2 GB of every device for every model in training, whatever its size.
 MAX_BUCKET_ELEMENTS = 50_000_000
 FP32_BYTES = 4
 BF16_BYTES = 2
 
 
 def check_stage(config: DistributedOptions, *, uses_bf16: bool) -> None:
-    """Refuses what DeepSpeed does wrong or cannot do.
+    """Refuse settings that DeepSpeed gets wrong or does not support.
 
     Raises:
         ValueError: Stage 0 with bfloat16, or an offload without partitions.
@@ -29,14 +29,14 @@ def check_stage(config: DistributedOptions, *, uses_bf16: bool) -> None:
 def check_whole_model(
     config: DistributedOptions, num_elements: int, device_bytes: int, *, uses_bf16: bool
 ) -> None:
-    """Refuses a model that DeepSpeed would place on one device as a whole before dividing it.
+    """Refuse a model that DeepSpeed would place whole on one device before dividing it.
 
     `DeepSpeedEngine._configure_distributed_model` casts the module to the dtype it computes in,
     then moves it to the device, and only then does stage 3 divide it (DeepSpeed 0.19.8).
 
     Args:
-        config: Of the strategy.
-        num_elements: Of all parameters of the model.
+        config: Options of the strategy.
+        num_elements: Number of elements of all parameters of the model.
         device_bytes: Memory of one device.
         uses_bf16: Whether it computes in bfloat16.
 
@@ -61,22 +61,22 @@ def training_config(
     has_gpu: bool,
     num_trained: int = MAX_BUCKET_ELEMENTS,
 ) -> dict[str, object]:
-    """The dictionary for `deepspeed.initialize` with an optimizer of torch.
+    """Return the dictionary for `deepspeed.initialize` with an optimizer of torch.
 
-    Accumulation is driven by the strategy, so DeepSpeed is told of one micro-batch per step.
+    The strategy drives accumulation, so DeepSpeed sees one micro-batch per step.
 
     Args:
-        options: Of the strategy.
+        options: Options of the strategy.
         uses_bf16: Whether weights and compute are bfloat16.
         has_gpu: Whether offloaded states are pinned.
-        num_trained: Of all trained parameters of this model; no buffer of gradients is larger.
+        num_trained: Trained elements of this model; no buffer of gradients is larger.
     """
     zero: dict[str, object] = {
         "stage": options.zero_stage,
         "overlap_comm": options.overlap_comm,
         "contiguous_gradients": True,
         "reduce_bucket_size": min(num_trained, MAX_BUCKET_ELEMENTS),
-        # It would replace torch.nn.functional.linear for the whole process.
+        # DeepSpeed would replace torch.nn.functional.linear for the whole process.
         "memory_efficient_linear": False,
     }
     if options.adam_offload:
@@ -95,12 +95,12 @@ def training_config(
 
 
 def inference_config(options: TrainingOptions, *, uses_bf16: bool) -> dict[str, object]:
-    """The dictionary for a model that is only evaluated, sharded as in stage 3."""
+    """Return the dictionary for a model that is only evaluated, sharded as in stage 3."""
     config = _base_config(options, uses_bf16=uses_bf16)
     config["zero_optimization"] = {
         "stage": 3,
         "memory_efficient_linear": False,
-        # No parameter keeps a second, whole copy that a moving average would have to update.
+        # Otherwise parameters keep a second, whole copy that a moving average would have to update.
         "stage3_param_persistence_threshold": 0,
     }
     return config

@@ -33,7 +33,7 @@ FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 def start(timeout: timedelta) -> None:
     """Let DeepSpeed use the process group that exists; idempotent."""
     if not torch.cuda.is_available():
-        # Says what DeepSpeed would otherwise find out with a warning.
+        # Otherwise DeepSpeed detects it with a warning.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
     import deepspeed.comm
@@ -56,10 +56,10 @@ def start(timeout: timedelta) -> None:
 
 
 def _import_muon_uncompiled() -> None:
-    """Spares every rank the seconds in which torch's compiler is imported.
+    """Spare every rank the seconds that importing torch's compiler takes.
 
-    DeepSpeed asks of each optimizer whether it is its Muon, and that module compiles functions as
-    soon as it is imported. They are not used here.
+    DeepSpeed checks whether each optimizer is its Muon. That module compiles functions, unused
+    here, as soon as it is imported.
     """
     compile_function = torch.compile
     torch.compile = lambda *_, **__: lambda function: function  # type: ignore[assignment]
@@ -81,14 +81,14 @@ def stop() -> None:
 def initialize(
     module: nn.Module, config: Mapping[str, object], optimizer: Optimizer | None = None
 ) -> nn.Module:
-    """A DeepSpeed engine around a module.
+    """Return a DeepSpeed engine around a module.
 
     Buffers keep their dtype: DeepSpeed would round rotary frequencies to bfloat16.
 
     Args:
-        module: Changed in place.
+        module: Module, changed in place.
         config: See `engine_config`.
-        optimizer: For training; None for a model that is only evaluated.
+        optimizer: Optimizer for training; None for a model that is only evaluated.
     """
     import deepspeed
 
@@ -138,7 +138,7 @@ def _accept_any_output(engine: nn.Module, module: nn.Module) -> None:
 
 
 def as_engine(module: nn.Module) -> DeepSpeedEngine:
-    """The module as a DeepSpeed engine.
+    """Return the module as a DeepSpeed engine.
 
     Raises:
         ValueError: It is none.
@@ -152,31 +152,31 @@ def as_engine(module: nn.Module) -> DeepSpeedEngine:
 
 
 def is_engine_module(module: nn.Module) -> bool:
-    """Whether the module is a DeepSpeed engine."""
+    """Return whether the module is a DeepSpeed engine."""
     import deepspeed
 
     return isinstance(module, deepspeed.DeepSpeedEngine)
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """Whether stage 3 (or `zero.Init`) has divided this parameter over ranks."""
+    """Return whether stage 3 (or `zero.Init`) has divided this parameter over ranks."""
     return "ds_id" in vars(parameter)
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, in stage 3 with its padding."""
+    """Return this rank's part of a parameter, in stage 3 with its padding."""
     part: Tensor = vars(parameter)["ds_tensor"] if is_partitioned(parameter) else parameter
     return part.detach()
 
 
 def full_shape(parameter: Tensor) -> tuple[int, ...]:
-    """The shape of the whole parameter."""
+    """Return the shape of the whole parameter."""
     return tuple(vars(parameter)["ds_shape"] if is_partitioned(parameter) else parameter.shape)
 
 
 @contextmanager
 def gathered(parameters: Sequence[Tensor], *, modifier_rank: int | None = None) -> Iterator[None]:
-    """Full values of partitioned parameters inside; changes of `modifier_rank` are kept."""
+    """Gather partitioned parameters while the body runs; keep changes of `modifier_rank`."""
     import deepspeed
 
     partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
@@ -188,8 +188,8 @@ def set_full_value(parameter: nn.Parameter, value: Tensor) -> None:
     """Set a parameter and its float32 master, if it has one. Collective for partitioned ones.
 
     Args:
-        parameter: Of a module inside an engine, or of a plain module.
-        value: The full value, equal on all ranks.
+        parameter: Parameter of a module inside an engine, or of a plain module.
+        value: Full value, equal on all ranks.
     """
     from deepspeed.utils import safe_set_full_fp32_param
 
@@ -206,7 +206,7 @@ def set_full_value(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def full_master(parameter: nn.Parameter) -> Tensor | None:
-    """The float32 master of a trained parameter, in full; None for a frozen one. Collective."""
+    """Return the full float32 master of a trained parameter; None if frozen. Collective."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     if not parameter.requires_grad:
@@ -216,9 +216,9 @@ def full_master(parameter: nn.Parameter) -> Tensor | None:
 
 
 def link_moments(engine: DeepSpeedEngine) -> None:
-    """Let `full_moment` find Adam's states as they are now.
+    """Let `full_moment` read Adam's current states.
 
-    Stages 1 and 2 of DeepSpeed link them once, after the first step of the first group: those of
+    Stages 1 and 2 of DeepSpeed link them once, after the first step of the first group; states of
     other groups are missing.
     """
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
@@ -231,7 +231,7 @@ def link_moments(engine: DeepSpeedEngine) -> None:
 
 
 def full_moment(parameter: nn.Parameter, key: str) -> Tensor | None:
-    """A state of Adam for a trained parameter, in full. Collective."""
+    """Return a full state of Adam for a trained parameter. Collective."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     value: Tensor | None = safe_get_full_optimizer_state(parameter, key)
@@ -239,13 +239,13 @@ def full_moment(parameter: nn.Parameter, key: str) -> Tensor | None:
 
 
 def discard_gradients(engine: DeepSpeedEngine) -> None:
-    """Forget the micro-batches of an optimizer step that was given up."""
+    """Forget the micro-batches of an abandoned optimizer step."""
     engine.zero_grad()
     if engine.zero_optimization_stage() == 0:
         return
     zero = engine.optimizer
     zero.zero_grad(set_to_none=True)
-    if hasattr(zero, "clear_hp_grads"):  # stage 1 in bfloat16 has an optimizer of its own
+    if hasattr(zero, "clear_hp_grads"):  # stage 1 in bfloat16 has a separate optimizer
         zero.clear_hp_grads()
         return
     state = vars(zero)
@@ -264,29 +264,29 @@ def _partition_of(parameter: nn.Parameter, value: Tensor) -> Tensor:
     group = vars(parameter)["ds_process_group"]
     start = partition.numel() * dist.get_rank(group)
     padded = torch.zeros(partition.numel(), dtype=value.dtype, device=value.device)
-    own = value.flatten()[start : start + partition.numel()]
-    padded[: own.numel()] = own
+    local = value.flatten()[start : start + partition.numel()]
+    padded[: local.numel()] = local
     return padded
 
 
 def _clear_padding(parameter: nn.Parameter) -> None:
-    """Sets what stage 3 adds to fill its equal partitions to 0: it is whatever memory held.
+    """Set stage 3's padding to 0: it holds whatever was in memory.
 
-    It enters no result, but it stands in checkpoints, and equal states are to be equal files.
+    It enters no result, but it is part of checkpoints, and equal states should be equal files.
     """
     if not is_partitioned(parameter):
         return
     partition: Tensor = vars(parameter)["ds_tensor"]
     start = partition.numel() * dist.get_rank(vars(parameter)["ds_process_group"])
-    num_own = min(max(int(vars(parameter)["ds_numel"]) - start, 0), partition.numel())
-    if num_own == partition.numel():
+    num_local = min(max(int(vars(parameter)["ds_numel"]) - start, 0), partition.numel())
+    if num_local == partition.numel():
         return
     from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
 
-    partition.data.view(-1)[num_own:] = 0
+    partition.data.view(-1)[num_local:] = 0
     if "_z3_optimizer" in vars(parameter):
         master = safe_get_local_fp32_param(parameter).clone()
-        master.view(-1)[num_own:] = 0
+        master.view(-1)[num_local:] = 0
         safe_set_local_fp32_param(parameter, master)
 
 
@@ -304,16 +304,16 @@ def weights_only_loading() -> Iterator[None]:
 
 @contextmanager
 def saving_by(engine: DeepSpeedEngine, files: FileWriter) -> Iterator[None]:
-    """Hand the files that the engine saves inside to a writer of ours.
+    """Pass the files that the engine saves inside to our writer.
 
     Raises:
-        NonFiniteError: Some of them hold values that are not finite.
+        NonFiniteError: Some files hold values that are not finite.
     """
     by_deepspeed = engine.checkpoint_engine
     names: list[str] = []
 
     def save(state_dict: object, path: str) -> None:
-        # Only noted: the engine's ranks wait for each other before they come out.
+        # Only recorded: the engine's ranks wait for each other before they return.
         names.extend(nonfinite_names(_trained_tensors(state_dict)))
         files.pickled(Path(path), state_dict, is_zip=by_deepspeed.zipfile_serialization)
 
@@ -326,7 +326,7 @@ def saving_by(engine: DeepSpeedEngine, files: FileWriter) -> Iterator[None]:
 
 
 def _trained_tensors(state: object) -> Iterator[tuple[str, Tensor]]:
-    """Names and values of the tensors that DeepSpeed saves, without the module's buffers."""
+    """Yield names and values of tensors that DeepSpeed saves, without the module's buffers."""
     buffers = state.get("buffer_names", ()) if isinstance(state, dict) else ()
     for keys, value in pytree.tree_leaves_with_path(state):
         names = [str(getattr(key, "key", getattr(key, "idx", key))) for key in keys]
@@ -335,7 +335,7 @@ def _trained_tensors(state: object) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_full_weights(folder: str, tag: str) -> dict[str, Tensor]:
-    """Full float32 weights of a ZeRO checkpoint, whatever number of ranks wrote it."""
+    """Return full float32 weights of a ZeRO checkpoint, whatever number of ranks wrote it."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     with weights_only_loading():

@@ -60,12 +60,12 @@ class ZeroBackend(Backend):
         self._has_reported_offload = False
 
     def start(self) -> None:
-        """DeepSpeed takes the process group that has started."""
+        """Let DeepSpeed take over the process group that has started."""
         check_stage(self.config, uses_bf16=self.context.computes_in_bf16)
         runtime.start(self.context.timeout)
 
     def check_model_size(self, num_elements: int) -> None:
-        """A model must fit one device, whatever the stage."""
+        """Refuse a model that does not fit one device, whatever the stage."""
         if self.context.has_gpu:
             _, total = torch.cuda.mem_get_info()
             check_whole_model(
@@ -73,7 +73,7 @@ class ZeroBackend(Backend):
             )
 
     def stop(self) -> None:
-        """DeepSpeed's process groups end with ours."""
+        """End DeepSpeed's process groups with ours."""
         runtime.stop()
 
     def prepare_model(
@@ -84,7 +84,7 @@ class ZeroBackend(Backend):
         shard_size: int = -1,
         reshard: bool = True,
     ) -> nn.Module:
-        """Places a model; stage 3 shards it over all ranks unless `shard_size` is 1.
+        """Place a model; stage 3 shards it over all ranks unless `shard_size` is 1.
 
         A model for training is only moved to the device: `prepare` makes its engine, together
         with the optimizer. See `StrategyBase.prepare_model`.
@@ -96,7 +96,7 @@ class ZeroBackend(Backend):
         share_sequences(model, self.context.sp_group, is_trained=is_training)
         self.check_model_size(sum(parameter.numel() for parameter in model.parameters()))
         if is_training:
-            # In the dtype it has until `prepare` casts it.
+            # In the current dtype, until `prepare` casts it.
             return model.to(self.context.device)
         model.eval().requires_grad_(False)
         if self.config.zero_stage == 3 and size > 1:
@@ -113,7 +113,7 @@ class ZeroBackend(Backend):
     def prepare_training(
         self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None
     ) -> PreparedModel:
-        """The schedule stays ours: it must not advance with a skipped step."""
+        """Make an engine; the schedule stays ours, lest it advance with a skipped step."""
         share_sequences(model, self.context.sp_group, is_trained=True)
         self.check_model_size(sum(p.numel() for p in model.parameters()))
         config = training_config(
@@ -128,17 +128,17 @@ class ZeroBackend(Backend):
         return PreparedModel(engine, optimizer, scheduler)
 
     def check_trainable(self, model: AnyModel) -> None:
-        """Raises a TypeError for what is no DeepSpeed engine."""
+        """Raise a TypeError unless the model is a DeepSpeed engine."""
         runtime.as_engine(wrapped_module(model))
 
     def backward(self, loss: Tensor, model: AnyModel, *, is_last: bool) -> None:
-        """Adds and reduces the gradients of one micro-batch."""
+        """Add and reduce the gradients of one micro-batch."""
         engine = runtime.as_engine(wrapped_module(model))
         engine.set_gradient_accumulation_boundary(is_last)
         engine.backward(loss, scale_wrt_gas=False)
 
     def step(self, optimizer: Optimizer, model: AnyModel) -> float:
-        """See `Backend.step`; in stage 0 DeepSpeed neither clips nor reports a norm."""
+        """Clip and update; in stage 0 DeepSpeed neither clips nor reports a norm."""
         engine = runtime.as_engine(wrapped_module(model))
         if self.config.zero_stage > 0:
             return _step_zero(engine)
@@ -152,12 +152,12 @@ class ZeroBackend(Backend):
         return norm
 
     def discard_gradients(self, optimizer: Optimizer) -> None:
-        """Drops what the engine has reduced as well."""
+        """Drop the gradients, also those that the engine has reduced."""
         if optimizer in self._engines:
             runtime.discard_gradients(runtime.as_engine(self._engines[optimizer]))
 
     def offload_optimizer(self, optimizer: Optimizer) -> None:
-        """Nothing to do, as is said once: with `adam_offload` the states live on the CPU."""
+        """Do nothing, and say so once: with `adam_offload` the states live on the CPU."""
         if not self._has_reported_offload:
             self.context.print(
                 "optimizer states are not moved between phases: that is for FSDP2; with DeepSpeed "
@@ -166,16 +166,16 @@ class ZeroBackend(Backend):
             self._has_reported_offload = True
 
     def move_model(self, model: AnyModel, device: torch.device) -> nn.Module:
-        """Moves a whole model; an engine stays, since ZeRO manages its memory."""
+        """Move a whole model; an engine stays, since ZeRO manages its memory."""
         module = wrapped_module(model)
         return module if runtime.is_engine_module(module) else module.to(device)
 
     def local_part(self, parameter: Tensor) -> Tensor:
-        """See `Backend.local_part`; with the padding of stage 3."""
+        """Return this rank's part of a parameter, with the padding of stage 3."""
         return runtime.local_part(parameter)
 
     def parameter_source(self, model: AnyModel) -> ParameterSource:
-        """Parameters as the forward uses them, without any gather."""
+        """Return parameters as the forward uses them, without any gather."""
         module = wrapped_module(model)
         if runtime.is_engine_module(module):
             return weights.zero_parameter_source(runtime.as_engine(module))
@@ -183,19 +183,19 @@ class ZeroBackend(Backend):
 
     @property
     def checkpoint_details(self) -> Mapping[str, int | str]:
-        """Files of one stage cannot be read by another."""
+        """Return facts about the stage: files of one stage cannot be read by another."""
         return {"zero_stage": self.config.zero_stage}
 
     def write_state(self, folder: Path, found: PreparedModel, files: FileWriter) -> None:
-        """DeepSpeed's files inside a checkpoint folder of ours. Collective."""
+        """Write DeepSpeed's files inside a checkpoint folder of ours. Collective."""
         engine = runtime.as_engine(wrapped_module(found))
         with runtime.saving_by(engine, files):
             engine.save_checkpoint(str(folder), weights.FOLDER, {}, False)
 
     def read_state(self, checkpoint: Checkpoint, found: PreparedModel, wanted: WantedState) -> None:
-        """With optimizer states, only by as many ranks and in the stage that saved it.
+        """Read a checkpoint; optimizer states need the ranks and stage that saved them.
 
-        Pickled code in DeepSpeed's files is refused.
+        Refuse pickled code in DeepSpeed's files.
         """
         engine = runtime.as_engine(wrapped_module(found))
         if not wanted.optimizer:
@@ -214,11 +214,11 @@ class ZeroBackend(Backend):
             raise CheckpointError(f"{checkpoint.path} holds no DeepSpeed checkpoint")
 
     def full_values(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Gathers one parameter at a time."""
+        """Yield full values, gathering one parameter at a time."""
         return weights.full_values(module)
 
     def full_states(self, found: PreparedModel) -> Iterator[tuple[str, Tensor]]:
-        """Float32 masters where there are any; see `Backend.full_states`."""
+        """Yield float32 masters where there are any; see `Backend.full_states`."""
         if self.config.zero_stage == 0:
             yield from super().full_states(found)
             return
@@ -226,7 +226,7 @@ class ZeroBackend(Backend):
         yield from weights.full_states(engine, found.optimizer)
 
     def load_weights(self, module: nn.Module, path: Path, *, strict: bool) -> None:
-        """Reads full weights into parameters and masters."""
+        """Read full weights into parameters and masters."""
         weights.load_full_weights(path, module, strict=strict)
 
 
@@ -263,7 +263,7 @@ class DeepspeedStrategy(StrategyBase):
 
 
 def _step_zero(engine: DeepSpeedEngine) -> float:
-    """Stages 1 to 3: DeepSpeed clips, and skips the update if any rank's gradients overflow."""
+    """Step in stages 1 to 3: DeepSpeed clips, and skips the update if gradients overflow."""
     engine.step()
     if engine.optimizer.overflow:
         return math.nan

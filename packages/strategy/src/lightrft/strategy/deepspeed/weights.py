@@ -84,7 +84,7 @@ def _fill(
 
 
 def full_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Full values, one parameter in flight at a time; tied ones once. Collective in stage 3.
+    """Yield full values, one parameter in flight at a time; tied ones once. Collective in stage 3.
 
     Args:
         module: The module inside the engine, or a plain one.
@@ -101,10 +101,10 @@ def full_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def full_states(
     engine: DeepSpeedEngine, optimizer: Optimizer | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """`weight/NAME`, and with an optimizer that has stepped `KEY/NAME`. Collective.
+    """Yield `weight/NAME`, and `KEY/NAME` if the optimizer has stepped. Collective.
 
     Args:
-        engine: Of stage 1 to 3.
+        engine: Engine of stage 1 to 3.
         optimizer: Its optimizer, whose states are those of flat parts.
     """
     module = engine.module
@@ -138,14 +138,14 @@ class _PartitionedParameter(Protocol):
 
 
 def zero_parameter_source(engine: DeepSpeedEngine) -> ParameterSource:
-    """The source of a model inside a DeepSpeed engine, at any ZeRO stage.
+    """Return the source of a model inside a DeepSpeed engine, at any ZeRO stage.
 
-    Stages 0 to 2: the module's own parameters, in the dtype the forward uses (with bf16 the
+    Stages 0 to 2: the module's parameters, in the dtype the forward uses (with bf16 the
     rounded copies of the fp32 masters, refreshed at the end of every step). Stage 3: each rank's
     partition, padding cut off.
 
     Args:
-        engine: What `deepspeed.initialize` returned.
+        engine: Result of `deepspeed.initialize`.
 
     Raises:
         ValueError: Partitions lie on NVMe or are stored quantised, or differ in their ranks.

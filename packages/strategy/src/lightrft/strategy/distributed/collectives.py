@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @final
 class Alone:
-    """Stands for a group of this process alone, whatever torch.distributed says."""
+    """Marker for a group of this process alone, whatever torch.distributed says."""
 
 
 ALONE = Alone()
@@ -39,18 +39,18 @@ SMALLEST_INLINE_BYTES = 64
 
 
 def _has_peers(group: Group) -> TypeGuard[ProcessGroup | None]:
-    """Whether the group is one of torch.distributed; else collectives are the identity."""
+    """Return whether torch.distributed runs the group; else collectives are the identity."""
     return not isinstance(group, Alone) and dist.is_initialized()
 
 
 def _backends(group: Group) -> dict[str, str]:
-    """Kind of device -> backend. The backend's own name may be a compound of several."""
+    """Return kind of device -> backend; the backend's full name may be a compound of several."""
     config = dist.get_backend_config(None if isinstance(group, Alone) else group)
     return dict(part.split(":") for part in config.split(","))
 
 
 def transfer_device(group: Group = None) -> torch.device:
-    """Device from which tensors travel in the group without a stop in the host's memory."""
+    """Return the device whose tensors travel in the group without passing the host's memory."""
     moves_on_gpus = _has_peers(group) and _backends(group).get("cuda", "gloo") != "gloo"
     if moves_on_gpus:
         return torch.device("cuda", torch.cuda.current_device())
@@ -58,26 +58,26 @@ def transfer_device(group: Group = None) -> torch.device:
 
 
 def group_size(group: Group = None) -> int:
-    """Ranks in the group; 1 without torch.distributed."""
+    """Return the number of ranks in the group; 1 without torch.distributed."""
     return dist.get_world_size(group) if _has_peers(group) else 1
 
 
 def group_rank(group: Group = None) -> int:
-    """Number of this rank within the group; 0 without torch.distributed."""
+    """Return the number of this rank within the group; 0 without torch.distributed."""
     return dist.get_rank(group) if _has_peers(group) else 0
 
 
 def barrier(group: Group = None) -> None:
-    """Waits until every rank of the group arrived."""
+    """Wait until every rank of the group arrived."""
     if _has_peers(group):
         dist.barrier(group)
 
 
 def gather_objects(item: T, group: Group = None) -> list[T]:
-    """Every rank's plain Python object, by rank, on every rank.
+    """Return every rank's plain Python object, by rank, on every rank.
 
-    One collective if every rank's object is small, which most are: `INLINE_BYTES`, less where
-    there are so many ranks that empty space would be most of what moves.
+    One collective if every rank's object is small, as most are: up to `INLINE_BYTES`, or less if
+    padding would be most of what many ranks send.
     """
     if not _has_peers(group):
         return [item]
@@ -88,30 +88,30 @@ def gather_objects(item: T, group: Group = None) -> list[T]:
     )
     rows = [torch.empty_like(row) for _ in range(group_size(group))]
     dist.all_gather(rows, row, group=group)
-    frames = [found.cpu().numpy().tobytes() for found in rows]
+    frames = [row.cpu().numpy().tobytes() for row in rows]
     sizes = [int.from_bytes(frame[:8], "little") for frame in frames]
     if max(sizes) <= room - 8:
         return [pickle.loads(frame[8 : 8 + n]) for frame, n in zip(frames, sizes, strict=True)]
-    return [pickle.loads(found) for found in gather_bytes(data, group)]
+    return [pickle.loads(pickled) for pickled in gather_bytes(data, group)]
 
 
 def gather_bytes(data: bytes, group: Group = None) -> list[bytes]:
-    """Every rank's bytes, by rank, on every rank; lengths may differ."""
+    """Return every rank's bytes, by rank, on every rank; lengths may differ."""
     if not _has_peers(group):
         return [data]
     length = _movable(torch.tensor([len(data)]), group)
     lengths = [torch.empty_like(length) for _ in range(group_size(group))]
     dist.all_gather(lengths, length, group=group)
-    sizes = [int(found) for found in lengths]
+    sizes = [int(length) for length in lengths]
     row = _movable(as_tensor(data.ljust(max(sizes), b"\0")), group)
     rows = [torch.empty_like(row) for _ in sizes]
     if max(sizes):
         dist.all_gather(rows, row, group=group)
-    return [found.cpu().numpy().tobytes()[:n] for found, n in zip(rows, sizes, strict=True)]
+    return [row.cpu().numpy().tobytes()[:n] for row, n in zip(rows, sizes, strict=True)]
 
 
 def exchange_bytes(parts: Sequence[bytes], group: Group = None) -> list[bytes]:
-    """Gives every rank its part, and returns what each rank gave this one; both by rank.
+    """Send every rank its part, and return the parts that this rank received; both by rank.
 
     Raises:
         ValueError: There are not as many parts as ranks.
@@ -131,8 +131,8 @@ def exchange_bytes(parts: Sequence[bytes], group: Group = None) -> list[bytes]:
     received = sent.new_empty(sum(lengths))
     dist.all_to_all_single(received, sent, lengths, sizes.tolist(), group=group)
     stops = [*accumulate(lengths, initial=0)]
-    found = received.cpu().numpy().tobytes()
-    return [found[start:stop] for start, stop in pairwise(stops)]
+    content = received.cpu().numpy().tobytes()
+    return [content[start:stop] for start, stop in pairwise(stops)]
 
 
 def as_tensor(data: bytes) -> Tensor:
@@ -141,21 +141,21 @@ def as_tensor(data: bytes) -> Tensor:
 
 
 def _movable(tensor: Tensor, group: Group) -> Tensor:
-    """A CPU tensor where the group can move it."""
+    """Return the tensor on a device from which the group can move it."""
     return tensor if "cpu" in _backends(group) else tensor.cuda()
 
 
 def run_together(action: Callable[[], T], group: Group, *, what: str) -> list[T]:
-    """Every rank's result of an action; if it fails on one, every rank raises.
+    """Return every rank's result of an action; if it fails on one, every rank raises.
 
     Args:
-        action: Whose results are plain Python objects.
+        action: Function whose results are plain Python objects.
         group: The ranks, all of which must call this.
-        what: Has failed, if it fails.
+        what: Name of the action, for messages.
 
     Raises:
-        PeerFailedError: Another rank failed; the message names it. A rank that fails raises its
-            own error.
+        PeerFailedError: Another rank failed; the message names it. A rank that fails raises
+            its original error.
     """
     try:
         result, problem = action(), None
@@ -163,23 +163,23 @@ def run_together(action: Callable[[], T], group: Group, *, what: str) -> list[T]
         result, problem = None, error
     text = None if problem is None else f"{type(problem).__name__}: {problem}"
     outcomes = gather_objects((result, text), group)
-    failed = [f"rank {rank}: {found}" for rank, (_, found) in enumerate(outcomes) if found]
+    failed = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(outcomes) if problem]
     if problem is not None:
         problem.add_note(f"{what} on {'; '.join(failed)}")
         raise problem
     if failed:
         raise PeerFailedError(f"{what} on {'; '.join(failed)}")
-    return cast("list[T]", [found for found, _ in outcomes])
+    return cast("list[T]", [result for result, _ in outcomes])
 
 
 def nonfinite_names(
     tensors: Iterable[tuple[str, Tensor]], *, dtypes: Iterable[torch.dtype | None] = repeat(None)
 ) -> list[str]:
-    """Names of the tensors that hold an infinity or NaN; each is read once.
+    """Return names of the tensors that hold an infinity or NaN; each is read once.
 
     Args:
-        tensors: By name; those without floating point values are finite.
-        dtypes: In which each is looked at: what overflows there is not finite.
+        tensors: Tensors by name; those without floating point values are finite.
+        dtypes: Type in which each is checked; a value that overflows there is not finite.
     """
     ends: dict[torch.device, dict[str, Tensor]] = {}
     for (name, value), dtype in zip(tensors, dtypes, strict=False):
@@ -187,40 +187,40 @@ def nonfinite_names(
             # Both are NaN if any value is, and rounding keeps the order of values.
             pair = torch.stack(value.detach().aminmax()).to(dtype or value.dtype).double()
             ends.setdefault(value.device, {})[name] = pair
-    found: list[str] = []
+    names: list[str] = []
     for pairs in ends.values():
-        # One transfer a device, whatever the number of tensors.
+        # One transfer per device, whatever the number of tensors.
         bounds = torch.stack(list(pairs.values())).tolist()
-        found += [
+        names += [
             name
             for name, pair in zip(pairs, bounds, strict=True)
             if not all(map(math.isfinite, pair))
         ]
-    return found
+    return names
 
 
 def require_finite(names: Sequence[str], *, what: str, group: Group = None) -> None:
-    """Raises a NonFiniteError on every rank if any rank names a tensor. Collective."""
-    found = dict.fromkeys(name for part in gather_objects(list(names), group) for name in part)
-    if found:
-        raise not_finite(list(found), what=what)
+    """Raise a NonFiniteError on every rank if any rank names a tensor. Collective."""
+    all_names = dict.fromkeys(name for part in gather_objects(list(names), group) for name in part)
+    if all_names:
+        raise not_finite(list(all_names), what=what)
 
 
 def not_finite(names: Sequence[str], *, what: str) -> NonFiniteError:
-    """The error that names the first of the tensors."""
+    """Return the error that names the first of the tensors."""
     return NonFiniteError(f"{what} not finite: {names[0]}{' and others' if names[1:] else ''}")
 
 
 def _gather_alike(item: T, signature: object, group: Group) -> list[T]:
-    """`gather_objects`; raises a ValueError on every rank if signatures differ."""
+    """Call `gather_objects`; raise a ValueError on every rank if signatures differ."""
     gathered = gather_objects((repr(signature), item), group)
-    odd = [rank for rank, (found, _) in enumerate(gathered) if found != gathered[0][0]]
+    odd = [rank for rank, (theirs, _) in enumerate(gathered) if theirs != gathered[0][0]]
     if odd:
         raise ValueError(
             f"ranks called a collective with different keys, types or shapes: rank(s) {odd} differ "
             "from rank 0; every rank must pass the same structure"
         )
-    return [found for _, found in gathered]
+    return [item for _, item in gathered]
 
 
 def _flatten(data: Tree, path: str = "") -> list[tuple[str, Leaf]]:
@@ -250,7 +250,7 @@ def _describe(leaf: Leaf, *, with_length: bool) -> tuple[object, ...]:
 
 
 def _widened(leaf: Leaf) -> Tensor:
-    """[n] flat detached tensor in which sums are exact or nearly so: int64 or float64."""
+    """Return an [n] flat detached int64 or float64 tensor: sums are exact or nearly so."""
     if not isinstance(leaf, Tensor):
         leaf = torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.int64)
     if leaf.dtype.is_complex:
@@ -260,7 +260,7 @@ def _widened(leaf: Leaf) -> Tensor:
 
 
 def _reduce_rows(rows: Tensor, op: str) -> Tensor:
-    """[ranks, n] int64 or float64 -> [n]; in rank order, hence equal on all ranks."""
+    """Reduce [ranks, n] int64 or float64 to [n]; in rank order, hence equal on all ranks."""
     if op == "max":
         return rows.amax(0)
     # The sum first, in the exact type: large integers may cancel.
@@ -268,7 +268,7 @@ def _reduce_rows(rows: Tensor, op: str) -> Tensor:
 
 
 def _finish(leaf: Leaf, reduced: Tensor, op: str) -> Leaf:
-    """Back to the caller's type: a mean of integers is a float, a sum of bools an int."""
+    """Convert to the caller's type: a mean of integers is a float, a sum of bools an int."""
     if not isinstance(leaf, Tensor):
         value: Number = reduced.item()
         return bool(value) if isinstance(leaf, bool) and op == "max" else value
@@ -281,7 +281,7 @@ def _finish(leaf: Leaf, reduced: Tensor, op: str) -> Leaf:
 
 
 def _reduce_large(leaf: Tensor, op: str, group: Group) -> Tensor:
-    """One native all-reduce in int64 or at least float32, on the tensor's device."""
+    """Run one native all-reduce in int64 or at least float32, on the tensor's device."""
     flat = leaf.detach().reshape(-1)
     is_float = flat.dtype.is_floating_point
     wide = torch.promote_types(flat.dtype, torch.float32) if is_float else torch.int64
@@ -295,15 +295,15 @@ def _reduce_large(leaf: Tensor, op: str, group: Group) -> Tensor:
 
 
 def all_reduce(data: Tree, op: str, *, group: Group = None) -> Tree:
-    """Reduces a tensor, a number or a nested dict over ranks.
+    """Reduce a tensor, a number or a nested dict over ranks.
 
     All leaves of up to `SMALL_ELEMENTS` elements are exchanged together, whatever their number;
-    each larger one takes a collective of its own.
+    each larger one takes a separate collective.
 
     Args:
-        data: Left unchanged. Dicts may be nested.
+        data: Values, left unchanged. Dicts may be nested.
         op: "mean", "max" or "sum".
-        group: None is all ranks.
+        group: Ranks; None is all ranks.
 
     Returns:
         The same structure, device and type; a mean of integers is a float (tensor), a sum of
@@ -333,7 +333,7 @@ def all_reduce(data: Tree, op: str, *, group: Group = None) -> Tree:
 
 
 def _gathered_leaf(leaf: Leaf) -> Tensor:
-    """At least 1-D tensor in the caller's type; Python floats are float64, ints int64."""
+    """Return an at least 1-D tensor; Python floats are float64, ints int64."""
     if not isinstance(leaf, Tensor):
         flat = _widened(leaf)
         return flat.to(torch.bool) if isinstance(leaf, bool) else flat
@@ -341,7 +341,7 @@ def _gathered_leaf(leaf: Leaf) -> Tensor:
 
 
 def all_gather(data: Tree, *, group: Group = None) -> Tree:
-    """Concatenates every rank's values along the first dimension, in rank order.
+    """Concatenate every rank's values along the first dimension, in rank order.
 
     Tensors may differ in their first dimension only. A number or a 0-dim tensor gives a 1-D
     tensor with one entry per rank. One exchange, whatever the number of keys.
@@ -352,8 +352,8 @@ def all_gather(data: Tree, *, group: Group = None) -> Tree:
     leaves = {path: _gathered_leaf(leaf) for path, leaf in _flatten(data)}
     signature = [(path, _describe(leaf, with_length=False)) for path, leaf in leaves.items()]
     # A copy: a view would be pickled with all of its storage.
-    own = {path: leaf.cpu().clone() for path, leaf in leaves.items()}
-    parts = _gather_alike(own, signature, group)
+    local_values = {path: leaf.cpu().clone() for path, leaf in leaves.items()}
+    parts = _gather_alike(local_values, signature, group)
     joined: dict[str, Leaf] = {
         path: torch.cat([part[path] for part in parts]).to(leaf.device)
         for path, leaf in leaves.items()

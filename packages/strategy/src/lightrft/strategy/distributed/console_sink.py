@@ -1,4 +1,4 @@
-"""Sink of a process' lines: standard output, or what a run puts in its place; progress of work."""
+"""Sink of a process' lines: standard output, or a run's replacement; progress of work."""
 
 import logging
 import sys
@@ -9,7 +9,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-# Takes a line, and whether it is a detail: memory, sleep, weight sync.
+# Function of a line and whether it is a detail: memory, sleep, weight sync.
 ConsoleSink = Callable[[str, bool], None]
 _sinks: list[ConsoleSink] = []
 _progress: list[tuple[str, int, int]] = []
@@ -17,9 +17,9 @@ _progress: list[tuple[str, int, int]] = []
 
 @contextmanager
 def console_sink(sink: ConsoleSink) -> Iterator[None]:
-    """Hands every line to `sink` while the body runs; the innermost counts.
+    """Pass every line to `sink` while the body runs; the innermost counts.
 
-    What was in progress at the end has failed: the next run does not show it.
+    Work that was in progress at the end has failed: the next run does not show it.
     """
     _sinks.append(sink)
     try:
@@ -30,9 +30,9 @@ def console_sink(sink: ConsoleSink) -> Iterator[None]:
 
 
 def write_line(text: str, *, is_detail: bool = False, is_stamped: bool = True) -> None:
-    """Writes a line; on standard output it begins with the time if `is_stamped`.
+    """Write a line; on standard output it begins with the time if `is_stamped`.
 
-    Where nothing takes the lines, a detail goes to the log alone.
+    Without a sink, a detail goes to the log alone.
     """
     if _sinks:
         _sinks[-1](text, is_detail)
@@ -46,7 +46,7 @@ def write_line(text: str, *, is_detail: bool = False, is_stamped: bool = True) -
 
 
 def with_progress(items: Sequence[T], name: str) -> Iterator[T]:
-    """The items one after another; meanwhile `current_progress` tells how many are done."""
+    """Yield the items; meanwhile `current_progress` reports how many are done."""
     for done, item in enumerate(items):
         report_progress(name, done, len(items))
         yield item
@@ -54,10 +54,10 @@ def with_progress(items: Sequence[T], name: str) -> Iterator[T]:
 
 
 def report_progress(name: str, done: int, total: int) -> None:
-    """Notes the progress of a long piece of work; a `total` of 0 ends it."""
+    """Record the progress of a long piece of work; a `total` of 0 ends it."""
     _progress[:] = [(name, done, total)] if total else []
 
 
 def current_progress() -> tuple[str, int, int] | None:
-    """Name, done and total of the work in progress, or None."""
+    """Return name, done and total of the work in progress, or None."""
     return _progress[-1] if _progress else None

@@ -32,7 +32,7 @@ class MemoryReport:
         device: "cuda:0", "cpu", ...
         driver_used_bytes: Used on the device by everybody; on a CPU the machine's used memory.
         allocated_bytes: Allocated by torch on the device; on a CPU this process' resident memory.
-        total_bytes: Of the device or machine.
+        total_bytes: Memory of the device or machine.
     """
 
     device: str
@@ -48,20 +48,20 @@ class MemoryReport:
 
 
 class RowExchange(Protocol):
-    """Ranks that give each other bytes."""
+    """Ranks that send each other bytes."""
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """Number of this process."""
         ...
 
     def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
-        """Gives every rank its part, and returns what each rank gave this one; both by rank."""
+        """Send every rank its part, and return the parts that this rank received; both by rank."""
         ...
 
 
 def measure_memory() -> MemoryReport:
-    """Measures the current CUDA device, or the process where there is none."""
+    """Measure the current CUDA device, or the process if there is none."""
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         device = f"cuda:{torch.cuda.current_device()}"
@@ -72,13 +72,13 @@ def measure_memory() -> MemoryReport:
 
 
 def print_on_first_rank(group: Group, *msg: object, is_detail: bool = False) -> None:
-    """Prints with a time stamp on the first rank of the group; see `write_line`."""
+    """Print with a time stamp on the first rank of the group; see `write_line`."""
     if collectives.group_rank(group) == 0:
         write_line(" ".join(str(part) for part in msg), is_detail=is_detail)
 
 
 def report_memory(group: Group, prefix: str, *, is_detail: bool = False) -> MemoryReport:
-    """Prints (on the first rank) and returns the memory in use; on a CPU that of the process."""
+    """Print (on the first rank) and return the memory in use; on a CPU that of the process."""
     report = measure_memory()
     if collectives.group_rank(group) == 0:
         line = f"MEMORY STATUS: {prefix}, {report}"
@@ -87,14 +87,14 @@ def report_memory(group: Group, prefix: str, *, is_detail: bool = False) -> Memo
 
 
 def seed_generators(seed: int) -> None:
-    """Seeds random, NumPy and torch (CPU and all GPUs)."""
+    """Seed random, NumPy and torch (CPU and all GPUs)."""
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - user code may use the global generator
     torch.manual_seed(seed)
 
 
 def synchronize_and_free(group: Group) -> None:
-    """Waits for the GPU, then for all ranks, then frees cached GPU memory."""
+    """Wait for the GPU, then for all ranks, then free cached GPU memory."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     collectives.barrier(group)
@@ -106,11 +106,11 @@ class DistributedContext:
     """The process among its ranks: device, groups and collectives; usable once `start` has run.
 
     Args:
-        config: Of the strategy.
-        world_group: The ranks that train together; None is all ranks, `ALONE` this process.
+        config: Options of the strategy.
+        world_group: Ranks that train together; None is all ranks, `ALONE` this process.
 
     Attributes:
-        device: Where this rank computes.
+        device: Device of this rank.
         world_size: Ranks that train together.
         sp_mesh, sp_group, dp_group: The mesh dp x sp, the ranks that share a sequence and one rank
             of each data-parallel group; None without sequence parallelism.
@@ -177,11 +177,11 @@ class DistributedContext:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of forward and backward passes."""
+        """Type of forward and backward passes."""
         return torch.bfloat16 if self.computes_in_bf16 else torch.float32
 
     def start(self, timeout: timedelta | None, num_gpu_per_node: int | None) -> None:
-        """See `StrategyBase.setup_distributed`."""
+        """Start the process group and divide the ranks; see `StrategyBase.setup_distributed`."""
         config = self.config
         seed_generators(config.seed)
         gpus = torch.cuda.device_count() if num_gpu_per_node is None else num_gpu_per_node
@@ -204,7 +204,7 @@ class DistributedContext:
             )
 
     def _check_sizes(self) -> None:
-        """Groups live as long as the strategy."""
+        """Check that sizes fit: groups live as long as the strategy."""
         config = self.config
         sizes = {"sp_size": config.sp_size, "engine_tp_size": config.engine_tp_size}
         self._formed_sizes = self._formed_sizes or sizes
@@ -218,7 +218,7 @@ class DistributedContext:
             process_groups.check_divides(self.world_size, name, formed)
 
     def form_groups(self) -> None:
-        """Divides the ranks by sequences and by engines; once."""
+        """Divide the ranks by sequences and by engines; once."""
         size = self.config.sp_size
         if size > 1 and self.sp_mesh is None:
             shape = (self.world_size // size, size)
@@ -232,11 +232,11 @@ class DistributedContext:
             )
 
     def beside(self) -> Self:
-        """These ranks on process groups of their own, for work beside training. Collective.
+        """Return these ranks on separate process groups, for work beside training. Collective.
 
         Collectives of the two may come in different orders on different ranks, as long as each
-        keeps an order of its own. `world_group`, `engine_mp_group` and `dp_group` are separate;
-        the groups of one sequence, whose ranks call a model together, are the same.
+        keeps its order. `world_group`, `engine_mp_group` and `dp_group` are separate; the groups of
+        one sequence, whose ranks call a model together, are the same.
         """
         if self.world_size == 1:
             return self
@@ -253,40 +253,40 @@ class DistributedContext:
         return other
 
     def close(self, before_end: Callable[[], None]) -> None:
-        """Ends the process group if this context started it. Idempotent.
+        """End the process group if this context started it. Idempotent.
 
         Args:
-            before_end: Ends what others built on the process group.
+            before_end: Function that ends what others built on the process group.
         """
         if self._owns_process_group and dist.is_initialized():
             before_end()
-            # DeepSpeed ends the default group with its own.
+            # DeepSpeed ends the default group together with its groups.
             if dist.is_initialized():
                 dist.destroy_process_group()
         self._owns_process_group = False
 
     def is_rank_0(self) -> bool:
-        """Whether this is the first of the ranks."""
+        """Return whether this is the first of the ranks."""
         return self.rank == 0
 
     def print(self, *msg: object) -> None:
-        """Prints with a time stamp, on the first rank only."""
+        """Print with a time stamp, on the first rank only."""
         print_on_first_rank(self.world_group, *msg)
 
     def print_detail(self, *msg: object) -> None:
-        """As `print`, for details (memory, sleep, weight sync), which a run keeps in its log."""
+        """Print a detail (memory, sleep, weight sync), which a run keeps in its log."""
         print_on_first_rank(self.world_group, *msg, is_detail=True)
 
     def note_memory(self, prefix: str) -> MemoryReport:
-        """As `StrategyBase.report_memory`, as a detail."""
+        """Report memory as a detail; see `StrategyBase.report_memory`."""
         return report_memory(self.world_group, prefix, is_detail=True)
 
     def barrier(self) -> None:
-        """Waits until every rank arrived."""
+        """Wait until every rank arrived."""
         collectives.barrier(self.world_group)
 
     def free_memory(self) -> None:
-        """See `StrategyBase.sync_and_clear_cache`."""
+        """Wait for all ranks and free memory; see `StrategyBase.sync_and_clear_cache`."""
         synchronize_and_free(self.world_group)
 
     @overload
@@ -296,10 +296,10 @@ class DistributedContext:
     def all_reduce(self, data: T, op: str = "mean") -> T: ...
 
     def all_reduce(self, data: object, op: str = "mean") -> object:
-        """Reduces a tensor, a number or a nested dict over all ranks in one collective.
+        """Reduce a tensor, a number or a nested dict over all ranks in one collective.
 
         Args:
-            data: Left unchanged.
+            data: Values, left unchanged.
             op: "mean", "max" or "sum".
 
         Returns:
@@ -313,7 +313,7 @@ class DistributedContext:
         return collectives.all_reduce(cast("collectives.Tree", data), op, group=self.world_group)
 
     def reduce_over_data(self, data: T, op: str = "mean") -> T:
-        """Like `all_reduce`, counting ranks that share their samples once."""
+        """Reduce like `all_reduce`, counting ranks that share their samples once."""
         tree = cast("collectives.Tree", data)
         return cast("T", collectives.all_reduce(tree, op, group=self.data_group))
 
@@ -324,7 +324,7 @@ class DistributedContext:
     def all_gather(self, data: Mapping[str, collectives.Tree]) -> dict[str, Tensor]: ...
 
     def all_gather(self, data: collectives.Tree) -> object:
-        """Concatenates every rank's values in rank order; a number gives a 1-D tensor.
+        """Concatenate every rank's values in rank order; a number gives a 1-D tensor.
 
         Tensors may differ in their first dimension. Dicts may be nested.
 
@@ -334,13 +334,13 @@ class DistributedContext:
         return collectives.all_gather(data, group=self.world_group)
 
     def gather_objects(self, item: T, group: ProcessGroup | None = None) -> list[T]:
-        """Every rank's plain Python object, by rank, on every rank of the group (of all ranks)."""
+        """Return every rank's plain Python object, by rank, on all ranks of the group."""
         return collectives.gather_objects(item, self.world_group if group is None else group)
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank, on every rank; lengths may differ."""
+        """Return every rank's bytes, by rank, on every rank; lengths may differ."""
         return collectives.gather_bytes(data, self.world_group)
 
     def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
-        """Gives every rank its part, and returns what each rank gave this one; both by rank."""
+        """Send every rank its part, and return the parts that this rank received; both by rank."""
         return collectives.exchange_bytes(parts, self.world_group)

@@ -31,7 +31,7 @@ _ANSWER_SECONDS = 1.0
 _NOTE = "in phase "
 # Phases that follow each other faster share a record in the store.
 _RECORD_SECONDS = 1.0
-# Of all threads: rollouts may run beside training.
+# For all threads: rollouts may run beside training.
 _stack: list[_Deadline] = []
 _stack_lock = threading.RLock()
 _changed = threading.Condition(_stack_lock)
@@ -48,23 +48,23 @@ class _Deadline:
 
 
 class Watcher(threading.Thread):
-    """Ends the process when a phase takes too long.
+    """A thread that ends the process when a phase takes too long.
 
-    One thread for all phases: every micro-batch is one.
+    One thread serves all phases: every micro-batch is one.
     """
 
     running: Watcher | None = None
 
     @classmethod
     def wake(cls) -> None:
-        """Tells it of a new phase; a process that was forked starts one of its own."""
+        """Wake the thread for a new phase; a forked process starts another one."""
         if cls.running is None or not cls.running.is_alive():
             cls.running = cls(name="deadlines", daemon=True)
             cls.running.start()
         _changed.notify_all()
 
     def run(self) -> None:
-        """Waits for the nearest deadline and ends the process at it."""
+        """Wait for the nearest deadline and end the process at it."""
         with _stack_lock:
             while True:
                 nearest = min(_stack, key=lambda deadline: deadline.expires, default=None)
@@ -79,9 +79,9 @@ class _Record:
     """The phase of this process that the other ranks see in the store.
 
     Args:
-        outermost: The phase around it when it was written; "" for none.
-        written: When, of the monotonic clock.
-        store: Where; another process group has another one.
+        outermost: Phase around it when it was written; "" for none.
+        written: Time of the write, by the monotonic clock.
+        store: Store that holds it; another process group has another one.
     """
 
     outermost: str = ""
@@ -89,7 +89,7 @@ class _Record:
     store: dist.Store | None = None
 
     def write(self, name: str) -> None:
-        """Writes to the store where the outermost phase is another one, or a second later.
+        """Write to the store if the outermost phase changed, or a second later.
 
         All ranks write to the process of rank 0, and micro-batches are phases.
         """
@@ -113,7 +113,7 @@ def _rank() -> tuple[int, int]:
 
 
 def shared_store() -> dist.Store | None:
-    """The store of the default process group: it needs no collective to be read."""
+    """Return the store of the default process group: reading it needs no collective."""
     if not dist.is_initialized():
         return None
     return dist.distributed_c10d._get_default_store()
@@ -125,24 +125,24 @@ def _record(name: str, seconds: float = math.inf) -> None:
 
 
 def peer_phases() -> list[str]:
-    """Last recorded phases, by rank; "no phase recorded" for a rank that never did."""
+    """Return the last recorded phase of each rank; "no phase recorded" for a rank without one."""
     store = shared_store()
     if store is None:
         return []
     _, world_size = _rank()
-    found = []
+    phases = []
     for rank in range(world_size):
         key = f"lightrft/phase/{rank}"
         is_known = store.check([key])
-        found.append(store.get(key).decode() if is_known else "no phase recorded")
-    return found
+        phases.append(store.get(key).decode() if is_known else "no phase recorded")
+    return phases
 
 
 def silent_ranks() -> list[int]:
-    """The ranks that run into no deadline together with this one; waits a moment for them.
+    """Return the ranks that reach no deadline together with this one, after a short wait.
 
-    Ranks that wait for each other do so for equally long: one that is stopped or stuck elsewhere
-    does not answer.
+    Ranks that wait for each other wait equally long; one that is stopped or stuck elsewhere does
+    not answer.
     """
     store = shared_store()
     if store is None:
@@ -158,7 +158,7 @@ def silent_ranks() -> list[int]:
 
 
 def current_phase() -> tuple[str, float] | None:
-    """The innermost running phase of this process and how many seconds it has taken, or None."""
+    """Return the innermost running phase of this process and its seconds so far, or None."""
     running = _stack[-1:]
     if not running:
         return None
@@ -166,7 +166,7 @@ def current_phase() -> tuple[str, float] | None:
 
 
 def _expire(name: str, seconds: float) -> None:
-    """Prints where every rank is, then ends the process with code 7."""
+    """Print where every rank is, then end the process with code 7."""
     rank, _ = _rank()
     # The store's server may be the process that hangs.
     faulthandler.dump_traceback_later(_LAST_RESORT_SECONDS, exit=True)
@@ -184,7 +184,7 @@ def _expire(name: str, seconds: float) -> None:
 
 
 def _arm_last_resort() -> None:
-    """The C timer fires without the GIL, a little after the innermost running phase's watchdog."""
+    """Arm a C timer: it fires without the GIL, a little after the innermost phase's watchdog."""
     faulthandler.cancel_dump_traceback_later()
     if _stack:
         nearest = min(deadline.expires for deadline in _stack) - time.monotonic()
@@ -195,16 +195,16 @@ def _arm_last_resort() -> None:
 
 @contextmanager
 def phase(name: str, seconds: float | timedelta) -> Iterator[None]:
-    """Ends the process with code 7 if the body takes longer.
+    """End the process with code 7 if the body takes longer.
 
     On expiry a watchdog thread prints this rank, the phase and the last phase of every rank (from
     the process group's store), then all stacks. If the interpreter itself is stuck, a timer in C
-    prints the stacks and exits (code 1) 10 s later. Phases may nest, and run in several threads:
-    the one that began last is recorded. The store has it when the outermost one changes, or
-    after a second; the launcher's file always.
+    prints the stacks and exits (code 1) 10 s later. Phases may nest, and run in several threads;
+    the one that began last is recorded. The store receives it when the outermost one changes or
+    after a second, the launcher's file always.
 
     Args:
-        name: Says what is being waited for, e.g. "generate".
+        name: Name of the phase, e.g. "generate".
         seconds: Deadline.
     """
     limit = seconds.total_seconds() if isinstance(seconds, timedelta) else float(seconds)
@@ -234,7 +234,7 @@ def phase(name: str, seconds: float | timedelta) -> Iterator[None]:
 
 
 def note_phase(error: BaseException, name: str) -> None:
-    """Attaches to an exception the innermost phase that it came from, and this rank."""
+    """Attach to an exception the innermost phase that it came from, and this rank."""
     if phase_of(error) is None:
         rank, world_size = _rank()
         error.add_note(f"{_NOTE}{name!r}")
@@ -242,23 +242,23 @@ def note_phase(error: BaseException, name: str) -> None:
 
 
 def phase_of(error: BaseException) -> str | None:
-    """The phase in which an exception, or the first one behind it that has one, was raised."""
+    """Return the phase of an exception, or of the first one behind it that has a phase."""
     seen: list[BaseException] = []
     link: BaseException | None = error
-    while link is not None and link not in seen:  # one may be its own cause
+    while link is not None and link not in seen:  # an error may be its cause itself
         notes: list[str] = link.__dict__.get("__notes__", [])
         for note in notes:
             if note.startswith(_NOTE):
                 name: str = ast.literal_eval(note.removeprefix(_NOTE))
                 return name
         seen.append(link)
-        # What fails while a failed run is closed hides the first error behind it.
+        # An error while a failed run is closed hides the first error behind it.
         link = link.__cause__ or link.__context__
     return None
 
 
 def peak_bytes() -> int:
-    """The most that torch allocated since a stage began; on a CPU what the process holds."""
+    """Return torch's peak allocation since a stage began; on a CPU the process' memory."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return measure_memory().allocated_bytes
@@ -285,7 +285,7 @@ _span_sinks: list[Callable[[StageSpan], None]] = []
 
 @contextmanager
 def span_sink(sink: Callable[[StageSpan], None]) -> Iterator[None]:
-    """Tells a function of every stage that ends in the body."""
+    """Call a function for every stage that ends in the body."""
     _span_sinks.append(sink)
     try:
         yield
@@ -300,8 +300,8 @@ class StepTimer:
     Args:
         step: Number of the step, 0 where it is not known.
         seconds: Duration of each stage, summed over its repetitions.
-        memory_bytes: On a GPU the most that torch allocated during the stage; on a CPU what the
-            process holds at its end.
+        memory_bytes: On a GPU torch's peak allocation during the stage; on a CPU the memory of
+            the process at its end.
     """
 
     step: int = 0
@@ -310,7 +310,7 @@ class StepTimer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Measures what runs inside."""
+        """Measure the body."""
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         start, began = time.perf_counter(), time.time()

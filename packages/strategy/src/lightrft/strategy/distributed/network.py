@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import psutil
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
-# A group of gloo has a connection to each other rank. Training and rollouts have one of all ranks
-# each, an engine, NCCL and DeepSpeed have theirs.
+# A group of gloo has a connection to each other rank. Training and rollouts have a group of all
+# ranks each; an engine, NCCL and DeepSpeed have others.
 _LEAST_FILES_PER_RANK, FILES_PER_RANK = 2, 16
 _OTHER_FILES = 1024
 
@@ -20,14 +20,14 @@ class NetworkError(RuntimeError):
 
 
 def choose_gloo_interface(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The interface that gloo must be told of, or None where it finds the right one itself.
+    """Return the interface that gloo must use, or None if it detects the right one itself.
 
-    Gloo listens on the address to which the host's own name resolves. Where that is a loopback
+    Gloo listens on the address to which the host's name resolves. Where that is a loopback
     address (Debian writes 127.0.1.1 into /etc/hosts), the other nodes cannot reach it, and the
     first object collective fails or waits.
 
     Args:
-        environment: Has the launcher's WORLD_SIZE, LOCAL_WORLD_SIZE and MASTER_ADDR.
+        environment: Variables with the launcher's WORLD_SIZE, LOCAL_WORLD_SIZE and MASTER_ADDR.
 
     Raises:
         NetworkError: The named interface does not exist, none leads to the other nodes, or the
@@ -40,7 +40,7 @@ def choose_gloo_interface(environment: Mapping[str, str] = os.environ) -> str | 
     addresses = interface_addresses()
     chosen = environment.get(VARIABLE)
     if chosen is not None:
-        # Several may be given; "=" and "^" are prefixes of NCCL's form.
+        # The variable may name several; "=" and "^" are prefixes of NCCL's form.
         missing = [name for name in chosen.split(",") if name.strip("=^ ") not in addresses]
         if missing:
             raise NetworkError(
@@ -48,8 +48,8 @@ def choose_gloo_interface(environment: Mapping[str, str] = os.environ) -> str | 
                 f"{sorted(addresses)}"
             )
         return None
-    own = resolve(socket.gethostname())
-    if own is not None and not ipaddress.ip_address(own).is_loopback:
+    local = resolve(socket.gethostname())
+    if local is not None and not ipaddress.ip_address(local).is_loopback:
         return None
     leading = address_towards(environment.get("MASTER_ADDR", "localhost"))
     outside = {
@@ -61,28 +61,28 @@ def choose_gloo_interface(environment: Mapping[str, str] = os.environ) -> str | 
         if leading in held or len(outside) == 1:
             return name
     raise NetworkError(
-        f"this host's name {socket.gethostname()!r} resolves to {own or 'nothing'}, where other "
+        f"this host's name {socket.gethostname()!r} resolves to {local or 'nothing'}, where other "
         f"nodes cannot reach it: set {VARIABLE} on every node to the interface between the nodes, "
         f"one of {sorted(outside)}"
     )
 
 
 def raise_open_files(wanted: int) -> int | None:
-    """Raises this process's own limit towards a number, as far as the hard limit lets it.
+    """Raise this process's soft limit towards a number, as far as the hard limit allows.
 
     Returns:
         The hard limit; None where there is none.
     """
-    own, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     reached = wanted if most == unlimited else min(wanted, most)
-    if own != unlimited and own < reached:
+    if soft != unlimited and soft < reached:
         resource.setrlimit(resource.RLIMIT_NOFILE, (reached, most))
     return None if most == unlimited else most
 
 
 def allow_open_files(num_ranks: int) -> None:
-    """Has this process open as many files as connections to so many ranks need.
+    """Allow this process as many open files as connections to so many ranks need.
 
     By default a process may open 1024, which two groups of 512 ranks go beyond.
 
@@ -100,14 +100,14 @@ def allow_open_files(num_ranks: int) -> None:
 
 
 def _check_first_node(environment: Mapping[str, str]) -> None:
-    """Raises a NetworkError where another node would look for the first one on itself."""
+    """Raise a NetworkError if another node would look for the first one on itself."""
     if int(environment.get("RANK", "0")) < int(environment.get("LOCAL_WORLD_SIZE", "1")):
         return  # the first node may call itself as it likes
-    given = environment.get("MASTER_ADDR", "localhost")
-    found = resolve(given)
-    if found is not None and ipaddress.ip_address(found).is_loopback:
+    host = environment.get("MASTER_ADDR", "localhost")
+    address = resolve(host)
+    if address is not None and ipaddress.ip_address(address).is_loopback:
         raise NetworkError(
-            f"MASTER_ADDR={given} is this node itself ({found}), on a node other than the first: "
+            f"MASTER_ADDR={host} is this node itself ({address}), on a node other than the first: "
             "set it to an address of the first node that all nodes reach"
         )
 
@@ -130,7 +130,7 @@ def resolve(host: str) -> str | None:
 
 
 def address_towards(host: str) -> str:
-    """Address of this host on the way to another; nothing is sent."""
+    """Return the address of this host on the way to another; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))

@@ -1,9 +1,9 @@
 """Failures of one rank while the others wait in collectives of somebody else.
 
-An engine's own collectives know nothing of an exception on another rank: the healthy ranks would
-wait for as long as the engine's process group lets them, half an hour. The process group's store
-needs no collective, so a failing rank leaves its error there, and a thread of every other rank
-looks for it.
+An engine's collectives know nothing of an exception on another rank: the healthy ranks would wait
+until the engine's process group times out, half an hour. The process group's store needs no
+collective. So a failing rank leaves its error there, and a thread of every other rank looks
+for it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from lightrft.strategy.distributed.process_end import PeerFailedError, end_proce
 
 T = TypeVar("T")
 PEER_FAILED_EXIT_CODE = 1
-# So long others may take to come out of the action by themselves; then all of them raise.
+# Time for others to leave the action by themselves; then all of them raise.
 GRACE_SECONDS = 10.0
-# A little later, so that the failing rank has left before those that wait for it are ended.
+# A little later, so that the failing rank has left before the ranks waiting for it are ended.
 MARGIN_SECONDS = 3.0
 _POLL_SECONDS = 0.25
 # By group, since ranks may call the actions of two groups in different orders.
@@ -33,26 +33,26 @@ _calls: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def run_apart(action: Callable[[], T], group: Group, *, what: str) -> list[T]:
-    """`run_together` for an action in which ranks wait for each other in collectives of their own.
+    """Run an action, as `run_together` does, in which ranks wait in collectives of somebody else.
 
-    Every rank that comes out of the action within `GRACE_SECONDS` after the first failure raises;
-    one that is still inside is ended with exit code 1, and says which rank failed and why.
+    Every rank that leaves the action within `GRACE_SECONDS` after the first failure raises. One
+    that is still inside ends with exit code 1, and says which rank failed and why.
 
     Args:
-        action: Whose results are plain Python objects.
-        group: The ranks, all of which must call this; some of all ranks are left to `run_together`.
-        what: Has failed, if it fails.
+        action: Function whose results are plain Python objects.
+        group: Ranks, all of which must call this; a part of all ranks is left to `run_together`.
+        what: Name of the action, for messages.
 
     Raises:
-        PeerFailedError: Another rank failed; the message names it. A rank that fails raises its
-            own error.
+        PeerFailedError: Another rank failed; the message names it. A rank that fails raises
+            its original error.
     """
     if isinstance(group, Alone) or not 1 < group_size(group) == dist.get_world_size():
         return run_together(action, group, what=what)
     name = "" if group is None else group.group_name
     board = _Board(f"lightrft/apart/{name}/{next(_calls[name])}", what)
     watcher = _PeerWatcher(board)
-    own = f"rank {dist.get_rank()}: "
+    prefix = f"rank {dist.get_rank()}: "
     result, problem = None, None
     try:
         try:
@@ -60,16 +60,16 @@ def run_apart(action: Callable[[], T], group: Group, *, what: str) -> list[T]:
             board.leave()
         except Exception as error:
             problem = error
-            board.report(f"{own}{type(error).__name__}: {error}")
+            board.report(f"{prefix}{type(error).__name__}: {error}")
             if not board.wait_for_all(GRACE_SECONDS):
                 # The others are stuck inside, so an exchange of outcomes would be stuck, too.
                 raise
         return cast("list[T]", run_together(lambda: _value(result, problem), group, what=what))
     except Exception as error:
         cause = board.failure()
-        if cause is None or cause.startswith(own):
+        if cause is None or cause.startswith(prefix):
             raise
-        # A rank that was left alone in a collective knows only that.
+        # A rank that was left alone in a collective has no better cause.
         failure = PeerFailedError(f"{what} on {cause}")
         for note in getattr(error, "__notes__", ()):
             failure.add_note(note)
@@ -85,15 +85,15 @@ def _value(result: T, problem: Exception | None) -> T:
 
 
 class _Board:
-    """Messages of the ranks to each other, through the store, during one action.
+    """Messages of the ranks to each other through the store, during one action.
 
     Args:
-        prefix: Of its keys; the same on all ranks.
-        what: Has failed, if it fails.
+        prefix: Beginning of its keys; the same on all ranks.
+        what: Name of the action, for messages.
     """
 
     def __init__(self, prefix: str, what: str) -> None:
-        # A connection of its own: another thread may block on the original.
+        # A separate connection: another thread may block on the original.
         self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self._lock = threading.Lock()
         self._prefix = prefix
@@ -101,13 +101,13 @@ class _Board:
         self.what = what
 
     def report(self, text: str) -> None:
-        """Leaves an error, unless another rank was first, and counts as out of the action."""
+        """Leave an error, unless another rank was first, and count as out of the action."""
         with self._lock:
             self._store.compare_set(f"{self._prefix}/failure", "", text)
         self.leave()
 
     def failure(self) -> str | None:
-        """The first error that a rank left; kept, since the store may end with its rank."""
+        """Return the first error that a rank left; keep it, as the store may end with its rank."""
         key = f"{self._prefix}/failure"
         with self._lock:
             try:
@@ -120,12 +120,12 @@ class _Board:
             return self._failure
 
     def leave(self) -> None:
-        """Says that this rank is out of the action."""
+        """Report that this rank is out of the action."""
         with self._lock:
             self._store.add(f"{self._prefix}/out", 1)
 
     def wait_for_all(self, seconds: float) -> bool:
-        """Whether every rank comes out of the action within so many seconds."""
+        """Return whether every rank leaves the action within so many seconds."""
         limit = time.monotonic() + seconds
         while time.monotonic() < limit:
             with self._lock:
@@ -136,10 +136,10 @@ class _Board:
 
 
 class _PeerWatcher:
-    """A thread that ends this process if another rank fails and this one does not come out.
+    """A thread that ends this process if another rank fails and this one does not return.
 
     Args:
-        board: Where failures are left.
+        board: Board with the failures.
     """
 
     def __init__(self, board: _Board) -> None:
@@ -157,6 +157,6 @@ class _PeerWatcher:
                 end_process(line, PEER_FAILED_EXIT_CODE)
 
     def close(self) -> None:
-        """Stops watching."""
+        """Stop watching."""
         self._done.set()
         self._thread.join()

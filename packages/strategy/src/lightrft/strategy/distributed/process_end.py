@@ -26,7 +26,7 @@ ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 PHASE_FOLDER_VARIABLE = "LIGHTRFT_PHASE_FOLDER"
 # Set beside an OMP_NUM_THREADS that the launcher chose, not the user.
 SHARED_THREADS_VARIABLE = "LIGHTRFT_SHARED_THREADS"
-# Schedulers send one of them some time before they end a job.
+# Schedulers send one of these some time before they end a job.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -35,8 +35,8 @@ class LastPhase:
     """The phase that a process recorded last.
 
     Args:
-        name: What it was waiting for or doing.
-        expires_unix: When its deadline passes; infinite between phases.
+        name: Name of the phase.
+        expires_unix: Time of its deadline; infinite between phases.
     """
 
     name: str
@@ -44,7 +44,7 @@ class LastPhase:
 
 
 def write_error_report(text: str, code: int) -> None:
-    """Leaves an error where the launcher looks for it, in torch's format; first one wins."""
+    """Leave an error where the launcher looks for it, in torch's format; the first one wins."""
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if path is None or os.path.exists(path):
         return
@@ -56,7 +56,7 @@ def write_error_report(text: str, code: int) -> None:
 
 
 def end_process(text: str, code: int) -> None:
-    """Leaves the error for the launcher and all stacks on the standard error, and ends at once."""
+    """Leave the error for the launcher, write all stacks to standard error, and end at once."""
     write_error_report(text, code)
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
     sys.stderr.flush()
@@ -64,16 +64,16 @@ def end_process(text: str, code: int) -> None:
 
 
 def has_failed_peer() -> bool:
-    """Whether another process of this node has reported an error."""
+    """Return whether another process of this node has reported an error."""
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if path is None:
         return False
-    own = Path(path)  # <attempt>/<local rank>/error.json
-    return any(found != own for found in own.parent.parent.glob(f"*/{own.name}"))
+    report = Path(path)  # <attempt>/<local rank>/error.json
+    return any(other != report for other in report.parent.parent.glob(f"*/{report.name}"))
 
 
 def record_phase(phase: LastPhase) -> None:
-    """Leaves the phase for the launcher, for ends of which the process can say nothing."""
+    """Leave the phase for the launcher, for ends that the process cannot report itself."""
     folder = os.environ.get(PHASE_FOLDER_VARIABLE)
     if folder is not None:
         path = Path(folder) / os.environ.get("RANK", "0")
@@ -82,7 +82,7 @@ def record_phase(phase: LastPhase) -> None:
 
 
 def read_phase(folder: Path, rank: int) -> LastPhase | None:
-    """The phase that a rank recorded last; None if it never did."""
+    """Return the phase that a rank recorded last; None if it never did."""
     try:
         path = folder / str(rank)
         name, expires = typed(tuple[str | float, ...], parse_json(read_bytes(path), path), path)
@@ -93,7 +93,7 @@ def read_phase(folder: Path, rank: int) -> LastPhase | None:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Lets `STOP_SIGNALS` end the process at once while the body waits outside of Python.
+    """Let `STOP_SIGNALS` end the process at once while the body waits outside of Python.
 
     Handlers of Python would run only after it.
     """
@@ -109,14 +109,14 @@ def ended_by_signals() -> Iterator[None]:
 
 
 class StopRequest:
-    """Remembers that a signal asked this process to stop; nothing is interrupted."""
+    """Flag that a signal asked this process to stop; nothing is interrupted."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Takes `STOP_SIGNALS` while the body runs; call it from the main thread."""
+        """Listen for `STOP_SIGNALS` while the body runs; call it from the main thread."""
         before = {number: signal.signal(number, self._remember) for number in STOP_SIGNALS}
         try:
             yield
@@ -125,7 +125,7 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def __call__(self) -> bool:
-        """Whether a signal has come."""
+        """Return whether a signal has come."""
         return self.signal_name is not None
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
@@ -137,7 +137,7 @@ class StopRequest:
 
 
 class PeerFailedError(RuntimeError):
-    """The failure of another rank; the message says of which, and how."""
+    """The failure of another rank; the message says which rank, and how."""
 
 
 class NumericsError(RuntimeError):

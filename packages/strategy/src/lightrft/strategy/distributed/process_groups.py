@@ -31,11 +31,11 @@ _SIDES: list[Side] = []
 class Side:
     """One of the two parts of a launch: the first ranks train, the last ones only generate.
 
-    Each part is a world of its own: its ranks count from 0, and its default process group is of
+    Each part is a separate world: its ranks count from 0, and its default process group holds
     them alone.
 
     Args:
-        launch_rank: Of this process in the launch.
+        launch_rank: Number of this process in the launch.
         num_training, num_generating: Ranks of both parts.
     """
 
@@ -50,7 +50,7 @@ class Side:
 
     @property
     def rank(self) -> int:
-        """Of this process within its part."""
+        """Number of this process within its part."""
         return self.launch_rank - self.num_training if self.generates else self.launch_rank
 
     @property
@@ -59,7 +59,7 @@ class Side:
         return self.num_generating if self.generates else self.num_training
 
     def describe(self, launch_rank: int) -> str:
-        """A rank of the launch, with what it does."""
+        """Return a rank of the launch with its work."""
         role = "generates" if launch_rank >= self.num_training else "trains"
         return f"rank {launch_rank}, which {role}"
 
@@ -78,9 +78,9 @@ class LaunchEnvironment:
 
     @classmethod
     def read(cls) -> LaunchEnvironment:
-        """Reads RANK, WORLD_SIZE, MASTER_ADDR (localhost) and MASTER_PORT (2222).
+        """Read RANK, WORLD_SIZE, MASTER_ADDR (localhost) and MASTER_PORT (2222).
 
-        Without RANK and WORLD_SIZE there was no launcher: the process is a world of its own.
+        Without RANK and WORLD_SIZE there was no launcher: the process is the only rank.
         """
         missing = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
         if len(missing) == 2:
@@ -104,10 +104,10 @@ class LaunchEnvironment:
 
 
 def take_side(num_generating: int, timeout: timedelta) -> tuple[Side, dist.Store]:
-    """Makes the last ranks of the launch a world of their own; before any process group exists.
+    """Make the last ranks of the launch a separate world, before any process group exists.
 
     Returns:
-        The side of this process, and a store that both sides share.
+        Side of this process, and a store that both sides share.
 
     Raises:
         ValueError: No rank would be left to train.
@@ -125,25 +125,25 @@ def take_side(num_generating: int, timeout: timedelta) -> tuple[Side, dist.Store
     side = Side(launch.rank, num_training, num_generating)
     with ended_by_signals():
         store = _fresh_store(launch, timeout)
-    own = dist.PrefixStore("generate" if side.generates else "train", store)
-    _STORES[launch.init_method] = own, itertools.count()
+    side_store = dist.PrefixStore("generate" if side.generates else "train", store)
+    _STORES[launch.init_method] = side_store, itertools.count()
     _SIDES[:] = [side]
     return side, dist.PrefixStore("bridge", store)
 
 
 def leave_side() -> None:
-    """Makes this process one of the whole launch again, with a store of its own."""
+    """Make this process one of the whole launch again, with a new store."""
     _SIDES.clear()
     _STORES.clear()
 
 
 def backend_for_machine() -> str:
-    """Gloo for CPU tensors, and NCCL for CUDA tensors where there is a GPU."""
+    """Return gloo for CPU tensors, and NCCL for CUDA tensors if there is a GPU."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def resolve_local_rank(configured: int, num_gpu_per_node: int) -> int:
-    """Index of this process' device on its node.
+    """Return the index of this process' device on its node.
 
     An explicit value wins; then LOCAL_RANK (torchrun, Slurm); then RANK modulo the GPUs of a
     node; -1 if nothing is known.
@@ -158,11 +158,11 @@ def resolve_local_rank(configured: int, num_gpu_per_node: int) -> int:
 
 
 def resolve_device(local_rank: int, *, devices_shared: bool = False) -> torch.device:
-    """The GPU of this local rank (0 if unknown) if there are GPUs, else the CPU.
+    """Return the GPU of this local rank (0 if unknown) if there are GPUs, else the CPU.
 
     Args:
         local_rank: Number of this process on its node.
-        devices_shared: A rank that only generates may have the GPU of one that trains.
+        devices_shared: Whether a rank that only generates may share the GPU of a training rank.
 
     Raises:
         ConfigError: The node has fewer GPUs than local ranks, or than those of one side.
@@ -170,7 +170,7 @@ def resolve_device(local_rank: int, *, devices_shared: bool = False) -> torch.de
     if not torch.cuda.is_available():
         return torch.device("cpu")
     index, count = max(0, local_rank), torch.cuda.device_count()
-    # NCCL, which each side uses by itself, refuses two ranks of one GPU.
+    # NCCL, which each side uses alone, refuses two ranks of one GPU.
     fits = devices_shared and all(side.world_size <= count for side in _SIDES)
     if index >= count and not (fits and _SIDES):
         remedy = f"start at most {count} processes per node"
@@ -184,7 +184,7 @@ def resolve_device(local_rank: int, *, devices_shared: bool = False) -> torch.de
 
 
 def _fresh_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
-    """Store where the ranks find each other, without the keys of a group destroyed before.
+    """Return the store where the ranks meet, without the keys of a destroyed group.
 
     The connection is kept for the life of the process: a rank that starts its next group early
     must not meet the dying server of the last one.
@@ -192,14 +192,16 @@ def _fresh_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
     if launch.init_method is None or launch.world_size == 1:
         return dist.HashStore()  # one process needs no port, which another may take first
     if launch.init_method not in _STORES:
-        found = dist.rendezvous(launch.init_method, launch.rank, launch.world_size, timeout=timeout)
-        _STORES[launch.init_method] = (next(iter(found))[0], itertools.count())
+        rendezvous = dist.rendezvous(
+            launch.init_method, launch.rank, launch.world_size, timeout=timeout
+        )
+        _STORES[launch.init_method] = (next(iter(rendezvous))[0], itertools.count())
     store, starts = _STORES[launch.init_method]
     return dist.PrefixStore(f"start_{next(starts)}", store)
 
 
 def start_process_group(timeout: timedelta | None) -> bool:
-    """Starts the default process group unless one exists.
+    """Start the default process group unless one exists.
 
     Returns:
         Whether this call started it.
@@ -228,15 +230,15 @@ def start_process_group(timeout: timedelta | None) -> bool:
 
 
 def _check_running_group() -> None:
-    """Raises a RuntimeError if the launcher's variables are there and say something else."""
-    found = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
+    """Raise a RuntimeError if the launcher's variables contradict the running group."""
+    actual = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
     launch = LaunchEnvironment.read() if _SIDES else None
-    wanted = {name: os.environ.get(name, str(value)) for name, value in found.items()}
+    wanted = {name: os.environ.get(name, str(value)) for name, value in actual.items()}
     if launch is not None:
         wanted = {"RANK": str(launch.rank), "WORLD_SIZE": str(launch.world_size)}
-    if any(wanted[name] != str(value) for name, value in found.items()):
+    if any(wanted[name] != str(value) for name, value in actual.items()):
         raise RuntimeError(
-            f"torch.distributed runs with rank {found['RANK']} of {found['WORLD_SIZE']} already, "
+            f"torch.distributed runs with rank {actual['RANK']} of {actual['WORLD_SIZE']} already, "
             f"but the environment says RANK={wanted['RANK']}, WORLD_SIZE={wanted['WORLD_SIZE']}: "
             "close() the strategy that started it (or torch.distributed.destroy_process_group()) "
             "first, or correct the variables"
@@ -244,7 +246,7 @@ def _check_running_group() -> None:
 
 
 def check_divides(world_size: int, name: str, size: int) -> None:
-    """Raises ValueError unless `size` ranks per group divide all ranks evenly."""
+    """Raise a ValueError unless `size` ranks per group divide all ranks evenly."""
     if size < 1 or world_size % size != 0:
         legal = [n for n in range(1, world_size + 1) if world_size % n == 0]
         raise ValueError(
@@ -254,7 +256,7 @@ def check_divides(world_size: int, name: str, size: int) -> None:
 
 
 def engine_group_ranks(world_size: int, engine_tp_size: int) -> tuple[list[list[int]], ...]:
-    """Ranks that share an engine, and ranks that hold the same part of different engines.
+    """Return ranks that share an engine, and ranks that hold the same part of different engines.
 
     Example: 4 ranks, tp 2 -> ([[0, 1], [2, 3]], [[0, 2], [1, 3]]).
     """
@@ -268,11 +270,11 @@ def _own_group(layout: list[list[int]], timeout: timedelta | None) -> ProcessGro
     if len(layout) == 1:
         return dist.group.WORLD
     rank = dist.get_rank()
-    own = next(ranks for ranks in layout if rank in ranks)
+    members = next(ranks for ranks in layout if rank in ranks)
     # Only members take part: with one group per rank, a collective over all ranks for every
     # group would make the start quadratic.
     group: ProcessGroup | None = dist.new_group(
-        own, timeout=timeout, use_local_synchronization=True
+        members, timeout=timeout, use_local_synchronization=True
     )
     return group
 
@@ -280,7 +282,7 @@ def _own_group(layout: list[list[int]], timeout: timedelta | None) -> ProcessGro
 def create_sub_group(
     engine_tp_size: int, *, timeout: timedelta | None = None
 ) -> tuple[ProcessGroup | None, ProcessGroup | None]:
-    """The groups of this rank: ranks that share its engine, and its peers in other engines.
+    """Return this rank's groups: ranks that share its engine, and its peers in other engines.
 
     Returns:
         (engine_mp_group, engine_dp_group).
@@ -295,24 +297,24 @@ def create_sub_group(
 
 
 def separate_group(group: ProcessGroup | None, *, timeout: timedelta) -> ProcessGroup | None:
-    """The same ranks (None is all) in another process group, whose collectives are apart.
+    """Return the same ranks (None is all) in another process group with separate collectives.
 
     Collective. For values on the CPU, so that no GPU memory goes into it. A group of one rank is
     returned as it is.
     """
     if dist.get_world_size(group) == 1:
         return group
-    found: ProcessGroup | None = dist.new_group(
+    separate: ProcessGroup | None = dist.new_group(
         None if group is None else dist.get_process_group_ranks(group),
         timeout=timeout,
         backend="gloo",
         use_local_synchronization=group is not None,  # only members take part
     )
-    return found
+    return separate
 
 
 def resolve_shard_size(shard_size: int, world_size: int) -> int:
-    """Ranks over which a model is sharded; -1 means all.
+    """Return the number of ranks over which a model is sharded; -1 means all.
 
     A size above the number of ranks is clamped to it, so that `shard_size=8` works everywhere.
 
@@ -328,7 +330,7 @@ def resolve_shard_size(shard_size: int, world_size: int) -> int:
 def accumulation_steps(
     *, train_batch_size: int, micro_train_batch_size: int, num_data_ranks: int, world_size: int
 ) -> int:
-    """Micro-batches of one optimizer step on each rank.
+    """Return the micro-batches of one optimizer step on each rank.
 
     Raises:
         ValueError: `train_batch_size` is not a positive multiple of

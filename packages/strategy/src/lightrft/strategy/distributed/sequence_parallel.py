@@ -28,11 +28,11 @@ class SharesSequences(Protocol):
         """The ranks that call the model with the same batch; None is this rank alone."""
 
     def share_sequences(self, group: ProcessGroup | None) -> None:
-        """All ranks of the group call the model with the same batch from now on."""
+        """Let all ranks of the group call the model with the same batch from now on."""
 
 
 def share_sequences(model: nn.Module, group: ProcessGroup | None, *, is_trained: bool) -> None:
-    """Divides a model's sequences among the ranks of a group; None leaves the model as it is.
+    """Divide a model's sequences among the ranks of a group; None leaves the model as it is.
 
     Raises:
         ValueError: A model for training cannot be divided: the ranks of a group would each compute
@@ -51,7 +51,7 @@ def share_sequences(model: nn.Module, group: ProcessGroup | None, *, is_trained:
 
 
 class SPDataProcessor:
-    """Gives every rank of a group the union of their items, and takes its own back.
+    """Exchange of items in a group: each rank sees all of them, and takes its part back.
 
     The ranks of a sequence-parallel group work on one sequence together, so each must see every
     item of the group. With one rank both methods are the identity.
@@ -65,7 +65,7 @@ class SPDataProcessor:
         self._counts: list[int] = []
 
     def preprocess(self, items: list[T]) -> list[T]:
-        """The items of all ranks of the group, in rank order. Collective; counts may differ."""
+        """Return the items of all ranks, in rank order. Collective; counts may differ."""
         if group_size(self.group) == 1:
             return items
         gathered = gather_objects(items, self.group)
@@ -73,7 +73,7 @@ class SPDataProcessor:
         return [item for part in gathered for item in part]
 
     def postprocess(self, items: list[T]) -> list[T]:
-        """Part of this rank of a list as long as what `preprocess` returned.
+        """Return this rank's part of a list as long as the result of `preprocess`.
 
         Raises:
             ValueError: The length differs from that list's.

@@ -39,7 +39,7 @@ PromptItem = Sequence[int] | GenerationRequest
 
 
 def check_engine_type(engine_type: str) -> str:
-    """Resolves "auto" and refuses unknown names.
+    """Resolve "auto" and refuse unknown names.
 
     Raises:
         ValueError: No engine has this name.
@@ -53,7 +53,7 @@ def check_engine_type(engine_type: str) -> str:
 def engine_config(
     config: StrategyConfig, engine_type: str, *, has_gpu: bool, module: nn.Module | None
 ) -> EngineConfig:
-    """Configuration of an engine, from that of a strategy.
+    """Return the configuration of an engine, from that of a strategy.
 
     Raises:
         ValueError: Neither a checkpoint directory (`pretrain`) nor a module is known.
@@ -79,7 +79,7 @@ def engine_config(
 
 
 def holds_saved_buffers(module: nn.Module) -> bool:
-    """Whether a model's files have numbers that are no parameters, which no weight sync sends."""
+    """Return whether a model's files have numbers besides parameters; no weight sync sends them."""
     return any(
         buffer.is_floating_point() and name not in each._non_persistent_buffers_set
         for each in module.modules()
@@ -88,7 +88,7 @@ def holds_saved_buffers(module: nn.Module) -> bool:
 
 
 def media_bounds(config: StrategyConfig) -> MediaBounds:
-    """Bounds of the media of a run; none for a strategy alone.
+    """Return bounds of the media of a run; none for a strategy alone.
 
     Environments show images that no row has: their prompts are not counted.
     """
@@ -110,17 +110,17 @@ def media_bounds(config: StrategyConfig) -> MediaBounds:
 
 
 def rollout_engine(args: Arguments, engine_type: str) -> RolloutEngine:
-    """An engine without a strategy, from a strategy's options; starts it."""
+    """Start an engine without a strategy, from a strategy's options."""
     config = StrategyConfig.from_args(args)
     has_gpu = torch.cuda.is_available()
     return build_engine(engine_config(config, engine_type, has_gpu=has_gpu, module=None))
 
 
 def as_sampling_params(given: object, engine: RolloutEngine) -> SamplingParams:
-    """Our `SamplingParams` from itself, a mapping of its field names or the engine's own object.
+    """Return `SamplingParams` from itself, a mapping of its fields or the engine's native object.
 
     Raises:
-        ValueError: The mapping has unknown names, or the engine's object sets what cannot be used.
+        ValueError: The mapping has unknown names, or the engine's object has unusable settings.
         TypeError: It is none of them.
     """
     if isinstance(given, SamplingParams):
@@ -144,7 +144,7 @@ def as_sampling_params(given: object, engine: RolloutEngine) -> SamplingParams:
 
 
 def has_media(media: Media | None) -> bool:
-    """Whether anything but None is in a flat or nested list."""
+    """Return whether anything but None is in a flat or nested list."""
     if media is None:
         return False
     return any(inner is not None for item in media for inner in _as_group(item))
@@ -157,7 +157,7 @@ def _as_group(item: object) -> Media:
 def _grouped(
     media: Media, counts: Sequence[int] | None, num_prompts: int, kind: str
 ) -> list[Media]:
-    """One list per prompt from nested items; None counts as no medium."""
+    """Return one list per prompt from nested items; None counts as no medium."""
     if len(media) != num_prompts:
         raise ValueError(
             f"{kind}: a nested list needs one entry per prompt: got {len(media)} entries for "
@@ -178,7 +178,7 @@ def _grouped(
 def group_media(
     media: Media | None, counts: Sequence[int] | None, num_prompts: int, *, kind: str
 ) -> list[Media]:
-    """Assigns media to prompts.
+    """Assign media to prompts.
 
     Nested input has one list (or tuple, single item or None) per prompt. Flat input has all media
     in order and is cut by `counts`. Without counts a flat list must have one entry (an item or
@@ -205,7 +205,7 @@ def group_media(
         return _grouped(media, counts, num_prompts, kind)
     if sum(counts) != len(media):
         if len(media) == num_prompts:
-            # One entry per prompt with None for "no image": the count of such a prompt is 0 or 1.
+            # One entry per prompt, where None means no image, so each count is 0 or 1.
             return _grouped(media, counts, num_prompts, kind)
         raise ValueError(
             f"{kind}: a flat list must have sum({kind}_num) = {sum(counts)} entries, "
@@ -227,7 +227,7 @@ def build_multimodal_inputs(
     videos: Media | None,
     videos_num: Sequence[int] | None,
 ) -> list[dict[str, object]]:
-    """One `{"prompt", "multi_modal_data"?}` per prompt.
+    """Return one `{"prompt", "multi_modal_data"?}` per prompt.
 
     `multi_modal_data` maps "image" and "video" to non-empty lists. A prompt without any medium
     loses its image and video placeholders; other prompts are left unchanged.
@@ -238,12 +238,14 @@ def build_multimodal_inputs(
     image_groups = group_media(images, images_num, len(prompts), kind="images")
     video_groups = group_media(videos, videos_num, len(prompts), kind="videos")
     inputs: list[dict[str, object]] = []
-    for prompt, own_images, own_videos in zip(prompts, image_groups, video_groups, strict=True):
+    for prompt, prompt_images, prompt_videos in zip(
+        prompts, image_groups, video_groups, strict=True
+    ):
         media: dict[str, list[object]] = {}
-        if own_images:
-            media["image"] = list(own_images)
-        if own_videos:
-            media["video"] = list(own_videos)
+        if prompt_images:
+            media["image"] = list(prompt_images)
+        if prompt_videos:
+            media["video"] = list(prompt_videos)
         if media:
             inputs.append({"prompt": prompt, "multi_modal_data": media})
         else:
@@ -253,20 +255,20 @@ def build_multimodal_inputs(
 
 
 def media_of(item: Mapping[str, object], kind: str) -> tuple[object, ...]:
-    """The "image" or "video" list of one input; a single medium counts as a list of one."""
+    """Return the "image" or "video" list of one input; a single medium is a list of one."""
     data = item.get("multi_modal_data")
     if not isinstance(data, Mapping) or data.get(kind) is None:
         return ()
-    found = data[kind]
-    return tuple(found) if isinstance(found, list | tuple) else (found,)
+    items = data[kind]
+    return tuple(items) if isinstance(items, list | tuple) else (items,)
 
 
 def text_requests(items: Sequence[PromptItem], first_id: int) -> list[GenerationRequest]:
-    """Requests from token ids or ready requests.
+    """Return requests from token ids or ready requests.
 
     Args:
         items: Lists of token ids, or requests, which keep their ids.
-        first_id: Request id of the first bare list; the next ones follow.
+        first_id: Request id of the first bare list; it increases by one per list.
     """
     return [
         item
@@ -281,10 +283,10 @@ def multimodal_requests(
     first_id: int,
     token_ids: Sequence[PromptItem] | None = None,
 ) -> list[GenerationRequest]:
-    """Requests from `{"prompt", "multi_modal_data"?}` items.
+    """Return requests from `{"prompt", "multi_modal_data"?}` items.
 
     Args:
-        inputs: As `build_multimodal_inputs` makes them.
+        inputs: Items as `build_multimodal_inputs` makes them.
         first_id: Request id of the first item.
         token_ids: Token ids of the same prompts, if known.
     """
@@ -333,7 +335,7 @@ class PromptBatch:
         return 0
 
     def requests(self, first_id: int, *, is_multimodal: bool) -> list[GenerationRequest]:
-        """Requests of this rank; multimodal if any rank of the call has images or videos.
+        """Return requests of this rank; multimodal if any rank of the call has images or videos.
 
         Raises:
             ValueError: The needed form is missing, or counts do not agree.
@@ -360,7 +362,7 @@ class PromptBatch:
 
 
 def as_prompts(items: Sequence[PromptItem] | Sequence[int]) -> list[PromptItem]:
-    """Prompts from prompts, or from the token ids of one."""
+    """Return prompts from prompts, or from the token ids of one."""
     if items and all(isinstance(item, int) for item in items):
         return [cast("Sequence[int]", items)]
     return [cast("PromptItem", item) for item in items]
@@ -385,7 +387,7 @@ class LengthStatistics:
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> LengthStatistics:
-        """Statistics of a non-empty list of lengths."""
+        """Return statistics of a non-empty list of lengths."""
         values = np.asarray(lengths)
         return cls(
             total_samples=len(values),
@@ -398,7 +400,7 @@ class LengthStatistics:
 
 
 class GenLenAnalyser:
-    """Collects generation lengths every N steps and writes them as JSON and as a picture.
+    """A collector of generation lengths every N steps, written as JSON and as a picture.
 
     Args:
         plot_every: Interval in steps; 0 or less switches the analyser off.
@@ -417,13 +419,13 @@ class GenLenAnalyser:
             require_matplotlib()
 
     def is_due(self, step: int) -> bool:
-        """Whether `collect` does anything at this step; equal on all ranks."""
+        """Return whether `collect` does anything at this step; equal on all ranks."""
         return self.plot_every > 0 and step % self.plot_every == 0
 
     def collect(
         self, lengths: Sequence[int], step: int, *, writes_files: bool
     ) -> LengthStatistics | None:
-        """Statistics over all ranks, whose counts may differ. Collective when due.
+        """Compute statistics over all ranks, whose counts may differ. Collective when due.
 
         Args:
             lengths: Generated tokens of each of this rank's completions.
@@ -431,25 +433,25 @@ class GenLenAnalyser:
             writes_files: Whether this rank writes the files.
 
         Returns:
-            None if not due, or if nothing was generated anywhere.
+            Statistics; None if not due, or if nothing was generated anywhere.
         """
         if not self.is_due(step):
             return None
         everything = [n for part in gather_objects(list(lengths), self.group) for n in part]
         if not everything:
             return None
-        found = LengthStatistics.of(everything)
+        statistics = LengthStatistics.of(everything)
         if writes_files and self.log_dir is not None:
             self.log_dir.mkdir(parents=True, exist_ok=True)
             stem = self.log_dir / f"gen_len_step_{step}"
-            record = {"step": step, **asdict(found), "lengths": everything}
+            record = {"step": step, **asdict(statistics), "lengths": everything}
             stem.with_suffix(".json").write_text(json.dumps(record), encoding="utf-8")
             stem.with_suffix(".png").write_bytes(histogram_png(everything, step=step))
-        return found
+        return statistics
 
 
 def require_matplotlib() -> None:
-    """Finds out before a run, not at its first picture, whether pictures can be drawn.
+    """Check before a run, not at its first picture, whether pictures can be drawn.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -464,16 +466,16 @@ def require_matplotlib() -> None:
 
 
 def histogram_png(lengths: Sequence[int], *, step: int) -> bytes:
-    """A histogram with at most 40 bars.
+    """Draw a histogram with at most 40 bars.
 
     Args:
         lengths: At least one number.
-        step: Named in the title, with the mean.
+        step: Step for the title, beside the mean.
 
     Returns:
-        The contents of a PNG file.
+        Contents of a PNG file.
     """
-    # The object interface: a figure that pyplot does not know of goes away with its last name.
+    # The object interface: pyplot would keep a reference to its figures.
     from matplotlib.figure import Figure
 
     values = np.asarray(lengths)
@@ -492,32 +494,32 @@ def histogram_png(lengths: Sequence[int], *, step: int) -> bytes:
 
 @dataclass(slots=True)
 class GenerationWork:
-    """Seconds of this rank's engine since somebody last asked.
+    """Seconds of this rank's engine since the last query.
 
     Args:
-        busy_seconds: In calls.
-        thin_seconds: Of these, lost because few responses were left; see `thin_seconds`.
+        busy_seconds: Seconds in calls.
+        thin_seconds: Part of these lost because few responses were left; see `thin_seconds`.
     """
 
     busy_seconds: float = 0.0
     thin_seconds: float = 0.0
 
     def add(self, finishes: Sequence[tuple[float, int]], seconds: float) -> None:
-        """Counts a call of the engine; see `thin_seconds`."""
+        """Add a call of the engine; see `thin_seconds`."""
         self.busy_seconds += seconds
         self.thin_seconds += thin_seconds(finishes, seconds)
 
 
 def thin_seconds(finishes: Sequence[tuple[float, int]], seconds: float) -> float:
-    """Seconds that a call would save if it were as fast to its end as while all its rows ran.
+    """Return the seconds a call would save if it kept its speed while all rows ran to its end.
 
     seconds - (all tokens) / (tokens a second until a quarter of the rows has ended); at least 0.
-    All rows are taken to run from the begin on: with more rows than an engine runs at once it is
-    too large. 0 where an engine gives all its rows at the end.
+    All rows are assumed to run from the beginning: with more rows than an engine runs at once the
+    result is too large. 0 where an engine returns all its rows at the end.
 
     Args:
-        finishes: Of each row, the second in which it was given, and its tokens.
-        seconds: Of the call.
+        finishes: For each row, the second in which it came, and its tokens.
+        seconds: Duration of the call.
     """
     ordered = sorted(finishes)
     if not ordered or ordered[0][0] >= seconds or not ordered[-1][1]:

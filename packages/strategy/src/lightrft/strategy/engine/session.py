@@ -1,4 +1,4 @@
-"""The rollout engine's life beside a trainer: start, sleep, generation over ranks, weights."""
+"""The rollout engine beside a trainer: start, sleep, generation over ranks, weights."""
 
 import platform
 import time
@@ -42,17 +42,17 @@ from lightrft.strategy.weight_sync.parameter_source import ParameterSource, engi
 from lightrft.strategy.weight_sync.sync import MEGABYTE, WeightSync, WeightSyncReport
 
 GENERATION_FAILED = "generation failed"
-# Takes completions of this rank while others are sampled; must not raise.
+# Receives completions of this rank while others are sampled; must not raise.
 OnFinished = Callable[[list[Completion]], None]
 NOT_STARTED = "the engine did not start"
 
 
 @dataclass(frozen=True, slots=True)
 class NodeMemory:
-    """Node of a rank, and the memory that is left there.
+    """Node of a rank, and the free memory there.
 
     Args:
-        node: The same for all processes of one running system.
+        node: Identity of the node; the same for all processes of one running system.
         free_bytes, total_bytes: Memory of the rank's GPU; 0 without one.
     """
 
@@ -62,7 +62,7 @@ class NodeMemory:
 
 
 def own_place(*, has_gpu: bool) -> NodeMemory:
-    """Of this process."""
+    """Return node and memory of this process."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     node = f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}".strip()
     free, total = torch.cuda.mem_get_info() if has_gpu else (0, 0)
@@ -70,11 +70,11 @@ def own_place(*, has_gpu: bool) -> NodeMemory:
 
 
 def check_places(places: Sequence[NodeMemory], config: EngineConfig) -> None:
-    """Refuses, on all ranks alike, an engine that could not start on one of them or would crawl.
+    """Refuse, on all ranks alike, an engine that could not start on one of them or would crawl.
 
     Args:
-        places: Of every rank, by rank.
-        config: Of the engine.
+        places: Place of every rank, by rank.
+        config: Configuration of the engine.
 
     Raises:
         ValueError: The ranks of an engine are on several nodes, or a GPU has too little memory
@@ -110,15 +110,15 @@ class EngineSession:
     """One engine and the ranks that use it; created without an engine.
 
     Args:
-        training: Started.
-        context: The same ranks on process groups of their own, so that rollouts and training never
-            wait for each other in a collective. Weight syncs use those of training.
-        config: Of the strategy.
+        training: Started training.
+        context: The same ranks on separate process groups, so that rollouts and training never wait
+            for each other in a collective. Weight syncs use the groups of training.
+        config: Options of the strategy.
 
     Attributes:
-        genlen_analyser: Collects the lengths of what was generated.
-        num_calls: Calls of `gather_and_generate` that ended well.
-        weight_sync: Sends weights to the engine; made at the first update.
+        genlen_analyser: Collector of generation lengths.
+        num_calls: Calls of `gather_and_generate` that succeeded.
+        weight_sync: Sender of weights to the engine; made at the first update.
         last_weight_sync: Report of the last update.
     """
 
@@ -140,7 +140,7 @@ class EngineSession:
 
     @property
     def engine(self) -> RolloutEngine | None:
-        """The engine, if there is one."""
+        """The engine, or None."""
         return self._engine
 
     @engine.setter
@@ -161,7 +161,7 @@ class EngineSession:
 
     @property
     def status(self) -> EngineStatus:
-        """SLEEPED without an engine."""
+        """Status of the engine; SLEEPED without one."""
         return EngineStatus.SLEEPED if self._engine is None else self._engine.status
 
     @property
@@ -181,17 +181,17 @@ class EngineSession:
         adapters: AdapterShape | None = None,
         vocabulary: Vocabulary | None = None,
     ) -> RolloutEngine:
-        """See `StrategyBase.setup_inference_engine`; a rank that cannot ends all of them.
+        """Start an engine; if one rank cannot, all end. See `StrategyBase.setup_inference_engine`.
 
         Args:
-            config, engine_type: Of the engine.
-            module: The actor's model of transformers.
-            adapters: Those that the engine holds beside its weights.
-            vocabulary: Tokens that are sampled and that end completions; None is not known.
+            config, engine_type: Configuration and kind of the engine.
+            module: Transformers model of the actor.
+            adapters: Adapters that the engine holds beside its weights.
+            vocabulary: Tokens that are sampled and that end completions; None if unknown.
 
         Raises:
-            RuntimeError: Another rank could not start its engine. The failing rank raises its own
-                error.
+            RuntimeError: Another rank could not start its engine. The failing rank raises its
+                original error.
         """
         kind = check_engine_type(engine_type)
         if kind != config.engine_type:
@@ -212,7 +212,7 @@ class EngineSession:
             )
         self.close()
         with phase("start the inference engine", self.context.timeout):
-            # Before any of them is inside an engine, where it could not be told.
+            # Before any of them is inside an engine, where the error could not reach it.
             places = run_together(
                 lambda: own_place(has_gpu=self.context.has_gpu),
                 self.context.world_group,
@@ -229,18 +229,18 @@ class EngineSession:
         return self.running
 
     def close(self) -> None:
-        """Closes the engine, which is forgotten. Idempotent."""
+        """Close and forget the engine. Idempotent."""
         if self._engine is not None:
             self._engine.close()
             self.engine = None
 
     def mark_stale(self) -> None:
-        """To be called when the trainer's weights have changed."""
+        """Mark the engine's weights as outdated; call it when the trainer's have changed."""
         if self._engine is not None:
             self._engine.mark_stale("the trainer's weights changed since its last update")
 
     def sleep(self, level: int) -> None:
-        """Puts an engine that is awake to sleep, if sleeping is enabled.
+        """Put an engine that is awake to sleep, if sleeping is enabled.
 
         Args:
             level: 1 keeps the weights on the host, 2 drops them.
@@ -248,7 +248,7 @@ class EngineSession:
         if not self._config.enable_engine_sleep or self.status is EngineStatus.SLEEPED:
             return
         if self._holds_adapters:
-            # The base is not sent again.
+            # No later sync sends the base.
             level = 1
         with phase("put the inference engine to sleep", self.context.timeout):
             self.running.sleep(level)
@@ -256,11 +256,11 @@ class EngineSession:
         self.context.print_detail("Sleeped inference engine")
 
     def wake_up(self, tags: tuple[str, ...] | None = None) -> None:
-        """Wakes an engine that sleeps, or a part of it."""
+        """Wake a sleeping engine, or a part of it."""
         if self._engine is None or self._engine.status is EngineStatus.WAKEUP:
             return
         self._wake_up(tags)
-        # No sync follows, which would compare the base that adapters are added to.
+        # No sync follows that would compare the base to which adapters are added.
         if self.weight_sync is not None and self._holds_adapters:
             self.weight_sync.check_resident()
 
@@ -273,7 +273,7 @@ class EngineSession:
             return
         begin = time.monotonic()
         with phase("wake up the inference engine", self.context.timeout):
-            # First, so that the trainer's cached memory is there for the engine.
+            # First, so that the engine can use the trainer's cached memory.
             self.context.free_memory()
             self._engine.wake_up(tags)
         if self.status is EngineStatus.WAKEUP:
@@ -282,18 +282,18 @@ class EngineSession:
             self.context.print_detail(f"Finished {self._engine.name} wakeup, TIMECOST {took:.3f}")
 
     def update_weights(self, model: nn.Module, source: ParameterSource) -> WeightSyncReport:
-        """See `StrategyBase.update_engine_weights`.
+        """Send weights to the engine; see `StrategyBase.update_engine_weights`.
 
         Args:
-            model: The actor as the strategy prepared it.
-            source: Its parameters.
+            model: Actor as the strategy prepared it.
+            source: Parameters of the actor.
         """
         config = self._config
         if self.weight_sync is None:
             self.weight_sync = WeightSync(self.running, world=self._training.world_group)
         self.weight_sync.bucket_bytes = config.weight_bucket_mb * MEGABYTE
         self.weight_sync.verify = config.verify_weight_sync
-        # The cache needs most memory, so it comes last: buckets and gathered weights are gone then.
+        # The cache needs most memory, so it comes last, after buckets and gathered weights.
         self._wake_up(("weights",))
         with phase("update the engine's weights", self.context.timeout):
             module = inner_module(model)
@@ -322,7 +322,7 @@ class EngineSession:
         sampling_params: SamplingParams,
         on_finished: OnFinished | None = None,
     ) -> list[Completion]:
-        """Generates on this rank's engine, without any communication of our own."""
+        """Generate on this rank's engine, without any communication of ours."""
         if not requests:
             return []
         begin, finishes = time.perf_counter(), list[tuple[float, int]]()
@@ -333,12 +333,12 @@ class EngineSession:
             if on_finished is not None:
                 on_finished(finished)
 
-        found = self.running.generate(requests, sampling_params, on_finished=report)
+        completions = self.running.generate(requests, sampling_params, on_finished=report)
         self._work.add(finishes, time.perf_counter() - begin)
-        return found
+        return completions
 
     def take_work(self) -> GenerationWork:
-        """What this rank's engine has done since the last time."""
+        """Return the work of this rank's engine since the last call."""
         work, self._work = self._work, GenerationWork()
         return work
 
@@ -350,12 +350,12 @@ class EngineSession:
         *,
         sleep_engine: bool = True,
     ) -> list[Completion]:
-        """Completions of this rank's prompts; see `StrategyBase.gather_and_generate`.
+        """Return completions of this rank's prompts; see `StrategyBase.gather_and_generate`.
 
         Raises:
             NotImplementedError: There is no engine.
             RuntimeError: Another rank failed; the message names it. The failing rank raises its
-                own error, so every rank raises.
+                original error, so every rank raises.
         """
         _ = self.running  # there is one
         self.wake_up()
@@ -365,11 +365,11 @@ class EngineSession:
             if sleep_engine:
                 self.sleep(level=1)
         lengths = [len(completion.output_token_ids) for completion in completions]
-        found = self.genlen_analyser.collect(
+        statistics = self.genlen_analyser.collect(
             lengths, self.num_calls, writes_files=self.context.is_rank_0()
         )
-        if found is not None:
-            self.context.print_detail(f"step {self.num_calls} generation lengths: {found}")
+        if statistics is not None:
+            self.context.print_detail(f"step {self.num_calls} generation lengths: {statistics}")
         self.num_calls += 1
         return completions
 
@@ -417,8 +417,8 @@ class EngineSession:
     ) -> list[Completion]:
         if not self.shares_engine:
             requests = batch.requests(first_id, is_multimodal=is_multimodal)
-            found = self.generate_local(requests, params, on_finished)
-            return self._checked(found, len(requests) * params.n)
+            local_completions = self.generate_local(requests, params, on_finished)
+            return self._checked(local_completions, len(requests) * params.n)
         group = self.context.engine_group
         gathered = run_together(
             lambda: batch.requests(first_id, is_multimodal=is_multimodal),
@@ -426,13 +426,13 @@ class EngineSession:
             what=GENERATION_FAILED,
         )
         everyone = [request for part in gathered for request in part]
-        own = group_rank(group)
+        local_rank = group_rank(group)
         if self.running.runs_on_every_rank:
-            own_ids = {request.request_id for request in gathered[own]}
+            our_ids = {request.request_id for request in gathered[local_rank]}
 
             def report_own(finished: list[Completion]) -> None:
                 if on_finished is not None:
-                    on_finished([item for item in finished if item.request_id in own_ids])
+                    on_finished([item for item in finished if item.request_id in our_ids])
 
             completions = self.generate_local(everyone, params, report_own)
         else:
@@ -443,8 +443,8 @@ class EngineSession:
                 what=GENERATION_FAILED,
             )[0]
         self._checked(completions, len(everyone) * params.n)
-        start = sum(len(part) for part in gathered[:own]) * params.n
-        return completions[start : start + len(gathered[own]) * params.n]
+        start = sum(len(part) for part in gathered[:local_rank]) * params.n
+        return completions[start : start + len(gathered[local_rank]) * params.n]
 
     @staticmethod
     def _checked(completions: list[Completion], expected: int) -> list[Completion]:

@@ -37,18 +37,18 @@ VISION_NAMES = ("visual", "vision_tower", "vision_model", "vision_encoder")
 
 @dataclass(frozen=True, slots=True)
 class ShardingPlan:
-    """Plan by which one model is sharded.
+    """Layout by which one model is sharded.
 
     Args:
         mesh: 1-D (shard) or 2-D (replicate, shard).
-        device: Where buffers live.
+        device: Device of the buffers.
         param_dtype: Dtype in which shards are stored.
         compute_dtype: Dtype of gathered parameters in forward and backward.
-        reshard_after_forward: Whether gathered parameters are freed after the forward pass.
-        offloads_to_cpu: Whether shards, gradients and optimizer states live on the CPU.
-        keeps_vision_whole: Whether the vision tower stays in the root unit, so that ranks without
-            images reach the same collectives as ranks with some.
-        compile_backend: Compile every block with this backend of torch.compile; None does not.
+        reshard_after_forward: Free gathered parameters after the forward pass.
+        offloads_to_cpu: Keep shards, gradients and optimizer states on the CPU.
+        keeps_vision_whole: Keep the vision tower in the root unit, so that ranks without images
+            reach the same collectives as ranks with some.
+        compile_backend: Backend of torch.compile for every block; None does not compile.
     """
 
     mesh: DeviceMesh
@@ -74,7 +74,7 @@ class ShardingPlan:
 
 
 def find_blocks(module: nn.Module, *, keeps_vision_whole: bool = False) -> list[nn.Module]:
-    """The modules that become FSDP2 units of their own, outermost of each kind, in forward order.
+    """Return the modules that become separate FSDP2 units, outermost first, in forward order.
 
     Blocks are the instances of the classes that the transformers models inside name in
     `_no_split_modules`; without such names, the elements of lists of two or more modules of one
@@ -92,21 +92,21 @@ def find_blocks(module: nn.Module, *, keeps_vision_whole: bool = False) -> list[
     for candidate in module.modules():
         if candidate in inside or candidate is module or isinstance(candidate, nn.Embedding):
             continue
-        found = [candidate] if type(candidate).__name__ in names else []
+        blocks_here = [candidate] if type(candidate).__name__ in names else []
         if not names and isinstance(candidate, nn.ModuleList) and _is_repeated(candidate):
-            found = list(candidate)
-        for block in found:
+            blocks_here = list(candidate)
+        for block in blocks_here:
             inside.update(block.modules())
             blocks.append(block)
     return [block for block in blocks if _owns_its_parameters(block, module)]
 
 
 def find_ends(module: nn.Module) -> list[nn.Module]:
-    """Embedding and output projection of a text model, where each has a matrix of its own.
+    """Return embedding and output projection of a text model, if each has a separate matrix.
 
-    As units of their own they are gathered and reduced one after the other, beside other work. A
-    tied matrix stays in the root unit; so do both of models with vision towers, and an embedding
-    inside of a block.
+    As separate units they are gathered and reduced one after the other, beside other work. A tied
+    matrix stays in the root unit; so do both matrices of models with vision towers, and an
+    embedding inside a block.
     """
     from transformers import PreTrainedModel
 
@@ -144,21 +144,21 @@ def _is_repeated(modules: nn.ModuleList) -> bool:
 
 def _owns_its_parameters(block: nn.Module, module: nn.Module) -> bool:
     inside = set(block.modules())
-    own = {id(parameter) for parameter in block.parameters()}
+    parameters = {id(parameter) for parameter in block.parameters()}
     outside = {
         id(parameter)
         for child in module.modules()
         if child not in inside
         for parameter in child.parameters(recurse=False)
     }
-    return bool(own) and not own & outside
+    return bool(parameters) and not parameters & outside
 
 
 def shard_module(module: nn.Module, plan: ShardingPlan) -> nn.Module:
     """Shard a model in place: every block and end is a unit, all else the root unit.
 
-    Parameters that are on the meta device on some rank are filled with those of rank 0, which must
-    have real ones: see `shard_empty_module` for the other case.
+    Parameters on the meta device on some rank are filled with those of rank 0, which must have
+    real ones: see `shard_empty_module` for the other case.
     """
     full = _full_values_of_rank_0(module)
     if full is None:
@@ -192,10 +192,10 @@ def apply_units(module: nn.Module, plan: ShardingPlan) -> None:
 
 
 def _forget_pass(module: nn.Module, *_: object) -> None:
-    """Drops FSDP2's list of the units that ran, if no gradient will ask for it.
+    """Drop FSDP2's list of the units that ran, if no backward pass will follow.
 
-    The list is for the next backward pass and cleared by it; that of a reference or reward model,
-    which has none, would grow with every pass.
+    The next backward pass uses and clears the list. A reference or reward model has no backward
+    pass, so its list would grow with every forward.
     """
     if torch.is_grad_enabled():
         return
@@ -215,13 +215,13 @@ def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Buffers are whole on every rank."""
+    """Move buffers, which are whole on every rank."""
     for buffer in module.buffers():
         buffer.data = buffer.data.to(device)
 
 
 def _full_values_of_rank_0(module: nn.Module) -> dict[str, Tensor] | None:
-    """None if every rank has real values; else rank 0's values by name, and {} elsewhere."""
+    """Return None if every rank has real values; else rank 0's by name, and {} elsewhere."""
     # int, not bool: MAX is the logical or.
     flag = torch.tensor(int(any(parameter.is_meta for parameter in module.parameters())))
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
@@ -233,7 +233,7 @@ def _full_values_of_rank_0(module: nn.Module) -> dict[str, Tensor] | None:
 
 
 def _named_values(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    # Buffers that are not saved (rotary frequencies) are included: they too must be filled.
+    # Buffers that are not saved (rotary frequencies) are included: they must be filled, too.
     yield from module.named_parameters()
     yield from module.named_buffers()
 
@@ -252,10 +252,10 @@ def _fill_from_rank_0(module: nn.Module, full: Mapping[str, Tensor]) -> None:
 
 
 def accumulate_in_float32(module: nn.Module) -> None:
-    """Lets the low-precision shards of a sharded model add up their gradients in float32.
+    """Let the low-precision shards of a sharded model accumulate their gradients in float32.
 
-    FSDP2 rounds what it reduced in float32 to the shard's dtype and adds it to `grad` there: 256
-    gradients of 2^-8 after one of 1 are lost in bfloat16. Where `grad` is float32, it adds to
+    FSDP2 reduces in float32, then rounds to the shard's dtype and adds to `grad` there: in
+    bfloat16, 256 gradients of 2^-8 after one of 1 are lost. Where `grad` is float32, it adds to
     that.
     """
     for parameter in module.parameters():
@@ -270,14 +270,14 @@ def _widen_gradient(parameter: Tensor) -> None:
 
 
 def gradient_norm(parameters: Iterable[Tensor], device: torch.device) -> float:
-    """Global 2-norm of sharded gradients; the same number on every rank. Collective.
+    """Return the global 2-norm of sharded gradients, equal on every rank. Collective.
 
-    Each replica of a hybrid mesh contributes its share, so that one sum over all ranks serves.
+    Each replica of a hybrid mesh contributes its share, so one sum over all ranks is enough.
 
     Args:
-        parameters: Of one optimizer.
-        device: Where the sum is formed; the same kind on every rank, also on one whose shards are
-            empty or offloaded.
+        parameters: Parameters of one optimizer.
+        device: Device of the sum; the same kind on every rank, also on one whose shards are empty
+            or offloaded.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for parameter in parameters:
@@ -299,7 +299,7 @@ def gradient_norm(parameters: Iterable[Tensor], device: torch.device) -> float:
 
 
 def as_fsdp(module: nn.Module) -> FSDPModule:
-    """The module as an FSDP2 root.
+    """Return the module as an FSDP2 root.
 
     Raises:
         ValueError: It has not been sharded.
@@ -313,13 +313,13 @@ def as_fsdp(module: nn.Module) -> FSDPModule:
 
 
 def meta_parameters(module: nn.Module) -> set[str]:
-    """Names of the parameters on the meta device, tied ones under their first name."""
+    """Return names of the parameters on the meta device, tied ones under their first name."""
     tied = tied_parameter_names(module)
     return {name for name, p in module.named_parameters() if p.is_meta and name not in tied}
 
 
 def is_empty_everywhere(on_meta: set[str]) -> bool:
-    """Whether rank 0, too, has parameters on the meta device. Collective."""
+    """Return whether rank 0, too, has parameters on the meta device. Collective."""
     # int, not bool: gloo has no broadcast of bool.
     flag = torch.tensor(int(bool(on_meta)))
     dist.broadcast(flag, src=0)
@@ -327,7 +327,7 @@ def is_empty_everywhere(on_meta: set[str]) -> bool:
 
 
 def pretrained_directory(module: nn.Module) -> Path:
-    """Directory that the transformers model inside was told to come from.
+    """Return the directory in the configuration of the transformers model inside.
 
     Raises:
         ValueError: There is none, or its configuration names no directory.
@@ -351,7 +351,7 @@ def pretrained_directory(module: nn.Module) -> Path:
 
 
 def shard_empty_module(module: nn.Module, plan: ShardingPlan) -> None:
-    """Shard a model in place; each rank then gives memory to its shards, whose values are unset."""
+    """Shard a model in place; then each rank allocates its shards, whose values are unset."""
     apply_units(module, plan)
     storage = torch.device("cpu") if plan.offloads_to_cpu else plan.device
     module._apply(  # type: ignore[no-untyped-call]
@@ -361,13 +361,13 @@ def shard_empty_module(module: nn.Module, plan: ShardingPlan) -> None:
 
 
 def fsdp2_parameter_source(module: nn.Module) -> ParameterSource:
-    """The source of a model wrapped by `fully_shard`, on a flat or hybrid mesh.
+    """Return the source of a model wrapped by `fully_shard`, on a flat or hybrid mesh.
 
     Side effect: units that are unsharded between forwards are resharded, because their registered
     parameters are temporary copies until then.
 
     Args:
-        module: The wrapped actor or bare model.
+        module: Wrapped actor or bare model.
 
     Raises:
         ValueError: A parameter is sharded along another dimension than its first, or over more
@@ -380,7 +380,7 @@ def fsdp2_parameter_source(module: nn.Module) -> ParameterSource:
 
 
 def _shard_group(name: str, parameter: DTensor) -> ProcessGroup:
-    """The ranks of the one mesh dimension over which the parameter is sharded."""
+    """Return the ranks of the one mesh dimension over which the parameter is sharded."""
     placements = parameter.placements
     sharded_dims = [dim for dim, place in enumerate(placements) if not place.is_replicate()]
     if len(sharded_dims) != 1 or placements[sharded_dims[0]] != Shard(0):

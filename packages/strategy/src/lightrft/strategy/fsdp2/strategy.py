@@ -64,13 +64,13 @@ class FSDP2Backend(Backend):
         self._unfinished: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def start(self) -> None:
-        """Decides whether master weights are kept."""
+        """Decide whether master weights are kept."""
         self.uses_master_weights = self.config.use_mp_opt and self.context.computes_in_bf16
         if self.config.use_mp_opt and not self.uses_master_weights:
             self.context.print("warning: option without effect: use_mp_opt acts only with bf16")
 
     def _mesh(self, shard_size: int) -> DeviceMesh:
-        """Flat over all ranks, or (replicate, shard); made once per size."""
+        """Return a mesh over all ranks, flat or (replicate, shard); made once per size."""
         wanted = self.config.fsdp_shard_size if shard_size == -1 else shard_size
         world_size = self.context.world_size
         size = resolve_shard_size(wanted, world_size)
@@ -92,7 +92,7 @@ class FSDP2Backend(Backend):
         shard_size: int = -1,
         reshard: bool = True,
     ) -> nn.Module:
-        """Shards a model in place; one that is sharded already is returned as it is.
+        """Shard a model in place; one that is sharded already is returned as it is.
 
         Models for training keep float32 shards (bfloat16 with `use_mp_opt`) and float32 gradients,
         others are stored in the compute dtype, without gradients. Parameters on the meta device
@@ -128,7 +128,7 @@ class FSDP2Backend(Backend):
         return model
 
     def create_optimizer(self, module: nn.Module, settings: AdamSettings) -> Optimizer:
-        """AdamW on this rank's shards; biases and norm gains are not decayed."""
+        """Create AdamW on this rank's shards; biases and norm gains are not decayed."""
         reshard_modules(module)
         if self.uses_master_weights:
             return MasterWeightsAdamW(self.parameter_groups(module, settings), settings)
@@ -137,7 +137,7 @@ class FSDP2Backend(Backend):
     def prepare_training(
         self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None
     ) -> PreparedModel:
-        """Also takes an optimizer made before sharding, as long as it has not stepped."""
+        """Accept also an optimizer made before sharding, as long as it has not stepped."""
         if not isinstance(model, FSDPModule):
             if optimizer.state:
                 raise ValueError(
@@ -152,15 +152,15 @@ class FSDP2Backend(Backend):
         return PreparedModel(model, optimizer, scheduler)
 
     def parameter_source(self, model: AnyModel) -> ParameterSource:
-        """Shards without any gather; see `StrategyBase.parameter_source`."""
+        """Return shards without any gather; see `StrategyBase.parameter_source`."""
         return fsdp2_parameter_source(inner_module(model))
 
     def check_trainable(self, model: AnyModel) -> None:
-        """Raises a TypeError for a model that is not sharded."""
+        """Raise a TypeError for a model that is not sharded."""
         as_fsdp(wrapped_module(model))
 
     def backward(self, loss: Tensor, model: AnyModel, *, is_last: bool) -> None:
-        """Adds the gradients of one micro-batch.
+        """Add the gradients of one micro-batch.
 
         Gradients are reduced to shards after every micro-batch, so they never take the memory of
         a whole model. On a hybrid mesh the replicas exchange them on the last one only.
@@ -172,19 +172,21 @@ class FSDP2Backend(Backend):
         super().backward(loss, model, is_last=is_last)
 
     def discard_gradients(self, optimizer: Optimizer) -> None:
-        """Drops what waits for the replicas' exchange as well."""
+        """Drop the gradients, also those that wait for the replicas' exchange."""
         super().discard_gradients(optimizer)
-        own = {id(p) for p in optimizer_parameters(optimizer)}
-        for module in [m for m in self._unfinished if own & {id(p) for p in m.parameters()}]:
+        parameter_ids = {id(p) for p in optimizer_parameters(optimizer)}
+        for module in [
+            m for m in self._unfinished if parameter_ids & {id(p) for p in m.parameters()}
+        ]:
             as_fsdp(module).reset_iter_state()
             self._unfinished.discard(module)
 
     def global_norm(self, parameters: Iterable[Tensor]) -> float:
-        """One number, summed over all ranks."""
+        """Return one norm, summed over all ranks."""
         return gradient_norm(parameters, self.context.device)
 
     def offload_optimizer(self, optimizer: Optimizer) -> None:
-        """With `adam_offload`, moves the states to the CPU, bit for bit; idempotent."""
+        """Move the states to the CPU with `adam_offload`, bit for bit; idempotent."""
         moves = self.config.adam_offload and not self.config.fsdp_cpu_offload
         if moves and optimizer not in self._offloaded:
             move_states(optimizer, torch.device("cpu"))
@@ -194,13 +196,13 @@ class FSDP2Backend(Backend):
                 torch.cuda.empty_cache()
 
     def load_optimizer(self, optimizer: Optimizer, device: torch.device | None) -> None:
-        """Moves offloaded states back; called by `step` if the caller did not."""
+        """Move offloaded states back; `step` calls it if the caller did not."""
         if optimizer in self._offloaded:
             move_states(optimizer, torch.device(device or self.context.device))
             self._offloaded.discard(optimizer)
 
     def move_model(self, model: AnyModel, device: torch.device) -> nn.Module:
-        """Moves an idle model's shards."""
+        """Move an idle model's shards."""
         reshard_modules(inner_module(model))
         return super().move_model(model, device)
 
@@ -209,7 +211,7 @@ class FSDPV2Strategy(StrategyBase):
     """FSDP2: parameters, gradients and optimizer states are sharded over ranks.
 
     Every repeated block is a unit; embeddings, a tied or untied head and the rest form the root
-    unit. The wrapper's own forward is the only entry into a sharded model.
+    unit. The wrapper's forward is the only entry into a sharded model.
 
     Args:
         seed, max_norm, micro_train_batch_size, train_batch_size, args: See `StrategyBase`.
@@ -231,10 +233,10 @@ class FSDPV2Strategy(StrategyBase):
 
 
 def move_states(optimizer: Optimizer, device: torch.device) -> None:
-    """Starts all copies without waiting; to the host through pinned memory, bit for bit.
+    """Start all copies without waiting; to the host through pinned memory, bit for bit.
 
-    On the way back the stream orders what follows; on the way out the caller synchronises before
-    anybody reads.
+    Towards the device the stream orders later work; towards the host the caller synchronises
+    before anybody reads.
     """
     for state in optimizer.state.values():
         for key, value in state.items():

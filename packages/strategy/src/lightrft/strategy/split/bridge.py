@@ -1,8 +1,8 @@
 """The connection between the ranks that train and those that only generate.
 
-The first rank that trains sends commands, which all ranks that generate carry out in one order;
-results come back to every rank that trains. Nothing here depends on a process group of either side,
-so each side's collectives stay its own.
+The first rank that trains sends commands. All ranks that generate run them in one order, and
+results return to every rank that trains. Nothing here depends on a process group of either side, so
+each side's collectives stay separate.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from lightrft.strategy.distributed.deadlines import HANG_EXIT_CODE, current_phas
 from lightrft.strategy.distributed.process_end import PeerFailedError, end_process
 from lightrft.strategy.distributed.process_groups import Side
 
-# Of one collective: the lifeline and the phases decide how long it may take.
+# For one collective: the lifeline and the phases decide how long it may take.
 FOREVER: Final = timedelta(days=30)
 GroupBackend = Literal["nccl", "gloo"]
 _LONGEST_BEAT: Final = 10.0
-# A wait ends late by this share of it, within bounds: short ones are many.
+# A wait ends late by this share of it, within bounds: most waits are short.
 _LATE_SHARE: Final = 1 / 16
 _PAUSES: Final = (2e-5, 2e-3)
 END: Final = "end"
 
 
 class Lifeline:
-    """Tells the other side that this process lives, and notices who has fallen silent.
+    """A signal to the other side that this process lives, and a check of the others' signals.
 
-    A process that has died closes its connections; one that is stopped, or whose machine is gone,
-    does not.
+    A process that died closes its connections. One that is stopped, or whose machine is gone, does
+    not.
 
     Args:
-        side: Of this process.
-        store: Shared by all.
+        side: Side of this process.
+        store: Store that all ranks share.
         limit: Seconds of silence after which a rank counts as lost.
     """
 
@@ -62,19 +62,19 @@ class Lifeline:
 
     def _beat(self) -> None:
         number = 0
-        # A store that is gone, or whose process is stopped, tells of nobody: then all are silent.
+        # A store that is gone or stopped reports nobody: then all are silent.
         with suppress(RuntimeError):
             while not self._done.wait(self._period if number else 0):
                 number += 1
                 self._store.set(f"beat/{self._side.launch_rank}", str(number))
                 for rank, (seen, _) in self._heard.items():
                     key = f"beat/{rank}"
-                    found = self._store.get(key) if self._store.check([key]) else b""
-                    if found != seen:
-                        self._heard[rank] = found, time.monotonic()
+                    beat = self._store.get(key) if self._store.check([key]) else b""
+                    if beat != seen:
+                        self._heard[rank] = beat, time.monotonic()
 
     def silence(self) -> str | None:
-        """Says which ranks of the other side are silent; None if all live."""
+        """Return which ranks of the other side are silent; None if all live."""
         oldest = time.monotonic() - self._limit
         silent = [rank for rank, (_, since) in self._heard.items() if since < oldest]
         if not silent:
@@ -83,7 +83,7 @@ class Lifeline:
         return f"no sign of life for {self._limit:g} s: {names}"
 
     def close(self) -> None:
-        """Falls silent."""
+        """Stop the signal."""
         self._done.set()
         self._thread.join(self._period)
 
@@ -92,8 +92,8 @@ class Bridge:
     """Commands, results and rows between the two sides; ranks are those of the launch.
 
     Args:
-        side: Of this process.
-        store: Shared by all.
+        side: Side of this process.
+        store: Store that all ranks share.
         timeout: Silence of a rank after which it counts as lost.
 
     Attributes:
@@ -106,7 +106,7 @@ class Bridge:
         self.rank = side.launch_rank
         self.world_size = side.num_training + side.num_generating
         self._problem: Exception | None = None
-        self._has_answered = True  # the command under way
+        self._has_answered = True  # the command in progress
         self.timeout, self._store = timeout, store
         self._on_gpus: list[dist.ProcessGroupNCCL] = []
         self.everyone = self.open_group("everyone", self.rank, self.world_size)
@@ -119,7 +119,7 @@ class Bridge:
     def open_group(
         self, name: str, rank: int, size: int, backend: GroupBackend = "gloo"
     ) -> dist.ProcessGroup:
-        """A group outside of every world; torch's stubs know its methods by the general class."""
+        """Open a group outside of every world; torch's stubs have its methods in the base class."""
         prefixed = dist.PrefixStore(name, self._store)
         if backend == "gloo":
             group = dist.ProcessGroupGloo(prefixed, rank, size, self.timeout)
@@ -135,25 +135,25 @@ class Bridge:
         return self.side.rank == 0
 
     def asked_to_stop(self, own: Callable[[], bool]) -> bool:
-        """Whether this process, as `own` says, or a rank that generates was asked to stop."""
+        """Return whether this process, by `own`, or a rank that generates was asked to stop."""
         return own() or self.peer_wants_stop
 
     def count_received(self, num_bytes: int) -> None:
-        """Adds bytes that came by another way."""
+        """Add bytes that came by another way."""
         self._num_received += num_bytes
 
     def take_received(self) -> int:
-        """Bytes that this rank has received since the last time."""
-        found, self._num_received = self._num_received, 0
-        return found
+        """Return the bytes that this rank has received since the last call."""
+        num_received, self._num_received = self._num_received, 0
+        return num_received
 
     # --- commands
 
     def send(self, name: str, *arguments: object) -> None:
-        """Has the ranks that generate carry something out; only the first that trains sends.
+        """Send a command to the ranks that generate; only the first rank that trains sends.
 
         Args:
-            name: Of the command.
+            name: Name of the command.
             arguments: Plain objects.
         """
         if self.side.rank:
@@ -163,7 +163,7 @@ class Bridge:
         self._broadcast(as_tensor(data))
 
     def receive(self) -> tuple[str, tuple[object, ...]]:
-        """The next command: its name and arguments."""
+        """Return the next command: its name and arguments."""
         size = torch.zeros(1, dtype=torch.int64)
         self._broadcast(size)
         data = torch.empty(int(size), dtype=torch.uint8)
@@ -173,9 +173,9 @@ class Bridge:
         return name, arguments
 
     def serve(self, handlers: dict[str, Callable[..., None]]) -> object:
-        """Carries out commands until the end; returns what the end says.
+        """Run commands until the end; return the argument of the end.
 
-        What a handler raises is told with the next result, and raised there.
+        An error of a handler is sent with the next result, and raised there.
         """
         while True:
             name, arguments = self.receive()
@@ -189,7 +189,7 @@ class Bridge:
             except PeerFailedError:
                 raise
             except Exception as error:
-                if error is self._problem:  # it has been told
+                if error is self._problem:  # it has been sent
                     raise
                 self._problem = self._problem or error
                 if not self._has_answered:
@@ -197,7 +197,7 @@ class Bridge:
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """What is raised within leaves `serve` at once: the other side waits in a collective."""
+        """Let errors of the body leave `serve` at once: the other side waits in a collective."""
         try:
             yield
         except Exception as error:
@@ -205,27 +205,27 @@ class Bridge:
             raise
 
     def answer(self, result: object) -> None:
-        """Gives all ranks that train a result of the command under way.
+        """Send all ranks that train a result of the command in progress.
 
         Raises:
-            Exception: What a command raised before; it is told first.
+            Exception: Error of an earlier command; it is sent first.
         """
         self._has_answered, problem = True, self._problem
         text = None if problem is None else f"{type(problem).__name__}: {problem}"
         data = pickle.dumps((None if text else result, text))
-        training, own = self.side.num_training, self.side.num_generating
-        self.exchange_bytes([data] * training + [b""] * own)
+        training, generating = self.side.num_training, self.side.num_generating
+        self.exchange_bytes([data] * training + [b""] * generating)
         if problem is not None:
             raise problem
 
     def results(self) -> list[object]:
-        """The results of the command that was sent, by rank that generates; collective over both.
+        """Return results of the last command, by rank that generates; collective over both sides.
 
         Raises:
             PeerFailedError: A rank that generates failed; the message names it.
         """
-        found = self.exchange_bytes([b""] * self.world_size)
-        answers = [pickle.loads(data) for data in found[self.side.num_training :]]
+        received = self.exchange_bytes([b""] * self.world_size)
+        answers = [pickle.loads(data) for data in received[self.side.num_training :]]
         for number, (_, text) in enumerate(answers):
             if text is not None:
                 name = self.side.describe(self.side.num_training + number)
@@ -233,14 +233,14 @@ class Bridge:
         return [result for result, _ in answers]
 
     def ask(self, name: str, *arguments: object) -> list[object]:
-        """Sends a command and returns its results; every rank that trains calls it."""
+        """Send a command and return its results; every rank that trains calls it."""
         self.send(name, *arguments)
         return self.results()
 
     # --- rows
 
     def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
-        """Gives every rank of the launch its part; returns what each gave this one, by rank."""
+        """Send every rank of the launch its part; return the parts received, by rank."""
         sizes = torch.tensor([len(part) for part in parts])
         incoming = torch.empty_like(sizes)
         self._exchange(incoming, sizes, [], [])
@@ -248,8 +248,8 @@ class Bridge:
         received = torch.empty(sum(lengths), dtype=torch.uint8)
         self._exchange(received, as_tensor(b"".join(parts)), lengths, sizes.tolist())
         self._num_received += sum(lengths) - lengths[self.rank]
-        found = received.numpy().tobytes()
-        return [found[start:stop] for start, stop in pairwise(accumulate(lengths, initial=0))]
+        content = received.numpy().tobytes()
+        return [content[start:stop] for start, stop in pairwise(accumulate(lengths, initial=0))]
 
     def _exchange(
         self, incoming: Tensor, outgoing: Tensor, lengths: list[int], sizes: list[int]
@@ -260,7 +260,7 @@ class Bridge:
         self.wait(lambda: everyone.alltoall_base(incoming, outgoing, lengths, sizes, options))
 
     def _broadcast(self, values: Tensor) -> None:
-        """From the first rank that trains to those that generate."""
+        """Broadcast from the first rank that trains to those that generate."""
         link = self._link
         if link is None:
             raise RuntimeError("only the first rank that trains has the link")
@@ -269,11 +269,11 @@ class Bridge:
         self.wait(lambda: link.broadcast([values], options))
 
     def wait(self, begin: Callable[[], dist.Work], *, within_side: bool = False) -> None:
-        """Waits for a collective as long as both sides live; else ends the process.
+        """Wait for a collective as long as both sides live; else end the process.
 
         Args:
-            begin: Begins the collective, or returns one that is under way.
-            within_side: Its ranks are all of this side.
+            begin: Function that begins the collective, or returns one in progress.
+            within_side: Whether its ranks are all of this side.
 
         Raises:
             PeerFailedError: A rank closed its connections.
@@ -283,7 +283,7 @@ class Bridge:
             while not work.is_completed():
                 silence = self._lifeline.silence()
                 if silence is not None:
-                    # A collective that is under way can neither be given up nor be destroyed.
+                    # A collective in progress can be neither given up nor destroyed.
                     line = f"deadline: {self._whereabouts()}: {silence}"
                     print(line, file=sys.stderr, flush=True)  # noqa: T201
                     end_process(line, HANG_EXIT_CODE)
@@ -302,13 +302,13 @@ class Bridge:
             ) from error
 
     def _whereabouts(self) -> str:
-        """This rank, what it does, and the phase that it is in."""
+        """Return this rank, its work, and its current phase."""
         phase = current_phase()
         where = "" if phase is None else f", in phase {phase[0]!r}"
         return f"{self.side.describe(self.rank)}{where}"
 
     def close(self) -> None:
-        """Ends the connection; whoever still waits learns of it."""
+        """End the connection; waiting ranks notice it."""
         self._lifeline.close()
         for group in self._on_gpus:  # a collective that waits for a lost rank would never end
             group.abort()

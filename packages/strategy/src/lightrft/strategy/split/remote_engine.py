@@ -1,6 +1,6 @@
 """The engines of the ranks that generate, as the ranks that train see them.
 
-`WeightSync` keeps them equal to the trainer's weights, and proves it, as if it had them at hand.
+`WeightSync` keeps them equal to the trainer's weights and verifies it, as for a local engine.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ RECEIVE: Final = "receive the weights"
 
 
 class RemoteEngine(RolloutEngine):
-    """Stands for all engines of the ranks that generate.
+    """Proxy of all engines of the ranks that generate.
 
-    What they are asked, every rank that trains asks. Commands come from the first one, shards of
-    weights from the ranks that own them.
+    Every rank that trains makes each call. Commands come from the first one, shards of weights from
+    the ranks that own them.
 
     Args:
-        bridge: To them.
-        name: Of their kind, in the registry.
-        wire: The way of the weights; None makes one.
+        bridge: Connection to them.
+        name: Name of their kind, in the registry.
+        wire: Transport of the weights; None makes one.
     """
 
     def __init__(self, bridge: Bridge, name: str, wire: WeightWire | None = None) -> None:
@@ -68,25 +68,25 @@ class RemoteEngine(RolloutEngine):
         return self.weights_version < 0
 
     def parameter_manifest(self) -> tuple[EngineParameter, ...]:
-        """See `RolloutEngine`; the first call waits for the engines to start.
+        """Return their parameters; the first call waits for the engines to start.
 
         Raises:
             RuntimeError: They differ.
         """
         if self._manifest is None:
-            found = cast("list[tuple[object, bool]]", self.bridge.ask("manifest"))
-            if any(each != found[0] for each in found):
+            manifests = cast("list[tuple[object, bool]]", self.bridge.ask("manifest"))
+            if any(each != manifests[0] for each in manifests):
                 raise RuntimeError("the engines of the ranks that generate differ in parameters")
-            manifest, self.computes_model = found[0]
+            manifest, self.computes_model = manifests[0]
             self._manifest = cast("tuple[EngineParameter, ...]", manifest)
         return self._manifest
 
     def begin_weight_update(self) -> None:
-        """See `RolloutEngine`."""
+        """Begin an update on all engines."""
         self.bridge.send("begin")
 
     def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
-        """Never called: their owners send the shards."""
+        """Refuse pieces: the owners send the shards."""
         raise NotImplementedError
 
     def load_shards(
@@ -98,16 +98,16 @@ class RemoteEngine(RolloutEngine):
         add_local: AddLocal | None,
         unreadable: frozenset[str],
     ) -> dict[str, int]:
-        """Sends this rank's shards of all buckets to all engines.
+        """Send this rank's shards of all buckets to all engines.
 
         Args:
-            layout: The plan.
-            group: The ranks that hold the shards; None if each holds all.
+            layout: Layout of the buckets.
+            group: Ranks that hold the shards; None if each holds all.
             sources, add_local: See `BucketBroadcaster.gather`.
             unreadable: Names of parameters that the engines cannot show later.
 
         Returns:
-            The hashes of these as they were handed to the engines.
+            Hashes of these as they were passed to the engines.
         """
         owners = [0] if group is None else dist.get_process_group_ranks(group)
         if 0 not in owners:  # another replica's ranks send
@@ -121,27 +121,27 @@ class RemoteEngine(RolloutEngine):
         return _merged(answers)
 
     def finish_weight_update(self) -> None:
-        """See `RolloutEngine`."""
+        """Finish an update on all engines."""
         self.bridge.send("finish")
 
     def reset_caches(self) -> None:
-        """See `RolloutEngine`."""
+        """Reset the caches of all engines."""
         self.bridge.send("reset")
 
     def set_weights_version(self, version: int) -> None:
-        """See `RolloutEngine`."""
+        """Set the version of all engines."""
         super().set_weights_version(version)
         self.bridge.send("version", version)
 
     def hash_parameters(self, names: Sequence[str] | None = None) -> dict[str, int]:
-        """Hashes of the first engine; of a parameter that another one holds otherwise, that one's.
+        """Return hashes of the first engine; of a differing parameter, those of the other engine.
 
-        Whatever they are compared with, a difference in any engine is found.
+        So a comparison detects a difference in any engine.
         """
         return _merged(self.bridge.ask("hashes", names))
 
     def alias_weights(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Never: they are in other processes."""
+        """Return False: they are in other processes."""
         del tensors
         return False
 
@@ -152,35 +152,35 @@ class RemoteEngine(RolloutEngine):
         *,
         on_finished: Callable[[list[Completion]], None] | None = None,
     ) -> list[Completion]:
-        """See `RolloutEngine`; each engine samples, and they must agree.
+        """Generate on each engine, and check that they agree.
 
         Raises:
             RuntimeError: They do not.
         """
         del on_finished
-        found = self.bridge.ask("call", "generate", list(requests), sampling_params)
-        return cast("list[Completion]", _equal(found, "generate"))
+        answers = self.bridge.ask("call", "generate", list(requests), sampling_params)
+        return cast("list[Completion]", _equal(answers, "generate"))
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """See `generate`."""
+        """Score on each engine, and check that they agree."""
         return cast("list[float]", _equal(self.bridge.ask("call", "score", token_ids), "score"))
 
     def stream_rows(self, rows: Sequence[RequestedSample], params: SamplingParams) -> FinishedRows:
-        """Never called: the engines behind the bridge stream for themselves."""
+        """Refuse rows: the engines behind the bridge stream for themselves."""
         raise NotImplementedError
 
     def sleep(self, level: int = 1) -> None:
-        """Nothing: they have their devices for themselves."""
+        """Do nothing: they have their devices for themselves."""
 
     def wake_up(self, tags: tuple[str, ...] | None = None) -> None:
-        """Nothing."""
+        """Do nothing: they never sleep."""
 
     def close(self) -> None:
-        """Nothing: they end with their ranks."""
+        """Do nothing: they end with their ranks."""
 
 
 def _merged(answers: Sequence[object]) -> dict[str, int]:
-    """Hashes of the first engine; of a parameter that another one holds otherwise, that one's."""
+    """Return hashes of the first engine; of a differing parameter, those of the other engine."""
     first, *others = cast("Sequence[dict[str, int]]", answers)
     merged = dict(first)
     for each in others:
@@ -199,11 +199,11 @@ def _equal(found: Sequence[object], what: str) -> object:
 def engine_handlers(
     engine: RolloutEngine, bridge: Bridge, wire: WeightWire | None = None
 ) -> dict[str, Callable[..., None]]:
-    """What a rank that generates does with its engine when the other side says so.
+    """Return what a rank that generates does with its engine for each command.
 
     Args:
-        engine, bridge: The engine, and the connection to the ranks that train.
-        wire: The way of the weights; None makes one.
+        engine, bridge: Engine, and connection to the ranks that train.
+        wire: Transport of the weights; None makes one.
     """
     wire, layouts = wire or WeightWire(bridge), list[BucketLayout]()
 

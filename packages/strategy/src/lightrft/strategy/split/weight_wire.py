@@ -1,4 +1,4 @@
-"""The way of weights from the ranks that train to those that generate, each shard from its owner.
+"""Transport of weights from the ranks that train to those that generate, shards by their owners.
 
 A rank that generates receives a share of each bucket; then these ranks exchange their shares.
 """
@@ -31,7 +31,7 @@ _NUM_SLOTS = 2
 
 
 def wire_backend(gpus: Sequence[str]) -> GroupBackend:
-    """NCCL where every rank has a GPU of its own; it refuses two ranks of one GPU.
+    """Return NCCL if every rank has a separate GPU; it refuses two ranks of one GPU.
 
     Args:
         gpus: Identity of each rank's GPU; "" for a rank without one.
@@ -40,7 +40,7 @@ def wire_backend(gpus: Sequence[str]) -> GroupBackend:
 
 
 def identity_of(device: torch.device) -> str:
-    """Identity of a GPU, the same in every process that uses it; "" for the CPU."""
+    """Return the identity of a GPU, the same in all processes that use it; "" for the CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
@@ -62,12 +62,12 @@ class Route:
     def of(
         cls, bucket: Bucket, owners: Sequence[int], num_training: int, num_generating: int
     ) -> Route:
-        """Plans the way of a bucket.
+        """Plan the route of a bucket.
 
         Args:
-            bucket: Its ranges follow from its kind.
-            owners: Ranks that hold the shards, in the order of the layout. A rank that is not among
-                them may leave them out: it sends none.
+            bucket: Bucket, whose kind decides its ranges.
+            owners: Ranks that hold the shards, in the order of the layout. Another rank may leave
+                them out: it sends none.
             num_training, num_generating: Ranks of both sides.
         """
         size, part = bucket.num_bytes, bucket.bytes_per_rank
@@ -83,16 +83,16 @@ class Route:
         return cls(tuple(sent), tuple(received), received[0][1])
 
     def sizes_from(self, rank: int) -> list[int]:
-        """Bytes that a rank that trains sends to each rank that generates."""
+        """Return the bytes that a rank that trains sends to each rank that generates."""
         return [_common(self.sent[rank], each) for each in self.received]
 
     def sizes_to(self, rank: int) -> list[int]:
-        """Bytes that a rank that generates receives from each rank that trains."""
+        """Return the bytes that a rank that generates receives from each rank that trains."""
         return [_common(each, self.received[rank]) for each in self.sent]
 
 
 def _divided(size: int, num_parts: int) -> list[FlatRange]:
-    """Aligned ranges; the first is the largest."""
+    """Return aligned ranges; the first is the largest."""
     share = -(-size // num_parts // _ALIGNMENT) * _ALIGNMENT if num_parts > 1 else size
     return list(pairwise(min(size, number * share) for number in range(num_parts + 1)))
 
@@ -103,15 +103,15 @@ def _common(one: FlatRange, other: FlatRange) -> int:
 
 @dataclass(slots=True)
 class _WireSlot:
-    """Memory of one bucket on its way.
+    """Memory of one bucket in transit.
 
     Args:
-        full: Memory of the bucket, or of the part that is sent, on the rank's device.
+        full: Memory of the bucket, or of the sent part, on the rank's device.
         spare: Memory on that device where tensors are assembled.
         moved: Memory that the group can move: `full`, or pinned memory of the host.
-        share: Memory like `moved`, of what arrives first where several ranks generate.
-        work: The collective under way.
-        has_moved: Waits for the copy between `full` and `moved`.
+        share: Memory like `moved`, for the share that arrives first if several ranks generate.
+        work: Collective in progress.
+        has_moved: Event of the copy between `full` and `moved`.
     """
 
     full: Tensor
@@ -128,16 +128,16 @@ class _WireSlot:
 
 
 class WeightWire:
-    """Moves buckets; all ranks of the launch take part in each.
+    """Transport of buckets; all ranks of the launch take part in each.
 
-    Where every rank has a GPU of its own, shards go from GPU to GPU. Else they go through memory of
-    the hosts, on ranks with a GPU through pinned memory that is kept between syncs.
+    If every rank has a separate GPU, shards go from GPU to GPU. Otherwise they pass the hosts'
+    memory, on ranks with a GPU through pinned memory that is kept between syncs.
 
     Args:
-        bridge: The connection of the two sides.
-        device: Where this rank computes; None is asked for when the first weights are sent.
-        allocate: Makes memory, as `torch.empty` does.
-        timeline: What orders filling and use.
+        bridge: Connection of the two sides.
+        device: Device of this rank; None queries it when the first weights are sent.
+        allocate: Function that makes memory, as `torch.empty` does.
+        timeline: Order of filling and use.
     """
 
     def __init__(
@@ -157,15 +157,15 @@ class WeightWire:
         self._layout: BucketLayout | None = None
 
     def is_new(self, layout: BucketLayout) -> bool:
-        """Whether the last sync had another layout."""
+        """Return whether the last sync had another layout."""
         before, self._layout = self._layout, layout
         return before is not layout
 
     def _connect(self) -> torch.device:
-        """Opens the groups at the first call, which all ranks of the launch make together.
+        """Open the groups at the first call, which all ranks of the launch make together.
 
         Returns:
-            Where this rank computes.
+            Device of this rank.
         """
         bridge, side = self._bridge, self._side
         index = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
@@ -184,11 +184,11 @@ class WeightWire:
         return device
 
     def _slots(self, size: int, share: int) -> list[_WireSlot]:
-        """Memory of the buckets in flight.
+        """Return memory of the buckets in flight.
 
         Args:
-            size: Bytes of a bucket, or of the part that is sent.
-            share: Bytes that arrive first; 0 where these are the bucket.
+            size: Bytes of a bucket, or of the sent part.
+            share: Bytes that arrive first; 0 if they are the whole bucket.
         """
         device = self._connect()
         is_staged = device.type == "cuda" and self._backend == "gloo"
@@ -211,10 +211,10 @@ class WeightWire:
         return slots
 
     def _begin(self, slot: _WireSlot, incoming: Tensor, outgoing: Tensor, sizes: list[int]) -> None:
-        """Begins an exchange over all ranks.
+        """Begin an exchange over all ranks.
 
         Args:
-            slot: Receives the collective.
+            slot: Slot for the collective.
             incoming, outgoing: [bytes] uint8; one of them is empty.
             sizes: Bytes from or to each rank of the other side.
         """
@@ -229,7 +229,7 @@ class WeightWire:
         slot.work = self._group.alltoall_base(incoming, outgoing, lengths, counts, options)
 
     def _finish(self, slot: _WireSlot) -> None:
-        """Waits for a slot's collective, if there is one."""
+        """Wait for a slot's collective, if there is one."""
         work, slot.work = slot.work, None
         if work is not None:
             self._bridge.wait(lambda: work)
@@ -242,10 +242,10 @@ class WeightWire:
         *,
         add_local: AddLocal | None = None,
     ) -> None:
-        """Sends what this rank owns of all buckets. After a failure it goes on: others wait.
+        """Send this rank's part of all buckets. After a failure go on: others wait.
 
         Args:
-            layout: The plan, equal on every rank that trains.
+            layout: Layout of the buckets, equal on every rank that trains.
             owners: See `Route.of`.
             sources, add_local: See `BucketBroadcaster.gather`.
 
@@ -297,7 +297,7 @@ class WeightWire:
     def receive(
         self, layout: BucketLayout, owners: Sequence[int]
     ) -> Iterator[tuple[WeightPiece, ...]]:
-        """Yields the pieces of every bucket, which are valid until the next one is asked for."""
+        """Yield the pieces of every bucket, which are valid until the next bucket."""
         device = self._connect()
         routes = [(bucket, self._route(bucket, owners)) for bucket in _moving(layout)]
         share = max((route.share for _, route in routes), default=0)
@@ -329,7 +329,7 @@ class WeightWire:
             self._begin(slot, memory[: sum(sizes)], memory[:0], sizes)
 
     def _unpacked(self, slot: _WireSlot, bucket: Bucket, route: Route) -> tuple[WeightPiece, ...]:
-        """The pieces of a bucket whose share has arrived."""
+        """Return the pieces of a bucket whose share has arrived."""
         engines = self._engines
         if engines is not None:
             together = slot.moved[: route.share * self._side.num_generating]
@@ -344,5 +344,5 @@ class WeightWire:
 
 
 def _moving(layout: BucketLayout) -> list[Bucket]:
-    """The buckets that have bytes."""
+    """Return the buckets that have bytes."""
     return [bucket for bucket in layout.buckets if bucket.num_bytes]

@@ -10,9 +10,9 @@ class BroadcastManager:
     """`update_engine_weights` of one actor and one engine.
 
     Args:
-        actor: The model or a PreparedModel.
-        strategy: Prepared the actor.
-        inference_engine: Becomes the strategy's engine.
+        actor: Model or PreparedModel.
+        strategy: Strategy that prepared the actor.
+        inference_engine: Engine, which becomes the strategy's.
     """
 
     def __init__(
@@ -24,5 +24,5 @@ class BroadcastManager:
             strategy.inference_engine = inference_engine
 
     def broadcast_to_engine(self) -> WeightSyncReport | None:
-        """See `StrategyBase.update_engine_weights`."""
+        """Send the weights; see `StrategyBase.update_engine_weights`."""
         return self.strategy.update_engine_weights(self.actor)

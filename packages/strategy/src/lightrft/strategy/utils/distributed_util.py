@@ -9,5 +9,5 @@ T = TypeVar("T")
 
 
 def gather_inputs_object_for_inference(input_data: list[T], group: Group) -> list[T]:
-    """The items of all ranks of a group, in rank order. Collective."""
+    """Return the items of all ranks of a group, in rank order. Collective."""
     return [item for part in gather_objects(input_data, group) for item in part]

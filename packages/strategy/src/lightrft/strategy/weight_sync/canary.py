@@ -1,7 +1,7 @@
 """A fixed prompt that trainer and engine both score after a weight sync.
 
-It finds what hashes cannot: weights read from the wrong place or under wrong names, two models that
-compute different functions, and generation from activations of earlier weights.
+It detects what hashes cannot: weights read from the wrong place or under wrong names, two models
+that compute different functions, and generation from activations of earlier weights.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -34,8 +34,8 @@ class CanaryLimits:
     """Differences of logprobs between trainer and engine that end a run.
 
     Args:
-        mean: Over the prompt's tokens; it decides.
-        largest: Of one token.
+        mean: Mean over the prompt's tokens; it decides.
+        largest: Largest difference of one token.
     """
 
     mean: float
@@ -44,8 +44,8 @@ class CanaryLimits:
 
 # Two float32 forwards of one model differ by less than 2e-5 at 128 hidden units; a forward in
 # bfloat16 differs from one in float32 by up to 0.1 on small models. The prompt is random, so its
-# tokens are unlikely ones: where logits are large, single ones of a healthy model are further
-# apart, all of them together are not. Quantised engines differ most.
+# tokens are unlikely ones: where logits are large, single tokens of a healthy model are further
+# apart, the mean of all is not. Quantised engines differ most.
 CANARY_LIMITS: dict[torch.dtype, CanaryLimits] = {
     torch.float64: CanaryLimits(mean=2e-4, largest=1e-2),
     torch.float32: CanaryLimits(mean=2e-4, largest=1e-2),
@@ -54,10 +54,10 @@ CANARY_LIMITS: dict[torch.dtype, CanaryLimits] = {
 }
 QUANTISED_LIMITS = CanaryLimits(mean=0.5, largest=10.0)
 _MEDIA_TOKENS = 4
-# Share of the adapters' effect that rounding may add or take, and deviations of what is measured:
-# adapters that are not applied have none of it, applied twice about two.
+# Share of the adapters' effect that rounding may add or take, and deviations of the measurement:
+# adapters that are not applied have no effect, applied twice about two.
 _TOLERANCE, _DEVIATIONS = 0.25, 6.0
-# A smaller effect, in shares of what rounding may do to a logprob, is not judged.
+# A smaller effect, as a share of rounding's effect on a logprob, is not judged.
 _SMALLEST_SHARE = 0.1
 _ONE_GREEDY_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
@@ -67,14 +67,14 @@ class Canary:
     """The prompt and the trainer's side of the comparison.
 
     Args:
-        token_ids: The prompt.
-        score: The trainer's logprobs of a sequence at temperature 1, entry 0 being 0. Every rank
-            calls it, since a sharded model's forward is a collective.
+        token_ids: Tokens of the prompt.
+        score: Function for the trainer's logprobs of a sequence at temperature 1, entry 0 being 0.
+            Every rank calls it, since a sharded model's forward is a collective.
         limits: Largest differences allowed.
-        media: A prompt with media that an engine has completed before the update: features that it
-            kept of older weights are found. None before there was one.
-        num_media_tokens: How many tokens the engine continues it by.
-        score_base: The same as `score` without the trainer's adapters, where the engine has them
+        media: Prompt with media that an engine completed before the update, to detect features that
+            it kept from older weights. None if there was none yet.
+        num_media_tokens: Number of tokens by which the engine continues it.
+        score_base: Function like `score` without the trainer's adapters, if the engine has them
             apart from its weights.
     """
 
@@ -87,17 +87,17 @@ class Canary:
 
 
 def ask_engine(engine: RolloutEngine, canary: Canary) -> tuple[tuple[int, ...], list[float]]:
-    """Lets an engine continue the prompt by one token and score the result.
+    """Let an engine continue the prompt by one token and score the result.
 
-    Scoring computes everything anew. Generation may use what a cache holds, and a cache that was
-    not reset still holds this prompt under the weights of the previous sync.
+    Scoring computes everything anew. Generation may use caches, and a cache that was not reset
+    still holds this prompt under the weights of the previous sync.
 
     Returns:
-        The prompt and the token that the engine generated after it, and the fp32 logprob of each
-        as `RolloutEngine.score` gives it.
+        Prompt with the token that the engine generated after it, and the fp32 logprob of each
+        from `RolloutEngine.score`.
 
     Raises:
-        WeightSyncError: Generation disagrees with scoring, or the engine itself says that its
+        WeightSyncError: Generation disagrees with scoring, or the engine itself reports that its
             caches are out of date.
     """
     try:
@@ -120,10 +120,10 @@ def ask_engine(engine: RolloutEngine, canary: Canary) -> tuple[tuple[int, ...], 
 
 
 def ask_about_media(engine: RolloutEngine, media: EncodedPrompt, num_tokens: int) -> Completion:
-    """Lets an engine continue a prompt with media.
+    """Let an engine continue a prompt with media.
 
     Raises:
-        WeightSyncError: The engine itself says that its caches are out of date.
+        WeightSyncError: The engine itself reports that its caches are out of date.
     """
     try:
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
@@ -139,16 +139,16 @@ def check_answer(
     *,
     what: str = "the canary prompt",
 ) -> float:
-    """Compares an engine's logprobs with the trainer's.
+    """Compare an engine's logprobs with the trainer's.
 
     Args:
-        canary: The prompt.
-        what: Names the prompt in errors.
+        canary: Canary with the limits.
+        what: Name of the prompt in errors.
         expected: The trainer's logprobs of the prompt and the token after it.
-        logprobs: The engine's.
+        logprobs: The engine's logprobs of the same tokens.
 
     Returns:
-        The largest difference between two logprobs.
+        Largest difference between two logprobs.
 
     Raises:
         WeightSyncError: They are above the limits or not numbers.
@@ -156,7 +156,7 @@ def check_answer(
     differences = [abs(a - b) for a, b in zip(expected, logprobs, strict=True)]
     mean, limits = sum(differences) / len(differences), canary.limits
     # Written so that NaN fails.
-    is_near = mean <= limits.mean and all(found <= limits.largest for found in differences)
+    is_near = mean <= limits.mean and all(each <= limits.largest for each in differences)
     if not is_near:
         raise WeightSyncError(
             "canary",
@@ -175,7 +175,7 @@ def check_effect(
     base: Sequence[float],
     logprobs: Sequence[float],
 ) -> float | None:
-    """The engine's effect of the adapters as a multiple of the trainer's; it should be 1.
+    """Return the engine's effect of the adapters as a multiple of the trainer's; it should be 1.
 
         c = <e - b, t - b> / <t - b, t - b>
 
@@ -184,24 +184,24 @@ def check_effect(
     limits that let a bfloat16 engine pass would hide adapters that it leaves out.
 
     Args:
-        limits: Of the canary.
+        limits: Limits of the canary.
         expected, base, logprobs: t, b and e of the tokens of one sequence.
 
     Returns:
-        None where the adapters do too little to tell.
+        Multiple c, or None if the adapters do too little to tell.
 
     Raises:
         WeightSyncError: c is not 1.
     """
-    with_adapters, without, given = (
+    with_adapters, without, from_engine = (
         torch.tensor(each, dtype=torch.float64) for each in (expected, base, logprobs)
     )
-    effect, found = with_adapters - without, given - without
+    effect, engine_effect = with_adapters - without, from_engine - without
     size = effect.square().sum()
     if len(effect) < 2 or (size / len(effect)).sqrt() < _SMALLEST_SHARE * limits.mean:
         return None
-    share = float(effect @ found / size)
-    rest = found - share * effect
+    share = float(effect @ engine_effect / size)
+    rest = engine_effect - share * effect
     deviation = float((rest.square().sum() / (len(rest) - 1) / size).sqrt())
     # Written so that NaN fails.
     if not abs(share - 1) <= _TOLERANCE + _DEVIATIONS * deviation:
@@ -214,11 +214,11 @@ def check_effect(
 
 
 def canary_token_ids(vocab_size: int, length: int = CANARY_LENGTH) -> tuple[int, ...]:
-    """Fixed token ids from the middle of the vocabulary, where no special tokens lie.
+    """Return token ids from the middle of the vocabulary, where no special tokens lie.
 
     Args:
-        vocab_size: Tokens of the model.
-        length: Tokens of the prompt.
+        vocab_size: Number of tokens of the model.
+        length: Number of tokens of the prompt.
     """
     first = vocab_size // 8
     num_choices = max(1, vocab_size // 2 - first)
@@ -235,19 +235,19 @@ def actor_canary(
     media: EncodedPrompt | None = None,
     has_adapters: bool = False,
 ) -> Canary | None:
-    """The canary of an actor.
+    """Make the canary of an actor.
 
     Args:
-        actor: What is called: the strategy's wrapped form of `module`.
-        module: The actor or bare transformers model itself.
-        dtypes: The dtypes in which either side computes; the coarsest sets the limit.
-        max_length: Longest sequence of the engine, or None for the model's own limit.
-        device: Where the actor computes.
-        media: A prompt with media, the same on every rank; left out if the actor takes none.
-        has_adapters: The engine has the actor's adapters apart from its weights.
+        actor: Model to call: the strategy's wrapped form of `module`.
+        module: Actor or bare transformers model inside.
+        dtypes: Types in which either side computes; the coarsest sets the limit.
+        max_length: Longest sequence of the engine, or None for the model's limit.
+        device: Device of the actor.
+        media: Prompt with media, the same on every rank; left out if the actor takes none.
+        has_adapters: Whether the engine has the actor's adapters apart from its weights.
 
     Returns:
-        None if the module has no transformers language model, hence no vocabulary.
+        Canary, or None if the module has no transformers language model, hence no vocabulary.
     """
     from transformers import PreTrainedModel
 
@@ -276,11 +276,11 @@ def actor_canary(
             return score(sequence)
 
     room = 0 if media is None or is_bare else longest - len(media.token_ids)
-    found = [CANARY_LIMITS.get(dtype, QUANTISED_LIMITS) for dtype in dtypes]
+    limits_by_dtype = [CANARY_LIMITS.get(dtype, QUANTISED_LIMITS) for dtype in dtypes]
     return Canary(
         token_ids,
         score,
-        max(found, key=lambda limits: limits.mean),
+        max(limits_by_dtype, key=lambda limits: limits.mean),
         media if room > 0 else None,
         min(room, _MEDIA_TOKENS),
         score_base if has_adapters else None,
@@ -288,19 +288,19 @@ def actor_canary(
 
 
 def media_seen(engine: RolloutEngine, world: Group) -> EncodedPrompt | None:
-    """A prompt with media that the engine of some rank has completed; collective, one for all."""
+    """Return one prompt with media that some rank's engine has completed; collective."""
     holders = gather_objects(engine.computes_model and engine.seen_media is not None, world)
     if not any(holders):
         return None
     is_first = group_rank(world) == holders.index(True)
-    found = gather_objects(engine.seen_media if is_first else None, world)
-    return next(media for media in found if media is not None)
+    media_by_rank = gather_objects(engine.seen_media if is_first else None, world)
+    return next(media for media in media_by_rank if media is not None)
 
 
 def compute_dtypes(
     config: TrainingOptions, engine: RolloutEngine, source: ParameterSource
 ) -> frozenset[torch.dtype]:
-    """The dtypes in which trainer or engine compute."""
+    """Return the dtypes in which trainer or engine compute."""
     dtypes = {parameter.dtype for parameter in engine.parameter_manifest()}
     dtypes.update(parameter.local_shard.dtype for parameter in source.parameters())
     if config.computes_in_bf16(has_gpu=torch.cuda.is_available()):
@@ -316,18 +316,18 @@ def score_with_actor(
     is_bare: bool = False,
     media: EncodedPrompt | None = None,
 ) -> list[float]:
-    """The trainer's logprobs of a sequence at temperature 1, without gradients or dropout.
+    """Return the trainer's logprobs at temperature 1, without gradients or dropout.
 
     Args:
-        actor: Called as `PolicyModel`: (token_ids, attention_mask) -> record with `logprobs`.
-            Every module is left in the mode it was in.
-        token_ids: The sequence.
-        device: Where the actor computes.
-        is_bare: The actor is a bare transformers model, which returns logits.
-        media: The prompt that the sequence begins with, if it has images.
+        actor: Model with the call of `PolicyModel`: (token_ids, attention_mask) -> record with
+            `logprobs`. Every module keeps its mode.
+        token_ids: Tokens of the sequence.
+        device: Device of the actor.
+        is_bare: Whether the actor is a bare transformers model, which returns logits.
+        media: Prompt that the sequence begins with, if it has images.
 
     Returns:
-        One fp32 logprob a token; 0 for the first one and for those of a prompt with images.
+        One fp32 logprob per token; 0 for the first one and for those of a prompt with images.
     """
     modes = [(module, module.training) for module in actor.modules()]
     tokens = torch.tensor([list(token_ids)], device=device)

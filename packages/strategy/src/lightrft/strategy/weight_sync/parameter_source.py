@@ -69,14 +69,14 @@ class SourceParameter:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSource:
-    """A source with a fixed list of parameters; see `ParameterSource`.
+    """Source with a fixed list of parameters.
 
     Args:
-        owner: The module whose parameters these are.
-        entries: What `parameters` returns.
-        group: The ranks that hold the shards; None if nothing is sharded.
+        owner: Module with these parameters.
+        entries: Result of `parameters`.
+        group: Ranks that hold the shards; None if nothing is sharded.
         tied_names: Second names of tied parameters -> the name in `entries`.
-        add_local: Adds adapters to a range of one parameter, or None.
+        add_local: Function that adds adapters to a range of one parameter, or None.
     """
 
     owner: nn.Module
@@ -86,12 +86,12 @@ class ParameterSource:
     add_local: AddLocal | None = None
 
     def parameters(self) -> Sequence[SourceParameter]:
-        """The entries."""
+        """Return the entries."""
         return self.entries
 
 
 def reshard_modules(module: nn.Module) -> None:
-    """Frees every unit's gathered parameters; the shards take their place."""
+    """Free every unit's gathered parameters; the shards take their place."""
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
@@ -102,23 +102,23 @@ def sharded_source(
     root: nn.Module,
     entries: Sequence[tuple[SourceParameter, ProcessGroup | None]],
 ) -> ParameterSource:
-    """The source of parameters that are sharded over one group of ranks, or whole.
+    """Return the source of parameters that are sharded over one group of ranks, or whole.
 
     Args:
-        module: The wrapped actor or bare model.
+        module: Wrapped actor or bare model.
         root: Its `checkpoint_module`.
-        entries: Each parameter of `root` with the group that holds its shards.
+        entries: Parameters of `root`, each with the group that holds its shards.
 
     Raises:
         ValueError: Two parameters are sharded over different ranks.
     """
     group: ProcessGroup | None = None
-    for entry, own_group in entries:
+    for entry, shard_group in entries:
         if not entry.is_sharded:
             continue
         # By their ranks: a mesh may return its group as another object each time.
-        ranks = torch.distributed.get_process_group_ranks(own_group)
-        group = group or own_group
+        ranks = torch.distributed.get_process_group_ranks(shard_group)
+        group = group or shard_group
         known = torch.distributed.get_process_group_ranks(group)
         if ranks != known:
             raise ValueError(
@@ -130,10 +130,10 @@ def sharded_source(
 
 
 def checkpoint_module(module: nn.Module) -> nn.Module:
-    """The part of a model whose parameter names are those of its Hugging Face checkpoint.
+    """Return the part of a model whose parameter names are those of its checkpoint.
 
     An actor or critic wraps a transformers model as its child `model`; a bare transformers model,
-    which may have a child of that name too, is its own checkpoint module.
+    even with a child of that name, is the checkpoint module itself.
     """
     from transformers import PreTrainedModel
 
@@ -145,15 +145,15 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
 
 
 def tied_parameter_names(module: nn.Module) -> dict[str, str]:
-    """Second names of parameters that occur more than once -> their first name."""
+    """Return second names of parameters that occur more than once -> their first name."""
     return tied_names(module.named_parameters(remove_duplicate=False))
 
 
 def module_parameter_source(module: nn.Module) -> ParameterSource:
-    """The source of a model whose parameters are whole on every rank.
+    """Return the source of a model whose parameters are whole on every rank.
 
     Args:
-        module: An actor (its child `model` is read) or a bare model.
+        module: Actor (its child `model` is read) or bare model.
     """
     root = checkpoint_module(module)
     entries = tuple(whole_parameter(name, value) for name, value in root.named_parameters())
@@ -161,7 +161,7 @@ def module_parameter_source(module: nn.Module) -> ParameterSource:
 
 
 def whole_parameter(name: str, parameter: Tensor) -> SourceParameter:
-    """A source entry for a parameter that this rank, and every other, holds whole."""
+    """Return a source entry for a parameter that every rank holds whole."""
     values = parameter.detach()
     return SourceParameter(
         checkpoint_name=name,
@@ -175,12 +175,12 @@ def whole_parameter(name: str, parameter: Tensor) -> SourceParameter:
 
 
 def local_rank_in(group: ProcessGroup | None) -> int:
-    """Index of this rank in the gather group; 0 without one."""
+    """Return the index of this rank in the gather group; 0 without one."""
     return 0 if group is None else torch.distributed.get_rank(group)
 
 
 def chunk_ranges(shape: tuple[int, ...], num_ranks: int) -> tuple[FlatRange, ...]:
-    """Flat range of each rank's rows as `torch.chunk` divides the first dimension.
+    """Return each rank's flat range as `torch.chunk` divides the first dimension.
 
     Every rank but the last non-empty one holds ceil(rows / num_ranks) rows; some may hold none.
     """
@@ -196,25 +196,25 @@ class AdaptedModel(Protocol):
     """A wrapper whose weights are a stored base plus trained adapters."""
 
     def merged_source(self, source: ParameterSource) -> ParameterSource:
-        """The parameters under the names of the base model, with the adapters in `add_local`.
+        """Return the parameters under the base model's names, with adapters in `add_local`.
 
         Collective over the source's group.
         """
 
     def adapter_source(self, source: ParameterSource) -> ParameterSource:
-        """The base under its names, A and s B under those of `lightrft.engines.adapters`."""
+        """Return the base by its names, A and s B by those of `lightrft.engines.adapters`."""
 
     def adapter_shape(self) -> AdapterShape:
-        """Rank of the adapters and the layers that have one."""
+        """Return the rank of the adapters and the layers that have one."""
 
     def adapters_off(self) -> AbstractContextManager[None]:
-        """The base model, where nothing may need a gradient."""
+        """Return a context with the base model, where nothing may need a gradient."""
 
     def merged_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Full values with the adapters added to the weights, under the base model's names."""
+        """Return full values, adapters added to the weights, by the base model's names."""
 
     def save_adapters(self, state: Mapping[str, Tensor], folder: Path) -> None:
-        """Writes the adapters alone, as their library loads them, from full values."""
+        """Write the adapters alone, in the format of their library, from full values."""
 
 
 @runtime_checkable
@@ -232,12 +232,12 @@ def vocabulary_of(model: object) -> Vocabulary | None:
 def engine_source(
     module: nn.Module, source: ParameterSource, *, has_adapters: bool = False
 ) -> ParameterSource:
-    """The source as a rollout engine needs it: adapters are part of the weights they change.
+    """Return the source for a rollout engine: adapters are part of the weights they change.
 
     Args:
-        module: The wrapper or bare model.
-        source: Its parameters.
-        has_adapters: The engine has places for the adapters themselves.
+        module: Wrapper or bare model.
+        source: Parameters of the module.
+        has_adapters: Whether the engine has places for the adapters themselves.
     """
     if not isinstance(module, AdaptedModel):
         return source
@@ -245,14 +245,14 @@ def engine_source(
 
 
 def adapters_of(module: nn.Module | None, config: EngineOptions) -> AdapterShape | None:
-    """The adapters that an engine holds beside its weights; None where it is sent merged weights.
+    """Return the adapters that an engine holds beside its weights; None with merged weights.
 
     Args:
-        module: The actor, if it is given.
-        config: Its option `lora_sync` chooses.
+        module: Actor, or None.
+        config: Options; `lora_sync` chooses.
 
     Raises:
-        ValueError: They are to travel alone, and the actor has none or is not given.
+        ValueError: They are to travel alone, and the actor has none or is missing.
     """
     if config.lora_sync == MERGED:
         return None
@@ -266,19 +266,19 @@ def adapters_of(module: nn.Module | None, config: EngineOptions) -> AdapterShape
 
 
 def gathered_dtype(module: nn.Module, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values are gathered for a file of `dtype`: adapters are added first."""
+    """Return the dtype in which values are gathered for a file: adapters are added first."""
     return torch.float32 if isinstance(module, AdaptedModel) else dtype
 
 
 def exported_state(
     module: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Mapping[str, Tensor]:
-    """The values of a file: adapters merged and rounded once.
+    """Return the values of a file: adapters merged and rounded once.
 
     Args:
-        module: The wrapper or bare model.
+        module: Wrapper or bare model.
         state: Full CPU values by name in `module`, in `gathered_dtype`.
-        dtype: Of the floating point values of the file.
+        dtype: Type of the floating point values in the file.
     """
     if not isinstance(module, AdaptedModel):
         return state

@@ -1,4 +1,4 @@
-"""Keeps a rollout engine's weights equal to the trainer's, and proves it at every update."""
+"""Sync of a rollout engine's weights with the trainer's, verified at every update."""
 
 import time
 import weakref
@@ -50,7 +50,7 @@ from lightrft.strategy.weight_sync.verification import (
 
 T = TypeVar("T")
 MEGABYTE = 2**20
-# Syncs over shared storage after which the canary is scored whatever else is known.
+# Syncs over shared storage after which the canary is scored in any case.
 MAX_SYNCS_WITHOUT_CANARY = 9
 # Address, strides and shape of a tensor.
 Place = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -67,14 +67,14 @@ class WeightSyncReport:
         num_payload_collectives: Collectives that carried weights.
         num_resident_bytes: Bytes of frozen parameters that the engine held already.
         num_verified_bytes: Bytes whose hash is that of the engine's final storage.
-        num_aliased_bytes: Of those, bytes whose storage is the trainer's own, as their addresses
-            say: hashed once for both sides.
-        num_unverifiable_bytes: Bytes hashed only as they were handed to the engine.
+        num_aliased_bytes: Part of these whose storage is also the trainer's, by their addresses:
+            hashed once for both sides.
+        num_unverifiable_bytes: Bytes hashed only as they were passed to the engine.
         engine_hash: `model_hash` of the engine's weights; 0 without verification.
         canary_difference: Largest difference between trainer and engine in a logprob of the
             canary prompt; None if no prompt was scored.
         seconds: Whole duration.
-        verify_seconds: Share of it spent on hashes and the canary prompt.
+        verify_seconds: Part of it spent on hashes and the canary prompt.
         is_aliased: Whether the engine shares the trainer's storage.
     """
 
@@ -93,7 +93,7 @@ class WeightSyncReport:
     is_aliased: bool
 
     def summary(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         moved = (
             "shared with the trainer"
             if self.is_aliased
@@ -130,7 +130,7 @@ class TakesShards(Protocol):
         add_local: AddLocal | None,
         unreadable: frozenset[str],
     ) -> dict[str, int]:
-        """Loads all buckets, and returns the hashes of unreadable parameters as handed over."""
+        """Load all buckets; return the hashes of unreadable parameters as they were passed."""
 
 
 @dataclass(slots=True)
@@ -138,11 +138,11 @@ class Transfer:
     """Bytes that one update wrote into an engine, and the first failure on this rank.
 
     Args:
-        num_bytes, num_buckets, num_payload_collectives: What was moved.
+        num_bytes, num_buckets, num_payload_collectives: Amounts that were moved.
         is_aliased: Whether the engine shares the trainer's storage instead.
-        handed_hashes: Hash of each parameter that cannot be read back, as it was handed over.
-        error: The first failure; kept until all ranks can learn of it, because the others wait for
-            this rank in the next collective.
+        handed_hashes: Hash of each parameter that cannot be read back, as it was passed.
+        error: First failure; kept until all ranks can learn of it, because the others wait for this
+            rank in the next collective.
     """
 
     num_bytes: int = 0
@@ -153,10 +153,10 @@ class Transfer:
     error: WeightSyncError | None = None
 
     def attempt(self, step: Callable[[], T], *, even_after_error: bool = False) -> T | None:
-        """Runs one step of an update or of its verification unless an earlier one failed.
+        """Run one step of an update or of its verification unless an earlier one failed.
 
         Returns:
-            What the step returned; None if it failed or did not run.
+            Result of the step; None if it failed or did not run.
         """
         if self.error is not None and not even_after_error:
             return None
@@ -172,14 +172,14 @@ class Transfer:
 
 
 def full_shards(pairs: Sequence[PlannedParameter]) -> dict[str, Tensor]:
-    """Engine name -> the trainer's own full tensor; only for sources that are not sharded."""
+    """Return engine name -> the trainer's full tensor; only for sources without shards."""
     return {pair.name: pair.source.local_shard.view(pair.source.shape) for pair in pairs}
 
 
 def share_weights(
     engine: RolloutEngine, pairs: Sequence[PlannedParameter], source: ParameterSource
 ) -> bool:
-    """Lets the engine use the trainer's tensors themselves, if both sides can.
+    """Let the engine use the trainer's tensors themselves, if both sides can.
 
     Returns:
         Whether it does; if not, nothing has changed.
@@ -198,17 +198,17 @@ def load_buckets(
     source: ParameterSource,
     transfer: Transfer,
 ) -> None:
-    """Gathers every bucket and hands its pieces to the engine, or has it take the shards.
+    """Gather every bucket and pass its pieces to the engine, or have it take the shards.
 
     After a failure the remaining buckets are still gathered: every rank takes part in every
     collective.
 
     Args:
         engine: An engine with an open update.
-        layout: The plan for these parameters.
-        pairs: Engine name -> parameter; those of the layout.
-        source: Where the shards come from.
-        transfer: Receives counts, hashes and the first failure.
+        layout: Plan for these parameters.
+        pairs: Engine name -> parameter, for the layout's parameters.
+        source: Source of the shards.
+        transfer: Record of counts, hashes and the first failure.
     """
     transfer.num_bytes, transfer.num_buckets = layout.num_bytes, len(layout.buckets)
     shards = [pair.source.local_shard for pair in pairs.values()]
@@ -233,14 +233,14 @@ def load_buckets(
 
 
 def _device_of(shards: Sequence[Tensor], source: ParameterSource) -> torch.device:
-    """Buckets lie where the group can move them, else with the weights."""
+    """Return the device of buckets: where the group can move them, else that of the weights."""
     if source.group is not None:
         return transfer_device(source.group)
     return shards[0].device if shards else torch.device("cpu")
 
 
 def _add_local(pairs: Mapping[str, PlannedParameter], source: ParameterSource) -> AddLocal | None:
-    """The source's `add_local` under engine names, which differ for a tied parameter."""
+    """Return the source's `add_local` under engine names, which differ for a tied parameter."""
     add_local = source.add_local
     if add_local is None:
         return None
@@ -253,12 +253,12 @@ def _add_local(pairs: Mapping[str, PlannedParameter], source: ParameterSource) -
 
 @dataclass(slots=True)
 class SharedStorage:
-    """Findings of the last sync in storage that trainer and engine share.
+    """Results of the last sync in storage that trainer and engine share.
 
-    The canary finds tensors under wrong names, in a wrong order, or which training left behind.
-    None of them can be new where every name has the tensor that it had when the canary was right,
-    and every trained tensor has values other than at the last sync: the optimizer moved it, so it
-    is the one that the optimizer moves.
+    The canary detects tensors under wrong names, in a wrong order, or left behind by training.
+    None of these can be new if every name has the tensor that it had when the canary was right,
+    and every trained tensor has new values since the last sync: then the optimizer moved it, so it
+    is the right tensor.
     """
 
     _places: dict[str, Place] = field(default_factory=dict)
@@ -266,7 +266,7 @@ class SharedStorage:
     _num_without: int = 0
 
     def is_known(self, pairs: Sequence[PlannedParameter], hashes: Mapping[str, int]) -> bool:
-        """Whether the canary would compare what it has compared."""
+        """Return whether the canary would only repeat its last comparison."""
         if not self._places or self._num_without >= MAX_SYNCS_WITHOUT_CANARY:
             return False
         has_moved = all(
@@ -279,12 +279,12 @@ class SharedStorage:
     def keep(
         self, pairs: Sequence[PlannedParameter], hashes: Mapping[str, int], *, was_scored: bool
     ) -> None:
-        """Notes a sync that ended well."""
+        """Record a sync that succeeded."""
         self._places, self._hashes = _places(pairs), dict(hashes)
         self._num_without = 0 if was_scored else self._num_without + 1
 
     def forget(self) -> None:
-        """Lets the next sync score the canary."""
+        """Let the next sync score the canary."""
         self._places.clear()
 
 
@@ -293,7 +293,7 @@ class _Verified:
     """Results of the checks after a transfer; the names are those of `WeightSyncReport`.
 
     Args:
-        shared: Parameters whose storage is the trainer's own.
+        shared: Parameters whose storage is also the trainer's.
     """
 
     engine_hashes: Mapping[str, int] = field(default_factory=dict)
@@ -307,18 +307,18 @@ _NOT_VERIFIED = _Verified()
 
 
 class WeightSync:
-    """Keeps one engine's weights equal to a trainer's.
+    """Sync of one engine's weights with a trainer's.
 
     The source is read anew at every sync; only the bucket layout is kept between syncs, as long as
     manifest and shards stay the same.
 
     Args:
-        engine: The engine.
+        engine: Engine to keep equal.
         bucket_bytes: Upper bound on one weight bucket.
         verify: Compare hashes, and score the canary prompt, at every sync.
-        allow_alias: Let the engine share the trainer's storage where both sides can. Must be off
-            if the engine generates while the trainer steps (overlap, partial rollouts).
-        world: The ranks that must end every sync alike; None is all of them.
+        allow_alias: Let the engine share the trainer's storage if both sides can. Must be off if
+            the engine generates while the trainer steps (overlap, partial rollouts).
+        world: Ranks that must end every sync alike; None is all of them.
     """
 
     def __init__(
@@ -348,15 +348,15 @@ class WeightSync:
         canary: Canary | None = None,
         wake_cache: Callable[[], None] | None = None,
     ) -> WeightSyncReport:
-        """Makes the engine's weights those of the source.
+        """Make the engine's weights those of the source.
 
         All ranks must call it, and it ends in the same way on all of them.
 
         Args:
-            source: The trainer's parameters.
-            canary: The prompt to score after the update; ignored without verification.
-            wake_cache: Called once the weights are there, before the engine computes with them,
-                on every rank and also after a failure.
+            source: Parameters of the trainer.
+            canary: Prompt to score after the update; ignored without verification.
+            wake_cache: Function to call once the weights are there, before the engine computes with
+                them, on every rank and also after a failure.
 
         Raises:
             WeightSyncError: Nothing was sent (`check == "accounting"`), or the engine does not
@@ -365,8 +365,8 @@ class WeightSync:
         """
         start_time = time.perf_counter()
         previous_version = self.engine.weights_version
-        pairs, own_hashes = self._match(source)
-        hashes, replica_hash = source_hashes(pairs, source, own_hashes) if self.verify else ({}, 0)
+        pairs, rank_hashes = self._match(source)
+        hashes, replica_hash = source_hashes(pairs, source, rank_hashes) if self.verify else ({}, 0)
         verify_seconds = time.perf_counter() - start_time if self.verify else 0.0
         sent = self._select(pairs, hashes, source)
         transfer = Transfer()
@@ -379,11 +379,11 @@ class WeightSync:
                 lambda: raise_together(transfer.error, self.world), even_after_error=True
             )
         verify_start_time = time.perf_counter()
-        found = self._verify(transfer, pairs, hashes, canary) if self.verify else _NOT_VERIFIED
+        results = self._verify(transfer, pairs, hashes, canary) if self.verify else _NOT_VERIFIED
         self._conclude(previous_version, transfer.error, replica_hash)
         self._owner = weakref.ref(source.owner)
         if self.verify and transfer.is_aliased and canary is not None:
-            self._shared.keep(pairs, hashes, was_scored=found.canary_difference is not None)
+            self._shared.keep(pairs, hashes, was_scored=results.canary_difference is not None)
         self._note_sent(pairs, hashes)
         end_time = time.perf_counter()
         return WeightSyncReport(
@@ -392,11 +392,11 @@ class WeightSync:
             num_buckets=transfer.num_buckets,
             num_payload_collectives=transfer.num_payload_collectives,
             num_resident_bytes=_num_bytes(pairs) - _num_bytes(sent),
-            num_verified_bytes=found.num_verified_bytes,
-            num_aliased_bytes=_num_bytes([p for p in pairs if p.name in found.shared]),
-            num_unverifiable_bytes=found.num_unverifiable_bytes,
-            engine_hash=model_hash(found.engine_hashes),
-            canary_difference=found.canary_difference,
+            num_verified_bytes=results.num_verified_bytes,
+            num_aliased_bytes=_num_bytes([p for p in pairs if p.name in results.shared]),
+            num_unverifiable_bytes=results.num_unverifiable_bytes,
+            engine_hash=model_hash(results.engine_hashes),
+            canary_difference=results.canary_difference,
             seconds=end_time - start_time,
             verify_seconds=verify_seconds + end_time - verify_start_time,
             is_aliased=transfer.is_aliased,
@@ -407,10 +407,10 @@ class WeightSync:
         self._frozen = frozenset(pair.name for pair in pairs if pair.source.frozen)
 
     def check_resident(self) -> None:
-        """Bars the engine if a parameter is not what was sent.
+        """Bar the engine if a parameter is not what was sent.
 
-        For an engine that slept since, and is sent nothing before it generates. Ranks find it for
-        themselves, and all learn of it when they generate.
+        For an engine that slept since, and receives no weights before it generates. Each rank
+        checks alone; all learn the result when they generate.
         """
         sent = self._sent_hashes if self.verify else {}
         if self.engine.weights_were_dropped or not sent:
@@ -419,7 +419,7 @@ class WeightSync:
         expected = {name: value for name, value in sent.items() if name in verifiable}
         try:
             check_hashes(expected, self.engine.hash_parameters(list(expected)))
-        except RuntimeError as error:  # also of an engine that holds something else now
+        except RuntimeError as error:  # also if the engine holds something else now
             self.engine.mark_stale(f"weights changed while it slept: {error}")
 
     def _verify(
@@ -429,7 +429,7 @@ class WeightSync:
         hashes: Mapping[str, int],
         canary: Canary | None,
     ) -> _Verified:
-        """Compares hashes and scores the canary; failures go to `transfer`."""
+        """Compare hashes and score the canary; failures go to `transfer`."""
         shared: frozenset[str] = frozenset()
         if transfer.is_aliased:
             find_shared = partial(self.engine.shared_names, full_shards(pairs))
@@ -454,17 +454,17 @@ class WeightSync:
         pairs: Sequence[PlannedParameter],
         hashes: Mapping[str, int],
     ) -> bool:
-        """Whether the prompt is scored; all ranks agree, since the trainer's side is collective."""
+        """Return whether the prompt is scored; all ranks agree, as the forward is collective."""
         if not self.engine.computes_model:
             return False
         is_known = transfer.is_aliased and self._shared.is_known(pairs, hashes)
         return any(gather_objects(not is_known or canary.media is not None, self.world))
 
     def _match(self, source: ParameterSource) -> tuple[tuple[PlannedParameter, ...], Sequence[int]]:
-        """Accounts for every parameter; all ranks fail together, before anything is sent.
+        """Account for every parameter; all ranks fail together, before anything is sent.
 
         Returns:
-            The parameters, and with verification the hashes of this rank's shards of them.
+            Parameters, and with verification the hashes of this rank's shards of them.
         """
         transfer = Transfer()
         pairs = transfer.attempt(
@@ -486,7 +486,7 @@ class WeightSync:
     def _select(
         self, pairs: Sequence[PlannedParameter], hashes: Mapping[str, int], source: ParameterSource
     ) -> tuple[PlannedParameter, ...]:
-        """The parameters to write now: all but frozen ones that the engine holds already."""
+        """Return the parameters to write now: all but frozen ones that the engine holds already."""
         if self.engine.keeps_base:  # compared, like all others, and never written
             return tuple(pair for pair in pairs if not pair.source.frozen)
         has_same_owner = self._owner is not None and self._owner() is source.owner
@@ -495,8 +495,8 @@ class WeightSync:
         resident = frozenset(
             pair.name
             for pair in pairs
-            # One that was trained until now may have changed. With hashes, a frozen parameter that
-            # was changed after all is sent again.
+            # A parameter that was trained until now may have changed. With hashes, a frozen
+            # parameter that changed after all is sent again.
             if pair.source.frozen
             and pair.name in self._frozen
             and self._sent_hashes.get(pair.name) == hashes.get(pair.name, 0)
@@ -537,34 +537,34 @@ class WeightSync:
         handed_hashes: Mapping[str, int],
         shared: frozenset[str],
     ) -> dict[str, int]:
-        """Checks what the engine holds, as far as it can tell; else what it was given.
+        """Check the engine's weights, as far as it can show them; else those that it was sent.
 
         Args:
             pairs: All parameters.
-            hashes: The trainer's.
-            handed_hashes: Of parameters that cannot be read back, as they were handed over.
-            shared: Parameters whose storage `hashes` were read from.
+            hashes: Hashes of the trainer's parameters.
+            handed_hashes: Hashes of parameters that cannot be read back, as they were passed.
+            shared: Parameters from whose storage `hashes` were read.
 
         Returns:
-            The hashes that were found.
+            Hashes of the engine's parameters.
         """
         readable = [p.name for p in pairs if p.target.verifiable and p.name not in shared]
-        found = self.engine.hash_parameters(readable)
-        found.update((name, hashes[name]) for name in shared)
+        engine_hashes = self.engine.hash_parameters(readable)
+        engine_hashes.update((name, hashes[name]) for name in shared)
         for pair in pairs:
             if not pair.target.verifiable and pair.name not in shared:
-                # A resident one was checked when it was handed over; of a base that the engine read
-                # by itself and cannot show, the canary has to speak.
+                # A resident one was checked when it was passed; a base that the engine read by
+                # itself and cannot show is left to the canary.
                 resident_hash = self._sent_hashes.get(pair.name, hashes[pair.name])
-                found[pair.name] = handed_hashes.get(pair.name, resident_hash)
-        check_hashes(hashes, found)
-        return found
+                engine_hashes[pair.name] = handed_hashes.get(pair.name, resident_hash)
+        check_hashes(hashes, engine_hashes)
+        return engine_hashes
 
     def _inside(self, step: Callable[[], T]) -> T:
-        """Runs what may be a collective of the engine; no rank is left alone in it.
+        """Run a step that may be a collective of the engine; no rank is left alone in it.
 
         Raises:
-            WeightSyncError: Another rank failed. A rank that fails raises its own error.
+            WeightSyncError: Another rank failed. A rank that fails raises its original error.
         """
         if not self.engine.runs_on_every_rank:
             return step()
@@ -578,11 +578,11 @@ class WeightSync:
         return results[0]
 
     def _score_canary(self, canary: Canary, transfer: Transfer) -> float | None:
-        """Lets engine and trainer score the prompt; every rank runs the trainer's forward."""
+        """Let engine and trainer score the prompt; every rank runs the trainer's forward."""
 
         def ask() -> tuple[tuple[int, ...], list[float]]:
-            # The engine computes nothing with weights that have no version. `_conclude` takes it
-            # back if any rank finds a fault.
+            # The engine computes nothing with weights that have no version. `_conclude` revokes it
+            # if any rank detects a fault.
             self.engine.set_weights_version(self.engine.weights_version + 1)
             return ask_engine(self.engine, canary)
 
@@ -593,13 +593,17 @@ class WeightSync:
         difference = self._score_media(canary, transfer)
         if logprobs is None:
             return None
-        found = transfer.attempt(lambda: check_answer(canary, expected, logprobs))
+        text_difference = transfer.attempt(lambda: check_answer(canary, expected, logprobs))
         if base is not None:
             transfer.attempt(lambda: check_effect(canary.limits, expected, base, logprobs))
-        return found if found is None or difference is None else max(found, difference)
+        return (
+            text_difference
+            if text_difference is None or difference is None
+            else max(text_difference, difference)
+        )
 
     def _score_media(self, canary: Canary, transfer: Transfer) -> float | None:
-        """Compares what the engine says about media; None if the canary has none."""
+        """Compare the engine's logprobs of media with the trainer's; None without media."""
         media = canary.media
         if media is None:
             return None
@@ -617,7 +621,7 @@ class WeightSync:
     def _conclude(
         self, previous_version: int, error: WeightSyncError | None, replica_hash: int
     ) -> None:
-        """Gives the weights their version once all ranks agree, or bars the engine on all."""
+        """Give the weights their version once all ranks agree, or bar the engine on all."""
         try:
             raise_together(error, self.world, source_hash=replica_hash)
         except WeightSyncError as err:
@@ -629,7 +633,7 @@ class WeightSync:
 
 
 def _finite_hashes(pairs: Sequence[PlannedParameter], source: ParameterSource) -> list[int]:
-    """`shard_hashes` of shards that are finite; else raises a WeightSyncError."""
+    """Return `shard_hashes` of finite shards; raise a WeightSyncError otherwise."""
     hashes, names = shard_hashes(pairs, source)
     if names:
         raise WeightSyncError("finite", listed(names), names)

@@ -34,11 +34,11 @@ class WeightSyncError(RuntimeError):
     """The engine does not, or would not, hold the trainer's weights.
 
     Attributes:
-        check: What found it: "accounting" (names and shapes, before anything was sent), "finite"
-            (raised as a NonFiniteError), "transfer" (the engine refused a tensor), "hash" (final
-            storage), "canary" (logprobs of a fixed prompt), "caches" (activations of earlier
+        check: Check that failed: "accounting" (names and shapes, before anything was sent),
+            "finite" (raised as a NonFiniteError), "transfer" (the engine refused a tensor), "hash"
+            (final storage), "canary" (logprobs of a fixed prompt), "caches" (activations of earlier
             weights) or "peer" (another rank).
-        names: Checkpoint names of the parameters concerned; empty where no one is to blame.
+        names: Checkpoint names of the parameters concerned; empty if none is to blame.
     """
 
     def __init__(self, check: Check, message: str, names: Iterable[str] = ()) -> None:
@@ -70,7 +70,7 @@ def match_parameters(
     parameters: Sequence[SourceParameter],
     tied_names: Mapping[str, str],
 ) -> tuple[PlannedParameter, ...]:
-    """Pairs every engine parameter that has storage of its own with its source.
+    """Pair every engine parameter with separate storage with its source.
 
     A parameter that the engine ties to another has no storage and is left out; one that only the
     trainer ties is filled from the parameter it shares there.
@@ -81,7 +81,7 @@ def match_parameters(
         tied_names: The trainer's second names of tied parameters -> the name in `parameters`.
 
     Returns:
-        In the order of the manifest.
+        Pairs in the order of the manifest.
 
     Raises:
         WeightSyncError: Names are missing on either side, shapes differ, or the engine ties what
@@ -118,12 +118,12 @@ def match_parameters(
 def parameters_to_send(
     pairs: Sequence[PlannedParameter], resident_names: frozenset[str]
 ) -> tuple[PlannedParameter, ...]:
-    """Pairs that must be written now; the others are frozen and resident.
+    """Return pairs that must be written now; the others are frozen and resident.
 
     Args:
         pairs: All parameters of the engine.
         resident_names: Frozen parameters that the engine verifiably holds already. One that shares
-            an engine tensor with a parameter that is sent is sent with it.
+            an engine tensor with a sent parameter is sent with it.
     """
     names = {pair.name for pair in pairs if pair.name not in resident_names}
     for pair in pairs:
@@ -133,14 +133,14 @@ def parameters_to_send(
 
 
 def listed(items: Iterable[str]) -> str:
-    """The first items, and how many more there are."""
-    found = list(items)
-    hidden = len(found) - MAX_LISTED_NAMES
-    return ", ".join(found[:MAX_LISTED_NAMES]) + (f" and {hidden} more" if hidden > 0 else "")
+    """Return the first items, and how many more there are."""
+    names = list(items)
+    hidden = len(names) - MAX_LISTED_NAMES
+    return ", ".join(names[:MAX_LISTED_NAMES]) + (f" and {hidden} more" if hidden > 0 else "")
 
 
 def mix64(value: int) -> int:
-    """Splitmix64's output function on one unsigned 64-bit integer."""
+    """Return Splitmix64's output function on one unsigned 64-bit integer."""
     mixed = (value + 0x9E3779B97F4A7C15) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -148,7 +148,7 @@ def mix64(value: int) -> int:
 
 
 def model_hash(hashes: Mapping[str, int]) -> int:
-    """One number for a whole model: sum over parameters of mix64(digest(name) XOR hash) mod 2^64.
+    """Return the hash of a model: sum of mix64(digest(name) XOR hash) over parameters mod 2^64.
 
     `digest` is the 8-byte BLAKE2b digest of the name, little-endian. Order does not matter.
 
@@ -156,7 +156,7 @@ def model_hash(hashes: Mapping[str, int]) -> int:
         hashes: Checkpoint name -> hash of the parameter.
 
     Returns:
-        A signed 64-bit integer; 0 for no parameters.
+        Signed 64-bit integer; 0 for no parameters.
     """
     total = 0
     for name, value in hashes.items():
@@ -172,13 +172,13 @@ def _signed(value: int) -> int:
 def source_hashes(
     pairs: Sequence[PlannedParameter], source: ParameterSource, own: Sequence[int]
 ) -> tuple[dict[str, int], int]:
-    """Hashes of the trainer's parameters, cast to the engine's dtypes, from the shards in place.
+    """Return hashes of the trainer's parameters in the engine's dtypes, from shards in place.
 
     Costs one all-reduce of 8 bytes a parameter over the source's group, none if that is None.
 
     Args:
-        pairs, source: The parameters.
-        own: Their `shard_hashes`.
+        pairs, source: Parameters with their source.
+        own: Local `shard_hashes` of the pairs.
 
     Returns:
         Engine name -> signed hash of the full parameter, and a hash of what only this rank can
@@ -201,7 +201,7 @@ def source_hashes(
 def shard_hashes(
     pairs: Sequence[PlannedParameter], source: ParameterSource
 ) -> tuple[list[int], list[str]]:
-    """Hashes of this rank's range of each parameter as it is sent, and names of what overflows."""
+    """Return hashes of this rank's ranges as they are sent, and names of what overflows."""
     rank = local_rank_in(source.group)
     starts = [pair.source.shards[rank if pair.source.is_sharded else 0][0] for pair in pairs]
     if source.add_local is None:
@@ -221,7 +221,7 @@ def shard_hashes(
 def cast_shard(
     parameter: SourceParameter, source: ParameterSource, start: int, dtype: torch.dtype
 ) -> Tensor:
-    """Range of this rank as it is sent: adapters added in float32, then rounded to `dtype` once."""
+    """Return this rank's range as sent: adapters added in float32, then rounded once."""
     values = parameter.local_shard
     if source.add_local is not None:
         values = values.to(torch.float32, copy=True)
@@ -230,18 +230,18 @@ def cast_shard(
 
 
 def note_hashes(hashes: dict[str, int], pieces: Sequence[WeightPiece]) -> None:
-    """Adds the hashes of pieces to those of their parameters."""
-    found = hash_tensors([p.tensor for p in pieces], starts=[p.start for p in pieces])
-    for piece, value in zip(pieces, found, strict=True):
+    """Add the hashes of pieces to those of their parameters."""
+    piece_hashes = hash_tensors([p.tensor for p in pieces], starts=[p.start for p in pieces])
+    for piece, value in zip(pieces, piece_hashes, strict=True):
         hashes[piece.name] = combine_hashes((hashes.get(piece.name, 0), value))
 
 
 def common_hashes(
     first: ParameterSource, second: ParameterSource
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Hashes of two models' parameters by name, both in the dtypes of the second. Collective."""
+    """Return hashes of two models' parameters by name, in the second's dtypes. Collective."""
     dtypes = {entry.checkpoint_name: entry.local_shard.dtype for entry in second.parameters()}
-    found = []
+    hashes = []
     for source in (first, second):
         pairs = [
             PlannedParameter(
@@ -250,12 +250,12 @@ def common_hashes(
             for entry in source.parameters()
             for name in (entry.checkpoint_name,)
         ]
-        found.append(source_hashes(pairs, source, shard_hashes(pairs, source)[0])[0])
-    return found[0], found[1]
+        hashes.append(source_hashes(pairs, source, shard_hashes(pairs, source)[0])[0])
+    return hashes[0], hashes[1]
 
 
 def check_hashes(expected: Mapping[str, int], found: Mapping[str, int]) -> None:
-    """Compares the trainer's hashes with the engine's.
+    """Compare the trainer's hashes with the engine's.
 
     Raises:
         WeightSyncError: A parameter differs or has no hash; the message names it.
@@ -273,12 +273,12 @@ def check_hashes(expected: Mapping[str, int], found: Mapping[str, int]) -> None:
 def raise_together(
     error: WeightSyncError | None, world: Group = None, *, source_hash: int = 0
 ) -> None:
-    """Ends a stage on all ranks in the same way; one small collective.
+    """End a stage on all ranks in the same way; one small collective.
 
     Args:
-        error: What this rank found.
-        world: The ranks that must agree; None is all of them.
-        source_hash: Of the weights of this rank's replica.
+        error: Error of this rank, or None.
+        world: Ranks that must agree; None is all of them.
+        source_hash: Hash of the weights of this rank's replica.
 
     Raises:
         WeightSyncError: This rank failed, another rank failed (the message says which), or ranks
@@ -293,7 +293,7 @@ def raise_together(
         if error is None:
             raise
         raise error from lost
-    # First, since an engine made of several replicas fails its own checks too.
+    # First, since an engine made of several replicas fails its checks too.
     odd_ranks = [rank for rank, entry in enumerate(reports) if entry[2] != reports[0][2]]
     if odd_ranks:
         raise WeightSyncError(
