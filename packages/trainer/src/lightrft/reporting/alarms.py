@@ -25,8 +25,8 @@ def alarms(
     """Return one sentence for each thing that is wrong with the metrics of a step.
 
     `alarm_kl` bounds `kl` (to the reference model, per token) and `approx_kl` (of the update).
-    Whatever the options, alarms are raised for a metric that is not finite, a nonzero count of
-    nonfinite numbers, skipped optimizer steps, and a step that teaches or changes nothing.
+    Whatever the options, alarms are raised for a metric or number that is not finite, and for
+    skipped optimizer steps. A step that teaches or changes nothing raises one, too.
 
     Args:
         config: Bounds.

@@ -102,7 +102,7 @@ def read_rollout(line: bytes, place: object) -> RecordedRollout:
     """Return the sample of a line.
 
     Raises:
-        FileError: The line is none; the message begins with the place.
+        FileError: The line holds no sample; the message begins with the place.
     """
     rollout = typed(RecordedRollout, parse_json(line, place), place)
     edges = [0, *(edge for span in rollout.sampled_spans for edge in span)]

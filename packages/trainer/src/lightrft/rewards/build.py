@@ -40,7 +40,7 @@ RewardFactory = Callable[[ScoringOptions, str], RewardFunction]
 
 
 def reward_urls(config: ServiceOptions) -> tuple[str, ...]:
-    """Addresses of reward services."""
+    """Return the addresses of reward services."""
     urls = config.remote_rm_url
     return () if urls is None else (urls,) if isinstance(urls, str) else tuple(urls)
 
@@ -177,7 +177,7 @@ class CombinedReward:
         return {name: tally for each in counting for name, tally in each.take_tallies().items()}
 
     def close(self) -> None:
-        """Ends the worker processes; may be called twice."""
+        """End the worker processes; may be called twice."""
         for function in self.functions:
             function.close()
 

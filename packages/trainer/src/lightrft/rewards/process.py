@@ -71,7 +71,7 @@ def worker_environment(
     """Return the environment's variables without secrets.
 
     Args:
-        passed: Names that are passed all the same.
+        passed: Names of secrets to pass nevertheless.
         source: Variables to filter; None takes the environment of this process.
     """
     source = os.environ if source is None else source
@@ -143,7 +143,7 @@ class WorkerTask:
         memory_bytes: Limit of the worker's address space; None sets none.
         resident_bytes: Memory that the worker and its children may hold together; None sets no
             limit. It is measured four times a second.
-        memory_option: Option that sets it.
+        memory_option: Option that sets `resident_bytes`.
         passed_variables: Variables of the environment that it gets although they are secrets.
         start_seconds: Limit of the start, imports included. A slower start is accepted until the
             worker has computed or waited that long in sum: a busy machine ends no run.
@@ -297,7 +297,7 @@ class WorkerProcess:
         return self._exchange(self._started, request, seconds)
 
     def close(self) -> None:
-        """Kills the worker and its children, if it runs."""
+        """Kill the worker and its children, if it runs."""
         if self._finalizer is not None:
             self._finalizer()
         self._started, self._finalizer = None, None
@@ -363,7 +363,7 @@ class WorkerProcess:
 def _transfer(
     started: StartedWorker, outgoing: bytes, deadline: float, is_over: Callable[[], bool]
 ) -> bytes:
-    """Sends a frame and reads one, both without blocking beyond the deadline or `is_over`."""
+    """Send a frame and read one, both without blocking beyond the deadline or `is_over`."""
     requests, answers, printed = started.pipes()
     pending, received = memoryview(outgoing), bytearray()
     with selectors.DefaultSelector() as selector:
@@ -447,6 +447,6 @@ class WorkerPool:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """Ends all workers; may be called twice."""
+        """End all workers; may be called twice."""
         for worker in self.workers:
             worker.close()

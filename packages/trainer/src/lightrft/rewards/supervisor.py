@@ -31,7 +31,7 @@ _PAGE_BYTES = resource.getpagesize()
 
 
 def main() -> None:
-    """Starts the worker and watches it to its end."""
+    """Start the worker and watch it to its end."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     memory_bytes, program = int(sys.argv[2]), sys.argv[3]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -91,7 +91,7 @@ def _watch(
 
 
 def _end_like(status: int | None) -> None:
-    """Ends this process as the worker ended."""
+    """End this process as the worker ended."""
     if status is not None and os.WIFEXITED(status):
         os._exit(os.WEXITSTATUS(status))
     number = signal.SIGKILL if status is None else os.WTERMSIG(status)
@@ -127,7 +127,7 @@ def holds_more(processes: Sequence[psutil.Process], limit: int) -> bool:
     """Return whether processes together hold more bytes than the limit."""
     if sum(map(_resident_bytes, processes)) <= limit:
         return False
-    # Processes that share pages were counted with all of them.
+    # Pages that processes share were counted for each of them.
     return sum(map(_proportional_bytes, processes)) > limit
 
 

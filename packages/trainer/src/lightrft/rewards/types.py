@@ -33,7 +33,7 @@ class RewardResult:
     """The reward of one response.
 
     Args:
-        reward: The number to maximise.
+        reward: Number to maximise.
         components: Parts of the reward by name, unweighted.
     """
 
@@ -85,7 +85,7 @@ class RewardFunction(Protocol):
             prompts: Rendered prompts.
             responses: Decoded responses, without the prompt.
             labels: Reference answers.
-            columns: The other columns of the data rows.
+            columns: Other columns of the data rows.
 
         Raises:
             RewardError: A reward could not be computed.
@@ -124,7 +124,7 @@ class UsesEngine(Protocol):
 
 @runtime_checkable
 class CountsCosts(Protocol):
-    """A reward that knows what it costs."""
+    """A reward that reports its costs."""
 
     def take_tallies(self) -> Tallies:
         """Return sums since the last call; the same names on every rank."""

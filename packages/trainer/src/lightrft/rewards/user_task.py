@@ -27,7 +27,6 @@ MODULE_NAME = "lightrft_user_reward"
 
 # Reward of one response, or None for the sum of its components, and the components. Without
 # either, the function did not score the response.
-# the function did not score it.
 CheckedResult = tuple[float | None, dict[str, float]]
 
 
@@ -63,8 +62,8 @@ class UserFunction:
     """A function of a Python file.
 
     Args:
-        path: The file.
-        name: The function.
+        path: Path of the file.
+        name: Name of the function.
         seed: Seed of the global generators, combined with the responses of a call.
     """
 

@@ -62,7 +62,7 @@ class ReportedError(Exception):
 
 
 def main() -> None:
-    """Serves requests until stdin ends."""
+    """Serve requests until stdin ends."""
     requests, answers = _private_pipes()
     setup = cast("dict[str, object]", _read(requests))
     handler: Handler | Server | None = None

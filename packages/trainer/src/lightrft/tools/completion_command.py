@@ -41,10 +41,10 @@ def build_parser() -> Parser:
 
 
 def whole_parser(names: Collection[str]) -> argparse.ArgumentParser:
-    """One parser of commands, made from theirs: `build_parser` or `build_parsers` of their modules.
+    """Return one parser of commands, from `build_parser` or `build_parsers` of their modules.
 
     Args:
-        names: Of the commands.
+        names: Names of the commands.
     """
     root = argparse.ArgumentParser(prog="lightrft")
     root.add_argument("--version", action="store_true")

@@ -78,7 +78,7 @@ def require_empty(directory: Path) -> None:
     """Refuse to write into a file or a directory that holds something.
 
     Raises:
-        UsageError: It does; the message names the directory.
+        UsageError: The file or directory holds something; the message names it.
     """
     if directory.is_file():
         raise UsageError(f"{directory} is a file: expected a new or empty directory")
@@ -90,7 +90,7 @@ def make_folder(directory: Path) -> None:
     """Make a folder, and those above it.
 
     Raises:
-        UsageError: It can be none; the message names it.
+        UsageError: The path cannot be a folder; the message names it.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
     """Run the command; see `lightrft init-run --help`.
 
     Raises:
-        UsageError: The directory is not empty, or can be none.
+        UsageError: The directory is not empty, or cannot be a directory.
     """
     arguments = build_parser().parse_args(argv)
     folder = Path(arguments.directory)

@@ -113,7 +113,7 @@ def _activations(config: MachineOptions) -> list[str]:
 
 
 def _has_gpu() -> bool:
-    # What is not imported did not run out of memory.
+    # Without an import, torch did not run out of memory.
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_available())
 

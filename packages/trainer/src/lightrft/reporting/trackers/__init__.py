@@ -12,7 +12,7 @@ from lightrft.config.registry import LOGGERS, Registry, installation_of, missing
 from lightrft.reporting.loggers import MetricsLogger
 from lightrft.reporting.trackers.best_effort import TrackerError
 
-# Trackers with their options; the others are names of the option `loggers`.
+# Trackers with dedicated options; the others are names of the option `loggers`.
 _BY_OPTION = Registry(
     "tracker",
     {

@@ -200,7 +200,7 @@ def row(cell: object, found: Deviations | str, bounds: Deviations) -> str:
 
 
 def conclude(results: Sequence[CellResult]) -> int:
-    """Prints bounds and verdict; returns the exit code."""
+    """Print bounds and verdict; return the exit code."""
     bounds = bounds_of(results)
     measured = [deviations for _, deviations in results if not isinstance(deviations, str)]
     num_bad = sum(bool(deviations.above(bounds)) for deviations in measured)

@@ -40,7 +40,7 @@ from lightrft.tools.invariance.measure import (
 )
 from lightrft.tools.plan.setup import read_model_size
 
-# Tokens of the row whose step is timed, and steps of which the median counts.
+# Tokens of the row whose step is timed, and number of steps for the median.
 TIMED_TOKENS, ROUNDS = 2048, 5
 # Smallest gain that is worth a line.
 MIN_GAIN = 1.05

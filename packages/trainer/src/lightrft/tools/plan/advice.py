@@ -92,7 +92,7 @@ def _cost(advice: Advice, gpu: Gpu) -> tuple[float, int]:
     """Return a step's seconds, with a price per setting; without rollouts the cost of settings."""
     setup = advice.plan.setup
     if not setup.rolls_out:
-        # From the cheapest on, as they stand in `CHOICES`.
+        # From the cheapest on, in the order of `CHOICES`.
         order = [name for choice in _choices(setup) for step in choice for name in step]
         return float(sum(2 ** order.index(n) for n in advice.changes)), 0
     seconds = step_seconds(setup, gpu).total

@@ -157,7 +157,7 @@ def _tail_share(setup: Setup, gpu: Gpu) -> float:
 
 
 def _rows_at_once(setup: Setup, gpu: Gpu) -> tuple[float, float]:
-    """Return the responses that an engine samples at once, and the waves that there are of them."""
+    """Return the number of responses that an engine samples at once, and the number of waves."""
     rows = setup.samples_per_rank * setup.config.engine_tp_size
     room = engine_room(replace(setup, capacity_bytes=gpu.memory_bytes))
     at_once = max(1.0, min(rows, rows if room is None else room.rows))
@@ -238,7 +238,7 @@ def _offload(setup: Setup, num_micro: float) -> float:
 
 def _sync(setup: Setup, gpu: Gpu) -> float:
     sent = setup.compute_bytes * setup.num_sent
-    # Hashes read all weights on both sides, copies twice what is sent.
+    # Hashes read all weights on both sides; copies read and write what is sent.
     read = 2 * (setup.compute_bytes * setup.actor_size.parameters + sent)
     return read / (gpu.memory_gb_per_second * GB) + _gather(setup, sent, gpu)
 

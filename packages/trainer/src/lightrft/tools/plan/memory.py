@@ -188,7 +188,7 @@ def _fsdp_moments(
     yield [*held, kept, head, end, output, next_layer]
     one_layer = kept.num_bytes / max(1, model.size.num_layers)
     rest = MemoryTerm(kept.name, max(0.0, kept.num_bytes - one_layer))
-    # The root unit, which has what is shared or has no unit, stays until its turn.
+    # The root unit holds what is shared or has no unit, and stays until its turn.
     waiting = () if model.has_own_head else (end, output)
     # What arrives is copied: for the layer before, unless its gradients take that room.
     layers = MemoryTerm("gathered layers", (2 if is_whole else 3) * c * unit)
@@ -280,7 +280,7 @@ def _zero1_moments(
 ) -> Iterator[list[MemoryTerm]]:
     c, trained = setup.compute_bytes, model.trained
     if c == 2:
-        # The float32 sums are in `resting`; they are reduced by way of a copy.
+        # The float32 sums are in `resting`; they are reduced through a copy.
         narrow = MemoryTerm("gradients in bfloat16", c * trained)
         yield [kept, head, output]
         yield [
@@ -493,7 +493,7 @@ class MemoryPlan:
 
     @property
     def room(self) -> EngineRoom | None:
-        """Room of the engine in its share; None without an engine or a share."""
+        """Room of the engine in its share; None without a server engine."""
         return engine_room(self.setup)
 
     @property
@@ -704,7 +704,7 @@ def _saving(setup: Setup) -> Iterator[MemoryTerm]:
     largest = max(setup.actor_size.embedding_parameters, setup.actor_size.layer_parameters)
     if gathered(setup, setup.actor):
         yield MemoryTerm("one whole tensor", 4 * largest)
-    # The first rank of all collects what it exports; with adapters in float32, and merged anew.
+    # The very first rank collects the export; with adapters it is float32 and merged anew.
     actor, c = setup.actor, setup.compute_bytes
     kept = c * actor.stored
     if setup.config.lora_rank:

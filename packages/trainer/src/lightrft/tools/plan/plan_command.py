@@ -177,7 +177,7 @@ def full_report(plan: MemoryPlan, advice: Advice, gpu: Gpu) -> str:
     Args:
         plan: Memory of the settings of the command.
         advice: Settings that fit, or come nearest to it.
-        gpu: The device of each rank.
+        gpu: Device of each rank.
     """
     setup = plan.setup
     budget = setup.config.micro_batch_tokens

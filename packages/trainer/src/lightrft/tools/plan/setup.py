@@ -278,7 +278,7 @@ class Setup:
         ranks_per_node: Number of ranks on one node.
         has_gpu: Whether ranks have a GPU each.
         capacity_bytes: Memory of a rank's device; of its share of the host without a GPU.
-        host_bytes: This rank's share of the host's memory; None if it is not known.
+        host_bytes: Share of the host's memory of this rank; None if it is not known.
         engine: "vllm", "sglang" or "hf"; "" where only other ranks generate.
         stage: Name in `config.registry.STAGES`.
         rows_per_item: Largest number of answers compared with each other; 1 if none are.
@@ -368,7 +368,7 @@ class Setup:
 
     @cached_property
     def judge(self) -> ModelSize | None:
-        """The judge of a folder, which each rank has in a process beside it."""
+        """The judge in a folder, which runs in a process beside each rank."""
         folder = self.config.judge_folder
         return read_model_size(folder) if folder and self.rolls_out else None
 

@@ -88,7 +88,8 @@ def settle(
     Args:
         setup: Run on the machine.
         write: Callback that gets a line for each decision.
-        agree: Minimum of a number over all ranks; None leaves micro-batches as they are.
+        agree: Callback that returns the minimum of a number over all ranks; None leaves
+            micro-batches as they are.
     """
     plan = plan_memory(setup)
     # Ranks that generate in other processes keep the configured share.

@@ -1,6 +1,6 @@
 r"""The task: products of two three-digit numbers, which no tiny model can work out in its head.
 
-A calculator is at hand. The teacher uses it when the prompt says to compute. Asked what a product
+A calculator is available. The teacher uses it when the prompt says to compute. Asked what a product
 is, the teacher mostly guesses, and so does the imitator. Reinforcement finds that asking pays.
 
     Compute 457*786.    <tool_call>{"name": "calculate", ...}</tool_call>  359202  \boxed{359202}

@@ -288,7 +288,7 @@ def summarise(
 
 
 def last_conversation(directory: Path) -> list[str]:
-    """Lines with the best rewarded sample of several turns in the last step; none without any."""
+    """Return lines with the last step's best rewarded sample of several turns; none without any."""
     from lightrft.tools.report.sample_page import readable
 
     entries = [entry for _, entry in JsonLines(directory / SAMPLES_FILE) if "turns" in entry]

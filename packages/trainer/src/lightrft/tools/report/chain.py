@@ -21,7 +21,7 @@ MAX_DEPTH = 30
 
 @dataclass(slots=True)
 class Node:
-    """A run, a model or a file, and what it came from.
+    """A run, a model or a file, with its sources.
 
     Args:
         text: Line of text.

@@ -73,7 +73,6 @@ class RunData:
             nothing for long and has no summary.
         quiet_seconds: Seconds since something was written.
         metrics: Metrics by step, ascending; a number that is missing or not finite is None.
-        metrics: By step, ascending; a number that is missing or not finite is None.
         hashes: Hash of the engine's weights by step.
         options: Options of config.toml, those that differ from their default first.
         versions: Versions of packages, as recorded at the start.

@@ -135,7 +135,7 @@ class _Names:
         """Return the value of an expression of literals and of names of literals.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The expression is something else.
         """
         outer = self
 
@@ -263,7 +263,7 @@ def _rows_or_source(
     """Return the rows of a data set that is written down, or its name with its part.
 
     Raises:
-        ValueError, LookupError, TypeError, AttributeError: It is neither.
+        ValueError, LookupError, TypeError, AttributeError: The call is neither.
     """
     if not isinstance(node, ast.Call):
         raise ValueError("no call")
