@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 BAR_WIDTH = 20
 NAME_WIDTH = 20
-# A line about a shorter phase would flicker.
+# A shorter phase would make the bar flicker.
 LONG_PHASE_SECONDS = 0.5
 # Columns of every number of a step's line, so that each stands below the one before.
 NUMBER_WIDTH = 5

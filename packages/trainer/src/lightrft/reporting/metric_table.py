@@ -105,7 +105,7 @@ def metric_row(name: str) -> MetricRow | None:
 
 
 def larger_is_better(metric: str) -> bool:
-    """Return whether larger values of an evaluation's metric are better; if unknown, they are.
+    """Return whether larger values of an evaluation's metric are better; assumed if unknown.
 
     Raises:
         ConfigError: Neither larger nor smaller values are.

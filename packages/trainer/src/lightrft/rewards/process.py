@@ -262,10 +262,10 @@ class WorkerProcess:
         message = {"path": sys.path, "inherited": self._inherited, **asdict(task)}
 
         def is_over() -> bool:
-            # Many threads may have computed for long in a short time.
+            # Many threads may have used much processor time in a short time.
             return used.is_over() and time.monotonic() - begun > limit
 
-        # A process that waits for a disk that does not answer neither computes nor waits by itself.
+        # A process that waits for a dead disk counts neither as busy nor as idle.
         most = _BACKSTOP_FACTOR * limit
         try:
             return self._exchange(started, message, min(seconds or most, most), is_over)

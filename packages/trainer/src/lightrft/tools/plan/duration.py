@@ -56,7 +56,7 @@ def step_seconds(setup: Setup, gpu: Gpu) -> StepSeconds:
 
 
 def scale(setup: Setup, gpu: Gpu, counts: Sequence[int]) -> list[StepSeconds]:
-    """Return the same options on several numbers of GPUs, each with the budget of its start."""
+    """Predict the same options on several numbers of GPUs, each with the budget of its start."""
     return [
         step_seconds(with_budget(_on(setup, n)), gpu)
         for n in counts
@@ -76,7 +76,7 @@ def efficiency(rows: Sequence[StepSeconds]) -> list[float | None]:
 
 
 def where_it_stops_paying(setup: Setup, rows: Sequence[StepSeconds]) -> str:
-    """Return from which number of GPUs on less than half of their time is work, and why."""
+    """Describe from how many GPUs on less than half of their time is work, and why."""
     fitting = [(row, x) for row, x in zip(rows, efficiency(rows), strict=True) if x is not None]
     if not fitting:
         return "the run fits on none of these numbers of GPUs"
@@ -157,7 +157,7 @@ def _tail_share(setup: Setup, gpu: Gpu) -> float:
 
 
 def _rows_at_once(setup: Setup, gpu: Gpu) -> tuple[float, float]:
-    """Return the number of responses that an engine samples at once, and the number of waves."""
+    """Return the number of responses that an engine samples at once, and of waves."""
     rows = setup.samples_per_rank * setup.config.engine_tp_size
     room = engine_room(replace(setup, capacity_bytes=gpu.memory_bytes))
     at_once = max(1.0, min(rows, rows if room is None else room.rows))

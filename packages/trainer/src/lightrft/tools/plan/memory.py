@@ -216,7 +216,7 @@ def _fsdp_moments(
 
 
 def gradients_of_one_tensor(model: Model) -> int:
-    """Return the embedding's gradients at one moment: one per use if tied, and their sum."""
+    """Count the embedding's gradients at one moment: one per use if tied, and their sum."""
     if not model.trains_all:
         return 0
     return 3 if model.size.is_tied and model.scores_tokens else 1

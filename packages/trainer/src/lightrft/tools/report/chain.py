@@ -42,7 +42,7 @@ class Node:
 
 
 def chain_of(folder: Path) -> list[str]:
-    """Return the run in a folder and, below it, data and models down to those of no known run.
+    """Return lines of the run in a folder and, below it, its data and models and their runs.
 
     A folder that is gone or holds another run ends its branch with a note. A run that occurs twice
     is followed once. A run without recorded hashes has only its line.

@@ -143,7 +143,7 @@ def _choose(
     max_samples: int,
     budget: int,
 ) -> SampleChoice:
-    """Return evenly spaced steps whose samples fit into the budget, the newest first.
+    """Choose evenly spaced steps whose samples fit into the budget, the newest first.
 
     The file is read twice, line by line: it may be larger than memory.
     """

@@ -63,7 +63,7 @@ class Script:
 
 
 def read_script(path: Path) -> Script:
-    """Return what the script at a path says.
+    """Read the training script at a path.
 
     Raises:
         UsageError: The file is no Python, or calls no known trainer or configuration, or several.
