@@ -34,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def build_parser() -> Parser:
-    """The parser of `lightrft completion`."""
+    """Return the parser of `lightrft completion`."""
     parser = Parser("completion", DESCRIPTION)
     parser.add_argument("shell", metavar="SHELL", help=f"{', '.join(SHELLS)}.")
     return parser
