@@ -1,4 +1,4 @@
-"""The policy: a Hugging Face causal language model that scores given tokens."""
+"""The policy: a Hugging Face causal language model that scores tokens."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Actor(SequenceModel):
     names in `model.state_dict()` stay those of the checkpoint, tied weights included.
 
     Args:
-        model: A causal language model of transformers; it is changed in place.
+        model: Causal language model of transformers; it is changed in place.
         fused_linear_logprob: Never hold the logits of all positions and tokens at once.
-        chunk_size: Columns of the vocabulary the fused head computes at a time.
+        chunk_size: Columns of the vocabulary that the fused head computes at a time.
 
     Raises:
-        ValueError: The model has no linear output projection, or changes its logits after it in a
-            way that is not known here.
+        ValueError: The model has no linear output projection, or changes its logits afterwards in
+            an unknown way.
     """
 
     is_actor = True
@@ -84,7 +84,7 @@ class Actor(SequenceModel):
             transform=read_head_transform(model.config),
             is_fused=fused_linear_logprob,
             chunk_size=chunk_size,
-            # Placeholders of media stand for features that a response does not have.
+            # A response has no features for the placeholders of media.
             forbidden_ids=placeholder_ids(model.config) if family_of(model.config) else (),
         )
         model.set_output_embeddings(head)
@@ -92,7 +92,7 @@ class Actor(SequenceModel):
         self.vocabulary = Vocabulary()
 
     def use_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Score over the ids that are tokens, and save the model with all ends of its turns."""
+        """Score only ids that are tokens, and save the model with all ids that end its turns."""
         self.vocabulary = vocabulary
         self.head.num_tokens = vocabulary.num_tokens
         generation = self.model.generation_config
@@ -133,19 +133,19 @@ class Actor(SequenceModel):
         Args:
             token_ids: [batch, seq] int64, padded.
             attention_mask: [batch, seq] bool, True on real tokens.
-            scored_mask: [batch, seq] bool, True on tokens to score; None scores all that follow
-                another token.
+            scored_mask: [batch, seq] bool, True on tokens to score; None scores all except first
+                tokens.
             temperature: Divides the logits.
             entropy: "none", "value" (detached) or "grad".
             media: Images and videos of the rows; None is text.
-            support: The truncation the scored tokens were drawn with, to get `log_kept_mass`.
-            token_loss: A loss to compute inside the output projection, for some tokens at a time;
-                the head must be fused. Of sequences that ranks share, each adds its own tokens.
-                With a `HeadReader` nothing else is computed.
+            support: Truncation of the sampled tokens, to compute `log_kept_mass`; None without.
+            token_loss: Loss to compute inside the output projection, for some tokens at a time; the
+                head must be fused. If ranks share sequences, each adds the loss of its tokens. With
+                a `HeadReader` nothing else is computed.
 
         Raises:
-            ValueError: Shapes differ, `scored_mask` marks padding or a first token, or the ranks
-                that share sequences pass different batches.
+            ValueError: Shapes differ, `scored_mask` marks padding or a first token, or ranks that
+                share sequences pass different batches.
         """
         layout = self.lay_out(token_ids, attention_mask, scored_mask)
         output = trunk_output(
@@ -176,7 +176,7 @@ class Actor(SequenceModel):
         return layout.join(router_sums(output.router_logits, layout.attention_mask, top_k=top_k))
 
     def enable_router_sums(self) -> None:
-        """Add to every output what the load of the experts is computed from.
+        """Add to every output the sums from which the load of the experts is computed.
 
         Raises:
             ValueError: The model has no experts.
@@ -190,21 +190,21 @@ class Actor(SequenceModel):
 
     @property
     def pretrained(self) -> PreTrainedModel:
-        """The wrapped model."""
+        """Wrapped model."""
         return self.model
 
     def fuse_head(self, chunk_size: int | None) -> None:
         """Never hold the logits of all positions and tokens at once, from now on.
 
         Args:
-            chunk_size: Columns of the vocabulary that are computed at a time; None takes those
-                that suit the device.
+            chunk_size: Columns of the vocabulary that are computed at a time; None takes a number
+                that suits the device.
         """
         self.head.fuse(chunk_size)
 
     @property
     def head(self) -> LinearLogprobHead:
-        """The output projection."""
+        """Output projection."""
         return cast("LinearLogprobHead", self.model.get_output_embeddings())
 
 
@@ -213,20 +213,20 @@ def router_sums(
 ) -> Tensor:
     """Return the choices and probability of each expert, summed over all real tokens.
 
-    Sums, not means: those of micro batches and ranks add up to those of their batch.
+    They are sums, not means: those of micro batches and ranks add up to those of their batch.
 
     Args:
-        router_logits: Of each layer, [tokens, experts]; tokens are all positions of the mask, or
-            only the real ones.
+        router_logits: Logits of each layer, [tokens, experts]; tokens are all positions of the
+            mask, or only the real ones.
         attention_mask: [batch, seq] bool, True on real tokens.
-        top_k: Experts that each token is sent to.
+        top_k: Number of experts for each token.
 
     Returns:
         [2, experts] float32: row 0 counts choices, without gradient, row 1 sums probabilities;
         over layers and real tokens.
 
     Raises:
-        ValueError: There are no logits, or of another number of tokens.
+        ValueError: There are no logits, or they are of another number of tokens.
     """
     if not router_logits:
         raise ValueError("the model returned no router logits: it has no experts to balance")

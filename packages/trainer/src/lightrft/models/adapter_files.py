@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format, which training starts from."""
+"""Adapters in PEFT's format, from which training starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightrft.config.files import FileError, read_object, regular_file
 SETTINGS_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 FACTORS = ("lora_A", "lora_B")
-# Settings that change the product of the factors, or what is trained, where they have other values.
+# Settings whose other values change the product of the factors or the trained parameters.
 PLAIN: Mapping[str, object] = {
     "peft_type": "LORA",
     "bias": "none",
@@ -32,7 +32,7 @@ PLAIN: Mapping[str, object] = {
     "fan_in_fan_out": False,
     "use_qalora": False,
 }
-# Ways to begin that leave the model's own weights as they are.
+# Initialisations that leave the model's weights as they are.
 BEGINNINGS = (True, False, "gaussian", "orthogonal")
 
 
@@ -42,13 +42,13 @@ def check_adapters(
     """Compare the adapters of `lora_path` with the options and the layers that get adapters.
 
     Args:
-        config: Has a `lora_path`.
-        model: Whose linear layers the adapters are for; it needs no weights.
-        layers: Names of those that get adapters.
+        config: Options with a `lora_path`.
+        model: Model with the linear layers of the adapters; it needs no weights.
+        layers: Names of the layers that get adapters.
         whole: Children of the model that are trained whole, which the adapters may hold.
 
     Raises:
-        ConfigError: There are none, or they are of another form, size, model or layers.
+        ConfigError: There are none, or their form, size, model or layers differ.
     """
     folder = Path(str(config.lora_path))
     try:
@@ -89,8 +89,12 @@ def check_adapters(
 
 
 def _check_settings(folder: Path, settings: Mapping[str, object], config: BuildOptions) -> None:
-    given = {name: settings.get(name, plain) for name, plain in PLAIN.items()}
-    odd = {n: value for n, value in given.items() if value != PLAIN[n] and (value or PLAIN[n])}
+    settings_by_name = {name: settings.get(name, plain) for name, plain in PLAIN.items()}
+    odd = {
+        n: value
+        for n, value in settings_by_name.items()
+        if value != PLAIN[n] and (value or PLAIN[n])
+    }
     if (start := settings.get("init_lora_weights", True)) not in BEGINNINGS:
         odd["init_lora_weights"] = start
     for name, value in odd.items():
@@ -99,16 +103,16 @@ def _check_settings(folder: Path, settings: Mapping[str, object], config: BuildO
             "adapters into their model and give that as --pretrain"
         )
     for option, name in (("lora_rank", "r"), ("lora_alpha", "lora_alpha")):
-        given_here, found = config.__dict__[option], settings.get(name)
-        if given_here != found:
-            theirs = f"{found!s:.80}"
+        wanted, saved = config.__dict__[option], settings.get(name)
+        if wanted != saved:
+            theirs = f"{saved!s:.80}"
             raise ConfigError(
                 f"lora_path: the adapters in {folder} have {name} {theirs}, got {option} "
-                f"{given_here:g}: give --{option} {theirs}"
+                f"{wanted:g}: give --{option} {theirs}"
             )
     base = str(settings.get("base_model_name_or_path") or "")
-    own = base if config.pretrain is None else config.pretrain
-    if Path(base).name != Path(own).name and base:
+    model = base if config.pretrain is None else config.pretrain
+    if Path(base).name != Path(model).name and base:
         raise ConfigError(
             f"lora_path: the adapters in {folder} were made on {base:.200}, got pretrain "
             f"{config.pretrain}: give that model, or, where it is the same one, write its name "
@@ -129,21 +133,21 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 @torch.no_grad()
 def load_adapters(folder: Path, model: nn.Module, adapter: str) -> None:
-    """Copy factors and what is trained whole, after `check_adapters`, into a model.
+    """Copy factors and whole trained parts into a model, after `check_adapters`.
 
     Args:
-        folder: In PEFT's format.
-        model: With adapters.
-        adapter: Their name in the model.
+        folder: Folder in PEFT's format.
+        model: Model with adapters.
+        adapter: Name of the adapters in the model.
     """
     parameters = dict(model.named_parameters())
     with safe_open(regular_file(folder / WEIGHTS_FILE), framework="pt") as opened:
         names = opened.keys()
         for name in names:
-            own = name.removeprefix(PREFIX)
-            if own not in parameters:
-                own = own.removesuffix(".weight") + f".{adapter}.weight"
-            parameters[own].copy_(opened.get_tensor(name))
+            parameter = name.removeprefix(PREFIX)
+            if parameter not in parameters:
+                parameter = parameter.removesuffix(".weight") + f".{adapter}.weight"
+            parameters[parameter].copy_(opened.get_tensor(name))
 
 
 def is_below(name: str, children: Collection[str]) -> bool:

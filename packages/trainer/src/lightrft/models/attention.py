@@ -1,4 +1,4 @@
-"""Attention of transformers' models here: within sequences of one stream, and of short rows."""
+"""Attention for transformers' models: within sequences of one stream, and of short rows."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from lightrft.models.varlen import (
 
 PACKED, SHORT = "lightrft_packed", "lightrft_short"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Up to here products and a softmax were faster on one core.
+# Up to this length products and a softmax were faster on one core.
 MAX_SHORT_TOKENS = 128
 # Queries, keys and values of one stream: [1, heads, tokens, head_dim] each.
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -48,10 +48,10 @@ class SequenceBounds:
 
     Args:
         offsets: First token of each sequence, then the number of tokens of the whole stream.
-        offsets_tensor: [sequences + 1] int32, the same on the stream's device.
-        group: The ranks that hold a slice each of the stream; None if this rank holds it all.
+        offsets_tensor: [sequences + 1] int32, the offsets on the stream's device.
+        group: Ranks that each hold a slice of the stream; None if this rank holds it all.
         blocks: [tokens] int64 of the whole stream: tokens of one block (>= 0) see each other in
-            both directions, as those of an image do in some models; None has no blocks.
+            both directions, as tokens of an image do in some models; None has no blocks.
     """
 
     offsets: tuple[int, ...]
@@ -70,8 +70,8 @@ class AttentionOptions(TypedDict, total=False):
 
     Args:
         dropout, scaling: Share of weights to drop, and the factor of the products.
-        sliding_window: Tokens before and including itself that a token sees; None is all.
-        softcap, s_aux: Must be None in packed attention: such attention is not computed here.
+        sliding_window: Number of last tokens that a token sees, itself included; None is all.
+        softcap, s_aux: Must be None in packed attention, which does not support them.
     """
 
     dropout: float
@@ -91,24 +91,24 @@ def packed_attention(
     sequence_bounds: SequenceBounds | None = None,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each sequence; registered with transformers as `PACKED`.
+    """Attend causally inside each sequence; registered with transformers as `PACKED`.
 
-    No mask over the whole stream is formed: the work is that of the sequences alone.
+    No mask over the whole stream is formed: the work is only that of the sequences.
 
     Args:
-        module: The attention layer.
+        module: Attention layer.
         query: [1, heads, tokens, head_dim], of this rank's slice of the stream.
         key, value: [1, kv_heads, tokens, head_dim].
         attention_mask: Must be None: padding is not part of a stream.
-        sequence_bounds: Of the whole stream.
-        options: What else transformers passes; others than these do not concern attention.
+        sequence_bounds: Borders of the sequences in the whole stream.
+        options: Further options of transformers; only those of `AttentionOptions` matter.
 
     Returns:
         [1, tokens, heads, head_dim], and None for the weights.
 
     Raises:
         ValueError: The model was called directly.
-        LayoutRefusedError: Its attention is of another kind.
+        LayoutRefusedError: The model's attention is of another kind.
     """
     if sequence_bounds is None or attention_mask is not None:
         raise ValueError(
@@ -133,7 +133,7 @@ def packed_attention(
 
 
 def has_varlen_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether one kernel takes all sequences; else torch's attention runs once for each."""
+    """Return whether one kernel takes all sequences; else torch's attention runs for each."""
     if len({x.dtype for x in (query, key, value)}) > 1:
         return False
     return try_kernel(
@@ -142,7 +142,7 @@ def has_varlen_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def attend_each(qkv: QKV, bounds: SequenceBounds, options: AttentionOptions) -> Tensor:
-    """Return one call of torch's attention for each sequence: [1, heads, tokens, head_dim]."""
+    """Call torch's attention once for each sequence: [1, heads, tokens, head_dim]."""
     is_grouped = qkv[0].shape[1] != qkv[1].shape[1]
     pieces = []
     for start, stop in zip(bounds.offsets, bounds.offsets[1:], strict=False):
@@ -167,7 +167,7 @@ def attend_each(qkv: QKV, bounds: SequenceBounds, options: AttentionOptions) -> 
 def _visible(
     length: int, window: int | None, blocks: Tensor | None, device: torch.device
 ) -> Tensor | None:
-    """[length, length] bool, which keys each query of a sequence sees; None is all before it."""
+    """Return [length, length] bool: the keys that each query sees; None is all before it."""
     has_blocks = blocks is not None and bool((blocks >= 0).any())
     if window is not None and window >= length:
         window = None
@@ -179,13 +179,13 @@ def _visible(
     if has_blocks:
         assert blocks is not None
         mask = mask | ((blocks[:, None] == blocks[None, :]) & (blocks[:, None] >= 0))
-    if window is not None:  # within blocks as well, and backwards alone, as in transformers
+    if window is not None:  # limits blocks, too, but only backwards, as in transformers
         mask = mask & (distance < window)
     return mask
 
 
 def attend_stream(qkv: QKV, bounds: SequenceBounds, options: AttentionOptions) -> Tensor:
-    """Return one kernel for all sequences: [1, heads, tokens, head_dim]."""
+    """Call one kernel for all sequences: [1, heads, tokens, head_dim]."""
     if options.get("dropout"):
         raise ValueError("packed attention has no dropout on a GPU: set attention_dropout to 0")
     query, key, value = (x[0].transpose(0, 1) for x in qkv)
@@ -202,11 +202,11 @@ def attend_stream(qkv: QKV, bounds: SequenceBounds, options: AttentionOptions) -
 def packing_hindrance(
     model_class: type[PreTrainedModel], text_config: PretrainedConfig
 ) -> str | None:
-    """Ways, other than attention that is known here, by which tokens see each other; None if none.
+    """Return unknown ways, besides attention, by which tokens see each other; None if none.
 
     Args:
         model_class: Class of the model.
-        text_config: Of its text part.
+        text_config: Configuration of its text part.
     """
     kinds = set(text_config.to_dict().get("layer_types") or ()) - LAYER_TYPES
     if kinds:
@@ -216,7 +216,7 @@ def packing_hindrance(
 
 
 def try_packing(config: PretrainedConfig, device_type: str, *, bf16: bool) -> KernelTrial:
-    """Whether a model packs with one kernel for all rows, in bfloat16 or float32 on a device."""
+    """Try whether one kernel packs all rows of a model, in bfloat16 or float32 on a device."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return KernelTrial(False, f"{type(config).__name__} is not of a text model")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -230,15 +230,15 @@ def use_packed_attention(model: PreTrainedModel, *, sp_size: int = 1) -> None:
     """Let a model read packed sequences.
 
     Args:
-        model: With or without output projection; changed in place.
-        sp_size: Ranks that will share a sequence.
+        model: Model with or without output projection; it is changed in place.
+        sp_size: Number of ranks that will share a sequence.
 
     Raises:
-        LayoutRefusedError: Tokens of the model see each other by other ways than attention, or
-            the heads cannot be distributed over the ranks.
+        LayoutRefusedError: Tokens of the model see each other in ways other than attention, or the
+            heads cannot be distributed over the ranks.
     """
     config = model.config.get_text_config()
-    # The tower may attend in its own way.
+    # The vision tower may attend differently.
     text = language_model(model.base_model)
     hindrance = packing_hindrance(cast("type[PreTrainedModel]", type(text)), config)
     if hindrance is not None:
@@ -264,14 +264,14 @@ def short_attention(
     attention_mask: Tensor | None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """`fused_attention`, on a CPU for short rows in half precision from plain products.
+    """Run `fused_attention`; on a CPU, short rows in half precision use plain products.
 
-    The backward pass of torch's fused kernel for CPUs takes a fixed time for each row and head in
-    half precision: with it, 64 rows of 15 tokens take five times as long as products.
-    Decided by dtype and shape alone, so that passes with and without gradients compute the same.
+    In half precision the backward pass of torch's fused CPU kernel takes a fixed time for each row
+    and head: 64 rows of 15 tokens take five times as long as with products. Only dtype and shape
+    decide, so that passes with and without gradients compute the same.
 
     Args:
-        module, attention_mask, kwargs: What transformers passes.
+        module, attention_mask, kwargs: Arguments from transformers.
         query: [rows, heads, tokens, head_dim].
         key, value: [rows, kv_heads, tokens, head_dim].
 
@@ -290,7 +290,7 @@ def use_short_attention(model: PreTrainedModel) -> None:
         set_text_attention(model, SHORT)
 
 
-# Compiled blocks leave it out: each number of rows would be compiled anew, up to torch's limit.
+# Not compiled: each number of rows would be compiled anew, up to torch's limit.
 uncompiled = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
 AttentionInterface.register(PACKED, uncompiled)
 AttentionInterface.register(SHORT, short_attention)

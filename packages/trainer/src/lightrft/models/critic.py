@@ -1,4 +1,4 @@
-"""The value model: a transformer trunk with one output per token."""
+"""Value model: a transformer trunk with one output per token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEAD_FILE = "value_head.safetensors"
 
 
 class ValueHead(nn.Linear):
-    """A linear map to one number, zero at first and computed in float32."""
+    """Linear map to one number, zero at first and computed in float32."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__(hidden_size, 1, dtype=dtype)
@@ -43,7 +43,7 @@ class Critic(SequenceModel):
     """Predictor of the return before each token; see `lightrft.models.types.ValueModel`.
 
     Args:
-        trunk: A transformers model without output projection; it is used, not copied.
+        trunk: Transformers model without output projection; it is used, not copied.
     """
 
     is_actor = False
@@ -52,7 +52,7 @@ class Critic(SequenceModel):
         super().__init__()
         self.trunk = trunk
         hidden_size = trunk.config.get_text_config().hidden_size
-        # In no file at first, so it gets its memory here.
+        # At first no file has the head, so its memory is allocated here.
         with parameters_on_meta(False):
             self.value_head = ValueHead(hidden_size, trunk.dtype)
 
@@ -63,7 +63,7 @@ class Critic(SequenceModel):
         """Load the trunk of any checkpoint, and the value head if it was saved beside it.
 
         Raises:
-            ModelLoadError: See `lightrft.models.loading.load_causal_lm`; or the head does not fit.
+            ModelLoadError: As `lightrft.models.loading.load_causal_lm`; or the head does not fit.
         """
         critic = cls(load_trunk(path, dtype=dtype, allow_new_weights=allow_new_weights))
         head_file = Path(path) / HEAD_FILE
@@ -100,5 +100,5 @@ class Critic(SequenceModel):
 
     @property
     def pretrained(self) -> PreTrainedModel:
-        """The trunk."""
+        """Transformers trunk."""
         return self.trunk

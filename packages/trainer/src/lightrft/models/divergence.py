@@ -1,4 +1,4 @@
-"""A divergence of two output projections, for some rows at a time."""
+"""Divergence of two output projections, for some rows at a time."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.autograd.function import FunctionCtx
 
 from lightrft.kernels.logprob.types import OutputLayer, apply_transform
 
-# Logits of one of the models that exist at a time.
+# Logits of one model that exist at a time.
 MAX_LOGITS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
 class Projected:
-    """Hidden states [tokens, hidden] and the layer that makes logits of them.
+    """Hidden states [tokens, hidden] and the layer that turns them into logits.
 
     Args:
         hidden: Hidden states of the scored tokens of this rank.
-        layer: Whole on this rank.
-        rows, columns: [tokens] places of these tokens in the batch; None inside the layer.
+        layer: Output layer, whole on this rank.
+        rows, columns: [tokens] places of the tokens in the batch; None inside the layer.
     """
 
     hidden: Tensor
@@ -33,14 +33,14 @@ class Projected:
     columns: Tensor | None = None
 
     def logits(self, rows: slice) -> Tensor:
-        """[rows, vocab] in float32 or float64."""
+        """Return [rows, vocab] logits in float32 or float64."""
         hidden, layer = self.hidden[rows], self.layer
         product = F.linear(hidden, layer.weight.to(hidden.dtype))
         wide = product if product.dtype == torch.float64 else product.float()
         return apply_transform(wide, layer.bias, layer.transform)
 
     def compared(self, own: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """See `Targets`. Ids that only the teacher has, beyond any token, are left out."""
+        """Return logits of both models, without the ids that only the teacher has."""
         return own, self.logits(rows).detach()[:, : own.shape[1]]
 
     def at(self, index: Tensor) -> Projected:
@@ -52,28 +52,28 @@ class Projected:
 
 
 class Targets(Protocol):
-    """The teacher's side of a comparison with the student's tokens."""
+    """Teacher's side of a comparison with the student's tokens."""
 
     def compared(self, own: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """Return the logits of student and teacher over the same outcomes, [rows, outcomes] each.
 
         Args:
             own: [rows, vocab] logits of the student, with their graph.
-            rows: Which of the tokens they are of.
+            rows: Slice of the tokens that they belong to.
         """
         ...
 
     def at(self, index: Tensor) -> Targets:
-        """Return those of some of the tokens."""
+        """Return the targets of some of the tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HeadReader:
-    """A loss [] of what an output projection is given, in its place.
+    """Loss [] that replaces an output projection and reads its inputs.
 
     Args:
-        read: Is called while the weights of the layer are whole on this rank.
+        read: Function that is called while this rank has the whole weights of the layer.
     """
 
     read: Callable[[Projected], Tensor]
@@ -88,20 +88,20 @@ def divergence_sum(
 ) -> Tensor:
     """Return the sum over tokens of the divergence: [], differentiable by the student's numbers.
 
-    Its gradients are computed beside it, so that logits exist for some rows at a time and never
-    again.
+    Its gradients are computed in the same pass, so that logits exist only once and for some rows
+    at a time.
 
     Args:
-        student, teacher: Of the same tokens.
+        student, teacher: Projections of the same tokens.
         divergence: Divergence of logits [rows, outcomes] of both: [rows].
-        max_logits: Of one of them that exist at a time.
+        max_logits: Most logits of one model that exist at a time.
     """
     layer = student.layer
     parts = _Parts(layer, teacher, divergence, max_logits)
-    found: Tensor = _DivergenceSum.apply(  # type: ignore[no-untyped-call]
+    total: Tensor = _DivergenceSum.apply(  # type: ignore[no-untyped-call]
         student.hidden, layer.weight, layer.bias, parts
     )
-    return found
+    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +115,8 @@ class _Parts:
         """Return the sum over some rows, and its gradients by hidden, weight and any bias."""
         hidden, weight, *bias = leaves
         layer = OutputLayer(weight, bias[0] if bias else None, self.layer.transform)
-        own = Projected(hidden, layer).logits(slice(None))
-        total = self.divergence(*self.teacher.compared(own, rows)).sum()
+        logits = Projected(hidden, layer).logits(slice(None))
+        total = self.divergence(*self.teacher.compared(logits, rows)).sum()
         return total.detach(), list(torch.autograd.grad(total, leaves))
 
 
@@ -141,8 +141,8 @@ class _DivergenceSum(torch.autograd.Function):
                 value, gradients = parts.differentiated(leaves, rows)
             total += value.double()
             slopes[rows] = gradients[0]
-            for own, more in zip(sums, gradients[1:], strict=True):
-                own += more
+            for slope, more in zip(sums, gradients[1:], strict=True):
+                slope += more
         ctx.save_for_backward(slopes, *sums)
         return total
 

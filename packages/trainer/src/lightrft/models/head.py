@@ -1,4 +1,4 @@
-"""The output layer of a policy: logprobs of chosen tokens, with what the model does to logits."""
+"""Output layer of a policy: logprobs of chosen tokens, with the model's changes of logits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 EXACT_ROWS = 8192
 SOFTCAP_FIELD = "final_logit_softcapping"
-# Fields by which some model multiplies or divides its logits.
+# Fields by which some models multiply or divide their logits.
 FACTOR_FIELDS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 
 MULTIPLIED_BY = {"cohere": "logit_scale", "cohere2": "logit_scale"}
@@ -50,11 +50,11 @@ class HeadTransform:
 
 
 def read_head_transform(config: PretrainedConfig) -> HeadTransform:
-    """Return the distribution of a model's logits.
+    """Return how a model changes its logits.
 
     Raises:
-        ValueError: The configuration scales the logits in a way that is not known for this type
-            of model, or scales and caps them.
+        ValueError: The configuration scales the logits in a way that is unknown for this model
+            type, or both scales and caps them.
     """
     fields = config.get_text_config().to_dict()
     model_type = fields["model_type"]
@@ -81,15 +81,15 @@ def read_head_transform(config: PretrainedConfig) -> HeadTransform:
 class LinearLogprobHead(nn.Module):
     """Output projection with logprobs, under the names and parameters of the layer it replaces.
 
-    The projection happens inside `forward`, so that FSDP2 and ZeRO-3 gather the weight by their
-    own hooks and receive its gradient from autograd.
+    The projection happens inside `forward`, so that the hooks of FSDP2 and ZeRO-3 gather the weight
+    and receive its gradient from autograd.
 
     Args:
-        projection: The layer it replaces; its parameters are taken over, not copied.
-        transform: What the model does to the logits.
+        projection: Layer to replace; its parameters are used, not copied.
+        transform: Change that the model makes to the logits.
         is_fused: Work by chunks of the vocabulary instead of holding all logits.
-        chunk_size: Columns of the vocabulary in one chunk, if fused; None takes those that suit the
-            device.
+        chunk_size: Columns of the vocabulary in one chunk, if fused; None takes a number that suits
+            the device.
         forbidden_ids: Tokens that the policy never samples: their logits are -inf.
 
     Attributes:
@@ -123,7 +123,7 @@ class LinearLogprobHead(nn.Module):
 
     @contextmanager
     def in_float32(self) -> Iterator[None]:
-        """Give the model's own forward pass logits that are not rounded to its dtype."""
+        """Give the model's forward pass logits that are not rounded to its dtype."""
         self._is_exact = True
         try:
             yield
@@ -147,18 +147,18 @@ class LinearLogprobHead(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Return the logprobs and entropy of targets; without targets the plain projection.
 
-        The plain projection is what the model's own forward calls: scale and softcap are left to
-        it. A tuple, not a record: ZeRO-3 finds no tensors to hook inside other containers.
+        The model's own forward calls the plain projection, and applies scale and softcap itself.
+        The result is a tuple: ZeRO-3 finds no tensors to hook inside other containers.
 
         Args:
             hidden: [tokens, hidden], or [..., hidden] without targets.
             targets: [tokens] int64.
             temperature: Divides the logits.
             entropy: "none", "value" (detached) or "grad".
-            support: The truncation the targets were drawn with; None replays none.
-            token_loss: Of some targets, with a graph: (logprobs, entropy or None, their indices)
-                -> []. It is computed with its gradients, chunk by chunk; needs a fused head.
-                Of a `HeadReader` logprobs are 0.
+            support: Truncation of the sampled targets; None replays none.
+            token_loss: Function (logprobs, entropy or None, their indices) -> [] of some targets,
+                with a graph. It is computed with its gradients, chunk by chunk; needs a fused head.
+                With a `HeadReader` logprobs are 0.
 
         Returns:
             (logprobs [tokens] float32, entropy [tokens] float32 or None, log kept mass [tokens]
@@ -166,7 +166,7 @@ class LinearLogprobHead(nn.Module):
             only that has a graph.
 
         Raises:
-            ValueError: There is a loss, and the head is not fused.
+            ValueError: There is a loss, but the head is not fused.
         """
         if targets is None:
             return self._projection(hidden)
@@ -198,7 +198,7 @@ class LinearLogprobHead(nn.Module):
         """Return the plain logits [..., vocab]."""
         if not self._is_exact:
             return F.linear(hidden, self.weight, self.bias)
-        # By parts: a copy of all weights in float32 would take memory.
+        # In parts: a float32 copy of all weights would take memory.
         rows = hidden.float()
         logits = [F.linear(rows, part.float()) for part in torch.split(self.weight, EXACT_ROWS)]
         return torch.cat(logits, dim=-1) + (0.0 if self.bias is None else self.bias.float())
@@ -220,12 +220,12 @@ class LinearLogprobHead(nn.Module):
         return replay_support(hidden, layer, targets, support, chunk_size=size)
 
     def _sampling_bias(self, hidden: Tensor) -> Tensor | None:
-        """The bias [vocab] of the distribution that tokens are drawn from; -inf where forbidden."""
+        """Return the bias [vocab] of the sampling distribution; -inf where forbidden."""
         if not self.forbidden_ids:
             return self.bias
         bias = hidden.new_zeros(self.out_features) if self.bias is None else self.bias
         if hidden.device not in self._forbidden:
-            # Moved once: a copy from the host's memory waits for what the device has to do.
+            # Moved once: a copy from host memory waits for the device's queue.
             self._forbidden[hidden.device] = torch.tensor(self.forbidden_ids, device=hidden.device)
         return bias.index_fill(0, self._forbidden[hidden.device], float("-inf"))
 
@@ -248,10 +248,10 @@ class LinearLogprobHead(nn.Module):
             leaves = [logprobs.detach().requires_grad_()]
             if mode == "grad":
                 leaves.append(entropy.detach().requires_grad_())
-            given = None if mode == "none" else leaves[-1] if mode == "grad" else entropy
-            loss = token_loss(leaves[0], given, rows)
-            found = torch.autograd.grad(loss, leaves, materialize_grads=True)
-            return loss, found[0], found[1] if mode == "grad" else None
+            entropies = None if mode == "none" else leaves[-1] if mode == "grad" else entropy
+            loss = token_loss(leaves[0], entropies, rows)
+            slopes = torch.autograd.grad(loss, leaves, materialize_grads=True)
+            return loss, slopes[0], slopes[1] if mode == "grad" else None
 
         output = linear_policy_loss(
             hidden,
@@ -268,7 +268,7 @@ class LinearLogprobHead(nn.Module):
         return output.logprobs, output.entropy, mass, output.loss
 
     def extra_repr(self) -> str:
-        """Sizes and mode, as `nn.Linear` shows them."""
+        """Return sizes and mode, as `nn.Linear` shows them."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, is_fused={self.is_fused}, transform={self.transform}"

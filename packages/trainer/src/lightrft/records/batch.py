@@ -34,14 +34,14 @@ class RolloutBatch:
         sample_ids: [batch] int64.
         temperature: Temperature all rows were sampled at.
         compared_mask: [batch, seq] bool, sampled tokens whose `rollout_logprobs` follow the
-            distribution the trainer scores with, or with `support` the truncated one; None if no
-            token's do.
-        support: What the sampling excluded, to be replayed; None replays nothing.
+            distribution the trainer scores with, or with `support` the truncated one; None if there
+            are no such tokens.
+        support: Truncation of the sampling, to be replayed; None replays nothing.
         media: Images and videos of the rows, by reference.
         facts: Further columns of tokens, [batch, seq], by name; filled outside responses.
-        prompt_places: [batch] int64, place of each row's prompt in the data; None is not known.
-        row_shares: [batch] float64 share of each row in the tokens of its episode, where branches
-            of an episode are one sequence; None where each row is one.
+        prompt_places: [batch] int64, place of each row's prompt in the data; None is unknown.
+        row_shares: [batch] float64 share of each row in the tokens of its episode, if branches of
+            an episode are one sequence; None if each row is one.
     """
 
     token_ids: Tensor
@@ -65,9 +65,8 @@ class PolicyOutputs:
     """Outputs of the models for a `RolloutBatch` before the update; None means "no such model".
 
     Args:
-        old_logprobs: [batch, seq] float32 under the policy at the start of the step; None where
-            the update's own logprobs are these, since every row is trained on once, in the one
-            optimizer batch of the step.
+        old_logprobs: [batch, seq] float32 under the policy at the start of the step. None if the
+            update computes them: the step has one optimizer batch and trains once on each row.
         ref_logprobs: [batch, seq] float32 under the reference model.
         values: [batch, seq] float32 from the critic: value before token t is sampled.
         entropy: [batch, seq] float32 of the policy's next-token distribution at token t.
@@ -93,10 +92,10 @@ class PolicyOutputs:
 
 @dataclass(frozen=True, slots=True)
 class ExperienceBatch:
-    """All a policy and value update need.
+    """Inputs of a policy and value update.
 
     Args:
-        rollouts: The padded rows.
+        rollouts: Padded rows.
         outputs: Model outputs before the update.
         advantages: [batch, seq] float32, 0 outside `response_mask`.
         returns: [batch, seq] float32, 0 outside `response_mask`.
@@ -119,21 +118,21 @@ def collate(
     media: RowMedia = NO_MEDIA,
     masks_truncated: bool = False,
 ) -> RolloutBatch:
-    """Return the rows of a table as right-padded tensors.
+    """Build right-padded tensors of the rows of a table.
 
-    A row that is excluded from the loss has an empty response mask. It covers exactly the sampled
-    tokens: observations are context, and nothing is added to a truncated response.
+    A row that is excluded from the loss has an empty response mask. The mask covers exactly the
+    sampled tokens: observations are context, and truncated responses get no extra token.
 
     Args:
-        table: The rows.
-        temperature: At which all rows were sampled.
-        device: Where the tensors go.
+        table: Rows with their tokens.
+        temperature: Temperature at which all rows were sampled.
+        device: Device of the tensors.
         num_uncompared_tokens: First response tokens that were drawn at another temperature.
-        version: Of the trainer's weights, with which tokens of other versions cannot be compared;
-            None compares all.
-        support: What the sampling excluded; None if nothing, or if it cannot be replayed.
+        version: Version of the trainer's weights; tokens of other versions are not compared. None
+            compares all.
+        support: Truncation of the sampling; None if there was none or it cannot be replayed.
         media: Images and videos of the rows.
-        masks_truncated: Rows that their token budget ended are excluded, too.
+        masks_truncated: Exclude also rows that their token budget ended.
     """
     lengths = torch.from_numpy(table.lengths)[:, None]  # [batch, 1]
     width = int(lengths.max()) if len(table) else 0
@@ -173,9 +172,9 @@ def collate(
 def _padded_columns(table: SampleTable, attention_mask: Tensor) -> dict[str, Tensor]:
     """Return the table's columns of tokens as [batch, seq] tensors; integers become int64.
 
-    A rare one that no row has is left out.
+    A rare column that is empty in all rows is left out.
     """
-    found, known = {}, table.columns
+    padded, known = {}, table.columns
     for column in COLUMNS.values():
         if not column.is_padded or column.name not in known:
             continue
@@ -184,8 +183,8 @@ def _padded_columns(table: SampleTable, attention_mask: Tensor) -> dict[str, Ten
             dtype = torch.int64 if issubclass(column.dtype, np.integer) else values.dtype
             tensor = torch.full(attention_mask.shape, column.fill, dtype=dtype)
             tensor[attention_mask] = values.to(dtype)
-            found[column.name] = tensor
-    return found
+            padded[column.name] = tensor
+    return padded
 
 
 def select_rollouts(batch: RolloutBatch, rows: slice) -> RolloutBatch:
@@ -221,6 +220,6 @@ def _narrowed(record: Record, rows: slice, width: int) -> Record:
 
 
 def join_micro_batches(pieces: Sequence[Tensor], width: int) -> Tensor:
-    """Per-token tensors [rows, seq_i] of micro batches as one [batch, width], 0-padded."""
+    """Join per-token tensors [rows, seq_i] of micro batches to one [batch, width], 0-padded."""
     padded = [torch.nn.functional.pad(piece, (0, width - piece.shape[1])) for piece in pieces]
     return torch.cat(padded)

@@ -1,8 +1,8 @@
-"""One table of all facts that a step has per row or per token.
+"""Table of all facts that a step has per row or per token.
 
-A further fact is a line here, the engine's adapter that fills it (`Completion.facts`) and its
-consumer. All that lies between them loops over the table: selection, merging, exchange, delivery,
-padding, journals, responses that are carried on, evidence of the ledger, records for an audit.
+A new fact needs a line here, an engine adapter that fills it (`Completion.facts`) and a consumer.
+Everything between them loops over the table: selection, merging, exchange, delivery, padding,
+journals, resumed responses, evidence of the ledger, records for an audit.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ Values = NDArray[np.generic]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A fact of every row, or of every token.
+    """Fact of every row, or of every token.
 
     Args:
-        name: In tables and files; in `Completion.facts` where an engine fills it.
-        dtype: In tables.
+        name: Name in tables and files, and in `Completion.facts` if an engine fills it.
+        dtype: Type in tables.
         level: "row"; "token" of prompt and response; "response token"; or the name of a column
-            with the number of values of each row.
-        of: The value or values of a sample; None takes them from `Completion.facts`.
-        travels: When it leaves the rank that sampled it: known to all ranks after the exchange,
-            delivered to the rank that trains the row, or never. The exchange takes rows only.
+            that holds the number of values of each row.
+        of: Function for the value or values of a sample; None reads `Completion.facts`.
+        travels: When it leaves the rank that sampled it: "exchange" to all ranks, "delivery" to the
+            rank that trains the row, or never. The exchange takes rows only.
         wire: Type on the wire, "bit" for one bit, "runs" for each value once with the number of
             its repetitions; `dtype` if empty.
-        fill: Where nobody sampled, on padding, and where an engine does not say.
-        sent_where: A flag of rows: the values of the others are not sent but implied.
-        implied: Of all sampled tokens of such a row: the name of the column with the value, or
-            True.
-        is_vouched: Whether the ledger holds it as the engine said it, and the ledger gate compares
-            it. Ids, masks and versions follow from the rows that the gate rebuilds.
-        noted: The value of a row by what was written down where it arose; the ledger gate compares
-            the rows of all ranks with it. None compares nothing.
+        fill: Value on tokens that were not sampled, on padding, and if an engine sets none.
+        sent_where: Name of a flag of rows: only rows with it send values, those of others are
+            implied.
+        implied: Value of all sampled tokens of such other rows: the name of a column, or True.
+        is_vouched: Whether the ledger holds the engine's values and the ledger gate compares them.
+            Ids, masks and versions follow from the rows that the gate rebuilds.
+        noted: Function for the value of a row from the notes made where it arose; the ledger gate
+            compares the rows of all ranks with it. None compares nothing.
 
     Raises:
-        ValueError: It cannot travel so, or the ledger cannot vouch for it.
+        ValueError: The level does not allow this travel, or the ledger cannot vouch for it.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Column:
 
     @property
     def is_rare(self) -> bool:
-        """Whether most rows have nothing but zeros of it."""
+        """Whether most rows hold only zeros of it."""
         return bool(self.sent_where) and self.sent_where == self.implied
 
     def read(self, scored: Sequence[ScoredRollout]) -> Values:
@@ -96,7 +96,7 @@ class Column:
         return completion.facts.get(self.name, (self.fill,) * len(completion.output_token_ids))
 
     def to_wire(self, values: Values) -> bytes:
-        """Return the bytes that are sent."""
+        """Return the bytes to send."""
         if self.wire == "bit":
             return np.packbits(values.astype(np.bool_)).tobytes()
         if self.wire == "runs":
@@ -106,30 +106,30 @@ class Column:
         return values.astype(self.wire or self.dtype, copy=False).tobytes()
 
     def from_wire(self, data: memoryview, count: int) -> tuple[Values, memoryview]:
-        """So many values, and the bytes that follow theirs."""
+        """Return `count` values, and the bytes behind them."""
         if self.wire == "bit":
             size = -(-count // 8)
             bits = np.unpackbits(np.frombuffer(data, np.uint8, size), count=count)
             return bits.astype(self.dtype), data[size:]
         if self.wire == "runs":
             runs = np.frombuffer(data, "<i4", len(data) // 8 * 2).reshape(-1, 2).astype(np.int64)
-            # What follows the last run belongs to other columns.
+            # Bytes behind the last run belong to other columns.
             num_runs = int(np.argmax(np.cumsum(runs[:, 1]) >= count)) + 1 if count else 0
             made = np.repeat(runs[:num_runs, 0], runs[:num_runs, 1])
             return made.astype(self.dtype), data[8 * num_runs :]
         kind = np.dtype(self.wire or self.dtype)
-        found = np.frombuffer(data, kind, count)
-        return found.astype(self.dtype, copy=False), data[found.nbytes :]
+        values = np.frombuffer(data, kind, count)
+        return values.astype(self.dtype, copy=False), data[values.nbytes :]
 
 
 def _versions(item: ScoredRollout) -> ArrayLike:
-    """Of the weights that sampled each token."""
+    """Return the version of the weights that sampled each token."""
     versions = item.rollout.token_versions
     return _even_versions(item) if versions is None else versions
 
 
 def _even_versions(item: ScoredRollout) -> ArrayLike:
-    """Return the same if the weights of the row's end sampled all of it."""
+    """Return the versions if the weights at the row's end sampled all of it."""
     completion = item.rollout.completion
     return np.where(completion.is_sampled, completion.weights_version, -1)
 
@@ -140,25 +140,25 @@ def _has_mixed_versions(item: ScoredRollout) -> bool:
 
 
 def _turn_rewards(item: ScoredRollout) -> list[float]:
-    """Of each turn that was answered; () where nothing is paid by turn, or the row is excluded."""
+    """Return the rewards of answered turns; () without rewards by turn or for excluded rows."""
     conversation = item.rollout.conversation
-    found = [] if conversation is None or item.is_masked else conversation.turn_rewards
-    return found if any(found) else []
+    rewards = [] if conversation is None or item.is_masked else conversation.turn_rewards
+    return rewards if any(rewards) else []
 
 
 def _paid(item: ScoredRollout) -> ArrayLike:
-    """Return the rewards of turns on their last tokens."""
+    """Return the rewards of turns, placed on their last tokens."""
     is_sampled = np.array(item.rollout.completion.is_sampled, dtype=np.bool_)
-    found, rewards = np.zeros(len(is_sampled)), _turn_rewards(item)
+    paid, rewards = np.zeros(len(is_sampled)), _turn_rewards(item)
     if rewards:
         ends = np.flatnonzero(is_sampled & ~np.append(is_sampled[1:], False))
-        found[ends[: len(rewards)]] = rewards
-    return found
+        paid[ends[: len(rewards)]] = rewards
+    return paid
 
 
 _known = partial(Column, level="row", travels="exchange")
 _count = partial(_known, dtype=np.int64, wire="<i4")
-# On the wire, and within a message of tokens, columns have this order.
+# The order of columns on the wire and within a message of tokens.
 COLUMNS: dict[str, Column] = {
     column.name: column
     for column in (
@@ -207,7 +207,7 @@ COLUMNS: dict[str, Column] = {
             of=lambda item: item.unshaped,
             travels="stays",
         ),
-        # Of the data: teachers look up what the row says to them.
+        # A place in the data: teachers look up their texts by it.
         Column(
             "prompt_places",
             np.int64,
@@ -250,24 +250,24 @@ COLUMNS: dict[str, Column] = {
 
 
 def columns(travels: str) -> list[Column]:
-    """Return those that leave their rank in one way, in the order of the table."""
+    """Return the columns that travel in one way, in the order of the table."""
     return [column for column in COLUMNS.values() if column.travels == travels]
 
 
 def vouched_columns() -> list[Column]:
-    """Return those that the ledger holds, in the order of the table."""
+    """Return the columns that the ledger holds, in the order of the table."""
     return [column for column in COLUMNS.values() if column.is_vouched]
 
 
 def join_facts(*parts: tuple[int, Facts]) -> dict[str, tuple[float, ...]]:
-    """Return the facts of the parts of a response, one after another; what a part lacks is filled.
+    """Return the facts of the parts of a response, one after another; missing ones are filled.
 
     Args:
-        parts: Number of tokens, and their facts by column; others are not kept.
+        parts: Number of tokens of each part, and its facts by column; unknown facts are dropped.
     """
-    found = {}
+    joined = {}
     for name, column in COLUMNS.items():
         if any(name in facts for _, facts in parts):
             values = (facts.get(name, (column.fill,) * count) for count, facts in parts)
-            found[name] = tuple(chain.from_iterable(values))
-    return found
+            joined[name] = tuple(chain.from_iterable(values))
+    return joined

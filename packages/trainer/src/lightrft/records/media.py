@@ -1,4 +1,4 @@
-"""Media of prompts, from the rank that sampled them to the ranks that train their rows."""
+"""Media of prompts on their way from the sampling ranks to the training ranks."""
 
 import pickle
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -32,18 +32,18 @@ def media_request(prompt: Prompt, request_id: int, encoder: Encoder) -> Generati
     """Return a request with the prompt's media, if it has any.
 
     Args:
-        prompt: Is completed.
-        request_id: Fixes its random numbers.
+        prompt: Prompt to complete.
+        request_id: Id that fixes its random numbers.
         encoder: Encoder of the model's prompts.
 
     Raises:
-        ConfigError: There are media, and the model reads text only.
+        ConfigError: There are media, but the model reads text only.
         ValueError: The prompt was read with other media.
     """
     request = GenerationRequest(prompt.token_ids, request_id, prompt_text=prompt.text)
     if not prompt.media:
         return request
-    encoded, given = encode_prompt(prompt, encoder), prompt.media.by_kind
+    encoded, by_kind = encode_prompt(prompt, encoder), prompt.media.by_kind
     if encoded.token_ids != prompt.token_ids:
         raise ValueError(
             f"prompt {prompt.id} has {len(prompt.token_ids)} tokens, and {len(encoded.token_ids)} "
@@ -52,13 +52,13 @@ def media_request(prompt: Prompt, request_id: int, encoder: Encoder) -> Generati
     published = MultiModalInputs(
         prompt.media["image"],
         prompt.media["video"],
-        {kind: tuple(own) for kind, own in given.items() if kind not in ("image", "video")},
+        {kind: tuple(media) for kind, media in by_kind.items() if kind not in ("image", "video")},
     )
     return replace(request, multi_modal=published, encoded=encoded)
 
 
 def encode_prompt(prompt: Prompt, encoder: Encoder) -> EncodedPrompt:
-    """Return a prompt as the processor gives it; the same object until the encoder forgets it."""
+    """Return a prompt as the processor encodes it; the same object until the encoder forgets it."""
     if not encoder.reads_media:
         raise ConfigError(
             f"prompt {prompt.id} has {prompt.media.counts}: the trainer needs the model's "
@@ -68,10 +68,10 @@ def encode_prompt(prompt: Prompt, encoder: Encoder) -> EncodedPrompt:
 
 
 def encode_row(rollout: Rollout, encoder: Encoder) -> EncodedPrompt | None:
-    """Return a row as far as it has media, those of its observations included; None without media.
+    """Return a row up to its last medium, including observations; None without media.
 
     Raises:
-        ConfigError: There are media, and the model reads text only.
+        ConfigError: There are media, but the model reads text only.
     """
     return _encoded(rollout.token_ids, rollout.prompt, rollout.later, encoder)
 
@@ -86,12 +86,12 @@ def encode_context(
 
     Args:
         token_ids: Ids of the context.
-        prompt: With which it begins; None where all its images are later ones.
+        prompt: Prompt at its beginning; None where all its images are later ones.
         later: Images behind the prompt.
         encoder: Encoder of the model's prompts.
 
     Raises:
-        ValueError: The ids are not those of their media.
+        ValueError: The ids do not fit the media.
     """
     media = _encoded(token_ids, prompt, later, encoder)
     return None if media is None else media.continued(token_ids[len(media.token_ids) :])
@@ -119,11 +119,11 @@ def require_text(prompts: Sequence[Prompt], option: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MediaSources:
-    """Sources of a row; the rows of a prompt share them if none has images of its own.
+    """Sources of a row's media, shared by a prompt's rows unless a row has further images.
 
     Args:
         text, media: Text and media of the prompt.
-        later: Images behind it.
+        later: Images behind the prompt.
         token_ids: Ids of the row, as far as `later` goes.
     """
 
@@ -134,7 +134,7 @@ class MediaSources:
 
     @classmethod
     def of(cls, rollout: Rollout) -> Self | None:
-        """Of a row; None without media."""
+        """Collect the sources of a row; None without media."""
         prompt = rollout.prompt
         if not (prompt.media or rollout.later):
             return None
@@ -160,13 +160,13 @@ def deliver_media(
     encoder: Encoder,
     givers: RowExchange | None = None,
 ) -> RowMedia:
-    """Return the media of the rows that this rank wants; collective where the model reads media.
+    """Return the media of the rows that this rank wants; collective if the model reads media.
 
     Args:
         table, scored, wanted, encoder: See `exchange_media`.
         context: Process groups of the ranks that train.
-        givers: To the ranks that have the samples, which then call `exchange_media`; None is the
-            ranks that train.
+        givers: Bridge to the ranks that have the samples and call `exchange_media`; None if the
+            training ranks have them.
     """
     if not encoder.reads_media:
         return RowMedia()
@@ -181,41 +181,43 @@ def exchange_media(
     ranks: RowExchange,
     encoder: Encoder,
 ) -> tuple[EncodedPrompt | None, ...]:
-    """Return the media of the rows that this rank wants, of each; collective.
+    """Return the media of each row that this rank wants; collective.
 
-    Original bytes travel, once for each prompt and rank, and pixels are made where rows are
-    trained; the rows of a prompt share them. Rows of environments travel each for itself, since
-    each may show its own images.
+    Original bytes travel once for each prompt and rank, and the training ranks make pixels of
+    them; the rows of a prompt share them. Rows of environments travel one by one, since each may
+    show different images.
 
     Args:
-        table: The rows of all ranks.
-        scored: The samples of this rank.
-        wanted: Which rows of `table` each rank wants, the same on every rank.
-        ranks: Bring bytes from rank to rank.
+        table: Rows of all ranks.
+        scored: Samples of this rank.
+        wanted: Rows of `table` that each rank wants, equal on all ranks.
+        ranks: Exchange of bytes between ranks.
         encoder: Encoder of the model's prompts.
     """
-    rank, own = ranks.rank, dict[int, MediaSources]()
+    rank, local_sources = ranks.rank, dict[int, MediaSources]()
     keys: dict[int, int] = {}
     for rollout in (item.rollout for item in scored):
         sources = MediaSources.of(rollout)
         if sources is not None:
             is_alone = rollout.conversation is not None
             key = _key_of_row(rollout.sample_id) if is_alone else rollout.group_id
-            keys[rollout.sample_id], own[key] = key, sources
+            keys[rollout.sample_id], local_sources[key] = key, sources
     parts = [
-        b"" if receiver == rank else pack_sources(own, _held(table, rows, rank, keys))
+        b"" if receiver == rank else pack_sources(local_sources, _held(table, rows, rank, keys))
         for receiver, rows in enumerate(wanted)
     ]
-    found = {key: own[key].encode(encoder) for key in _held(table, wanted[rank], rank, keys)}
+    features = {
+        key: local_sources[key].encode(encoder) for key in _held(table, wanted[rank], rank, keys)
+    }
     for data in ranks.exchange_bytes(parts):
-        found |= {key: sources.encode(encoder) for key, sources in unpack_sources(data)}
+        features |= {key: sources.encode(encoder) for key, sources in unpack_sources(data)}
     rows = wanted[rank]
     pairs = zip(table.sample_ids[rows].tolist(), table.group_ids[rows].tolist(), strict=True)
-    return tuple(found.get(_key_of_row(sample), found.get(group)) for sample, group in pairs)
+    return tuple(features.get(_key_of_row(sample), features.get(group)) for sample, group in pairs)
 
 
 def _key_of_row(sample_id: int) -> int:
-    """Of a row that shares nothing; groups have their own ids as keys."""
+    """Return the key of a row that shares no media; groups use their ids, from 0 up."""
     return -1 - sample_id
 
 
@@ -236,7 +238,7 @@ def _held(
 
 
 def pack_sources(own: Mapping[int, MediaSources], keys: Sequence[int]) -> bytes:
-    """Return the sources of some rows, which have the bytes of all media in them, each once."""
+    """Return the sources of some rows with the bytes of their media, each medium once."""
     if not keys:
         return b""
     from lightrft.engines.media.sources import ImageSource  # where rows have media
@@ -261,5 +263,5 @@ def pack_sources(own: Mapping[int, MediaSources], keys: Sequence[int]) -> bytes:
 
 
 def unpack_sources(data: bytes) -> list[tuple[int, MediaSources]]:
-    """Return what `pack_sources` packed."""
+    """Return the sources that `pack_sources` packed."""
     return pickle.loads(data) if data else []

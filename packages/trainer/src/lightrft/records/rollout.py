@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TurnSegment:
-    """A part of a response that one call of the engine added, and the observation after it.
+    """Part of a response that one call of the engine added, and the observation after it.
 
     Args:
-        request_id, sample_index: Under which the engine sampled it.
-        observation: Token ids that were appended, which nobody sampled; () if none were.
-        text_spans: [start, stop) of `observation` that are text from outside, in which no special
-            token may stand.
+        request_id, sample_index: Ids under which the engine sampled it.
+        observation: Token ids that were appended without sampling; () if there are none.
+        text_spans: [start, stop) of parts of `observation` that are external text, where no
+            special token may stand.
     """
 
     request_id: int
@@ -35,16 +35,16 @@ class TurnSegment:
 
 @dataclass(frozen=True, slots=True)
 class AnsweredCall:
-    """A call of a tool and what came back.
+    """Call of a tool and its answer.
 
     Args:
-        name, arguments: As the tool got them; of a malformed call, "" and none.
-        outcome: "error" is the tool's, "malformed" the model's; "refused" is beyond a limit.
-        text: The answer before it was cut to tokens; images by their digests.
-        seconds: Until it came.
-        ends_episode: The environment is done; the answer is not shown.
-        content: Texts and images in order where there are images; () where `text` is all.
-        reward: Paid with the answer.
+        name, arguments: Name and arguments as the tool got them; "" and none for a malformed call.
+        outcome: "error" of the tool, "malformed" by the model, "refused" beyond a limit, or "ok".
+        text: Answer before it was cut to tokens; images by their digests.
+        seconds: Duration of the call.
+        ends_episode: Whether the environment is done; the answer is then not shown.
+        content: Texts and images in order if there are images; () if `text` is all.
+        reward: Reward that came with the answer.
     """
 
     name: str
@@ -58,23 +58,23 @@ class AnsweredCall:
 
     @property
     def shown(self) -> tuple[str | ImageSource, ...]:
-        """What the model is to see, in order."""
+        """Content for the model, in order."""
         return self.content or (self.text,)
 
     @property
     def said(self) -> tuple[str, str]:
-        """What a repeated call must give again."""
+        """Outcome and text, which a repeated call must reproduce."""
         return self.outcome, self.text
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseTurns:
-    """A response of several turns, for people and for metrics.
+    """Response of several turns, for people and for metrics.
 
     Args:
-        turns: What was said in each, special tokens removed.
+        turns: Text of each turn, without special tokens.
         answers: Calls of each turn that was answered.
-        num_restarts: How often it started over, since a continued run was answered otherwise.
+        num_restarts: Number of restarts, since a continued run was answered differently.
     """
 
     turns: tuple[str, ...]
@@ -83,26 +83,26 @@ class ResponseTurns:
 
     @property
     def turn_rewards(self) -> list[float]:
-        """What was paid with the answers to each turn that was answered."""
+        """Rewards that came with the answers to each answered turn."""
         return [sum(answer.reward for answer in turn) for turn in self.answers]
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A prompt and the response to it.
+    """Prompt and the response to it.
 
     Args:
-        prompt: The data row.
-        completion: The response; of its ids, what the engine sampled is what is trained on.
-        group_id: Completions of one prompt in one step share it; global over ranks.
+        prompt: Row of the data.
+        completion: Response; only its ids from the engine are trained on.
+        group_id: Id that completions of one prompt in one step share; global over ranks.
         sample_id: Unique within the step and global over ranks: group_id * group_size + index.
-        response_text: What was sampled, decoded turn by turn, special tokens removed.
+        response_text: Sampled tokens, decoded turn by turn, without special tokens.
         token_versions: Version of the weights that sampled each token, -1 for observations; None
-            means that of the completion for all.
-        segments: How the response came about, call by call of the engine.
-        conversation: With an environment or tools, what was said and answered.
-        later: Images in its observations; they start at places of prompt and response together.
-        environment: What its environment kept, where a reward function reads that.
+            means the completion's version for all.
+        segments: Parts of the response, one for each call of the engine.
+        conversation: With an environment or tools, the turns and their answers.
+        later: Images in its observations; places count from the start of the prompt.
+        environment: State that its environment kept for a reward function.
     """
 
     prompt: Prompt
@@ -118,53 +118,53 @@ class Rollout:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Prompt and response."""
+        """Ids of prompt and response."""
         return (*self.completion.prompt_token_ids, *self.completion.output_token_ids)
 
     @property
     def messages(self) -> list[dict[str, object]]:
-        """The conversation: the prompt's messages, then what was said and what tools answered.
+        """The conversation: the prompt's messages, then turns and answers of tools.
 
-        A prompt without a chat template is one message of the user. In it a part
-        `{"type": "image"}` and the like stands for each medium.
+        A prompt without a chat template is one message of the user. A part `{"type": "image"}` or
+        alike stands for each of its media.
         """
-        own = self.prompt.messages or ({"role": "user", "content": self.prompt.text},)
-        found = [dict(message) for message in own]
+        messages = self.prompt.messages or ({"role": "user", "content": self.prompt.text},)
+        conversation = [dict(message) for message in messages]
         if self.conversation is None:
-            return [*found, {"role": "assistant", "content": self.response_text}]
+            return [*conversation, {"role": "assistant", "content": self.response_text}]
         answers = (*self.conversation.answers, *repeat((), len(self.conversation.turns)))
         for turn, answered in zip(self.conversation.turns, answers, strict=False):
-            found.append({"role": "assistant", "content": turn})
-            found += [{"role": "tool", "name": a.name, "content": a.text} for a in answered]
-        return found
+            conversation.append({"role": "assistant", "content": turn})
+            conversation += [{"role": "tool", "name": a.name, "content": a.text} for a in answered]
+        return conversation
 
     @property
     def media(self) -> Media:
-        """Of prompt and response, in order."""
+        """Media of prompt and response, in order."""
         return sum((each.media for each in self.later), self.prompt.media)
 
     @property
     def prompt_media(self) -> Media:
-        """Of what the first turn was given, in order."""
+        """Media of the first turn's prompt, in order."""
         stop = len(self.completion.prompt_token_ids)
         shown = (each.media for each in self.later if each.start < stop)
         return sum(shown, self.prompt.media)
 
     @property
     def images(self) -> tuple[ImageSource, ...]:
-        """Of prompt and response, in order."""
+        """Images of prompt and response, in order."""
         return self.media.images
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredRollout:
-    """A rollout and its reward.
+    """Rollout and its reward.
 
     Args:
-        rollout: The sample.
-        reward: The scalar the advantage is estimated from, shaping included.
+        rollout: Sample.
+        reward: Scalar that the advantage is estimated from, shaping included.
         components: Every reward component by name, unweighted (logged as `reward/<name>`).
-        is_masked: Excluded from the loss (a reward that could not be decided, or
+        is_masked: Whether it is excluded from the loss (its reward could not be decided, or
             failed under `--reward_failure=mask`).
         unshaped_reward: The reward before the length shaping; None means `reward`.
     """
@@ -177,10 +177,10 @@ class ScoredRollout:
 
     @property
     def unshaped(self) -> float:
-        """The reward before shaping."""
+        """Reward before shaping."""
         return self.reward if self.unshaped_reward is None else self.unshaped_reward
 
     @property
     def accuracy(self) -> float:
-        """The component "accuracy" if there is one, else the reward before shaping."""
+        """Component "accuracy" if there is one, else the reward before shaping."""
         return self.components.get("accuracy", self.unshaped)

@@ -1,6 +1,6 @@
-"""Facts of samples, written down where they arise, before anybody carries them on.
+"""Facts of samples, noted where they arise, before they pass through other code.
 
-The engine's ledger says what was sampled; this one says what was asked, answered and scored.
+The engine's ledger notes what was sampled; this one notes prompts, answers and rewards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightrft.rewards.types import UNDECIDED, RewardResult
 if TYPE_CHECKING:
     from lightrft.engines.media.sources import ImageSource
 
-# Of the rewards of a sample, in the order in which they are added.
+# Sources of a sample's rewards, in the order in which they are added.
 SOURCES = FUNCTION, MODELS, ENVIRONMENT = "function", "models", "environment"
 
 
@@ -25,19 +25,19 @@ class SampleEntry:
     """Facts of one sample.
 
     Args:
-        group_id, prompt: As they were asked; with the message of `reset`.
-        request_id: Number of the prompt in the run; -1 is not known.
-        answers: By turn, what was answered to the calls in it: texts and images.
+        group_id, prompt: Group and prompt as requested, with the message of `reset`.
+        request_id: Number of the prompt in the run; -1 is unknown.
+        answers: By turn, the answers to its calls: texts and images.
         given: Text, label and columns of the prompt as the reward function got them.
-        rewards: By what gave them.
-        scored: Hashes of the ids that rewards were given to.
-        penalty: Added to the rewards for the length; None adds no component.
-        has_failed: Some reward could not be had.
-        is_abandoned: Its group was given up; what its reward says all the same, does not count.
-        is_filler: Its group only keeps the batch full.
-        is_dismissed: Its group is not trained on.
-        lacks_baseline: The greedy completion that its group is compared with has no reward.
-        fault: Of its answers; "" is none.
+        rewards: Rewards by their source.
+        scored: Hashes of the ids that were scored.
+        penalty: Addend to the rewards for the length; None adds no component.
+        has_failed: Whether some reward is missing.
+        is_abandoned: Whether its group was given up; rewards that still arrive do not count.
+        is_filler: Whether its group only keeps the batch full.
+        is_dismissed: Whether its group is not trained on.
+        lacks_baseline: Whether its group's greedy completion has no reward.
+        fault: Fault of its answers; "" is none.
     """
 
     group_id: int = -1
@@ -56,17 +56,17 @@ class SampleEntry:
     request_id: int = -1
 
     def reward_is(self, source: str, reward: RewardResult, token_ids: Sequence[int] = ()) -> None:
-        """Note a reward, and the ids of prompt and response that it was given to."""
+        """Note a reward, and the ids of prompt and response that were scored."""
         self.rewards[source] = reward
         self.has_failed |= reward is UNDECIDED
         if token_ids:
             self.scored.add(hash_context(token_ids))
 
     def share(self, first: SampleEntry, token_ids: Sequence[int]) -> None:
-        """Note that the rewards of another row of its episode are its own.
+        """Note that it shares the rewards of another row of its episode.
 
         Args:
-            first: That row's entry.
+            first: Entry of that row.
             token_ids: Ids of prompt and response.
         """
         self.given, self.penalty = first.given, first.penalty
@@ -76,7 +76,7 @@ class SampleEntry:
 
     @property
     def problem(self) -> str:
-        """What its facts contradict; "" is nothing."""
+        """Contradiction in its facts; "" is none."""
         if not self.has_failed and FUNCTION not in self.rewards:
             return "nobody wrote down its reward"
         if self.prompt is None:
@@ -100,31 +100,31 @@ class SampleEntry:
 
     @property
     def unshaped(self) -> float:
-        """The sum of the rewards."""
+        """Sum of the rewards."""
         total = 0.0
-        for found in self._counted:
-            total += found.reward
+        for each in self._counted:
+            total += each.reward
         return total
 
     @property
     def reward(self) -> float:
-        """The sum, and what the length adds."""
+        """Sum of the rewards and the length penalty."""
         return self.unshaped + (0.0 if self.has_failed else self.penalty or 0.0)
 
     @property
     def components(self) -> dict[str, float]:
-        """Of all rewards, by name; where one failed, whether it could not be decided."""
+        """Components of all rewards, by name; of a failed one only whether it was undecided."""
         if self.has_failed:
             is_undecided = not self.is_abandoned and self.rewards.get(FUNCTION) is UNDECIDED
             return dict(UNDECIDED.components) if is_undecided else {}
-        parts = {name: value for found in self._counted for name, value in found.components.items()}
+        parts = {name: value for each in self._counted for name, value in each.components.items()}
         if self.penalty is not None:
             parts["overlong"] = self.penalty
         return parts
 
     @property
     def accuracy(self) -> float:
-        """As in `ScoredRollout`."""
+        """Accuracy as in `ScoredRollout`."""
         return self.components.get("accuracy", self.unshaped)
 
     @property
@@ -135,7 +135,7 @@ class SampleEntry:
 
 
 class SampleLedger:
-    """The entries of the samples that one rank makes in a step."""
+    """Entries of the samples that one rank makes in a step."""
 
     def __init__(self) -> None:
         self.entries: dict[int, SampleEntry] = {}
@@ -143,7 +143,7 @@ class SampleLedger:
 
     @property
     def greedy(self) -> SampleLedger:
-        """That of the greedy samples beside them."""
+        """Ledger of the greedy samples beside them."""
         self._greedy = self._greedy or SampleLedger()
         return self._greedy
 

@@ -1,4 +1,4 @@
-"""Questions that are asked in both orders of two answers: whether the verdict stays the same."""
+"""Metrics of questions asked in both orders of two answers: whether verdicts agree."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import numpy as np
 from lightrft.datasets.types import Prompt
 from lightrft.records.table import RowTable
 
-# The column of prompts with the place of their pair, and the component of rewards that is 1 where
-# a verdict names the better answer, -1 where the worse one, 0 where it names none.
+# Column of prompts with the place of their pair; and component of rewards that is 1 where a verdict
+# names the better answer, -1 where it names the worse one, 0 where it names none.
 PAIR_COLUMN, VERDICT = "swapped_pair", "verdict"
 
 
 def position_metrics(table: RowTable, prompts: Sequence[Prompt]) -> dict[str, float]:
-    """`consistency` and `consistent_accuracy`; {} where no question stands in both orders.
+    """Return `consistency` and `consistent_accuracy`; {} if no question has both orders.
 
     consistency          share of pairs whose verdicts name the same answer in both orders
     consistent_accuracy  share of these that name the better one
 
-    A verdict that cannot be read names no answer. Pairs with a masked row are left out. Of several
-    samples the first of one order is compared with the first of the other, and so on.
+    An unreadable verdict names no answer. Pairs with a masked row are left out. With several
+    samples, the n-th of one order is compared with the n-th of the other.
 
     Args:
-        table: Equally many rows of each prompt, group i those of prompt i, on every rank.
+        table: Rows, equally many of each prompt; group i is prompt i on every rank.
         prompts: Prompts of the evaluation.
     """
     if VERDICT not in table.component_names or not prompts:
@@ -37,7 +37,7 @@ def position_metrics(table: RowTable, prompts: Sequence[Prompt]) -> dict[str, fl
         pair = prompt.columns.get(PAIR_COLUMN)
         if pair is not None:
             places.setdefault(pair, []).append(place)
-    both = [by_prompt[found] for found in places.values() if len(found) == 2]
+    both = [by_prompt[pair_places] for pair_places in places.values() if len(pair_places) == 2]
     pairs = np.concatenate(both, axis=1) if both else np.empty((2, 0))
     first, second = pairs[:, ~np.isnan(pairs).any(axis=0)]
     if not len(first):

@@ -2,8 +2,8 @@
 
 After the exchange every rank knows the rows of the step, in the order of their sample ids: ids,
 rewards, groups, lengths, masks. Statistics over them are therefore global and exact. Tokens stay
-where they were sampled until it is known who trains what; then they are delivered. Since every
-rank knows every row's lengths, a message is the bare values. `COLUMNS` says what travels when.
+on their rank until the plan of the step says who trains them, and are then delivered. Since every
+rank knows every row's lengths, a message is only values. `COLUMNS` defines what travels when.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from lightrft.strategy.distributed.context import DistributedContext, RowExchang
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTable:
-    """Facts of scored rollouts, one row a sample; after the exchange, of those of all ranks.
+    """Facts of scored rollouts, one row a sample; after the exchange, of all ranks.
 
     Args:
         sample_ids, group_ids: [rows] int64.
         prompt_lengths, response_lengths: [rows] int64, in tokens.
         rewards: [rows] float64, shaping included.
-        accuracies: [rows] float64, what tells a right from a wrong response: the component
-            "accuracy" if the reward has one, else the reward before shaping.
+        accuracies: [rows] float64, right against wrong responses: the component "accuracy" if the
+            reward has one, else the reward before shaping.
         component_names: Names of the reward components, sorted.
         components: [rows, components] float64; NaN where a row has no such component.
         is_truncated: [rows] bool; the token budget ended the response.
         is_masked: [rows] bool; excluded from the loss.
-        is_untruncated: [rows] bool; no token was excluded from what the engine's logprobs measure.
+        is_untruncated: [rows] bool; the engine's logprobs exclude no token.
         weights_versions: [rows] int64 of the weights that sampled the end of the row.
         sampled_lengths: [rows] int64: tokens of the response that were sampled, without
             observations.
         has_mixed_versions: [rows] bool; some token was sampled by other weights than the row's end.
         holders: [rows] int64, the rank that sampled the row and has its tokens.
-        facts: Columns without a field of their own, by name.
+        facts: Columns without a field here, by name.
     """
 
     sample_ids: NDArray[np.int64]
@@ -66,8 +66,8 @@ class RowTable:
         return len(self.sample_ids)
 
     def __getitem__(self, name: str) -> Values:
-        found: Values = self.facts[name] if name in self.facts else getattr(self, name)
-        return found
+        values: Values = self.facts[name] if name in self.facts else getattr(self, name)
+        return values
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -77,44 +77,46 @@ class RowTable:
     @property
     def has_observations(self) -> NDArray[np.bool_]:
         """[rows] bool; some tokens of the response were not sampled."""
-        found: NDArray[np.bool_] = self.sampled_lengths < self.response_lengths
-        return found
+        has_some: NDArray[np.bool_] = self.sampled_lengths < self.response_lengths
+        return has_some
 
     @property
     def is_undecided(self) -> NDArray[np.bool_]:
-        """[rows] bool; excluded, since the reward could not decide the response."""
+        """[rows] bool; excluded because the reward could not decide the response."""
         if "undecided" not in self.component_names:
             return np.zeros(len(self), np.bool_)
         flags = self.components[:, self.component_names.index("undecided")]
-        found: NDArray[np.bool_] = self.is_masked & (flags == 1)
-        return found
+        is_undecided: NDArray[np.bool_] = self.is_masked & (flags == 1)
+        return is_undecided
 
     @property
     def columns(self) -> dict[str, Values]:
         """All columns by name."""
-        own = [item.name for item in fields(self) if item.name not in ("component_names", "facts")]
-        return {name: self[name] for name in (*own, *self.facts)}
+        names = [
+            item.name for item in fields(self) if item.name not in ("component_names", "facts")
+        ]
+        return {name: self[name] for name in (*names, *self.facts)}
 
     def counts(self, column: Column) -> NDArray[np.int64]:
-        """[rows] int64: values of a column."""
+        """Return [rows] int64: numbers of values of a column."""
         if column.level == "row":
             return np.ones(len(self), np.int64)
         names = {"token": "lengths", "response token": "response_lengths"}
         return self[names.get(column.level, column.level)].astype(np.int64)
 
     def take(self, rows: NDArray[np.int64]) -> Self:
-        """Return the given rows, in the given order."""
-        found = self.columns
-        for name, values in found.items():
+        """Return these rows in this order."""
+        taken = self.columns
+        for name, values in taken.items():
             column = COLUMNS.get(name)
             if column is None or column.level == "row":
-                found[name] = values[rows]
+                taken[name] = values[rows]
             else:
                 stops = np.cumsum(self.counts(column))
                 starts = np.concatenate([[0], stops])
                 pieces = [values[starts[row] : stops[row]] for row in rows]
-                found[name] = np.concatenate([values[:0], *pieces])
-        return build_table(type(self), self.component_names, found)
+                taken[name] = np.concatenate([values[:0], *pieces])
+        return build_table(type(self), self.component_names, taken)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,20 +138,20 @@ class SampleTable(RowTable):
     token_versions: NDArray[np.int32]
 
     def per_token(self, column: Column) -> Values:
-        """[sum of lengths]: a column of responses, filled up on prompts."""
+        """Return [sum of lengths] values of a column of responses, filled up on prompts."""
         values = self[column.name]
         if column.level == "token":
             return values
         starts = np.cumsum(self.lengths) - self.lengths
         places = np.arange(self.lengths.sum()) - np.repeat(starts, self.lengths)
-        found = np.full(len(places), column.fill, values.dtype)
-        found[places >= np.repeat(self.prompt_lengths, self.lengths)] = values
-        return found
+        filled = np.full(len(places), column.fill, values.dtype)
+        filled[places >= np.repeat(self.prompt_lengths, self.lengths)] = values
+        return filled
 
 
-# Several rows of one episode share its reward: the first has its sample id, further ones ids a
-# multiple of this beyond it, so that first rows come first. Samples of a step are fewer, and ids
-# of rows have 32 bits on the wire.
+# Rows of one episode share its reward. The first row has its sample id; the ids of further rows
+# are larger by multiples of this, so that first rows come first. Steps have fewer samples, and
+# row ids have 32 bits on the wire.
 BRANCH_STEP = 2**24
 MAX_BRANCHES = 2**31 // BRANCH_STEP
 Table = TypeVar("Table", bound=RowTable)
@@ -157,32 +159,32 @@ _FIELDS = {item.name for item in fields(SampleTable)}
 
 
 def build_table(kind: type[Table], names: tuple[str, ...], columns: Mapping[str, Values]) -> Table:
-    """Return a table of columns, and the names of its reward components."""
-    own = {item.name for item in fields(kind)}
+    """Return a table of columns, with the names of its reward components."""
+    field_names = {item.name for item in fields(kind)}
     return kind(
-        **{name: values for name, values in columns.items() if name in own},  # type: ignore[arg-type]
+        **{name: values for name, values in columns.items() if name in field_names},  # type: ignore[arg-type]
         component_names=names,
         facts={name: values for name, values in columns.items() if name not in _FIELDS},
     )
 
 
 def tabulate(scored: Sequence[ScoredRollout]) -> SampleTable:
-    """Return scored rollouts as a table, in the given order."""
+    """Return scored rollouts as a table, in this order."""
     return _read(SampleTable, scored, COLUMNS.values())
 
 
 def row_table(scored: Sequence[ScoredRollout]) -> RowTable:
-    """Return the rows of scored rollouts as all ranks are told of them, in the given order."""
+    """Return the rows of scored rollouts as the exchange sends them, in this order."""
     return _read(RowTable, scored, columns("exchange"))
 
 
 def _read(kind: type[Table], scored: Sequence[ScoredRollout], wanted: Iterable[Column]) -> Table:
     names = tuple(sorted({name for item in scored for name in item.components}))
     rewards = [[item.components.get(name, np.nan) for name in names] for item in scored]
-    found = {column.name: column.read(scored) for column in wanted}
-    found["components"] = np.array(rewards, np.float64).reshape(len(scored), len(names))
-    found["holders"] = np.zeros(len(scored), np.int64)
-    return build_table(kind, names, found)
+    values = {column.name: column.read(scored) for column in wanted}
+    values["components"] = np.array(rewards, np.float64).reshape(len(scored), len(names))
+    values["holders"] = np.zeros(len(scored), np.int64)
+    return build_table(kind, names, values)
 
 
 def merge(tables: Sequence[RowTable]) -> RowTable:
@@ -203,7 +205,7 @@ def merge(tables: Sequence[RowTable]) -> RowTable:
 
 
 def join_tables(tables: Sequence[Table]) -> Table:
-    """Return all rows of the tables with all that they have, ordered by sample id."""
+    """Return all rows of the tables with all columns, ordered by sample id."""
     names = tuple(sorted({name for table in tables for name in table.component_names}))
     aligned = [{**table.columns, "components": _components_under(names, table)} for table in tables]
     joined = build_table(type(tables[0]), names, _concatenate(aligned))
@@ -225,11 +227,11 @@ def exchange(scored: Sequence[ScoredRollout] | Exception, context: DistributedCo
     """Return the rows of all ranks, ordered by sample id, on every rank.
 
     Args:
-        scored: This rank's samples, or why there are none.
-        context: Gathers the bytes of all ranks.
+        scored: This rank's samples, or the reason why there are none.
+        context: Process groups, to gather the bytes of all ranks.
 
     Raises:
-        RewardError: Another rank failed; every rank raises, so that none waits for it.
+        RewardError: Another rank failed; every rank raises, so that no rank waits for it.
         Exception: This rank failed: its own exception.
     """
     message = pickle.dumps(str(scored)) if isinstance(scored, Exception) else to_wire(scored)
@@ -245,12 +247,12 @@ def exchange(scored: Sequence[ScoredRollout] | Exception, context: DistributedCo
 
 
 def row_on_wire() -> np.dtype[np.void]:
-    """Return one row on the wire; the components follow as float64."""
+    """Return the layout of a row on the wire; the components follow as float64."""
     return np.dtype([(column.name, column.wire or column.dtype) for column in columns("exchange")])
 
 
 def to_wire(scored: Sequence[ScoredRollout]) -> bytes:
-    """Return the message of one rank to all others on its samples."""
+    """Return the message of one rank to all others about its samples."""
     table = row_table(scored)
     rows = np.zeros(len(table), dtype=row_on_wire())
     for name in rows.dtype.names or ():
@@ -261,10 +263,12 @@ def to_wire(scored: Sequence[ScoredRollout]) -> bytes:
 def _from_wire(message: tuple[tuple[str, ...], bytes, bytes], holder: int) -> RowTable:
     names, rows, components = message
     sent = np.frombuffer(rows, dtype=row_on_wire())
-    found = {column.name: sent[column.name].astype(column.dtype) for column in columns("exchange")}
-    found["components"] = np.frombuffer(components, np.float64).reshape(len(sent), len(names))
-    found["holders"] = np.full(len(sent), holder, dtype=np.int64)
-    return build_table(RowTable, names, found)
+    received = {
+        column.name: sent[column.name].astype(column.dtype) for column in columns("exchange")
+    }
+    received["components"] = np.frombuffer(components, np.float64).reshape(len(sent), len(names))
+    received["holders"] = np.full(len(sent), holder, dtype=np.int64)
+    return build_table(RowTable, names, received)
 
 
 def deliver_rows(
@@ -276,10 +280,10 @@ def deliver_rows(
     """Return the rows that this rank wants, with their tokens; collective.
 
     Args:
-        table: The rows of all ranks.
-        own: The samples of this rank, in any order; more than `table` has do no harm.
-        wanted: Which rows of `table` each rank wants, the same on every rank.
-        context: Brings bytes from rank to rank.
+        table: Rows of all ranks.
+        own: Samples of this rank, in any order; samples beyond `table` do no harm.
+        wanted: Rows of `table` that each rank wants, equal on all ranks.
+        context: Exchange of bytes between ranks.
 
     Returns:
         The rows `wanted[rank]`, in that order.
@@ -293,20 +297,20 @@ def deliver_rows(
         parts.append(_pack(own.take(held), table.take(mine)))
     rows = wanted[rank]
     holders = table.holders[rows]
-    found = [
+    delivered = [
         _unpack(data, table.take(rows[holders == sender]))
         for sender, data in enumerate(context.exchange_bytes(parts))
     ]
     order = np.argsort(holders, kind="stable")
     arrived = table.take(rows[order])
     joined = build_table(
-        SampleTable, table.component_names, {**arrived.columns, **_concatenate(found)}
+        SampleTable, table.component_names, {**arrived.columns, **_concatenate(delivered)}
     )
     return joined.take(np.argsort(order).astype(np.int64))
 
 
 def _pack(samples: SampleTable, rows: RowTable) -> bytes:
-    """The values of some rows that are delivered, given the same rows as every rank knows them."""
+    """Return the delivered values of some rows, whose `RowTable` every rank knows."""
     parts = []
     for column in columns("delivery"):
         values = samples[column.name]
@@ -318,20 +322,20 @@ def _pack(samples: SampleTable, rows: RowTable) -> bytes:
 
 def _unpack(data: bytes, rows: RowTable) -> dict[str, Values]:
     """Return the values that `_pack` packed of the rows."""
-    found: dict[str, Values] = {}
+    unpacked: dict[str, Values] = {}
     rest = memoryview(data)
     for column in columns("delivery"):
         if not column.sent_where:
-            found[column.name], rest = column.from_wire(rest, int(rows.counts(column).sum()))
+            unpacked[column.name], rest = column.from_wire(rest, int(rows.counts(column).sum()))
             continue
-        is_sent, values = _is_sent(column, rows), _implied(column, rows, found)
+        is_sent, values = _is_sent(column, rows), _implied(column, rows, unpacked)
         values[is_sent], rest = column.from_wire(rest, int(is_sent.sum()))
-        found[column.name] = values
-    return found
+        unpacked[column.name] = values
+    return unpacked
 
 
 def _is_sent(column: Column, rows: RowTable) -> NDArray[np.bool_]:
-    """[values] bool of a column that is implied for some rows."""
+    """Return [values] bool: whether a value is sent, for a column that some rows imply."""
     return np.repeat(rows[column.sent_where].astype(np.bool_), rows.counts(column))
 
 
@@ -359,14 +363,14 @@ def branch_id(sample_id: int, number: int) -> int:
 
 
 def episode_places(table: RowTable) -> NDArray[np.int64]:
-    """[rows] int64: for each row, the place of its episode's first row."""
-    own: NDArray[np.int64] = table.sample_ids % BRANCH_STEP
+    """Return [rows] int64: the place of the first row of each row's episode."""
+    episode_ids: NDArray[np.int64] = table.sample_ids % BRANCH_STEP
     first = table.sample_ids[table.sample_ids < BRANCH_STEP]
-    return np.searchsorted(first, own).astype(np.int64)
+    return np.searchsorted(first, episode_ids).astype(np.int64)
 
 
 def episodes_of(table: RowTable) -> RowTable:
-    """Return one row an episode, with the tokens that were sampled in all of its branches.
+    """Return one row an episode, with the tokens sampled in all of its branches.
 
     Without branches it is the table itself.
     """
@@ -380,10 +384,10 @@ def episodes_of(table: RowTable) -> RowTable:
 
 
 def row_shares(table: RowTable) -> NDArray[np.float64] | None:
-    """[rows] share of each row in the sampled tokens of its episode; None without branches."""
+    """Return [rows] shares in the sampled tokens of the rows' episodes; None without branches."""
     if (table.sample_ids < BRANCH_STEP).all():
         return None
     places = episode_places(table)
     totals = np.bincount(places, table.sampled_lengths)
-    found: NDArray[np.float64] = table.sampled_lengths / np.maximum(totals[places], 1)
-    return found
+    shares: NDArray[np.float64] = table.sampled_lengths / np.maximum(totals[places], 1)
+    return shares
