@@ -65,7 +65,7 @@ def held_folder(folder: Path) -> Iterator[None]:
 
 
 def require_held(cause: Exception | None = None) -> None:
-    """Raise a FolderGoneError if the name of a held folder stands for another folder by now."""
+    """Raise a FolderGoneError if a held folder no longer has its name."""
     for folder, descriptor in _HELD.items():
         try:
             is_there = os.path.samestat(os.fstat(descriptor), folder.stat())

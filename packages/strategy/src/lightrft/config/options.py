@@ -112,8 +112,8 @@ def part(group: str, /, **usual: Unpack[_Details]) -> Callable[[type[T]], type[T
 
     Args:
         group: Heading under which its options are listed.
-        **usual: Details that all its options share, unless an option has a heading of its own
-            or says otherwise.
+        **usual: Details that all its options share, unless an option has another heading or
+            says otherwise.
     """
 
     def decorate(cls: type[T]) -> type[T]:

@@ -98,10 +98,8 @@ class Registry(Collection[str]):
 
     def is_packaged(self, name: str) -> bool:
         """Return whether the choice is the table's or a package's, not of this process."""
-        is_user_defined = name in self.entries or (
-            self.takes_own and split_reference(name) is not None
-        )
-        return self.is_built_in(name) or (not is_user_defined and name in self.installed)
+        is_local = name in self.entries or (self.takes_own and split_reference(name) is not None)
+        return self.is_built_in(name) or (not is_local and name in self.installed)
 
     def load(self, name: str) -> object:
         """Return the object that `name` stands for.
@@ -171,8 +169,8 @@ def installation_of(module: str) -> str:
 def _load_entry_point(point: "EntryPoint", *, kind: str) -> object:
     place = f"{kind} {point.name!r} of the package {package_of(point)}: {point.value}"
     with _explained(f"{place} cannot be loaded"):
-        found: object = point.load()
-    return found
+        loaded: object = point.load()
+    return loaded
 
 
 @contextmanager

@@ -20,8 +20,8 @@ MIN_8BIT_SIZE = 4_096
 class Adam8bit(Optimizer):
     """AdamW whose moments are codes of 8 bits with one scale for every 256 values.
 
-    A step is Adam's on the decoded moments, which are then rounded to codes again. Each code is
-    one of 256 numbers between -1 and 1 (between 0 and 1), at most 0.015 apart, times the block's
+    A step is Adam's on the decoded moments; each is then rounded to a neighbouring code again.
+    Codes are 256 numbers between -1 and 1 (between 0 and 1), at most 0.015 apart, times the block's
     largest value. For one process only: blocks of shards differ from those of the whole.
 
     Source: Dettmers et al. 2021, arXiv:2110.02861, sec. 2; Loshchilov & Hutter 2017,

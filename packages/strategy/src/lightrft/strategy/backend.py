@@ -87,7 +87,7 @@ def is_actor(model: object) -> bool:
 
 def is_engine(model: object) -> bool:
     """Return whether the object is a rollout engine."""
-    # The engine's code is not imported before an engine exists.
+    # Imported here, so that a run without an engine never loads it.
     from lightrft.engines.base import RolloutEngine
 
     return isinstance(model, RolloutEngine)

@@ -22,9 +22,9 @@ from lightrft.config.options import accepts, coerce, type_hints
 ParameterGroup = dict[str, "list[nn.Parameter] | float"]
 # Suffix of an optimizer's state that has one number per block of another state.
 SCALE = "_scale"
-# Numbers of a group beside its learning rate.
+# Key of a group's factor, beside its learning rate.
 FACTOR = "rate_factor"
-# Number of names that a refusal shows.
+# Most names of parts that a refusal shows.
 MAX_PARTS = 20
 
 

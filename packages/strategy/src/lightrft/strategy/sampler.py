@@ -20,7 +20,7 @@ class DistributedSampler(TorchSampler[int]):
         rank: This rank, in [0, num_replicas).
         shuffle: Draw a new order each epoch from `seed + epoch`.
         seed: Must be the same on all ranks.
-        drop_last: See above.
+        drop_last: Leave out the indices that do not divide evenly.
         consumed_samples: Indices of this epoch already used, over all ranks.
 
     Raises:
@@ -45,7 +45,7 @@ class DistributedSampler(TorchSampler[int]):
         self.set_epoch(0, consumed_samples)
 
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
-        """Chooses the order and how much of it was used already.
+        """Choose the order and how much of it was used already.
 
         Args:
             epoch: Number of the pass over the data.

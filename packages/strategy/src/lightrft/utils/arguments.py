@@ -147,7 +147,7 @@ def _add_flag(
         return
     counts: dict[str, object] = {}
     if shape.form == "values":
-        # An empty list is a value of a program's own parser, too.
+        # A program's parser accepts an empty list, too.
         counts["nargs"] = shape.count if as_text or shape.count != "+" else "*"
     elif shape.form == "value or switch":
         counts |= {"nargs": "?", "const": True}

@@ -4,7 +4,7 @@ import sys
 
 
 def command() -> int:
-    """Runs `lightrft`; Ctrl-C is one line from the first import on."""
+    """Run `lightrft`; Ctrl-C prints one line from the first import on."""
     try:
         from lightrft.cli.main import main
 

@@ -237,7 +237,8 @@ def _system_code(error: BaseException) -> int | None:
 def _tells_of_disk(error: BaseException, code: int = ExitCode.USAGE) -> bool:
     """Return whether its text or its cause has the number of a disk that is full or fails.
 
-    A failure of another rank comes as that rank's text; a service's message concerns its own disk.
+    A failure of another rank comes as that rank's text; a service's message concerns that service's
+    disk.
     """
     numbers = {int(a or b) for a, b in _ERROR_NUMBER.findall(str(error))}
     cause = error.__cause__

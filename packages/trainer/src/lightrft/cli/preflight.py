@@ -435,7 +435,7 @@ def check_reward(config: ScoringOptions, data: CheckedData) -> None:
 
 
 class PlainTokenizer:
-    """Substitute of the model's tokenizer; loading that checks the rendering itself."""
+    """Stand-in for the model's tokenizer; loading that one checks the rendering itself."""
 
     chat_template: str | None = "plain"
 

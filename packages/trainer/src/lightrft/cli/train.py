@@ -83,7 +83,7 @@ class StageCommand:
     next_commands: Callable[[str, str], str] | None = None
 
     def build_parser(self, *, lists_all: bool = True) -> Parser:
-        """Build the parser; options that are not given leave no trace.
+        """Build the parser; options that are not set leave no trace.
 
         Args:
             lists_all: Otherwise it has only the options that most runs set.

@@ -131,8 +131,8 @@ def run_training(
         config: Options of the run.
         stage: Name or import string of the stage, see `config.registry.STAGES`.
         loggers: Further receivers of metrics on the first rank.
-        callbacks: Calls around the steps on every rank.
-        stop_request: Check whether this process was asked to stop; then all ranks do.
+        callbacks: Callbacks around the steps on every rank.
+        stop_request: Function that returns whether to stop this process; then all ranks stop.
 
     Raises:
         RunStoppedError: The run was asked to stop; it can be continued.
@@ -296,7 +296,7 @@ def _learning_rate(config: BuildOptions, stage: str) -> tuple[dict[str, object],
 
 
 def open_console(config: OutputOptions, stack: ExitStack) -> RunConsole:
-    """Return the console of the run until the stack is closed; it prints all lines of it."""
+    """Return the console of the run until the stack is closed; it prints this process's lines."""
     console = RunConsole(
         every=config.logging_steps,
         heartbeat_seconds=config.heartbeat_seconds,

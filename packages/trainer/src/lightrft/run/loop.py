@@ -234,7 +234,7 @@ class Loop(Generic[Batch]):
     Args:
         stage: Stage that draws and trains.
         loggers: Receivers of metrics on the first rank.
-        callbacks: Calls around the steps, on every rank.
+        callbacks: Callbacks around the steps, on every rank.
     """
 
     def __init__(
@@ -263,8 +263,8 @@ class Loop(Generic[Batch]):
 
         Args:
             num_steps: Number of steps, those before a resume included.
-            stop_request: Check on every rank at least once a step; if one rank says yes, all write
-                a checkpoint and return. Either all ranks pass one or none.
+            stop_request: Function that every rank calls at least once a step; if it is true on one
+                rank, all write a checkpoint and return. Either all ranks pass one or none.
         """
         first_eval: dict[str, float] = {}
         last_eval: dict[str, float] = {}

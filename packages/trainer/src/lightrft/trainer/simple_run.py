@@ -54,7 +54,7 @@ def train(
             messages where prompts are); the name of a reward, or FILE.py:FUNCTION; or several of
             them, which are added.
         eval_data: Held-out prompts, likewise.
-        callbacks: Calls around the steps on every rank.
+        callbacks: Callbacks around the steps on every rank.
         loggers: Further receivers of metrics on the first rank, or names as in the option.
         stop_request: See `run_training`.
         **options: Options of `TrainConfig`, also by names of other libraries that mean the same,

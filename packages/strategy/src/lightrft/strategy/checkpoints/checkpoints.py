@@ -43,7 +43,7 @@ class CheckpointSaver:
 
     Args:
         ranks: Ranks that save together.
-        background_ranks: The same ranks with a separate `gather`, made at the first background
+        background_ranks: These ranks with a separate `gather`, made at the first background
             save; None always saves while the caller waits.
     """
 

@@ -192,7 +192,8 @@ def complete_checkpoint(
 
     Args:
         opened: Result of `begin_checkpoint`.
-        ranks: The same ranks, possibly with a `gather` that a background thread may use.
+        ranks: Ranks of `begin_checkpoint`, possibly with a `gather` that a background thread may
+            use.
         flush: Function that writes this rank's files, if `begin_checkpoint` only copied them.
 
     Raises:
@@ -339,10 +340,10 @@ def _candidates(
 ) -> tuple[list[list[Checkpoint]], list[str]]:
     """Return checkpoints that may be loaded, the best first, and problems of the rest."""
     scans = [scan_checkpoints(folder) for folder in load_dirs]
-    problems = [problem for _, found in scans for problem in found]
+    problems = [problem for _, damages in scans for problem in damages]
     for problem in problems:
         logger.warning("skipping %s", problem)
-    by_tag = [{item.manifest.tag: item for item in found} for found, _ in scans]
+    by_tag = [{item.manifest.tag: item for item in whole} for whole, _ in scans]
     newest_first = scans[0][0][::-1]
     candidates = []
     for item in sorted(newest_first, key=lambda item: not item.manifest.is_latest):
@@ -350,7 +351,7 @@ def _candidates(
         lacking = _lacking(load_dirs, by_tag, name)
         if tag in (None, name):
             problems += lacking
-            candidates += [] if lacking else [[found[name] for found in by_tag]]
+            candidates += [] if lacking else [[tagged[name] for tagged in by_tag]]
     # A tag that only other folders have is half a checkpoint: the first folder lost its part.
     for name in sorted(set().union(*by_tag[1:]) - by_tag[0].keys()):
         problems += _lacking(load_dirs[:1], by_tag[:1], name)
@@ -363,7 +364,7 @@ def _lacking(
     load_dirs: Sequence[Path], by_tag: Sequence[Mapping[str, Checkpoint]], name: str
 ) -> list[str]:
     """Return a line for each folder without a readable checkpoint of this tag."""
-    folders = [f for f, found in zip(load_dirs, by_tag, strict=True) if name not in found]
+    folders = [f for f, tagged in zip(load_dirs, by_tag, strict=True) if name not in tagged]
     return [f"{folder / name} is missing or damaged" for folder in folders]
 
 
@@ -376,10 +377,10 @@ def _damage(
     problems = []
     for checkpoint in checkpoints:
         entries = checkpoint.manifest.files[ranks.rank :: ranks.world_size]
-        found = [problem for entry in entries if (problem := entry.damage(checkpoint.path))]
+        damages = [problem for entry in entries if (problem := entry.damage(checkpoint.path))]
         if ranks.rank == 0:
-            found += _unlisted(checkpoint)
-        problems += [f"{checkpoint.path}: {problem}" for problem in found]
+            damages += _unlisted(checkpoint)
+        problems += [f"{checkpoint.path}: {problem}" for problem in damages]
     if accepts is not None and not problems and ranks.rank == 0:
         try:
             accepts(checkpoints[0].client_state())

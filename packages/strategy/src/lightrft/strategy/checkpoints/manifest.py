@@ -71,11 +71,11 @@ class Manifest:
         place = "not a checkpoint manifest"
         try:
             values_with_hash = require_object(parse_json(content, place), place)
-            found = values_with_hash.get("format"), values_with_hash.get("format_version")
-            if found != (FORMAT, FORMAT_VERSION):
+            version = values_with_hash.get("format"), values_with_hash.get("format_version")
+            if version != (FORMAT, FORMAT_VERSION):
                 raise CheckpointError(
-                    f"unknown checkpoint format {str(found[0])[:40]!r} version "
-                    f"{str(found[1])[:40]!r}: expected {FORMAT!r} version {FORMAT_VERSION}"
+                    f"unknown checkpoint format {str(version[0])[:40]!r} version "
+                    f"{str(version[1])[:40]!r}: expected {FORMAT!r} version {FORMAT_VERSION}"
                 )
             values = unsealed(values_with_hash, "it")
             del values["format"], values["format_version"]

@@ -151,7 +151,7 @@ def run_together(action: Callable[[], T], group: Group, *, what: str) -> list[T]
     Args:
         action: Function whose results are plain Python objects.
         group: The ranks, all of which must call this.
-        what: Name of the action, for messages.
+        what: Failure in words, for messages.
 
     Raises:
         PeerFailedError: Another rank failed; the message names it. A rank that fails raises

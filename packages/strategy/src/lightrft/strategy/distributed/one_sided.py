@@ -41,7 +41,7 @@ def run_apart(action: Callable[[], T], group: Group, *, what: str) -> list[T]:
     Args:
         action: Function whose results are plain Python objects.
         group: Ranks, all of which must call this; a part of all ranks is left to `run_together`.
-        what: Name of the action, for messages.
+        what: Failure in words, for messages.
 
     Raises:
         PeerFailedError: Another rank failed; the message names it. A rank that fails raises
@@ -89,7 +89,7 @@ class _Board:
 
     Args:
         prefix: Beginning of its keys; the same on all ranks.
-        what: Name of the action, for messages.
+        what: Failure in words, for messages.
     """
 
     def __init__(self, prefix: str, what: str) -> None:

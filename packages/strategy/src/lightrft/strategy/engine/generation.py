@@ -511,7 +511,7 @@ class GenerationWork:
 
 
 def thin_seconds(finishes: Sequence[tuple[float, int]], seconds: float) -> float:
-    """Return the seconds a call would save if it kept its speed while all rows ran to its end.
+    """Return the seconds a call would save if it stayed as fast as while all its rows ran.
 
     seconds - (all tokens) / (tokens a second until a quarter of the rows has ended); at least 0.
     All rows are assumed to run from the beginning: with more rows than an engine runs at once the

@@ -111,7 +111,7 @@ class EngineSession:
 
     Args:
         training: Started training.
-        context: The same ranks on separate process groups, so that rollouts and training never wait
+        context: These ranks on separate process groups, so that rollouts and training never wait
             for each other in a collective. Weight syncs use the groups of training.
         config: Options of the strategy.
 

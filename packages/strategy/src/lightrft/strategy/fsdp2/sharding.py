@@ -74,7 +74,7 @@ class ShardingPlan:
 
 
 def find_blocks(module: nn.Module, *, keeps_vision_whole: bool = False) -> list[nn.Module]:
-    """Return the modules that become separate FSDP2 units, outermost first, in forward order.
+    """Return the outermost modules that become separate FSDP2 units, in forward order.
 
     Blocks are the instances of the classes that the transformers models inside name in
     `_no_split_modules`; without such names, the elements of lists of two or more modules of one

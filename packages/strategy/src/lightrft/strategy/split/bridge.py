@@ -283,7 +283,7 @@ class Bridge:
             while not work.is_completed():
                 silence = self._lifeline.silence()
                 if silence is not None:
-                    # A collective in progress can be neither given up nor destroyed.
+                    # A collective in progress can be neither abandoned nor destroyed.
                     line = f"deadline: {self._whereabouts()}: {silence}"
                     print(line, file=sys.stderr, flush=True)  # noqa: T201
                     end_process(line, HANG_EXIT_CODE)

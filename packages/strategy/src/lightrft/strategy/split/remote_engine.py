@@ -38,7 +38,7 @@ class RemoteEngine(RolloutEngine):
     """Proxy of all engines of the ranks that generate.
 
     Every rank that trains makes each call. Commands come from the first one, shards of weights from
-    the ranks that own them.
+    their owners.
 
     Args:
         bridge: Connection to them.

@@ -111,7 +111,7 @@ class _WireSlot:
         moved: Memory that the group can move: `full`, or pinned memory of the host.
         share: Memory like `moved`, for the share that arrives first if several ranks generate.
         work: Collective in progress.
-        has_moved: Event of the copy between `full` and `moved`.
+        has_moved: Function that waits for the copy between `full` and `moved`.
     """
 
     full: Tensor
@@ -137,7 +137,7 @@ class WeightWire:
         bridge: Connection of the two sides.
         device: Device of this rank; None queries it when the first weights are sent.
         allocate: Function that makes memory, as `torch.empty` does.
-        timeline: Order of filling and use.
+        timeline: Class that orders filling and use.
     """
 
     def __init__(
