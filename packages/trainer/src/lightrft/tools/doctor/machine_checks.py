@@ -251,19 +251,15 @@ def check_gloo(resolve: Callable[[str], str] = socket.gethostbyname) -> CheckRes
         ]
         return found(not missing, f"GLOO_SOCKET_IFNAME={chosen}")
     try:
-        address = resolve(name)
+        ip = resolve(name)
     except OSError:
         return found(False, f"the host's name {name!r} resolves to nothing")
-    if address.startswith("127."):
+    if ip.startswith("127."):
         # One node works, and a run on several looks for the interface itself.
         return found(
-            True,
-            f"{name} is {address}: one node; several need an interface: set GLOO_SOCKET_IFNAME",
+            True, f"{name} is {ip}: one node; several need an interface: set GLOO_SOCKET_IFNAME"
         )
-    return found(
-        address in addresses,
-        f"{name} is {address} ({addresses.get(address, 'of no interface here')})",
-    )
+    return found(ip in addresses, f"{name} is {ip} ({addresses.get(ip, 'of no interface here')})")
 
 
 def check_environment() -> CheckResult:

@@ -37,7 +37,5 @@ async def run(base_url: str, api_key: str, row: dict[str, Any]) -> None:
 def calculate(arguments: str) -> str:
     """Return the result, or what is wrong with the expression."""
     expression = json.loads(arguments).get("expression")
-    factors = re.fullmatch(r"(\d{1,9})\*(\d{1,9})", str(expression))
-    return (
-        str(int(factors[1]) * int(factors[2])) if factors else "expected a product of two numbers"
-    )
+    match = re.fullmatch(r"(\d{1,9})\*(\d{1,9})", str(expression))
+    return str(int(match[1]) * int(match[2])) if match else "expected a product of two numbers"

@@ -89,14 +89,7 @@ def step_timelines(folder: Path) -> list[StepTimeline]:
     windows: dict[int, tuple[float, float]] = {}
     # The first rank that trains dates the steps: ranks that only generate work on another step
     # meanwhile, and an earlier process may have left files of more ranks.
-    first = next(
-        (
-            rank_spans
-            for rank_spans in spans.values()
-            if any(s.stage == "train" for s in rank_spans)
-        ),
-        [],
-    )
+    first = next((r for r in spans.values() if any(s.stage == "train" for s in r)), [])
     for span in first:
         start, end = windows.get(span.step, (span.start, span.end))
         windows[span.step] = min(start, span.start), max(end, span.end)
