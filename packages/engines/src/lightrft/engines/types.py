@@ -25,7 +25,7 @@ MIN_TEMPERATURE = 1e-5
 
 
 class EngineStatus(Enum):
-    """Presence of the engine's weights and cache in memory (names of the original LightRFT)."""
+    """Presence of the engine's weights and cache in memory (the original LightRFT's names)."""
 
     SLEEPED = 0
     WAKEUP = 1

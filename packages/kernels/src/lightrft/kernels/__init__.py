@@ -1,4 +1,4 @@
-"""Exact fused linear-logprob and weight buckets; depends on torch alone."""
+"""Exact fused linear-logprob and weight buckets; depends only on torch."""
 
 from typing import TYPE_CHECKING
 

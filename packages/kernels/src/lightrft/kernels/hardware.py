@@ -1,4 +1,4 @@
-"""Capabilities of this build and this machine; the only place that probes for them."""
+"""Capabilities of this build and this machine; only this module probes for them."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ class KernelCapabilities:
     """Implementations that can run here.
 
     Args:
-        native_extension: The C++ extension is built and matches these sources.
-        cuda_extension: It contains CUDA code.
-        cuda: torch sees a CUDA device.
-        triton: Triton is importable.
-        cpu_capability: The vector instruction set torch uses on the CPU, e.g. "AVX512".
+        native_extension: Whether the C++ extension is built and matches these sources.
+        cuda_extension: Whether the extension contains CUDA code.
+        cuda: Whether torch sees a CUDA device.
+        triton: Whether Triton is importable.
+        cpu_capability: Vector instruction set that torch uses on the CPU, e.g. "AVX512".
     """
 
     native_extension: bool
@@ -30,7 +30,7 @@ class KernelCapabilities:
 
 @cache
 def capabilities() -> KernelCapabilities:
-    """Probes once per process; creates no CUDA context unless a device is present."""
+    """Probe once per process; create no CUDA context unless a device is present."""
     extension = load_extension()
     return KernelCapabilities(
         native_extension=extension is not None,

@@ -1,4 +1,4 @@
-"""Packages whose names are imported when they are first used (PEP 562)."""
+"""Packages whose names are imported on first use (PEP 562)."""
 
 import ast
 import importlib
@@ -9,14 +9,14 @@ from pathlib import Path
 def lazy_names(
     package: str, file: str
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of a package from its `if TYPE_CHECKING:` block.
+    """Return a package's `__getattr__`, `__dir__` and `__all__` from its `if TYPE_CHECKING:` block.
 
-    What is imported there for type checkers (as `from module import name as name`) is imported at
-    run time when it is asked for.
+    Names imported there for type checkers (as `from module import name as name`) are imported at
+    run time on first use.
 
     Args:
-        package: Its `__name__`.
-        file: Its `__file__`.
+        package: `__name__` of the package.
+        file: `__file__` of the package.
     """
     tree = ast.parse(Path(file).read_text(encoding="utf-8"))
     homes = {

@@ -1,4 +1,4 @@
-"""Start of an SGLang engine beside this process, and the few functions of it that are called."""
+"""Start of an SGLang engine beside this process, and calls of its functions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "sglang.srt.weight_sync.tensor_bucket": ("FlattenedTensorBucket",),
     "sglang.srt.server_args": ("DETERMINISTIC_ATTENTION_BACKEND_CHOICES",),
 }
-# Set by the launcher of the trainer; SGLang's processes would join the trainer's job by them.
+# Set by the trainer's launcher; with them SGLang's processes would join the trainer's job.
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 _LAUNCHER_NAMES = (
     "RANK",
@@ -58,21 +58,21 @@ _LAUNCHER_NAMES = (
 
 
 def start_engine(config: EngineConfig, model_path: str, limits: Limits) -> Engine:
-    """Starts SGLang; random states and threads of this process stay as they are.
+    """Start SGLang without changing random states and threads of this process.
 
     Args:
-        config: What to start; without a model path, a model with dummy weights.
+        config: Settings; without a model path, weights are dummies.
         model_path: Directory of the model.
         limits: Vocabulary and longest prompt plus completion.
 
     Raises:
-        ImportError: The installed SGLang is of another version.
+        ImportError: The installed SGLang lacks a needed function.
         ValueError: An option is unknown, reserved or malformed.
     """
     is_on_cpu = not torch.cuda.is_available()
     if is_on_cpu:
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-        # The sampler is compiled at its first call otherwise, for half a minute.
+        # Otherwise the sampler is compiled at its first call, for half a minute.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     with preserved_process_state(), replaced_environment(_hidden_variables()):
         require_functions(_NEEDED, "SGLang", f"sglang=={KNOWN_VERSIONS}")
@@ -98,10 +98,10 @@ def _build(arguments: Mapping[str, object], *, is_on_cpu: bool, num_tokens: int 
         run_scheduler_process_func = staticmethod(partial(run_scheduler, num_tokens))
 
     choices = DETERMINISTIC_ATTENTION_BACKEND_CHOICES
-    # torch's attention computes a row alike in any batch up to rounding, which is all we promise.
+    # torch's attention gives equal rows in any batch up to rounding, which is all we promise.
     if is_on_cpu and "torch_native" not in choices:
         choices.append("torch_native")
-    # The scheduler may use a model length that the configuration does not name.
+    # The scheduler may use a longer model length than the configuration has.
     name = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
     with environment({name: "1"}):
         return SeededEngine(**arguments)
@@ -115,13 +115,13 @@ def generate_native(
     wants_support: bool = False,
     logprob_start: int = -1,
 ) -> list[Mapping[str, object]]:
-    """Answers of SGLang in the order of the prompts.
+    """Return SGLang's answers in the order of the prompts.
 
     Args:
-        engine: The `sglang.Engine`.
-        prompts: Token ids.
+        engine: SGLang engine.
+        prompts: Token ids of the prompts.
         params: Sampling parameters under SGLang's names, one for each prompt.
-        wants_support: Return logprobs renormalised over the kept tokens as well.
+        wants_support: Whether to return logprobs renormalised over the kept tokens as well.
         logprob_start: First prompt token to score; -1 scores none.
     """
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -139,7 +139,7 @@ def generate_native(
 
 
 def flattened(named: Sequence[tuple[str, Tensor]]) -> object:
-    """Whole tensors as one payload for `update_weights_from_tensor`."""
+    """Pack whole tensors into one payload for `update_weights_from_tensor`."""
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
@@ -152,7 +152,7 @@ def flattened(named: Sequence[tuple[str, Tensor]]) -> object:
 
 
 def _free_ports() -> tuple[int, int]:
-    """Two TCP ports that nobody listens on at this moment."""
+    """Return two TCP ports that are currently free."""
     with socket.socket() as first, socket.socket() as second:
         first.bind(("127.0.0.1", 0))
         second.bind(("127.0.0.1", 0))
@@ -160,7 +160,7 @@ def _free_ports() -> tuple[int, int]:
 
 
 def _hidden_variables() -> dict[str, None]:
-    """The launcher's variables, which the processes of SGLang must not see."""
+    """Return the launcher's variables, which SGLang's processes must not see."""
     return {
         name: None
         for name in os.environ
@@ -169,16 +169,16 @@ def _hidden_variables() -> dict[str, None]:
 
 
 def run_scheduler(num_tokens: int | None, *args: object, **keywords: object) -> None:
-    """SGLang's scheduler, in a process of its own; sampling by seed works without a GPU, too.
+    """Run SGLang's scheduler in a separate process, with sampling by seed even without a GPU.
 
-    SGLang draws by the seed of a request only in its deterministic mode, which replaces matrix
-    products by Triton kernels and hashes by a compiled function. On a CPU there are neither: the
-    products stay as they are, and the hash is computed by torch.
+    SGLang draws by the seed of a request only in its deterministic mode. That mode replaces matrix
+    products by Triton kernels and hashes by a compiled function. A CPU has neither, so the products
+    stay unchanged and torch computes the hash.
 
     Args:
-        num_tokens: Number of ids that are tokens; the logits of later ones become -inf. None
+        num_tokens: Number of ids that are tokens; the logits of later ids become -inf. None
             changes none.
-        args, keywords: Arguments of SGLang's own function.
+        args, keywords: Arguments of SGLang's function.
     """
     from sglang.srt.layers import sampler
     from sglang.srt.layers.logits_processor import LogitsProcessor
@@ -201,7 +201,7 @@ def run_scheduler(num_tokens: int | None, *args: object, **keywords: object) -> 
 
 
 def hash_uint32(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-    """One pseudorandom 32-bit number for each row and column.
+    """Return one pseudorandom 32-bit number for each row and column.
 
     Args:
         seed: [rows] uint64.

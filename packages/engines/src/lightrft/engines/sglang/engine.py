@@ -1,4 +1,4 @@
-"""The SGLang rollout engine, in a process beside each trainer process."""
+"""SGLang rollout engine, in a process beside each trainer process."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 
 class SGLangWeights(AssembledWeights):
-    """Whole parameters, sent to the scheduler process.
+    """Weights that are sent whole to the scheduler process.
 
     Args:
-        engine: The started engine.
-        manifest: Its parameters, in checkpoint names.
-        engine_name: Names the engine in errors.
+        engine: Started engine.
+        manifest: Parameters of the engine, under checkpoint names.
+        engine_name: Name of the engine in errors.
     """
 
     def __init__(
@@ -72,27 +72,27 @@ class SGLangWeights(AssembledWeights):
         self._checked("end_weight_update", self._engine.end_weight_update)
 
     def _checked(self, name: str, call: Callable[[], tuple[bool, str]]) -> None:
-        """SGLang returns its failures."""
+        """Raise a RuntimeError for a failure, which SGLang only returns."""
         is_ok, message = call()
         if not is_ok:
             raise RuntimeError(f"sglang refused {name}: {message}")
 
     def _stored_hashes(self, names: Sequence[str]) -> list[int]:
-        """None: the weights lie in another process, in SGLang's own layout."""
+        """Return no hashes: the weights lie in another process, in SGLang's layout."""
         del names
         return []
 
 
 class SGLangEngine(RolloutEngine):
-    """Engine on SGLang; each rank has one of its own, on its own device.
+    """Engine on SGLang; each rank has one, on its device.
 
-    Stop strings are found after sampling: a completion is sampled to its end or bound and cut
-    where a string ends, since SGLang works on token ids here.
+    Stop strings are matched after sampling, since SGLang works on token ids here: a completion is
+    sampled to its end or bound and cut where a string ends.
 
     Args:
-        config: What to start; options are fields of SGLang's `ServerArgs`.
-        module: A transformers model whose architecture to take where `config.model_path` is empty;
-            weights that it holds in full are taken over.
+        config: Settings; options are fields of SGLang's `ServerArgs`.
+        module: Transformers model whose architecture to take if `config.model_path` is empty;
+            weights that it holds in full are copied.
 
     Raises:
         ValueError: The engine would span several ranks, or the model reads images.
@@ -131,7 +131,7 @@ class SGLangEngine(RolloutEngine):
         self.weights = SGLangWeights(self._engine, manifest, self.name)
         if not config.model_path:
             self.weights.unwritten.update(self.weights.owners)
-        # Without a GPU there is nothing to release, and SGLang fails where it waits for one.
+        # Without a GPU there is no memory to release, and SGLang fails when it waits for one.
         self._releases_memory = torch.cuda.is_available()
         self._take_over(module)
 
@@ -143,7 +143,7 @@ class SGLangEngine(RolloutEngine):
 
     @property
     def native(self) -> object:
-        """The `sglang.Engine`."""
+        """SGLang engine (`sglang.Engine`)."""
         return self._started
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -158,7 +158,7 @@ class SGLangEngine(RolloutEngine):
             )
 
     def stream_rows(self, rows: Sequence[RequestedSample], params: SamplingParams) -> FinishedRows:
-        """Yield rows as they finish, see `RolloutEngine`."""
+        """Yield rows as they finish."""
 
         def run(jobs: Sequence[Job], *, with_stops: bool) -> list[list[FinishedJob]]:
             vocab_size = self._limits.vocab_size
@@ -186,7 +186,7 @@ class SGLangEngine(RolloutEngine):
         return cut_at_string(raw, params, self._text) if params.stop else raw
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Scores a sequence at temperature 1; see `RolloutEngine.score`."""
+        """Score a sequence at temperature 1."""
         self.check_usable()
         if not token_ids:
             return []
@@ -211,7 +211,7 @@ class SGLangEngine(RolloutEngine):
             self._started.resume_memory_occupation(tags=list(tags))
 
     def drop_caches(self) -> None:
-        """Drops SGLang's prefix cache.
+        """Drop SGLang's prefix cache.
 
         Raises:
             RuntimeError: SGLang refused because requests are running.
@@ -221,7 +221,7 @@ class SGLangEngine(RolloutEngine):
             raise RuntimeError("SGLang did not flush its cache; requests must be finished")
 
     def close(self) -> None:
-        """Ends SGLang's processes."""
+        """End SGLang's processes."""
         if self._engine is not None:
             self.abort()
             self._engine.shutdown()
@@ -232,18 +232,18 @@ class SGLangEngine(RolloutEngine):
 def native_params(
     job: Job, params: SamplingParams, stop_ids: Sequence[int], *, with_stops: bool, vocab_size: int
 ) -> dict[str, object]:
-    """Sampling parameters under SGLang's names.
+    """Return sampling parameters under SGLang's names.
 
     Args:
-        job: What to sample.
-        params: Ours.
-        stop_ids: Every id that ends a completion.
-        with_stops: Whether they count. SGLang ignores them together with end-of-sequence ids.
-        vocab_size: Of the model.
+        job: Job to sample.
+        params: Our sampling parameters.
+        stop_ids: All ids that end a completion.
+        with_stops: Whether stops count. SGLang ignores them together with end-of-sequence ids.
+        vocab_size: Vocabulary size of the model.
     """
     top_k = -1
     if params.truncates:
-        # SGLang tells the distribution over the kept tokens only where their number has a bound.
+        # SGLang returns the distribution over the kept tokens only if their number is bounded.
         top_k = vocab_size if params.top_k == -1 else min(params.top_k, vocab_size)
     return {
         "max_new_tokens": job.max_tokens,
@@ -259,10 +259,10 @@ def native_params(
 
 
 def raw_of(answer: Mapping[str, object], params: SamplingParams) -> RawCompletion:
-    """Tokens and logprobs of one answer.
+    """Return the tokens and logprobs of one answer.
 
     Raises:
-        RuntimeError: SGLang gave the request up; the message is its own.
+        RuntimeError: SGLang aborted the request; the message has SGLang's reason.
     """
     about = cast("Mapping[str, object]", answer["meta_info"])
     reason = cast("Mapping[str, object]", about["finish_reason"])

@@ -1,1 +1,1 @@
-"""vLLM in the trainer's own process behind `RolloutEngine`."""
+"""vLLM in the trainer's process, as a `RolloutEngine`."""

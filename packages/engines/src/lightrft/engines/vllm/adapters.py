@@ -1,4 +1,4 @@
-"""Adapters in vLLM's own buffers, one set in its only slot, written and read in place."""
+"""Adapters in vLLM's buffers: one set in its only slot, written and read in place."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 _BASE = ".base_layer"
-# vLLM tells adapters apart by their number and, in its prefix cache, by their name. Both stay the
-# same, since every update ends with empty caches. Nothing is read from the path.
+# vLLM identifies adapters by their number and, in its prefix cache, by their name. Both can stay
+# the same, since every update ends with empty caches. Nothing is read from the path.
 _NUMBER, _NAME, _PATH = 1, "policy", "/in/memory"
 
 
 def adapter_arguments(config: EngineConfig) -> dict[str, object]:
-    """Keyword arguments of `vllm.LLM` for an engine with adapters.
+    """Return keyword arguments of `vllm.LLM` for an engine with adapters.
 
     Raises:
-        ValueError: vLLM cannot hold them.
+        ValueError: vLLM cannot hold the adapters.
     """
     from vllm.config.lora import MaxLoRARanks
 
@@ -37,49 +37,49 @@ def adapter_arguments(config: EngineConfig) -> dict[str, object]:
         f"engine_tp_size {config.tensor_parallel_size}": config.tensor_parallel_size > 1,
         "no checkpoint to read the base from": not config.model_path,
     }
-    found = [problem for problem, applies in problems.items() if applies]
-    if found:
+    obstacles = [problem for problem, applies in problems.items() if applies]
+    if obstacles:
         raise ValueError(
-            f"lora_sync adapter: the vllm engine cannot hold adapters with {', '.join(found)}: "
+            f"lora_sync adapter: the vllm engine cannot hold adapters with {', '.join(obstacles)}: "
             "give lora_sync merged"
         )
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(ranks), "lora_dtype": "auto"}
 
 
 def adapter_request() -> LoRARequest:
-    """What a request names to be computed with the adapters."""
+    """Return the object that makes a request use the adapters."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(_NAME, _NUMBER, _PATH)
 
 
 def plain_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of vLLM's model by name: what its adapters wrap in place of the wrappers."""
+    """Return vLLM's modules by name, with the wrapped layers in place of adapter wrappers."""
     named = model.named_modules(remove_duplicate=False)
     return {name.replace(_BASE, ""): module for name, module in named}
 
 
 class AdapterBuffers:
-    """A and B of every layer, as vLLM multiplies with them.
+    """A and B of every layer, in the buffers with which vLLM multiplies.
 
     Args:
         runner: vLLM's runner of the model.
-        adapters: Rank and layers.
-        targets: Checkpoint name of a layer -> vLLM's module, and its place among the layers that
-            the module fuses.
+        adapters: Rank and layers of the adapters.
+        targets: Checkpoint name of a layer -> vLLM's module, and the layer's index in a fused
+            module.
 
     Attributes:
         tensors: Parameter -> view of vLLM's buffer, A [rank, in] and B [out, rank].
 
     Raises:
-        ValueError: vLLM gives a layer no adapter.
+        ValueError: vLLM has no adapter for a layer.
     """
 
     def __init__(
         self, runner: object, adapters: AdapterShape, targets: Mapping[str, tuple[str, int]]
     ) -> None:
         manager = runner.lora_manager  # type: ignore[attr-defined]
-        # A slot that requests find in use; what it holds is overwritten.
+        # Marks the slot as used for requests; its contents are overwritten.
         manager.add_dummy_lora(adapter_request(), adapters.rank)
         slots = manager._adapter_manager
         slots.activate_adapter(_NUMBER)
@@ -102,17 +102,17 @@ class AdapterBuffers:
 
     @property
     def manifest(self) -> tuple[EngineParameter, ...]:
-        """The parameters."""
+        """Parameters of the adapters."""
         return tuple(
             EngineParameter(name, tuple(tensor.shape), tensor.dtype)
             for name, tensor in self.tensors.items()
         )
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copies whole parameters to where vLLM reads them.
+        """Copy whole parameters to vLLM's buffers.
 
         Raises:
-            ValueError: One of them is no adapter.
+            ValueError: A parameter is no adapter.
         """
         for name, tensor in tensors.items():
             if name not in self.tensors:
@@ -122,10 +122,10 @@ class AdapterBuffers:
             self.tensors[name].copy_(tensor)
 
     def hashes(self, names: Sequence[str]) -> list[int]:
-        """Hashes of parameters, as vLLM reads them.
+        """Return the hashes of parameters in vLLM's buffers.
 
         Raises:
-            RuntimeError: vLLM has put something else into the slot.
+            RuntimeError: vLLM has put other adapters into the slot.
         """
         from lightrft.kernels import hash_tensors
 

@@ -1,4 +1,4 @@
-"""Start of a vLLM engine in this process, and the few functions of it that are called."""
+"""Start of a vLLM engine in this process, and calls of its functions."""
 
 import gc
 import os
@@ -20,7 +20,7 @@ from lightrft.engines.vllm.options import engine_arguments
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
-# Taken where the user has set nothing. Thread pinning would bind the trainer's threads too, and
+# Defaults unless the user has set them. Thread pinning would bind the trainer's threads too, and
 # one sampling kernel would be compiled at the first call even in eager mode.
 _CPU_DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -64,19 +64,19 @@ KNOWN_VERSIONS = "0.32.0"
 
 @dataclass(frozen=True, slots=True)
 class StartedEngine:
-    """A started engine and what it runs on.
+    """Started engine with its parts.
 
     Args:
-        llm: The `vllm.LLM`.
+        llm: vLLM engine (`vllm.LLM`).
         model: vLLM's model.
-        vllm_config: Its configuration, which must be current during a reload.
-        model_config: The part of it that describes the model.
+        vllm_config: Configuration of vLLM, which must be current during a reload.
+        model_config: Part of the configuration that describes the model.
         owns_process_group: Whether vLLM started `torch.distributed`.
-        num_threads: Of torch when it started, for every call: without AVX-512, weights that oneDNN
-            packed for one number of threads are multiplied wrongly with another.
-        runner: Module and class of what executes the model.
-        native_runner: That itself.
-        caches: Of keys and values, or of a layer's states: tensors and lists of tensors.
+        num_threads: torch threads at the start, used for every call: without AVX-512, weights that
+            oneDNN packed for one number of threads are multiplied wrongly with another.
+        runner: Module and class of the runner that executes the model.
+        native_runner: vLLM's runner.
+        caches: Caches of keys and values, or of layer states: tensors and lists of tensors.
     """
 
     llm: object
@@ -91,7 +91,7 @@ class StartedEngine:
 
 
 def prepare_environment() -> bool:
-    """Sets what vLLM reads from the environment, without overriding the user.
+    """Set vLLM's environment variables, without overriding the user.
 
     Returns:
         Whether vLLM will run on the CPU.
@@ -114,10 +114,10 @@ def prepare_environment() -> bool:
 
 
 def choose_executor(tensor_parallel_size: int) -> str:
-    """The executor backend of vLLM: the launcher's processes, or this one alone.
+    """Return vLLM's executor backend: the launcher's processes, or this one alone.
 
     Raises:
-        RuntimeError: Tensor parallelism without a process group of the trainer.
+        RuntimeError: Tensor parallelism is set without a process group of the trainer.
     """
     if dist.is_initialized():
         return "external_launcher"
@@ -133,21 +133,21 @@ def choose_executor(tensor_parallel_size: int) -> str:
 def start_backend(
     config: EngineConfig, model_path: str, limits: Limits, *, model_type: str = ""
 ) -> StartedEngine:
-    """Starts vLLM with the random states and threads of this process left as they are.
+    """Start vLLM without changing random states and threads of this process.
 
     Args:
-        config: What to start; without a model path, a model with dummy weights.
+        config: Settings; without a model path, weights are dummies.
         model_path: Directory of the model.
         limits: Vocabulary and longest prompt plus completion.
-        model_type: Of the model's configuration.
+        model_type: Model type in the model's configuration.
     """
     is_on_cpu = prepare_environment()
     owns_process_group = not dist.is_initialized()
     executor = choose_executor(config.tensor_parallel_size)
-    # vLLM looks at torch's thread functions and seeds all generators.
+    # vLLM changes torch's thread functions and seeds all generators.
     with (
         preserved_process_state(),
-        # `max_model_len` may be one token more than the model has positions for.
+        # `max_model_len` may exceed the model's positions by one token.
         environment({"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}),
         rank_variables(),
     ):
@@ -197,10 +197,10 @@ def _start(arguments: dict[str, object], *, owns_process_group: bool) -> Started
 
 @torch.no_grad()
 def clear_caches(caches: Sequence[object]) -> None:
-    """Sets caches to zero.
+    """Set caches to zero.
 
-    Attention reads whole blocks and gives places that nobody wrote the weight 0, but 0 times
-    not-a-number is not-a-number, and memory that slept comes back with any contents.
+    Attention reads whole blocks and weights unwritten places with 0, but 0 times NaN is NaN, and
+    memory has arbitrary contents after sleep.
     """
     for cache in caches:
         if isinstance(cache, torch.Tensor):
@@ -210,13 +210,13 @@ def clear_caches(caches: Sequence[object]) -> None:
 
 
 def stop_backend(backend: StartedEngine) -> None:
-    """Frees an engine; the trainer's own process group stays."""
+    """Free an engine; the trainer's process group stays."""
     client = backend.llm.llm_engine.engine_core  # type: ignore[attr-defined]
     core = client.engine_core
     if backend.owns_process_group:
         client.shutdown()
     else:
-        # The whole shutdown, which the client also runs when it is collected, would destroy the
+        # The full shutdown, which the client also runs when it is collected, would destroy the
         # default process group, which is the trainer's.
         client._finalizer.detach()
         core.model_executor.shutdown()
@@ -233,25 +233,25 @@ def _leave_groups(*, owns_process_group: bool) -> None:
     if owns_process_group:
         parallel_state.destroy_distributed_environment()
     elif parallel_state._WORLD is not None:
-        # The same without the default group, which is the trainer's: vLLM would start the next
-        # engine on groups that end with this trainer.
+        # Destroy all but the default group, which is the trainer's. Otherwise vLLM would start the
+        # next engine on groups that end with this trainer.
         parallel_state._WORLD.destroy()
         parallel_state._WORLD = parallel_state._NODE_COUNT = None
 
 
 def has_tokenizer(model_path: str) -> bool:
-    """Whether a checkpoint directory has a tokenizer."""
+    """Return whether a checkpoint directory has a tokenizer."""
     return any((Path(model_path) / name).is_file() for name in _TOKENIZER_FILES)
 
 
 @contextmanager
 def rank_variables() -> Iterator[None]:
-    """The launcher's variables, for process groups that were started without a launcher."""
+    """Set the launcher's variables, for process groups started without a launcher."""
     if not dist.is_initialized():
         yield
         return
     rank = str(dist.get_rank())
-    # The device of this process, which on a second node is not its rank.
+    # The device of this process, which differs from its rank on a second node.
     local = str(torch.cuda.current_device()) if torch.cuda.is_available() else rank
     with environment({"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": str(dist.get_world_size())}):
         yield
@@ -259,10 +259,10 @@ def rank_variables() -> Iterator[None]:
 
 @contextmanager
 def _names_of_this_job(executor: str) -> Iterator[None]:
-    """Gives the shared memory of CPU ranks a name that no other job on the machine has.
+    """Give the shared memory of CPU ranks a name unique to this job.
 
-    vLLM derives it from the address at which processes meet, which is "env://" for every job under
-    a launcher: two jobs would share memory, and the files of a killed one would block the next.
+    vLLM derives the name from the rendezvous address, which is "env://" for every job under a
+    launcher. Two jobs would share memory, and files of a killed job would block the next.
     """
     if executor != "external_launcher":
         yield
@@ -274,7 +274,7 @@ def _names_of_this_job(executor: str) -> Iterator[None]:
     original = ExecutorWithExternalLauncher._distributed_args
 
     def distributed_args(self: object) -> tuple[str, int, int]:
-        # The process group exists, so nobody meets at this address.
+        # The process group exists, so the address is not used for rendezvous.
         _, rank, local_rank = original(self)
         return f"tcp://127.0.0.1:{name[0]}", rank, local_rank
 

@@ -1,4 +1,4 @@
-"""The vLLM rollout engine, in the trainer's own process."""
+"""vLLM rollout engine, in the trainer's process."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class VLLMEngine(RolloutEngine):
     order.
 
     Args:
-        config: What to start; options are fields of vLLM's `EngineArgs`.
-        module: A transformers model whose architecture to take where `config.model_path` is empty;
-            weights that it holds in full are taken over.
+        config: Settings; options are fields of vLLM's `EngineArgs`.
+        module: Transformers model whose architecture to take if `config.model_path` is empty;
+            weights that it holds in full are copied.
     """
 
     name = "vllm"
@@ -106,19 +106,19 @@ class VLLMEngine(RolloutEngine):
 
     @property
     def started(self) -> StartedEngine:
-        """The running backend; raises when the engine is closed."""
+        """Running backend; raises a RuntimeError if the engine is closed."""
         if self._backend is None:
             raise RuntimeError(f"the {self.name} engine is closed")
         return self._backend
 
     @property
     def runner_name(self) -> str:
-        """The class that executes the model; vLLM has two generations of it."""
+        """Class that executes the model; vLLM has two generations of it."""
         return self.started.runner
 
     @property
     def native(self) -> object:
-        """The `vllm.LLM`."""
+        """Engine of vLLM (`vllm.LLM`)."""
         return self.started.llm
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -130,7 +130,7 @@ class VLLMEngine(RolloutEngine):
             )
 
     def stream_rows(self, rows: Sequence[RequestedSample], params: SamplingParams) -> FinishedRows:
-        """Yield rows as they finish, see `RolloutEngine`."""
+        """Yield rows as they finish."""
 
         def run(jobs: Sequence[Job], *, with_stops: bool) -> Iterator[list[FinishedJob]]:
             natives = [native_params(job, params, stop_ids, with_stops=with_stops) for job in jobs]
@@ -147,9 +147,9 @@ class VLLMEngine(RolloutEngine):
     def _run(
         self, jobs: Sequence[Job], natives: Sequence[object]
     ) -> Iterator[list[tuple[int, RequestOutput]]]:
-        """Answers of vLLM as they come, each with the index of its job, in batches.
+        """Yield batches of vLLM's answers as they finish, each with the index of its job.
 
-        Nothing is left queued, whether the caller stops early or vLLM fails.
+        No request stays queued, even if the caller stops early or vLLM fails.
         """
         llm, num_threads = self.started.llm, self.started.num_threads
         engine = llm.llm_engine  # type: ignore[attr-defined]
@@ -168,18 +168,18 @@ class VLLMEngine(RolloutEngine):
                 with preserved_process_state(num_threads):
                     while not answers and engine.has_unfinished_requests():
                         answers = [answer for answer in engine.step() if answer.finished]
-                found = [(int(answer.request_id) - first, answer) for answer in answers]
-                for index, answer in found:
+                indexed = [(int(answer.request_id) - first, answer) for answer in answers]
+                for index, answer in indexed:
                     check_prompt(answer.prompt_token_ids, jobs[index])
-                if found:
-                    yield found
+                if indexed:
+                    yield indexed
         finally:
             left = list(engine.output_processor.request_states)
             if left:
                 engine.abort_request(left, internal=True)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Scores a sequence at temperature 1; see `RolloutEngine.score`."""
+        """Score a sequence at temperature 1."""
         self.check_usable()
         if not token_ids:
             return []
@@ -191,16 +191,16 @@ class VLLMEngine(RolloutEngine):
     def layer_outputs(
         self, token_ids: Sequence[int], media: EncodedPrompt | None
     ) -> dict[str, torch.Tensor]:
-        """Hidden states of one sequence, if vLLM runs its layers one by one."""
+        """Return the layers' outputs for one sequence, if vLLM runs its layers one by one."""
         self.reset_caches()
-        with watched_layers(self.started.model) as found:
+        with watched_layers(self.started.model) as outputs:
             list(self._run([Job(tuple(token_ids), 1, 0, media=media)], [scoring_params()]))
-        return {name: torch.cat(calls) for name, calls in found.items()}
+        return {name: torch.cat(calls) for name, calls in outputs.items()}
 
     def _release_memory(self, level: int, awake: Sequence[str]) -> None:
-        """On a GPU; elsewhere vLLM keeps its memory and only the state changes."""
+        """Release memory on a GPU; elsewhere vLLM keeps its memory and only the state changes."""
         llm = self.started.llm
-        # Features of images lie outside of what vLLM releases.
+        # `sleep` does not release features of images.
         llm.llm_engine.reset_encoder_cache()  # type: ignore[attr-defined]
         llm.sleep(level=level)  # type: ignore[attr-defined]
 
@@ -210,7 +210,7 @@ class VLLMEngine(RolloutEngine):
             clear_caches(self.started.caches)
 
     def drop_caches(self) -> None:
-        """Drops vLLM's prefix and encoder caches, and the pixels it keeps.
+        """Drop vLLM's prefix and encoder caches, and the pixels it keeps.
 
         Raises:
             RuntimeError: vLLM refused because requests are running.
@@ -219,11 +219,11 @@ class VLLMEngine(RolloutEngine):
         if not llm.reset_prefix_cache():  # type: ignore[attr-defined]
             raise RuntimeError("vLLM did not reset its prefix cache; requests must be finished")
         llm.llm_engine.reset_encoder_cache()  # type: ignore[attr-defined]
-        # Pixels, which no weights have touched: only to free them.
+        # Pixels do not depend on weights; this only frees their memory.
         llm.reset_mm_cache()  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Stops vLLM; the trainer's process group stays."""
+        """Stop vLLM; the trainer's process group stays."""
         if self._backend is not None:
             self.abort()
             stop_backend(self._backend)
@@ -236,14 +236,14 @@ class VLLMEngine(RolloutEngine):
 
 @contextmanager
 def watched_layers(model: nn.Module) -> Iterator[dict[str, list[torch.Tensor]]]:
-    """Collects what the layers of the language model give, call by call.
+    """Collect the outputs of the language model's layers, call by call.
 
     Args:
-        model: vLLM's.
+        model: vLLM's model.
 
     Yields:
-        transformers' name of a layer -> [tokens, hidden] of each call. Empty where vLLM replays
-        a recorded graph.
+        transformers' name of a layer -> [tokens, hidden] of each call. Empty if vLLM replays a
+        recorded graph.
     """
     found: dict[str, list[torch.Tensor]] = {}
 
@@ -275,20 +275,20 @@ def watched_layers(model: nn.Module) -> Iterator[dict[str, list[torch.Tensor]]]:
 def native_params(
     job: Job, params: SamplingParams, stop_ids: Sequence[int], *, with_stops: bool
 ) -> object:
-    """Sampling parameters of vLLM for one job.
+    """Return vLLM's sampling parameters for one job.
 
-    End-of-sequence ids come as plain stop ids, and `min_tokens` is never passed: vLLM would
-    exclude the stop tokens from the distribution that tokens are drawn from.
+    End-of-sequence ids are passed as plain stop ids. `min_tokens` is never passed: vLLM would
+    exclude the stop tokens from the sampled distribution.
 
     Args:
-        job: What to sample.
-        params: Ours.
-        stop_ids: Every id that ends a completion.
+        job: Job to sample.
+        params: Our sampling parameters.
+        stop_ids: All ids that end a completion.
         with_stops: Whether stop ids and strings count.
     """
     from vllm import SamplingParams as NativeParams
 
-    # Numbers in a few lists, in place of a dictionary and an object for each token.
+    # A few lists of numbers instead of a dictionary and an object for each token.
     flat = {"flat_logprobs": True} if "flat_logprobs" in NativeParams.__struct_fields__ else {}
     stops = list(params.stop) if with_stops else []
     return NativeParams(
@@ -311,7 +311,7 @@ def native_params(
 
 
 def raw_completions_of(job: Job, outputs: Sequence[CompletionOutput]) -> list[RawCompletion]:
-    """The samples of one job, in order; greedy ones are the same sample `num_samples` times."""
+    """Return the samples of one job, in order; a greedy sample is repeated `num_samples` times."""
     raws = []
     for output in sorted(outputs, key=lambda o: o.index):
         tokens = tuple(int(t) for t in output.token_ids)
@@ -321,7 +321,7 @@ def raw_completions_of(job: Job, outputs: Sequence[CompletionOutput]) -> list[Ra
 
 
 def _sampled_logprobs(tokens: tuple[int, ...], logprobs: object) -> tuple[float, ...]:
-    """The logprob of each sampled token, from either of vLLM's forms."""
+    """Return the logprob of each sampled token, from either of vLLM's forms."""
     if isinstance(logprobs, list):
         return tuple(
             float(entry[token].logprob) for token, entry in zip(tokens, logprobs, strict=True)
@@ -341,7 +341,7 @@ def _reason(native: str | None) -> FinishReason:
 
 
 def scoring_params() -> object:
-    """Parameters for scoring a prompt: logprobs of its tokens; the one sampled token is lost."""
+    """Return parameters for the logprobs of a prompt; the one sampled token is discarded."""
     from vllm import SamplingParams as NativeParams
 
     return NativeParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)

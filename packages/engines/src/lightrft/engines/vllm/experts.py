@@ -1,4 +1,4 @@
-"""Experts of mixture-of-experts models in vLLM's two stacks of a layer, by checkpoint name.
+"""Experts of mixture-of-experts models in the two stacks of a vLLM layer, by checkpoint name.
 
 `w13_weight` [experts, 2 * width, hidden] holds each expert's gate and, after it, its up projection;
 `w2_weight` [experts, hidden, width] the down projections. Transformers keeps the same two stacks
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-# Those of vLLM that compute with the stacks as they are loaded. Others swap gate and up, shuffle
-# or pack them (`convert_to_unquantized_kernel_format`, `process_weights_after_loading`).
+# vLLM's backends that compute with the stacks as loaded. Others swap gate and up, shuffle or pack
+# them (`convert_to_unquantized_kernel_format`, `process_weights_after_loading`).
 PLAIN_BACKENDS = {"TRITON", "BATCHED_TRITON"}
 PACKED_ON_CPU = "CPU"
 
@@ -30,11 +30,11 @@ class ExpertSlot:
     """Place of a checkpoint parameter in the stacks of a layer.
 
     Args:
-        module_name: vLLM's module that holds the stacks.
-        attribute: Which stack.
-        expert: Its number; None is all of them.
-        half: 1 for the second half of the expert's rows, else 0.
-        num_halves: 2 where the parameter is one half of the expert's rows.
+        module_name: Name of vLLM's module that holds the stacks.
+        attribute: Name of the stack.
+        expert: Number of the expert; None for all of them.
+        half: Half of the expert's rows: 1 for the second, else 0.
+        num_halves: Number of halves: 2 if the parameter is one half of the expert's rows, else 1.
     """
 
     module_name: str
@@ -44,7 +44,7 @@ class ExpertSlot:
     num_halves: int = 1
 
     def first_row(self, rows_per_expert: int) -> int:
-        """Of the parameter, among the rows of all experts.
+        """Return the parameter's first row among the rows of all experts.
 
         Args:
             rows_per_expert: Second dimension of the stack.
@@ -52,19 +52,19 @@ class ExpertSlot:
         return (self.expert or 0) * rows_per_expert + self.half * rows_per_expert // 2
 
     def num_rows(self, num_experts: int, rows_per_expert: int) -> int:
-        """Of the parameter, among the rows of all experts."""
+        """Return the parameter's number of rows among those of all experts."""
         experts = num_experts if self.expert is None else 1
         return experts * rows_per_expert // self.num_halves
 
 
 def expert_slot(name: str) -> ExpertSlot | None:
-    """The slot of a checkpoint name under vLLM's prefix; None if it belongs to no expert."""
-    found = _STACK.match(name) or _SPLIT.match(name)
-    if found is None:
+    """Return the slot of a checkpoint name under vLLM's prefix; None if it is no expert."""
+    match = _STACK.match(name) or _SPLIT.match(name)
+    if match is None:
         return None
-    part = found["part"].partition("_proj")[0]
-    module_name = f"{found['layer']}.routed_experts"
-    expert = int(found["expert"]) if "expert" in found.groupdict() else None
+    part = match["part"].partition("_proj")[0]
+    module_name = f"{match['layer']}.routed_experts"
+    expert = int(match["expert"]) if "expert" in match.groupdict() else None
     if part == "down":
         return ExpertSlot(module_name, "w2_weight", expert)
     if part == "gate_up":
@@ -73,19 +73,19 @@ def expert_slot(name: str) -> ExpertSlot | None:
 
 
 def backend_name(module: nn.Module) -> str:
-    """Of the kernels that compute with a layer's stacks; "" where it is not known."""
+    """Return the name of the backend that computes a layer's experts; "" if unknown."""
     method = getattr(module, "quant_method", None)
     return str(getattr(getattr(method, "unquantized_backend", None), "value", ""))
 
 
 def repack_on_cpu(modules: Mapping[str, nn.Module], names: Iterable[str]) -> None:
-    """Packs the stacks that were reloaded, which vLLM does after the first load only.
+    """Pack the reloaded stacks, which vLLM does only after the first load.
 
-    vLLM 0.32: `UnquantizedFusedMoEMethod._setup_kernel` leaves it out where the kernel exists.
+    vLLM 0.32: `UnquantizedFusedMoEMethod._setup_kernel` skips it if the kernel exists.
 
     Args:
-        modules: vLLM's, by name.
-        names: Those of modules that were handed all their tensors.
+        modules: vLLM's modules by name.
+        names: Names of modules that received all their tensors.
     """
     for name in names:
         module = modules[name]

@@ -1,4 +1,4 @@
-"""Engine options under vLLM's own names: defaults, the user's, and reserved ones."""
+"""Engine options under vLLM's names: defaults, the user's, and reserved ones."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -28,21 +28,21 @@ RESERVED: Mapping[str, str] = {
     "enable_batch_sharded_sampling": "nowhere: it samples past the logits that are checked",
 }
 
-# Of collectives between the ranks of an engine, over the host: gloo's own is half an hour. Ranks
-# enter together and differ by the time that reading a large model takes.
+# Timeout of collectives between the ranks of an engine, over the host; gloo's default is half an
+# hour. Ranks enter within the time for reading a large model.
 GROUP_SECONDS = 600
 
 
-# Options with which vLLM needs more of a checkpoint than the trainer writes.
+# Options with which vLLM needs more from a checkpoint than the trainer writes.
 _READ_MORE = ("hf_overrides", "model_loader_extra_config", "quantization", "speculative_config")
 
 
 def load_format(config: EngineConfig, *, reads_media: bool) -> str:
-    """Whether vLLM reads its weights, "auto", or starts with any and waits for them, "dummy".
+    """Return "auto" if vLLM reads its weights, "dummy" if it waits for the trainer's.
 
-    Where a trainer writes all of them, every rank would read the whole checkpoint for nothing. A
-    model of media has more than weights: "dummy" overwrites the normalisation of pixels, too, which
-    vLLM computes from the processor and keeps beside them.
+    If a trainer writes all weights, the ranks need not read the checkpoint. Models that read media
+    need "auto": "dummy" also overwrites the normalisation of pixels, which vLLM computes from the
+    processor and stores beside the weights.
     """
     if not config.model_path:
         return "dummy"
@@ -64,7 +64,7 @@ def engine_arguments(
     executor: str,
     reads_media: bool = False,
 ) -> dict[str, object]:
-    """Keyword arguments of `vllm.LLM`.
+    """Return the keyword arguments of `vllm.LLM`.
 
     Args:
         config: Size, seed and the user's options, which win over defaults.
@@ -73,7 +73,7 @@ def engine_arguments(
         has_tokenizer: Whether the directory has a tokenizer.
         is_on_cpu: Whether vLLM runs on the CPU.
         executor: vLLM's executor backend.
-        reads_media: Whether the model does: vLLM then keeps room for what prompts may have.
+        reads_media: Whether the model reads media; vLLM then reserves memory for those of prompts.
 
     Raises:
         ValueError: An option is unknown, reserved or malformed.
@@ -109,10 +109,12 @@ def engine_arguments(
 
 
 def media_arguments(bounds: MediaBounds) -> dict[str, object]:
-    """VLLM's arguments for the bounds of a run; of images alone, as the trainer's processor."""
-    given = {"max_pixels": bounds.max_pixels, "min_pixels": bounds.min_pixels}
-    sizes = {name: value for name, value in given.items() if value is not None}
-    found: dict[str, object] = {"mm_processor_kwargs": {"images_kwargs": sizes}} if sizes else {}
+    """Return vLLM's arguments for a run's bounds; sizes are for images only, as in the trainer."""
+    bounds_by_name = {"max_pixels": bounds.max_pixels, "min_pixels": bounds.min_pixels}
+    sizes = {name: value for name, value in bounds_by_name.items() if value is not None}
+    arguments: dict[str, object] = (
+        {"mm_processor_kwargs": {"images_kwargs": sizes}} if sizes else {}
+    )
     if bounds.per_prompt:
-        found["limit_mm_per_prompt"] = dict(bounds.per_prompt)
-    return found
+        arguments["limit_mm_per_prompt"] = dict(bounds.per_prompt)
+    return arguments

@@ -16,7 +16,7 @@ from lightrft.engines.vllm.layout import Layout, Place
 
 @contextmanager
 def reloading(backend: StartedEngine) -> Iterator[None]:
-    """The state that vLLM's layers are written and repacked in.
+    """Set the state for writing and repacking vLLM's layers.
 
     Without AVX-512, oneDNN's layout of a packed weight depends on the number of threads.
     """
@@ -27,17 +27,17 @@ def reloading(backend: StartedEngine) -> Iterator[None]:
 
 
 class VLLMWeights(AssembledWeights):
-    """Whole modules of vLLM's model.
+    """Weights of vLLM's model, updated by whole modules.
 
-    vLLM keeps references to what it is given until a module is complete, and a module that gets
-    only some of its tensors would compute with uninitialised ones. So pieces are copied, and a
-    module is handed over once, when all of it is there.
+    vLLM keeps references to loaded tensors until a module is complete. A module with only some of
+    its tensors would compute with uninitialised ones. So pieces are copied, and a module is loaded
+    once, when it is complete.
 
     Args:
-        backend: The started engine.
-        layout: Its parameters.
-        engine_name: Names the engine in errors.
-        adapters: Adapters beside the weights; the weights are then those of the checkpoint.
+        backend: Started engine.
+        layout: Parameters of the engine.
+        engine_name: Name of the engine in errors.
+        adapters: Adapters beside the weights, which are then those of the checkpoint.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class VLLMWeights(AssembledWeights):
         self._reloaded: set[str] = set()
 
     def forget_engine(self) -> None:
-        """Lets go of vLLM, whose model and cache would live as long as this object."""
+        """Drop the references to vLLM, whose model and cache they would keep alive."""
         self._forget()
         self.modules = {}
         self.adapters = None
@@ -88,9 +88,9 @@ class VLLMWeights(AssembledWeights):
             repack_on_cpu(self.modules, self._reloaded)
 
     def _repack_tied_heads(self) -> None:
-        """Renews the copy that a CPU head computes with where its weight is the embedding's.
+        """Repack the copy of the weight in CPU heads that are tied to the embedding.
 
-        A reload repacks the module that was given a tensor, and a tied head is given none.
+        A reload repacks only modules that received a tensor, and a tied head receives none.
         """
         first: dict[int, torch.nn.Module] = {}
         for module in self._backend.model.modules():
@@ -101,7 +101,7 @@ class VLLMWeights(AssembledWeights):
                     module.quant_method.process_weights_after_loading(module)  # type: ignore[operator,union-attr]
 
     def _stored_hashes(self, names: Sequence[str]) -> list[int]:
-        """A collective of a tensor-parallel group."""
+        """Return the hashes; a collective of a tensor-parallel group."""
         if self._is_updating:
             raise RuntimeError(
                 f"a weight update of the {self._engine_name} engine is open; call "
@@ -110,22 +110,24 @@ class VLLMWeights(AssembledWeights):
         places, adapters = self._layout.places, self.adapters
         if adapters is None:
             return self._sum_over_group(self._local_hashes([places[name] for name in names]))
-        # Of one rank alone.
+        # Adapters need a single rank, so there is nothing to sum.
         apart = [name for name in names if name in adapters.tensors]
         base = [name for name in names if name not in adapters.tensors]
-        found = dict(zip(apart, adapters.hashes(apart), strict=True))
-        found |= zip(base, self._local_hashes([places[name] for name in base]), strict=True)
-        return [found[name] for name in names]
+        hashes = dict(zip(apart, adapters.hashes(apart), strict=True))
+        hashes |= zip(base, self._local_hashes([places[name] for name in base]), strict=True)
+        return [hashes[name] for name in names]
 
     def _local_hashes(self, places: Sequence[Sequence[Place]]) -> list[int]:
-        """This rank's part of the hash of each parameter; other ranks of the group add theirs."""
+        """Return this rank's part of each parameter's hash, to be summed over the group."""
         from vllm.distributed.parallel_state import get_tp_group
 
         from lightrft.kernels import hash_tensors
 
         is_first = get_tp_group().rank_in_group == 0
         parts, starts, owners = [], [], []
-        for owner, place in ((i, place) for i, own in enumerate(places) for place in own):
+        for owner, place in (
+            (i, place) for i, places_of_owner in enumerate(places) for place in places_of_owner
+        ):
             if place.is_replicated and not is_first:
                 continue
             parameter = self.modules[place.module_name].get_parameter(place.attribute)

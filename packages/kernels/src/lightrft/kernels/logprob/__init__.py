@@ -1,1 +1,1 @@
-"""Logprobs and entropy of targets straight from hidden states, without storing all logits."""
+"""Logprobs and entropy of targets from hidden states, without storing all logits."""

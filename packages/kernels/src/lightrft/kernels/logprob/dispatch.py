@@ -1,4 +1,4 @@
-"""The published `linear_logprob`, and its definition."""
+"""Public `linear_logprob`, and its definition."""
 
 import torch
 from torch import Tensor
@@ -24,13 +24,13 @@ from lightrft.kernels.logprob.types import (
 def reference_logprob(
     hidden: Tensor, layer: OutputLayer, targets: Tensor, *, entropy: EntropyMode
 ) -> LogprobOutput:
-    """Logprobs and entropy from the full [tokens, vocab] logits; no row is ignored.
+    """Compute logprobs and entropy from the full [tokens, vocab] logits; no row is ignored.
 
     Args:
         hidden: [tokens, hidden].
-        layer: Of the whole vocabulary.
+        layer: Output layer of the whole vocabulary.
         targets: [tokens] int64, in range.
-        entropy: As in `linear_logprob`.
+        entropy: Mode as in `linear_logprob`.
     """
     dtype = accumulation_dtype(hidden, layer.weight, layer.bias)
     bias = None if layer.bias is None else layer.bias.to(dtype)
@@ -59,30 +59,30 @@ def linear_logprob(  # noqa: PLR0913 - one operation with many independent optio
     workspace: Workspace | None = None,
     num_tokens: int | None = None,
 ) -> LogprobOutput:
-    """Log-probability of each target under a linear output layer, and the entropy.
+    """Compute the log-probability of each target under a linear output layer, and the entropy.
 
     logprobs = log_softmax(z)[targets],  z = softcap(hidden @ weight.T + bias) / temperature
     entropy = -sum_v p_v log p_v,  p = softmax(z)
 
-    Products and sums are float32 (float64 if an input is), whatever autocast says. Gradients reach
+    Products and sums are float32 (float64 if an input is), regardless of autocast. Gradients reach
     hidden, weight and bias; rows without an upstream gradient cost nothing in the backward pass.
-    The same call gives the same bits (on CUDA set CUBLAS_WORKSPACE_CONFIG).
+    Equal calls give equal bits (on CUDA set CUBLAS_WORKSPACE_CONFIG).
 
     Args:
         hidden: [tokens, hidden]; tokens may be 0.
         weight, bias: [vocab, hidden], and [vocab] or None; a bias of -inf forbids a token.
         targets: [tokens] int64 in [0, vocab), or `ignore_index`.
-        temperature: Divides the logits; positive.
-        softcap: cap * tanh(logits / cap) before the temperature; positive, or None.
-        ignore_index: Rows with this target give 0 for both outputs and no gradient.
-        entropy: "none", "value" (detached) or "grad".
-        impl: See `LogprobImplementation`.
+        temperature: Divisor of the logits; positive.
+        softcap: Bound cap in cap * tanh(logits / cap) before the temperature; positive, or None.
+        ignore_index: Target of ignored rows, which have outputs of 0 and no gradient.
+        entropy: Mode: "none", "value" (detached) or "grad".
+        impl: Implementation; see `LogprobImplementation`.
         workspace: Chunk size; None takes the default.
-        num_tokens: Number of leading rows that are tokens; the others get no probability and a
-            gradient of 0. None takes all.
+        num_tokens: Number of leading rows of the weight that are tokens; the others get no
+            probability and a gradient of 0. None takes all.
 
     Raises:
-        ValueError: A shape, dtype, target or option is invalid or cannot be honoured here.
+        ValueError: A shape, dtype, target or option is invalid or unsupported here.
     """
     validate_tensors(hidden, weight, targets, bias)
     validate_options(temperature, softcap, entropy, impl)
@@ -93,7 +93,7 @@ def linear_logprob(  # noqa: PLR0913 - one operation with many independent optio
             raise ValueError("impl='reference' is all logits at once: pass workspace=None")
         return _reference(hidden, layer, targets, ignore_index, entropy)
     if workspace is None:
-        # Chunks of a CPU should fit its caches; on a GPU each one costs a pass over dL/dhidden.
+        # On a CPU chunks should fit the caches; on a GPU each costs a pass over dL/dhidden.
         workspace = Workspace(16384) if hidden.is_cuda else Workspace()
     options = (transform.temperature, transform.softcap, ignore_index, entropy, impl)
     logprobs, entropies, _, _ = logprob_forward(
@@ -105,7 +105,7 @@ def linear_logprob(  # noqa: PLR0913 - one operation with many independent optio
 def _reference(
     hidden: Tensor, layer: OutputLayer, targets: Tensor, ignore_index: int, entropy: EntropyMode
 ) -> LogprobOutput:
-    """`reference_logprob` of the rows that count, in their places; 0 elsewhere."""
+    """Compute `reference_logprob` of the rows that count, in their places; 0 elsewhere."""
     chosen = select_rows(targets != ignore_index, targets, is_static=False)
     validate_bounds(chosen.smallest, chosen.largest, layer.weight.shape[0], ignore_index)
     with torch.autocast(hidden.device.type, enabled=False):

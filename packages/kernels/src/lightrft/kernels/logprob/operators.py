@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 # ruff: noqa: ANN001, ANN002, ANN202
-"""`linear_logprob` as operators of torch, for compilers, checkpoints and autograd.
+"""`linear_logprob` as torch operators, for compilers, checkpoints and autograd.
 
-They are opaque: below autograd and autocast they choose an implementation, select rows and look at
-values. The shapes of their outputs follow from those of their inputs. Tensors without an element
-stand for results not asked for. The types of their arguments are in the schemas.
+They are opaque: below autograd and autocast they choose an implementation, select rows and read
+values. Shapes of outputs depend only on shapes of inputs. Empty tensors stand for results that are
+not requested. The schemas have the types of arguments.
 """
 
 import torch
@@ -41,7 +41,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 
 def _forward(hidden, weight, bias, targets, *options):
-    """(logprobs, entropies, maximum, log_sum), see `RowResults`."""
+    """Return (logprobs, entropies, maximum, log_sum), see `RowResults`."""
     with torch.autocast(hidden.device.type, enabled=False):
         passes, layer = _prepare(hidden, weight, bias, options)
         return tuple(statistics_of_rows(hidden, layer, targets, passes))
@@ -55,7 +55,7 @@ def _fake_forward(hidden, weight, bias, targets, *options):
 
 
 def _backward(*arguments):
-    """(dL/dhidden, dL/dweight, dL/dbias); `needs` says which."""
+    """Return (dL/dhidden, dL/dweight, dL/dbias), of which `needs` selects some."""
     grad_logprobs, grad_entropies, hidden, weight, bias, targets, *results, needs = arguments[:11]
     options = arguments[11:]
     grads = _memory(hidden, weight, bias, needs)
@@ -87,7 +87,7 @@ def _fake_backward(*arguments):
 
 
 def _prepare(hidden, weight, bias, options):
-    """(PassOptions, OutputLayer) that carry out the options."""
+    """Return (PassOptions, OutputLayer) for the options."""
     temperature, softcap, ignore_index, entropy, impl, chunk_columns, num_tokens = options
     weight, bias = leading(weight, num_tokens), leading(bias, num_tokens)
     columns = weight if weight.stride(1) == 1 else weight.contiguous()
@@ -97,7 +97,7 @@ def _prepare(hidden, weight, bias, options):
 
 
 def _memory(hidden, weight, bias, needs):
-    """Of the three gradients; none where a gradient is not needed."""
+    """Allocate memory for the three gradients; an empty tensor if one is not needed."""
 
     def memory(like, is_needed):
         if not is_needed:

@@ -1,8 +1,8 @@
-"""The passes that every implementation but `reference` shares, without autograd.
+"""Passes shared by all implementations except `reference`, without autograd.
 
-An engine gives the row statistics of a weight and, chunk by chunk, the gradient of its logits.
-Here are the rest: the rows that count, and the products for dL/dhidden (summed over chunks in
-float32) and dL/dweight (each chunk of rows written once).
+An engine returns the row statistics of a weight and, chunk by chunk, the gradient of its logits.
+This module does the rest: it selects rows, and computes the products for dL/dhidden (summed over
+chunks in float32) and dL/dweight (each chunk of rows written once).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from lightrft.kernels.logprob.products import add_product_, write_product
 from lightrft.kernels.logprob.rows import GradRows, RowStatistics, select_rows
 from lightrft.kernels.logprob.types import OutputLayer, accumulation_dtype, validate_bounds
 
-# As the largest logit of a row: all its probabilities come out as 0, and its cube is finite.
+# As the largest logit of a row, it makes all probabilities 0, and its cube is finite.
 _NO_PROBABILITY = 1e12
 
 
 class LogprobEngine(Protocol):
-    """One way to compute: products and their epilogues. Holds no tensors."""
+    """Implementation of products and their epilogues, which holds no tensors."""
 
     @property
     def chunk_columns(self) -> int:
@@ -31,28 +31,28 @@ class LogprobEngine(Protocol):
 
     @property
     def row_multiple(self) -> int:
-        """The number of rows that it is given is padded to a multiple of this."""
+        """Number to a multiple of which rows are padded."""
 
     def product_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
-        """The dtype in which operands enter the products."""
+        """Return the dtype of operands in products."""
 
     def statistics(
         self, hidden: Tensor, layer: OutputLayer, targets: Tensor, *, needs_entropy: bool
     ) -> RowStatistics:
-        """Row statistics over all columns of the layer; targets may lie outside it."""
+        """Return row statistics over all columns of the layer; targets may lie outside it."""
 
     def grad_logits(self, rows: GradRows, chunk: OutputLayer, first_column: int) -> Tensor:
-        """dL/d(hidden @ weight.T + bias) of the chunk: [rows, columns], any strides."""
+        """Return dL/d(hidden @ weight.T + bias) of the chunk: [rows, columns], any strides."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassOptions:
-    """Everything that is not a tensor.
+    """Options of a pass that are not tensors.
 
     Args:
-        engine: How to compute.
+        engine: Implementation.
         needs_entropy: Whether the entropy is computed.
-        ignore_index: Rows with this target do not count.
+        ignore_index: Target of rows that do not count.
     """
 
     engine: LogprobEngine
@@ -61,11 +61,11 @@ class PassOptions:
 
 
 class RowResults(NamedTuple):
-    """Outputs, and numbers of every row that the backward pass needs: [tokens] each.
+    """Outputs, and numbers of each row that the backward pass needs: [tokens] each.
 
     Args:
-        logprobs: 0 where the row does not count.
-        entropies: Likewise; no element where no entropy is asked for.
+        logprobs: Logprobs of the targets; 0 in rows that do not count.
+        entropies: Entropies, likewise; empty if no entropy is requested.
         maximum, log_sum: Largest logit, and log of the sum of exponentials relative to it.
     """
 
@@ -83,7 +83,7 @@ class Upstream:
     entropies: Tensor | None
 
     def reach(self, targets: Tensor) -> Tensor:
-        """Rows that have a gradient: [tokens] bool."""
+        """Return which rows have a gradient: [tokens] bool."""
         reached = torch.zeros_like(targets, dtype=torch.bool)
         for gradient in (self.logprobs, self.entropies):
             if gradient is not None:
@@ -94,20 +94,20 @@ class Upstream:
 def statistics_of_rows(
     hidden: Tensor, layer: OutputLayer, targets: Tensor, options: PassOptions
 ) -> RowResults:
-    """The forward pass.
+    """Run the forward pass.
 
     Args:
         hidden: [tokens, hidden].
-        layer: The output layer.
+        layer: Output layer.
         targets: [tokens] int64 in the vocabulary, or `options.ignore_index`.
-        options: The rest.
+        options: Options of the pass.
     """
     vocab_size = len(layer.weight)
     chosen = select_rows(
         targets != options.ignore_index, targets, vocab_size, multiple=options.engine.row_multiple
     )
     validate_bounds(chosen.smallest, chosen.largest, vocab_size, options.ignore_index)
-    # Where an ignored row is computed with the others its target lies in no column.
+    # An ignored row that is computed with the others must have its target in no column.
     columns = torch.where(chosen.mask, targets, -1)
     rows = options.engine.statistics(
         chosen.take(hidden), layer, chosen.take(columns, -1), needs_entropy=options.needs_entropy
@@ -134,13 +134,13 @@ def gradients_of_layer(
     sink: GradientSink,
     options: PassOptions,
 ) -> Tensor | None:
-    """The backward pass: gradients of weight and bias go to the sink.
+    """Run the backward pass, writing gradients of weight and bias to the sink.
 
     Args:
-        hidden, layer, targets, options: As in the forward pass.
-        results: Of the forward pass.
+        hidden, layer, targets, options: Arguments of the forward pass.
+        results: Results of the forward pass.
         upstream: Gradients of its outputs.
-        sink: Which gradients are needed, and where they go.
+        sink: Needed gradients and their destinations.
 
     Returns:
         dL/dhidden in the dtype of hidden, or None if it is not needed.
@@ -155,7 +155,7 @@ def gradients_of_layer(
     rows = GradRows(
         hidden=chosen.take(hidden).to(dtype),
         targets=chosen.take(targets, -1),
-        # A row that is kept though nothing reaches it must not overflow on its way to 0.
+        # A row that is kept without a gradient must not overflow before it becomes 0.
         maximum=chosen.take(torch.where(mask, results.maximum, _NO_PROBABILITY), _NO_PROBABILITY),
         log_sum=chosen.take(results.log_sum),
         logprobs=chosen.take(results.logprobs),
@@ -173,8 +173,8 @@ class GradientSink:
 
     Args:
         needs_hidden: Whether dL/dhidden is computed.
-        weight: [columns, hidden], written.
-        bias: [columns], written.
+        weight: Output [columns, hidden].
+        bias: Output [columns].
     """
 
     needs_hidden: bool
@@ -185,7 +185,7 @@ class GradientSink:
 def _layer_gradients(
     rows: GradRows, layer: OutputLayer, sink: GradientSink, options: PassOptions
 ) -> Tensor | None:
-    """Gradient of rows.hidden in the accumulation dtype, if needed; the others go to the sink."""
+    """Return the gradient of rows.hidden in the accumulation dtype, if needed; fill the sink."""
     wide = accumulation_dtype(rows.hidden, layer.weight, layer.bias)
     grad_rows = torch.zeros_like(rows.hidden, dtype=wide) if sink.needs_hidden else None
     for start, stop, chunk in chunks(layer, options.engine.chunk_columns, rows.hidden.dtype):
@@ -202,7 +202,7 @@ def _layer_gradients(
 def chunks(
     layer: OutputLayer, chunk_columns: int, dtype: torch.dtype
 ) -> Iterator[tuple[int, int, OutputLayer]]:
-    """(first column, end, that part of the layer with its weight in `dtype`)."""
+    """Yield (first column, end, this part of the layer with its weight in `dtype`)."""
     for start in range(0, len(layer.weight), chunk_columns):
         stop = min(start + chunk_columns, len(layer.weight))
         bias = None if layer.bias is None else layer.bias[start:stop]

@@ -1,8 +1,8 @@
-"""A policy loss evaluated inside the output layer: three matrix products instead of four.
+"""Policy loss evaluated inside the output layer, with three matrix products instead of four.
 
-The logits of some tokens are computed once: their statistics give logprobs, the loss gives the
-gradient of those, and the stored logits become gradients in place. It serves losses whose
-normaliser is known beforehand, so that dL/dlogprob of a token depends on tokens of its chunk only.
+The logits of some tokens are computed once. Their statistics give logprobs, the loss gives the
+gradient of those, and the stored logits become gradients in place. This needs a loss whose
+normaliser is known beforehand: dL/dlogprob of a token must depend only on tokens of its chunk.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from lightrft.kernels.logprob.types import (
 
 
 class TokenLossFunction(Protocol):
-    """The loss of some tokens and its derivatives; called once for every chunk of tokens."""
+    """Loss of some tokens with its derivatives, called once for every chunk of tokens."""
 
     def __call__(
         self, logprobs: Tensor, entropy: Tensor, rows: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Loss of a chunk: (loss [], dloss/dlogprobs [rows], dloss/dentropy [rows] or None).
+        """Return (loss [], dloss/dlogprobs [rows], dloss/dentropy [rows] or None) of a chunk.
 
         Args:
-            logprobs, entropy: [rows] float32, detached; the entropy is 0 where none is computed.
-            rows: [rows] int64, which tokens they are.
+            logprobs, entropy: [rows] float32, detached; the entropy is 0 if it is not computed.
+            rows: Indices of the tokens, [rows] int64.
         """
 
 
@@ -58,9 +58,9 @@ class PolicyLossOutput:
     """Result of `linear_policy_loss`.
 
     Args:
-        loss: [] float32, the sum of the chunks' losses; its gradient reaches hidden, weight, bias.
-        logprobs: [tokens] float32, detached; 0 where the token is ignored.
-        entropy: Likewise, or None if none was asked for.
+        loss: Sum of the chunks' losses, [] float32; its gradient reaches hidden, weight, bias.
+        logprobs: [tokens] float32, detached; 0 for ignored tokens.
+        entropy: Entropy, likewise, or None if it was not requested.
     """
 
     loss: Tensor
@@ -73,13 +73,13 @@ CHUNK_COLUMNS = 16384
 
 @dataclass(frozen=True, slots=True)
 class LossWorkspace:
-    """Room for a loss inside the output layer on a kind of device.
+    """Memory for a loss inside the output layer on a kind of device.
 
     Args:
-        budget_bytes: Logits stored at a time, unless `min_tokens` need more.
+        budget_bytes: Bytes of logits stored at a time, unless `min_tokens` need more.
         min_tokens: Tokens of a chunk below which products are slow.
-        max_tokens: Beyond them a longer chunk gains nothing.
-        row_multiple: Tokens of a chunk are a multiple of it, wherever there are several chunks.
+        max_tokens: Tokens of a chunk beyond which nothing is gained.
+        row_multiple: Divisor of the tokens of a chunk, if there are several chunks.
     """
 
     budget_bytes: int
@@ -89,9 +89,9 @@ class LossWorkspace:
 
 
 WORKSPACES = {
-    # Little beside the weights' gradient in float32. Whole tiles of the products.
+    # Little compared to the weights' gradient in float32; whole tiles of the products.
     "cuda": LossWorkspace(2**31, 1024, 8192, row_multiple=128),
-    # More is no faster, fewer than 256 tokens multiply slowly.
+    # More is not faster, and products of fewer than 256 tokens are slow.
     "cpu": LossWorkspace(2**26, 256, 1024),
 }
 
@@ -111,23 +111,24 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
     logits_budget_bytes: int | None = None,
     num_tokens: int | None = None,
 ) -> PolicyLossOutput:
-    """A policy loss of the targets' logprobs and entropies, computed with its gradients at once.
+    """Compute a policy loss of the targets' logprobs and entropies, together with its gradients.
 
-    It costs three matrix products where `linear_logprob` and its backward pass cost four, because
+    It costs three matrix products, while `linear_logprob` and its backward pass cost four, because
     the logits of a chunk of tokens are stored until their gradient is known.
 
     Args:
         hidden, weight, targets: [tokens, hidden], [vocab, hidden] and [tokens] int64.
-        token_loss: Called once for every chunk of tokens, in order; the losses are added. Its
+        token_loss: Loss of a chunk of tokens, called in order; the losses are added. Its
             normaliser must not depend on the chunk.
-        bias, temperature, softcap: As in `linear_logprob`.
-        ignore_index: As there; None if every target counts. The host then waits for no device, on
-            which a target beyond the vocabulary ends the program.
-        entropy: "none" computes none; with "value" `token_loss` must give no gradient for it.
-        chunk_tokens: Most tokens of a chunk; None is as many as the budget holds.
-        logits_budget_bytes: Logits stored at a time; those that do not fit are computed twice.
+        bias, temperature, softcap: Options as in `linear_logprob`.
+        ignore_index: Target of ignored rows; None if every target counts. The host then never waits
+            for the device, where a target beyond the vocabulary ends the program.
+        entropy: Mode: "none" computes none; with "value" `token_loss` must return no gradient
+            for it.
+        chunk_tokens: Most tokens of a chunk; None for as many as the budget holds.
+        logits_budget_bytes: Bytes of logits stored at a time; the other logits are computed twice.
             None takes the device's row of `WORKSPACES`.
-        num_tokens: As in `linear_logprob`.
+        num_tokens: Number of tokens as in `linear_logprob`.
 
     Raises:
         ValueError: A shape, dtype, target, option or result of `token_loss` is invalid.
@@ -159,7 +160,7 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
 def active_tokens(
     targets: Tensor, vocab_size: int, ignore_index: int | None, *, is_device: bool
 ) -> Tensor:
-    """Which targets count, [rows] int64; the host looks at a device once, or never."""
+    """Return indices of targets that count, [rows] int64, with at most one wait for the device."""
     mask = torch.ones_like(targets, dtype=torch.bool)
     if ignore_index is not None:
         mask = targets != ignore_index
@@ -171,14 +172,14 @@ def active_tokens(
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossOptions:
-    """Everything that is not a tensor to differentiate.
+    """Arguments of the loss that are not differentiated.
 
     Args:
-        engine: How products are computed and stored.
-        token_loss: The loss.
-        row_chunks: Tokens of each chunk, [rows] int64 each; ignored tokens are in none.
-        budget_bytes: Logits stored at a time.
-        entropy, num_tokens: As in `linear_policy_loss`.
+        engine: Engine that computes and stores products.
+        token_loss: Loss of a chunk of tokens.
+        row_chunks: Tokens of each chunk, [rows] int64 each, without ignored tokens.
+        budget_bytes: Bytes of logits stored at a time.
+        entropy, num_tokens: Options as in `linear_policy_loss`.
     """
 
     engine: ProductEngine | ChunkedEngine
@@ -200,24 +201,24 @@ class _Totals:
 
 
 class _Context(Protocol):
-    """The part of autograd's context that is used here."""
+    """Part of autograd's context that is used here."""
 
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Tensor, ...]
     gradients: list[Tensor | None] | None
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Keeps tensors for the backward pass."""
+        """Keep tensors for the backward pass."""
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        """Outputs without gradient."""
+        """Mark outputs without gradient."""
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Whether a missing upstream gradient comes as zeros."""
+        """Set whether a missing upstream gradient is passed as zeros."""
 
 
 class LinearPolicyLoss(torch.autograd.Function):
-    """Loss and gradients, computed together; the backward pass scales them."""
+    """Loss and gradients, computed together; the backward pass scales the gradients."""
 
     @staticmethod
     def forward(
@@ -229,7 +230,7 @@ class LinearPolicyLoss(torch.autograd.Function):
         transform: LogitsTransform,
         options: PolicyLossOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(loss, logprobs, entropy) of `PolicyLossOutput`."""
+        """Return (loss, logprobs, entropy) of `PolicyLossOutput`."""
         layer = OutputLayer(
             weight[: options.num_tokens], leading(bias, options.num_tokens), transform
         )
@@ -249,9 +250,9 @@ class LinearPolicyLoss(torch.autograd.Function):
             ),
         )
         _add_chunks(totals, hidden, layer, targets, options)
-        # Not saved tensors: those cannot be scaled in place, and a second copy of the weight's
-        # gradient would be the largest tensor of the step. Float16 waits for the upstream
-        # gradient, which may be the scale that keeps it from 0.
+        # Not saved tensors, which cannot be scaled in place: a second copy of the weight's gradient
+        # would be the largest tensor of the step. Float16 gradients are cast after the upstream
+        # gradient is applied, which may be the scale that prevents underflow.
         ctx.gradients = [
             gradient
             if gradient is None or tensor is None or tensor.dtype == torch.float16
@@ -267,7 +268,7 @@ class LinearPolicyLoss(torch.autograd.Function):
     def backward(
         ctx: _Context, grad_loss: Tensor | None, *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Scales the gradients by the upstream one, a number, and hands them over."""
+        """Scale the gradients by the upstream one, a number, and return them."""
         if grad_loss is None:
             return (None,) * 6
         gradients, ctx.gradients = ctx.gradients, None
@@ -278,7 +279,7 @@ class LinearPolicyLoss(torch.autograd.Function):
             )
         inputs = ctx.saved_tensors
         factor = grad_loss.detach()
-        # On a CPU a look at the number is free, and a pass over dL/dweight is not.
+        # On a CPU reading the number is free, unlike a pass over dL/dweight.
         is_scaled = factor.is_cuda or bool(factor != 1)
         scaled = [
             None
@@ -296,16 +297,16 @@ class LinearPolicyLoss(torch.autograd.Function):
 
 
 def _dtype_of_sum(weight: Tensor, options: PolicyLossOptions, wide: torch.dtype) -> torch.dtype:
-    """Of dL/dweight while it is formed: the weight's own where one chunk of tokens writes it.
+    """Return the dtype for summing dL/dweight: bfloat16 if one chunk of tokens writes it.
 
-    Then each of its numbers is rounded once either way. Float16 waits for the upstream gradient.
+    Then each number is rounded once either way. Float16 is cast after the upstream gradient.
     """
     is_written_once = isinstance(options.engine, ProductEngine) and len(options.row_chunks) == 1
     return torch.bfloat16 if is_written_once and weight.dtype == torch.bfloat16 else wide
 
 
 class _Undifferentiable(torch.autograd.Function):
-    """A gradient that says, instead of dropping a term, that it has no gradient itself."""
+    """Gradient that raises an error when differentiated, instead of dropping a term."""
 
     @staticmethod
     def forward(ctx: object, gradient: Tensor, *inputs: Tensor | None) -> Tensor:
@@ -321,7 +322,7 @@ class _Undifferentiable(torch.autograd.Function):
 
 
 def up_to_multiple(number: int, multiple: int) -> int:
-    """The number, rounded up."""
+    """Return the number, rounded up to a multiple."""
     return -(-number // multiple) * multiple
 
 
@@ -333,12 +334,12 @@ def plan_loss(
     chunk_tokens: int | None = None,
     budget_bytes: int | None = None,
 ) -> tuple[int, int]:
-    """Chunks of tokens whose logits fit the budget, all of about the same size.
+    """Plan chunks of tokens of about equal size, whose logits fit the budget.
 
     Args:
-        num_tokens: Those that count.
-        hidden, weight: Of the call; only device, dtype and number of columns are read.
-        chunk_tokens, budget_bytes: The caller's wishes; None leaves them to `WORKSPACES`.
+        num_tokens: Number of tokens that count.
+        hidden, weight: Inputs; only device, dtype and number of columns are read.
+        chunk_tokens, budget_bytes: Requested values; None takes those of `WORKSPACES`.
 
     Returns:
         (most tokens of a chunk, bytes of logits stored at a time).
@@ -359,12 +360,12 @@ def plan_loss(
 def _add_chunks(
     totals: _Totals, hidden: Tensor, layer: OutputLayer, targets: Tensor, options: PolicyLossOptions
 ) -> None:
-    """Adds loss and gradients of all chunks of tokens to the totals."""
+    """Add loss and gradients of all chunks of tokens to the totals."""
     engine, size = options.engine, 0
     if isinstance(engine, ChunkedEngine):
         most = max((len(rows) for rows in options.row_chunks), default=0) * len(layer.weight)
         size = min(most, options.budget_bytes // totals.logprobs.dtype.itemsize)
-    # Used by one chunk after the other: fresh memory costs a CPU as much as a pass over it.
+    # Reused by all chunks: on a CPU fresh memory costs as much as a pass over it.
     store = totals.logprobs.new_empty(size)
     for rows in options.row_chunks:
         kept: StoredLogits | _Forward
@@ -391,7 +392,7 @@ def _rows_with_loss(
     rows: Tensor,
     options: PolicyLossOptions,
 ) -> GradRows:
-    """Asks for the loss of a chunk and adds it; what its gradients are computed from."""
+    """Compute the loss of a chunk and add it; return the rows for its gradients."""
     statistics, num_rows = kept.statistics, len(rows)
     has_entropy = options.entropy != "none"
     logprobs = statistics.logprobs[:num_rows]
@@ -428,10 +429,10 @@ def _rows_with_loss(
 
 @dataclass(slots=True)
 class _Forward:
-    """Statistics of some tokens, and the products that were kept.
+    """Statistics of some tokens, and kept products.
 
-    Rows of zeros follow the tokens up to a multiple that products are fast with; their targets are
-    outside of the vocabulary and their upstream gradients 0.
+    Rows of zeros pad the tokens to a multiple with which products are fast. Their targets are
+    outside of the vocabulary and their upstream gradients are 0.
     """
 
     hidden: Tensor
@@ -473,7 +474,7 @@ class _Forward:
         return cls(hidden, targets, statistics, kept, layer, engine)
 
     def add_gradients(self, totals: LayerGradients, rows: GradRows, places: Tensor) -> None:
-        """See `StoredLogits.add_gradients`."""
+        """Implement `StoredLogits.add_gradients`, from kept or recomputed products."""
         grad_chunk = None
         if totals.hidden is not None:
             grad_chunk = torch.zeros_like(self.hidden, dtype=totals.hidden.dtype)
@@ -492,7 +493,7 @@ class _Forward:
             totals.hidden[places] = grad_chunk[: len(places)]
 
     def _stored(self) -> Iterator[tuple[int, int, OutputLayer, Tensor]]:
-        """(first column, end, chunk, its products), kept or computed again; frees as it goes."""
+        """Yield (first column, end, chunk, its products), kept or recomputed, and free them."""
         dtype = self.hidden.dtype
         self.kept.reverse()
         for start, stop, chunk in chunks(self.layer, self.engine.chunk_columns, dtype):

@@ -1,6 +1,6 @@
-"""Logprobs from stored matrix products of the library, a chunk of the vocabulary at a time.
+"""Logprobs from stored library matrix products, one chunk of the vocabulary at a time.
 
-Products are float32, those of a chunk laid out [columns, tokens]; Triton kernels pass over them.
+Products are float32, stored [columns, tokens] for each chunk; Triton kernels read them.
 """
 
 from dataclasses import dataclass
@@ -13,28 +13,28 @@ from lightrft.kernels.logprob.products import split_product, wide_product
 from lightrft.kernels.logprob.rows import GradRows, RowStatistics, finish_target_logits
 from lightrft.kernels.logprob.types import OutputLayer, accumulation_dtype
 
-# Products stored at a time in the forward pass: they stay in the cache until they are reduced.
+# Bytes of products stored at a time in the forward pass; they stay in the cache until reduced.
 _BLOCK_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class ProductEngine:
-    """Products of whole chunks, then one pass over them.
+    """Engine with products of whole chunks, and one pass over them.
 
     Args:
         chunk_columns: Columns of the vocabulary in one chunk.
-        splits_weight: A float32 weight beside bfloat16 hidden states: its logits are those of
-            float32, from products of bfloat16 parts. Gradients of logits are stored in bfloat16.
+        splits_weight: Whether a float32 weight meets bfloat16 hidden states. Products of bfloat16
+            parts then give the logits of float32, with gradients stored in bfloat16.
     """
 
     chunk_columns: int
     splits_weight: bool = False
 
-    # Rows of products are contiguous: whole 16-byte vectors of them.
+    # Rows of products are contiguous, in whole 16-byte vectors.
     row_multiple = 16
 
     def product_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
-        """The bfloat16 of the inputs where products take it, else the accumulation dtype."""
+        """Return bfloat16 if both inputs have it on CUDA, else the accumulation dtype."""
         if hidden.is_cuda and hidden.dtype == weight.dtype == torch.bfloat16:
             return hidden.dtype
         return accumulation_dtype(hidden, weight)
@@ -42,7 +42,7 @@ class ProductEngine:
     def statistics(
         self, hidden: Tensor, layer: OutputLayer, targets: Tensor, *, needs_entropy: bool
     ) -> RowStatistics:
-        """Products block by block; their statistics go to one table that is merged at the end."""
+        """Compute products by blocks; write their statistics to one table and merge it."""
         from lightrft.kernels.logprob import triton_launch
 
         hidden = hidden.to(self.product_dtype(hidden, layer.weight))
@@ -72,21 +72,21 @@ class ProductEngine:
         return partials.merge(finish_target_logits(wanted, layer, targets))
 
     def grad_logits(self, rows: GradRows, chunk: OutputLayer, first_column: int) -> Tensor:
-        """Recomputes the chunk's products."""
+        """Recompute the chunk's products; return the gradient of its logits."""
         products = self.products(rows.hidden, chunk)
         return self.grad_of_products(products, rows, chunk, first_column)
 
     def products(self, hidden: Tensor, chunk: OutputLayer) -> Tensor:
-        """The products weight @ hidden.T: [columns, tokens]."""
+        """Return the products weight @ hidden.T: [columns, tokens]."""
         if self.splits_weight:
-            # The hidden states were widened without loss.
+            # The widened hidden states convert back without loss.
             return split_product(chunk.weight, hidden.T.to(torch.bfloat16))
         return wide_product(chunk.weight, hidden.T)
 
     def fold(
         self, products: Tensor, chunk: OutputLayer, targets: Tensor, *, needs_entropy: bool
     ) -> RowStatistics:
-        """Statistics of stored products, without the targets' logits."""
+        """Return the statistics of stored products, without the targets' logits."""
         from lightrft.kernels.logprob import triton_launch
 
         num_splits = -(-len(products) // triton_launch.COLUMNS_PER_SPLIT)
@@ -99,7 +99,7 @@ class ProductEngine:
     def grad_of_products(
         self, products: Tensor, rows: GradRows, chunk: OutputLayer, first_column: int
     ) -> Tensor:
-        """Gradient of stored products, which may be overwritten: [rows, columns]."""
+        """Return the gradient of stored products, [rows, columns]; may overwrite the products."""
         from lightrft.kernels.logprob import triton_launch
 
         dtype = torch.bfloat16 if self.splits_weight else rows.hidden.dtype
@@ -108,7 +108,7 @@ class ProductEngine:
 
 
 def target_products(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """hidden[row] . weight[targets[row]], accumulated in float32; 0 where the target is outside.
+    """Compute hidden[row] . weight[targets[row]] in float32; 0 if the target is outside.
 
     Args:
         hidden: [tokens, hidden].

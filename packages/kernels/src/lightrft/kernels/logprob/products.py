@@ -1,13 +1,13 @@
-"""Matrix products that accumulate in float32 whatever the dtype of their inputs is."""
+"""Matrix products that accumulate in float32 for any dtype of inputs."""
 
 import torch
 from torch import Tensor
 
 
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """The product left @ right in float32 (float64 for float64 inputs), never rounded to less.
+    """Return left @ right in float32 (float64 for float64 inputs), never rounded to less.
 
-    That holds whatever `torch.set_float32_matmul_precision` says, and without changing it.
+    This holds for any setting of `torch.set_float32_matmul_precision`, which is not changed.
     """
     if _runs_on_tensor_cores(left, right):
         return torch.mm(left, right, out_dtype=torch.float32)
@@ -23,7 +23,7 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def product_into(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Sets `out` to left @ right, all of one wide dtype; allocates nothing where torch is exact."""
+    """Set `out` to left @ right, all of one wide dtype, without allocations if torch is exact."""
     if _may_round(left):
         out.copy_(wide_product(left, right))
     else:
@@ -31,7 +31,7 @@ def product_into(out: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def accumulate_into(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds left @ right to `total`, all of one wide dtype; see `product_into`."""
+    """Add left @ right to `total`, all of one wide dtype; see `product_into`."""
     if _may_round(left):
         total += wide_product(left, right)
     else:
@@ -43,11 +43,11 @@ def _may_round(operand: Tensor) -> bool:
 
 
 def split_product(left: Tensor, right: Tensor, *, num_parts: int = 3) -> Tensor:
-    """A product in float32 of a bfloat16 and a float32 matrix, the latter as a sum of bfloat16s.
+    """Multiply a bfloat16 and a float32 matrix in float32, the latter as a sum of bfloat16 parts.
 
-    Each part is rounded from what the parts before it left over; three hold all 24 digits of a
-    float32 number. Each costs a product at the speed of bfloat16, where float32 products are about
-    15 times slower on GPUs with tensor cores.
+    Each part rounds the remainder of the previous parts; three hold all 24 digits of a float32
+    number. Each part costs one bfloat16 product. On GPUs with tensor cores, float32 products are
+    about 15 times slower.
     """
     is_left = left.dtype == torch.float32
     total, rest = None, left if is_left else right
@@ -62,7 +62,7 @@ def split_product(left: Tensor, right: Tensor, *, num_parts: int = 3) -> Tensor:
 
 
 def may_round_operands(device: torch.device) -> bool:
-    """Whether float32 operands of a product may be rounded to fewer digits on this device."""
+    """Return whether the device may round float32 operands of a product to fewer digits."""
     return _operand_precision(device) not in ("ieee", "none")
 
 
@@ -72,10 +72,10 @@ def _operand_precision(device: torch.device) -> str:
 
 
 def product_of_parts(left: Tensor, right: Tensor) -> Tensor:
-    """The product left @ right in float32 from three products whose operands TF32 does not round.
+    """Compute left @ right in float32 from three products with heads that TF32 does not round.
 
-    x = head + rest with 11 digits in the head and at most 13 in the rest; what TF32 drops of the
-    rest, and the product of the rests, is below 2^-21 of the result's terms.
+    x = head + rest with 11 digits in the head and at most 13 in the rest. The digits that TF32
+    drops of the rest, and the product of the rests, are below 2^-21 of the result's terms.
     """
     left_head, right_head = _head(left), _head(right)
     small = (left - left_head) @ right_head + left_head @ (right - right_head)
@@ -83,23 +83,23 @@ def product_of_parts(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _head(x: Tensor) -> Tensor:
-    """Float32 numbers with the lowest 13 of their 24 digits cut off."""
+    """Return float32 numbers with the lowest 13 of their 24 digits set to zero."""
     return (x.contiguous().view(torch.int32) & -(2**13)).view(torch.float32)
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds left @ right to `total`, which is float32 (float64 for float64 inputs)."""
+    """Add left @ right to `total`, which is float32 (float64 for float64 inputs)."""
     if _runs_on_tensor_cores(left, right) and total.dtype == torch.float32:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
-        # Summed apart and then added: a library may add term by term to what is already there.
+        # Summed separately and then added: a library may add term by term to the total.
         total += wide_product(left, right)
 
 
 def write_product(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Sets `out` to left @ right, summed in float32 and rounded once to its dtype."""
-    # cuBLAS may sum the parts of a split product in bfloat16 where the program lets it. The setting
-    # is the program's, not an operation's: other threads compute at the same time.
+    """Set `out` to left @ right, summed in float32 and rounded once to its dtype."""
+    # cuBLAS may sum the parts of a split product in bfloat16 if the setting allows it. The setting
+    # is global, so it cannot change for one operation: other threads compute at the same time.
     may_round = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     if _runs_on_tensor_cores(left, right) and not may_round and out.dtype == left.dtype:
         torch.mm(left, right, out=out)

@@ -27,10 +27,10 @@ class RowStatistics(NamedTuple):
     """Reductions over some columns of the vocabulary: [tokens] each.
 
     Args:
-        maximum: M; -inf where no column was seen.
+        maximum: M; -inf before any column.
         exp_sum: S.
-        weighted_sum: U; not kept up where no entropy is asked for.
-        target_logits: The target's logit, or 0 where the target is not among the columns.
+        weighted_sum: U; not computed if no entropy is requested.
+        target_logits: Logit of the target, or 0 if the target is not among the columns.
     """
 
     maximum: Tensor
@@ -40,24 +40,24 @@ class RowStatistics(NamedTuple):
 
     @classmethod
     def empty(cls, num_tokens: int, like: Tensor, dtype: torch.dtype) -> RowStatistics:
-        """Statistics of no column at all."""
+        """Return the statistics of no columns."""
         zeros = torch.zeros(num_tokens, dtype=dtype, device=like.device)
         return cls(torch.full_like(zeros, -torch.inf), zeros, zeros, zeros)
 
     @classmethod
     def joined(cls, blocks: Iterable[RowStatistics]) -> RowStatistics:
-        """Statistics of blocks of tokens, one after the other."""
+        """Concatenate the statistics of blocks of tokens."""
         return cls(*map(torch.cat, zip(*blocks, strict=True)))
 
     def merge(self, other: RowStatistics) -> RowStatistics:
-        """Statistics of the union of two disjoint sets of columns."""
+        """Return the statistics of the union of two disjoint sets of columns."""
         maximum = torch.maximum(self.maximum, other.maximum)
         reference = _finite(maximum)
         exp_sum, weighted_sum = torch.zeros_like(maximum), torch.zeros_like(maximum)
         for part in (self, other):
             drop = part.maximum - reference
             scale = drop.exp()
-            # Where a part saw nothing its maximum is -inf and its sums are 0: 0 * -inf is not 0.
+            # A part without columns has maximum -inf and sums 0, and 0 * -inf is NaN.
             moved = torch.where(part.exp_sum > 0, drop * part.exp_sum, 0)
             exp_sum = exp_sum + scale * part.exp_sum
             weighted_sum = weighted_sum + scale * (part.weighted_sum + moved)
@@ -81,24 +81,24 @@ class RowStatistics(NamedTuple):
         return self.log_sum - self.weighted_sum / self.exp_sum
 
 
-# How far a logit may rise above the reference of its row before the sums are scaled anew: terms of
-# a sum stay far from overflow, and one reference serves nearly all blocks of a row.
+# Most that a logit may exceed the reference of its row before the sums are rescaled. Terms of a sum
+# stay far from overflow, and nearly all blocks of a row share one reference.
 _MAX_RISE = 4.0
 
 
 @dataclass(slots=True)
 class RunningRows:
-    """Statistics of rows whose logits come block by block, without a tensor per block.
+    """Statistics of rows whose logits arrive in blocks, without a tensor per block.
 
-    Sums are relative to a `reference` of each row, not to its maximum: it changes only where a
-    logit rises far above it, so that blocks share one.
+    Sums are relative to a `reference` of each row, not to its maximum. Blocks share a reference,
+    since it changes only when a logit rises far above it.
 
     Args:
         targets: [tokens] int64 columns of the targets.
-        maximum, target_logits: As in `RowStatistics`.
-        reference: [tokens] finite.
+        maximum, target_logits: Statistics as in `RowStatistics`.
+        reference: [tokens], finite after the first block.
         exp_sum, weighted_sum: [tokens] as in `RowStatistics`, relative to `reference`.
-        has_reference: A block was seen.
+        has_reference: Whether a block was added.
     """
 
     targets: Tensor
@@ -111,21 +111,21 @@ class RunningRows:
 
     @classmethod
     def empty(cls, targets: Tensor, dtype: torch.dtype) -> RunningRows:
-        """Of no column at all."""
+        """Return running statistics of no columns."""
         zeros = torch.zeros(len(targets), dtype=dtype, device=targets.device)
         nothing = torch.full_like(zeros, -torch.inf)
         return cls(targets, nothing, zeros, nothing, zeros, zeros)
 
     def add(self, logits: Tensor, first_column: int, *, scratch: Tensor | None) -> bool:
-        """Adds a block [tokens, columns]; its logits become exp(logits - reference).
+        """Add a block [tokens, columns], overwriting its logits by exp(logits - reference).
 
         Args:
-            logits: Of the columns from `first_column` on; overwritten.
+            logits: Logits of the columns from `first_column` on; overwritten.
             first_column: Column of the vocabulary at which the block starts.
-            scratch: Like `logits`, for the entropy; None leaves the entropy out.
+            scratch: Memory like `logits`, for the entropy; None omits the entropy.
 
         Returns:
-            Whether the references changed: earlier blocks were relative to others.
+            Whether the references changed, so that earlier blocks have others.
         """
         num_columns = logits.shape[1]
         columns = self.targets - first_column
@@ -139,14 +139,14 @@ class RunningRows:
         else:
             torch.sub(logits, self.reference[:, None], out=scratch)
             exponentials = torch.exp(scratch, out=logits)
-            # 0 * -inf is not a number, 0 times a very negative number is 0.
+            # 0 * -inf is NaN, 0 times a very negative number is 0.
             weighted = scratch.clamp_(min=_VERY_NEGATIVE).mul_(exponentials)
             self.weighted_sum = self.weighted_sum + weighted.sum(1)
         self.exp_sum = self.exp_sum + exponentials.sum(1)
         return is_new
 
     def statistics(self) -> RowStatistics:
-        """Statistics of all blocks so far."""
+        """Return the statistics of all blocks so far."""
         drop = self.reference - _finite(self.maximum)
         scale = drop.exp()
         exp_sum, weighted_sum = self._moved(drop, scale)
@@ -163,20 +163,20 @@ class RunningRows:
         return True
 
     def _moved(self, drop: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """The sums relative to references that lie higher by -drop."""
-        # Where nothing was seen the reference is -inf and the sums are 0: 0 * -inf is not 0.
+        """Return the sums relative to references that are higher by -drop."""
+        # Before any column the reference is -inf and the sums are 0, and 0 * -inf is NaN.
         moved = torch.where(self.exp_sum > 0, drop * self.exp_sum, 0)
         return scale * self.exp_sum, scale * (self.weighted_sum + moved)
 
 
 class GradRows(NamedTuple):
-    """Rows that have a gradient, as a backward pass knows them.
+    """Rows that have a gradient, with the inputs of their backward pass.
 
     Args:
         hidden: [rows, hidden], in the dtype of the products.
-        targets: [rows] int64 column of the target; outside the weight where it lies elsewhere.
-        maximum, log_sum, logprobs, entropy: [rows] of the whole vocabulary.
-        grad_logprobs, grad_entropy: [rows] upstream gradients, or None.
+        targets: Column of the target, [rows] int64; outside the weight if it lies elsewhere.
+        maximum, log_sum, logprobs, entropy: Statistics of the whole vocabulary, [rows] each.
+        grad_logprobs, grad_entropy: Upstream gradients, [rows] each, or None.
     """
 
     hidden: Tensor
@@ -189,19 +189,19 @@ class GradRows(NamedTuple):
     grad_entropy: Tensor | None
 
     def block(self, own: slice) -> GradRows:
-        """Some of the rows."""
+        """Return some of the rows."""
         return GradRows._make(None if values is None else values[own] for values in self)
 
 
 @dataclass(frozen=True, slots=True)
 class RowSelection:
-    """Rows that count, gathered where the host may wait for their number.
+    """Selection of rows that count, gathered if the host may wait for their number.
 
     Args:
-        mask: [tokens] bool, the rows that count.
-        index: [rows] int64, their places; None keeps every row, so that shapes are known.
-        padding: Rows that are added behind them.
-        smallest, largest: Of the values that were looked at; 0 if none were.
+        mask: Mask of the rows that count, [tokens] bool.
+        index: Places of the rows, [rows] int64; None keeps every row, so that shapes are known.
+        padding: Number of rows appended.
+        smallest, largest: Range of the checked values; 0 if none were checked.
     """
 
     mask: Tensor
@@ -211,7 +211,7 @@ class RowSelection:
     largest: int
 
     def take(self, values: Tensor, fill: float = 0) -> Tensor:
-        """The chosen rows of [tokens, ...], padded with `fill`."""
+        """Return the selected rows of [tokens, ...], padded with `fill`."""
         rows = values if self.index is None else values[self.index]
         if self.padding == 0:
             return rows
@@ -219,14 +219,14 @@ class RowSelection:
         return F.pad(rows, (*sides, 0, self.padding), value=fill)
 
     def place(self, values: Tensor, fill: float) -> Tensor:
-        """Values [rows] in their places among all tokens, `fill` in the others."""
+        """Return values [rows] in their places among all tokens, with `fill` elsewhere."""
         if self.index is None:
             return torch.where(self.mask, values[: len(self.mask)], fill)
         everywhere = torch.full_like(self.mask, fill, dtype=values.dtype)
         return everywhere.index_copy_(0, self.index, values[: len(self.index)])
 
     def spread(self, rows: Tensor) -> Tensor:
-        """Rows [rows, ...], of which those that do not count are 0, among all tokens."""
+        """Return rows [rows, ...] among all tokens; rows that do not count must be 0."""
         if self.index is None:
             return rows[: len(self.mask)]
         everywhere = rows.new_zeros((len(self.mask), *rows.shape[1:]))
@@ -241,15 +241,15 @@ def select_rows(
     multiple: int = 1,
     is_static: bool | None = None,
 ) -> RowSelection:
-    """Chooses rows with one transfer to the host, or with none while CUDA records a graph.
+    """Select rows with one transfer to the host, or with none while CUDA records a graph.
 
     Args:
-        mask: [tokens] bool.
-        values: [tokens] int64 to look at where the mask holds, or None. Where nothing may be
-            transferred they are asserted on the device to lie in [0, bound).
-        bound: See `values`.
-        multiple: Their number is padded to a multiple of this.
-        is_static: Keep every row and transfer nothing; None: as the device demands.
+        mask: Mask of rows, [tokens] bool.
+        values: Values to check under the mask, [tokens] int64, or None. Without a transfer, the
+            device asserts that they lie in [0, bound).
+        bound: Exclusive bound of `values`.
+        multiple: Number to a multiple of which rows are padded.
+        is_static: Whether to keep every row and transfer nothing; None for only while recording.
     """
     if is_static is None:
         is_static = mask.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -274,11 +274,11 @@ def select_rows(
 def grad_of_logits(
     logits: Tensor, rows: GradRows, first_column: int, transform: LogitsTransform
 ) -> Tensor:
-    """Gradient of hidden @ weight.T + bias for one chunk.
+    """Return the gradient of hidden @ weight.T + bias for one chunk.
 
     Args:
-        logits: [rows, columns], finished (softcap and temperature applied); used up.
-        rows: The rows.
+        logits: [rows, columns] after softcap and temperature; overwritten.
+        rows: Rows with their upstream gradients.
         first_column: Column of the vocabulary at which the chunk starts.
         transform: Softcap and temperature.
 
@@ -288,7 +288,7 @@ def grad_of_logits(
     columns = rows.targets - first_column
     inside = ((columns >= 0) & (columns < logits.shape[1])).nonzero().squeeze(1)
     columns = columns[inside]
-    # 1 - p of a near-certain target keeps its digits.
+    # With expm1, 1 - p of a near-certain target keeps its digits.
     target_logprobs = rows.logprobs[inside]
     target_grad = torch.zeros_like(target_logprobs)
     if rows.grad_logprobs is not None:
@@ -297,7 +297,7 @@ def grad_of_logits(
     if transform.softcap is not None:
         ratio = (logits * (transform.temperature / transform.softcap)).clamp_(min=-1)
         slope = ratio.square_().neg_().add_(1)
-    # Logits that are computed again may be rounded otherwise: the difference may come out positive.
+    # Recomputed logits may be rounded differently, so the difference may be positive.
     log_probabilities = logits.sub_(rows.maximum[:, None]).sub_(rows.log_sum[:, None])
     log_probabilities.clamp_(max=0)
     if rows.grad_entropy is None:
@@ -321,7 +321,7 @@ def grad_of_logits(
 
 
 def finish_target_logits(products: Tensor, layer: OutputLayer, targets: Tensor) -> Tensor:
-    """Logits of the targets from their products [tokens]; 0 where the target is outside."""
+    """Return the targets' logits from their products [tokens]; 0 if the target is outside."""
     num_columns = len(layer.weight)
     is_here = (targets >= 0) & (targets < num_columns)
     bias = None
@@ -331,5 +331,5 @@ def finish_target_logits(products: Tensor, layer: OutputLayer, targets: Tensor) 
 
 
 def _finite(maximum: Tensor) -> Tensor:
-    """The maximum, or 0 where it is -inf: -inf - -inf is not a number."""
+    """Return the maximum, or 0 if it is -inf, since -inf - -inf is NaN."""
     return torch.where(maximum > -torch.inf, maximum, 0)

@@ -1,4 +1,4 @@
-"""Choice of the engine that serves a call."""
+"""Choice of the engine for a call."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lightrft.kernels.logprob.types import LogprobImplementation, OutputLayer
 if TYPE_CHECKING:
     from lightrft.kernels.logprob.triton_launch import TritonEngine
 
-# Below this hidden size a pass over stored products costs too much beside the products.
+# Below this hidden size a pass over stored products costs too much relative to the products.
 _MIN_PRODUCT_HIDDEN = 2048
-# Engines that are asked for by a name of their own.
+# Engines registered under names.
 _named: dict[str, LogprobEngine] = {}
 
 
 def name_engine(engine: LogprobEngine) -> str:
-    """A value of the operators' `impl` that means this very engine, for tests and benchmarks."""
+    """Return a value of the operators' `impl` for this engine, for tests and benchmarks."""
     name = repr(engine)
     _named[name] = engine
     return name
@@ -33,12 +33,12 @@ def name_engine(engine: LogprobEngine) -> str:
 def choose_engine(
     impl: str, hidden: Tensor, layer: OutputLayer, *, entropy: str, chunk_columns: int
 ) -> LogprobEngine:
-    """The engine that serves a call; the same one in its forward and its backward pass.
+    """Return the engine for a call, the same one for its forward and backward pass.
 
     Args:
-        impl, entropy: The arguments of `linear_logprob`, or a name of `name_engine`.
+        impl, entropy: Arguments of `linear_logprob`, or a name from `name_engine`.
         hidden: [tokens, hidden], all rows.
-        layer: The output layer.
+        layer: Output layer.
         chunk_columns: Columns of one chunk.
 
     Raises:
@@ -63,16 +63,16 @@ def choose_engine(
 def choose_loss_engine(
     hidden: Tensor, weight: Tensor, *, chunk_columns: int
 ) -> ProductEngine | ChunkedEngine:
-    """The engine of a loss inside the output layer, which stores logits or products."""
+    """Return the engine of a loss inside the output layer, which stores logits or products."""
     if hidden.is_cuda and has_triton():
         return _product_engine(hidden, weight, chunk_columns)
     return ChunkedEngine(chunk_columns)
 
 
 def automatic_choice(hidden: Tensor, weight: Tensor) -> LogprobImplementation:
-    """The implementation that "auto" stands for, by a fixed rule: equal calls give equal bits."""
+    """Return the implementation for "auto", by a fixed rule: equal calls give equal bits."""
     if not hidden.is_cuda:
-        # Plain torch, in blocks of logits that stay in a CPU's caches.
+        # Plain torch, in blocks of logits that fit a CPU's caches.
         return "chunked"
     if splits_weight(hidden, weight) and has_triton():
         # Exact logits from three products of bfloat16 parts, each about 15 times as fast as a
@@ -81,13 +81,13 @@ def automatic_choice(hidden: Tensor, weight: Tensor) -> LogprobImplementation:
     if why_not_cublas(hidden, weight) is not None:
         # No tensor-core product is exact for these dtypes: float32 or float64 products.
         return "chunked"
-    # A pass over stored products is little beside products of this size; with a smaller one it
-    # would take as long as their computation.
+    # A pass over stored products is cheap relative to products of this hidden size. With a smaller
+    # one it would take as long as the products.
     return "cublas" if hidden.shape[1] >= _MIN_PRODUCT_HIDDEN else "triton"
 
 
 def why_not_triton(hidden: Tensor, weight: Tensor) -> str | None:
-    """The reason that the Triton kernels cannot serve these tensors here, or None if they can."""
+    """Return why the Triton kernels cannot process these tensors here, or None if they can."""
     if not has_triton():
         return "Triton is not installed"
     if hidden.dtype != weight.dtype or hidden.dtype not in (torch.float32, torch.bfloat16):
@@ -104,7 +104,7 @@ def why_not_triton(hidden: Tensor, weight: Tensor) -> str | None:
 
 
 def why_not_cublas(hidden: Tensor, weight: Tensor) -> str | None:
-    """The reason that stored float32 products cannot serve these tensors here, or None."""
+    """Return why stored float32 products cannot process these tensors here, or None."""
     if not has_triton():
         return "Triton is not installed"
     if not hidden.is_cuda:
@@ -123,7 +123,7 @@ def _require(reason: str | None, impl: str) -> None:
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton can be imported."""
+    """Return whether Triton can be imported."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -134,7 +134,7 @@ def _is_interpreted() -> bool:
 
 
 def splits_weight(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether a float32 weight is taken apart into bfloat16 parts."""
+    """Return whether a float32 weight is split into bfloat16 parts."""
     is_mixed = hidden.dtype == torch.bfloat16 and weight.dtype == torch.float32
     return hidden.is_cuda and is_mixed
 
@@ -150,7 +150,7 @@ def _triton_engine(
 
     is_half = hidden.dtype == torch.bfloat16
     capability = torch.cuda.get_device_capability(hidden.device) if hidden.is_cuda else (8, 0)
-    # Rows start at multiples of 16 bytes: they are loaded in vectors.
+    # Rows that start at multiples of 16 bytes are loaded in vectors.
     is_aligned = all(
         tensor.data_ptr() % 16 == 0 and tensor.stride(0) * tensor.element_size() % 16 == 0
         for tensor in (hidden, layer.weight)

@@ -1,15 +1,13 @@
-"""The loss inside the output layer on a CPU: logits of some tokens, kept until their gradient.
+"""Loss inside the output layer on a CPU: logits of some tokens, kept until their gradient.
 
-What is kept of a block is exp(z - r) with one reference r for each row. With w = exp(r - log Z),
-the log Z of a row's sum over the vocabulary, the gradient of the logits of a row with the
-upstream gradient g is
+A block keeps exp(z - r) with one reference r for each row. Let w = exp(r - log Z), where Z is the
+row's sum over the vocabulary. The gradient of the logits of a row with the upstream gradient g is
 
     dL/dz = g (onehot - w exp(z - r))
 
-so that products with the kept numbers need no pass over them: w and g scale the hidden states, or
-the rows of the result. The target's own entry g (1 - p) is added apart, from expm1: it keeps its
-digits where p is near 1. Gradients through the entropy and a softcap need z itself, which is then
-kept instead.
+Products with the kept numbers need no pass over them: w and g scale the hidden states, or the rows
+of the result. The target's entry g (1 - p) is added separately, from expm1, to keep its digits if
+p is near 1. Gradients through the entropy and a softcap need z, which is then kept instead.
 """
 
 from __future__ import annotations
@@ -43,13 +41,13 @@ class LayerGradients(NamedTuple):
 
     @property
     def are_needed(self) -> bool:
-        """Whether there is any."""
+        """Whether any gradient is needed."""
         return any(gradient is not None for gradient in self)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Logits [tokens, columns] of some columns; without values they are computed again."""
+    """Logits [tokens, columns] of some columns; without values they are recomputed."""
 
     start: int
     stop: int
@@ -63,12 +61,12 @@ class StoredLogits:
 
     Args:
         hidden: [tokens, hidden], wide.
-        layer: The output layer.
+        layer: Output layer.
         targets: [tokens] int64.
-        keeps_logits: Keep z, not exp(z - r).
-        statistics: Of the rows.
-        blocks: What is kept, by columns.
-        references: r of each epoch: blocks of one epoch share it.
+        keeps_logits: Whether blocks keep z instead of exp(z - r).
+        statistics: Statistics of the rows.
+        blocks: Kept blocks, by columns.
+        references: r of each epoch, shared by the blocks of that epoch.
     """
 
     hidden: Tensor
@@ -90,15 +88,15 @@ class StoredLogits:
         needs_entropy: bool,
         keeps_logits: bool,
     ) -> StoredLogits:
-        """Computes the logits and keeps those that the store has room for.
+        """Compute the logits and keep as many as fit the store.
 
         Args:
             hidden: [tokens, hidden], wide.
-            layer: The output layer.
+            layer: Output layer.
             targets: [tokens] int64.
             store: [numbers], wide; overwritten.
-            needs_entropy: Whether statistics are to have it.
-            keeps_logits: Keep z, not exp(z - r).
+            needs_entropy: Whether statistics include the entropy.
+            keeps_logits: Whether to keep z instead of exp(z - r).
         """
         num_tokens = len(hidden)
         running = RunningRows.empty(targets, hidden.dtype)
@@ -126,12 +124,12 @@ class StoredLogits:
         return stored
 
     def add_gradients(self, totals: LayerGradients, rows: GradRows, places: Tensor) -> None:
-        """Adds the gradients of these tokens; uses up what was kept.
+        """Add the gradients of these tokens, overwriting kept blocks.
 
         Args:
-            totals: Receives them; that of hidden is assigned.
-            rows: The same tokens, with their upstream gradients.
-            places: [tokens] int64 rows of `totals.hidden`.
+            totals: Sums of gradients; that of hidden is assigned.
+            rows: These tokens with their upstream gradients.
+            places: Rows of `totals.hidden`, [tokens] int64.
         """
         grad_hidden = None if totals.hidden is None else torch.zeros_like(self.hidden)
         if self.keeps_logits:
@@ -147,13 +145,13 @@ class StoredLogits:
         for block, chunk in self._with_weights():
             logits = self._logits(chunk) if block.values is None else block.values
             grad = grad_of_logits(logits, rows, block.start, chunk.transform)
-            own = slice(block.start, block.stop)
+            columns = slice(block.start, block.stop)
             if grad_hidden is not None:
                 accumulate_into(grad_hidden, grad, chunk.weight)
             if totals.weight is not None:
-                accumulate_into(totals.weight[own], grad.T, self.hidden)
+                accumulate_into(totals.weight[columns], grad.T, self.hidden)
             if totals.bias is not None:
-                totals.bias[own] += grad.sum(0)
+                totals.bias[columns] += grad.sum(0)
 
     def _add_of_exponentials(
         self, totals: LayerGradients, rows: GradRows, grad_hidden: Tensor | None
@@ -173,23 +171,23 @@ class StoredLogits:
                 partial = None if grad_hidden is None else torch.zeros_like(grad_hidden)
             values = self._exponentials(block, chunk)
             self.clear_targets(values, block)
-            own = slice(block.start, block.stop)
+            columns = slice(block.start, block.stop)
             if partial is not None:
                 accumulate_into(partial, values, chunk.weight)
             if totals.weight is not None:
-                accumulate_into(totals.weight[own], values.T, scaled)
+                accumulate_into(totals.weight[columns], values.T, scaled)
             if totals.bias is not None:
-                totals.bias[own] += factor @ values
+                totals.bias[columns] += factor @ values
         _add_scaled(grad_hidden, partial if epoch >= 0 else None, factor)
         # 1 - p without cancellation.
-        own_entry = -upstream * rows.logprobs.expm1()
+        target_entry = -upstream * rows.logprobs.expm1()
         if grad_hidden is not None:
             wanted = self.layer.weight[self.targets].to(grad_hidden.dtype)
-            grad_hidden += wanted * own_entry[:, None]
+            grad_hidden += wanted * target_entry[:, None]
         if totals.weight is not None:
-            totals.weight.index_add_(0, self.targets, self.hidden * own_entry[:, None])
+            totals.weight.index_add_(0, self.targets, self.hidden * target_entry[:, None])
         if totals.bias is not None:
-            totals.bias.index_add_(0, self.targets, own_entry)
+            totals.bias.index_add_(0, self.targets, target_entry)
 
     def _with_weights(self) -> Iterator[tuple[Block, OutputLayer]]:
         parts = chunks(self.layer, block_columns(len(self.hidden)), self.hidden.dtype)

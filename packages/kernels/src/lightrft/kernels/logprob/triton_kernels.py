@@ -8,12 +8,12 @@
 import triton
 import triton.language as tl
 
-# Counts that change from call to call: code that depended on them would be compiled again. Those
-# that bound a contiguous dimension are not among them: where the compiler does not know that they
-# are multiples of 16, their masks split every 16-byte access into single elements.
+# Counts that change from call to call, for which specialised code would be recompiled. Counts that
+# bound a contiguous dimension are left out: unless the compiler knows that they are multiples of
+# 16, their masks split every 16-byte access into single elements.
 COUNTS = ("num_splits", "first_column", "row_start", "total_rows", "split_start", "total_splits")
 MINUS_INFINITY = tl.constexpr(float("-inf"))
-# Widens 16-bit operands before a product: the interpreter multiplies their bits otherwise.
+# Widens 16-bit operands before a product: otherwise the interpreter multiplies their bits.
 UPCAST = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -322,12 +322,12 @@ def _gradient(
     row_entropy = tl.expand_dims(row_entropy, AXIS)
     upstream = tl.expand_dims(upstream, AXIS)
     entropy_upstream = tl.expand_dims(entropy_upstream, AXIS)
-    # Products that are computed again may be rounded otherwise: no probability is above 1.
+    # Recomputed products may be rounded differently; no probability is above 1.
     log_p = tl.minimum((z - row_maximum) - row_log_sum, 0.0)
     p = tl.exp(log_p)
     grad = tl.zeros_like(z)
     if HAS_GRAD_LOGPROB:
-        # 1 - p in float32 and rounded once: a near-certain target keeps its digits.
+        # 1 - p in float32 and rounded once, to keep the digits of a near-certain target.
         rest = tl.where(log_p > -0.01, -log_p * (1.0 + log_p * (0.5 + log_p / 6.0)), 1.0 - p)
         grad = upstream * tl.where(is_target, rest, -p)
     if HAS_GRAD_ENTROPY:

@@ -15,18 +15,18 @@ from lightrft.kernels.logprob.types import OutputLayer
 EPILOGUE_BLOCK = {"BLOCK_ROWS": 64, "BLOCK_COLUMNS": 64}
 MERGE_BLOCK = {"BLOCK_ROWS": 32, "BLOCK_SPLITS": 32}
 TARGET_BLOCK = {"BLOCK_ROWS": 4, "BLOCK_SIZE": 256}
-# The interpreter pays for each program.
+# The interpreter is slow to start each program.
 _INTERPRETED_TARGET_BLOCK = {"BLOCK_ROWS": 128, "BLOCK_SIZE": 256}
-# Few columns for one program: a block of products must keep every core busy more than once.
+# Few columns per program, so that a block of products gives each core several programs.
 COLUMNS_PER_SPLIT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """Cut of one product kernel.
+    """Tile shape of one product kernel.
 
     Args:
-        block_rows, block_columns, block_size: Tile of rows, vocabulary and hidden size.
+        block_rows, block_columns, block_size: Tile size in rows, vocabulary and hidden size.
         num_warps, num_stages: Warps of a program and depth of its software pipeline.
         tiles_per_split: Vocabulary tiles that one program merges in registers.
         group: Row blocks that share a panel of the weight.
@@ -44,7 +44,7 @@ class TileConfig:
 PLAIN_SM80 = TileConfig(128, 128, 32, 8, 3)
 PLAIN_SM90 = TileConfig(128, 128, 64, 8, 3)
 PLAIN_SM100 = TileConfig(128, 128, 64, 8, 2)
-# For gradients with more than a product and a target: registers for half as many rows.
+# Gradients with more than a product and a target have registers for half as many rows.
 HEAVY_SM80 = TileConfig(64, 128, 32, 8, 3)
 HEAVY_SM90 = TileConfig(64, 128, 64, 8, 3)
 # Float32 operands take twice the memory on the chip.
@@ -55,12 +55,12 @@ UNALIGNED = TileConfig(64, 64, 32, 8, 2)
 
 
 def plain_tiles(capability: tuple[int, int], *, is_half: bool, is_aligned: bool) -> TileConfig:
-    """Tiles of a forward product with plain loads on a GPU of this capability.
+    """Return the tiles of a forward product with plain loads on a GPU of this capability.
 
     Args:
         capability: Compute capability of the GPU.
-        is_half: Operands have 16 bits; else 32.
-        is_aligned: Their rows start at multiples of 16 bytes.
+        is_half: Whether operands have 16 bits instead of 32.
+        is_aligned: Whether their rows start at multiples of 16 bytes.
     """
     if not is_half:
         return FLOAT32_SM120 if capability >= (12, 0) else FLOAT32
@@ -74,11 +74,11 @@ def plain_tiles(capability: tuple[int, int], *, is_half: bool, is_aligned: bool)
 def gradient_tiles(
     capability: tuple[int, int], *, is_half: bool, is_aligned: bool, is_plain: bool
 ) -> TileConfig:
-    """Tiles of a product that is computed again for its gradient.
+    """Return the tiles of a product that is recomputed for its gradient.
 
     Args:
-        capability, is_half, is_aligned: As for `plain_tiles`.
-        is_plain: Neither bias nor softcap nor a gradient of the entropy.
+        capability, is_half, is_aligned: Facts as for `plain_tiles`.
+        is_plain: Whether there is no bias, no softcap and no gradient of the entropy.
     """
     if is_half and is_aligned and not is_plain:
         return HEAVY_SM90 if _has_big_memory(capability) else HEAVY_SM80
@@ -88,12 +88,12 @@ def gradient_tiles(
 
 
 def _has_big_memory(capability: tuple[int, int]) -> bool:
-    """Whether a core has 227 KiB of memory, as in data centres from sm_90 on."""
+    """Return whether a core has 227 KiB of memory, as in data-centre GPUs from sm_90 on."""
     return (9, 0) <= capability < (12, 0)
 
 
 def is_interpreted() -> bool:
-    """Whether the kernels run in Triton's interpreter, on host memory."""
+    """Return whether the kernels run in Triton's interpreter, on host memory."""
     return not isinstance(triton_kernels.forward_partials, triton.JITFunction)
 
 
@@ -108,12 +108,12 @@ class Partials:
     def allocate(
         cls, num_splits: int, num_rows: int, like: Tensor, *, needs_entropy: bool
     ) -> Partials:
-        """Memory for `num_splits` splits, to be written completely."""
+        """Allocate memory for `num_splits` splits, to be written completely."""
         shape = (3 if needs_entropy else 2, num_splits, num_rows)
         return cls(torch.empty(shape, dtype=torch.float32, device=like.device), needs_entropy)
 
     def merge(self, target_logits: Tensor) -> RowStatistics:
-        """Row statistics in natural units, merged in the order of splits."""
+        """Merge splits in order; return row statistics in natural units."""
         _, num_splits, num_rows = self.values.shape
         maximum, exp_sum, weighted_sum = self.values.new_zeros((3, num_rows)).unbind()
         triton_kernels.merge_partials[(triton.cdiv(num_rows, MERGE_BLOCK["BLOCK_ROWS"]),)](
@@ -132,7 +132,7 @@ class Partials:
 def forward_partials(
     hidden: Tensor, layer: OutputLayer, tiles: TileConfig, *, needs_entropy: bool
 ) -> Partials:
-    """Statistics of every split of the vocabulary: the products never leave the chip."""
+    """Compute the statistics of each split of the vocabulary, with products kept on the chip."""
     num_rows, size = hidden.shape
     num_columns = len(layer.weight)
     num_splits = triton.cdiv(num_columns, tiles.block_columns * tiles.tiles_per_split)
@@ -161,7 +161,7 @@ def forward_partials(
 
 
 def target_products(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """hidden[row] . weight[targets[row]] in float32, 0 where the target is outside: [rows]."""
+    """Compute hidden[row] . weight[targets[row]] in float32, 0 if the target is outside: [rows]."""
     num_rows, size = hidden.shape
     out = torch.empty(num_rows, dtype=torch.float32, device=hidden.device)
     block = _INTERPRETED_TARGET_BLOCK if is_interpreted() else TARGET_BLOCK
@@ -181,7 +181,7 @@ def target_products(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def fold_grid(num_rows: int, num_columns: int) -> tuple[int, int]:
-    """Programs that fold products [columns, rows]."""
+    """Return the grid of programs that fold products [columns, rows]."""
     return triton.cdiv(num_rows, EPILOGUE_BLOCK["BLOCK_ROWS"]), triton.cdiv(
         num_columns, COLUMNS_PER_SPLIT
     )
@@ -195,7 +195,7 @@ def fold_products(
     first_row: int,
     first_split: int,
 ) -> None:
-    """Writes the statistics of products [columns, rows] to their place in `partials`."""
+    """Write the statistics of products [columns, rows] to their place in `partials`."""
     num_columns, num_rows = products.shape
     _, total_splits, total_rows = partials.values.shape
     bias, scale, softcap, flags = transform_arguments(layer)
@@ -222,10 +222,10 @@ def fold_products(
 def grad_products(
     rows: GradRows, layer: OutputLayer, first_column: int, tiles: TileConfig
 ) -> Tensor:
-    """Gradient of rows.hidden @ weight.T, recomputed: [rows, columns] in hidden's dtype."""
+    """Recompute rows.hidden @ weight.T; return its gradient [rows, columns] in hidden's dtype."""
     hidden, weight = rows.hidden, layer.weight
     num_rows, num_columns = len(hidden), len(weight)
-    # Rows are padded to whole 16-byte vectors, so that the products that follow can use them.
+    # Rows are padded to whole 16-byte vectors for the products that follow.
     padded = triton.cdiv(num_columns, 16) * 16
     out = torch.empty((num_rows, padded), dtype=hidden.dtype, device=hidden.device)
     out = out[:, :num_columns]
@@ -260,7 +260,7 @@ def grad_products(
 def grad_of_stored_products(
     products: Tensor, rows: GradRows, layer: OutputLayer, first_column: int
 ) -> Tensor:
-    """Gradient of products [columns, rows] in hidden's dtype; in place if that is theirs."""
+    """Return the gradient of products [columns, rows] in hidden's dtype; in place if possible."""
     num_columns, num_rows = products.shape
     out = products
     if products.dtype != rows.hidden.dtype:
@@ -291,7 +291,7 @@ def grad_of_stored_products(
 
 
 def transform_arguments(layer: OutputLayer) -> tuple[Tensor, float, float, dict[str, bool]]:
-    """(bias or any tensor, 1 / temperature, softcap or 1, compile-time flags)."""
+    """Return (bias or any tensor, 1 / temperature, softcap or 1, compile-time flags)."""
     transform, bias = layer.transform, layer.bias
     flags = {"HAS_BIAS": bias is not None, "HAS_SOFTCAP": transform.softcap is not None}
     anything = layer.weight if bias is None else bias
@@ -330,10 +330,11 @@ def _gradient_flags(rows: GradRows) -> dict[str, bool]:
 
 @dataclass(frozen=True, slots=True)
 class TritonEngine:
-    """Forward: tiles of products reduced on the chip, split over the vocabulary, then merged.
+    """Engine of fused Triton kernels, without atomics and locks.
 
+    Forward: tiles of products are reduced on the chip, split over the vocabulary, then merged.
     Backward: one kernel recomputes a chunk of products and stores their gradient in the dtype of
-    the inputs; the two products that follow are the library's. No atomics, no locks.
+    the inputs; the library computes the two products that follow.
 
     Args:
         chunk_columns: Columns of one chunk in the backward pass.
@@ -344,18 +345,18 @@ class TritonEngine:
     forward_tiles: TileConfig
     gradient_tiles: TileConfig
 
-    # Rows are loaded one by one: any number of them is as good.
+    # Rows are loaded one by one, so any number is equally fast.
     row_multiple = 1
 
     def product_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
-        """That of the inputs; both have the same."""
+        """Return the dtype that both inputs have."""
         del weight
         return hidden.dtype
 
     def statistics(
         self, hidden: Tensor, layer: OutputLayer, targets: Tensor, *, needs_entropy: bool
     ) -> RowStatistics:
-        """Partial statistics by tiles, merged; the target's logit by a dot product of its own."""
+        """Compute and merge statistics of tiles; compute the targets' logits separately."""
         if len(hidden) == 0 or len(layer.weight) == 0:
             return RowStatistics.empty(len(hidden), hidden, torch.float32)
         hidden = hidden.contiguous()
@@ -364,5 +365,5 @@ class TritonEngine:
         return partials.merge(finish_target_logits(products, layer, targets))
 
     def grad_logits(self, rows: GradRows, chunk: OutputLayer, first_column: int) -> Tensor:
-        """Recomputes the chunk's products and stores their gradient."""
+        """Recompute the chunk's products and return their gradient."""
         return grad_products(rows, chunk, first_column, self.gradient_tiles)

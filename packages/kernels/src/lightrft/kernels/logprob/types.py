@@ -1,4 +1,4 @@
-"""The records of `linear_logprob`, and checks of its arguments."""
+"""Records of `linear_logprob`, and checks of its arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LogprobOutput:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Part of the logits that exists at a time.
+    """Part of the logits that is stored at a time.
 
     Args:
         chunk_columns: Columns of the vocabulary in one chunk; the work space is a few times
@@ -49,8 +49,8 @@ class LogitsTransform:
     """Logits from hidden states: softcap(hidden @ weight.T + bias) / temperature.
 
     Args:
-        temperature: Divides the logits.
-        softcap: cap * tanh(logits / cap) before the temperature, or None.
+        temperature: Divisor of the logits.
+        softcap: Bound cap in cap * tanh(logits / cap) before the temperature, or None.
     """
 
     temperature: float
@@ -58,13 +58,13 @@ class LogitsTransform:
 
     @classmethod
     def of(cls, temperature: float, softcap: float | None) -> LogitsTransform:
-        """With numbers of any kind made floats."""
+        """Convert numbers of any type to floats."""
         return cls(float(temperature), None if softcap is None else float(softcap))
 
 
 @dataclass(frozen=True, slots=True)
 class OutputLayer:
-    """A weight [columns, hidden], its bias [columns] or None, and the transform of its logits."""
+    """Weight [columns, hidden], bias [columns] or None, and transform of the logits."""
 
     weight: Tensor
     bias: Tensor | None
@@ -77,13 +77,13 @@ def leading(tensor: Tensor | None, num_tokens: int | None) -> Tensor | None:
 
 
 def accumulation_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """float64 if any tensor is, else float32."""
+    """Return float64 if any tensor is, else float32."""
     is_double = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
     return torch.float64 if is_double else torch.float32
 
 
 def apply_transform(product: Tensor, bias: Tensor | None, transform: LogitsTransform) -> Tensor:
-    """Logits from hidden @ weight.T: [tokens, columns], bias [columns] or None."""
+    """Compute logits from hidden @ weight.T [tokens, columns] and bias [columns] or None."""
     logits = product if bias is None else product + bias
     if transform.softcap is not None:
         logits = transform.softcap * torch.tanh(logits / transform.softcap)
@@ -93,7 +93,7 @@ def apply_transform(product: Tensor, bias: Tensor | None, transform: LogitsTrans
 
 
 def validate_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
-    """Shapes and dtypes of the inputs agree."""
+    """Check that shapes and dtypes of the inputs agree."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             "expected hidden [tokens, hidden] and weight [vocab, hidden]: got "
@@ -113,7 +113,7 @@ def validate_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tens
 
 
 def validate_options(temperature: float, softcap: float | None, entropy: str, impl: str) -> None:
-    """Numbers are in range and names are known."""
+    """Check that numbers are in range and names are known."""
     if not temperature > 0:
         raise ValueError(f"temperature must be positive: got {temperature}; score T = 0 at T = 1")
     if softcap is not None and not softcap > 0:
@@ -127,7 +127,7 @@ def validate_options(temperature: float, softcap: float | None, entropy: str, im
 
 
 def validate_bounds(smallest: int, largest: int, vocab_size: int, ignore_index: int | None) -> None:
-    """The smallest and the largest target that count are tokens of the vocabulary."""
+    """Check that the smallest and the largest target that count lie in the vocabulary."""
     if smallest < 0 or largest >= vocab_size:
         wrong = smallest if smallest < 0 else largest
         others = "" if ignore_index is None else f" or equal ignore_index={ignore_index}"

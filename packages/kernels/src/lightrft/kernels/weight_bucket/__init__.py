@@ -1,1 +1,1 @@
-"""Weight buckets: the plan, pack, unpack, hash, and the collective that moves them."""
+"""Weight buckets: plan, pack, unpack, hash, and the collectives that transfer them."""

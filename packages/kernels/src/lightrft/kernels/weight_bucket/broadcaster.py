@@ -1,4 +1,4 @@
-"""Transfer of buckets: one collective for each, the next one in flight while one is used."""
+"""Transfer of buckets: one collective for each, overlapped with the use of the previous one."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +25,7 @@ _ASSEMBLY_ALIGNMENT = 16
 
 @dataclass(slots=True)
 class _Slot:
-    """Memory of one bucket in flight: what this rank packs, and the full bucket."""
+    """Memory of one bucket in flight: this rank's part, and the full bucket."""
 
     packed: Tensor
     full: Tensor
@@ -39,10 +39,10 @@ class _BucketInFlight:
 
 
 class Timeline:
-    """Order of the filling of buckets and of their use, without host waits.
+    """Order of filling and using buckets, without host waits.
 
-    On a GPU a stream of its own fills, ordered against the consumer's by events; in host memory
-    everything happens in program order.
+    On a GPU a separate stream fills buckets, ordered against the consumer's by events. In host
+    memory everything runs in program order.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,42 +52,42 @@ class Timeline:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def filling(self) -> AbstractContextManager[object]:
-        """Work queued inside fills buckets."""
+        """Queue work within the context on the filling stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def begin(self) -> None:
-        """Orders the consumer's work so far before any filling queued from now on."""
+        """Order the consumer's work so far before any filling queued from now on."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def end(self, works: Iterable[dist.Work]) -> None:
-        """Orders all filling before the consumer's work from now on."""
+        """Order all filling before the consumer's work from now on."""
         if self._stream is not None:
             with self.filling():
                 for work in works:
-                    work.wait()  # of this stream for the collective's, not of the host
+                    work.wait()  # this stream waits for the collective's, not the host
             self.hand_over()
 
     def mark(self) -> Callable[[], None]:
-        """Notes what fills so far; what is returned lets the host wait for it."""
+        """Record the filling queued so far; return a function that makes the host wait for it."""
         if self._stream is None:
             return lambda: None
         wait: Callable[[], None] = self._stream.record_event().synchronize
         return wait
 
     def hand_over(self) -> None:
-        """Orders the filling queued so far before the consumer's work from now on."""
+        """Order the filling queued so far before the consumer's work from now on."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class BucketPacker:
-    """Writes one rank's part of buckets.
+    """Packer of one rank's part of buckets.
 
     Args:
-        layout: The plan of the buckets.
-        rank: The rank, as the layout's shards count.
-        device: Device where parts are added up and packed.
+        layout: Plan of the buckets.
+        rank: Rank in the numbering of the layout's shards.
+        device: Device where parts are summed and packed.
     """
 
     def __init__(self, layout: BucketLayout, rank: int, device: torch.device) -> None:
@@ -99,7 +99,7 @@ class BucketPacker:
     def pack(
         self, bucket: Bucket, out: Tensor, sources: ShardSource, add_local: AddLocal | None = None
     ) -> None:
-        """Packs the part into `out` [bytes] uint8; the sources are those of `BucketBroadcaster`."""
+        """Pack the part into `out` [bytes] uint8, from sources as in `BucketBroadcaster.gather`."""
         parts, offsets, dtypes = [], [], []
         for segment in bucket.segments:
             start, stop = segment.ranges[self._rank if len(segment.ranges) > 1 else 0]
@@ -115,7 +115,7 @@ class BucketPacker:
                     f"got {shard.numel()}"
                 )
             part = shard if shard.dim() == 1 else shard.reshape(-1)
-            if stop - start != shard.numel():  # small tensors are whole: views of them cost
+            if stop - start != shard.numel():  # avoids the cost of views for small, whole tensors
                 part = part[start - first : stop - first]
             if add_local is not None:
                 # Added in float32 before the cast, so that the sum is rounded once.
@@ -128,23 +128,23 @@ class BucketPacker:
 
 
 class BucketBroadcaster:
-    """Buckets of a layout, filled from every rank's shards.
+    """Gatherer of a layout's buckets from every rank's shards.
 
     All ranks of the group must iterate in step: each bucket that is not "local" costs exactly one
     collective.
 
     Args:
-        layout: The plan, equal on every rank.
-        group: The ranks that hold the shards, in the order of the layout's shards; None if the
-            layout has only local buckets.
-        buffers: Buckets whose memory is held at a time: with 2 the next bucket travels while one
-            is used, with 1 it does not.
-        device: Where the buckets lie. On a GPU they are filled on a stream of their own; the
-            consumer's stream is ordered after each bucket by an event, and the host never waits.
+        layout: Plan, equal on every rank.
+        group: Ranks that hold the shards, in the order of the layout's shards; None if the layout
+            has only local buckets.
+        buffers: Number of buckets in memory at a time: with 2 the next bucket is transferred while
+            one is used, with 1 it is not.
+        device: Device of the buckets. On a GPU a separate stream fills them. An event orders the
+            consumer's stream after each bucket, and the host never waits.
 
     Attributes:
-        num_payload_collectives: Collectives so far.
-        timeline: What orders filling and use.
+        num_payload_collectives: Number of collectives so far.
+        timeline: Class that orders filling and use.
 
     Raises:
         ValueError: The group's size is not the layout's, or `buffers` < 1.
@@ -178,23 +178,24 @@ class BucketBroadcaster:
     def gather(
         self, sources: ShardSource, *, add_local: AddLocal | None = None
     ) -> Iterator[tuple[WeightPiece, ...]]:
-        """Yields what every bucket of the layout holds, in order, once its bytes have arrived.
+        """Yield the contents of each bucket of the layout, in order, once its bytes have arrived.
 
-        A tensor that lies wholly in a bucket is one piece; of a split tensor there is one piece per
-        rank that holds a part.
+        A tensor that lies wholly in a bucket is one piece. A split tensor has one piece per rank
+        that holds a part.
 
         Args:
-            sources: Gives this rank's shard of a tensor, contiguous, in any floating dtype; the
-                whole tensor for local buckets. Asked only for tensors this rank holds a part of.
-            add_local: Called as `add_local(name, start, values)` for every range before it is
-                cast: adds in place to `values` [numel] float32, the elements from `start` on.
+            sources: Function that returns this rank's shard of a tensor, contiguous, in any
+                floating dtype, or the whole tensor for local buckets. Called only for tensors of
+                which this rank holds a part.
+            add_local: Function `add_local(name, start, values)`, called for every range before its
+                cast, that adds in place to `values` [numel] float32, the elements from `start` on.
         """
         timeline = self.timeline(self._device)
         slots = deque(self._allocate() for _ in range(self._buffers))
         in_flight: deque[_BucketInFlight] = deque()
         try:
             for bucket in self.layout.buckets:
-                # The slot's last consumer comes before it is packed again.
+                # The slot is packed again only after its last consumer.
                 timeline.begin()
                 with timeline.filling():
                     in_flight.append(self._launch(bucket, slots.popleft(), sources, add_local))
@@ -203,8 +204,8 @@ class BucketBroadcaster:
             while in_flight:
                 yield from self._finish(in_flight, slots, timeline)
         finally:
-            # An abandoned generator frees its slots: what still fills them comes before whatever
-            # the consumer's stream puts into that memory.
+            # An abandoned generator frees its slots: filling must end before the consumer's stream
+            # reuses that memory.
             timeline.end([flight.work for flight in in_flight if flight.work is not None])
 
     def _finish(
@@ -220,7 +221,7 @@ class BucketBroadcaster:
         slots.append(flight.slot)
 
     def _allocate(self) -> _Slot:
-        """Memory for the largest bucket; `packed` is also where whole tensors are assembled."""
+        """Allocate memory for the largest bucket; whole tensors are also assembled in `packed`."""
         size = max((bucket.num_bytes for bucket in self.layout.buckets), default=0)
 
         memory = (torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2))
@@ -229,7 +230,7 @@ class BucketBroadcaster:
     def _launch(
         self, bucket: Bucket, slot: _Slot, sources: ShardSource, add_local: AddLocal | None
     ) -> _BucketInFlight:
-        """Packs this rank's part and starts the bucket's collective."""
+        """Pack this rank's part and start the bucket's collective."""
         out = slot.packed if bucket.kind == "gather" else slot.full
         if bucket.kind != "broadcast" or bucket.owner == self._rank:
             self._packer.pack(bucket, out[: bucket.bytes_per_rank], sources, add_local)
@@ -245,12 +246,12 @@ class BucketBroadcaster:
 
 
 def bucket_pieces(bucket: Bucket, full: Tensor, spare: Tensor) -> tuple[WeightPiece, ...]:
-    """The pieces of a full bucket; a whole tensor that several ranks hold is made contiguous.
+    """Return the pieces of a full bucket; whole tensors from several ranks become contiguous.
 
     Args:
-        bucket: The bucket.
-        full: [bytes] uint8, what it holds.
-        spare: [bytes] uint8 of at least its size, where whole tensors are assembled.
+        bucket: Bucket of the pieces.
+        full: Contents of the bucket, [bytes] uint8.
+        spare: Memory of at least its size for assembling whole tensors, [bytes] uint8.
     """
     offsets: list[int] = []
     outs: list[Tensor] = []
@@ -275,7 +276,7 @@ def bucket_pieces(bucket: Bucket, full: Tensor, spare: Tensor) -> tuple[WeightPi
 
 
 def _parts(segment: Segment, bucket: Bucket) -> list[tuple[int, int, int]]:
-    """(byte offset in the full bucket, start, stop) of every rank's part that is not empty."""
+    """Return (byte offset in the full bucket, start, stop) of every non-empty part of a rank."""
     stride = bucket.bytes_per_rank if bucket.kind == "gather" else 0
     return [
         (rank * stride + segment.byte_offset, start, stop)

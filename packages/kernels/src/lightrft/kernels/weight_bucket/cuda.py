@@ -1,4 +1,4 @@
-"""Device buckets: a table of segments and one launch for all of them."""
+"""Device buckets: a table of segments and one launch for all."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ _ROW_WORDS = 12
 
 
 def can_run(moves: Sequence[Move]) -> bool:
-    """Whether one launch can do all of them: known casts."""
+    """Return whether one launch supports all moves: known casts."""
     return all(_operation(move) is not None for move in moves)
 
 
 def run(
     extension: ModuleType, device: torch.device, moves: Sequence[Move], hashes: Tensor | None
 ) -> None:
-    """Runs moves in device memory in one launch, queued on the current stream.
+    """Run moves in device memory in one launch, queued on the current stream.
 
     Args:
-        extension: Built with CUDA.
-        device: A GPU.
-        moves: All on it.
-        hashes: [moves] int64 on the GPU; the hash of each is added.
+        extension: Compiled module, built with CUDA.
+        device: GPU of the moves.
+        moves: Moves on the GPU.
+        hashes: [moves] int64 on the GPU, to which the hash of each is added.
     """
     words, num_tiles = build_table(moves, extension.device_tile_elements)
     if num_tiles == 0:
         return
-    # The table lives as long as the launch needs it and no longer: pinned blocks come back to
-    # torch when the copy is done, device blocks when the stream has come this far. A cache of
-    # tables would be of no use to a model with more buckets than it has room for.
+    # The table lives only as long as the launch needs it: torch reuses pinned blocks when the copy
+    # is done, and device blocks when the stream reaches this point. A cache of tables would not
+    # help a model with more buckets than its size.
     table = torch.frombuffer(words, dtype=torch.int64)
     stream = 0
     if device.type == "cuda":
@@ -60,9 +60,9 @@ def run(
 
 
 def build_table(moves: Sequence[Move], tile_elements: int) -> tuple[array[int], int]:
-    """The rows of csrc/bucket.cuh, and the number of tiles; empty moves are left out.
+    """Return the rows of csrc/bucket.cuh and the number of tiles, without empty moves.
 
-    Tiles are numbered through all segments in their order.
+    Tiles are numbered consecutively over all segments.
     """
     words = array("q")
     num_tiles = 0

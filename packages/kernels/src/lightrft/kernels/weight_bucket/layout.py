@@ -1,4 +1,4 @@
-"""The plan of weight buckets: which bytes of which tensor lie where. Pure; touches no tensor."""
+"""Plan of weight buckets: the places of each tensor's bytes. Pure; touches no tensor."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ FlatRange = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One logical tensor and who holds which part of it.
+    """Logical tensor, and the part of it that each rank holds.
 
     Args:
         name: Unique name.
         shape: Full shape.
-        dtype: The dtype it is transferred in.
-        shards: `shards[r] = (start, stop)`: the flat range of the full tensor that rank r of the
-            group holds. One entry `(0, numel)` means that every rank holds the whole tensor.
+        dtype: dtype in which it is transferred.
+        shards: Flat range `shards[r] = (start, stop)` of the full tensor that rank r of the group
+            holds. One entry `(0, numel)` means that every rank holds the whole tensor.
 
     Raises:
         ValueError: The ranges are not disjoint and ordered by rank, or do not cover the tensor.
@@ -52,7 +52,7 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Elements of the full tensor."""
+        """Number of elements of the full tensor."""
         return math.prod(self.shape)
 
     @property
@@ -62,13 +62,13 @@ class TensorSpec:
 
     @property
     def owner(self) -> int | None:
-        """The only rank that holds the tensor, or None if several or all do."""
+        """Only rank that holds the tensor, or None if several or all do."""
         holders = [rank for rank, (start, stop) in enumerate(self.shards) if stop > start]
         return holders[0] if len(self.shards) > 1 and len(holders) == 1 else None
 
     @property
     def kind(self) -> BucketKind:
-        """Way in which the tensor travels; an empty tensor never does."""
+        """Way in which the tensor is transferred; an empty tensor never is."""
         if len(self.shards) == 1 or self.numel == 0:
             return "local"
         return "gather" if self.owner is None else "broadcast"
@@ -76,14 +76,14 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The part of one tensor that lies in one bucket.
+    """Part of one tensor in one bucket.
 
     Args:
         name: Name of the tensor.
         shape: Full shape of the tensor.
-        dtype: Dtype of the bytes.
-        ranges: Flat range of the full tensor taken from each rank of the group; one entry where
-            every rank packs the same values.
+        dtype: dtype of the bytes.
+        ranges: Flat range of the full tensor from each rank of the group; one entry if every rank
+            packs the same values.
         byte_offset: Offset in every rank's part of the bucket.
     """
 
@@ -106,14 +106,15 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Segments that travel together.
+    """Segments that are transferred together.
 
     Args:
-        kind: "gather" (all-gather of equal parts), "broadcast" (from the owner) or "local".
+        kind: Transfer: "gather" (all-gather of equal parts), "broadcast" (from the owner) or
+            "local".
         owner: Group rank that holds a broadcast bucket, else None.
         bytes_per_rank: Bytes that one rank packs.
-        num_parts: Parts the full bucket consists of: the group size for "gather", else 1.
-        segments: In ascending `byte_offset`.
+        num_parts: Number of parts of the full bucket: the group size for "gather", else 1.
+        segments: Segments in ascending `byte_offset`.
     """
 
     kind: BucketKind
@@ -130,14 +131,14 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class WeightPiece:
-    """A contiguous flat range of one full tensor, on its way into an engine.
+    """Contiguous flat range of one full tensor, to be loaded into an engine.
 
     Args:
         name: Name of the tensor.
-        shape: Its full shape.
+        shape: Full shape of the tensor.
         start: Index of the first element in the flattened full tensor.
-        tensor: [numel], the elements from `start` on, in the dtype of their destination; valid
-            until the next bucket is asked for and, for an engine, until `load_weights` returns.
+        tensor: Elements from `start` on, [numel], in the dtype of their destination. It is valid
+            until the next bucket is requested and, for an engine, until `load_weights` returns.
     """
 
     name: str
@@ -153,7 +154,7 @@ class WeightPiece:
 
 @dataclass(slots=True)
 class _OpenBucket:
-    """A bucket that still takes segments."""
+    """Bucket that still takes segments."""
 
     kind: BucketKind
     owner: int | None
@@ -168,7 +169,7 @@ class _OpenBucket:
         return self.capacity_bytes - self.filled_bytes
 
     def add(self, spec: TensorSpec, ranges: tuple[FlatRange, ...], alignment: int) -> None:
-        """Appends a part of a tensor."""
+        """Append a part of a tensor."""
         largest = max(stop - start for start, stop in ranges)
         self.segments.append(Segment(spec.name, spec.shape, spec.dtype, ranges, self.filled_bytes))
         self.filled_bytes += _round_up(largest * spec.dtype.itemsize, alignment)
@@ -181,12 +182,12 @@ class _OpenBucket:
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """A complete plan; every rank of the group computes the same one.
+    """Complete plan; every rank of the group computes the same one.
 
     Args:
-        specs: The tensors, in the order given.
-        buckets: The buckets in the order of their transfer.
-        group_size: Ranks that hold shards; 1 if nothing is sharded.
+        specs: Tensors in the caller's order.
+        buckets: Buckets in the order of their transfer.
+        group_size: Number of ranks that hold shards; 1 if nothing is sharded.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -197,7 +198,7 @@ class BucketLayout:
     def plan(
         cls, specs: Iterable[TensorSpec], *, bucket_bytes: int = 256 * 2**20, alignment: int = 256
     ) -> BucketLayout:
-        """Places every tensor into buckets of at most `bucket_bytes`.
+        """Place every tensor into buckets of at most `bucket_bytes`.
 
         Tensors of one kind (and owner) fill one bucket after another, in order, each to the end:
         there are ceil(padded bytes / bucket bytes) of them. A tensor that does not fit the room
@@ -242,7 +243,7 @@ class BucketLayout:
 
 
 def _part(spec: TensorSpec, first: int, last: int) -> tuple[FlatRange, ...]:
-    """The share of every rank's shard that goes with elements [first, last) of the largest one.
+    """Return the share of each rank's shard for elements [first, last) of the largest one.
 
     No share has more elements than last - first.
     """

@@ -1,4 +1,4 @@
-"""The C++ extension: addresses and sizes in, nothing of torch crosses the border."""
+"""C++ extension, which takes addresses and sizes but no torch objects."""
 
 import importlib
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Must equal the extension's own; one built from other sources is not used.
+# Must equal the extension's version; one built from other sources is not used.
 INTERFACE_VERSION = 2
 
 _SAME_DTYPE = 0
@@ -23,14 +23,14 @@ _BYTES_PER_THREAD = 2**19
 
 
 class Move(NamedTuple):
-    """A range of memory to be copied or cast, hashed, or both; arguments are already validated.
+    """Range of memory to copy or cast, hash, or both; arguments are already validated.
 
     Args:
         source: Address of the first element.
-        destination: Where it goes, contiguous; 0 if it is only hashed.
-        num_rows, row_elements: Elements, row by row.
+        destination: Address of the contiguous destination; 0 if it is only hashed.
+        num_rows, row_elements: Number of rows, and of elements in each.
         row_stride: Elements of the source from one row to the next.
-        source_dtype, dtype: Before and after.
+        source_dtype, dtype: dtypes before and after.
         start: Index of the first element in its full tensor.
     """
 
@@ -46,7 +46,7 @@ class Move(NamedTuple):
 
 @cache
 def load_extension() -> ModuleType | None:
-    """The compiled module (`_native.pyi`); None if it is not built, or from other sources."""
+    """Return the compiled module (`_native.pyi`); None if not built, or from other sources."""
     try:
         _native = importlib.import_module("lightrft.kernels._native")
         is_usable = _native.interface_version == INTERFACE_VERSION
@@ -56,7 +56,7 @@ def load_extension() -> ModuleType | None:
 
 
 def can_run(moves: Sequence[Move]) -> bool:
-    """Whether `run` knows all of them: flat, with a known cast."""
+    """Return whether `run` supports all moves: flat, with a known cast."""
     return all(
         move.num_rows == 1
         and (move.source_dtype == move.dtype or (move.source_dtype, move.dtype) in _CAST_CODES)
@@ -65,12 +65,12 @@ def can_run(moves: Sequence[Move]) -> bool:
 
 
 def run(extension: ModuleType, moves: Sequence[Move], hashes: Tensor | None) -> None:
-    """Runs moves in host memory.
+    """Run moves in host memory.
 
     Args:
-        extension: The compiled module.
-        moves: All on the host.
-        hashes: [moves] int64; the signed hash of each, after the cast, is added.
+        extension: Compiled module.
+        moves: Moves on the host.
+        hashes: [moves] int64, to which the signed hash of each, after the cast, is added.
     """
     table = []
     num_bytes = 0
@@ -80,13 +80,13 @@ def run(extension: ModuleType, moves: Sequence[Move], hashes: Tensor | None) -> 
         table.append((source, destination, numel, code, itemsize, start))
         num_bytes += numel * max(source_dtype.itemsize, itemsize)
     threads = max(1, min(torch.get_num_threads(), num_bytes // _BYTES_PER_THREAD))
-    found = extension.run_segments(table, _bf16_nan_bits(), threads, hashes is not None)
+    hash_values = extension.run_segments(table, _bf16_nan_bits(), threads, hashes is not None)
     if hashes is not None:
-        hashes += torch.tensor(found, dtype=torch.int64)
+        hashes += torch.tensor(hash_values, dtype=torch.int64)
 
 
 @cache
 def _bf16_nan_bits() -> int:
-    """The bits torch gives every NaN when it casts to bfloat16; they depend on the CPU."""
+    """Return the bits of every NaN that torch casts to bfloat16, which depend on the CPU."""
     nan = torch.full((64,), float("nan")).to(torch.bfloat16)
     return int(nan.view(torch.int16)[0].item()) & 0xFFFF

@@ -1,4 +1,4 @@
-"""Hash, pack and unpack: checks arguments, then calls the native code or torch."""
+"""Hash, pack and unpack: checked calls of the native code or torch."""
 
 import importlib.util
 import warnings
@@ -16,17 +16,17 @@ Implementation = Literal["auto", "native", "torch"]
 _IMPLEMENTATIONS = ("auto", "native", "torch")
 
 
-# Runs moves, and adds their hashes to a tensor beside them, if there is one.
+# Runs moves, and adds their hashes to a tensor on their device, if there is one.
 _Runner = Callable[[Sequence[Move], Tensor | None], None]
 
 
 def hash_tensor(tensor: Tensor, *, start: int = 0, impl: Implementation = "auto") -> int:
-    """Position-keyed 64-bit hash of one tensor's bits; see `hash_tensors`.
+    """Return the position-keyed 64-bit hash of one tensor's bits; see `hash_tensors`.
 
     Args:
         tensor: Any shape, device and dtype of 1, 2, 4 or 8 bytes; a strided one is copied first.
         start: Index of the first element in the full logical tensor.
-        impl: "native" (C++ or CUDA), "torch", or "auto"; all give the same number.
+        impl: Implementation "native" (C++ or CUDA), "torch", or "auto"; all give the same number.
     """
     return hash_tensors([tensor], starts=[start], impl=impl)[0]
 
@@ -38,7 +38,7 @@ def hash_tensors(
     dtypes: Sequence[torch.dtype] | None = None,
     impl: Implementation = "auto",
 ) -> list[int]:
-    """Position-keyed 64-bit hashes of the bits of many tensors, in one pass and with one wait.
+    """Return position-keyed 64-bit hashes of many tensors' bits, in one pass and with one wait.
 
     A hash is additive over disjoint flat ranges: pass each range's first index as its start and add
     with `combine_hashes`. `weight_bucket/reference.py` has the formula and what it detects.
@@ -46,8 +46,8 @@ def hash_tensors(
     Args:
         tensors: Any shape, device and dtype of 1, 2, 4 or 8 bytes; strided ones are copied first.
         starts: Index of each tensor's first element in its full logical tensor; 0 if None.
-        dtypes: What is hashed is the tensor after a cast to this; None for the tensors as they are.
-        impl: "native" (C++ or CUDA), "torch", or "auto"; all give the same numbers.
+        dtypes: dtypes to which tensors are cast before hashing; None for no cast.
+        impl: Implementation "native" (C++ or CUDA), "torch", or "auto"; all give the same numbers.
 
     Returns:
         Signed 64-bit integers.
@@ -55,7 +55,7 @@ def hash_tensors(
     Raises:
         ValueError: A start is negative, a dtype has another size, lengths differ, or `impl` is
             unknown.
-        RuntimeError: "native" was asked for but has no code for the tensors' device or cast.
+        RuntimeError: "native" was requested but has no code for the tensors' device or cast.
     """
     starts = [0] * len(tensors) if starts is None else starts
     dtypes = [tensor.dtype for tensor in tensors] if dtypes is None else dtypes
@@ -99,18 +99,19 @@ def pack(
     *,
     impl: Implementation = "auto",
 ) -> None:
-    """Casts tensors (round to nearest even) into their places in a bucket.
+    """Cast tensors (round to nearest even) into their places in a bucket.
 
     Args:
-        sources: Read in flat order; contiguous, or matrices whose rows are (a column shard).
-        out: [bytes] uint8, contiguous. Bytes between segments are left as they are.
-        byte_offsets: Where each tensor goes; a multiple of its new element size.
-        dtypes: The dtype each tensor is cast to.
-        impl: "native" (C++ or CUDA), "torch", or "auto"; all write the same bits.
+        sources: Tensors, read in flat order; contiguous, or matrices with contiguous rows (a
+            column shard).
+        out: [bytes] uint8, contiguous. Bytes between segments stay unchanged.
+        byte_offsets: Offset of each tensor; a multiple of its new element size.
+        dtypes: dtype to which each tensor is cast.
+        impl: Implementation "native" (C++ or CUDA), "torch", or "auto"; all write the same bits.
 
     Raises:
         ValueError: Lengths differ, a tensor is strided, or a segment lies outside `out`.
-        RuntimeError: "native" was asked for but is not built or does not know a cast.
+        RuntimeError: "native" was requested but is not built or does not know a cast.
     """
     if not len(sources) == len(byte_offsets) == len(dtypes):
         raise ValueError(
@@ -151,17 +152,17 @@ def unpack(
     *,
     impl: Implementation = "auto",
 ) -> None:
-    """Copies ranges of a bucket into tensors of the same dtype as the bytes.
+    """Copy ranges of a bucket into tensors of the same dtype as the bytes.
 
     Args:
         bucket: [bytes] uint8, contiguous.
-        byte_offsets: Where each tensor starts; a multiple of its element size.
+        byte_offsets: Start of each tensor; a multiple of its element size.
         outs: Contiguous tensors, filled in flat order.
-        impl: As in `pack`.
+        impl: Implementation, as in `pack`.
 
     Raises:
         ValueError: Lengths differ, a tensor is strided, or a segment lies outside `bucket`.
-        RuntimeError: "native" was asked for but is not built or a tensor is not on the host.
+        RuntimeError: "native" was requested but is not built or a tensor is not on the host.
     """
     if len(byte_offsets) != len(outs):
         raise ValueError(
@@ -186,7 +187,7 @@ def unpack(
 
 
 def _torch_hashes(flats: Sequence[Tensor], moves: Sequence[Move], impl: Implementation) -> Tensor:
-    """[tensors] int64 beside them, without the extension."""
+    """Return the hashes, [tensors] int64 on their device, without the extension."""
     hash_flat = device_hasher(flats[0].device) if impl == "auto" else reference.hash_flat
     return torch.stack(
         [
@@ -198,7 +199,7 @@ def _torch_hashes(flats: Sequence[Tensor], moves: Sequence[Move], impl: Implemen
 
 @cache
 def device_hasher(device: torch.device) -> Callable[[Tensor, int], Tensor]:
-    """The Triton kernel on a GPU where it gives the definition's numbers, else plain torch."""
+    """Return the Triton kernel if it matches the definition on this GPU, else plain torch."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return reference.hash_flat
     try:
@@ -206,8 +207,8 @@ def device_hasher(device: torch.device) -> Callable[[Tensor, int], Tensor]:
 
         for dtype in (torch.bfloat16, torch.float32):
             sample = torch.arange(5000, dtype=torch.float32, device=device).to(dtype)
-            found = triton_hash.hash_flat(sample, 77)
-            if not torch.equal(found, reference.hash_flat(sample, 77)):
+            hash_value = triton_hash.hash_flat(sample, 77)
+            if not torch.equal(hash_value, reference.hash_flat(sample, 77)):
                 raise ValueError(f"it hashes {dtype} to another number")
     except Exception as err:  # noqa: BLE001 - any fault of a compiler or driver
         warnings.warn(
@@ -222,7 +223,7 @@ def device_hasher(device: torch.device) -> Callable[[Tensor, int], Tensor]:
 def _choose(
     impl: Implementation, moves: Sequence[Move], tensors: Sequence[Tensor]
 ) -> _Runner | None:
-    """Runner of moves between tensors: the extension if it is wanted and can, None for torch."""
+    """Choose the runner of moves: the extension if wanted and possible, None for torch."""
     if impl not in _IMPLEMENTATIONS:
         raise ValueError(f"unknown impl {impl!r}: expected one of {', '.join(_IMPLEMENTATIONS)}")
     if impl == "torch":
@@ -244,7 +245,7 @@ def _choose(
 
 
 def _rows(tensor: Tensor) -> tuple[int, int, int]:
-    """Rows, elements and stride of a source as it is read: flat, or a matrix of contiguous rows."""
+    """Return rows, elements and stride of a source: flat, or a matrix of contiguous rows."""
     if tensor.is_contiguous():
         return 1, tensor.numel(), 0
     if tensor.dim() != 2 or tensor.stride(1) != 1:
@@ -260,7 +261,7 @@ def _refuse_strided(tensor: Tensor, role: str) -> None:
 
 
 def _bucket_place(bucket: Tensor) -> tuple[int, int]:
-    """Address and bytes of a bucket."""
+    """Return address and bytes of a bucket."""
     if bucket.dtype != torch.uint8 or bucket.dim() != 1 or not bucket.is_contiguous():
         raise ValueError(
             f"a bucket must be a contiguous 1-D uint8 tensor: got {bucket.dtype}, shape "
@@ -280,7 +281,7 @@ def _check_segment(address: int, size: int, offset: int, numel: int, dtype: torc
 
 
 def _place(bucket: Tensor, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """A segment of a bucket, already checked, as a flat tensor of `dtype`."""
+    """Return a segment of a bucket, already checked, as a flat tensor of `dtype`."""
     if numel == 0:
         return torch.empty(0, dtype=dtype, device=bucket.device)
     return bucket[offset : offset + numel * dtype.itemsize].view(dtype)

@@ -1,6 +1,6 @@
-"""Hash, pack and unpack in plain torch: the definition that the native code must match bitwise.
+"""Hash, pack and unpack in plain torch: the definition that native code must match bitwise.
 
-The hash of a tensor is a sum over its elements, so it is the same however the tensor is cut:
+The hash of a tensor is a sum over its elements, so it does not depend on how the tensor is split:
 
     hash = sum_i M(c) * mix(bits_i XOR a(j) XOR A(c), k(j)) mod 2^64;  c, j = divmod(i, 1024)
 
@@ -12,12 +12,12 @@ with q = mix64(2^64 - 1 - j) the place j has a = q mod 2^32 and the odd k = (q >
 Q = mix64(c) the block c has A = Q >> 32 and the odd M = Q OR 1. `mix64` is SplitMix64's output
 function (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", fig. 15).
 
-What it finds: mix is injective in x and M is odd, so every change of a single element of at most 32
-bits changes the hash. A change of several elements that does not look at the keys (bits flipped,
-elements swapped, shifted, permuted, zeroed, offset) goes unnoticed with a probability of about
-2^-60, estimated from the keys being as good as random. A sum of elements times keys would lose the
-high bits, two flipped signs among them: their products leave the low bits as they were. It is no
-protection against someone who chooses weights to fit a hash.
+Detected changes: mix is injective in x and M is odd, so every change of a single element of at
+most 32 bits changes the hash. A change of several elements that is independent of the keys (bits
+flipped, elements swapped, shifted, permuted, zeroed, offset) goes unnoticed with a probability of
+about 2^-60, estimated for random keys. A plain sum of elements times keys would lose high bits, such as
+two flipped signs, whose products do not change the low bits. The hash does not protect against
+someone who chooses weights to fit it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,8 +29,8 @@ from torch import Tensor
 BLOCK_BITS = 10
 BLOCK_ELEMENTS = 1 << BLOCK_BITS
 
-# Elements mixed at a time; the int64 work space is a few times 8 bytes of this. On a processor it
-# should stay in the cache, on a GPU it must be worth a dozen launches.
+# Elements mixed at a time; the int64 work space is a few times 8 bytes of this. On a CPU it should
+# fit the cache, on a GPU it must be worth a dozen launches.
 _CHUNK_ELEMENTS = {"cpu": 2**16}
 _DEVICE_CHUNK_ELEMENTS = 2**22
 
@@ -39,7 +39,7 @@ _WORD = 2**32 - 1
 
 
 def to_signed(value: int) -> int:
-    """The signed 64-bit integer congruent to `value` mod 2^64."""
+    """Return the signed 64-bit integer congruent to `value` mod 2^64."""
     return (value + 2**63) % 2**64 - 2**63
 
 
@@ -49,18 +49,18 @@ _MIX_2 = to_signed(0x94D049BB133111EB)
 
 
 def combine_hashes(hashes: Iterable[int]) -> int:
-    """The hash of a tensor from the hashes of its disjoint flat ranges: their sum mod 2^64."""
+    """Return the hash of a tensor from those of its disjoint flat ranges: their sum mod 2^64."""
     return to_signed(sum(hashes))
 
 
 def hashed_words(tensor: Tensor, start: int) -> tuple[Tensor, int]:
-    """A contiguous tensor as flat integers of at most 32 bits, and the index of the first."""
+    """View a contiguous tensor as flat integers of at most 32 bits, with the first index."""
     flat = tensor.view(-1).view(_BIT_VIEWS[tensor.dtype.itemsize])
     return flat, start * 2 if tensor.dtype.itemsize == 8 else start
 
 
 def hash_flat(tensor: Tensor, start: int) -> Tensor:
-    """Hash of a contiguous tensor whose first element has index `start`: [] int64 beside it."""
+    """Return the hash, [] int64, of a contiguous tensor whose first index is `start`."""
     flat, start = hashed_words(tensor, start)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     chunk = _CHUNK_ELEMENTS.get(flat.device.type, _DEVICE_CHUNK_ELEMENTS)
@@ -79,7 +79,7 @@ def hash_flat(tensor: Tensor, start: int) -> Tensor:
 
 
 def _hash_blocks(bits: Tensor, first_block: int, place: int) -> Tensor:
-    """Hash of whole blocks, or of a part of one block that begins at `place`."""
+    """Return the hash of whole blocks, or of a part of one block from `place` on."""
     width = min(bits.numel(), BLOCK_ELEMENTS)
     masks, factors = key_table(bits.device)
     factor = factors[place : place + width]
@@ -98,14 +98,14 @@ def _hash_blocks(bits: Tensor, first_block: int, place: int) -> Tensor:
 
 @cache
 def key_table(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Masks and factors of the places of a block: two of [1024] int64, each below 2^32."""
+    """Return masks and factors of the places of a block, [1024] int64 each, below 2^32."""
     keys = mix64_(-1 - torch.arange(BLOCK_ELEMENTS, dtype=torch.int64))
     masks, factors = keys & _WORD, shift_right(keys, 32) | 1
     return masks.to(device), factors.to(device)
 
 
 def mix64_(x: Tensor) -> Tensor:
-    """SplitMix64's output function, in place on int64, whose products wrap mod 2^64."""
+    """Apply SplitMix64's output function in place to int64, whose products wrap mod 2^64."""
     x.add_(_GAMMA)
     x.bitwise_xor_(shift_right(x, 30)).mul_(_MIX_1)
     x.bitwise_xor_(shift_right(x, 27)).mul_(_MIX_2)
@@ -113,12 +113,12 @@ def mix64_(x: Tensor) -> Tensor:
 
 
 def shift_right(x: Tensor, num_bits: int) -> Tensor:
-    """The shift of int64 read as unsigned: [...] int64."""
+    """Shift int64 as unsigned numbers: [...] int64."""
     # int64 shifts are arithmetic: clear the copies of the sign bit.
     return (x >> num_bits).bitwise_and_((1 << (64 - num_bits)) - 1)
 
 
 def copy_segments(sources: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    """Casts each source into its flat output; arguments are already validated."""
+    """Cast each source into its flat output; arguments are already validated."""
     for source, out in zip(sources, outs, strict=True):
         out.copy_(source if source.dim() == 1 else source.reshape(-1))

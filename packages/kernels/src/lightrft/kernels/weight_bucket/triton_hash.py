@@ -1,6 +1,6 @@
 # ruff: noqa: ANN001, ANN201, PLR0913, TID253
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""The hash on a GPU whose extension was built without CUDA: one Triton kernel."""
+"""Hash on a GPU if the extension was built without CUDA: one Triton kernel."""
 
 import torch
 import triton
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from lightrft.kernels.weight_bucket.reference import BLOCK_ELEMENTS, hashed_words, key_table
 
-# Blocks that one program walks through.
+# Blocks for one program.
 _BLOCKS_PER_PROGRAM = 16
 
 
-# The block changes from call to call and says nothing about alignment.
+# The block changes from call to call and is unrelated to alignment.
 @triton.jit(do_not_specialize=["first_block"])
 def hash_blocks(
     values,
@@ -56,7 +56,7 @@ def hash_blocks(
 
 
 def hash_flat(tensor: Tensor, start: int) -> Tensor:
-    """Hash of a contiguous tensor whose first element has index `start`: [] int64 beside it."""
+    """Return the hash, [] int64, of a contiguous tensor whose first index is `start`."""
     flat, start = hashed_words(tensor, start)
     first_block, place = divmod(start, BLOCK_ELEMENTS)
     num_blocks = -(-(place + flat.numel()) // BLOCK_ELEMENTS)
