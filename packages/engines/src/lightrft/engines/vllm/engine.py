@@ -245,7 +245,7 @@ def watched_layers(model: nn.Module) -> Iterator[dict[str, list[torch.Tensor]]]:
         transformers' name of a layer -> [tokens, hidden] of each call. Empty if vLLM replays a
         recorded graph.
     """
-    found: dict[str, list[torch.Tensor]] = {}
+    calls: dict[str, list[torch.Tensor]] = {}
 
     def keep(name: str) -> Callable[[nn.Module, object, object], None]:
         def hook(module: nn.Module, inputs: object, output: object) -> None:
@@ -254,7 +254,7 @@ def watched_layers(model: nn.Module) -> Iterator[dict[str, list[torch.Tensor]]]:
             parts = output if isinstance(output, tuple) else (output,)
             tensors = [part for part in parts if isinstance(part, torch.Tensor)]
             if tensors:
-                found.setdefault(name, []).append(torch.stack(tensors).sum(dim=0).cpu())
+                calls.setdefault(name, []).append(torch.stack(tensors).sum(dim=0).cpu())
 
         return hook
 
@@ -266,7 +266,7 @@ def watched_layers(model: nn.Module) -> Iterator[dict[str, list[torch.Tensor]]]:
             prefix = "model.language_model.layers." if is_part else "model.layers."
             handles.append(module.register_forward_hook(keep(prefix + match["number"])))
     try:
-        yield found
+        yield calls
     finally:
         for handle in handles:
             handle.remove()

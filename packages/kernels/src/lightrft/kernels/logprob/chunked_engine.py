@@ -37,7 +37,7 @@ class ChunkedEngine:
     def statistics(
         self, hidden: Tensor, layer: OutputLayer, targets: Tensor, *, needs_entropy: bool
     ) -> RowStatistics:
-        """Compute statistics by blocks of the vocabulary; token blocks share each widened weight."""
+        """Compute statistics by blocks of the vocabulary; token blocks share widened weights."""
         dtype = accumulation_dtype(hidden, layer.weight, layer.bias)
         wide = hidden.to(dtype)
         blocks = token_blocks(len(hidden))

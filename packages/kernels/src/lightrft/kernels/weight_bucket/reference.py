@@ -15,9 +15,9 @@ function (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generato
 Detected changes: mix is injective in x and M is odd, so every change of a single element of at
 most 32 bits changes the hash. A change of several elements that is independent of the keys (bits
 flipped, elements swapped, shifted, permuted, zeroed, offset) goes unnoticed with a probability of
-about 2^-60, estimated for random keys. A plain sum of elements times keys would lose high bits, such as
-two flipped signs, whose products do not change the low bits. The hash does not protect against
-someone who chooses weights to fit it.
+about 2^-60, estimated for random keys. A plain sum of elements times keys would lose high bits,
+such as two flipped signs, whose products do not change the low bits. The hash does not protect
+against someone who chooses weights to fit it.
 """
 
 from collections.abc import Iterable, Sequence
