@@ -19,7 +19,7 @@ from lightrft.models.ulysses import check_same_batch, sum_over_ranks
 
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
-    """Inputs of the forward pass of one batch; the head sees the scored positions only.
+    """Inputs of the forward pass of one batch; the head sees only the scored positions.
 
     Padded: the rows as they are. Packed: one stream of the real tokens, row after row. Split: this
     rank's slice of the stream. Token t is scored from the hidden state of token t - 1.
@@ -28,21 +28,21 @@ class TokenLayout:
         shape: (batch, seq) of the batch.
         input_ids: [batch, seq], or [1, tokens] of a stream or slice, int64.
         position_ids: Like `input_ids`; counts the tokens of each sequence from 0. In right-padded
-            rows the padding counts on: a model that gets no mask takes a step other than 1 for the
-            beginning of another sequence.
+            rows the padding counts on: a model without a mask takes a step other than 1 as the
+            start of another sequence.
         attention_mask: Like `input_ids`, bool, True on real tokens.
-        rows: [scored] row of each scored token, ascending; of a split stream those whose hidden
-            states this rank computes.
-        columns: [scored] its column, at least 1.
-        targets: [scored] its token id.
-        sources: [scored] where its hidden state lies in the flattened forward pass.
+        rows: [scored] row of each scored token, ascending; in a split stream only tokens whose
+            hidden states this rank computes.
+        columns: [scored] column of each scored token, at least 1.
+        targets: [scored] id of each scored token.
+        sources: [scored] place of its hidden state in the flattened forward pass.
         is_real: [batch, seq] bool, True on real tokens of the batch.
         token_ids: [batch, seq] int64, of the batch.
         bounds: Sequences of a stream; None for padded rows.
-        own: Of a split stream whose inputs are whole, this rank's slice; None if the inputs are
-            that slice already.
+        own: This rank's slice of a split stream whose inputs are whole; None if the inputs are that
+            slice already.
         is_right_padded: No padding stands before a token. Causal attention then needs no mask: no
-            token sees what comes after it.
+            token sees later ones.
     """
 
     shape: tuple[int, int]
@@ -69,7 +69,7 @@ class TokenLayout:
             token_ids: [batch, seq] int64.
             attention_mask: [batch, seq] bool, True on real tokens.
             scored_mask: [batch, seq] bool, True on tokens to score; None scores every token that
-                has a token before it.
+                follows another one.
 
         Raises:
             ValueError: Shapes differ, or the mask marks padding or a token without predecessor.
@@ -105,13 +105,13 @@ class TokenLayout:
     ) -> Self:
         """Return the layout of one stream, or of this rank's slice of it.
 
-        The stream is filled up to a multiple of the ranks; the filling is a sequence of its own.
+        The stream is filled up to a multiple of the ranks; the filling is a separate sequence.
 
         Args:
             token_ids, attention_mask, scored_mask: As for `padded`; equal on all ranks of `group`.
-            group: The ranks that share the stream; None gives this rank all of it.
-            is_cut_late: The inputs are the whole stream: features of media are put into it before
-                it is cut.
+            group: Ranks that share the stream; None gives this rank all of it.
+            is_cut_late: Whether the inputs are the whole stream: features of media are put into it
+                before it is cut.
 
         Raises:
             ValueError: As for `padded`, or the ranks of the group hold different batches.
@@ -130,20 +130,24 @@ class TokenLayout:
         rows, columns = scored.rows, scored.columns
         stream_index = (is_real.flatten().long().cumsum(0) - 1).view_as(is_real)
         sources = stream_index[rows, columns] - 1
-        own = _own_slice(num_all, group)
+        local = _own_slice(num_all, group)
         if group is not None:
-            is_own = (sources >= own.start) & (sources < own.stop)
-            rows, columns, sources = rows[is_own], columns[is_own], sources[is_own] - own.start
+            is_local = (sources >= local.start) & (sources < local.stop)
+            rows, columns, sources = (
+                rows[is_local],
+                columns[is_local],
+                sources[is_local] - local.start,
+            )
         filling = torch.arange(num_filling, device=token_ids.device)
         is_token = torch.arange(num_all, device=token_ids.device) < num_tokens
         real = torch.nonzero_static(is_real.flatten(), size=num_tokens).squeeze(1)
         positions = torch.cat([_positions(is_real).flatten()[real], filling])
-        seen = slice(0, num_all) if is_cut_late else own
+        seen = slice(0, num_all) if is_cut_late else local
         return cls(
             shape=(token_ids.shape[0], token_ids.shape[1]),
             input_ids=F.pad(token_ids.flatten()[real], (0, num_filling))[None, seen],
             position_ids=positions[None, seen],
-            attention_mask=is_token[None, own],
+            attention_mask=is_token[None, local],
             rows=rows,
             columns=columns,
             targets=token_ids[rows, columns],
@@ -151,17 +155,17 @@ class TokenLayout:
             is_real=is_real,
             token_ids=token_ids,
             bounds=stream_bounds(lengths, token_ids.device, group),
-            own=own if is_cut_late and group is not None else None,
+            own=local if is_cut_late and group is not None else None,
         )
 
     def attention_inputs(self, *, is_causal: bool = True) -> dict[str, object]:
         """Return the inputs that tell the model which tokens see each other.
 
-        Where causality says it all there is no mask, for a mask of all pairs of positions takes
-        the square of the row's length, and kernels that read none are out of reach.
+        If causality suffices there is no mask: a mask of all pairs of positions takes the square of
+        the row's length, and rules out kernels that read none.
 
         Args:
-            is_causal: No token sees a later one, whatever the inputs.
+            is_causal: Whether no token sees a later one, whatever the inputs.
         """
         if self.bounds is not None:
             return {"sequence_bounds": self.bounds}
@@ -171,12 +175,12 @@ class TokenLayout:
 
     @property
     def rows_of_tokens(self) -> tuple[Tensor, ...]:
-        """The real tokens of each row of the batch, [tokens] int64 each."""
+        """Real tokens of each row of the batch, [tokens] int64 each."""
         pairs = zip(self.token_ids, self.is_real, strict=True)
         return tuple(tokens[mask] for tokens, mask in pairs)
 
     def place(self, rows: Sequence[Tensor]) -> Tensor:
-        """Values of each row's real tokens, [..., tokens of the row] each, as the inputs lie.
+        """Lay out values of each row's real tokens, [..., tokens of the row] each, like the inputs.
 
         Returns:
             [..., batch, seq] or [..., 1, tokens]; 0 on padding. The filling of a stream counts
@@ -192,14 +196,14 @@ class TokenLayout:
         return torch.cat([values, filling.expand(*values.shape[:-1], -1)], dim=-1).unsqueeze(-2)
 
     def select(self, hidden: Tensor) -> Tensor:
-        """Hidden states the scored tokens are predicted from: [.., tokens, h] -> [scored, h]."""
+        """Return the states that predict the scored tokens: [.., tokens, h] -> [scored, h]."""
         return hidden.flatten(0, 1)[self.sources]
 
     def read_at(self, is_read: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows and columns of some real tokens, and where their own hidden states lie, [n] each.
+        """Return rows, columns and places of hidden states of some real tokens, [n] each.
 
         Args:
-            is_read: [batch, seq] bool. Of a split stream those in this rank's slice are returned.
+            is_read: [batch, seq] bool, the tokens; in a split stream only this rank's count.
         """
         rows, columns = (is_read & self.is_real).nonzero(as_tuple=True)
         if self.bounds is None:
@@ -210,15 +214,15 @@ class TokenLayout:
             return rows, columns, places
         size = self.attention_mask.shape[1]
         places -= dist.get_rank(self.bounds.group) * size
-        is_own = (places >= 0) & (places < size)
-        return rows[is_own], columns[is_own], places[is_own]
+        is_local = (places >= 0) & (places < size)
+        return rows[is_local], columns[is_local], places[is_local]
 
     def placed(
         self, token_loss: TokenLossFunction | HeadReader
     ) -> Callable[[Tensor, Tensor | None, Tensor], Tensor] | HeadReader:
         """Return the loss as a function of indices into the scored tokens instead of their places.
 
-        A reader is told the places of the tokens that the head gives it.
+        A reader gets the places of the tokens of the head.
         """
         if isinstance(token_loss, HeadReader):
             read = token_loss.read
@@ -230,16 +234,16 @@ class TokenLayout:
         return loss
 
     def scatter(self, values: Tensor) -> Tensor:
-        """Return one value per scored token back into [batch, seq]; all other entries are 0.
+        """Put one value per scored token back into [batch, seq]; all other entries are 0.
 
-        Of a split stream every rank gets the values of all ranks. Collective then.
+        In a split stream every rank gets the values of all ranks. Collective then.
         """
-        # Not a view of a flat tensor: FSDP2 attaches hooks to what a module returns.
+        # A new tensor, not a view: FSDP2 attaches hooks to the output of a module.
         placed = values.new_zeros(self.shape).index_put((self.rows, self.columns), values)
         return self.join(placed)
 
     def join(self, sums: Tensor) -> Tensor:
-        """Sum over this rank's tokens as sums over all tokens; collective for a split stream."""
+        """Turn sums over this rank's tokens into sums over all; collective for a split stream."""
         if self.bounds is None or self.bounds.group is None:
             return sums
         return sum_over_ranks(sums, self.bounds.group)
@@ -251,7 +255,7 @@ class LayoutPolicy:
 
     Args:
         packs_samples: Lay batches out as streams.
-        sp_group: The ranks that share one stream; implies packing. None does not split.
+        sp_group: Ranks that share one stream; implies packing. None does not split.
     """
 
     packs_samples: bool = False
@@ -268,7 +272,7 @@ class LayoutPolicy:
 
     @property
     def sp_size(self) -> int:
-        """Ranks that share one stream."""
+        """Number of ranks that share one stream."""
         return 1 if self.sp_group is None else dist.get_world_size(self.sp_group)
 
     def lay_out(
@@ -289,11 +293,11 @@ class LayoutPolicy:
 
 @dataclass(frozen=True, slots=True)
 class _ScoredTokens:
-    """Tokens to score, and what the host has to know of a batch.
+    """Tokens to score, and the batch's facts that the host needs.
 
     Args:
         mask: [batch, seq] bool.
-        rows, columns: [scored] int64, their places, ascending.
+        rows, columns: [scored] int64, places of the tokens, ascending.
         lengths: Real tokens of each row.
         is_right_padded: No padding stands before a token.
     """
@@ -306,7 +310,7 @@ class _ScoredTokens:
 
 
 def _own_slice(num_tokens: int, group: ProcessGroup | None) -> slice:
-    """Return the tokens of a stream that this rank of `group` has."""
+    """Return the slice of a stream's tokens that this rank of `group` has."""
     if group is None:
         return slice(0, num_tokens)
     size, rank = num_tokens // dist.get_world_size(group), dist.get_rank(group)
@@ -316,7 +320,7 @@ def _own_slice(num_tokens: int, group: ProcessGroup | None) -> slice:
 def _scored_tokens(
     token_ids: Tensor, attention_mask: Tensor, scored_mask: Tensor | None
 ) -> _ScoredTokens:
-    """See `TokenLayout.padded`; waits for the device once."""
+    """Find the tokens to score, as `TokenLayout.padded`; waits for the device once."""
     for name, mask in (("attention_mask", attention_mask), ("scored_mask", scored_mask)):
         if mask is not None and (mask.shape != token_ids.shape or token_ids.dim() != 2):
             raise ValueError(
@@ -351,13 +355,13 @@ def stream_bounds(
 ) -> SequenceBounds:
     """Return the bounds of sequences in one stream, on the device."""
     offsets = tuple(accumulate(lengths, initial=0))
-    # From the host's ordinary memory a copy would wait for what the device has to do.
-    given = torch.tensor(offsets, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return SequenceBounds(offsets, given.to(device, non_blocking=True), group)
+    # Pinned: a copy from ordinary host memory would wait for the device's queue.
+    host = torch.tensor(offsets, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return SequenceBounds(offsets, host.to(device, non_blocking=True), group)
 
 
 def pad_rows(texts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids [batch, seq] int64, right-padded with 0, and what is no padding [batch, seq]."""
+    """Return token ids [batch, seq] int64, right-padded with 0, and the mask of real tokens."""
     lengths = torch.tensor([len(text) for text in texts])
     mask = torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
     token_ids = torch.zeros(mask.shape, dtype=torch.int64)

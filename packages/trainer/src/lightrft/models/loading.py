@@ -47,14 +47,14 @@ DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
 }
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
-# Of a head beside a trunk: transformers has sequence classifiers of hardly any vision-language
-# model, and none that pool.
+# File of a head beside a trunk: transformers has sequence classifiers for hardly any
+# vision-language model, and none that pool.
 SCORE_FILE = "score.safetensors"
 # Output layers of other tasks, which a trunk leaves in the file.
 OTHER_HEADS = ("lm_head.*", "language_model.lm_head.*", "score.*", "classifier.*", "v_head.*")
 _MAX_LISTED_NAMES = 5
 _END_OF_ARGUMENTS = "{#- arguments of the run +#}"
-# Of a vocabulary.
+# Largest vocabulary.
 MAX_TOKENS = 2**24
 
 
@@ -81,7 +81,7 @@ def load_config(path: str) -> PretrainedConfig:
 
 
 def common_fields(config: PretrainedConfig) -> dict[str, object]:
-    """Return the fields of a configuration, also by the names that most models have for them."""
+    """Return the fields of a configuration, also under the names that most models use."""
     fields: dict[str, object] = config.to_dict()
     text = config.get_text_config()
     if text is not config:
@@ -94,11 +94,11 @@ def load_tokenizer(path: str, config: TemplateOptions | None = None) -> PreTrain
 
     Args:
         path: Path of the checkpoint.
-        config: Its options `chat_template` and `chat_template_args` count.
+        config: Options; `chat_template` and `chat_template_args` are read.
 
     Raises:
-        ConfigError: There is no such template, or it takes no such argument.
-        ModelLoadError: It is missing or unreadable.
+        ConfigError: The template does not exist or lacks an argument.
+        ModelLoadError: The tokenizer is missing or unreadable.
     """
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     if (Path(path) / files[0]).exists():
@@ -112,14 +112,14 @@ def load_tokenizer(path: str, config: TemplateOptions | None = None) -> PreTrain
 def chosen_template(config: TemplateOptions, own: str | None) -> str | None:
     """Return the chat template of a run, which sets its arguments itself.
 
-    So whatever renders by it, the saved model included, renders alike.
+    So everything that uses it, the saved model included, renders alike.
 
     Args:
-        config: Its options `chat_template` and `chat_template_args` count.
-        own: The template that was saved with the model.
+        config: Options; `chat_template` and `chat_template_args` are read.
+        own: Template that was saved with the model.
 
     Raises:
-        ConfigError: There is no such template, or it takes no such argument.
+        ConfigError: The template does not exist or lacks an argument.
     """
     if config.chat_template is not None:
         file = Path(config.chat_template)
@@ -137,18 +137,18 @@ def chosen_template(config: TemplateOptions, own: str | None) -> str | None:
         sets += f"{{%- set {name} = {json.dumps(value)} +%}}"
     if not sets or own is None:
         return own
-    # Behind those of the run that the model comes from, which would win otherwise.
+    # Behind the arguments of the run that made the model, which would win otherwise.
     before, _, rest = own.rpartition(_END_OF_ARGUMENTS)
     return f"{before}{sets}{_END_OF_ARGUMENTS}{rest}"
 
 
 def read_template(file: Path) -> str:
-    """Return the text of a chat template; raises a ConfigError if it is none."""
+    """Return the text of a chat template; raise a ConfigError if it is none."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     try:
         text = read_text(file)
-        # Only parsed: to compile it computes its constants, which may take all memory.
+        # Only parsed: compiling computes its constants, which may take all memory.
         _compile_jinja_template("").environment.parse(text)
     except Exception as err:  # whatever Jinja raises: it is no package of this layer
         raise ConfigError(f"chat_template: {file} is no Jinja template: {err}") from err
@@ -156,7 +156,7 @@ def read_template(file: Path) -> str:
 
 
 def _require_bounded(file: Path) -> None:
-    """Raise a ModelLoadError for numbers after which tokenizers would take as much memory."""
+    """Raise a ModelLoadError for numbers that make tokenizers take as much memory."""
 
     def numbers(value: object) -> Iterator[int]:
         items = value.values() if isinstance(value, dict) else value
@@ -180,13 +180,13 @@ def _require_bounded(file: Path) -> None:
 
 
 def read_generation_config(path: str) -> tuple[GenerationConfig | None, str]:
-    """Return the generation config of a checkpoint in a form that can be written, and what is odd.
+    """Return a checkpoint's generation config in writable form, and a note on what is odd.
 
-    Sampling options without do_sample describe sampling: do_sample becomes true. Whatever else
-    transformers would not write is left out.
+    Sampling options without do_sample describe sampling: do_sample becomes true. Other settings
+    that transformers would not write are left out.
 
     Returns:
-        None and "" without one; None and the reason for one that transformers does not read.
+        None and "" without a file; None and the reason for a file that transformers cannot read.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -207,7 +207,7 @@ def read_generation_config(path: str) -> tuple[GenerationConfig | None, str]:
 
 
 def _writable(config: GenerationConfig) -> tuple[GenerationConfig, str]:
-    """Return the same settings as far as transformers writes them, and a line about the others."""
+    """Return the settings that transformers writes, and a line about the others."""
 
     def is_valid(settings: dict[str, object]) -> bool:
         try:
@@ -238,7 +238,7 @@ def load_processor(path: str) -> ProcessorMixin:
     """Return the converter of texts, images and videos into inputs of a vision-language model.
 
     Raises:
-        ModelLoadError: It is missing or unreadable, or packages that it needs are missing.
+        ModelLoadError: It is missing or unreadable, or lacks packages.
     """
     files = ("processor_config.json", "preprocessor_config.json")
     try:
@@ -263,7 +263,7 @@ def _read(
             path, trust_remote_code=False, local_files_only=_only_local(path)
         )
         if isinstance(made, PreTrainedTokenizerBase):
-            made("a")  # settings of a wrong type show where they are used
+            made("a")  # settings of a wrong type show only in use
         return made
     except ImportError:
         raise
@@ -279,7 +279,7 @@ def _read(
 
 
 def _has_vocabulary(path: str) -> bool:
-    """Return whether a folder has more of a tokenizer than settings; True of what is no folder."""
+    """Return whether a folder has more of a tokenizer than settings; True for no folder."""
     patterns = ("tokenizer.json", "tokenizer.model", "vocab*", "*.tiktoken", "*.model")
     folder = Path(path)
     return not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in patterns)
@@ -294,7 +294,7 @@ def load_causal_lm(
         path: Directory of a checkpoint, or a model id of the Hugging Face hub.
         dtype: A key of `DTYPES`.
         allow_new_weights: Patterns of tensor names (`score.*`) that may be missing, of another
-            shape, or unexpected. What the model needs of them is initialised anew, with the same
+            shape, or unexpected. Those that the model needs are initialised anew, with equal
             numbers in every process and every model that is loaded from this path.
 
     Raises:
@@ -311,9 +311,9 @@ def load_causal_lm(
 def load_trunk(
     path: str, *, dtype: str = "float32", allow_new_weights: Sequence[str] = ()
 ) -> PreTrainedModel:
-    """Return a model up to its last hidden states; arguments and errors as for `load_causal_lm`.
+    """Return a model up to its last hidden states; arguments and errors as `load_causal_lm`.
 
-    Output layers in the file are left there.
+    Output layers in the file are not loaded.
     """
     return load_model(AutoModel, path, dtype, allow_new_weights, left_out=OTHER_HEADS)
 
@@ -321,7 +321,7 @@ def load_trunk(
 def save_pretrained(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: str | Path
 ) -> None:
-    """Write config, weights and, if given, the tokenizer as one checkpoint directory."""
+    """Write config, weights and the tokenizer, if there is one, as a checkpoint directory."""
     with deepspeed_unless_used():
         model.save_pretrained(directory)
     if tokenizer is not None:
@@ -347,10 +347,10 @@ def load_model(
     """Return a model of any kind; see `load_causal_lm`.
 
     Args:
-        auto_class: Chooses the kind.
-        path, dtype, allow_new_weights: See `load_causal_lm`; None is for models in which nothing
-            may be new.
-        left_out: Patterns of tensors that may stand in the file unused.
+        auto_class: Class that fixes the kind.
+        path, dtype, allow_new_weights: See `load_causal_lm`; None is for models where no weight may
+            be new.
+        left_out: Patterns of tensors in the file that may stay unused.
         num_labels: Outputs of a classifier; None takes those of the file.
     """
     options: dict[str, object] = {
@@ -365,7 +365,7 @@ def load_model(
     _require(path, WEIGHT_PATTERNS, "weights")
     is_on_meta = is_building_on_meta()
     if is_on_meta:
-        # What is in no file would get no memory.
+        # Weights that are in no file would get no memory.
         allow_new_weights, left_out = None, (*left_out, *(allow_new_weights or ()))
     fits = _Fit(path, allow_new_weights, left_out)
     with _one_line_errors(path):
@@ -386,7 +386,7 @@ def load_model(
 
 @contextmanager
 def _one_line_errors(path: str) -> Iterator[None]:
-    """Turns whatever goes wrong in libraries into a ModelLoadError that names the path."""
+    """Turn any error of the libraries into a ModelLoadError that names the path."""
     try:
         yield
     except ModelLoadError:
@@ -406,13 +406,13 @@ def _one_line_errors(path: str) -> Iterator[None]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Leave out the table that transformers prints about tensors that do not fit."""
-    found = logging.getLogger("transformers.modeling_utils")
-    was_disabled, found.disabled = found.disabled, True
+    """Suppress the table that transformers prints about tensors that do not fit."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    was_disabled, logger.disabled = logger.disabled, True
     try:
         yield
     finally:
-        found.disabled = was_disabled
+        logger.disabled = was_disabled
 
 
 class _Fit:
@@ -420,8 +420,8 @@ class _Fit:
 
     Args:
         path: Path of the checkpoint.
-        new: Patterns of names that need not fit; None where nothing can be new.
-        left_out: Patterns of names that may stand in the file unused.
+        new: Patterns of names that need not fit; None where no weight may be new.
+        left_out: Patterns of names in the file that may stay unused.
     """
 
     def __init__(self, path: str, new: Sequence[str] | None, left_out: Sequence[str]) -> None:
@@ -436,8 +436,8 @@ class _Fit:
         unexpected: Iterable[str],
         mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]],
     ) -> None:
-        """Raise a ModelLoadError that names every tensor that does not fit, up to a few."""
-        # A trunk has the names of the whole model without their first part.
+        """Raise a ModelLoadError that names the tensors that do not fit, up to a few."""
+        # Names in a trunk lack the first part of those in the whole model.
         prefix = f"{model.base_model_prefix}."
 
         def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -453,7 +453,7 @@ class _Fit:
             ],
         }
         texts = [
-            f"{len(found)} {kind} ({_listed(found)})" for kind, found in kinds.items() if found
+            f"{len(names)} {kind} ({_listed(names)})" for kind, names in kinds.items() if names
         ]
         if texts:
             raise ModelLoadError(
@@ -463,7 +463,7 @@ class _Fit:
             )
 
     def check_files(self, model: PreTrainedModel) -> None:
-        """The same for a model that is built without memory, from the headers of its files."""
+        """Check a model that is built without memory, from the headers of its files."""
         files = WeightFiles(Path(self._path), model)
         for names in tied_parameter_names(model).items():
             if files.names.issuperset(names) and not files.are_equal(*names):
@@ -486,12 +486,12 @@ class _Fit:
                 if name in files.names and files.shape(name) != shape
             ],
         )
-        # As `from_pretrained` does: a model is saved by the names that it was read by.
+        # As `from_pretrained` does: a model is saved under the names that it was read by.
         model._weight_conversions = files.conversions
 
 
 def _own_up_to_ties(model: PreTrainedModel) -> None:
-    """Make the configuration say so where the files have a head of its own against its word."""
+    """Correct the configuration if it claims tied weights but the files have a separate head."""
     head = model.get_output_embeddings()
     if head is None or head.weight is model.get_input_embeddings().weight:
         return
@@ -503,10 +503,10 @@ def _own_up_to_ties(model: PreTrainedModel) -> None:
 def _with_weights(
     auto_class: AutoClass, path: str, options: Mapping[str, object], fits: _Fit
 ) -> PreTrainedModel:
-    """Return a model with the weights of its files, which have to fit it."""
+    """Return a model with the weights of its files, which must fit it."""
     model: PreTrainedModel
     with _quietly(), torch.random.fork_rng():
-        # New weights: alike in all processes, and in an actor and its reference.
+        # New weights are equal in all processes, and in an actor and its reference.
         torch.manual_seed(torch.initial_seed())
         model, report = auto_class.from_pretrained(
             path,
@@ -530,7 +530,7 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def _only_local(path: str) -> bool:
-    """Whether only files of this machine can be had; asks the hub only about its own names."""
+    """Return whether to use only local files; asks the hub only about names of the hub."""
     if Path(path).is_dir():
         return True
     said_once(f"looking for {path} in the hub and its cache", by_workers=True)

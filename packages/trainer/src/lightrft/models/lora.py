@@ -1,4 +1,4 @@
-"""Low-rank adapters on a frozen policy, by peft; the one module that imports it.
+"""Low-rank adapters on a frozen policy, by peft; the only module that imports it.
 
     W' = W + s B A,  s = alpha / rank,  A [rank, in], B [out, rank], B = 0 at first
 
@@ -44,7 +44,7 @@ from lightrft.strategy.meta_init import on_host, parameters_on_meta
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
 
 ALL_LINEAR = "all-linear"
-# Layers that an error about others does not name.
+# Layer types that the error about other layers does not name.
 _TAKEN = nn.Embedding | nn.Linear
 ADAPTER = "default"
 BASE = BASE_LAYER
@@ -52,7 +52,7 @@ FIRST, SECOND = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 
 
 class LoraModel(SequenceModel):
-    """A model whose linear layers are frozen and carry trained adapters.
+    """Model whose linear layers are frozen and carry trained adapters.
 
     Attributes:
         whole: Children of the model that are trained whole, and saved with the adapters.
@@ -66,10 +66,9 @@ class LoraModel(SequenceModel):
         """Freeze a model and put adapters on its layers.
 
         Args:
-            model: Is changed in place.
-            config: Its options `lora_rank`, `lora_alpha`, `lora_dropout` and `target_modules` say
-                which layers get adapters, and of what size; `seed` fixes the first factors, on
-                every rank.
+            model: Model to change in place.
+            config: Options; `lora_rank`, `lora_alpha`, `lora_dropout` and `target_modules` define
+                the adapters' layers and sizes; `seed` fixes the first factors, on every rank.
 
         Raises:
             ImportError: peft is not installed.
@@ -82,17 +81,17 @@ class LoraModel(SequenceModel):
         self.coverage = adapter_coverage(model, self.whole)
 
     def gradient_checkpointing_enable(self) -> None:
-        """See `SequenceModel`; inputs of the first block must carry gradients to its adapters."""
+        """Enable checkpointing; inputs of the first block must carry gradients to its adapters."""
         super().gradient_checkpointing_enable()
         self.pretrained.enable_input_require_grads()
 
     @contextmanager
     def adapters_off(self) -> Iterator[None]:
-        """The model without its adapters in the body, where nothing may need a gradient."""
+        """Run the model in the body without its adapters; nothing there may need a gradient."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         layers = [layer for layer in self.modules() if isinstance(layer, BaseTunerLayer)]
-        # Not by `enable_adapters`, which also freezes parameters that a strategy has sharded.
+        # `enable_adapters` would also freeze parameters that a strategy has sharded.
         for layer in layers:
             layer._disable_adapters = True
         try:
@@ -102,7 +101,7 @@ class LoraModel(SequenceModel):
                 layer._disable_adapters = False
 
     def merged_source(self, source: ParameterSource) -> ParameterSource:
-        """See strategy's `AdaptedModel`; one collective for all adapters."""
+        """Return the source of the merged weights; one collective for all adapters."""
         entries = source.parameters()
         factors = _gather([entry for entry in entries if is_factor(entry.checkpoint_name)], source)
         adapted = {name.removesuffix(FIRST) for name in factors if name.endswith(FIRST)}
@@ -127,19 +126,19 @@ class LoraModel(SequenceModel):
         return ParameterSource(source.owner, merged, source.group, source.tied_names, add_local)
 
     def adapter_source(self, source: ParameterSource) -> ParameterSource:
-        """See strategy's `AdaptedModel`; the base lies where training has it, s B is a copy."""
+        """Return the source of base and adapters; the base is training's, s B is a copy."""
         return replace(
             source, entries=tuple(_apart(entry, self.scale) for entry in source.parameters())
         )
 
     def adapter_shape(self) -> AdapterShape:
-        """See strategy's `AdaptedModel`."""
+        """Return the rank and the layers of the adapters."""
         names = (name for name, _ in self.pretrained.named_parameters() if name.endswith(FIRST))
         layers = tuple(name.removesuffix(FIRST) for name in names)
         return AdapterShape(self.rank, layers)
 
     def merged_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See `lightrft.strategy.weight_sync.parameter_source.AdaptedModel`."""
+        """Return a state with the adapters merged into the base weights."""
         merged: dict[str, Tensor] = {}
         for name, value in state.items():
             if is_factor(name):
@@ -154,11 +153,11 @@ class LoraModel(SequenceModel):
         return merged
 
     def save_adapters(self, state: Mapping[str, Tensor], folder: Path) -> None:
-        """See `AdaptedModel`: PEFT's files, which vLLM reads, too."""
+        """Write the adapters as PEFT's files, which vLLM reads, too."""
         prefix = pretrained_prefix(self) or ""
         inner = {name.removeprefix(prefix): value for name, value in state.items()}
         tensors = {
-            # The inner name as PEFT's own wrapper has it, which adds no name of the adapter.
+            # The inner name as in PEFT's wrapper, which adds no name of the adapter.
             f"{PREFIX}{name.replace(f'.{ADAPTER}.', '.')}": value
             for name, value in inner.items()
             if is_factor(name) or is_below(name, self.whole)
@@ -168,7 +167,7 @@ class LoraModel(SequenceModel):
 
 
 class LoraActor(LoraModel, Actor):
-    """An actor with adapters; see `LoraModel` and `Actor`."""
+    """Actor with adapters; see `LoraModel` and `Actor`."""
 
     def __init__(self, model: PreTrainedModel, config: BuildOptions) -> None:
         super().__init__(model)
@@ -179,15 +178,15 @@ def add_product(values: Tensor, start: int, first: Tensor, second: Tensor, *, sc
     """Add scale * (second @ first), flattened, from element `start` on, in place.
 
     The sum over the rank runs in float64 in a fixed order, where products of float32 numbers are
-    exact: an element has the same bits whatever range it is computed in, on every device. Hashes
-    of the source and of what is sent rest on this.
+    exact. So an element has the same bits for every range and device. Hashes of the source and of
+    the sent weights rely on this.
 
     Args:
         values: [numel] float32.
         start: Index of its first element in the flattened [out, in] product.
         first: [rank, in].
         second: [out, rank].
-        scale: Of the product.
+        scale: Factor of the product.
     """
     width = first.shape[1]
     first_row, stop = start // width, start + values.numel()
@@ -202,7 +201,7 @@ def add_product(values: Tensor, start: int, first: Tensor, second: Tensor, *, sc
 
 
 def _inject(model: PreTrainedModel, config: BuildOptions, whole: Sequence[str]) -> SavesPretrained:
-    """Put the adapters into the layers; their description."""
+    """Put the adapters into the layers; return their description."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -226,7 +225,7 @@ def _inject(model: PreTrainedModel, config: BuildOptions, whole: Sequence[str]) 
     with torch.random.fork_rng(devices=[]), parameters_on_meta(False), on_host(model):
         torch.manual_seed(config.seed)
         inject_adapter_in_model(adapters, model, adapter_name=ADAPTER)
-    # Afterwards: it would make copies of them.
+    # Set afterwards: peft would make copies of these modules.
     adapters.modules_to_save = [*whole] or None
     bound = [name for name, _ in model.named_parameters() if name.endswith(FIRST)]
     if len(bound) != len(names):
@@ -242,15 +241,15 @@ def _inject(model: PreTrainedModel, config: BuildOptions, whole: Sequence[str]) 
 def target_layers(
     model: nn.Module, targets: Sequence[str], *, frozen: Sequence[str] = ()
 ) -> list[str]:
-    """Return names of the linear layers that the targets mean, without those below frozen prefixes.
+    """Return the names of the target linear layers, without those below frozen prefixes.
 
     A target is the last name of layers, or a regular expression for their whole names:
-    `language_model.*` are those of a vision-language model's text.
+    `language_model.*` names the text layers of a vision-language model.
 
     Raises:
-        ConfigError: A target names no linear layer; the message lists the names there are.
+        ConfigError: A target names no linear layer; the message lists the existing names.
     """
-    # The output projection of a policy is no layer of the body, and has no adapters.
+    # A policy's output projection is not in the body, and has no adapters.
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     linear = [
         name
@@ -260,15 +259,15 @@ def target_layers(
     if ALL_LINEAR in targets:
         chosen = set(linear)
     else:
-        found = {t: {n for n in linear if _is_meant(n, t)} for t in targets}
-        unbound = [target for target, names in found.items() if not names]
+        matches = {t: {n for n in linear if _is_meant(n, t)} for t in targets}
+        unbound = [target for target, names in matches.items() if not names]
         if unbound:
             known = sorted({name.rsplit(".", 1)[-1] for name in linear})
             raise ConfigError(
                 f"target_modules: no linear layer is called {', '.join(unbound)}; the model has "
                 f"{', '.join(known)}, or give {ALL_LINEAR}"
             )
-        chosen = set().union(*found.values())
+        chosen = set().union(*matches.values())
     chosen = {name for name in chosen if not has_prefix(name, frozen)}
     if not chosen:
         raise ConfigError(
@@ -291,10 +290,10 @@ def _other_layers(model: nn.Module) -> str:
 
 
 def adapter_coverage(model: PreTrainedModel, whole: Sequence[str] = ()) -> str:
-    """Return one line about the layers with adapters and the matrices of the body without.
+    """Return one line about the layers with adapters and the body's matrices without.
 
     Args:
-        model: With adapters.
+        model: Model with adapters.
         whole: Children that are trained whole.
     """
     names = {name for name, _ in model.named_parameters() if name.endswith(FIRST)}
@@ -328,12 +327,12 @@ def _apart(entry: SourceParameter, scale: float) -> SourceParameter:
     name = entry.checkpoint_name.replace(BASE, "")
     if not is_factor(name):
         return replace(entry, checkpoint_name=name)
-    own = name.replace(f".{ADAPTER}.", ".")
+    plain_name = name.replace(f".{ADAPTER}.", ".")
     if name.endswith(FIRST):
-        return replace(entry, checkpoint_name=own)
-    # Of an engine's B the scale is a part; rounded once, when it is sent.
+        return replace(entry, checkpoint_name=plain_name)
+    # An engine's B includes the scale; it is rounded once, when it is sent.
     scaled = entry.local_shard.float() * scale
-    return replace(entry, checkpoint_name=own, local_shard=scaled, is_aliasable=False)
+    return replace(entry, checkpoint_name=plain_name, local_shard=scaled, is_aliasable=False)
 
 
 def is_factor(name: str) -> bool:
@@ -357,9 +356,9 @@ def _gather(factors: Sequence[SourceParameter], source: ParameterSource) -> dict
         for rank in range(num_ranks)
     ]
     device = transfer_device(source.group)
-    own = torch.cat([entry.local_shard.float() for entry in sharded]).to(device)
+    local = torch.cat([entry.local_shard.float() for entry in sharded]).to(device)
     padded = torch.zeros(max(map(sum, sizes)), device=device)
-    padded[: own.numel()] = own
+    padded[: local.numel()] = local
     parts = [torch.empty_like(padded) for _ in range(num_ranks)]
     dist.all_gather(parts, padded, group=source.group)
     pieces = [

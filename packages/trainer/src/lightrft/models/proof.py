@@ -1,15 +1,15 @@
-"""The proof at load: a prepared model computes what its own, unmodified forward pass computes.
+"""Proof at load: a prepared model computes the same as its unmodified forward pass.
 
-On a few ragged rows of random tokens, in the run's dtype and through whatever a strategy has put
-around the model, the logprobs of each token (of models without logits: projections of hidden
-states) are compared with those of the model's own forward pass of that row alone, by the attention
-that the model's authors wrote ("eager").
+A few ragged rows of random tokens run in the run's dtype through everything that a strategy has put
+around the model. The logprobs of each token (projections of hidden states, for models without
+logits) are compared with the model's own forward pass on that row alone, with the attention that
+the model's authors wrote ("eager").
 
-How much is rounding follows from the model: its own pass is repeated with the output of every layer
-changed by one unit in the last place, up or down at random. The limit between two ways of a pass is
-`FACTOR` times what that changes; where the same hidden states are computed in the same way twice
-(two heads over them, rows beside other ones), once what it changes. To both `FLOOR` roundings of
-the largest logit in float32 are added.
+The model itself shows how large rounding is: its own pass is repeated with the output of every
+layer changed by one unit in the last place, up or down at random. The limit between two ways of
+computing a pass is `FACTOR` times the effect of that. If the same hidden states are computed in the
+same way twice (two heads over them, rows beside other ones), the limit is once the effect. To both,
+`FLOOR` roundings of the largest logit in float32 are added.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ FACTOR, FLOOR, FURTHER_DRAWS = 8.0, 64.0, 4
 
 
 class Proof:
-    """The passes of one model over the rows; collective.
+    """Passes of one model over the rows; collective.
 
     Args:
-        model: Prepared; its modes, layout and attention are put back after each pass.
-        context: The ranks, which all pass the same rows and agree on every distance.
+        model: Prepared model; its modes, layout and attention are restored after each pass.
+        context: Ranks, which all pass the same rows and agree on every distance.
     """
 
     def __init__(self, model: nn.Module, context: DistributedContext) -> None:
@@ -60,67 +60,67 @@ class Proof:
         self._largest, self._draws = 1.0, 0
         with self._attending(EAGER):
             self.expected = [self._own(row) for row in self.rows]
-        # Of a layer's rounding, and of sums of logits in float32.
+        # Rounding of a layer, and of sums of logits in float32.
         self.unit, self.floor = 0.0, 0.0
         self.measure_rounding(self.rows[:1], 1)
 
     def limit(self, *, is_same_way: bool = False) -> float:
-        """Return the largest distance that is rounding; arguments as for `exceeds`."""
+        """Return the largest distance that counts as rounding; arguments as for `exceeds`."""
         return (1.0 if is_same_way else FACTOR) * self.unit + self.floor
 
     def measure_rounding(self, rows: Sequence[Tensor], num_draws: int) -> None:
-        """Measure by further draws on the first rows; the largest change counts."""
-        found = [0.0]
+        """Measure rounding by further draws on the first rows; the largest change counts."""
+        changes = [0.0]
         with self._attending(EAGER):
             for _ in range(num_draws):
                 self._draws += 1
                 with _rounded_otherwise(self._draws):
                     pairs = zip(rows, self.expected, strict=False)
-                    found += [_distance(self._own(row), expected) for row, expected in pairs]
-        self.unit = max(self.unit, self._agreed(max(found)))
+                    changes += [_distance(self._own(row), expected) for row, expected in pairs]
+        self.unit = max(self.unit, self._agreed(max(changes)))
         self.floor = self._agreed(FLOOR * torch.finfo(torch.float32).eps * self._largest)
 
     def exceeds(self, found: float, *, is_same_way: bool = False) -> bool:
         """Return whether a distance is more than rounding; close calls are measured again.
 
         Args:
-            found: The distance.
-            is_same_way: Hidden states were computed in the same way twice.
+            found: Distance to judge.
+            is_same_way: Whether hidden states were computed in the same way twice.
         """
-        # Written so that NaN is more.
+        # Written so that NaN exceeds.
         if not found <= self.limit(is_same_way=is_same_way) and self._draws == 1:
-            # All rows: in some, a rounding may send a token to another expert.
+            # On all rows: in some of them rounding may send a token to another expert.
             self.measure_rounding(self.rows, FURTHER_DRAWS)
         return not found <= self.limit(is_same_way=is_same_way)
 
     def numbers(self, found: float, *, is_same_way: bool = False) -> str:
-        """Return a distance beside what is rounding; arguments as for `exceeds`."""
+        """Return a text of a distance and its limit; arguments as for `exceeds`."""
         what = "d log p" if isinstance(self.inner, Actor) else "d of hidden states"
         limit = self.limit(is_same_way=is_same_way)
         return f"max |{what}| = {found:.2g}, at most {limit:.2g} is rounding"
 
     @property
     def is_finite(self) -> bool:
-        """Return whether the model's own pass gives numbers, and so anything can be proved."""
+        """Whether the model's own pass gives finite numbers, so that a proof is possible."""
         is_finite = all(bool(row.isfinite().all()) for row in self.expected)
         return self._agreed(0.0 if is_finite else 1.0) == 0.0
 
     def distances_of_parts(self) -> tuple[float, float]:
-        """Distances of the head from the model's own, and of the attention from the authors'."""
-        own = self._own(self.rows[0])
-        head = _distance(self._as_run(self.rows[:1])[0], own)
-        return self._agreed(head), self._agreed(_distance(own, self.expected[0]))
+        """Return the distances of head and attention from the model's own and the authors'."""
+        plain = self._own(self.rows[0])
+        head = _distance(self._as_run(self.rows[:1])[0], plain)
+        return self._agreed(head), self._agreed(_distance(plain, self.expected[0]))
 
     def distance_of_layout(self, *, is_training: bool = False) -> float:
-        """The distance of rows that are laid out together, in training mode or not, from alone."""
+        """Return the distance of rows in one pass from rows alone, in training mode or not."""
         together = self._as_run(self.rows, is_training=is_training)
         pairs = zip(together, self.expected, strict=True)
         return self._agreed(max(_distance(*pair) for pair in pairs))
 
     def hold_noise(self) -> float:
-        """The distance in training mode, with modules that draw noise there kept in evaluation.
+        """Return the distance in training mode, with modules that draw noise kept in evaluation.
 
-        For good: a ratio to another pass would be of two random models.
+        They stay so for good: ratios to another pass would compare two random models.
         """
         with _drawing_modules(self.context.device) as noisy:
             distance = self.distance_of_layout(is_training=True)
@@ -135,7 +135,7 @@ class Proof:
         return self.distance_of_layout(is_training=True)
 
     def leak_between_rows(self) -> float:
-        """Return the change of the other rows by other tokens in the first one."""
+        """Return the change of the other rows when the tokens of the first one change."""
         before = self._as_run(self.rows)
         after = self._as_run([self.rows[0].flip(0), *self.rows[1:]])
         return self._agreed(max(map(_distance, before[1:], after[1:])))
@@ -144,7 +144,7 @@ class Proof:
         return float(self.context.all_reduce(distance, "max"))
 
     def _own(self, row: Tensor) -> Tensor:
-        """[tokens] of a row by the unmodified forward pass; the first is 0."""
+        """Return [tokens] values of a row by the unmodified forward pass; the first is 0."""
         return self._through(self._own_values, row[None])
 
     def _own_values(self, token_ids: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class Proof:
         return torch.cat([values.new_zeros(1), values])
 
     def _own_logits(self, token_ids: Tensor) -> Tensor:
-        """[1, tokens, vocab] float32, with what is never sampled at -inf."""
+        """Return [1, tokens, vocab] float32 logits, -inf for tokens that are never sampled."""
         actor = cast("Actor", self.inner)
         head = actor.head
         with head.in_float32():
@@ -167,7 +167,7 @@ class Proof:
         return logits.index_fill(-1, never, -torch.inf)[..., : head.num_tokens]
 
     def _as_run(self, rows: Sequence[Tensor], *, is_training: bool = False) -> list[Tensor]:
-        """[tokens] of each row as the run computes them, all in one pass."""
+        """Return the [tokens] values of each row as the run computes them, all in one pass."""
         token_ids = pad_sequence(list(rows), batch_first=True)
         mask = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], True)
         function = None if isinstance(self.inner, Actor) else self._projections
@@ -186,19 +186,19 @@ class Proof:
         *inputs: Tensor,
         is_training: bool = False,
     ) -> Tensor:
-        """Values of a function of the inner model, called through all that is wrapped around it.
+        """Call a function of the inner model through everything that wraps it.
 
         Args:
-            function: Takes the place of the model's `forward`; None takes the logprobs of that.
+            function: Replacement for the model's `forward`; None takes the logprobs of `forward`.
             inputs: Arguments.
-            is_training: In training mode.
+            is_training: Whether to run in training mode.
         """
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.train(is_training)
         if function is not None:
             self.inner.forward = function
         try:
-            # What is compiled would keep the hooks of `_rounded_otherwise`.
+            # Compiled code would keep the hooks of `_rounded_otherwise`.
             with torch.compiler.set_stance("force_eager"):
                 output = self.model(*inputs)
         finally:
@@ -211,7 +211,7 @@ class Proof:
 
     @contextmanager
     def _attending(self, name: str) -> Iterator[None]:
-        """The model with another attention, and without packing."""
+        """Run the model in the body with another attention, and without packing."""
         before = self.inner.config.get_text_config()._attn_implementation
         with ExitStack() as stack:
             stack.callback(set_text_attention, self.inner.pretrained, before)
@@ -222,16 +222,17 @@ class Proof:
 def prove_model(model: nn.Module, context: DistributedContext, *, is_random: bool) -> Proof | None:
     """Prove head, attention and padding of a prepared model; collective.
 
-    Attention that ignores what the configuration asks for is replaced by the authors' own, which
-    is said in a line.
+    Attention that ignores settings of the configuration is replaced by the authors' attention,
+    which a printed line reports.
 
     Args:
-        model: A sequence model within what a strategy has put around it.
-        context: The ranks.
-        is_random: Its dropout acts in training mode, which is not tried then, or it is not trained.
+        model: Sequence model with everything that a strategy has put around it.
+        context: Ranks.
+        is_random: Whether its dropout acts in training mode, or it is not trained; training mode is
+            then not tried.
 
     Returns:
-        The proof, for what is packed; None if the model's own pass gives no numbers.
+        Proof, for a test of packing; None if the model's own pass gives no finite numbers.
 
     Raises:
         ModelLoadError: It computes something else than the model.
@@ -269,44 +270,44 @@ def prove_model(model: nn.Module, context: DistributedContext, *, is_random: boo
 
 
 def _require_padding(proof: Proof, *, is_random: bool) -> None:
-    """Prove that padding changes nothing, nor training mode, in one pass; see `prove_model`."""
-    found = proof.distance_of_layout() if is_random else proof.hold_noise()
-    if not proof.exceeds(found):
+    """Prove that neither padding nor training mode changes results; see `prove_model`."""
+    distance = proof.distance_of_layout() if is_random else proof.hold_noise()
+    if not proof.exceeds(distance):
         return
     if not is_random and not proof.exceeds(proof.distance_of_layout()):
         raise ModelLoadError(
             f"in training mode {proof.name} computes otherwise than in evaluation mode: "
-            f"{proof.numbers(found)}; ratios would be of two different models"
+            f"{proof.numbers(distance)}; ratios would be of two different models"
         )
     raise ModelLoadError(
         f"padded rows are not computed by {proof.name} as each row alone: "
-        f"{proof.numbers(found)}; a model in which padding matters cannot be trained in batches"
+        f"{proof.numbers(distance)}; a model in which padding matters cannot be trained in batches"
     )
 
 
 def require_packing(proof: Proof) -> None:
-    """Prove that rows in one stream are as alone; collective.
+    """Prove that rows in one stream are computed as alone; collective.
 
     Args:
-        proof: Of a model that packs by now.
+        proof: Proof of a model that packs already.
 
     Raises:
-        LayoutRefusedError: They are not; or the model's attention cannot be packed.
+        LayoutRefusedError: Rows are mixed, or the model's attention cannot be packed.
     """
-    for found, is_same_way in (
+    for change, is_same_way in (
         (proof.leak_between_rows(), True),
         (proof.distance_of_layout(), False),
     ):
-        if proof.exceeds(found, is_same_way=is_same_way):
+        if proof.exceeds(change, is_same_way=is_same_way):
             raise LayoutRefusedError(
                 f"{proof.name} mixes packed sequences: "
-                f"{proof.numbers(found, is_same_way=is_same_way)}; train without packing_samples "
+                f"{proof.numbers(change, is_same_way=is_same_way)}; train without packing_samples "
                 "and sp_size"
             )
 
 
 def random_rows(model: SequenceModel, device: torch.device) -> list[Tensor]:
-    """Return the rows of `LENGTHS` random tokens that a text may have."""
+    """Return rows of `LENGTHS` random tokens that a text may have."""
     generator = torch.Generator().manual_seed(0)
     size = min(model.config.get_text_config().vocab_size, MAX_TOKEN)
     if isinstance(model, Actor):
@@ -320,7 +321,7 @@ def random_rows(model: SequenceModel, device: torch.device) -> list[Tensor]:
 
 
 def projected(hidden: Tensor) -> Tensor:
-    """[tokens] of hidden states [tokens, hidden]: a random projection of their direction."""
+    """Return [tokens] random projections of the directions of hidden states [tokens, hidden]."""
     generator = torch.Generator().manual_seed(0)
     direction = torch.randn(hidden.shape[-1], generator=generator).to(hidden.device)
     return nn.functional.normalize(hidden.float(), dim=-1) @ direction
@@ -328,7 +329,7 @@ def projected(hidden: Tensor) -> Tensor:
 
 @contextmanager
 def _rounded_otherwise(seed: int) -> Iterator[None]:
-    """Move what each layer without parts computes by a unit in the last place."""
+    """Change the output of each layer without children by a unit in the last place."""
     generator = torch.Generator().manual_seed(seed)
 
     def move(module: nn.Module, _: object, output: object) -> Tensor | None:
@@ -339,7 +340,7 @@ def _rounded_otherwise(seed: int) -> Iterator[None]:
         signs = torch.randint(2, values.shape, generator=generator).to(values.device) * 2 - 1
         return values * (1 + signs * torch.finfo(values.dtype).eps).to(values.dtype)
 
-    # Its annotation knows of no hook that returns something.
+    # The annotation allows no hook that returns something.
     handle = register_module_forward_hook(cast("Callable[..., None]", move))
     try:
         yield
@@ -353,7 +354,7 @@ def _evaluate(module: nn.Module, _: object) -> None:
 
 @contextmanager
 def _drawing_modules(device: torch.device) -> Iterator[list[nn.Module]]:
-    """Collect the modules that draw random numbers themselves, not in a module of theirs."""
+    """Collect the modules that draw random numbers, without their parents."""
     running: list[nn.Module] = []
     noisy: list[nn.Module] = []
     last = _random_state(device)
@@ -387,6 +388,6 @@ def _random_state(device: torch.device) -> Tensor:
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference; infinite where only one of both is a number."""
+    """Return the largest difference; infinite if only one of the two is a number."""
     difference = (found - expected).abs().max() if len(found) else found.new_zeros(())
     return float(difference.nan_to_num(nan=torch.inf))

@@ -1,4 +1,4 @@
-"""The reward model: one number for a whole text."""
+"""Reward model: one number for a whole text."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ ONE_SCORE: Mapping[str, float] = {"": 1.0}
 
 
 class RewardModel(SequenceModel):
-    """A trunk with a head that scores token sequences.
+    """Trunk with a head that scores token sequences.
 
     Args:
-        model: A transformers model "for sequence classification" with its head in the child
-            `score` and one label for each score; or a trunk.
-        head: Of a trunk; see `lightrft.models.score_heads`.
+        model: Transformers model "for sequence classification" with its head in the child `score`
+            and one label for each score; or a trunk.
+        head: Head of a trunk, see `lightrft.models.score_heads`; None for a classifier.
 
     Raises:
-        ValueError: A classifier has another number of labels, or no such head.
+        ValueError: A classifier has another number of labels, or no head `score`.
     """
 
     is_actor = False
@@ -64,7 +64,7 @@ class RewardModel(SequenceModel):
         self.model = model
         self._weights = tuple(score_weights(model.config).values())
         if head is not None:
-            # Not in the trunk: files of a trunk are those of any checkpoint, the head lies beside.
+            # Beside the trunk, whose files stay those of any checkpoint.
             self.score = head
             return
         if model.config.num_labels != len(self._weights):
@@ -73,14 +73,16 @@ class RewardModel(SequenceModel):
                 f"{model.config.num_labels} and {len(self._weights)} scores in "
                 f"{type(model).__name__}"
             )
-        found = dict(model.named_children()).get(HEAD)
-        if found is None:
+        head_module = dict(model.named_children()).get(HEAD)
+        if head_module is None:
             raise ValueError(
                 f"a reward model has a head called {HEAD!r}: got {type(model).__name__} with "
                 f"{', '.join(name for name, _ in model.named_children())}"
             )
-        if isinstance(found, nn.Linear):
-            setattr(model, HEAD, ScoreHead(cast("nn.Parameter", found.weight), found.bias))
+        if isinstance(head_module, nn.Linear):
+            setattr(
+                model, HEAD, ScoreHead(cast("nn.Parameter", head_module.weight), head_module.bias)
+            )
 
     @classmethod
     def with_new_head(
@@ -93,16 +95,16 @@ class RewardModel(SequenceModel):
         pooling: str = LAST_TOKEN,
         weights: Mapping[str, float] = ONE_SCORE,
     ) -> Self:
-        """Load the trunk of any model, with a random head as wide as hidden states are.
+        """Load the trunk of any model, with a random head of the hidden states' width.
 
         Args:
             path, dtype, allow_new_weights: See `lightrft.models.loading.load_causal_lm`.
-            seed: Fixes the head.
-            pooling: A name of the registry of poolings.
-            weights: Of each score in the reward, by name; several have a head each.
+            seed: Seed of the head.
+            pooling: Name in the registry of poolings.
+            weights: Weight of each score in the reward, by name; each score has a head.
 
         Raises:
-            ModelLoadError: See `load_causal_lm`; or its family has no sequence classifier.
+            ModelLoadError: As `load_causal_lm`; or its family has no sequence classifier.
         """
         if pooling == LAST_TOKEN and family_of(load_config(path)) is None:
             model = load_model(
@@ -113,7 +115,7 @@ class RewardModel(SequenceModel):
                 left_out=OTHER_HEADS,
                 num_labels=len(weights),
             )
-            # transformers' classifiers of tokens have a bias unless told.
+            # transformers' token classifiers have a bias by default.
             model.config.token_classification_bias = False
             describe_head(model.config, pooling, weights)
             made = cls(model)
@@ -133,12 +135,12 @@ class RewardModel(SequenceModel):
 
         Args:
             path, dtype: See `lightrft.models.loading.load_causal_lm`.
-            allow_new_weights: Patterns of tensors that may stand in the file unused; none may be
+            allow_new_weights: Patterns of tensors in the file that may stay unused; none may be
                 missing.
 
         Raises:
-            ModelLoadError: It cannot be read, has more labels than scores, lacks a trained head,
-                or its tensors do not fit.
+            ModelLoadError: The model cannot be read, has more labels than scores, lacks a trained
+                head, or its tensors do not fit.
         """
         config = load_config(path)
         if family_of(config) is not None or (Path(path) / SCORE_FILE).is_file():
@@ -151,14 +153,14 @@ class RewardModel(SequenceModel):
                 f"{config.num_labels}; give a sequence classifier that was trained as a reward "
                 "model"
             )
-        # Nothing may be new: a head without training gives random rewards.
+        # No weight may be new: an untrained head gives random rewards.
         model = load_model(
             AutoModelForSequenceClassification, path, dtype, None, left_out=allow_new_weights
         )
         return cls(model)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write what `from_pretrained` reads, without tokenizer and processor."""
+        """Write the files that `from_pretrained` reads, without tokenizer and processor."""
         save_pretrained(self.model, None, directory)
         if self.is_beside:
             head = {name: value.contiguous() for name, value in self.head.state_dict().items()}
@@ -179,12 +181,12 @@ class RewardModel(SequenceModel):
             token_ids: [batch, seq] int64, padded.
             attention_mask: [batch, seq] bool, True on real tokens; one or more in each row.
             media: Images and videos of the rows; None is text.
-            is_read: [batch, seq] bool, real tokens whose scores are given instead, [batch, seq]
-                and 0 elsewhere; None scores whole rows.
-            by_name: Give all scores, [batch, scores], instead of their weighted sum.
+            is_read: [batch, seq] bool, real tokens to score instead, as [batch, seq] with 0
+                elsewhere; None scores whole rows.
+            by_name: Return all scores, [batch, scores], instead of their weighted sum.
 
         Raises:
-            ValueError: Attention pooling cannot read the stream that ranks share, or single tokens.
+            ValueError: Attention pooling cannot read single tokens, or a stream that ranks share.
         """
         layout = self.lay_out(token_ids, attention_mask)
         hidden: Tensor = trunk_output(self.pretrained, layout, media).last_hidden_state
@@ -201,9 +203,9 @@ class RewardModel(SequenceModel):
         counts = layout.is_real.cumsum(dim=1)
         is_last = layout.is_real & (counts == counts[:, -1:])
         rows, columns, places = layout.read_at(is_last if is_read is None else is_read)
-        found = head(tokens[places]).float()
+        scores = head(tokens[places]).float()
         shape = (*layout.shape, len(self._weights))
-        placed = found.new_zeros(shape).index_put((rows, columns), found)
+        placed = scores.new_zeros(shape).index_put((rows, columns), scores)
         sums = layout.join(placed.sum(dim=1) if is_read is None else placed)
         return self._joined(sums, by_name=by_name)
 
@@ -220,12 +222,12 @@ class RewardModel(SequenceModel):
 
     @property
     def head(self) -> nn.Module:
-        """The head."""
+        """Head."""
         return self.score if self.is_beside else self.model.get_submodule(HEAD)
 
     @property
     def pretrained(self) -> PreTrainedModel:
-        """The trunk."""
+        """Trunk."""
         return self.model if self.is_beside else self.model.base_model
 
     @property
@@ -235,7 +237,7 @@ class RewardModel(SequenceModel):
 
     @property
     def config(self) -> PretrainedConfig:
-        """The configuration of the wrapped model."""
+        """Configuration of the wrapped model."""
         return self.model.config
 
 
@@ -243,7 +245,7 @@ def load_score_head(path: str, trunk: PreTrainedModel) -> nn.Module:
     """Return the head beside a trunk.
 
     Raises:
-        ModelLoadError: It is missing or damaged, or of another shape.
+        ModelLoadError: The head is missing or damaged, or of another shape.
     """
     pooling, num_scores = pooling_of(trunk.config), len(score_weights(trunk.config))
     width, file = trunk.config.get_text_config().hidden_size, Path(path) / SCORE_FILE
@@ -257,7 +259,7 @@ def load_score_head(path: str, trunk: PreTrainedModel) -> nn.Module:
             f"`weight` [{num_scores}, {width}] is missing or damaged: {' '.join(str(err).split())}"
         ) from err
     if isinstance(head, ScoreHead):
-        # A bias is a constant: files without one are read, too.
+        # A bias is optional: files without one are read, too.
         tensors.setdefault("bias", torch.zeros(num_scores))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if shapes != expected:
@@ -270,7 +272,7 @@ def load_score_head(path: str, trunk: PreTrainedModel) -> nn.Module:
 
 
 class LoraRewardModel(LoraModel, RewardModel):
-    """A reward model with adapters, whose head is trained whole; see `LoraModel`."""
+    """Reward model with adapters, whose head is trained whole; see `LoraModel`."""
 
     def __init__(
         self, model: PreTrainedModel, config: BuildOptions, head: nn.Module | None = None

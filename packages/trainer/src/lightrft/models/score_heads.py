@@ -1,4 +1,4 @@
-"""Heads of reward models: from hidden states to one number or several for each text."""
+"""Heads of reward models: from hidden states to one or several numbers for each text."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 LAST_TOKEN = "last"
-# Of a configuration: how texts are pooled, and of several scores their names and weights.
+# Fields of a configuration: pooling of texts, and names and weights of several scores.
 POOLING_FIELD, NAMES_FIELD, WEIGHTS_FIELD = "score_pooling", "score_names", "score_weights"
 ATTENTION_HEADS = 4
 
 
 class ScoreHead(nn.Module):
-    """The linear map of a hidden state to scores, computed in float32.
+    """Linear map of a hidden state to scores, computed in float32.
 
     In bfloat16 scores between 4 and 8 would have steps of 0.03.
 
@@ -69,7 +69,7 @@ class AttentionPool(nn.Module):
         )
 
     def forward(self, hidden: Tensor, is_own: Tensor) -> Tensor:
-        """Score [texts, 1] of tokens.
+        """Return scores [texts, 1] of tokens.
 
         Args:
             hidden: [tokens, hidden] float32.
@@ -85,7 +85,7 @@ class AttentionPool(nn.Module):
 
 
 class AttentionHead(nn.Module):
-    """Masked attention pooling, apart for each score."""
+    """Masked attention pooling, separate for each score."""
 
     def __init__(self, hidden_size: int, num_scores: int) -> None:
         super().__init__()
@@ -95,20 +95,20 @@ class AttentionHead(nn.Module):
         """Return scores [texts, score] float32.
 
         Args:
-            hidden: [tokens, hidden] of real tokens alone.
-            texts: [tokens] the text that each is of.
-            num_texts: All of which have a token.
+            hidden: [tokens, hidden] of real tokens only.
+            texts: [tokens] index of each token's text.
+            num_texts: Number of texts, which all have tokens.
         """
-        is_own = torch.arange(num_texts, device=texts.device)[:, None] == texts
+        is_of_text = torch.arange(num_texts, device=texts.device)[:, None] == texts
         with torch.autocast(hidden.device.type, enabled=False):
-            return torch.cat([pool(hidden.float(), is_own) for pool in self.pools], dim=1)
+            return torch.cat([pool(hidden.float(), is_of_text) for pool in self.pools], dim=1)
 
 
 class HeadBuilder(Protocol):
-    """An entry of the registry of poolings."""
+    """Entry of the registry of poolings."""
 
     def __call__(self, hidden_size: int, num_scores: int) -> nn.Module:
-        """Return a head in float32 whose numbers are not set."""
+        """Return a head in float32 with uninitialised numbers."""
         ...
 
 
@@ -146,14 +146,14 @@ def pooling_of(config: PretrainedConfig) -> str:
 
 
 def score_weights(config: PretrainedConfig) -> dict[str, float]:
-    """Name and weight of each score of a saved reward model; one of no name without several."""
+    """Return the weight of each score of a saved reward model by name; a single one is ""."""
     names = cast("list[str]", _field(config, NAMES_FIELD, [""]))
     weights = cast("list[float]", _field(config, WEIGHTS_FIELD, [1.0] * len(names)))
     return dict(zip(map(str, names), map(float, weights), strict=True))
 
 
 def describe_head(config: PretrainedConfig, pooling: str, weights: Mapping[str, float]) -> None:
-    """Put what `pooling_of` and `score_weights` read into a configuration."""
+    """Store the values that `pooling_of` and `score_weights` read in a configuration."""
     if pooling != LAST_TOKEN:
         setattr(config, POOLING_FIELD, pooling)
     if len(weights) > 1:

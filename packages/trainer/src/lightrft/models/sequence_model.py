@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class SequenceModel(nn.Module):
-    """A model that reads padded batches and lays them out for its forward pass as it is told.
+    """Model that reads padded batches and lays them out as its policy says.
 
     The layout changes no result: logprobs, values and gradients are those of padded rows.
 
     Attributes:
-        coverage: One line about the layers that have adapters and the weights that have none; ""
-            where all is trained.
+        coverage: One line about the layers with adapters and the weights without; "" where
+            everything is trained.
     """
 
     coverage = ""
@@ -39,17 +39,17 @@ class SequenceModel(nn.Module):
         super().__init__()
         self.layout_policy = LayoutPolicy()
         self._plain_attention: str | None = None
-        # That it computes what the wrapped model does; see `lightrft.models.proof`.
+        # Whether a proof has shown that it computes the same as the wrapped model.
         self.is_proved = False
 
     @property
     @abstractmethod
     def pretrained(self) -> PreTrainedModel:
-        """The wrapped model of transformers."""
+        """Wrapped model of transformers."""
 
     @property
     def config(self) -> PretrainedConfig:
-        """The configuration of the wrapped model."""
+        """Configuration of the wrapped model."""
         return self.pretrained.config
 
     def lay_out(
@@ -70,7 +70,7 @@ class SequenceModel(nn.Module):
 
     @property
     def sequence_group(self) -> ProcessGroup | None:
-        """The ranks that call the model with the same batch; None is this rank alone."""
+        """Ranks that call the model with the same batch; None is only this rank."""
         return self.layout_policy.sp_group
 
     @property
@@ -93,7 +93,7 @@ class SequenceModel(nn.Module):
         results of the whole batch.
 
         Args:
-            group: The ranks that share; None divides nothing.
+            group: Ranks that share; None divides nothing.
 
         Raises:
             LayoutRefusedError: The heads cannot be distributed over the ranks, or the model mixes
@@ -113,22 +113,22 @@ class SequenceModel(nn.Module):
 
 
 def has_prefix(name: str, prefixes: Sequence[str]) -> bool:
-    r"""Return whether the dotted name of a layer or tensor begins with one of some others.
+    r"""Return whether the dotted name of a layer or tensor begins with one of the prefixes.
 
-    These are regular expressions: `visual(?!\.merger)` is the tower of Qwen-VL without its
-    projector. The `model.` that a language model has before the names of its trunk may be left out.
+    Prefixes are regular expressions: `visual(?!\.merger)` is the tower of Qwen-VL without its
+    projector. The `model.` before the names of a language model's trunk may be left out.
 
     Raises:
-        ConfigError: One is no regular expression.
+        ConfigError: A prefix is not a regular expression.
     """
     return any(names_part(prefix).match(_plain(name)) for prefix in prefixes)
 
 
 def names_part(text: str) -> re.Pattern[str]:
-    """Return the pattern of the names of a part of a model, and of all below it.
+    """Return the pattern of the names of a part of a model, and of everything below it.
 
     Raises:
-        ConfigError: The text is no regular expression.
+        ConfigError: The text is not a regular expression.
     """
     plain = _plain(text)
     try:
@@ -150,8 +150,8 @@ def freeze_tensors(model: nn.Module, prefixes: Sequence[str]) -> None:
     """Exclude all tensors below the prefixes from training; they stay in saved and sent weights.
 
     Args:
-        model: Is changed in place, before a strategy prepares it.
-        prefixes: Such as `visual`, or `model.language_model.layers.0`; () freezes nothing.
+        model: Model to change in place, before a strategy prepares it.
+        prefixes: Prefixes like `visual` or `model.language_model.layers.0`; () freezes nothing.
 
     Raises:
         ConfigError: No tensor has one of the prefixes, or nothing is left to train.
@@ -179,7 +179,7 @@ def layout_policy(model: object) -> LayoutPolicy:
 
 
 def attends_causally(trunk: nn.Module) -> bool:
-    """Whether no token of a transformers trunk sees a later one, as far as its config says."""
+    """Return whether no token of a trunk sees a later one, as far as its config says."""
     config: PretrainedConfig = trunk.config
     values = config.get_text_config().to_dict()
     return values.get("is_causal", True) and not values.get("use_bidirectional_attention")
@@ -195,17 +195,17 @@ def trunk_output(
     """Return the output of a transformers trunk for the inputs of a layout.
 
     Args:
-        trunk: The model up to its last hidden states [batch or 1, tokens, hidden].
-        layout: Places the tokens.
+        trunk: Model up to its last hidden states [batch or 1, tokens, hidden].
+        layout: Layout of the batch.
         media: Media of the rows; None is text.
         with_router_logits: Ask for the logits of the experts of every layer.
 
     Raises:
-        ValueError: There are media, and the model reads text only; see also `vision_inputs`.
+        ValueError: There are media, but the model reads text only; see also `vision_inputs`.
     """
     extra: dict[str, object] = {"output_router_logits": True} if with_router_logits else {}
     family = family_of(trunk.config)
-    # Models with images may let the tokens of one see each other.
+    # Models with images may let the tokens of an image see each other.
     is_causal = family is None and attends_causally(trunk)
     extra |= layout.attention_inputs(is_causal=is_causal)
     media = media or NO_MEDIA

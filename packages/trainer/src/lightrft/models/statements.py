@@ -1,4 +1,4 @@
-"""One check of what tokenizer, configurations, chat template and files of a model say of it."""
+"""Check that a model's tokenizer, configurations, chat template and files agree."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ if TYPE_CHECKING:
 class Statements:
     """Statements of the files of one model.
 
-    Args:
-        path: Folder of the model.
-        tokenizer: Tokenizer of the run, with its chat template.
-        config: Configuration of the model.
-        generation: Its generation config; None where there is none.
-        generation_note: What is wrong with the file of the generation config; "" if nothing is.
-        generates: Whether it is read as a model that gives answers, not scores.
+    path: Folder of the model.
+    tokenizer: Tokenizer of the run, with its chat template.
+    config: Configuration of the model.
+    generation: Generation config of the model, or None.
+    generation_note: Problem with the file of the generation config; "" is none.
+    generates: Whether it is read as a model that writes answers; False for scores.
     """
 
     path: str
@@ -106,8 +105,8 @@ class Statements:
         """Write the decisions, one line each.
 
         Args:
-            write: Takes a line.
-            last: Last trained token of the first row; None where nobody gives rows.
+            write: Function that takes a line.
+            last: Last trained token of the first row; None without rows.
         """
         for rule in (*DECIDED, *(DECIDED_OF_ANSWERS if self.generates else ())):
             for text in rule(self):
@@ -121,10 +120,10 @@ class Statements:
             )
 
     def require_consistent(self) -> Statements:
-        """Return it, unless it holds a contradiction for which there is no rule.
+        """Return it, unless it holds a contradiction that no rule resolves.
 
         Raises:
-            ConfigError: There is one; one line each.
+            ConfigError: It holds contradictions; one line each.
         """
         rules = (*REFUSED, *(REFUSED_OF_ANSWERS if self.generates else ()))
         refused = [text for rule in rules for text in rule(self)]
@@ -145,17 +144,17 @@ def read_statements(
     tokenizer: PreTrainedTokenizerBase | None = None,
     generates: bool = True,
 ) -> Statements:
-    """Read what the files of a model say of it.
+    """Read what the files of a model state.
 
     Args:
         path: Folder or hub id of the model.
-        options: Their chat template counts instead of the model's; None has none.
+        options: Options whose chat template replaces the model's; None keeps it.
         tokenizer: Tokenizer of the run; None loads it.
-        generates: Whether it is read as a model that gives answers, not scores.
+        generates: Whether it is read as a model that writes answers; False for scores.
 
     Raises:
-        ConfigError: The options name no chat template that can be read.
-        ModelLoadError: There is no configuration or tokenizer, or none that can be read.
+        ConfigError: The options name a chat template that cannot be read.
+        ModelLoadError: Configuration or tokenizer are missing or unreadable.
     """
     config = load_config(path)
     generation, note = read_generation_config(path)
@@ -164,7 +163,7 @@ def read_statements(
 
 
 def vocabulary_of(path: str, options: TemplateOptions | None = None) -> Vocabulary:
-    """Return the vocabulary of a model; that of one without a tokenizer leaves all open."""
+    """Return the vocabulary of a model; without a tokenizer it leaves everything open."""
     try:
         return read_statements(path, options).vocabulary
     except ModelLoadError:
@@ -285,16 +284,16 @@ def _class(said: Statements) -> Iterator[str]:
         )
 
 
-# Rules by which a contradiction is refused; without the chat template, a foreign program.
+# Rules by which a contradiction is refused; they do not run the chat template.
 REFUSED = (_sizes, _class)
 REFUSED_OF_ANSWERS = (_unread_generation,)
-# Rules by which one is decided.
+# Rules by which a contradiction is resolved.
 DECIDED = (_written, _template)
 DECIDED_OF_ANSWERS = (_padding, _ends, _generation)
 
 
 def _read(file: Path) -> Mapping[str, object]:
-    """Return what is in a file of JSON; nothing where there is none."""
+    """Return the content of a JSON file; {} if there is none."""
     try:
         return read_object(file)
     except (FileError, OSError):

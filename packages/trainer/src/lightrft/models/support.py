@@ -1,6 +1,6 @@
-"""Tokens that a truncated distribution could have drawn, found from the trainer's own logits.
+"""Tokens that a truncated distribution could have drawn, from the trainer's logits.
 
-An engine that samples with top_k, top_p or min_p tells logprobs of the distribution renormalised
+An engine that samples with top_k, top_p or min_p reports logprobs of the distribution renormalised
 over the kept tokens. With the mass m of the kept tokens under the whole distribution,
 log p_truncated = log p - log m for every kept token.
 """
@@ -34,14 +34,14 @@ class SamplingSupport:
 
 
 def log_kept_mass(logits: Tensor, targets: Tensor, support: SamplingSupport) -> Tensor:
-    """Log-probability that a draw from the whole distribution is a kept token; at most 0.
+    """Return the log-probability that a draw from the whole distribution is kept; at most 0.
 
     The target counts as kept: it was drawn, and rounding may put it on either side of the border.
 
     Args:
         logits: [rows, vocab] float32 or float64, temperature included.
         targets: [rows] int64, the drawn tokens.
-        support: What was kept.
+        support: Truncation of the draw.
 
     Returns:
         [rows] in the dtype of the logits.
@@ -62,21 +62,21 @@ def replay_support(
     chunk_size: int,
     block_logits: int = BLOCK_LOGITS,
 ) -> Tensor:
-    """`log_kept_mass` of hidden states, a block of rows at a time; without graph.
+    """Return `log_kept_mass` of hidden states, a block of rows at a time; without graph.
 
     Args:
         hidden: [tokens, hidden].
-        layer: The output layer and the distribution of its logits.
+        layer: Output layer and the distribution of its logits.
         targets: [tokens] int64, the drawn tokens.
-        support: What was kept.
+        support: Truncation of the draw.
         chunk_size: Rows of the weight that are widened at a time.
-        block_logits: Logits of one block, at most; a block has one row at least.
+        block_logits: Most logits of one block; a block has at least one row.
 
     Returns:
         [tokens] float32 (float64 for float64 inputs).
     """
     rows = max(1, block_logits // len(layer.weight))
-    # One block even without tokens: the dtype of its empty result is that of all others.
+    # One block even without tokens: its empty result then has the dtype of all others.
     starts = range(0, max(1, len(hidden)), rows)
     masses = [
         log_kept_mass(
@@ -90,11 +90,11 @@ def replay_support(
 
 
 def _logits(hidden: Tensor, layer: OutputLayer, chunk_size: int) -> Tensor:
-    """[rows, vocab] float32 or float64."""
+    """Return [rows, vocab] float32 or float64 logits."""
     parts = []
     for start in range(0, len(layer.weight), chunk_size):
-        own = slice(start, start + chunk_size)
-        product = wide_product(hidden, layer.weight[own].T)
-        bias = None if layer.bias is None else layer.bias[own].to(product.dtype)
+        part = slice(start, start + chunk_size)
+        product = wide_product(hidden, layer.weight[part].T)
+        bias = None if layer.bias is None else layer.bias[part].to(product.dtype)
         parts.append(apply_transform(product, bias, layer.transform))
     return torch.cat(parts, dim=-1)

@@ -19,11 +19,11 @@ class ActorOutput:
             Entry 0 and entries outside the scored mask are 0.
         entropy: [batch, seq] float32 of the distribution token t was drawn from, or None.
         router_sums: [2, experts] float32 of a mixture-of-experts model, see
-            `lightrft.models.actor.router_sums`; None where nobody asked.
+            `lightrft.models.actor.router_sums`; None unless requested.
         log_kept_mass: [batch, seq] float32 without graph: log-probability of the tokens that a
             truncated distribution could have drawn, 0 outside the scored mask; None if untruncated.
-        loss: [] of the loss that was computed inside the output projection, over the scored tokens;
-            logprobs and entropy have no graph then. None where nobody asked.
+        loss: [] loss that was computed inside the output projection, over the scored tokens;
+            logprobs and entropy have no graph then. None unless requested.
     """
 
     logprobs: Tensor
@@ -40,11 +40,11 @@ class ActorOutput:
         return self.logprobs - self.log_kept_mass
 
 
-# The loss of some scored tokens, with a graph: (logprobs [tokens], entropy [tokens] or None,
+# Loss of some scored tokens, with a graph: (logprobs [tokens], entropy [tokens] or None,
 # rows [tokens], columns [tokens]) -> []; losses of disjoint sets of tokens must add up.
 TokenLossFunction = Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor]
-# What every actor is to its callers, wrapped by a strategy or not; see
+# Signature of every actor, wrapped by a strategy or not; see
 # `lightrft.models.actor.Actor.forward`.
 PolicyModel = Callable[..., ActorOutput]
-# What every critic is to its callers; see `lightrft.models.critic.Critic.forward`.
+# Signature of every critic; see `lightrft.models.critic.Critic.forward`.
 ValueModel = Callable[..., Tensor]

@@ -1,5 +1,6 @@
-"""Sequence parallelism by exchange of heads: every rank holds a slice of the token stream, and for
-attention all tokens of a share of the heads.
+"""Sequence parallelism by exchange of heads.
+
+Every rank holds a slice of the token stream; for attention it gets all tokens of some heads.
 
 Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509, sec. 3.
 """
@@ -14,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 
 class _AllToAll(torch.autograd.Function):
-    """Block r of the first dimension goes to rank r; the exchange is its own transpose."""
+    """Exchange where block r of the first dimension goes to rank r; it is its own transpose."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, blocks: Tensor, group: ProcessGroup) -> Tensor:
@@ -30,7 +31,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum of the ranks' values; the gradient goes to each of them as it is."""
+    """Sum of the ranks' values; the gradient goes to each of them unchanged."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, values: Tensor, group: ProcessGroup) -> Tensor:
@@ -46,21 +47,21 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def sum_over_ranks(values: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum over a sequence-parallel group, from which every rank computes the same loss.
+    """Return the sum over a sequence-parallel group, so that all ranks compute the same loss.
 
-    Each rank's gradient is that of its own terms: the sum over the group of the parameters'
-    gradients is the gradient of one loss, not of as many losses as there are ranks.
+    Each rank's gradient is that of its terms: the parameters' gradients, summed over the group, are
+    the gradient of one loss, not of as many losses as there are ranks.
 
     Args:
-        values: Of equal shape on all ranks of the group.
-        group: The ranks that share a sequence.
+        values: Values, of equal shape on all ranks of the group.
+        group: Ranks that share a sequence.
     """
     total: Tensor = _SumOverRanks.apply(values, group)  # type: ignore[no-untyped-call]
     return total
 
 
 class LayoutRefusedError(ValueError):
-    """A model cannot be laid out as asked; the message says why."""
+    """A model does not support the requested layout; the message says why."""
 
 
 def check_head_counts(num_heads: int, sp_size: int) -> None:
@@ -78,13 +79,13 @@ def gather_sequence(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return all tokens of this rank's share of the heads, by one exchange.
 
-    Key heads are repeated where there are fewer than ranks, so that each rank gets those that its
-    query heads belong to.
+    If there are fewer key heads than ranks, they are repeated, so that each rank gets the key heads
+    of its query heads.
 
     Args:
         query: [1, heads, tokens / ranks, head_dim].
         key, value: [1, kv_heads, tokens / ranks, head_dim].
-        group: The ranks that share a sequence; their number divides `heads`.
+        group: Ranks that share a sequence; their number divides `heads`.
 
     Returns:
         [1, heads / ranks, tokens, head_dim], and twice [1, kv_heads', tokens, head_dim].
@@ -103,7 +104,7 @@ def gather_sequence(
 
 
 def scatter_sequence(attended: Tensor, group: ProcessGroup) -> Tensor:
-    """This slice of all heads: [1, heads / ranks, tokens, dim] to [1, heads, own tokens, dim]."""
+    """Return this slice of all heads: [1, heads / ranks, tokens, dim] to [1, heads, slice, dim]."""
     size = dist.get_world_size(group)
     heads = attended.shape[1]
     blocks = attended.reshape(heads, size, -1, attended.shape[-1]).transpose(0, 1)

@@ -1,8 +1,8 @@
 """Torch's attention kernel for sequences of unequal lengths, and the trial that decides on it.
 
-Neither a version nor a signature says whether the kernel computes what packing needs. So it is
+Neither a version nor a signature tells whether the kernel computes what packing needs. So it is
 called once on the device, with grouped heads and a few tokens, forward and backward, and compared
-with plain attention; one process tries each shape once.
+with plain attention. A process tries each shape once.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
-# FlashAttention 3 as torch knows it: from the package flash-attn-3, on compute capability 9.0.
+# FlashAttention 3 in torch: from the package flash-attn-3, on compute capability 9.0.
 NEWER = "FA3"
-# Of a trial: lengths of the sequences, heads of queries and of keys, and windows.
+# Settings of a trial: lengths of the sequences, heads of queries and of keys, and windows.
 LENGTHS, HEADS, KV_HEADS, WINDOWS = [5, 40, 1, 18], 4, 2, (None, 7)
-# A kernel that computes the same is at most so much further from float64 than plain attention.
+# A correct kernel is at most this much further from float64 than plain attention.
 MAX_ERROR_RATIO = 2.0
 # Queries, keys and values of one stream: [tokens, heads, head_dim] each.
 Stream = tuple[Tensor, Tensor, Tensor]
@@ -47,7 +47,7 @@ class KernelShape(NamedTuple):
     """Kind of attention that a trial decides on.
 
     Args:
-        device_type: Type of the device, as "cuda".
+        device_type: Type of the device, such as "cuda".
         dtype: Dtype of queries, keys and values.
         head_dim, value_dim: Sizes of the heads of queries and keys, and of values.
     """
@@ -59,7 +59,7 @@ class KernelShape(NamedTuple):
 
     @staticmethod
     def of_model(config: PretrainedConfig, device_type: str, *, bf16: bool) -> KernelShape:
-        """Return the shape that a model's text part has, in bfloat16 or float32."""
+        """Return the shape of a model's text part, in bfloat16 or float32."""
         text = config.get_text_config()
         values = text.to_dict()
         size = values.get("head_dim") or text.hidden_size // text.num_attention_heads
@@ -73,8 +73,8 @@ class KernelTrial:
     """Result of a trial.
 
     Args:
-        works: All sequences can go through one kernel.
-        finding: The kernel and its error, or why there is none.
+        works: Whether all sequences can go through one kernel.
+        finding: Name of the kernel and its error, or the reason why there is none.
     """
 
     works: bool
@@ -82,7 +82,7 @@ class KernelTrial:
 
     @property
     def packing(self) -> str:
-        """The way in which packed rows pass through attention, and why."""
+        """Way in which packed rows pass through attention, and why."""
         way = "one kernel for all rows" if self.works else "one call for each row"
         return f"{way}: {self.finding}"
 
@@ -91,25 +91,25 @@ known_trials: dict[KernelShape, KernelTrial] = {}
 
 
 def try_kernel(shape: KernelShape) -> KernelTrial:
-    """Whether one kernel takes all sequences of a stream; the first call on a shape tries it."""
+    """Return whether one kernel takes all sequences of a stream; the first call tries it."""
     if shape not in known_trials:
         known_trials[shape] = run_trial(shape)
     return known_trials[shape]
 
 
 def use_newer_kernel(shapes: Iterable[KernelShape]) -> None:
-    """Turns FlashAttention 3 on for this process, where it passes the trial in all of some shapes.
+    """Turn FlashAttention 3 on for this process, if it passes the trial for all shapes.
 
-    Elsewhere torch's own kernel stays, or is put back. All of torch's fused attention changes with
-    it, so calls of rows are tried, too.
+    Otherwise torch's own kernel stays, or is put back. The switch affects all of torch's fused
+    attention, so calls for single rows are tried, too.
     """
     wanted = set(shapes)
-    # Without a kernel of torch's own there is nothing to be better than.
+    # If torch's kernel fails, there is nothing to improve on.
     is_needed = wanted and all(try_kernel(shape).works for shape in wanted)
     if not is_needed or current_flash_attention_impl() is not None:
         return
     trials = {}
-    # The package is absent, or made for another torch.
+    # The package may be absent, or built for another torch.
     with suppress(Exception):
         activate_flash_attention_impl(NEWER)
         trials = {shape: run_trial(shape) for shape in wanted}
@@ -120,14 +120,14 @@ def use_newer_kernel(shapes: Iterable[KernelShape]) -> None:
 
 
 def use_own_kernel() -> None:
-    """Put torch's own kernel back, if another one was turned on."""
+    """Put torch's built-in kernel back, if another one was turned on."""
     if current_flash_attention_impl() is not None:
         restore_flash_attention_impl()
         known_trials.clear()
 
 
 def kernel_hindrance(shape: KernelShape) -> str | None:
-    """Why no kernel of FlashAttention can be there, whatever a trial would say; None if it can."""
+    """Return why no kernel of FlashAttention can exist, before any trial; None if one can."""
     if shape.device_type != "cuda":
         return f"FlashAttention's kernel is for GPUs, not for {shape.device_type}"
     if shape.dtype not in HALF_DTYPES:
@@ -142,20 +142,20 @@ def kernel_hindrance(shape: KernelShape) -> str | None:
 def attend_varlen(
     stream: Stream, offsets: Tensor, longest: int, *, scale: float | None, window: int | None
 ) -> Tensor:
-    """Causal attention inside each sequence by one kernel: [tokens, heads, value_dim].
+    """Attend causally inside each sequence by one kernel: [tokens, heads, value_dim].
 
     Args:
         stream: Queries, keys and values.
         offsets: [sequences + 1] int32, first token of each sequence, then the number of tokens.
         longest: Tokens of the longest sequence.
         scale: Factor of the products; None is torch's.
-        window: Tokens before and including itself that a token sees; None is all.
+        window: Number of last tokens that a token sees, itself included; None is all.
     """
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = (x.contiguous() for x in stream)
     kernel: Callable[..., object] = varlen_attn
-    # Torch 2.11's lacks the argument, and passes grouped heads on.
+    # The kernel of torch 2.11 lacks the argument, and handles grouped heads without it.
     grouping = (
         {"enable_gqa": query.shape[1] != key.shape[1]}
         if "enable_gqa" in _parameters_of(kernel)
@@ -173,7 +173,7 @@ def attend_varlen(
         window_size=(-1 if window is None else window - 1, 0),
         **grouping,
     )
-    assert isinstance(attended, Tensor)  # a pair only if more is asked for
+    assert isinstance(attended, Tensor)  # a pair only on request
     return attended
 
 
@@ -202,12 +202,12 @@ def run_trial(shape: KernelShape) -> KernelTrial:
 
 
 def _largest_error(shape: KernelShape, *, with_rows: bool) -> tuple[float, float]:
-    """Error and limit of the result or gradient that is nearest to its limit, or beyond it."""
+    """Return error and limit of the result or gradient nearest to its limit, or beyond it."""
     bounds = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
     offsets = torch.tensor(bounds, dtype=torch.int32, device=shape.device_type)
     generator = torch.Generator().manual_seed(0)
     sizes = [(HEADS, shape.head_dim), (KV_HEADS, shape.head_dim), (KV_HEADS, shape.value_dim)]
-    sizes.append((HEADS, shape.value_dim))  # what the result's gradient is like
+    sizes.append((HEADS, shape.value_dim))  # size of the result's gradient
     *stream, upstream = (
         torch.randn(bounds[-1], *size, generator=generator).to(shape.device_type, shape.dtype)
         for size in sizes
@@ -239,7 +239,7 @@ def _largest_error(shape: KernelShape, *, with_rows: bool) -> tuple[float, float
 
 
 def _one_by_one(stream: Stream, window: int | None) -> Tensor:
-    """Torch's attention of each sequence of `LENGTHS` on its own."""
+    """Run torch's attention on each sequence of `LENGTHS` separately."""
     parts = [torch.split(x.transpose(0, 1).unsqueeze(0), LENGTHS, dim=2) for x in stream]
     attended = []
     for query, key, value in zip(*parts, strict=True):

@@ -1,4 +1,4 @@
-"""The forward pass of a trunk over rows of which some have images or videos."""
+"""Forward pass of a trunk over rows, some of which have images or videos."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from lightrft.models.layout import TokenLayout
 
-# What `nn.Module` passes to hooks.
+# Arguments that `nn.Module` passes to hooks.
 Arguments = tuple[tuple[object, ...], dict[str, object]]
 
 
@@ -34,7 +34,7 @@ def vision_inputs(
     """Return the inputs of the forward pass beside token ids and bounds.
 
     Args:
-        trunk: The model up to its last hidden states.
+        trunk: Model up to its last hidden states.
         family: Family of the model.
         layout: Layout of the batch.
         media: Media of its rows.
@@ -45,21 +45,23 @@ def vision_inputs(
     rows = layout.rows_of_tokens
     prompts = list(media.of_rows(len(rows)))
     _check_prompts(rows, prompts)
-    found: dict[str, object] = {"position_ids": layout.position_ids}
+    inputs_by_name: dict[str, object] = {"position_ids": layout.position_ids}
     if family.has_axes:
         # The place in the text tells the model where sequences of a stream begin.
         axes = layout.place(axes_of_rows(trunk, rows, prompts))
-        found["position_ids"] = torch.cat([layout.position_ids[None], axes])
+        inputs_by_name["position_ids"] = torch.cat([layout.position_ids[None], axes])
     if family.takes_types and layout.bounds is None and media.kinds:
-        found[str(family.token_types)] = layout.place(token_types(rows, prompts))
+        inputs_by_name[str(family.token_types)] = layout.place(token_types(rows, prompts))
     if family.attends_to_images and media.present and not media.kinds:
         prompts[0] = _dummy_prompt(trunk, family, rows[0])
     inputs = media_inputs(family, rows, prompts, width=layout.input_ids.shape[1])
-    return found | {name: value.to(layout.input_ids.device) for name, value in inputs.items()}
+    return inputs_by_name | {
+        name: value.to(layout.input_ids.device) for name, value in inputs.items()
+    }
 
 
 def image_blocks(layout: "TokenLayout", media: RowMedia) -> Tensor:
-    """Of each token of a stream, the image whose tokens all see each other; -1 outside images."""
+    """Return the image of each token of a stream, whose tokens see each other; -1 outside."""
     rows = layout.rows_of_tokens
     is_image = layout.place(token_types(rows, media.of_rows(len(rows))))[0] > 0
     starts = is_image & ~nn.functional.pad(is_image, (1, 0))[:-1]
@@ -123,7 +125,7 @@ def run_trunk(
 def _with_dummies(
     trunk: "PreTrainedModel", family: VisionFamily, kinds: Sequence[MediumKind]
 ) -> Callable[..., object]:
-    """Add nothing, by way of the tower: its parameters are gathered and get zero gradients."""
+    """Run the tower without effect: its parameters are gathered and get zero gradients."""
 
     def hook(module: nn.Module, args: object, output: Tensor) -> Tensor:
         for kind in kinds:
@@ -152,9 +154,9 @@ def _features(
 
 
 def _used(features: object) -> object:
-    """The features that a model takes: other outputs of a tower get no gradient in a real pass.
+    """Return the features that a model uses: other outputs get no gradient in a real pass.
 
-    ZeRO-3 counts the outputs of a module that the backward pass reaches, and ranks have to agree.
+    ZeRO-3 counts the outputs of a module that the backward pass reaches, and ranks must agree.
     """
     if isinstance(features, Mapping) and features.get("pooler_output") is not None:
         return [features.get(name) for name in ("pooler_output", "deepstack_features")]
@@ -162,7 +164,7 @@ def _used(features: object) -> object:
 
 
 def _floats(found: object) -> Iterator[Tensor]:
-    """Yield the tensors of features, those of inner layers included."""
+    """Yield the tensors of features, including those of inner layers."""
     if isinstance(found, Tensor):
         if found.is_floating_point():
             yield found
@@ -184,7 +186,7 @@ def cut_tokens(trunk: "PreTrainedModel", own: slice) -> AbstractContextManager[o
         given = {**given, "inputs_embeds": embeds[:, own], "position_ids": places[..., own]}
         marks = given.get("visual_pos_masks")
         if isinstance(marks, Tensor):
-            # Features of inner layers lie without gaps: they are cut by the tokens before them.
+            # Features of inner layers have no gaps: they are cut by the media tokens before them.
             before, inside = int(marks[:, : own.start].sum()), int(marks[:, own].sum())
             layers = cast("list[Tensor]", given["deepstack_visual_embeds"])
             given["visual_pos_masks"] = marks[:, own]
