@@ -1,4 +1,4 @@
-"""Sizes that fit together on so many processes. Standard library only."""
+"""Batch sizes that fit together on a number of processes. Standard library only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def batch_problems(config: PolicyOptions, world_size: int) -> list[str]:
     """Return sizes that do not fit together on `world_size` processes, one line per rule.
 
     A step samples rollout_batch_size * n_samples_per_prompt responses and updates once per
-    train_batch_size of them; each process goes through its share in micro-batches of
+    train_batch_size of them; each process runs its share in micro-batches of
     micro_train_batch_size.
     """
     prompts, group_size = config.rollout_batch_size, config.n_samples_per_prompt

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Arguments = Mapping[str, str | int | float | bool] | None
-# A sentence on what is wrong with the values together, or several; a falsy answer is nothing.
+# A check of values together: one or several sentences on what is wrong; falsy if nothing is.
 Rule = Callable[["TrainConfig"], object]
 CRITIC = "a critic"
 _SECRET = re.compile(r"(key|token|secret|password|passwd|credentials?)$|wandb")
@@ -50,17 +50,17 @@ class OptionInfo:
         choices: All legal values (a registry takes `FILE.py:NAME`, too), or None.
         at_least, at_most: Inclusive bounds of a number.
         above: Exclusive lower bound of a number.
-        finite: inf is refused, too; nan always is.
-        acts_with: When the option acts: "NAME" where that option is set, "not NAME" where it is
-            not, "NAME VALUE" where it has this value, "A or B" where one of them says so, `CRITIC`
-            where the advantage estimator has one; None is always.
-        acts_when: Whether the option acts, where `acts_with` only says it in words.
-        may_change: A continued run is exact although this changed.
-        by_machine: None leaves the value to the machine: it is decided at start, saved with the
-            run and kept when the run is continued.
-        secret: The value is shown and saved nowhere.
-        common: Listed by `train --help`.
-        path: The value is the path of a file or a folder.
+        finite: Whether inf is refused; nan always is.
+        acts_with: When the option acts: "NAME" if that option is set, "not NAME" if it is not,
+            "NAME VALUE" if it has this value, "A or B" if one of them holds, `CRITIC` if the
+            advantage estimator has one; None is always.
+        acts_when: Check whether the option acts, if `acts_with` is only its text.
+        may_change: Whether a continued run stays exact if this changes.
+        by_machine: Whether the machine decides a value of None: at the start, saved with the run
+            and kept when the run continues.
+        secret: Whether the value is hidden and never saved.
+        common: Whether `train --help` lists it.
+        path: Kind of path that the value is, or None.
     """
 
     help: str
@@ -80,7 +80,7 @@ class OptionInfo:
 
 
 class _Details(TypedDict, total=False):
-    """Optional arguments of `OptionInfo`; its part says group and changes otherwise."""
+    """Optional arguments of `OptionInfo`; an option's part sets the group and the others."""
 
     group: str
     choices: Collection[object] | None
@@ -368,7 +368,7 @@ def _range_problem(number: float, info: OptionInfo) -> str | None:
     return " and ".join(bounds) or None
 
 
-# Words of the field for what is a command, an option or a choice here; registries add theirs.
+# Terms of the field with the command, option or choice here; registries add theirs.
 ALGORITHMS: dict[str, str] = {
     "distillation": "lightrft distill",
     "dpo": "lightrft prefer",
@@ -389,7 +389,7 @@ def word_of_the_field(name: str) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of an error sentence: the nearest known names, or all if none is near.
 
-    A word of the field is answered with what it means here, never with one spelled alike.
+    A term of the field is answered with its meaning here, never with a similar spelling.
     """
     if meaning := word_of_the_field(name):
         return meaning
@@ -401,7 +401,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def mask_address(text: str) -> str:
     """Return the text with *** for user, password and query values of every address in it.
 
-    A `${NAME}` of the environment stays, since it tells nothing.
+    A `${NAME}` of the environment stays, since it reveals nothing.
     """
     return _ADDRESS.sub(lambda match: _masked_address(match[0]), text)
 

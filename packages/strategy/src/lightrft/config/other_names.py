@@ -1,4 +1,4 @@
-"""Options of TRL 1.16, verl 0.9 and OpenRLHF 0.11, and what they are called here."""
+"""Options of TRL 1.16, verl 0.9 and OpenRLHF 0.11, with their names here."""
 
 import importlib.util
 import os
@@ -176,7 +176,7 @@ _ROWS = {
     "total_epochs": "max_epochs",
 }
 _PREFERENCE_VALUES = ("beta", "label_smoothing", "desirable_weight", "undesirable_weight")
-# Names that mean another thing, or only are one, beside a command's trainer in TRL: SFTTrainer,
+# Names that mean something else, or exist only, beside a command's trainer in TRL: SFTTrainer,
 # DPOTrainer with KTO, CPO and ORPO, RewardTrainer, DistillationTrainer with GKD.
 NAMES_OF_COMMANDS: dict[str, dict[str, str]] = {
     "train": {"loss_type": "loss_agg_mode, or policy_loss for cispo and sapo"},
@@ -216,8 +216,8 @@ NAMES_OF_COMMANDS: dict[str, dict[str, str]] = {
 }
 
 
-# Documented options that this version does not implement, with what to do instead. They are
-# refused: an option that were accepted and ignored would change nothing without a word.
+# Documented options that this version does not implement, with a replacement. They are refused:
+# an option that is accepted and ignored would silently change nothing.
 _METRICS = "metrics go to OUTPUT_DIR/metrics.jsonl"
 _REWARD_MODELS = "reward models run in the trainer's processes"
 _TRACE = "use --save_trajectories, which writes trajectories.jsonl"
@@ -301,7 +301,7 @@ _ENTRY = re.compile(r"(\w+), (\w+)=\.\.\.")
 
 
 def _meaning(name: str, command: str) -> str:
-    """Return what a name is here: an option, with what else it needs after a comma; or ""."""
+    """Return what a name means here: an option, with its other needs after a comma; or ""."""
     last = name.rpartition(".")[2]
     by_command = NAMES_OF_COMMANDS.get(command, {})
     return by_command.get(last) or OTHER_NAMES.get(name) or OTHER_NAMES.get(last) or ""
@@ -310,7 +310,7 @@ def _meaning(name: str, command: str) -> str:
 def same_option(name: str, command: str) -> tuple[str, str] | None:
     """Return the option that a name of another library is, with its entry ("" for all of it).
 
-    None is for a name that means something else here, in another unit, or nothing.
+    None means that the name stands for something else here, has another unit, or is unknown.
     """
     there = _meaning(name, command)
     if (entry := _ENTRY.fullmatch(there)) is not None:
@@ -345,7 +345,7 @@ def said_once(text: str, *, by_workers: bool = False) -> None:
 
     Args:
         text: The line.
-        by_workers: Processes that a launcher of lightrft started say it, too.
+        by_workers: Whether processes from a launcher of lightrft print it, too.
     """
     is_said = "LIGHTRFT_LAUNCHED" in os.environ and not by_workers
     if os.environ.get("RANK", "0") == "0" and not is_said:
@@ -357,7 +357,7 @@ def with_our_names(
 ) -> tuple[dict[str, object], list[str]]:
     """Return values by the names of our options, and a line for each option set twice.
 
-    Names of other libraries that mean the same are taken, which one printed line says.
+    Names of other libraries that mean the same are accepted; one printed line says so.
 
     Args:
         values: Values by name.
@@ -394,7 +394,7 @@ def option_hint(name: str, known: Collection[str], command: str = "train") -> st
     """Return the end of a sentence about an unknown option: its name here, or the nearest known.
 
     Args:
-        name: Name as it was typed; groups before a dot may say more.
+        name: Name as typed; groups before a dot may clarify it.
         known: Options that could have been typed.
         command: Command that received the name.
     """

@@ -102,7 +102,7 @@ class Registry(Collection[str]):
         return self.is_built_in(name) or (not is_local and name in self.installed)
 
     def load(self, name: str) -> object:
-        """Return the object that `name` stands for.
+        """Return the object that `name` names.
 
         Raises:
             ConfigError: There is no such choice, file, module or name in it; or it cannot be
@@ -220,7 +220,7 @@ def load_reference(text: str, *, kind: str) -> object:
 
 def _load_file(path: Path) -> ModuleType:
     file = path.resolve(strict=True)
-    # One module for each content, so that what a file defines exists once in a process.
+    # One module for each content, so that a file's definitions exist once in a process.
     digest = hashlib.sha256(bytes(file) + regular_file(file).read_bytes()).hexdigest()[:16]
     name = f"lightrft_plugin_{digest}"
     if name not in sys.modules:
@@ -229,8 +229,8 @@ def _load_file(path: Path) -> ModuleType:
             raise ImportError(f"no Python module: {file}")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
-        # Imports from beside a file work, also later ones; at the end of the path, so that none of
-        # them takes the place of a package that this program imports.
+        # Imports from beside a file work, also later ones. The folder is last in the path, so that
+        # none of them replaces a package that this program imports.
         sys.path.append(str(file.parent))
         try:
             spec.loader.exec_module(module)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 def split_sources(text: str) -> tuple[str, ...]:
     """Return the sources of a comma-separated list; an existing path is one, commas included."""
-    # Unlike Path.exists, false for what no file system takes as a name.
+    # Unlike Path.exists, false for text that no file system accepts as a name.
     if os.path.exists(text):
         return (text,)
     return tuple(part.strip() for part in text.split(",") if part.strip()) or (text,)

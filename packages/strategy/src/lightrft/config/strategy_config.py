@@ -41,7 +41,7 @@ class _UnreadableError(Exception):
 
 
 class _Readable:
-    """A configuration whose wrong fields cannot be read, nor those that it lacks."""
+    """A configuration where reading a wrong or missing field raises."""
 
     def __init__(self, config: object, wrong: Collection[str]) -> None:
         self._config, self._wrong = config, wrong
@@ -51,7 +51,7 @@ class _Readable:
         if name in self._wrong or name not in dir(kind):
             raise _UnreadableError
         member = getattr(kind, name)
-        # What a property reads can be wrong as well.
+        # A property may read wrong fields as well.
         return member.__get__(self) if isinstance(member, property) else getattr(self._config, name)
 
     def answer(self, rule: Rule) -> object:

@@ -36,7 +36,7 @@ def read_toml(path: Path) -> dict[str, object]:
 
 
 def write_toml(config: object, path: Path, left_out: set[str]) -> None:
-    """Write the options of `config` in groups; those that are None and secrets are left out.
+    """Write the options of `config` in groups, without secrets and those that are None.
 
     The file appears whole or not at all. Only its owner may read it, in case a value that nobody
     marked is a secret.

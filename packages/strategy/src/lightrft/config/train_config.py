@@ -181,7 +181,7 @@ class TrainConfig(RowRunOptions, PolicyOptions):
     def max_micro_tokens(self, micro_batch_size: int) -> int | None:
         """Return the bound of a micro-batch's tokens; None where rows are counted.
 
-        Packed micro batches hold, by default, what `micro_batch_size` rows of full length would.
+        Packed micro batches hold, by default, as many as `micro_batch_size` rows of full length.
         """
         if self.micro_batch_tokens is not None or not self.packing_samples:
             return self.micro_batch_tokens
@@ -207,7 +207,7 @@ class TrainConfig(RowRunOptions, PolicyOptions):
             raise ConfigError("invalid configuration:\n  " + "\n  ".join(problems))
 
     def overlapped(self, num_processes: int) -> Self:
-        """Return the options with those that `overlap` chooses, where nobody has set them.
+        """Return the options with the choices of `overlap`, unless somebody set them.
 
         Raises:
             ConfigError: The run cannot overlap in this way; a line for each reason.
@@ -238,7 +238,7 @@ class TrainConfig(RowRunOptions, PolicyOptions):
         """Return the configuration with other values, checked anew.
 
         Args:
-            changes: Values by name, also by those of other libraries that mean the same.
+            changes: Values by name, also by equivalent names of other libraries.
             command: Command that would take them.
 
         Raises:

@@ -116,7 +116,7 @@ class WantedState:
 class Backend(ABC):
     """The part of a strategy that differs between FSDP2, DeepSpeed and a single process.
 
-    Methods that are not abstract do what plain torch does in one process.
+    Methods that are not abstract work as plain torch does in one process.
 
     Args:
         context: Context that has not started yet.

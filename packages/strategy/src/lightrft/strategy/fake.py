@@ -62,7 +62,7 @@ class PlainBackend(Backend):
 class FakeStrategy(StrategyBase):
     """The whole interface in one process: for tests, for debugging, for one small device.
 
-    Collectives are those of a single rank, whatever torch.distributed says. Nothing is faked in
+    Collectives act on a single rank, whatever torch.distributed says. Nothing is faked in
     training: losses are differentiated, gradients clipped, AdamW steps.
 
     Args:

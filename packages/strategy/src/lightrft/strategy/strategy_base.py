@@ -629,7 +629,7 @@ class StrategyBase:
             tag: Wanted tag; None takes the latest complete one.
             load_module_strict: Whether missing or unexpected weights are errors.
             load_optimizer_states, load_lr_scheduler_states: Whether to read these, too.
-            load_module_only: Read only weights, whatever the other options say.
+            load_module_only: Read only weights, regardless of the other options.
             optimizer, scheduler: Objects to read into instead of the remembered ones.
             model_ema: Model that gets the moving average stored with the model.
 

@@ -1,4 +1,4 @@
-"""Command-line flags made from the fields of a configuration, and what their text means."""
+"""Command-line flags made from the fields of a configuration, and parsing of their text."""
 
 import argparse
 import json
@@ -133,7 +133,7 @@ def _add_flag(
             )
         return
     if shape.form == "pairs":
-        # Several of them may come at once, or one after each of several flags.
+        # One flag may have several pairs, and the flag may be repeated.
         group.add_argument(
             flag,
             flag.removesuffix("s"),
@@ -169,7 +169,7 @@ def _help(entry: Field[object], info: OptionInfo) -> str:
 
 
 def from_text(value: object, hint: object) -> object:
-    """Convert the text of a flag to the annotated type; what does not fit stays as it is.
+    """Convert the text of a flag to the annotated type; unfit text stays as it is.
 
     The configuration itself reports values of the wrong type, all at once.
     """

@@ -63,7 +63,7 @@ def free_port() -> int:
 
 
 def become_only_process() -> None:
-    """Set the environment variables of a process group of one; those already set are kept."""
+    """Set the environment variables of a process group of one; keep those already set."""
     alone = {
         "RANK": "0",
         "LOCAL_RANK": "0",

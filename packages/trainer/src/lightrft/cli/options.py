@@ -31,7 +31,7 @@ from lightrft.config.toml import read_toml
 from lightrft.config.train_config import command_options, refusal
 from lightrft.utils.arguments import add_arguments, from_text
 
-# Commands whose options are those of a run.
+# Commands that take the options of a run.
 _OF_A_RUN = (*NAMES_OF_COMMANDS, "plan", "config show")
 
 

@@ -453,7 +453,7 @@ class PlainTokenizer:
         add_generation_prompt: bool,
         tools: object = None,
     ) -> object:
-        """Return the contents of the messages, and then whatever else they hold."""
+        """Return the contents of the messages, then their other fields."""
         del tokenize, add_generation_prompt
         others = [
             str(value)

@@ -196,7 +196,7 @@ def next_after_rows(output_dir: str, model_dir: str) -> str:
 
 @contextmanager
 def interruption_explained(config: RunControlOptions) -> Iterator[None]:
-    """Record an interruption (Ctrl-C) in the run, and say what the same command will do."""
+    """Record an interruption (Ctrl-C) in the run; its message says how to continue."""
     try:
         yield
     except KeyboardInterrupt:

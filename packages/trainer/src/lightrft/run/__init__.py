@@ -1,1 +1,1 @@
-"""The loop of a run and what surrounds it."""
+"""The loop of a run and its surroundings."""

@@ -393,7 +393,7 @@ class Loop(Generic[Batch]):
 
     @contextmanager
     def _nothing_kept(self, step: int) -> Iterator[None]:
-        """Say of values that are not finite after which step they came, and what to do.
+        """Add to an error for values that are not finite the step and the remedy.
 
         Raises:
             NonFiniteError: Replacement of the body's error.

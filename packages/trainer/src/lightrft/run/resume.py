@@ -50,7 +50,8 @@ def plan_run(config: TrainConfig, stage: str = "") -> RunPlan:
 
     Raises:
         ConfigError: The folder is of a run of another stage, or it is used and the run cannot be
-            continued, or a changed option would break its exactness; `best_metric` has no best.
+            continued, or a changed option would break its exactness; or `best_metric` cannot be
+            ranked.
     """
     if config.best_metric is not None:
         from lightrft.reporting.metric_table import larger_is_better

@@ -24,7 +24,7 @@ UNKNOWN_ORDER = (
     "min_p together: keep one of them, take engine_type hf, or train without a correction: "
     "off_policy_correction none"
 )
-# For rows that older weights sampled, where the option is unset; and what leaves it out.
+# Correction of rows from older weights if the option is unset; value that switches it off.
 STALE_CORRECTION, NO_CORRECTION = "tis", "none"
 # The estimator without an advantage of the rewards.
 NO_REWARDS = "zero"
@@ -242,7 +242,7 @@ class AlgorithmOptions:
         return self.policy_loss or "ppo"
 
 
-# Forms of distillation; those with a wrong gradient by the names that other projects have for them.
+# Forms of distillation; forms with a wrong gradient have the names of other projects.
 SAMPLED = "sampled"
 
 
@@ -450,7 +450,7 @@ class TeacherOptions:
 
 @part("algorithm")
 class SampledTeacherOptions(TeacherOptions):
-    """Teachers of what a student samples."""
+    """Teachers of a student's samples."""
 
     teacher_prompt_column: str | None = option(
         None,
@@ -488,7 +488,7 @@ class LearningOptions(
 
     @property
     def correction(self) -> str | tuple[str, ...] | None:
-        """Terms of the off-policy correction, by default what the age of rows asks for."""
+        """Terms of the off-policy correction, by default those that the age of rows needs."""
         terms = self.off_policy_correction
         if terms is None and self.keeps_rows and not self.use_rollout_logprobs:
             return STALE_CORRECTION

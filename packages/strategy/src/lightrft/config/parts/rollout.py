@@ -1,4 +1,4 @@
-"""Rollouts: sampling, overlap with training, episodes, and what becomes of their rewards."""
+"""Rollouts: sampling, overlap with training, episodes, and shaping of their rewards."""
 
 import shlex
 
@@ -91,7 +91,7 @@ class TruncationOptions(DrawOptions):
 
 @part("rollout")
 class GroupOptions:
-    """Samples of a prompt, and those that are scored at once."""
+    """Samples of a prompt, and samples that are scored at once."""
 
     micro_rollout_batch_size: int = option(
         2,
@@ -562,7 +562,7 @@ class ShapingOptions(GroupOptions):
 
     @property
     def kl_estimator_name(self) -> str:
-        """The KL estimator, by default the one whose gradient is right where the KL is put."""
+        """The KL estimator, by default the one with the right gradient in its place."""
         return self.kl_estimator or ("k3+" if self.use_kl_loss else "k1")
 
 
@@ -576,7 +576,7 @@ class ScoringOptions(
     ModelOptions,
     ComputeOptions,
 ):
-    """Scorers of responses, what they look at, and where they keep answers."""
+    """Scorers of responses, their inputs, and the place of their answers."""
 
     @property
     def has_rewards(self) -> bool:

@@ -73,7 +73,7 @@ class ComputeOptions:
 
 @part("training")
 class HeadOptions:
-    """Models whose head gives logits, and all of whose weights are in files."""
+    """Models whose head gives logits, with all weights in files."""
 
     fused_linear_logprob: bool | None = option(
         None,

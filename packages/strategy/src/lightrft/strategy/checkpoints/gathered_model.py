@@ -67,9 +67,9 @@ def save_gathered_model(
 ) -> None:
     """Write full values in Hugging Face format; call it on one rank.
 
-    The transformers model inside becomes the checkpoint; other children of the wrapper, such as a
-    value head, become `<child>.safetensors` beside it, and adapters, which are part of the
-    weights, a folder `adapter`. Without a transformers model everything goes into one
+    The transformers model inside becomes the checkpoint. Other children of the wrapper, such as a
+    value head, become `<child>.safetensors` beside it. Adapters, which are part of the weights,
+    become a folder `adapter`. Without a transformers model everything goes into one
     `model.safetensors`.
 
     Args:
@@ -182,7 +182,7 @@ class _Made:
 
     @property
     def is_stack(self) -> bool:
-        """Whether a row is made of one source of each kind, as those of experts are."""
+        """Whether a row is made of one source of each kind, as with experts."""
         from transformers.core_model_loading import Concatenate, MergeModulelist
 
         first, *others = self.converter.operations
@@ -199,7 +199,7 @@ class WeightFiles:
         module: Model that they are for; names are those of the module.
 
     Attributes:
-        conversions: Rules by which transformers renames or converts what is in the files.
+        conversions: Rules by which transformers renames or converts tensors of the files.
 
     Raises:
         FileNotFoundError: There are no weights.

@@ -87,7 +87,7 @@ class MovingAverages:
 
     @torch.no_grad()
     def load(self, folder: Path, average: ParameterSource) -> None:
-        """Set an average to what any number of ranks saved, masters included.
+        """Set an average to a saved one, masters included, from any number of ranks.
 
         Raises:
             CheckpointError: The checkpoint has no average, or one of another model.

@@ -2,7 +2,7 @@
 
 from lightrft.config import BackendOptions, DistributedOptions, TrainingOptions
 
-# Never: DeepSpeed's progress lines would repeat what the trainer reports.
+# Never: DeepSpeed's progress lines would repeat the trainer's.
 STEPS_PER_PRINT = 2**62
 # Elements of the buffer in which gradients are reduced. DeepSpeed's default of 5e8 would take
 # 2 GB of every device for every model in training, whatever its size.

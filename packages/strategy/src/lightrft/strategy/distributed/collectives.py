@@ -150,7 +150,7 @@ def run_together(action: Callable[[], T], group: Group, *, what: str) -> list[T]
 
     Args:
         action: Function whose results are plain Python objects.
-        group: The ranks, all of which must call this.
+        group: Ranks that must all call this.
         what: Failure in words, for messages.
 
     Raises:

@@ -16,7 +16,7 @@ _OTHER_FILES = 1024
 
 
 class NetworkError(RuntimeError):
-    """Processes of several nodes would wait for each other in vain."""
+    """Processes of several nodes could not reach each other."""
 
 
 def choose_gloo_interface(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -82,7 +82,7 @@ def raise_open_files(wanted: int) -> int | None:
 
 
 def allow_open_files(num_ranks: int) -> None:
-    """Allow this process as many open files as connections to so many ranks need.
+    """Allow this process enough open files for the connections to this many ranks.
 
     By default a process may open 1024, which two groups of 512 ranks go beyond.
 

@@ -125,7 +125,7 @@ class _Board:
             self._store.add(f"{self._prefix}/out", 1)
 
     def wait_for_all(self, seconds: float) -> bool:
-        """Return whether every rank leaves the action within so many seconds."""
+        """Return whether every rank leaves the action within this time."""
         limit = time.monotonic() + seconds
         while time.monotonic() < limit:
             with self._lock:

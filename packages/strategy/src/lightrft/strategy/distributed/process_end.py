@@ -141,11 +141,11 @@ class PeerFailedError(RuntimeError):
 
 
 class NumericsError(RuntimeError):
-    """Numbers of a run are of no use, or an alarm ended it; the message says which."""
+    """Numbers of a run are unusable, or an alarm ended it; the message says which."""
 
 
 class NonFiniteError(NumericsError):
-    """Tensors hold values that are not finite; nothing of them was sent or written."""
+    """Tensors hold values that are not finite; none was sent or written."""
 
 
 class RunStoppedError(Exception):

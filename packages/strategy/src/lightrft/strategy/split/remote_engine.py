@@ -199,7 +199,7 @@ def _equal(found: Sequence[object], what: str) -> object:
 def engine_handlers(
     engine: RolloutEngine, bridge: Bridge, wire: WeightWire | None = None
 ) -> dict[str, Callable[..., None]]:
-    """Return what a rank that generates does with its engine for each command.
+    """Return the function of each command for the engine of a rank that generates.
 
     Args:
         engine, bridge: Engine, and connection to the ranks that train.

@@ -55,7 +55,7 @@ CANARY_LIMITS: dict[torch.dtype, CanaryLimits] = {
 QUANTISED_LIMITS = CanaryLimits(mean=0.5, largest=10.0)
 _MEDIA_TOKENS = 4
 # Share of the adapters' effect that rounding may add or take, and deviations of the measurement:
-# adapters that are not applied have no effect, applied twice about two.
+# the share is 0 without adapters, and about 2 if they are applied twice.
 _TOLERANCE, _DEVIATIONS = 0.25, 6.0
 # A smaller effect, as a share of rounding's effect on a logprob, is not judged.
 _SMALLEST_SHARE = 0.1
@@ -179,8 +179,8 @@ def check_effect(
 
         c = <e - b, t - b> / <t - b, t - b>
 
-    with logprobs e of the engine, t and b of the trainer with and without adapters. The least
-    squares of e - b = c (t - b) say how certain c is, so that no bound on rounding is needed:
+    with logprobs e of the engine, t and b of the trainer with and without adapters. Least
+    squares of e - b = c (t - b) measure how certain c is, so no bound on rounding is needed:
     limits that let a bfloat16 engine pass would hide adapters that it leaves out.
 
     Args:

@@ -348,7 +348,7 @@ class WeightSync:
         canary: Canary | None = None,
         wake_cache: Callable[[], None] | None = None,
     ) -> WeightSyncReport:
-        """Make the engine's weights those of the source.
+        """Make the engine's weights equal to the source's.
 
         All ranks must call it, and it ends in the same way on all of them.
 
@@ -407,7 +407,7 @@ class WeightSync:
         self._frozen = frozenset(pair.name for pair in pairs if pair.source.frozen)
 
     def check_resident(self) -> None:
-        """Bar the engine if a parameter is not what was sent.
+        """Bar the engine if a parameter differs from the sent one.
 
         For an engine that slept since, and receives no weights before it generates. Each rank
         checks alone; all learn the result when they generate.
