@@ -78,7 +78,7 @@ class RolloutEngine(ABC):
     name: str
     # Whether all ranks of a tensor-parallel group must call `generate` (SPMD executors).
     runs_on_every_rank: bool = True
-    # Whether it runs the trainer's model, so that their logprobs can be compared.
+    # Whether it runs the trainer's model, so that logprobs can be compared with the trainer's.
     computes_model: bool = True
 
     # Whether `poll` returns completions while others are still being sampled, or all at once.
@@ -109,7 +109,7 @@ class RolloutEngine(ABC):
     @property
     @abstractmethod
     def native(self) -> object:
-        """The backend's object (a vLLM `LLM`, a transformers model, ...).
+        """Object of the backend (a vLLM `LLM`, a transformers model, ...).
 
         Raises:
             RuntimeError: The backend was stopped.
@@ -121,7 +121,7 @@ class RolloutEngine(ABC):
         return type(self).__name__
 
     def params_of_native(self, native: object) -> SamplingParams | None:
-        """Return our parameters from a backend's object; None if it is no such object.
+        """Convert a backend's sampling parameters to ours; return None for other objects.
 
         Raises:
             ValueError: The object sets unsupported fields; the message names all of them.

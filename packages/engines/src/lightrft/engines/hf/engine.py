@@ -38,8 +38,8 @@ from lightrft.engines.types import EngineConfig, SamplingParams
 
 HF_OPTIONS = ("attn_implementation", "device", "rows_at_once")
 _logger = logging.getLogger(__name__)
-# Range where the product with the weight on the left is faster. With fewer rows, reading the weight
-# dominates, with more rows the arithmetic.
+# Range of rows where the product with the weight on the left is faster. Below it, reading the
+# weight dominates; above it, the arithmetic.
 _MIN_ROWS = 12
 _MAX_ROWS = 64
 # A smaller weight stays in the cache, and transposing the result costs more than is saved.

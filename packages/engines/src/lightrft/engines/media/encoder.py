@@ -1,4 +1,4 @@
-"""Encoders: turn prompts with media into the inputs of models and engines."""
+"""Encoders of prompts with media to the inputs of models and engines."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -34,7 +34,7 @@ _TEXT_INPUTS = ("input_ids", "attention_mask")
 
 
 class PromptEncoder:
-    """Calls a processor once for each prompt.
+    """Encoder of prompts with media, by a model's processor.
 
     Args:
         processor: Processor of the model.

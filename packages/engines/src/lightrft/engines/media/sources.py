@@ -125,7 +125,7 @@ class FileSource:
 
 
 class ImageSource(FileSource):
-    """One image."""
+    """Image."""
 
     def size(self) -> tuple[int, int]:
         """Return width and height of `decode`, from the header alone; raise the same errors."""
@@ -266,9 +266,9 @@ def as_image(value: object, *, name: str, folder: Path) -> ImageSource:
     """Make an image from a data set's value.
 
     Args:
-        value: A path or `file://` address, encoded bytes (a list of their numbers, too), base64
-            text or a data address, an object with `bytes`, `path`, `image`, `base64` or `url`, an
-            image of Pillow, or an array [height, width] or [height, width, channels].
+        value: Path or `file://` address, encoded bytes (or a list of their numbers), base64 text
+            or data address, object with `bytes`, `path`, `image`, `base64` or `url`, Pillow image,
+            or array [height, width] or [height, width, channels].
         name: Place in the data, for messages.
         folder: Folder to which paths are relative.
 

@@ -144,7 +144,7 @@ def start_backend(
     is_on_cpu = prepare_environment()
     owns_process_group = not dist.is_initialized()
     executor = choose_executor(config.tensor_parallel_size)
-    # vLLM changes torch's thread functions and seeds all generators.
+    # vLLM replaces torch's thread functions and seeds all generators.
     with (
         preserved_process_state(),
         # `max_model_len` may exceed the model's positions by one token.

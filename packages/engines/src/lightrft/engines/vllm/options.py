@@ -29,7 +29,7 @@ RESERVED: Mapping[str, str] = {
 }
 
 # Timeout of collectives between the ranks of an engine, over the host; gloo's default is half an
-# hour. Ranks enter within the time for reading a large model.
+# hour. Ranks enter together, give or take the time for reading a large model.
 GROUP_SECONDS = 600
 
 

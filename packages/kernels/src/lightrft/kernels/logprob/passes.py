@@ -31,7 +31,7 @@ class LogprobEngine(Protocol):
 
     @property
     def row_multiple(self) -> int:
-        """Number to a multiple of which rows are padded."""
+        """Divisor of the padded number of rows."""
 
     def product_dtype(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
         """Return the dtype of operands in products."""
@@ -77,7 +77,7 @@ class RowResults(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """Upstream gradients, [tokens] each, or None where there is none."""
+    """Upstream gradients, [tokens] each, or None."""
 
     logprobs: Tensor | None
     entropies: Tensor | None

@@ -248,7 +248,7 @@ def select_rows(
         values: Values to check under the mask, [tokens] int64, or None. Without a transfer, the
             device asserts that they lie in [0, bound).
         bound: Exclusive bound of `values`.
-        multiple: Number to a multiple of which rows are padded.
+        multiple: Divisor of the padded number of rows.
         is_static: Whether to keep every row and transfer nothing; None for only while recording.
     """
     if is_static is None:

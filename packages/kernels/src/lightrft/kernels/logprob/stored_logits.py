@@ -27,7 +27,7 @@ from lightrft.kernels.logprob.types import OutputLayer
 
 
 class LayerGradients(NamedTuple):
-    """Sums over tokens, wide; None where a gradient is not needed.
+    """Sums over tokens, wide; None if a gradient is not needed.
 
     Args:
         hidden: [tokens, hidden].

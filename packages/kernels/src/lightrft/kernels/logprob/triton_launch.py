@@ -15,7 +15,7 @@ from lightrft.kernels.logprob.types import OutputLayer
 EPILOGUE_BLOCK = {"BLOCK_ROWS": 64, "BLOCK_COLUMNS": 64}
 MERGE_BLOCK = {"BLOCK_ROWS": 32, "BLOCK_SPLITS": 32}
 TARGET_BLOCK = {"BLOCK_ROWS": 4, "BLOCK_SIZE": 256}
-# The interpreter is slow to start each program.
+# Each program costs time in the interpreter.
 _INTERPRETED_TARGET_BLOCK = {"BLOCK_ROWS": 128, "BLOCK_SIZE": 256}
 # Few columns per program, so that a block of products gives each core several programs.
 COLUMNS_PER_SPLIT = 256
