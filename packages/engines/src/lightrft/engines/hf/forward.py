@@ -246,8 +246,8 @@ class PlainForward(_CachedForward):
         self._select(rows)
 
     def _start_ragged(self) -> torch.Tensor:
-        # All tokens but the last of each prompt run at once, then the last ones in a separate step,
-        # so that logits are computed at one position whatever the lengths.
+        # All tokens but the last of each prompt run at once, then the last ones in a separate step.
+        # So logits are computed at one position whatever the lengths.
         lengths = torch.tensor([[len(p) - 1] for p in self._prompts], device=self._device)
         width = self._cached_length
         padded = [[*p[:-1], *[p[-1]] * (width + 1 - len(p))] for p in self._prompts]

@@ -265,9 +265,9 @@ class PromptEncoder:
     def kept_all(self, prompts: Sequence[tuple[str, Media]]) -> list[EncodedPrompt]:
         """Return `kept` of each prompt, with one processor call for all where possible.
 
-        A call for many prompts costs hardly more than a call for one. Each prompt gets a separate
-        call if prompts have several kinds of media, or videos, if the family's inputs cannot be
-        split by prompt, or if one of them is invalid.
+        A call for many prompts costs hardly more than a call for one. Prompts get separate calls
+        if they have videos or several kinds of media, if the family's inputs cannot be split by
+        prompt, or if one prompt is invalid.
         """
         new = {_key(text, media): (text, media) for text, media in prompts}
         new = {key: prompt for key, prompt in new.items() if key not in self._kept}

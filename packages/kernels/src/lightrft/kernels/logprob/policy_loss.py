@@ -113,8 +113,8 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
 ) -> PolicyLossOutput:
     """Compute a policy loss of the targets' logprobs and entropies, together with its gradients.
 
-    It costs three matrix products, while `linear_logprob` and its backward pass cost four, because
-    the logits of a chunk of tokens are stored until their gradient is known.
+    It costs three matrix products; `linear_logprob` and its backward pass cost four. It stores the
+    logits of a chunk of tokens until their gradient is known.
 
     Args:
         hidden, weight, targets: [tokens, hidden], [vocab, hidden] and [tokens] int64.
