@@ -1,9 +1,9 @@
-"""Messages of a client as token ids: the prompt of a conversation, and what follows a turn.
+"""Token ids of a client's messages: the prompt of a conversation, and what follows a turn.
 
-What was sampled is never rendered again. A conversation that goes on is rendered from a neutral
-beginning whose assistant turn holds a random word, as in `lightrft.datasets.suffix`; what follows
-that turn is what is appended. Texts of messages are encoded so that none of them can become a
-special token or the place of an image.
+Sampled text is never rendered again. To continue a conversation, a neutral one is rendered whose
+assistant turn holds a random word, as in `lightrft.datasets.suffix`. Everything behind that turn is
+appended. Texts of messages are encoded so that no part of them can become a special token or the
+place of an image.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from lightrft.datasets.media import VisionPrompts
 
 # The content of a message is here a text, or a tuple of texts and images in order.
-# Of a text among messages: number of its message, and of the part in it.
+# Place of a text among messages: number of its message, and of the part in it.
 Slot = tuple[int, int]
 _IMAGE = {"type": "image"}
-# Of images that are rendered at once: what decoding them may take is known before.
+# Bounds of images rendered at once: the cost of decoding them is known before.
 MAX_IMAGES = 64
 MAX_PIXELS = 1 << 25
 
@@ -50,10 +50,10 @@ class ChatIds:
     """Token ids of conversations by a model's chat template.
 
     Args:
-        tokenizer: With a chat template.
-        end_of_turn: Id that ends an assistant turn; None where the next turn's first token does.
+        tokenizer: Tokenizer with a chat template.
+        end_of_turn: Id that ends an assistant turn; None if the next turn's first token does.
         encoder: Encoder of images.
-        renderer: Applies the template where that is the processor's; None is the tokenizer.
+        renderer: Renderer whose template is used (a processor's); None is the tokenizer.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ChatIds:
         self._end_text = str(name or "")
         added = tokenizer.added_tokens_decoder.items()
         ids = {*tokenizer.all_special_ids, *(i for i, each in added if each.special)}
-        # Some processors look for a name that is no token of its own.
+        # Some processors look for a name that is not a token.
         places = (tokenizer.convert_tokens_to_ids(name) for name in encoder.placeholders)
         self._places = {i for i in places if i not in (None, tokenizer.unk_token_id)}
         ids |= self._places
@@ -81,10 +81,10 @@ class ChatIds:
         self._pieces = PieceIds(self.encode_text, encoder, end_of_turn, self._end_text)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Rendered:
-        """Return a conversation from its beginning, up to where the assistant speaks.
+        """Return a conversation from its beginning, up to the header of the assistant's turn.
 
-        It has the ids that the template's whole text has, but for texts that hold the name of a
-        special token: those are encoded apart.
+        The ids are those of the template's whole text, except that texts with the name of a special
+        token are encoded separately.
 
         Raises:
             RenderingError: The template refuses it, or a call or a tool names a special token.
@@ -96,12 +96,12 @@ class ChatIds:
     def suffix(
         self, turn: Sequence[int], calls: Sequence[Message], messages: Sequence[Message]
     ) -> Rendered:
-        """Return what follows a sampled turn: its missing end, further messages, the next header.
+        """Return the suffix of a sampled turn: its missing end, further messages, the next header.
 
         Args:
             turn: Sampled ids.
-            calls: In the turn, as a message has them.
-            messages: What came after it.
+            calls: Calls of the turn, in the form of messages.
+            messages: Messages behind the turn.
 
         Raises:
             RenderingError: The template refuses them after such a turn.
@@ -113,7 +113,7 @@ class ChatIds:
         )
 
     def text(self, text: str) -> Rendered:
-        """Return a text that the model is to continue; no part of it is a special token."""
+        """Return the ids of a text that the model continues, without special tokens in it."""
         ids = [*frame_ids(self.tokenizer)[0], *self.encode_text(text, split_special_tokens=True)]
         self._refuse_places(ids)
         return Rendered(tuple(ids))
@@ -123,13 +123,13 @@ class ChatIds:
         return self._pattern.search(text) is not None
 
     def specials_of(self, text: str) -> list[int]:
-        """Return special tokens of a text that the chat template wrote, in their order."""
-        found = self._pattern.findall(text)
-        return [self._names[name] for name in found if name in self._names]
+        """Return the special tokens that the chat template wrote into a text, in order."""
+        names = self._pattern.findall(text)
+        return [self._names[name] for name in names if name in self._names]
 
     def _check_frames(self, messages: Sequence[Message], tools: Sequence[Message]) -> None:
-        """Refuse special tokens where they cannot be told from the template's own."""
-        # Templates write arguments as they were sent, or as the objects that they mean.
+        """Refuse special tokens where they cannot be told from those of the template."""
+        # Templates write arguments as sent, or as the objects that they encode.
         forms = [*messages]
         for each in messages:
             with suppress(RenderingError):
@@ -156,7 +156,7 @@ class ChatIds:
         return lambda messages: self._render(messages, tools)
 
     def _after(self, calls: Sequence[Message]) -> Callable[[Sequence[Message]], str]:
-        """Render what follows a turn with such calls."""
+        """Return a renderer of messages behind a turn with such calls."""
         mark = f"Q{secrets.token_hex(8)}Z"
         marked = [_with_mark(call, mark) for call in calls]
 
@@ -172,12 +172,12 @@ class ChatIds:
                     raise
                 turn["tool_calls"] = marked[-1:]  # Llama 3 writes one call a message
                 rendered = self._render([*opening, *messages], ())
-            _, found, after = rendered.rpartition(mark)
-            if not found:
+            _, matched, after = rendered.rpartition(mark)
+            if not matched:
                 raise RenderingError("the chat template drops what the assistant says")
             if self._end is not None:
-                _, found, after = after.partition(self._end_text)
-                if not found:
+                _, matched, after = after.partition(self._end_text)
+                if not matched:
                     raise RenderingError("an assistant turn before others has no end")
                 return after
             place = self._pattern.search(after)
@@ -193,7 +193,7 @@ class ChatIds:
         slots: Sequence[Slot],
         render: Callable[[Sequence[Message]], str],
     ) -> tuple[list[str], list[str]]:
-        """Return the template's pieces around some texts, and these as the template writes them."""
+        """Return the template's pieces around some texts, and the texts as it writes them."""
         marks = {slot: f"Q{secrets.token_hex(8)}Z" for slot in slots}
 
         def shown(real: Slot | None = None) -> str:
@@ -201,16 +201,16 @@ class ChatIds:
 
         rest, frame = shown(), list[str]()
         for mark in marks.values():
-            before, found, rest = rest.partition(mark)
-            if not found or mark in rest:
+            before, matched, rest = rest.partition(mark)
+            if not matched or mark in rest:
                 raise RenderingError("the chat template drops, moves or repeats a message")
             frame.append(before)
         frame.append(rest)
-        # One rendering where it tells; one for each text where a template writes it otherwise.
-        given = [str(parts_of(messages[n])[part]) for n, part in marks]
-        texts = _fitting(frame, given, render(messages)) if marks else []
+        # One rendering usually suffices; templates that change texts need one for each.
+        originals = [str(parts_of(messages[n])[part]) for n, part in marks]
+        texts = _fitting(frame, originals, render(messages)) if marks else []
         if texts is None:
-            pairs = zip(marks, given, strict=True)
+            pairs = zip(marks, originals, strict=True)
             texts = [self._written(slot, frame, marks, shown, text) for slot, text in pairs]
         return frame, texts
 
@@ -222,7 +222,7 @@ class ChatIds:
         shown: Callable[[Slot | None], str],
         text: str,
     ) -> str:
-        """Return a text as the template writes it: trimmed, as JSON ...; else as it is."""
+        """Return a text as the template writes it (trimmed, as JSON ...); else unchanged."""
         names, place = list(marks.values()), list(marks).index(slot)
         before = "".join(piece + name for piece, name in zip(frame, names[:place], strict=False))
         before += frame[place]
@@ -241,44 +241,44 @@ class ChatIds:
         frame: Sequence[str],
         join: Callable[[list[ImageSource]], Rendered],
     ) -> Rendered:
-        """Return the pieces with the images of messages."""
+        """Join the pieces with the images of messages."""
         images = [part for part in chain(*map(parts_of, messages)) if not isinstance(part, str)]
         if sum(map(self.encoder.num_places, frame)) != len(images):
             raise ImageRenderingError("the chat template drops or repeats an image")
         try:
             _check_sizes(images)
-            found = join(images)
+            rendered = join(images)
         except (ValueError, TypeError, IndexError) as error:
             if not images:
                 raise
             raise ImageRenderingError(f"an image cannot be shown: {first_line(error)}") from error
-        for start, stop in found.text_spans:
-            self._refuse_places(found.token_ids[start:stop])
-        return found
+        for start, stop in rendered.text_spans:
+            self._refuse_places(rendered.token_ids[start:stop])
+        return rendered
 
     def _refuse_places(self, ids: Sequence[int]) -> None:
-        """Some places are no special tokens, and stay what they are in texts."""
+        """Refuse places of media in texts that the tokenizer does not treat as special tokens."""
         if not self._places.isdisjoint(ids):
             raise RenderingError("a text holds what the model reads as the place of an image")
 
     def encode_text(self, text: str, **options: bool) -> list[int]:
-        """Return the ids of a text without special tokens of its own."""
-        found = self.tokenizer(text, add_special_tokens=False, **options)["input_ids"]
-        return cast("list[int]", found)
+        """Return the ids of a text, without the tokens that the tokenizer adds."""
+        ids = self.tokenizer(text, add_special_tokens=False, **options)["input_ids"]
+        return cast("list[int]", ids)
 
 
 def _fitting(frame: Sequence[str], texts: Sequence[str], whole: str) -> list[str] | None:
-    """Return the texts, each as it is or stripped, if with the frame they make up the whole."""
-    place, found = len(frame[0]), list[str]()
+    """Return the texts, plain or stripped, if together with the frame they make up the whole."""
+    place, fitting = len(frame[0]), list[str]()
     if not whole.startswith(frame[0]):
         return None
     for text, piece in zip(texts, frame[1:], strict=True):
         forms = [form for form in (text, text.strip()) if whole.startswith(form + piece, place)]
         if not forms:
             return None
-        found.append(forms[0])
+        fitting.append(forms[0])
         place += len(forms[0]) + len(piece)
-    return found if place == len(whole) else None
+    return fitting if place == len(whole) else None
 
 
 def parts_of(message: Message) -> tuple[str | ImageSource, ...]:
@@ -288,18 +288,18 @@ def parts_of(message: Message) -> tuple[str | ImageSource, ...]:
 
 
 def _slots(messages: Sequence[Message], is_wanted: Callable[[str], bool]) -> list[Slot]:
-    """Return those texts of messages that are wanted, alone or with the others of their message."""
-    found = []
+    """Return the wanted texts of messages; a message whose joined text is wanted counts whole."""
+    slots = []
     for number, each in enumerate(messages):
         texts = {i: part for i, part in enumerate(parts_of(each)) if isinstance(part, str)}
         # Templates may write two texts with an image between them as one.
         are_wanted = is_wanted("".join(texts.values()))
-        found += [(number, i) for i, text in texts.items() if are_wanted or is_wanted(text)]
-    return found
+        slots += [(number, i) for i, text in texts.items() if are_wanted or is_wanted(text)]
+    return slots
 
 
 def _check_sizes(images: Sequence[ImageSource]) -> None:
-    """Raise a ValueError for more than can be decoded at once, by the headers of files."""
+    """Raise a ValueError for more pixels than can be decoded at once, by the headers of files."""
     if len(images) > MAX_IMAGES:
         raise ValueError(f"{len(images)} new images at once: at most {MAX_IMAGES} are read")
     num_pixels = sum(width * height for width, height in (image.size() for image in images))
@@ -311,20 +311,20 @@ def _check_sizes(images: Sequence[ImageSource]) -> None:
 
 
 def _filled(messages: Sequence[Message], texts: Mapping[Slot, str]) -> list[Message]:
-    """Return the messages with other texts."""
-    found: list[Message] = []
+    """Return the messages with these texts in their slots."""
+    filled: list[Message] = []
     for number, each in enumerate(messages):
         parts = [texts.get((number, i), part) for i, part in enumerate(parts_of(each))]
         is_parts = isinstance(each["content"], tuple)
-        found.append({**each, "content": tuple(parts) if is_parts else parts[0]})
-    return found
+        filled.append({**each, "content": tuple(parts) if is_parts else parts[0]})
+    return filled
 
 
 def for_template(message: Message, *, as_text: bool) -> Message:
-    """A message whose calls have their arguments as an object, or as JSON; images are parts."""
+    """Return a message with call arguments as an object or as JSON, and images as parts."""
     if isinstance(message["content"], tuple):
-        own = parts_of(message)
-        parts = [{"type": "text", "text": p} if isinstance(p, str) else _IMAGE for p in own]
+        contents = parts_of(message)
+        parts = [{"type": "text", "text": p} if isinstance(p, str) else _IMAGE for p in contents]
         message = {**message, "content": parts}
     try:
         return message if as_text else with_objects(message)

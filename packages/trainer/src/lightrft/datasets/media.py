@@ -41,11 +41,11 @@ OTHER_BYTES = (
 
 @dataclass(frozen=True, slots=True)
 class MediaRow:
-    """A conversation, or a text, whose media are read and have their places.
+    """Conversation, or text, whose media are read and have their places.
 
     Args:
-        content: A text, or messages in which a part `{"type": kind}` stands for each medium.
-        media: In the order of their places.
+        content: Text, or messages in which a part `{"type": kind}` stands for each medium.
+        media: Media in the order of their places.
     """
 
     content: Content
@@ -55,33 +55,33 @@ class MediaRow:
 def media_columns(config: MediaOptions) -> dict[str, tuple[str, ...]]:
     """Return the columns of the data in which the media of each kind may be.
 
-    The default, `images`, also finds a column called `image`; an option finds what it names.
+    The default, `images`, also matches a column `image`; an option matches only its name.
     """
-    found: dict[str, tuple[str, ...]] = {}
+    columns: dict[str, tuple[str, ...]] = {}
     for name, kind in MEDIA_KINDS.items():
         column = str(vars(config).get(f"{kind.plural}_key", kind.plural))
-        found[name] = (column, name) if column == kind.plural else (column,)
-    return found
+        columns[name] = (column, name) if column == kind.plural else (column,)
+    return columns
 
 
 def media_row(row: Row, content: Content, config: MediaOptions, encoder: Encoder) -> MediaRow:
-    """Return one text or conversation of a row with its media: the gate that every row passes.
+    """Return a text or conversation of a row with its media; every row passes this gate.
 
     Media are taken from the row's columns and from parts of messages, in OpenAI's form
     (`{"type": "image_url", "image_url": {"url": ...}}`) and in that of transformers
     (`{"type": "image", "image": ...}`, `url`, `path`, `base64`). A mark such as `<image>` in a
-    message, or a part without a medium of its own, is the place of the next one of the columns;
-    where no message has any, the first of the user begins with them.
+    message, or a part without a medium, is the place of the next medium of the columns. Without
+    such places, the user's first message begins with the media of the columns.
 
     Args:
-        row: Holds the columns, and says where it stands.
-        content: A text that no chat template is applied to, or the messages.
-        config: Names the columns; `text_only` leaves out media, with their places.
+        row: Row with the columns and its location.
+        content: Text without a chat template, or messages.
+        config: Options with the names of the columns; `text_only` drops media and their places.
         encoder: Encoder of the model's prompts.
 
     Raises:
-        DataError: A medium cannot be read, there are more or fewer than places, more than
-            allowed, some for a model of text, or a text holds what the model reads as a place.
+        DataError: A medium cannot be read, media and places differ in number, there are more media
+            than allowed or any for a model of text, or a text holds a placeholder.
     """
     if not encoder.reads_media:
         if config.text_only:
@@ -90,24 +90,24 @@ def media_row(row: Row, content: Content, config: MediaOptions, encoder: Encoder
             _refuse_media(row, content, config)
         return MediaRow(_as_texts(row, content), Media())
     if config.text_only:
-        found = MediaRow(_without_marks(content), Media())
+        shown = MediaRow(_without_marks(content), Media())
     elif isinstance(content, str):
-        found = MediaRow(content, column_media(row, config))
+        shown = MediaRow(content, column_media(row, config))
         _check_bare_marks(row, content, encoder)
     else:
-        found = with_media(content, column_media(row, config), row)
-    _check_places(row, found.media, config)
-    found = replace(found, media=encoder.fitted(found.media, frame_bounds(config)))
-    for kind in found.media.kinds:
-        _check_count(row, kind, len(found.media[kind]), config)
-    _check_texts(row, found.content, encoder)
-    return found
+        shown = with_media(content, column_media(row, config), row)
+    _check_places(row, shown.media, config)
+    shown = replace(shown, media=encoder.fitted(shown.media, frame_bounds(config)))
+    for kind in shown.media.kinds:
+        _check_count(row, kind, len(shown.media[kind]), config)
+    _check_texts(row, shown.content, encoder)
+    return shown
 
 
 def _check_places(row: Row, media: Media, config: MediaOptions) -> None:
-    """Raise a DataError if a row names a file that it may not read, links followed.
+    """Raise a DataError if a row names a file that it may not read, with links resolved.
 
-    A row that names the SHA-256 of a file shows nothing that its writer did not have.
+    A row that names a file's SHA-256 is allowed: its writer already had the content.
     """
     allowed = [row.folder, *row.roots, *([Path(config.media_root)] if config.media_root else [])]
     roots = [os.path.realpath(folder) for folder in allowed]
@@ -125,7 +125,7 @@ def _check_places(row: Row, media: Media, config: MediaOptions) -> None:
 
 
 def frame_bounds(config: MediaOptions) -> MediaBounds:
-    """Of the frames of videos, by the options."""
+    """Return the bounds for frames of videos, from the options."""
     return MediaBounds(
         config.max_pixels,
         config.min_pixels,
@@ -138,19 +138,21 @@ def column_media(row: Row, config: MediaOptions) -> Media:
     """Return the media in the columns of one row.
 
     Raises:
-        DataError: One is missing or of no known form, or two columns have some of one kind.
+        DataError: A medium is missing or of unknown form, or two columns hold one kind.
     """
-    found: dict[MediumKind, Sequence[Medium]] = {}
+    media: dict[MediumKind, Sequence[Medium]] = {}
     for kind, columns in media_columns(config).items():
-        held = {name: own for name in columns if (own := _listed(row.columns.get(name), kind))}
+        held = {
+            name: listed for name in columns if (listed := _listed(row.columns.get(name), kind))
+        }
         if len(held) > 1:
             raise DataError(
                 f"{row.location}: the columns {' and '.join(held)} both hold media: name one by "
                 f"--{MEDIA_KINDS[kind].plural}_key"
             )
         for values in held.values():
-            found[kind] = [_read(row, kind, i, value) for i, value in enumerate(values, start=1)]
-    return Media(found)
+            media[kind] = [_read(row, kind, i, value) for i, value in enumerate(values, start=1)]
+    return Media(media)
 
 
 def _read(row: Row, kind: MediumKind, number: int, value: object) -> Medium:
@@ -162,7 +164,7 @@ def _read(row: Row, kind: MediumKind, number: int, value: object) -> Medium:
 
 
 def _listed(value: object, kind: MediumKind) -> list[object]:
-    """A column as a list: nothing, one medium or several; lists of lists of images are joined."""
+    """Return a column as a list of no, one or several media; nested lists of images are joined."""
     if value is None:
         return []
     if not isinstance(value, list | tuple) or is_list_of_bytes(value):
@@ -200,7 +202,7 @@ def _refuse_media(row: Row, content: Content, config: MediaOptions) -> None:
 
 
 def _check_texts(row: Row, content: Content, encoder: Encoder) -> None:
-    """Raise a DataError if a text of a message would be read as the place of a medium."""
+    """Raise a DataError if the model would read a message's text as the place of a medium."""
     for number, message in enumerate([] if isinstance(content, str) else content, start=1):
         texts = [str(part.get("text")) for part in as_parts(message["content"])]
         for token in sorted(encoder.placeholders):
@@ -214,25 +216,25 @@ def _check_texts(row: Row, content: Content, encoder: Encoder) -> None:
 
 def _check_bare_marks(row: Row, text: str, encoder: Encoder) -> None:
     """Raise a DataError if a text without a chat template has marks that no model knows."""
-    for kind, own in encoder.marks.items():
+    for kind, model_mark in encoder.marks.items():
         mark = f"<{kind}>"
-        if own != mark and mark in text:
+        if model_mark != mark and mark in text:
             raise DataError(
                 f"{row.location}: without a chat template {mark} is text: add "
-                f"--apply_chat_template, or write the model's own {own!r}"
+                f"--apply_chat_template, or write the model's own {model_mark!r}"
             )
 
 
 class RowRenderer(PromptTokenizer, RowTokenizer, Protocol):
-    """A tokenizer of prompts that shows rows different tools."""
+    """Tokenizer of prompts that shows rows different tools."""
 
 
 class TextModality:
-    """Renders rows for a model that reads text only, and refuses their media.
+    """Renderer of rows for a model that reads text only; it refuses their media.
 
     Args:
         renderer: Tokenizer of the model.
-        has_model: There is a model; without one media are left unread.
+        has_model: Whether there is a model; without one media stay unread.
     """
 
     encoder = TEXT_ENCODER
@@ -247,10 +249,10 @@ class TextModality:
         return chat
 
     def check_turns(self) -> None:
-        """Nothing: there are no media to stand behind a prompt."""
+        """Do nothing: there are no media to stand behind a prompt."""
 
     def read(self, row: Row, config: PromptDataOptions) -> MediaRow:
-        """Return a row's text or messages; a DataError if it has media and there is a model."""
+        """Return a row's text or messages; raise a DataError for media if there is a model."""
         content = messages_of(row, config)
         if self._has_model:
             return media_row(row, content, config, TEXT_ENCODER)
@@ -266,17 +268,17 @@ class TextModality:
         return False
 
     def prompt(self, row: Row, prompt: Prompt, content: Content) -> Prompt:
-        """Return the prompt as it is."""
+        """Return the prompt unchanged."""
         del row, content
         return prompt
 
 
 class VisionPrompts:
-    """Renders and encodes rows for a vision-language model.
+    """Renderer and encoder of rows for a vision-language model.
 
     Args:
         encoder: Encoder of the model's prompts.
-        chat: Renders in its place, for environments whose tools prompts show.
+        chat: Renderer to use instead, for environments whose tools prompts show.
     """
 
     def __init__(self, encoder: "PromptEncoder", chat: RowTokenizer | None = None) -> None:
@@ -290,12 +292,12 @@ class VisionPrompts:
 
     @property
     def renderer(self) -> "VisionPrompts":
-        """Itself."""
+        """This object."""
         return self
 
     @property
     def processor(self) -> "ProcessorMixin":
-        """Of the model."""
+        """Processor of the model."""
         return self.encoder.processor
 
     def showing(self, chat: RowRenderer) -> PromptTokenizer:
@@ -324,10 +326,10 @@ class VisionPrompts:
         self, text: str | list[str], *, add_special_tokens: bool, split_special_tokens: bool = False
     ) -> Mapping[str, list[list[int]]]:
         """Return token ids of texts without media."""
-        found: Mapping[str, list[list[int]]] = self.encoder.processor.tokenizer(
+        encoding: Mapping[str, list[list[int]]] = self.encoder.processor.tokenizer(
             text, add_special_tokens=add_special_tokens, split_special_tokens=split_special_tokens
         )
-        return found
+        return encoding
 
     def convert_ids_to_tokens(self, ids: int) -> str:
         """Return the text of a special token."""
@@ -341,7 +343,7 @@ class VisionPrompts:
         add_generation_prompt: bool,
         tools: list[dict[str, object]] | None = None,
     ) -> object:
-        """The rendered conversation, by the processor's template, which reads contents as parts."""
+        """Return the conversation, rendered by the processor's template with contents as parts."""
         return self.encoder.processor.apply_chat_template(
             [{**message, "content": as_parts(message["content"])} for message in conversation],
             chat_template=self.chat_template,
@@ -352,7 +354,7 @@ class VisionPrompts:
 
     @property
     def shows_row_tools(self) -> bool:
-        """Return whether prompts show the tools of their rows; an environment shows its own."""
+        """Whether prompts show the tools of their rows, not those of an environment."""
         return self._chat is None
 
     def for_row(self, columns: Mapping[str, object]) -> PromptTokenizer:
@@ -360,11 +362,11 @@ class VisionPrompts:
         return self if self._chat is None else self._chat.for_row(columns)
 
     def prompt(self, row: Row, prompt: Prompt, content: Content) -> Prompt:
-        """Return a row's prompt as the model reads it; one without media as it is.
+        """Return a row's prompt as the model reads it; a prompt without media as it is.
 
         Args:
-            row: The row.
-            prompt: With its media and the other columns, and with its text if it has no media.
+            row: Row of the prompt.
+            prompt: Prompt with its media and other columns, and with its text if it has no media.
             content: Text or messages, see `read`.
 
         Raises:
@@ -388,12 +390,12 @@ class VisionPrompts:
         """Return the tokens of a text with its media as the model reads them.
 
         Args:
-            text: With one placeholder for each medium.
-            media: In order of appearance.
+            text: Text with one placeholder for each medium.
+            media: Media in order of appearance.
             location: Place of the row, for messages.
 
         Raises:
-            DataError: A medium cannot be read, or the text names another number of media.
+            DataError: A medium cannot be read, or the text has another number of placeholders.
         """
         with _explained(text, media, location):
             return self.encoder.tokens(text, media)
@@ -401,7 +403,7 @@ class VisionPrompts:
 
 @contextmanager
 def _explained(text: str, media: Media, location: str) -> Iterator[None]:
-    """Turns what an encoder raises about a text and its media into a DataError with the place."""
+    """Turn an encoder's errors about a text and its media into a DataError with the place."""
     try:
         yield
     except MediaError as error:
@@ -413,21 +415,20 @@ def _explained(text: str, media: Media, location: str) -> Iterator[None]:
         ) from error
 
 
-# Renders and reads the prompts of a model.
+# Renderer and reader of a model's prompts.
 Modality: TypeAlias = TextModality | VisionPrompts
 
 
 def with_media(messages: Sequence[Message], columns: Media, row: Row) -> MediaRow:
-    """Return the messages whose contents name their media as parts, and all media in that order.
+    """Return the messages with media as parts in their contents, and all media in that order.
 
     Args:
-        messages: As they stand in the row.
+        messages: Messages of the row.
         columns: Media of its columns.
-        row: For messages, and for paths in parts.
+        row: Row, for errors and for paths in parts.
 
     Raises:
-        DataError: A medium cannot be read, or the chat names another number of media than the
-            row has.
+        DataError: A medium cannot be read, or messages and row differ in the number of media.
     """
     seen = _Places(columns, row)
     chat: list[Message] = []
@@ -444,20 +445,20 @@ def with_media(messages: Sequence[Message], columns: Media, row: Row) -> MediaRo
     if not any(named.values()):
         first = next((message for message in chat if message["role"] == "user"), chat[0])
         marks = [{"type": kind} for kind, count in has.items() for _ in range(count)]
-        own = [*marks, *as_parts(first["content"])] if marks else first["content"]
-        chat[chat.index(first)] = {**first, "content": own}
+        content = [*marks, *as_parts(first["content"])] if marks else first["content"]
+        chat[chat.index(first)] = {**first, "content": content}
         return MediaRow(chat, columns)
     if named != has:
         raise DataError(_other_number(row, named, has))
-    return MediaRow(chat, Media({kind: own for kind, own in seen.found.items() if own}))
+    return MediaRow(chat, Media({kind: media for kind, media in seen.found.items() if media}))
 
 
 class _Places:
-    """Places that a chat names, and the media that stand there.
+    """Places of media in a chat, and the media that stand there.
 
     Args:
-        columns: Media of the columns, for places without one of their own.
-        row: For messages, and for paths in parts.
+        columns: Media of the columns, for places without a medium.
+        row: Row, for errors and for paths in parts.
     """
 
     def __init__(self, columns: Media, row: Row) -> None:
@@ -465,11 +466,11 @@ class _Places:
         self._left = {kind: list(columns[kind]) for kind in MEDIA_KINDS}
         self.found: dict[MediumKind, list[Medium]] = {kind: [] for kind in MEDIA_KINDS}
         self.named = dict.fromkeys(MEDIA_KINDS, 0)
-        self._num_columns = {kind: len(own) for kind, own in self._left.items()}
+        self._num_columns = {kind: len(media) for kind, media in self._left.items()}
         self.has = dict(self._num_columns)
 
     def take(self, part: Mapping[str, object], kind: MediumKind) -> None:
-        """The medium of one part; none where the columns have no more."""
+        """Assign the medium of one part; none if the columns have no more."""
         self.named[kind] += 1
         value, left = _value_of(part, kind, self._row), self._left[kind]
         if value is not None:
@@ -492,7 +493,7 @@ def _other_number(row: Row, named: Mapping[str, int], has: Mapping[str, int]) ->
 
 
 def as_parts(content: object) -> list[Message]:
-    """Return the content of a message as parts; the text of one without parts stays as it is."""
+    """Return the content of a message as parts; text becomes one part."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -504,30 +505,30 @@ def as_parts(content: object) -> list[Message]:
 
 
 def _parts(content: object) -> list[Message]:
-    """Return the parts of a content, its texts cut where they have marks of media."""
-    found: list[Message] = []
+    """Return the parts of a content, with texts cut at their marks of media."""
+    cut: list[Message] = []
     for part in as_parts(content):
-        # Some forms name the kind by the key alone.
+        # Some forms name the kind only by the key.
         kind = part.get("type") or next((k for k in ("text", *MEDIA_KINDS) if k in part), None)
         if kind not in TEXT_TYPES:
-            found.append({**part, "type": kind})
+            cut.append({**part, "type": kind})
             continue
         pieces = _marks().split(str(part.get("text") or ""))
-        found += [
+        cut += [
             {"type": piece} if i % 2 else {"type": "text", "text": piece}
             for i, piece in enumerate(pieces)
             if piece or i % 2
         ]
-    return found
+    return cut
 
 
 def _marks() -> re.Pattern[str]:
-    """Return the marks of media in plain texts of data sets."""
+    """Return the pattern of marks of media in plain texts of data sets."""
     return re.compile(rf"<({'|'.join(MEDIA_KINDS)})>")
 
 
 def _kind_of(part: Mapping[str, object]) -> MediumKind | None:
-    """The kind of medium that a part stands for; None for texts and for what no table knows."""
+    """Return the kind of medium of a part; None for texts and unknown types."""
     kind = str(part.get("type")).removeprefix("input_").removesuffix("_url")
     return kind if kind in MEDIA_KINDS else None
 
@@ -543,12 +544,12 @@ def _checked_kind(part: Mapping[str, object], row: Row) -> MediumKind | None:
 
 
 def _value_of(part: Mapping[str, object], kind: MediumKind, row: Row) -> object:
-    """Return what a part holds of its medium; None where the columns have it.
+    """Return a part's description of its medium; None if the columns hold it.
 
     Raises:
-        DataError: It asks for what would be left undone.
+        DataError: The part asks for something that would be ignored.
     """
-    given = {name: value for name, value in part.items() if value is not None}
+    fields = {name: value for name, value in part.items() if value is not None}
     names = {
         kind,
         f"{kind}_url",
@@ -560,13 +561,13 @@ def _value_of(part: Mapping[str, object], kind: MediumKind, row: Row) -> object:
         "frames",
         "fps",
     }
-    unknown = sorted(given.keys() - names - {"type", "text", "index", "detail"})
+    unknown = sorted(fields.keys() - names - {"type", "text", "index", "detail"})
     if unknown:
         raise DataError(
             f"{row.location}: a part of type {part['type']!r} has {', '.join(unknown)}: expected "
             f"{', '.join(sorted(names))}; sizes are options of the run (--max_pixels)"
         )
-    return {name: value for name, value in given.items() if name in names} or None
+    return {name: value for name, value in fields.items() if name in names} or None
 
 
 def _check_index(part: Mapping[str, object], place: int, row: Row) -> None:
@@ -578,19 +579,19 @@ def _check_index(part: Mapping[str, object], place: int, row: Row) -> None:
 
 
 def _without_parts(content: Content) -> Content:
-    """Return the messages without the parts of media; contents without any stay as they are."""
+    """Return the messages without parts of media; contents without them stay as they are."""
     if isinstance(content, str):
         return content
-    found = []
+    kept_messages = []
     for message in content:
         parts = as_parts(message["content"])
         kept = [part for part in parts if _kind_of(part) is None]
-        found.append(message if len(kept) == len(parts) else {**message, "content": kept})
-    return found
+        kept_messages.append(message if len(kept) == len(parts) else {**message, "content": kept})
+    return kept_messages
 
 
 def _as_texts(row: Row, content: Content) -> Content:
-    """Return a content for a model of text; a DataError names the row of a part that is none."""
+    """Return a content for a model of text; a DataError names the row of a part that is no text."""
     try:
         return content if isinstance(content, str) else with_texts(content)
     except DataError as error:
@@ -598,7 +599,7 @@ def _as_texts(row: Row, content: Content) -> Content:
 
 
 def _without_marks(content: Content) -> Content:
-    """Return a text or messages without the parts of media and without their marks."""
+    """Return a text or messages without parts and marks of media."""
     if isinstance(content, str):
         return _marks().sub("", content)
     return [

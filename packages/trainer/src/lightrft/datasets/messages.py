@@ -1,4 +1,4 @@
-"""Messages of rows in one form, whatever form they come in: what every stage and command reads.
+"""Messages of rows in one form for all stages and commands, whatever form they come in.
 
 The form is OpenAI's: `role`, `content` (a text, or parts with media), `tool_calls` with arguments
 as JSON text, `tool_call_id`; and `reasoning_content` for thinking beside the content.
@@ -17,13 +17,13 @@ from lightrft.datasets.files import Row
 from lightrft.datasets.types import DataError
 
 Message = dict[str, object]
-# Names of parts that are texts; parts of others (thinking, say) are no part of what is said.
+# Types of parts that are texts; other parts (like thinking) are not spoken.
 TEXT_TYPES = ("text", "input_text", "output_text")
 ASSISTANT, SYSTEM = "assistant", "system"
 CALLS, REASONING = "tool_calls", "reasoning_content"
 SYSTEM_COLUMNS = ("system", "system_prompt")
 TOOLS_COLUMN = "tools"
-# Columns that prompts may be in, the likeliest first.
+# Columns in which prompts may be, the likeliest first.
 INPUT_KEYS = (
     "input",
     "prompt",
@@ -34,12 +34,12 @@ INPUT_KEYS = (
     "messages",
     "conversations",
 )
-# What they hold belongs into a prompt; other columns are for rewards and environments.
+# Columns whose content belongs into a prompt; others are for rewards and environments.
 OF_PROMPTS = frozenset({*INPUT_KEYS, *SYSTEM_COLUMNS, TOOLS_COLUMN, "history"})
 ANSWER_KEYS = ("completion", "output", "response", "answer")
-# Names of thinking beside a content.
+# Names for thinking beside the content.
 REASONING_KEYS = (REASONING, "reasoning", "thinking")
-# Names of ShareGPT and of other frameworks for roles.
+# Names of roles in ShareGPT and other frameworks.
 SPEAKERS = {
     "human": "user",
     "gpt": ASSISTANT,
@@ -55,18 +55,18 @@ SPEAKERS = {
     "tool_call": ASSISTANT,
 }
 _CALLERS = ("function_call", "tool_call")
-# Keys by which a row says whether a turn is trained.
+# Keys of a message that tell whether it is trained.
 _MARKS = ("weight", "train", "trainable", "training", "loss")
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The messages of a row.
+    """Messages of a row.
 
     Args:
-        messages: In OpenAI's form.
-        tools: Schemas of the tools that the model is shown.
-        untrained: Places of assistant's messages that the row excludes from training.
+        messages: Messages in OpenAI's form.
+        tools: Schemas of the tools that the model sees.
+        untrained: Places of the assistant's messages that the row excludes from training.
     """
 
     messages: tuple[Message, ...]
@@ -84,15 +84,15 @@ class Conversation:
 
 
 def read_messages(columns: Mapping[str, object], name: str, *, speaker: str = "") -> Conversation:
-    """Return the messages of a column alone.
+    """Return the messages of a column, without the rest of the row.
 
     Args:
         columns: Columns of a row.
         name: Column with messages.
-        speaker: Role of a text that stands in the place of messages; "" takes none.
+        speaker: Role of a text in place of messages; "" accepts none.
 
     Raises:
-        DataError: It holds something else.
+        DataError: The column holds something else.
     """
     content = columns[name]
     if isinstance(content, Conversation):
@@ -117,10 +117,10 @@ def read_messages(columns: Mapping[str, object], name: str, *, speaker: str = ""
 def read_conversation(
     columns: Mapping[str, object], name: str, *, speaker: str = ""
 ) -> Conversation:
-    """Return the messages of a column with the row's system message and tools; see `read_messages`.
+    """Return the messages of a column with the row's system message and tools.
 
     Raises:
-        DataError: The column holds something else, or the row has two system messages.
+        DataError: As `read_messages`, or the row has two system messages.
     """
     if isinstance(columns[name], Conversation):
         return read_messages(columns, name)
@@ -128,7 +128,7 @@ def read_conversation(
 
 
 def in_context(columns: Mapping[str, object], conversation: Conversation) -> Conversation:
-    """Return a conversation behind the row's column `system`, with the tools of its column `tools`.
+    """Return a conversation with the row's column `system` before it and its column `tools`.
 
     Raises:
         DataError: A column is no text or no list, or the row has two system messages.
@@ -146,10 +146,10 @@ def in_context(columns: Mapping[str, object], conversation: Conversation) -> Con
 
 
 def system_of(columns: Mapping[str, object]) -> str | None:
-    """Return the system message of a row's own column, if it has one.
+    """Return the system message in a column of the row, if there is one.
 
     Raises:
-        DataError: It is no text.
+        DataError: The column is no text.
     """
     for name in SYSTEM_COLUMNS:
         text = columns.get(name)
@@ -161,10 +161,10 @@ def system_of(columns: Mapping[str, object]) -> str | None:
 
 
 def read_tools(columns: Mapping[str, object]) -> tuple[Message, ...]:
-    """Return the column `tools`, a list or one as JSON, in OpenAI's form.
+    """Return the column `tools`, a list or its JSON text, in OpenAI's form.
 
     Raises:
-        DataError: It is something else.
+        DataError: The column holds something else.
     """
     tools = columns.get(TOOLS_COLUMN) or []
     if isinstance(tools, str):
@@ -193,7 +193,7 @@ def require_asked(messages: Sequence[Mapping[str, object]]) -> None:
 
 
 def is_alpaca(columns: Mapping[str, object]) -> bool:
-    """Whether a row has the columns of Alpaca: an instruction, an input to it, and the output."""
+    """Return whether a row has Alpaca's columns: an instruction, its input, and the output."""
     return "instruction" in columns and "output" in columns
 
 
@@ -210,10 +210,10 @@ def alpaca_prompt(columns: Mapping[str, object]) -> str:
 
 
 def alpaca_turns(columns: Mapping[str, object]) -> Conversation:
-    """Return a row of Alpaca as turns: what came before (`history`), the instruction, the output.
+    """Return a row of Alpaca as turns: earlier ones (`history`), the instruction, the output.
 
     Raises:
-        DataError: A column is no text, or the history no list of pairs.
+        DataError: A column is no text, or the history is not a list of pairs.
     """
     output, history = columns["output"], columns.get("history") or []
     pairs = history if isinstance(history, list) else [history]
@@ -232,7 +232,7 @@ def alpaca_turns(columns: Mapping[str, object]) -> Conversation:
 
 
 def renaming(columns: Container[str]) -> str:
-    """What to type where a row has a prompt and an answer under names of other layouts; "" else."""
+    """Return a hint to rename prompt and answer columns of other layouts; "" if not needed."""
     prompt = next((name for name in INPUT_KEYS if name in columns), None)
     answer = next((name for name in ANSWER_KEYS if name in columns), None)
     names = {prompt: "prompt", answer: "completion"}
@@ -244,7 +244,7 @@ def renaming(columns: Container[str]) -> str:
 
 
 def joined(content: object) -> str:
-    """Return a content as one text: templates of models of text print lists.
+    """Return a content as one text: templates of text models would print lists.
 
     Raises:
         DataError: A part is no text.
@@ -268,10 +268,10 @@ def with_texts(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_objects(message: Message) -> Message:
-    """A message whose calls have their arguments as objects, as most chat templates take them.
+    """Return a message with call arguments as objects, as most chat templates take them.
 
     Raises:
-        ValueError: They are no JSON.
+        ValueError: The arguments are no JSON.
     """
     calls = []
     for call in cast("Sequence[Message]", message.get(CALLS) or ()):
@@ -311,7 +311,7 @@ def _message(message: object, place: str) -> tuple[Message, bool]:
 
 
 def _content(content: object) -> object:
-    """Return a text, or parts without the nulls of Parquet; None is neither."""
+    """Return a text, or parts without the nulls of Parquet; None for anything else."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -348,7 +348,7 @@ def _take_calls(fields: Message, speaker: str, place: str) -> None:
 
 
 def _call(call: object) -> Message:
-    """Return a call with its arguments as JSON; a ValueError says what is wrong."""
+    """Return a call with its arguments as JSON; raise a ValueError if it is malformed."""
     rest = {name: value for name, value in _mapping(call).items() if value is not None}
     function = rest.pop("function", None)
     if function is None:  # name and arguments stand in the call itself
@@ -370,7 +370,7 @@ def _as_json(value: object) -> str:
 
 
 def _arguments(text: str) -> Mapping[str, object]:
-    """The object that arguments mean, {} for nothing; a ValueError says why they mean none."""
+    """Return the object that arguments encode, {} for nothing; raise a ValueError otherwise."""
     try:
         value = json.loads(text or "null", parse_constant=refuse_constant, parse_float=finite_float)
         return _mapping(value or {})
@@ -394,7 +394,7 @@ def _take_reasoning(fields: Message) -> None:
 
 
 def _take_marks(fields: Message, place: str) -> bool:
-    """Take the marks of training out of a message; whether it may be trained."""
+    """Take the marks of training out of a message; return whether it may be trained."""
     is_trained = True
     for name in _MARKS:
         if name not in fields:
@@ -417,13 +417,13 @@ def _is_absent(value: object) -> bool:
 
 @dataclass(slots=True)
 class ReadRecord:
-    """Columns and keys of messages of some rows that nothing reads.
+    """Record of the columns and message keys of some rows that nothing reads.
 
     Args:
         columns: Names of all columns, in their order.
         read: Names that were read.
         keys: Keys of messages that the chat template does not write.
-        remarks: What was left out of the rows before.
+        remarks: Remarks on earlier rows that were left out.
     """
 
     columns: dict[str, None] = field(default_factory=dict)
@@ -432,17 +432,17 @@ class ReadRecord:
     remarks: dict[str, None] = field(default_factory=dict)
 
     def watch(self, row: Row) -> Row:
-        """Return the row; what is read of its columns is noted."""
+        """Return the row with columns whose reading is recorded."""
         self.columns |= dict.fromkeys(row.columns)
         self.remarks |= dict.fromkeys(filter(None, (row.remark,)))
         return replace(row, columns=WatchedColumns(row.columns, self))
 
     def watch_item(self, item: Row | DataError) -> Row | DataError:
-        """Return the same of what may be the error of a malformed row."""
+        """Watch a row; return the error of a malformed one unchanged."""
         return self.watch(item) if isinstance(item, Row) else item
 
     def line(self, among: Container[str] | None = None) -> str:
-        """Return the names what was not read, in a few words; "" where all was.
+        """Return the unread names, in a few words; "" if all were read.
 
         Args:
             among: Columns that count; None counts all.
@@ -461,7 +461,7 @@ class ReadRecord:
         return f"not read: {'; '.join(parts)}" if parts else ""
 
     def added_to(self, summary: str, path: str) -> str:
-        """Return a summary of rows with lines on what was left out or not read of them."""
+        """Return a summary of rows with lines on what was left out or not read."""
         lines = filter(None, (*self.remarks, self.line()))
         return "\n".join((summary, *(f"{path}: {line}" for line in lines)))
 
@@ -470,11 +470,11 @@ _MAX_NAMES = 12
 
 
 class WatchedColumns(Mapping[str, object]):
-    """Columns of a row that note which of them are read; to look through all of them notes none.
+    """Columns of a row that record which of them are read; iteration records none.
 
     Args:
         columns: Columns of a row.
-        record: Notes them.
+        record: Record of the rows.
     """
 
     def __init__(self, columns: Mapping[str, object], record: ReadRecord) -> None:
@@ -494,20 +494,20 @@ class WatchedColumns(Mapping[str, object]):
         return len(self._columns)
 
     def items(self) -> ItemsView[str, object]:
-        """Return the names and values, unnoted."""
+        """Return the names and values, unrecorded."""
         return self._columns.items()
 
     def values(self) -> ValuesView[object]:
-        """Return the values, unnoted."""
+        """Return the values, unrecorded."""
         return self._columns.values()
 
 
 def like(columns: Mapping[str, object], others: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the columns whose reading is noted where that of others is."""
+    """Return the columns, watched if the others are."""
     return WatchedColumns(columns, others.record) if isinstance(others, WatchedColumns) else columns
 
 
 def note_unread_keys(columns: Mapping[str, object], keys: Sequence[str]) -> None:
-    """Note keys of messages that the chat template does not write."""
+    """Record keys of messages that the chat template does not write."""
     if keys and isinstance(columns, WatchedColumns):
         columns.record.keys |= dict.fromkeys(keys)

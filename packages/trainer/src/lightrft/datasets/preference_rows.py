@@ -46,8 +46,8 @@ class PreferencePair:
     """Two answers to one prompt; their trained tokens are those of the answers.
 
     Args:
-        chosen, rejected: The better one and the worse one, each behind the prompt.
-        margin: By how much, at least 0; None is not known.
+        chosen, rejected: Better and worse answer, each behind the prompt.
+        margin: Difference in quality, at least 0; None is unknown.
     """
 
     chosen: SupervisedRow
@@ -67,7 +67,7 @@ class PreferencePair:
 
 @dataclass(frozen=True, slots=True)
 class LabelledAnswer:
-    """An answer behind its prompt, and whether it is a good one."""
+    """Answer behind its prompt, and whether it is good."""
 
     answer: SupervisedRow
     is_good: bool
@@ -100,14 +100,14 @@ def load_preferences(
     """Read pairs (chosen, rejected) or labelled answers (completion, label), as token ids.
 
     Answers and prompts are texts, lists of messages or token ids. Conversations that
-    do not begin with an assistant's message hold their prompt: what both have in common. A pair of
-    which an answer has more than `max_row_tokens` is left out and counted.
+    do not begin with an assistant's message hold their prompt: the part that both share. A pair
+    with an answer of more than `max_row_tokens` is left out and counted.
 
     Args:
-        path: As `prompt_data`.
-        tokenizer: A fast one, where answers are texts.
-        config: Its options `apply_chat_template`, `chat_template`, `max_row_tokens` and `seed`
-            count.
+        path: Source, like `prompt_data`.
+        tokenizer: Tokenizer; a fast one if answers are texts.
+        config: Options; `apply_chat_template`, `chat_template`, `max_row_tokens` and `seed` are
+            read.
         max_samples: Use at most this many rows of the data, from the start.
         split, probabilities: See `read_sources`.
         vocab_size, reader: See `load_supervised`.
@@ -117,7 +117,7 @@ def load_preferences(
     """
     read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
     preferences = PreferenceReader(tokenizer, config, read[0], vocab_size, reader)
-    found: list[Preference] = []
+    preference_list: list[Preference] = []
     too_long = []
     record = ReadRecord()
     for row in map(record.watch, read[:max_samples]):
@@ -125,34 +125,36 @@ def load_preferences(
         if max(len(part.token_ids) for part in each.rows) > config.max_row_tokens:
             too_long.append(row.location)
         else:
-            found.append(each)
+            preference_list.append(each)
     kind = "pairs" if preferences.is_paired else "labelled answers"
-    if not found:
+    if not preference_list:
         raise DataError(
             f"{path}: all {len(too_long)} {kind} exceed max_row_tokens = {config.max_row_tokens} "
             "tokens; raise --max_row_tokens, up to the model's context"
         )
-    trained = sum(part.num_trained for each in found for part in each.rows)
-    tokens = sum(len(part.token_ids) for each in found for part in each.rows)
-    summary = f"{path}: {len(found)} {kind}, {trained} of {tokens} tokens are of answers"
+    trained = sum(part.num_trained for each in preference_list for part in each.rows)
+    tokens = sum(len(part.token_ids) for each in preference_list for part in each.rows)
+    summary = f"{path}: {len(preference_list)} {kind}, {trained} of {tokens} tokens are of answers"
     if too_long:
         examples = ", ".join(too_long[:_MAX_EXAMPLES])
         summary += f"; dropped {len(too_long)} over-long (first: {examples})"
-    summary = "; ".join(filter(None, (summary, remark_of(part for e in found for part in e.rows))))
+    summary = "; ".join(
+        filter(None, (summary, remark_of(part for e in preference_list for part in e.rows)))
+    )
     summary = record.added_to(summary, path)
     encoder = TEXT_ENCODER if reader is None else reader.encoder
-    return RowData(found, summary, encoder=encoder)
+    return RowData(preference_list, summary, encoder=encoder)
 
 
 class PreferenceReader:
-    """The way from rows of one kind to preferences; it refuses rows of another.
+    """Reader of rows of one kind as preferences; it refuses rows of another.
 
     Args:
         tokenizer, config, vocab_size, reader: See `load_preferences`.
-        first: The row that decides the kind.
+        first: Row that decides the kind.
 
     Raises:
-        DataError: It is of no kind, or the options do not fit its kind.
+        DataError: The row is of no kind, or the options do not fit its kind.
     """
 
     def __init__(
@@ -176,7 +178,7 @@ class PreferenceReader:
         """Return the preference of a row; errors begin with its place.
 
         Raises:
-            DataError: It cannot be used.
+            DataError: The row cannot be used.
         """
         try:
             return self._preference(row)
@@ -231,8 +233,8 @@ class PreferenceReader:
         self, row: Row, name: str, columns: Mapping[str, object], start: int
     ) -> SupervisedRow:
         location = f"{row.location}, {name}"
-        given = self._encoder.with_media_of(row, columns, location)
-        made = list(self._encoder.rows(given, start=start))
+        row_of_answer = self._encoder.with_media_of(row, columns, location)
+        made = list(self._encoder.rows(row_of_answer, start=start))
         if len(made) > 1:
             raise DataError(
                 f"{location}: the chat template shows earlier turns otherwise than they were: give "
@@ -247,14 +249,14 @@ def _answer_columns(row: Row) -> tuple[str, ...]:
     Raises:
         DataError: The row is neither.
     """
-    found = {name for name, value in row.columns.items() if value is not None}
-    if {"prompt_ids", *_PAIR_OF_IDS} <= found:
+    present = {name for name, value in row.columns.items() if value is not None}
+    if {"prompt_ids", *_PAIR_OF_IDS} <= present:
         return _PAIR_OF_IDS
-    if {"chosen", "rejected"} <= found:
+    if {"chosen", "rejected"} <= present:
         return "chosen", "rejected"
-    if {"prompt", "completion", "label"} <= found:
+    if {"prompt", "completion", "label"} <= present:
         return ("completion",)
-    if {"prompt_ids", *_LABELLED_IDS, "label"} <= found:
+    if {"prompt_ids", *_LABELLED_IDS, "label"} <= present:
         return _LABELLED_IDS
     raise DataError(
         f"{row.location}: expected columns chosen and rejected (and prompt), or prompt_ids, "
@@ -268,7 +270,7 @@ def paired_chats(columns: Mapping[str, object]) -> tuple[tuple[Conversation, ...
     """Return both conversations of a pair of texts or messages, and the length of their prompt.
 
     Raises:
-        DataError: They are no two answers to one prompt.
+        DataError: They are not two answers to one prompt.
     """
     talks = [read_messages(columns, name, speaker=ASSISTANT) for name in ("chosen", "rejected")]
     chosen, rejected = (talk.messages for talk in talks)
@@ -308,7 +310,7 @@ def _prompt(columns: Mapping[str, object]) -> Conversation:
 
 
 def _check_prompt(columns: Mapping[str, object], shared: Sequence[Message]) -> None:
-    """Raise a DataError where a given prompt is none of what both conversations share."""
+    """Raise a DataError if column `prompt` differs from the part that both conversations share."""
     if columns.get("prompt") is None:
         return
     prompt = read_messages(columns, "prompt", speaker="user").messages
@@ -320,9 +322,9 @@ def _check_prompt(columns: Mapping[str, object], shared: Sequence[Message]) -> N
 
 
 def _margin(columns: Mapping[str, object]) -> float | None:
-    """By how much the chosen answer is better, of the column.
+    """Return how much better the chosen answer is, from the column `margin`.
 
-    Scores only say which one is better: the scale of a margin is that of the trained scores.
+    Scores only tell which one is better: a margin must have the scale of the trained scores.
     """
     margin, better, worse = (
         _finite(columns, name) for name in ("margin", "score_chosen", "score_rejected")

@@ -36,14 +36,14 @@ class LoadReport:
     """Numbers of kept, cut and dropped rows of a data file.
 
     Args:
-        path: The file or folder.
+        path: File or folder.
         num_rows: Rows read before `max_samples` was reached.
         num_prompts: Prompts kept.
         num_too_long: Rows dropped because their prompt exceeds `prompt_max_len` tokens.
-        too_long_examples: Places of the first of them.
+        too_long_examples: Places of the first dropped rows.
         num_without_label: Prompts kept that have no reference answer.
         max_prompt_tokens: Longest prompt kept, in tokens.
-        remarks: On rows that sources left out, and on columns that are in no prompt.
+        remarks: Remarks on rows that sources left out, and on columns that are in no prompt.
     """
 
     path: str
@@ -70,8 +70,8 @@ class PromptDataset(Dataset[Prompt]):
     """Prompts in the order of their file.
 
     Args:
-        prompts: The prompts.
-        report: What became of the rows.
+        prompts: Prompts.
+        report: Report on the rows.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, report: LoadReport) -> None:
@@ -86,7 +86,7 @@ class PromptDataset(Dataset[Prompt]):
 
 
 def collate_prompts(prompts: list[Prompt]) -> list[Prompt]:
-    """Return the batch as it is: prompts have different lengths and are padded much later."""
+    """Return the batch unchanged: prompts have different lengths and are padded much later."""
     return prompts
 
 
@@ -104,19 +104,18 @@ def load_prompts(
     Prompts longer than `prompt_max_len` are dropped and counted in the report.
 
     Args:
-        path: A JSONL, JSON or Parquet file, a folder with one per split, or the name of a data
-            set; several of them separated by commas.
-        tokenizer: A Hugging Face tokenizer, whose beginning of a text is put before those that no
-            chat template writes.
-        config: Its options `input_key`, `label_key`, `apply_chat_template`, `system_prompt`,
-            `input_template`, `prompt_max_len` and `seed` count; None takes their defaults. The
+        path: JSONL, JSON or Parquet file, folder with one per split, or name of a data set; several
+            of them separated by commas.
+        tokenizer: Hugging Face tokenizer; it begins texts that no chat template writes.
+        config: Options; `input_key`, `label_key`, `apply_chat_template`, `system_prompt`,
+            `input_template`, `prompt_max_len` and `seed` are read. None takes their defaults. The
             default `label` may be absent from the data; another name may not.
         max_samples: Keep at most this many prompts, from the start; None keeps all.
-        split: Which files of a folder, or which part of a data set.
+        split: Split of a folder or of a data set.
         probabilities: See `read_sources`.
 
     Raises:
-        DataError: the file, a row or the combination of options is unusable, or no prompt is left.
+        DataError: The file, a row or the combination of options is unusable, or no prompt is left.
     """
     config = config or TrainConfig()
     if max_samples is not None and max_samples < 1:
@@ -139,7 +138,7 @@ def _build(
     too_long: list[str] = []
     num_rows, record = 0, ReadRecord()
     while num_rows < len(rows) and len(prompts) < limit:
-        # Rows after the last one that is wanted are not read: they may be unusable.
+        # Rows after the last wanted one are not read: they may be unusable.
         batch = rows[num_rows : num_rows + min(_TOKENIZER_BATCH, limit - len(prompts))]
         batch = [record.watch(row) for row in batch]
         for row, prompt in zip(
@@ -183,7 +182,7 @@ def build_prompts(
     """Return the prompts of some rows, tokenised together.
 
     Args:
-        rows: In the order of their ids.
+        rows: Rows in the order of their ids.
         first_id: Id of the first row.
         tokenizer: Tokenizer of the model; `VisionPrompts` reads images and videos.
         config: See `load_prompts`.
@@ -198,18 +197,18 @@ def build_prompts(
     if isinstance(tokenizer, VisionPrompts):
         reader = tokenizer
     read = [reader.read(row, config) for row in rows]
-    is_plain = [not reader.renders(own.media) for own in read]
+    is_plain = [not reader.renders(each.media) for each in read]
     plain = [row for row, is_text in zip(rows, is_plain, strict=True) if is_text]
-    contents = [own.content for own, is_text in zip(read, is_plain, strict=True) if is_text]
+    contents = [each.content for each, is_text in zip(read, is_plain, strict=True) if is_text]
     tokenised = iter(tokenise(plain, tokenizer, config, contents) if plain else ())
     prompts = []
-    for offset, (row, own) in enumerate(zip(rows, read, strict=True)):
+    for offset, (row, each) in enumerate(zip(rows, read, strict=True)):
         text, token_ids = next(tokenised) if is_plain[offset] else ("", ())
         others = {name: value for name, value in row.columns.items() if name not in media_names}
         prompt = Prompt(first_id + offset, text, token_ids, label_of(row, config), others)
-        prompt = reader.prompt(row, replace(prompt, media=own.media), own.content)
-        if not isinstance(own.content, str):
-            prompt = replace(prompt, messages=tuple(own.content))
+        prompt = reader.prompt(row, replace(prompt, media=each.media), each.content)
+        if not isinstance(each.content, str):
+            prompt = replace(prompt, messages=tuple(each.content))
         prompt = replace(prompt, columns=_with_own_names(row, prompt, config))
         prompts.append(_for_episodes(prompt, row) if config.has_episodes else prompt)
     if config.teacher_prompt_column is None:
@@ -221,10 +220,10 @@ def build_prompts(
 
 
 def _with_own_names(row: Row, prompt: Prompt, config: PromptOptions) -> dict[str, object]:
-    """Return the columns of a prompt, its own and the label's as JSON can hold them.
+    """Return the columns of a prompt with its messages and label in a form that JSON can hold.
 
-    Kept rows and reward services are JSON, and messages may hold media, labels dates. For rewards
-    `conversations` are prompt and response, so that a prompt of that name is left out.
+    Kept rows and reward services are JSON, but messages may hold media, and labels dates. For
+    rewards `conversations` are prompt and response, so a prompt column of that name is dropped.
     """
     columns = dict(prompt.columns)
     key, label_key = config.input_key, config.label_key
@@ -238,10 +237,10 @@ def _with_own_names(row: Row, prompt: Prompt, config: PromptOptions) -> dict[str
 
 
 def _for_episodes(prompt: Prompt, row: Row) -> Prompt:
-    """Return the prompt with what its environment needs.
+    """Return the prompt with the columns that its environment needs.
 
     Raises:
-        DataError: No message is the user's, or contents are not what they must be.
+        DataError: No message is the user's, or contents are not texts.
     """
     chat = prompt.messages
     has_user = any(message["role"] == "user" for message in chat)

@@ -1,4 +1,4 @@
-"""From the columns of a row to the text a model is prompted with."""
+"""Text of a prompt from the columns of a row."""
 
 import difflib
 import json
@@ -31,11 +31,11 @@ MAX_PROMPT_CHARACTERS = 2**24
 
 
 class PromptTokenizer(TextTokenizer, Protocol):
-    """The interface of a Hugging Face tokenizer that prompts need."""
+    """Interface of a Hugging Face tokenizer that prompts need."""
 
     chat_template: str | None
 
-    # No signature: transformers' names texts alone as contents, templates take parts of media, too.
+    # No signature: transformers' allows only texts as contents, but templates take parts of media.
     @property
     def apply_chat_template(self) -> Callable[..., object]:
         """`(conversation, *, tools, tokenize, add_generation_prompt)`; text for tokenize=False."""
@@ -44,20 +44,20 @@ class PromptTokenizer(TextTokenizer, Protocol):
 
 @runtime_checkable
 class RowTokenizer(Protocol):
-    """A tokenizer that shows rows different tools."""
+    """Tokenizer that shows rows different tools."""
 
     @property
     def shows_row_tools(self) -> bool:
-        """Return whether it shows the tools that a row has, and not those of its environment."""
+        """Whether it shows the tools of a row, not those of its environment."""
         ...
 
     def for_row(self, columns: Mapping[str, object]) -> PromptTokenizer:
-        """Return the tokenizer of one row; a DataError where the row names none."""
+        """Return the tokenizer of one row; raise a DataError if the row names none."""
         ...
 
 
 def check_tokenizer(tokenizer: PromptTokenizer, config: TemplateOptions) -> None:
-    """Raise a DataError if the chat template is asked for and the tokenizer has none."""
+    """Raise a DataError if the chat template is requested but the tokenizer has none."""
     if config.apply_chat_template and not tokenizer.chat_template:
         raise DataError(
             "--apply_chat_template: the tokenizer has no chat template; use an instruct model, put "
@@ -74,13 +74,13 @@ def render(
     """Return the text of the prompt of one row.
 
     Args:
-        row: The row.
-        tokenizer: Has the chat template.
-        config: Names the column, and how it is rendered.
-        content: In the place of what the column holds, see `messages_of`.
+        row: Row of the prompt.
+        tokenizer: Tokenizer with the chat template.
+        config: Options with the column and its rendering.
+        content: Content to use instead of the column's, see `messages_of`.
 
     Raises:
-        DataError: the column is missing or neither a non-empty string nor a list of messages, or
+        DataError: The column is missing or neither a non-empty string nor a list of messages, or
             messages come without the chat template.
     """
     content = messages_of(row, config) if content is None else content
@@ -94,9 +94,9 @@ def render(
 
 
 def messages_of(row: Row, config: PromptDataOptions) -> str | list[Message]:
-    """The prompt of one row: a text, or with the chat template its messages; errors as `render`.
+    """Return the prompt of one row: a text, or with the chat template messages.
 
-    A row without one gets a user's message without text where an environment's reset may give it.
+    Errors as `render`. If an environment's reset may bring the prompt, it is an empty message.
     """
     columns, key = row.columns, config.input_key
     by_reset = config.environment is not None and _has_no_prompt(row, key)
@@ -116,7 +116,7 @@ def messages_of(row: Row, config: PromptDataOptions) -> str | list[Message]:
 
 
 def _text_of(columns: Mapping[str, object], text: str, config: PromptOptions) -> str:
-    """Return the text of a prompt, of Alpaca's instruction with its input, in `input_template`."""
+    """Return the text of a prompt, with Alpaca's input, in `input_template`."""
     key = config.input_key
     if is_alpaca(columns) and key == "input":
         raise DataError(
@@ -133,7 +133,7 @@ def _text_of(columns: Mapping[str, object], text: str, config: PromptOptions) ->
 
 
 def _with_system(talk: Conversation, config: PromptOptions) -> list[Message]:
-    """Return the messages of a prompt, behind `system_prompt` if it is given."""
+    """Return the messages of a prompt, behind `system_prompt` if it is set."""
     require_asked(talk.messages)
     if config.system_prompt is None:
         return [*talk.messages]
@@ -154,14 +154,14 @@ def _check_options(key: str, config: PromptOptions) -> None:
 
 
 def found_keys(columns: Mapping[str, object], config: PromptOptions) -> dict[str, object]:
-    """Return the options that name the prompts of rows where the default column is not there.
+    """Return the options for the prompts of rows without the default column.
 
-    One column of a known name is taken, and the chat template for messages. Of the columns of
-    Alpaca `instruction` is, which brings its `input`.
+    A single column of a known name is taken, with the chat template for messages. Of Alpaca's
+    columns `instruction` is taken, which brings its `input`.
 
     Args:
         columns: Columns of the first row.
-        config: Its options `input_key` and `apply_chat_template` count.
+        config: Options; `input_key` and `apply_chat_template` are read.
     """
     if config.input_key != TrainConfig.input_key:
         return {}
@@ -177,7 +177,7 @@ def found_keys(columns: Mapping[str, object], config: PromptOptions) -> dict[str
 
 
 def as_flags(options: Mapping[str, object]) -> str:
-    """Return the options as one types them."""
+    """Return the options as command-line flags."""
     return " ".join(
         f"--{name}" if value is True else f"--{name} {value}" for name, value in options.items()
     )
@@ -189,7 +189,7 @@ def tokenise(
     config: PromptDataOptions,
     contents: Sequence[str | Sequence[Message] | None] = (),
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the text and token ids of the prompts of some rows, or of contents in their place.
+    """Return the text and token ids of the prompts of some rows, or of contents instead.
 
     Raises:
         DataError: As for `render`, or a prompt has no tokens.
@@ -206,7 +206,7 @@ def tokenise(
                 f"{row.location}: the rendered prompt has half of a surrogate pair, which is no "
                 f"character: got {text[:80]!r}"
             ) from err
-    if config.apply_chat_template:  # which writes the special tokens itself
+    if config.apply_chat_template:  # it writes the special tokens
         token_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     else:
         token_ids = prompt_ids(tokenizer, texts)
@@ -237,23 +237,23 @@ def _column(row: Row, name: str) -> object:
 
 
 def _has_no_prompt(row: Row, name: str) -> bool:
-    """Return whether neither the column has one nor any other that may be meant."""
+    """Return whether the row has no prompt, in this column or another likely one."""
     if name in row.columns:
         return row.columns[name] is None
     return not _likely_keys(row, name)
 
 
 def _likely_keys(row: Row, name: str) -> list[str]:
-    """Return the columns that may be meant by a name of none, the likeliest first."""
+    """Return the columns that a missing name may mean, the likeliest first."""
     nearest = difflib.get_close_matches(name, list(row.columns), n=1)
     return nearest or [column for column in INPUT_KEYS if column in row.columns]
 
 
 def render_chat(row: Row, tokenizer: PromptTokenizer, messages: Sequence[Message]) -> str:
-    """Return the text of a row's messages and tools, up to where the assistant speaks.
+    """Return the text of a row's messages and tools, up to the assistant's header.
 
     Raises:
-        DataError: The chat template refuses them, or drops what changes their meaning.
+        DataError: The chat template refuses them, or drops meaningful parts.
     """
     try:
         if isinstance(tokenizer, RowTokenizer):
@@ -286,7 +286,7 @@ def teacher_name(columns: Mapping[str, object], config: TeacherOptions, place: s
     """Return the name of a row's teacher.
 
     Raises:
-        DataError: The row names none of them.
+        DataError: The row names none of the teachers.
     """
     name, names = columns.get(config.teacher_column), tuple(config.teacher_places)
     if name not in names:
@@ -315,13 +315,13 @@ def _shown_to_teacher(row: Row, config: PromptDataOptions) -> Row:
 
 
 def _with_text(messages: Sequence[object], text: str, row: Row) -> list[object]:
-    """Return the messages, the user's last one longer."""
-    found = list(messages)
-    for place in reversed(range(len(found))):
-        message = found[place]
+    """Return the messages with the text added to the user's last one."""
+    extended = list(messages)
+    for place in reversed(range(len(extended))):
+        message = extended[place]
         if isinstance(message, Mapping) and message.get("role") == "user":
             content = message.get("content")
             if isinstance(content, str):
-                found[place] = {**message, "content": f"{content}\n\n{text}"}
-                return found
+                extended[place] = {**message, "content": f"{content}\n\n{text}"}
+                return extended
     raise DataError(f"{row.location}: no message of the user is a text that could be added to")

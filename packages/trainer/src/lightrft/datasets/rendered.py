@@ -1,4 +1,4 @@
-"""Pieces of a chat template as token ids, with texts and images from outside among them."""
+"""Pieces of a chat template as token ids, with external texts and images among them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Rendered:
     """Messages as token ids.
 
     Args:
-        token_ids: Of them.
-        text_spans: [start, stop) of those that are text from outside and were encoded apart.
-        later: Images in them; they start at places of `token_ids`.
+        token_ids: Ids of the messages.
+        text_spans: [start, stop) of external texts, which were encoded separately.
+        later: Images in the messages; they start at places of `token_ids`.
     """
 
     token_ids: tuple[int, ...]
@@ -26,10 +26,10 @@ class Rendered:
 
 
 class EncodeText(Protocol):
-    """Ids of a text; with `split_special_tokens` nothing in it becomes a special token."""
+    """Encoder of a text; with `split_special_tokens` nothing becomes a special token."""
 
     def __call__(self, text: str, *, split_special_tokens: bool = False) -> list[int]:
-        """Return those of one text."""
+        """Return the ids of one text."""
         ...
 
 
@@ -38,10 +38,10 @@ class PieceIds:
     """Token ids of a chat template's pieces.
 
     Args:
-        ids: Of texts.
-        encoder: Reads the pieces that have places of images.
-        end: Id that ends an assistant turn; None where the next turn's first token does.
-        end_text: Its name; "" where there is none.
+        ids: Encoder of texts.
+        encoder: Encoder of the pieces with places of images.
+        end: Id that ends an assistant turn; None if the next turn's first token does.
+        end_text: Name of that id; "" if there is none.
     """
 
     ids: EncodeText
@@ -56,8 +56,8 @@ class PieceIds:
 
         Args:
             frame: Pieces of the template, one more than texts.
-            texts: Between them.
-            images: In the order of their places in the pieces.
+            texts: Texts between the pieces.
+            images: Images in the order of their places in the pieces.
         """
         return self._joined(frame, texts, images, [], "", None)
 
@@ -68,7 +68,7 @@ class PieceIds:
         texts: Sequence[str],
         images: Sequence[ImageSource],
     ) -> Rendered:
-        """Return what follows a sampled turn: its missing end, and the pieces behind that.
+        """Return the suffix of a sampled turn: its missing end, and the pieces behind it.
 
         Args:
             turn: Sampled ids.
@@ -76,7 +76,7 @@ class PieceIds:
         """
         last = next(reversed(turn), None)
         begin = [] if self.end is None or self.end == last else [self.end]
-        # Without an end of turns, the stop token that was sampled is the next turn's first.
+        # Without an end of turns, the sampled stop token is the next turn's first.
         first = last if self.end is None else None
         return self._joined(frame, texts, images, begin, self.end_text, first)
 
@@ -89,21 +89,21 @@ class PieceIds:
         anchor: str,
         first: int | None,
     ) -> Rendered:
-        """Return the ids behind `found`; a first token that is `first` is there already."""
+        """Append the ids of the pieces to `found`; a first token `first` is there already."""
         left, spans, later = list(images), list[tuple[int, int]](), list[LaterImages]()
         for index, piece in enumerate(frame):
             if index:
                 start, anchor, first = len(found), self.end_text, None
                 found += self.ids(texts[index - 1], split_special_tokens=True)
                 spans.append((start, len(found)))
-            own = tuple(left[: self.encoder.num_places(piece)])
-            del left[: len(own)]
+            shown = tuple(left[: self.encoder.num_places(piece)])
+            del left[: len(shown)]
             # Some tokenizers put a space before the first word of a text, but not after the anchor.
             whole = anchor + piece
-            media = Media({"image": own})
-            ids = [*self.encoder.kept(whole, media).token_ids] if own else self.ids(whole)
+            media = Media({"image": shown})
+            ids = [*self.encoder.kept(whole, media).token_ids] if shown else self.ids(whole)
             skipped = int(bool(anchor)) + (first is not None and ids[:1] == [first])
-            if own:
-                later.append(LaterImages(len(found), skipped, whole, own))
+            if shown:
+                later.append(LaterImages(len(found), skipped, whole, shown))
             found += ids[skipped:]
         return Rendered(tuple(found), tuple(spans), tuple(later))

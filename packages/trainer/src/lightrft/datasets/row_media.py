@@ -33,9 +33,9 @@ class ShownMedia:
     """Media of a row.
 
     Args:
-        text: That the row begins with, with one placeholder for each medium.
-        media: In the order of their placeholders.
-        kinds: As the model tells them apart.
+        text: Text at the beginning of the row, with one placeholder for each medium.
+        media: Media in the order of their placeholders.
+        kinds: Kinds of media that the model distinguishes.
     """
 
     text: str
@@ -48,7 +48,7 @@ NOTHING_SHOWN = ShownMedia("", Media())
 
 
 class RowMediaReader:
-    """A reader of the media of rows, for a model that takes them or refuses them.
+    """Reader of the media of rows, for a model that takes them or refuses them.
 
     Args:
         modality: Modality of the model.
@@ -62,7 +62,7 @@ class RowMediaReader:
 
     @property
     def encoder(self) -> Encoder:
-        """Of the model."""
+        """Encoder of the model."""
         return self.modality.encoder
 
     def read(self, row: Row, content: Content, config: MediaOptions) -> MediaRow:
@@ -70,24 +70,24 @@ class RowMediaReader:
         return media_row(row, content, config, self.encoder)
 
     def refuse(self, row: Row, config: MediaOptions, what: str) -> None:
-        """Raise a DataError if a row of a kind that has no text before its answer has media."""
+        """Raise a DataError if a row of a kind without text before its answer has media."""
         if self.read(row, "", config).media:
             raise DataError(f"{row.location}: {what} have no images: give texts or messages")
 
     def of_ids(
         self, row: Row, config: MediaOptions, token_ids: Sequence[int], what: str
     ) -> ShownMedia | None:
-        """Images of a row of token ids, which its text before the answer names; None without.
+        """Return the images of a row of token ids, named by its text before the answer; or None.
 
         Args:
-            row: With `prompt_text` where it has media, and `images_sha256` where their bytes are
+            row: Row with `prompt_text` if it has media, and `images_sha256` if their bytes are
                 known.
             config: See `read`.
-            token_ids: That begin with those of `prompt_text`, a token for each feature.
-            what: Rows of this kind, for errors.
+            token_ids: Ids that begin with those of `prompt_text`, a token for each feature.
+            what: Name of such rows, for errors.
 
         Raises:
-            DataError: There is no text, a file has other bytes, or text and images give other
+            DataError: The text is missing, a file has other bytes, or text and images yield other
                 tokens.
         """
         text = row.columns.get("prompt_text")
@@ -117,10 +117,10 @@ class RowMediaReader:
 
         Args:
             token_ids, is_trained: [tokens].
-            is_answer: A trained mark is an error: no policy samples it.
+            is_answer: Whether a trained mark is an error: no policy samples it.
 
         Raises:
-            DataError: An answer has one.
+            DataError: An answer has such a token.
         """
         is_mark = np.isin(np.asarray(token_ids), list(self.marks))
         if is_answer and (is_mark & is_trained).any():
@@ -140,18 +140,18 @@ class RowMediaReader:
         """Return a row with a token for each feature of its media, and its media.
 
         Args:
-            token_ids: With one mark for each medium.
+            token_ids: Ids with one mark for each medium.
             is_trained: [tokens].
             given: Media of the row.
             location: Place of the row, for messages.
 
         Raises:
-            DataError: Text and media do not agree, or the tokens of the processor are not those
-                of the tokenizer around them.
+            DataError: Text and media do not agree, or processor and tokenizer disagree on the
+                tokens around them.
         """
         if self.prompts is None:
             raise DataError("the model reads text only: leave the media out with --text_only")
-        # The answers of a pair stand behind one prompt.
+        # The answers of a pair share one prompt.
         if self._last is None or self._last[0] != given:
             self._last = given, self.prompts.tokens(given.text, given.media, location)
         encoded = self._last[1]
@@ -163,36 +163,36 @@ class RowMediaReader:
             )
         before = spread(encoded, is_trained[:start], self.marks)
         whole = np.concatenate([before, is_trained[start:]])
-        found = replace(given, kinds=encoded.kinds)
-        return (*encoded.token_ids, *token_ids[start:]), whole, found
+        shown = replace(given, kinds=encoded.kinds)
+        return (*encoded.token_ids, *token_ids[start:]), whole, shown
 
 
 def spread(
     encoded: PromptTokens, is_trained: NDArray[np.bool_], marks: frozenset[int]
 ) -> NDArray[np.bool_]:
-    """Return the trained tokens of a text among those with a token for each feature of its media.
+    """Return the trained tokens of a text, where each feature of its media has a token.
 
-    Each run of trained tokens, with some tokens before it, is looked for behind the run before it;
-    a medium stands between two runs in both texts or in neither. The text behind the last medium
-    is the end of both.
+    Each run of trained tokens, with some tokens before it, is searched behind the previous run. A
+    medium stands between two runs in both texts or in neither. The text behind the last medium
+    ends both.
 
     Args:
-        encoded: The text, with one mark for each medium and with all its features.
+        encoded: Text with one mark for each medium, and with all its features.
         is_trained: [tokens] of the text with marks.
         marks: Tokens that stand for media.
 
     Raises:
-        DataError: A run is not there: the processor writes the text around media otherwise.
+        DataError: A run is missing: the processor changes the text around media.
     """
     short, long = encoded.request_token_ids, encoded.token_ids
     is_mark, is_feature = ([token in marks for token in ids] for ids in (short, long))
-    found = np.zeros(len(long), dtype=np.bool_)
+    result = np.zeros(len(long), dtype=np.bool_)
     tail = is_mark[::-1].index(True) if any(is_mark) else len(short)
     if tail and long[-tail:] != short[-tail:]:
         raise DataError("the processor changes the text behind the last image or video")
     known, place, rest = 0, 0, len(long) - tail
     for start, stop in _runs(is_trained[: len(short) - tail]):
-        # Tokens before the run, up to a medium, tell it from other runs.
+        # Tokens before the run, up to a medium, distinguish it from other runs.
         first = start
         while first > max(known, start - _CONTEXT) and not is_mark[first - 1]:
             first -= 1
@@ -204,14 +204,14 @@ def spread(
         )
         at = next(fits, -1)
         known, place = stop, at + len(wanted)
-        found[place - (stop - start) : place] = True
+        result[place - (stop - start) : place] = True
         if at < 0 or any(is_mark[stop:]) != any(is_feature[place:rest]):
             raise DataError(
                 "the processor writes the tokens around an image or video otherwise than the chat "
                 "template: train the last turn alone (--train_on last_assistant)"
             )
-    found[rest:] |= is_trained[len(short) - tail :]
-    return found
+    result[rest:] |= is_trained[len(short) - tail :]
+    return result
 
 
 def _runs(is_trained: NDArray[np.bool_]) -> list[tuple[int, int]]:
@@ -221,19 +221,19 @@ def _runs(is_trained: NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 
 class RowWithMedia(Protocol):
-    """The part of a row that this module reads."""
+    """Part of a row that this module reads."""
 
     @property
     def shown(self) -> ShownMedia | None:
-        """Its media."""
+        """Media of the row."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RowPixels:
-    """The encoder of the rows of a run, and the kinds of media that some of them have.
+    """Encoder of the rows of a run, and the kinds of media that some of them have.
 
-    Every rank knows all rows, so ranks agree on the kinds without a word.
+    Every rank knows all rows, so ranks agree on the kinds without communication.
     """
 
     encoder: Encoder = TEXT_ENCODER
@@ -241,7 +241,7 @@ class RowPixels:
 
     @classmethod
     def of(cls, encoder: Encoder, rows: Iterable[RowWithMedia]) -> Self:
-        """Of all rows that are trained on or held out."""
+        """Collect the kinds of all trained and held-out rows."""
         shown = (row.shown for row in rows)
         return cls(encoder, frozenset(kind for each in shown if each for kind in each.kinds))
 
@@ -252,7 +252,7 @@ class RowPixels:
         shown = [(row.shown.text, row.shown.media) for row in rows if row.shown is not None]
         encoded = iter(self.encoder.kept_all(shown))
         prompts = [None if row.shown is None else next(encoded) for row in rows]
-        # The next pass has other rows, and pixels of all would not fit into memory.
+        # The next pass has other rows, and the pixels of all would not fit into memory.
         self.encoder.forget()
         return RowMedia(tuple(prompts), self.present)
 

@@ -1,10 +1,10 @@
-"""The token ids between two sampled turns, from one rendering of the model's chat template.
+"""Token ids between two sampled turns, from one rendering of the model's chat template.
 
-What was sampled is never rendered again: templates strip thinking, move system messages and join
-differently. One conversation is rendered whose assistant turn holds a random word; what follows
-the end of that turn is what follows every turn. The text of an observation is encoded so that none
-of it can become a special token, or a tool could speak as somebody else. Images stand where the
-template puts them; only its own pieces of text are read by the processor that expands their places.
+Sampled text is never rendered again: templates strip thinking, move system messages and join
+differently. One conversation is rendered whose assistant turn holds a random word. The text behind
+the end of that turn follows every turn. The text of an observation is encoded so that no part of it
+can become a special token; otherwise a tool could speak as somebody else. Images stand where the
+template puts them; the processor that expands their places reads only the template's pieces.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Role = Literal["tool", "user"]
 Message = dict[str, object]
 # An answer: its texts and images in order.
 Content = tuple[str | ImageSource, ...]
-# Of each answer, which of its parts are texts.
+# For each answer, which of its parts are texts.
 Shape = tuple[tuple[bool, ...], ...]
 _TEXT: Shape = ((True,),)
-# Ids of nine letters and digits are what Mistral's templates take.
+# Mistral's templates require ids of nine letters and digits.
 CALL_ID = "call00000"
 
 
@@ -40,21 +40,21 @@ class TemplateRefusedError(ValueError):
 
 
 class TurnSuffix:
-    """Observations as token ids, after turns of a model.
+    """Observations as token ids behind a model's turns.
 
     Args:
-        tokenizer: With a chat template.
+        tokenizer: Tokenizer with a chat template.
         tools: Schemas of the tools that prompts show.
         has_system: Whether prompts begin with a system message.
-        is_conversation: Observations are what a user says next, not results of calls.
+        is_conversation: Whether observations are a user's replies, not results of calls.
         encoder: Encoder of prompts with media.
 
     Attributes:
-        role: As whom results of tools are sent: "user" where the template drops or refuses calls.
-        end_of_turn: Id that ends an assistant turn; None where the next turn's first token does.
-        shows_tools: The template writes the tools into the prompt.
-        differences: Where the template would render the history otherwise than it was sampled;
-            training is exact all the same, but serving through the template is not the same.
+        role: Role under which results are sent: "user" if the template drops or refuses calls.
+        end_of_turn: Id that ends an assistant turn; None if the next turn's first token does.
+        shows_tools: Whether the template writes the tools into the prompt.
+        differences: Ways in which the template renders the history differently than it was sampled.
+            Training is exact all the same, but serving through the template is not the same.
 
     Raises:
         TemplateRefusedError: The template renders no history with observations.
@@ -90,8 +90,8 @@ class TurnSuffix:
         """Return the suffix of a sampled turn: its missing end, the observations, the next header.
 
         Args:
-            turn: Sampled ids, ended by a stop token.
-            answers: Results of the calls in it, in their order.
+            turn: Sampled ids, with the stop token at the end.
+            answers: Results of the turn's calls, in their order.
         """
         contents = [(each,) if isinstance(each, str) else each for each in answers]
         shape = tuple(tuple(isinstance(part, str) for part in each) for each in contents)
@@ -102,10 +102,10 @@ class TurnSuffix:
         return self._pieces.after(turn, frame, shown, images)
 
     def _render(self, messages: list[Message], **options: object) -> str:
-        given: dict[str, object] = {"tools": None, "add_generation_prompt": True, **options}
+        arguments: dict[str, object] = {"tools": None, "add_generation_prompt": True, **options}
         return cast(
             "str",
-            self._tokenizer.apply_chat_template(messages, tokenize=False, **given),  # type: ignore[arg-type]
+            self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments),  # type: ignore[arg-type]
         )
 
     def _find_end(self) -> int | None:
@@ -120,7 +120,7 @@ class TurnSuffix:
         return ids[0] if ids and ids[0] in self._special else None
 
     def _find_role(self) -> None:
-        """Find as whom results can be sent: as a tool after a call, or as a user after a text."""
+        """Find the role for results: a tool after a call, or a user after a text."""
         reasons = []
         # Some templates take the arguments of a call as an object, others as JSON.
         forms: tuple[tuple[Role, bool], ...] = (("tool", False), ("tool", True), ("user", False))
@@ -151,8 +151,8 @@ class TurnSuffix:
         marks = self._marks(shape)
         rest, pieces = self._rest(shape, marks), []
         for mark in marks:
-            before, found, rest = rest.partition(mark)
-            if not found or mark in rest:
+            before, matched, rest = rest.partition(mark)
+            if not matched or mark in rest:
                 raise TemplateRefusedError(
                     f"a message of role {self.role} is dropped, moved or repeated"
                 )
@@ -169,7 +169,7 @@ class TurnSuffix:
         return [f"{self._mark}x{index}x" for index in range(sum(chain(*shape)))]
 
     def _rest(self, shape: Shape, texts: Sequence[str]) -> str:
-        """Return the text after the end of the marked assistant turn when these texts answer it."""
+        """Return the text behind the marked assistant turn when these texts answer it."""
         messages = [_user("question"), self._answered_turn(), *self._results(shape, texts)]
         try:
             rendered = self._render(messages)
@@ -181,8 +181,8 @@ class TurnSuffix:
         if rest is None:
             raise TemplateRefusedError("a tool call of the assistant is dropped")
         if self.end_of_turn is not None:
-            _, found, rest = rest.partition(self._end_text)
-            if not found:
+            _, matched, rest = rest.partition(self._end_text)
+            if not matched:
                 raise TemplateRefusedError("an assistant turn before others has no end")
             return rest
         place = self._first_special(rest)
@@ -202,10 +202,10 @@ class TurnSuffix:
         return {"role": "assistant", "content": "", "tool_calls": [call]}
 
     def _results(self, shape: Shape, texts: Sequence[str]) -> list[Message]:
-        """Return the messages with the answers: as text where they are, else as parts."""
-        given = iter(texts)
+        """Return the messages with the answers: as texts if they have no images, else as parts."""
+        remaining = iter(texts)
         contents: list[list[Message]] = [
-            [_text(next(given)) if is_text else {"type": "image"} for is_text in each]
+            [_text(next(remaining)) if is_text else {"type": "image"} for is_text in each]
             for each in shape
         ]
         if self.role == "user":
@@ -214,17 +214,22 @@ class TurnSuffix:
                 before = after = ""
             parts = [
                 part
-                for number, own in enumerate(contents)
-                for part in (_text("\n" * bool(number) + before), *own, _text(after))
+                for number, content in enumerate(contents)
+                for part in (_text("\n" * bool(number) + before), *content, _text(after))
             ]
             return [_user(_joined(parts))]
         return [
-            {"role": "tool", "name": "function", "tool_call_id": CALL_ID, "content": _joined(own)}
-            for own in contents
+            {
+                "role": "tool",
+                "name": "function",
+                "tool_call_id": CALL_ID,
+                "content": _joined(content),
+            }
+            for content in contents
         ]
 
     def _shown(self, frame: tuple[str, ...], shape: Shape, texts: Sequence[str], index: int) -> str:
-        """Return a text as the template writes it (trimmed, as JSON ...); else as it is."""
+        """Return a text as the template writes it (trimmed, as JSON ...); else unchanged."""
         marks = self._marks(shape)
         marks[index] = texts[index]
         before = "".join(p + m for p, m in zip(frame[:index], marks[:index], strict=True))
@@ -247,9 +252,9 @@ class TurnSuffix:
         return min(places, default=None)
 
     def _ids(self, text: str, **options: bool) -> list[int]:
-        """Ids of a text; with `split_special_tokens` nothing in it becomes a special token."""
-        found = self._tokenizer(text, add_special_tokens=False, **options)["input_ids"]
-        return cast("list[int]", found)
+        """Return ids of a text; with `split_special_tokens` nothing becomes a special token."""
+        ids = self._tokenizer(text, add_special_tokens=False, **options)["input_ids"]
+        return cast("list[int]", ids)
 
     def _are_shown(self, tools: Sequence[dict[str, object]]) -> bool:
         name = f"f{self._mark}"
@@ -268,11 +273,11 @@ class TurnSuffix:
         return name in shown
 
     def _differences(self, tools: Sequence[dict[str, object]], has_system: bool) -> tuple[str, ...]:
-        """The differences of the template's own history from what is sampled and trained on."""
+        """Return how the template renders history differently than it is sampled and trained on."""
         system: Message = {"role": "system", "content": "system"}
         opening = [*([system] if has_system else []), _user("question")]
         shown = list(tools) or None
-        found = []
+        differences = []
         try:
             prompt = self._render(opening, tools=shown)
             text = self._mark + "y"
@@ -282,14 +287,14 @@ class TurnSuffix:
         except Exception as error:  # a template is a program of the model's author
             raise _refused(f"it fails on a prompt like those of the data: {error}") from error
         if not whole.startswith(prompt):
-            found.append("the prompt is rendered otherwise once an answer follows it")
+            differences.append("the prompt is rendered otherwise once an answer follows it")
         elif self.role == "user" and not whole[len(prompt) :].startswith(text):
-            found.append("something is put before an answer once it is history")
+            differences.append("something is put before an answer once it is history")
         thought = f"<think>\n{self._mark}t\n</think>\n\n{text}"
         answered = self._render([*opening, _assistant(thought), _user("more")], tools=shown)
         if f"{self._mark}t" not in answered:
-            found.append("thinking in earlier turns is stripped")
-        return tuple(found)
+            differences.append("thinking in earlier turns is stripped")
+        return tuple(differences)
 
 
 def _refused(reason: str) -> TemplateRefusedError:
@@ -313,7 +318,7 @@ def _text(text: str) -> Message:
 
 
 def _joined(parts: Sequence[Message]) -> object:
-    """Return the parts as one text if all of them are."""
+    """Join the parts to one text if all are texts."""
     if all("text" in part for part in parts):
         return "".join(str(part["text"]) for part in parts)
     return [part for part in parts if part.get("text") != ""]

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _MAX_EXAMPLES = 3
 NOTHING_TRAINED = "no token is trained"
-# Columns of each kind of row; of a row with several kinds the first counts.
+# Columns of each kind of row; if a row has several kinds, the first counts.
 KINDS: dict[str, tuple[str, ...]] = {
     "token ids": ("token_ids", "is_trained"),
     "messages": ("messages",),
@@ -53,7 +53,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
     "instruction and output": ("instruction", "output"),
 }
-# What may be trained of each kind, the default first.
+# Trainable parts of each kind, the default first.
 _CHAT = ("assistant", "last_assistant", "all")
 TRAINABLE: dict[str, tuple[str, ...]] = {
     "token ids": ("completion", "all"),
@@ -76,25 +76,25 @@ def load_supervised(
     vocab_size: int | None = None,
     reader: RowMediaReader | None = None,
 ) -> RowData[SupervisedRow]:
-    """Read rows, render them and mark what is trained.
+    """Read rows, render them and mark the trained tokens.
 
     Rows of more than `max_row_tokens` are left out and counted.
 
     Args:
-        path: As `prompt_data`.
-        tokenizer: A fast one, where rows have prompt and completion.
-        config: Its options `train_on`, `apply_chat_template`, `chat_template`, `max_row_tokens` and
-            `seed` count.
+        path: Source, like `prompt_data`.
+        tokenizer: Tokenizer; a fast one if rows have prompt and completion.
+        config: Options; `train_on`, `apply_chat_template`, `chat_template`, `max_row_tokens` and
+            `seed` are read.
         max_samples: Use at most this many rows of the data, from the start.
         split, probabilities: See `read_sources`.
-        vocab_size: Of the model, which bounds the ids of rows that bring them; None is no bound.
+        vocab_size: Vocabulary size, which bounds the ids of rows of token ids; None is no bound.
         reader: Reader of images and videos; None reads no media.
 
     Raises:
         DataError: A row cannot be used, or all are too long.
     """
     read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
-    found, too_long, num_split = [], [], 0
+    rows, too_long, num_split = [], [], 0
     encoder = RowEncoder(tokenizer, config, kind_of(read[0]), vocab_size, reader)
     record = ReadRecord()
     for row in map(record.watch, read[:max_samples]):
@@ -107,8 +107,8 @@ def load_supervised(
             if len(each.token_ids) > config.max_row_tokens:
                 too_long.append(row.location)
             else:
-                found.append(each)
-    if not found:
+                rows.append(each)
+    if not rows:
         what = (
             f"all {len(too_long)} rows exceed max_row_tokens = {config.max_row_tokens} tokens; "
             "raise --max_row_tokens, up to the model's context"
@@ -116,12 +116,12 @@ def load_supervised(
             else f"train_on_regex {config.train_on_regex!r} matches no token"
         )
         raise DataError(f"{path}: {what}")
-    summary = _summary(encoder, found, num_split)
+    summary = _summary(encoder, rows, num_split)
     if too_long:
         summary += f"; dropped {len(too_long)} over-long (first: "
         summary += f"{', '.join(too_long[:_MAX_EXAMPLES])})"
     summary = record.added_to(f"{path}: {summary}", path)
-    return RowData(found, summary, encoder=encoder.media_encoder)
+    return RowData(rows, summary, encoder=encoder.media_encoder)
 
 
 def _summary(encoder: RowEncoder, found: Sequence[SupervisedRow], num_split: int) -> str:
@@ -145,12 +145,12 @@ def _summary(encoder: RowEncoder, found: Sequence[SupervisedRow], num_split: int
 
 
 def hash_of(prompt: str) -> bytes:
-    """Return the hash of a prompt's text; b"" of none."""
+    """Return the hash of a prompt's text; b"" for ""."""
     return hashlib.blake2b(prompt.encode(), digest_size=16).digest() if prompt else b""
 
 
 def remark_of(rows: Iterable[SupervisedRow]) -> str:
-    """Return how many texts were read otherwise than they stand, in one line; "" without any."""
+    """Return how many texts were read differently than written, in one line; "" if none."""
     return counted(remark for row in rows for remark in row.remarks)
 
 
@@ -158,7 +158,7 @@ def kind_of(row: Row) -> str:
     """Return the kind of a row, by its columns.
 
     Raises:
-        DataError: It has none.
+        DataError: The row is of no kind.
     """
     present = {name for name, value in row.columns.items() if value is not None}
     for kind, columns in KINDS.items():
@@ -173,13 +173,13 @@ def kind_of(row: Row) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A row with one token for each medium.
+    """Row with one token for each medium.
 
     Args:
         token_ids, is_trained: Ids and marks of trained tokens, of equal length.
-        shown: Text that it begins with, and media, of which there may be none.
+        shown: Text at its beginning, and its media, if any.
         remarks: See `SupervisedRow`.
-        prompt: Text before what is trained first; "" is that of `shown`.
+        prompt: Text before the first trained token; "" is the text of `shown`.
     """
 
     token_ids: Sequence[int]
@@ -190,22 +190,22 @@ class _Encoded:
 
 
 def _before(turn: Turn, messages: Sequence[Message], media: Media) -> ShownMedia:
-    """Return what stands before a turn: its text, and the media that its messages name."""
+    """Return the text and media that stand before a turn."""
     parts = [
         part.get("type")
         for message in (messages[: turn.num_messages] if media else ())
         for part in as_parts(message["content"])
     ]
-    own = {kind: media[kind][: parts.count(kind)] for kind in media.kinds}
-    return ShownMedia(turn.prompt, Media(own))
+    media_before = {kind: media[kind][: parts.count(kind)] for kind in media.kinds}
+    return ShownMedia(turn.prompt, Media(media_before))
 
 
 class RowEncoder:
-    """The way from rows of one kind to trained tokens; it refuses rows of another.
+    """Encoder of rows of one kind as trained tokens; it refuses rows of another.
 
     Args:
         tokenizer, config, vocab_size, reader: See `load_supervised`.
-        kind: A name in `KINDS`.
+        kind: Name in `KINDS`.
 
     Raises:
         DataError: The options do not fit the kind.
@@ -229,8 +229,8 @@ class RowEncoder:
         self._tokenizer = tokenizer
         self._in_chat = kind == "prompt and completion" and config.apply_chat_template
         is_chat = "assistant" in TRAINABLE[kind] or self._in_chat
-        given = config.apply_chat_template or config.chat_template
-        if given and not is_chat:
+        uses_template = config.apply_chat_template or config.chat_template
+        if uses_template and not is_chat:
             name = "apply_chat_template" if config.apply_chat_template else "chat_template"
             more = ", or add apply_chat_template" if kind == "prompt and completion" else ""
             raise DataError(f"{name}: rows with {kind} have no turns: leave it out{more}")
@@ -248,10 +248,10 @@ class RowEncoder:
 
         Args:
             row: Row of the data.
-            start: Assistant turns of messages before it are context.
+            start: Number of first messages that are only context.
 
         Raises:
-            DataError: It cannot be used.
+            DataError: The row cannot be used.
         """
         kind = kind_of(row)
         if kind != self.kind:
@@ -288,7 +288,7 @@ class RowEncoder:
             is_answer = self.train_on != "all"
             trained = self._reader.without_marks(token_ids, trained, is_answer=is_answer)
             if shown.kinds:
-                pass  # with all features, as a row of token ids has them
+                pass  # has a token for each feature already, as in rows of token ids
             elif shown.media:
                 token_ids, trained, shown = self._reader.expand(token_ids, trained, shown, location)
             elif not self._reader.marks.isdisjoint(token_ids):
@@ -307,7 +307,7 @@ class RowEncoder:
 
     @property
     def media_encoder(self) -> Encoder:
-        """Of the media of the rows."""
+        """Encoder of the rows' media."""
         return TEXT_ENCODER if self._reader is None else self._reader.encoder
 
     def _read(self, row: Row, content: Content) -> MediaRow:
@@ -331,8 +331,8 @@ class RowEncoder:
                     "column 'is_trained' must hold one 0 or 1 for each of token_ids: got "
                     f"{len(flags)} for {len(token_ids)}"
                 )
-            own = [self.train_on == "all" or flag == 1 for flag in flags]
-            yield _Encoded(token_ids, own, shown or NOTHING_SHOWN)
+            marks = [self.train_on == "all" or flag == 1 for flag in flags]
+            yield _Encoded(token_ids, marks, shown or NOTHING_SHOWN)
         elif self.kind == "text":
             read = self._read(row, _text(columns, "text"))
             text, media = str(read.content), read.media
@@ -344,13 +344,13 @@ class RowEncoder:
             completion = _text(columns, "completion")
             prompt, media = str(read.content), read.media
             whole = self._texts(prompt + completion, has_media=bool(media))
-            # A token that holds the end of the prompt and the beginning of the completion is
-            # sampled with the completion.
+            # A token across the end of the prompt and the beginning of the completion is sampled
+            # with the completion.
             first = next(i for i, stop in enumerate([*whole.stops, math.inf]) if stop > len(prompt))
             if self.train_on == "all":
                 first = 0
-            own = [place >= first for place in range(len(whole.token_ids))]
-            yield _Encoded(whole.token_ids, own, ShownMedia(prompt, media), whole.remarks)
+            marks = [place >= first for place in range(len(whole.token_ids))]
+            yield _Encoded(whole.token_ids, marks, ShownMedia(prompt, media), whole.remarks)
 
     def _chat(self, chat: ChatTurns, row: Row, start: int) -> Iterator[_Encoded]:
         talk, begin = self._conversation(row.columns)
@@ -379,11 +379,11 @@ class RowEncoder:
             yield _Encoded(whole, is_trained.tolist(), shown, prompt=turns[0].prompt)
             return
         for turn in turns:
-            own = [place >= turn.start for place in range(len(turn.token_ids))]
-            yield _Encoded(turn.token_ids, own, _before(turn, messages, media))
+            flags = [place >= turn.start for place in range(len(turn.token_ids))]
+            yield _Encoded(turn.token_ids, flags, _before(turn, messages, media))
 
     def _conversation(self, columns: Mapping[str, object]) -> tuple[Conversation, int]:
-        """Return the turns of a row, and how many messages of it are a prompt of their own."""
+        """Return the turns of a row, and how many of its messages are a separate prompt."""
         if self.kind == "instruction and output":
             return alpaca_turns(columns), 0
         if not self._in_chat:
@@ -395,7 +395,7 @@ class RowEncoder:
         return prompt + answer, len(prompt.messages)
 
     def with_media_of(self, row: Row, columns: Mapping[str, object], location: str) -> Row:
-        """Return a row of other columns and of the media of a row."""
+        """Return a row with other columns and the media of this row."""
         names = chain.from_iterable(media_columns(self._config).values())
         media = {name: row.columns[name] for name in names if name in row.columns}
         columns = like({**media, **columns}, row.columns)
@@ -408,7 +408,7 @@ def answer_of_ids(
     vocab_size: int | None,
     shown: ShownMedia | None = None,
 ) -> SupervisedRow:
-    """Return the ids of a column behind those of `prompt_ids`, trained alone.
+    """Return the ids of a column behind those of `prompt_ids`, the only trained ones.
 
     Args:
         columns: Columns of a row.
@@ -417,7 +417,7 @@ def answer_of_ids(
         shown: Media of the prompt, see `shown_by_ids`.
 
     Raises:
-        DataError: A column has none, or something else than ids of the vocabulary.
+        DataError: A column is empty, or holds something else than ids of the vocabulary.
     """
     prompt, answer = (_integers(columns, each, vocab_size) for each in ("prompt_ids", name))
     for column, ids in (("prompt_ids", prompt), (name, answer)):
@@ -447,7 +447,7 @@ def finite_number(columns: Mapping[str, object], name: str) -> float:
     """Return the number of a column.
 
     Raises:
-        DataError: It is something else, or not finite.
+        DataError: The value is no number, or not finite.
     """
     value = columns[name]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -478,12 +478,12 @@ def _flags(values: object) -> list[int]:
 def matched_tokens(
     tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], pattern: str
 ) -> NDArray[np.bool_]:
-    """[tokens] whether a token holds a character of a match: of its first group, if it has one.
+    """Return [tokens] whether a token holds a character of a match, or of its first group.
 
     Args:
-        tokenizer: A fast one.
+        tokenizer: Fast tokenizer.
         token_ids: Ids of a row, whose text has the special tokens.
-        pattern: A regular expression of Python.
+        pattern: Regular expression of Python.
 
     Raises:
         DataError: The text of the ids has other ids, or the tokenizer does not know their places.
@@ -501,8 +501,8 @@ def matched_tokens(
             f"has other tokens: {text[:80]!r}; leave it out"
         )
     starts, stops = np.array(encoded["offset_mapping"]).T
-    found = np.zeros(len(token_ids), dtype=np.bool_)
+    is_matched = np.zeros(len(token_ids), dtype=np.bool_)
     for match in re.finditer(pattern, text):
         first, last = match.span(1 if match.re.groups else 0)
-        found |= (stops > first) & (starts < last)
-    return found
+        is_matched |= (stops > first) & (starts < last)
+    return is_matched
