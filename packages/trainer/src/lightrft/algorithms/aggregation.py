@@ -139,7 +139,7 @@ def weighted_share(token_loss: Tensor, weights: Tensor, normalizer: Tensor | flo
     """`aggregate` of some tokens whose weights u_i are known: their part of S_k / Z, scalar.
 
     Args:
-        token_loss: Of any shape, finite.
+        token_loss: Losses of any shape, finite.
         weights: Like it, from `loss_weights` of the rows that the tokens belong to.
         normalizer: Z of the whole optimizer batch; 0 (no token anywhere) gives 0.
     """
@@ -156,8 +156,8 @@ def balance_share(router_sums: Tensor, batch_sums: Tensor) -> Tensor:
         L = E sum_e f_e P_e,   f_e = C_e / R,   P_e = S_e / R
 
     with C_e choices of and S_e probability for expert e, and R pairs of token and layer, all of
-    the whole optimizer batch. f_e has no gradient, so the shares with the batch's C and R and the
-    own S add up to L, and their gradients to its gradient, however the batch is cut.
+    the whole optimizer batch. f_e has no gradient. So the shares, with the batch's C and R and the
+    S of their tokens, add up to L, and their gradients to its gradient, for every split.
 
     Source: Fedus et al. 2021, arXiv:2101.03961, eqs. 4 to 6, for more than one expert a token as
     in transformers: f sums to the number of experts of a token.

@@ -200,7 +200,7 @@ def _expanded(word: str) -> list[str]:
 
 
 def _with_option(terms: list[str], option: str, *, text: str) -> list[str]:
-    """The terms with an option added to the one that it must mean; of equal keys the last holds."""
+    """Return the terms with an option added to its term; the last of equal keys counts."""
     if option in PAIRS:
         return [f"{term}:{option}" for term in terms]
     weights = [term for term in terms if term.startswith("weight")]

@@ -51,10 +51,10 @@ class CorrectionWeights:
     sums: Tensor
 
     def normalized(self, sums: Tensor) -> CorrectionWeights:
-        """Divided by the mean weight of the batch.
+        """Return the weights divided by the mean weight of the batch.
 
         Args:
-            sums: Those of all ranks and micro-batches, added.
+            sums: Sums of all ranks and micro-batches, added.
         """
         total, count = sums.double()
         scale = torch.where(total > 0, count / total, 1.0)
@@ -170,13 +170,13 @@ def _exp(logarithms: Tensor) -> Tensor:
 def _is_rejected(
     term: CorrectionTerm, statistic: Tensor, is_tested: Tensor, mask: Tensor
 ) -> Tensor:
-    """Tokens that a test leaves out; those with NaN are."""
+    """Return the tokens that a test leaves out; those with NaN are left out."""
     low = -math.inf if term.low is None else term.low
     high = math.inf if term.high is None else term.high
-    found = is_tested & ~((statistic >= low) & (statistic <= high))
+    is_rejected = is_tested & ~((statistic >= low) & (statistic <= high))
     if term.action == "veto" or term.level == "worst":
-        found = mask & found.any(dim=-1, keepdim=True)
-    return found
+        is_rejected = mask & is_rejected.any(dim=-1, keepdim=True)
+    return is_rejected
 
 
 def _is_tested(

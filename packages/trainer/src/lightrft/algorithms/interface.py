@@ -58,7 +58,7 @@ class TokenLoss:
         return cls(loss, ratio, never, never, never if is_clamped is None else is_clamped)
 
     def weighted(self, weights: Tensor) -> TokenLoss:
-        """The same loss times detached [batch, seq] weights: off-policy corrections, keep-masks.
+        """Return the loss times detached [batch, seq] weights: off-policy corrections, keep-masks.
 
         Only the numerator of the aggregation changes; Z still counts the response mask.
         """
@@ -97,7 +97,7 @@ class TokenAdvantageInputs:
         values: [batch, seq] of the critic, or None without one.
         gamma: Discount per sampled token; a tensor [batch, seq] holds that between each token and
             the next sampled one.
-        lambd: Of generalised advantage estimation.
+        lambd: Lambda of generalised advantage estimation.
     """
 
     token_rewards: Tensor
@@ -164,8 +164,8 @@ class AdvantageTraits(_Declaration):
         is_token_level: It takes `TokenAdvantageInputs` of local rows and gives `TokenAdvantages`;
             otherwise `RowAdvantageInputs` of the rows of all ranks, and gives one number a row.
         needs_groups: Every prompt must have at least two completions.
-        needs_critic: `TokenAdvantageInputs.values` must be given.
-        needs_greedy_rewards: `RowAdvantageInputs.greedy_rewards` must be given.
+        needs_critic: It requires `TokenAdvantageInputs.values`.
+        needs_greedy_rewards: It requires `RowAdvantageInputs.greedy_rewards`.
         whitens: The result is to be whitened once, with moments over all tokens of all ranks.
         reads_components: It reads `RowAdvantageInputs.components`, which no shaping changes.
     """
@@ -224,12 +224,12 @@ def preference_loss_traits(function: Callable[..., object]) -> PreferenceLossTra
 def _traits(function: Callable[..., object], default: Traits) -> Traits:
     while isinstance(function, partial) and "lightrft_traits" not in vars(function):
         function = function.func
-    found = getattr(function, "lightrft_traits", default)
-    if not isinstance(found, type(default)):
+    traits = getattr(function, "lightrft_traits", default)
+    if not isinstance(traits, type(default)):
         raise TypeError(
-            f"{function} is declared as {type(found).__name__}: expected {type(default).__name__}"
+            f"{function} is declared as {type(traits).__name__}: expected {type(default).__name__}"
         )
-    return found
+    return traits
 
 
 Entry = TypeVar("Entry")

@@ -1,9 +1,9 @@
 """Estimates of KL(policy || reference) from sampled tokens, and the controllers of its weight;
 divergences over the whole vocabulary.
 
-A loss holds each token's own distribution near, at the states that were sampled; what a token does
-to later ones counts in the reward alone. d = logprobs - ref_logprobs. What each estimator
-optimises, per token and exactly:
+A loss keeps each token's distribution near the reference, at the sampled states; effects on later
+tokens count only in the reward. d = logprobs - ref_logprobs. What each estimator optimises, per
+token and exactly:
 
     k1 in the reward            gradient of KL(policy || reference)
     k2 as a loss                gradient of KL(policy || reference), though its value is biased
@@ -39,7 +39,7 @@ MAX_K3 = 10.0
 def k3_kl(d: Tensor) -> Tensor:
     """k3 = exp(-d) - 1 + d, d held within +-20, at most 10; without gradient beyond.
 
-    d = -11 would weigh 6e4 and d = -20 4.9e8: one token would own the step. The same bound holds
+    d = -11 would weigh 6e4 and d = -20 4.9e8: one token would dominate the step. The same bound is
     in verl, OpenRLHF, slime, AReaL, NeMo-RL, SkyRL and ROLL; TRL has none (`k3_unclamped`).
     """
     return k3_unclamped_kl(d).clamp(max=MAX_K3)
@@ -65,9 +65,9 @@ class KlEstimator:
     """An estimate of the KL divergence of a token, as a function of d.
 
     Args:
-        value: Of d.
-        slope: The derivative where it is not that of the value, as a function of d; or None.
-        has_ratio: Both are multiplied by the ratio to the policy that was sampled.
+        value: Function of d.
+        slope: Derivative as a function of d, where it is not that of the value; or None.
+        has_ratio: Whether both are multiplied by the ratio to the policy that was sampled.
     """
 
     value: Callable[[Tensor], Tensor]
@@ -116,14 +116,14 @@ def estimate_kl(
     Raises:
         ValueError: unknown estimator, or one with a ratio without `old_logprobs`.
     """
-    found = lookup(KL_ESTIMATORS, estimator, kind="KL estimator")
+    kl_estimator = lookup(KL_ESTIMATORS, estimator, kind="KL estimator")
     d = masked_difference(logprobs, ref_logprobs, response_mask)
-    kl = found.value(d)
-    if found.slope is not None:
-        # The derivative of rho k3, written by hand: where the value is held, its own derivative
-        # would be that of the ratio alone, 5e8 in the wrong direction at d = -20.
-        slope = found.slope(d.detach())
-        if found.has_ratio:
+    kl = kl_estimator.value(d)
+    if kl_estimator.slope is not None:
+        # The derivative of rho k3, written by hand: where the value is held, autograd would give
+        # the derivative of the ratio alone, 5e8 in the wrong direction at d = -20.
+        slope = kl_estimator.slope(d.detach())
+        if kl_estimator.has_ratio:
             if old_logprobs is None:
                 raise ValueError(
                     f"KL estimator {estimator!r} needs old_logprobs, the policy that was sampled"
@@ -247,5 +247,5 @@ def divergence(student: Tensor, teacher: Tensor, *, form: str, beta: float = 0.5
     Raises:
         ValueError: unknown form.
     """
-    found = lookup(DIVERGENCES, form, kind="divergence")
-    return found(student.log_softmax(dim=-1), teacher.log_softmax(dim=-1), beta)
+    divergence_of = lookup(DIVERGENCES, form, kind="divergence")
+    return divergence_of(student.log_softmax(dim=-1), teacher.log_softmax(dim=-1), beta)

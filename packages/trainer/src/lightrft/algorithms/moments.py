@@ -82,7 +82,7 @@ def masked_moments(
     """Moments of the values inside the mask, in float64 and two passes: the mean comes first.
 
     Args:
-        values, mask: Of equal shape; local.
+        values, mask: Local values and mask, of equal shape.
         sum_over_ranks: Sums a small float64 tensor over ranks; called twice, on every rank. None
             gives the moments of the local values.
     """
@@ -157,8 +157,8 @@ def whiten(values: Tensor, mask: Tensor, moments: Moments, *, ddof: int = 0) -> 
     Args:
         values: [batch, seq].
         mask: [batch, seq] bool.
-        moments: Of the whole step over all ranks, not of these rows: a result that depends on the
-            split into micro-batches or ranks would be wrong.
+        moments: Moments of the whole step over all ranks, not of these rows: the result must not
+            depend on the split into micro-batches or ranks.
         ddof: What the divisor leaves out of the count.
     """
     std = moments.std(ddof=ddof, min_variance=MIN_VARIANCE)

@@ -16,17 +16,17 @@ Batches = DataLoader[Item] | Iterable[Sequence[Item]]
 
 
 def known_items(batches: Batches[Item] | None) -> Iterable[Item]:
-    """All items of a data loader that has them; of others none, since reading uses them up."""
+    """Return all items of a data loader; none of other iterables, which reading uses up."""
     if not isinstance(batches, DataLoader) or isinstance(batches.dataset, IterableDataset):
         return ()
     return cast("Iterable[Item]", batches.dataset)
 
 
 class BatchStream(Generic[Item]):
-    """Batches of this rank, pass after pass, each pass in an order of its own.
+    """Batches of this rank, pass after pass, each pass in a new order.
 
     Args:
-        batches: A data loader (or any re-iterable) of lists of items, one list a step.
+        batches: Data loader (or any re-iterable) of lists of items, one list a step.
         episode: Pass to start with.
         num_consumed: Items of that pass already used, over all ranks.
         world_size: Ranks that share a pass.
@@ -42,7 +42,7 @@ class BatchStream(Generic[Item]):
         self.num_consumed = num_consumed
 
     def next_batch(self) -> Sequence[Item]:
-        """Return the items of the next step; starts the next pass when one is over.
+        """Return the items of the next step; start the next pass when one is over.
 
         Raises:
             ValueError: A whole pass has no full batch.
@@ -85,15 +85,15 @@ def check_lengths(prompts: Sequence[Prompt], max_tokens: int) -> None:
 
 
 def batches_per_episode(batches: Batches[Item], *, world_size: int, batch_size: int) -> int:
-    """Return the steps of one whole pass.
+    """Return the number of steps of one whole pass.
 
     Args:
-        batches: The data loader, or a sized iterable of batches.
+        batches: Data loader, or a sized iterable of batches.
         world_size: Ranks that share a pass.
         batch_size: Prompts of one step, over all ranks.
 
     Raises:
-        ValueError: Less than one batch, or a length that is not known.
+        ValueError: There is less than one batch, or the length is unknown.
     """
     if isinstance(batches, DataLoader) and isinstance(batches.sampler, DistributedSampler):
         # The loader's own length shrinks while a pass is resumed in its middle.
@@ -118,11 +118,11 @@ def planned_steps(
     *,
     num_updates_per_episode: int | None = None,
 ) -> int:
-    """Return the steps of a whole run, those before a resume included.
+    """Return the number of steps of a whole run, including those before a resume.
 
     Args:
-        batches: The data loader, or a sized iterable of batches.
-        config: num_episodes, max_steps and the batch sizes.
+        batches: Data loader, or a sized iterable of batches.
+        config: Options `num_episodes`, `max_steps` and the batch sizes.
         world_size: Ranks that share a pass.
         num_updates_per_episode: Optimizer steps of one pass; None uses all prompts.
 

@@ -1,4 +1,4 @@
-"""A chat template: renders messages of rows, and is asked what it reads of them."""
+"""Chat template that renders messages of rows, and tests which parts it reads."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lightrft.datasets.messages import (
 )
 from lightrft.datasets.types import DataError
 
-# Nine letters and digits, as Mistral's templates take ids of calls.
+# Nine letters and digits: Mistral's templates require such ids of calls.
 _MARK = "Qmark7Zab"
-# Without one of them a message means something else.
+# Keys without which a message means something else.
 _CHANGES_MEANING = {
     CALLS: "the calls of tools (tool_calls)",
     REASONING: f"the thinking beside the content ({', '.join(REASONING_KEYS)})",
@@ -28,11 +28,11 @@ _REMEDY = "give a template that writes them (--chat_template FILE), or leave the
 
 
 class Renderer(Protocol):
-    """A tokenizer or processor with a chat template."""
+    """Tokenizer or processor with a chat template."""
 
     @property
     def chat_template(self) -> object:
-        """The template, or several by name."""
+        """Template, or several by name."""
         ...
 
     @property
@@ -42,10 +42,10 @@ class Renderer(Protocol):
 
 
 class ChatTemplate:
-    """The chat template of a renderer.
+    """Chat template of a renderer.
 
     Args:
-        renderer: Applies it.
+        renderer: Renderer that applies it.
     """
 
     def __init__(self, renderer: Renderer) -> None:
@@ -59,9 +59,9 @@ class ChatTemplate:
         """Return the text of messages.
 
         Args:
-            messages: In the form of `lightrft.datasets.messages`.
-            tools: Schemas of the tools that it shows.
-            asks: The assistant's turn is begun behind them.
+            messages: Messages in the form of `lightrft.datasets.messages`.
+            tools: Schemas of the tools to show.
+            asks: Whether to add the header of the assistant's next turn.
 
         Raises:
             DataError: The template refuses them.
@@ -86,12 +86,12 @@ class ChatTemplate:
         return in_either_form(render, messages)
 
     def unread_keys(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[str]:
-        """Return the keys of messages that the template does not write, and that change no meaning.
+        """Return the keys of messages that the template ignores without a change of meaning.
 
-        Each key is tried once, with a mark in its place.
+        Each key is tested once, with a mark as its value.
 
         Raises:
-            DataError: It drops calls, thinking, tools, or all that a role says.
+            DataError: The template drops calls, thinking, tools, or the content of a role.
         """
         if tools and not self._is_read("", "tools", partial(self._shows_tools, messages, tools)):
             raise DataError(f"the chat template does not show tools: {_REMEDY}")
@@ -121,7 +121,7 @@ class ChatTemplate:
     def _choose_reasoning(
         self, messages: Sequence[Message], tools: Sequence[Message], place: int
     ) -> None:
-        """Take the name for thinking that the template reads; raise a DataError without one."""
+        """Choose the name for thinking that the template reads; raise a DataError without one."""
         if self._reads.get((ASSISTANT, REASONING)):
             return
         for self._reasoning in REASONING_KEYS:
@@ -134,14 +134,14 @@ class ChatTemplate:
     def _shows(
         self, messages: Sequence[Message], tools: Sequence[Message], place: int, key: str
     ) -> bool:
-        """Return whether a mark in the place of what a message has under a key comes out."""
+        """Return whether a mark as the value of a message's key is rendered."""
         message = messages[place]
         value: object = _MARK
         if key == CALLS:
             marked = {"name": _MARK, "arguments": json.dumps({"value": _MARK})}
             calls = cast("Sequence[Message]", message[CALLS])
             value = [{**call, "function": {**_function(call), **marked}} for call in calls]
-        # Thinking of earlier turns is dropped by many templates that write that of the last.
+        # Many templates drop the thinking of earlier turns but write that of the last.
         rest = () if message["role"] == ASSISTANT else messages[place + 1 :]
         return self._comes_out([*messages[:place], {**message, key: value}, *rest], tools)
 
@@ -154,28 +154,28 @@ class ChatTemplate:
         try:
             return _MARK in self.render(messages, tools)
         except DataError:
-            return True  # the row itself says why it is refused
+            return True  # rendering the row itself reports why it is refused
 
 
 @lru_cache(maxsize=16)
 def _template_of(renderer: Renderer, template: str) -> ChatTemplate:
-    del template  # another one renders otherwise
+    del template  # it is only a key of the cache: another one renders differently
     return ChatTemplate(renderer)
 
 
 def template_of(renderer: Renderer) -> ChatTemplate:
-    """Return the chat template of a renderer, with what was found out about it."""
+    """Return the chat template of a renderer, with the results of its tests."""
     return _template_of(renderer, str(renderer.chat_template))  # type: ignore[arg-type]
 
 
 def in_either_form(apply: Callable[[Sequence[Message]], str], messages: Sequence[Message]) -> str:
-    """Return the messages rendered with arguments of calls as objects, or as JSON where that fails.
+    """Render messages with call arguments as objects, or as JSON where that fails.
 
-    A template that prints an object as Python does takes JSON, too.
+    A template that prints objects in Python's syntax gets JSON, too.
 
     Args:
-        apply: Renders messages; may raise anything.
-        messages: With arguments as JSON.
+        apply: Function that renders messages; may raise anything.
+        messages: Messages with arguments as JSON.
     """
     objects = [with_objects(each) for each in messages]
     values = [
@@ -190,7 +190,7 @@ def in_either_form(apply: Callable[[Sequence[Message]], str], messages: Sequence
     except Exception as problem:  # noqa: BLE001 - a template is a program of its author
         try:
             return apply(messages)
-        except Exception:  # noqa: BLE001 - the first reason is of the form that most take
+        except Exception:  # noqa: BLE001 - the first error is of the form that most templates take
             raise problem from None
     if any(value and str(value) in text and json.dumps(value) != str(value) for value in values):
         return apply(messages)

@@ -1,4 +1,4 @@
-"""Trained tokens of conversations, found by comparing renderings of the chat template."""
+"""Trained tokens of conversations, located by comparing renderings of the chat template."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 _MARK = "Qmark7Z"
 _QUESTION: Message = {"role": "user", "content": "question"}
-# Marks of the beginning and the end of thinking, nothing between them.
+# Marks of the beginning and the end of thinking with nothing between them.
 _EMPTY_THINKING = re.compile(
     r"\s*(?P<mark><(\w+)>|\[(\w+)\]|<\|START_(\w+)\|>)\s*(?:</\2>|\[/\3\]|<\|END_\4\|>)\s*"
 )
-# A mark of the beginning at the end of a prompt.
+# Mark of the beginning of thinking at the end of a prompt.
 _OPENED_THINKING = re.compile(r"(?:<\w+>|\[\w+\]|<\|START_\w+\|>)\s*\Z")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -33,10 +33,10 @@ class Turn:
     """One assistant turn behind its conversation.
 
     Args:
-        token_ids: Of the conversation up to the end of the turn, its end-of-turn token included.
-        start: Where the turn begins, behind a block of empty thinking.
+        token_ids: Ids of the conversation up to the turn's end-of-turn token, included.
+        start: Place where the turn begins, behind a block of empty thinking.
         prompt: Text of the conversation before the turn.
-        num_messages: Before the turn.
+        num_messages: Number of messages before the turn.
     """
 
     token_ids: tuple[int, ...]
@@ -46,24 +46,24 @@ class Turn:
 
 
 class ChatTurns:
-    """Assistant turns as token ids, just as the model would have to sample them.
+    """Assistant turns as token ids, exactly as the model would have to sample them.
 
-    The prompt of turn k is the rendering of the messages before it with the generation prompt; the
-    turn is what the rendering with it adds, up to its end-of-turn token. What stands behind that
-    token (a newline, say) is context, and so is a block of empty thinking before it: the prompts
-    of models that are not to think hold that block. Templates without an end-of-turn token end a
-    turn by the special token that begins the next message.
+    The prompt of turn k is the rendering of the messages before it with the generation prompt. The
+    turn is the addition of the rendering with it, up to its end-of-turn token. Text behind that
+    token (like a newline) is context. So is a block of empty thinking before it: prompts of models
+    that must not think hold that block. Templates without an end-of-turn token end a turn by the
+    special token that begins the next message.
 
     Args:
         tokenizer: Tokenizer of the model.
-        prompts: Renders instead of it, where a processor has the chat template.
+        prompts: Renderer to use instead, if a processor has the chat template.
 
     Raises:
-        DataError: It has none, or the template fails on a question and an answer or drops the
+        DataError: There is no template, or it fails on a question and an answer or drops the
             answer.
 
     Attributes:
-        end: Id that ends a turn; None where the next message's first token does.
+        end: Id that ends a turn; None if the next message's first token does.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ChatTurns:
         """Return token ids of all messages, and their text.
 
         Raises:
-            DataError: The template refuses them.
+            DataError: The template refuses the messages.
         """
         text = self.template.render(messages, tools)
         return self._ids(text), text
@@ -100,14 +100,14 @@ class ChatTurns:
         """Return the assistant's turns; messages behind the last of them are left out.
 
         Args:
-            talk: A conversation; turns that its row excludes are context.
-            start: Turns of messages before it are context.
-            only_last: The earlier turns are context.
+            talk: Conversation; turns that its row excludes are context.
+            start: Number of first messages that are only context.
+            only_last: Whether the earlier turns are only context.
 
         Raises:
-            DataError: There is none, the rendering of a turn does not begin with that of its
-                prompt, nothing ends it at which a generation would stop, it is empty, or the
-                template marks other tokens as generated.
+            DataError: There is no turn, the rendering of a turn does not begin with its prompt's,
+                no token ends it at which generation would stop, it is empty, or the template marks
+                other tokens as generated.
         """
         messages, tools = talk.messages, talk.tools
         roles = [each["role"] for each in messages]
@@ -127,7 +127,7 @@ class ChatTurns:
     def _turn(self, messages: Sequence[Message], place: int, tools: Sequence[Message]) -> Turn:
         prompt = self.template.render(messages[:place], tools, asks=True)
         answered = self.template.render(messages[: place + 1], tools)
-        # One call: it costs more than what it encodes.
+        # Both in one call: calls cost more than the encoding.
         encoded = self._tokenizer([prompt, answered], add_special_tokens=False)["input_ids"]
         before, whole = map(tuple, encoded)
         if whole[: len(before)] != before:
@@ -182,12 +182,12 @@ class ChatTurns:
     def _compare(
         self, turn: Turn, messages: Sequence[Message], tools: Sequence[Message], start: int
     ) -> None:
-        """Refuse a turn of which the template marks other tokens by {% generation %}.
+        """Refuse a turn if the template marks other tokens by {% generation %}.
 
         Args:
-            turn: The last of the messages.
-            messages, tools: As rendered.
-            start: Characters of the prompt.
+            turn: Turn of the last message.
+            messages, tools: Messages and tools of the rendering.
+            start: Number of characters of the prompt.
         """
         # Imported here: few templates have such marks.
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -205,21 +205,21 @@ class ChatTurns:
             return str(text)
 
         text = self.template.apply(mark, messages)
-        # By characters: transformers' own mask of tokens goes on to the end of the text where the
-        # last character of a span has no token.
-        own = [span for span in spans if span[1] > start]
-        edges = [self._places(text, span) for span in own]
+        # By characters: transformers' mask of tokens runs to the end of the text if the last
+        # character of a span has no token.
+        ranges = [span for span in spans if span[1] > start]
+        edges = [self._places(text, span) for span in ranges]
         marked = [place for first, stop in edges for place in range(first, stop)]
         if marked != [*range(turn.start, len(turn.token_ids))]:
             raise DataError(
                 f"message {len(messages)}: the chat template marks "
-                f"{''.join(text[first:stop] for first, stop in own)!r} as generated, and what a "
+                f"{''.join(text[first:stop] for first, stop in ranges)!r} as generated, and what a "
                 f"model has to sample is {self._tokenizer.decode(turn.token_ids[turn.start :])!r}: "
                 "correct {% generation %} in the template (--chat_template), or leave it out"
             )
 
     def _is_thinking(self, mark: str, tools: Sequence[Message]) -> bool:
-        """Return whether a mark is one of thinking: by its name, or the model knows it."""
+        """Return whether a mark stands for thinking: by its name, or because the model knows it."""
         known = mark in self._template(tools) or mark in self._tokenizer.get_added_vocab()
         return known or "think" in mark.lower()
 
@@ -229,7 +229,7 @@ class ChatTurns:
         return cast("str", self._tokenizer.get_chat_template(tools=list(tools) or None))
 
     def _places(self, text: str, characters: Sequence[int]) -> list[int]:
-        """Of each character of a text the token that holds it."""
+        """Return the index of the token that holds each of some characters of a text."""
         if not self._tokenizer.is_fast:
             raise DataError(
                 "a chat template with empty thinking or {% generation %} needs a fast tokenizer, "
@@ -240,12 +240,12 @@ class ChatTurns:
         return [bisect_right(stops, each) for each in characters]
 
     def _ids(self, text: str) -> tuple[int, ...]:
-        # The template writes the special tokens itself.
+        # The template writes the special tokens.
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Id that ends a turn of the tokenizer's chat template; None without, or if it has no turns."""
+    """Return the id that ends a turn of the chat template; None without template or turns."""
     try:
         return ChatTurns(tokenizer).end
     except DataError:
@@ -260,7 +260,7 @@ def _says_something(message: Message) -> bool:
 
 
 def _otherwise(prompt: str, answered: str, place: int) -> str:
-    """The sentence about an answer that is rendered behind another prompt than it was asked by."""
+    """Return an error about an answer that is not rendered behind the prompt that asks for it."""
     pairs = zip(prompt, answered, strict=False)
     equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(prompt))
     start = max(equal - 20, 0)

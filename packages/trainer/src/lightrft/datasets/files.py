@@ -1,4 +1,4 @@
-"""Rows of JSONL, JSON and Parquet files and of data sets, each with the place it came from."""
+"""Rows of JSONL, JSON and Parquet files and of data sets, each with its location."""
 
 import csv
 import math
@@ -30,38 +30,38 @@ from lightrft.datasets.types import DataError, LeftOutError
 from lightrft.kernels.names import first_line
 from lightrft.utils.hub import is_hub_reachable
 
-# One of these marks a folder that `save_to_disk` has written.
+# One of these files marks a folder that `save_to_disk` wrote.
 SAVED_FILES = ("dataset_dict.json", "dataset_info.json")
 MAX_DEPTH = 100
 MAX_LIST_BYTES = 2**31
-# What the rows of a Parquet file may take in memory: so many times its size, or so much.
+# Memory limit of a Parquet file's rows: a multiple of its size, but at least this much.
 MAX_EXPANSION, MIN_PARQUET_BYTES = 1000, 2**28
 PARQUET_ROWS = 1024
 _NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<configuration>[\w.-]+))?\Z")
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
-# The rows of (source, split), and in the place of one that is left out the reason.
+# Yields the rows of (source, split), and for each one that is left out the reason.
 RowSource = Callable[[str, str], Iterator[Mapping[str, object] | LeftOutError]]
 # Columns of a CSV table whose cells are numbers.
 _NUMBERS = ("margin", "score", "score_chosen", "score_rejected", "weight")
-# Of the rows that are left out.
+# Number of left-out rows that a remark names.
 _SHOWN = 3
 _PADDED = (
     "nulls within calls and tools are left out: Parquet has them under every key of other rows"
 )
-# One of them is in each message, and in each schema of a tool.
+# Each message, and each schema of a tool, has one of these keys.
 _KEYS_OF_MESSAGES = ("role", "from", "function", "parameters")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a data file.
+    """Row of a data file.
 
     Args:
         columns: Values by column name.
         location: `file:line` of a JSONL row, `file, row n` of others; for error messages.
-        folder: To which paths in it are relative.
-        remark: What was left out of its source or of it; "" for nothing.
-        roots: Folders, beside that one, in which files that it names may lie.
+        folder: Folder to which its paths are relative.
+        remark: Parts of the source or the row that were left out; "" for none.
+        roots: Further folders that may hold files named by the row.
     """
 
     columns: Mapping[str, object]
@@ -75,14 +75,14 @@ def read_rows(path: str | Path, *, split: str = "train") -> list[Row]:
     """Return all rows of a file, or of one split of a folder or of a data set.
 
     Args:
-        path: A .jsonl, .json (a list of objects) or .parquet file; a folder that holds
-            `<split>.jsonl`, or `<split>-*.parquet` and the like, itself or in `data/`; a folder
-            that `datasets` has saved; the name of a data set, `owner/name[:configuration]`; or
-            `KIND:WHAT` of a registered kind of data source.
-        split: Which files of a folder or part of a data set; a file has no splits.
+        path: A .jsonl, .json (a list of objects) or .parquet file; a folder with `<split>.jsonl`,
+            `<split>-*.parquet` and the like, directly or in `data/`; a folder that `datasets`
+            saved; the name of a data set, `owner/name[:configuration]`; or `KIND:WHAT` of a
+            registered kind of data source.
+        split: Split of a folder or a data set; a file has no splits.
 
     Raises:
-        DataError: nothing there, unknown format, malformed content, or no rows.
+        DataError: The path does not exist, or its format is unknown, malformed or without rows.
     """
     rows, left_out = [], []
     for item in scan_rows(path, split=split):
@@ -107,10 +107,10 @@ def read_rows(path: str | Path, *, split: str = "train") -> list[Row]:
 
 
 def scan_rows(path: str | Path, *, split: str = "train") -> Iterator[Row | DataError]:
-    """Yield the rows as `read_rows` gives them, and in the place of each malformed one its error.
+    """Yield the rows of `read_rows`, and for each malformed one its error.
 
     Raises:
-        DataError: nothing there, or no row of it can be read.
+        DataError: The path does not exist, or none of its rows can be read.
     """
     kind, source = split_kind(str(path), DATA_SOURCES)
     load: RowSource | None = None
@@ -135,7 +135,7 @@ def scan_rows(path: str | Path, *, split: str = "train") -> Iterator[Row | DataE
 
 
 def _roots(source: str) -> tuple[Path, ...]:
-    """Return the folders in which files that the rows of a source name may lie."""
+    """Return the folders in which files named by a source's rows may lie."""
     if os.path.exists(source):
         return (Path(source) if os.path.isdir(source) else Path(source).parent,)
     if not is_hub_name(source):
@@ -146,7 +146,7 @@ def _roots(source: str) -> tuple[Path, ...]:
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether a text can only be `owner/name[:configuration]`: nothing local has that path."""
+    """Return whether a text can only be `owner/name[:configuration]`, not a local path."""
     match = _NAME.match(text)
     if match is None or text.endswith(_FILE_SUFFIXES) or text.startswith("."):
         return False
@@ -157,11 +157,11 @@ def _load_rows(source: str, split: str) -> Iterator[Mapping[str, object]]:
     """Yield the rows of one split.
 
     Args:
-        source: `owner/name[:configuration]`, or a folder that `save_to_disk` has written.
-        split: Its name; by-name data sets also know slices such as `train[:100]`.
+        source: `owner/name[:configuration]`, or a folder that `save_to_disk` wrote.
+        split: Name of the split; data sets by name also know slices such as `train[:100]`.
 
     Raises:
-        DataError: The package is missing, the data set is not to be had, or has no such split.
+        DataError: The package is missing, the data set is unavailable, or it has no such split.
     """
     try:
         import datasets
@@ -173,7 +173,7 @@ def _load_rows(source: str, split: str) -> Iterator[Mapping[str, object]]:
     if is_hub_name(source):
         said_once(f"looking for {source} in the hub and its cache", by_workers=True)
         if not is_hub_reachable():
-            datasets.config.HF_HUB_OFFLINE = True  # else every file is asked for several times
+            datasets.config.HF_HUB_OFFLINE = True  # else each file is requested several times
     try:
         if is_hub_name(source):
             name, _, configuration = source.partition(":")
@@ -193,9 +193,9 @@ def _load_rows(source: str, split: str) -> Iterator[Mapping[str, object]]:
 
 
 def encoded_rows(rows: Iterable[Mapping[str, object]]) -> Iterator[Mapping[str, object]]:
-    """Yield the rows; those of a data set with the encoded bytes of their media, not decoded.
+    """Yield the rows, with media of a data set as encoded bytes.
 
-    A data set that a function transforms gives what the function makes of its rows.
+    A data set with a transform yields the transformed rows.
     """
     datasets = sys.modules.get("datasets")
     if datasets is not None and isinstance(rows, datasets.IterableDataset):
@@ -252,7 +252,7 @@ def _read_parquet(path: Path) -> Iterator[Row | DataError]:
             _require_distinct(file.schema_arrow.names, path)
             for batch in file.iter_batches(batch_size=PARQUET_ROWS):
                 rows = cast("list[dict[str, object]]", batch.to_pylist())
-                # Arrow holds a repeated text once, and Python as often as it stands there.
+                # Arrow stores a repeated text once, Python as often as it occurs.
                 texts = (v for row in rows for v in row.values() if isinstance(v, str | bytes))
                 num_bytes += max(batch.nbytes, sum(map(len, texts)))
                 if num_bytes > limit:
@@ -293,7 +293,7 @@ def _require_distinct(names: Sequence[str], path: Path) -> None:
 
 
 def _cell(name: str, text: str) -> object:
-    """Return the value of a cell: a text, whatever it looks like, but in columns of numbers."""
+    """Return the value of a cell: a text, except in columns of numbers and labels."""
     if name == "label" and text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:
@@ -321,11 +321,11 @@ def _reader(path: Path) -> Callable[[Path], Iterator[Row | DataError]]:
 
 
 def local_files(source: str, split: str) -> list[Path]:
-    """Return the files that the rows of a source come from; none of what is not on this machine.
+    """Return the files with a source's rows; only files on this machine.
 
     Args:
-        source: As `read_rows` takes it, `KIND:FILE` and `KIND:FOLDER` included.
-        split: Part of a folder.
+        source: Source like that of `read_rows`, also `KIND:FILE` and `KIND:FOLDER`.
+        split: Split of a folder.
     """
     kind, rest = split_kind(source, DATA_SOURCES)
     path = Path(rest)
@@ -349,10 +349,10 @@ def _files(path: Path, split: str) -> list[Path]:
         )
     for folder in (path, path / "data"):
         for suffix in READERS:
-            found = sorted(folder.glob(f"{split}-*{suffix}"))
+            parts = sorted(folder.glob(f"{split}-*{suffix}"))
             single = folder / f"{split}{suffix}"
-            if single.is_file() or found:
-                return [single] if single.is_file() else found
+            if single.is_file() or parts:
+                return [single] if single.is_file() else parts
     present = ", ".join(sorted(file.name for file in path.iterdir())[:10]) or "nothing"
     raise DataError(
         f"{path} has no split {split!r}: expected {split}.jsonl, {split}.json or {split}.parquet, "
@@ -378,12 +378,12 @@ def _cleaned(columns: Mapping[str, object], location: str) -> Row:
 
 
 def without_nan(value: object) -> object:
-    """Return the value of a cell, None for NaN: pandas writes that where there is nothing."""
+    """Return the value of a cell, None for NaN, which pandas writes for missing values."""
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def with_whole_numbers(rows: list[Row]) -> list[Row]:
-    """Rows whose columns of whole numbers with gaps, which pandas makes floats, are integers."""
+    """Turn float columns with gaps back to integers if all values are whole, as pandas' are."""
     names = {name for row in rows for name, value in row.columns.items() if value is None}
     for name in list(names):
         values = [row.columns[name] for row in rows if row.columns.get(name) is not None]
@@ -402,17 +402,17 @@ def _whole(columns: Mapping[str, object], names: Container[str]) -> dict[str, ob
 
 
 class _Unpadded(dict[str, object]):
-    """Columns of Arrow from whose calls or tools nulls were taken."""
+    """Columns of Arrow whose calls or tools had nulls removed."""
 
 
 def _without_padding(columns: Mapping[str, object]) -> dict[str, object]:
-    """Return columns of Arrow, whose messages and tools have null under each key that others have.
+    """Return columns of Arrow without the nulls that messages and tools have for other rows' keys.
 
-    A null that was meant cannot be told from these, and is left out as well.
+    An intended null cannot be told from these, and is left out, too.
     """
     padded = [name for name, value in columns.items() if _are_messages(value)]
-    found = {**columns, **{name: _unpadded(columns[name]) for name in padded}}
-    return _Unpadded(found) if any(_has_null(columns[name]) for name in padded) else found
+    unpadded = {**columns, **{name: _unpadded(columns[name]) for name in padded}}
+    return _Unpadded(unpadded) if any(_has_null(columns[name]) for name in padded) else unpadded
 
 
 def _has_null(value: object, *, within: bool = False) -> bool:
@@ -448,17 +448,17 @@ def _parse(content: bytes, location: str) -> object:
 def read_sources(
     text: str | Path, *, split: str = "train", probabilities: Sequence[float] = (), seed: int = 0
 ) -> list[Row]:
-    """Return the rows of one or several sources, in an order that depends on the arguments alone.
+    """Return the rows of one or several sources, in an order fixed by the arguments.
 
-    Without probabilities the sources follow one another. With them every long enough part of the
-    list holds the sources in these proportions, no row comes twice, and the list is as long as
-    that allows: of a source with too many rows, some are drawn by the seed.
+    Without probabilities the sources follow one another. With them, every long enough part of the
+    list holds the sources in these proportions. No row comes twice, and the list is as long as
+    that allows: from a source with too many rows, the seed draws some.
 
     Args:
         text: Files, folders or names of data sets, separated by commas.
         split: Split of folders and data sets, see `read_rows`.
-        probabilities: One for each source, with sum 1; empty follows the sizes.
-        seed: Draws the rows of sources that are not used whole.
+        probabilities: Share of each source, with sum 1; empty follows the sizes.
+        seed: Seed to draw rows of sources that are not used whole.
 
     Raises:
         DataError: A source cannot be read, or probabilities do not fit the sources.
@@ -484,8 +484,8 @@ def mixture_order(
 
     Args:
         sizes: Rows of each source.
-        probabilities: One for each source, positive.
-        seed: Draws the rows of sources that are not used whole.
+        probabilities: Share of each source, positive.
+        seed: Seed to draw rows of sources that are not used whole.
     """
     shares = [Fraction(value).limit_denominator(10**9) for value in probabilities]
     length = min(size / share for size, share in zip(sizes, shares, strict=True))

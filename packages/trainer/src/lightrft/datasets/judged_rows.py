@@ -24,11 +24,11 @@ Judgement = TypeVar("Judgement", bound=RowGroup)
 
 @dataclass(frozen=True, slots=True)
 class JudgementKind(Generic[Judgement]):
-    """One kind of judgements.
+    """Kind of judgements.
 
     Args:
-        build_reader: The way from rows like the first one to judgements; see `PreferenceReader`.
-        describe: Counts them, in a line.
+        build_reader: Builds a reader of judgements from the first row; see `PreferenceReader`.
+        describe: Returns a line with their numbers.
     """
 
     build_reader: Callable[
@@ -47,7 +47,7 @@ class JudgementKind(Generic[Judgement]):
         vocab_size: int | None,
         reader: RowMediaReader | None,
     ) -> RowData[Judgement]:
-        """The judgements of rows; those with a row of more than `max_row_tokens` are left out.
+        """Return the judgements of rows, except those with more than `max_row_tokens` tokens.
 
         Args:
             rows: Rows of this kind.
@@ -61,17 +61,17 @@ class JudgementKind(Generic[Judgement]):
         record = ReadRecord()
         every = [judgement_of(row) for row in map(record.watch, rows)]
         limit = config.max_row_tokens
-        found = [one for one in every if max(len(row.token_ids) for row in one.rows) <= limit]
-        if not found:
+        kept = [one for one in every if max(len(row.token_ids) for row in one.rows) <= limit]
+        if not kept:
             raise DataError(
                 f"{path}: all {len(every)} rows exceed max_row_tokens = {limit} tokens; "
                 "raise --max_row_tokens, up to the model's context"
             )
-        summary = f"{path}: {self.describe(found)}"
-        if len(found) < len(every):
-            summary += f"; dropped {len(every) - len(found)} over-long"
-        remark = remark_of(row for one in found for row in one.rows)
+        summary = f"{path}: {self.describe(kept)}"
+        if len(kept) < len(every):
+            summary += f"; dropped {len(every) - len(kept)} over-long"
+        remark = remark_of(row for one in kept for row in one.rows)
         summary = "; ".join(filter(None, (summary, remark)))
         encoder = TEXT_ENCODER if reader is None else reader.encoder
         summary = record.added_to(summary, path)
-        return RowData(found, summary, encoder=encoder)
+        return RowData(kept, summary, encoder=encoder)

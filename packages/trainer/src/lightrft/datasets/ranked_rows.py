@@ -1,4 +1,4 @@
-"""Rows of rankings: several answers to one prompt, of which some may be equally good."""
+"""Rows of rankings: several answers to one prompt, some of which may be equally good."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RankedAnswers:
     Args:
         rows: Two answers or more, each behind the prompt.
         ranks: Rank of each; 1 is better than 2, and equal ones are ties.
-        by_name: Instead of them, the ranks of several scores; a score may have none.
+        by_name: Ranks of several scores by name, instead of `ranks`; a score may have none.
     """
 
     rows: tuple[SupervisedRow, ...]
@@ -43,19 +43,23 @@ class RankedAnswers:
 
 def _ranking(row: Row, encoder: RowEncoder, names: Collection[str]) -> RankedAnswers:
     answers = _list(row, ANSWERS, row.columns.get(ANSWERS))
-    given = row.columns.get("ranks")
-    if isinstance(given, Mapping) != bool(names):
+    ranks_of_row = row.columns.get("ranks")
+    if isinstance(ranks_of_row, Mapping) != bool(names):
         wanted = f"an object with ranks by name ({', '.join(names)})" if names else "a list"
-        raise DataError(f"{row.location}: ranks must hold {wanted}: got {str(given)[:80]!r}")
+        raise DataError(f"{row.location}: ranks must hold {wanted}: got {str(ranks_of_row)[:80]!r}")
     # Parquet fills absent fields with null.
-    lists = {k: v for k, v in given.items() if v is not None} if isinstance(given, Mapping) else {}
+    lists = (
+        {k: v for k, v in ranks_of_row.items() if v is not None}
+        if isinstance(ranks_of_row, Mapping)
+        else {}
+    )
     if names and (not lists or not lists.keys() <= set(names)):
         raise DataError(
             f"{row.location}: ranks must be of {', '.join(names)}: got "
             f"{', '.join(map(str, lists)) or 'none'}; name them in reward_heads"
         )
     by_name = {name: _ranks(row, each, len(answers)) for name, each in lists.items()}
-    ranks = () if names else _ranks(row, given, len(answers))
+    ranks = () if names else _ranks(row, ranks_of_row, len(answers))
     rows = tuple(_answer(row, answer, encoder) for answer in answers)
     if len({answer.token_ids.tobytes() for answer in rows}) < len(rows):
         raise DataError(f"{row.location}: two answers are the same tokens: leave one out")
@@ -71,7 +75,7 @@ def ranking_reader(
     *,
     names: Collection[str] = (),
 ) -> Callable[[Row], RankedAnswers]:
-    """Return the way from rows like the first to rankings; see `PreferenceReader`."""
+    """Return a reader of rankings for rows like the first; see `PreferenceReader`."""
     is_chat = not isinstance(first.columns.get("prompt"), str)
     kind = "messages" if is_chat else "prompt and completion"
     encoder = RowEncoder(tokenizer, config, kind, reader=reader)
@@ -85,7 +89,7 @@ def _ranks(row: Row, given: object, num_answers: int) -> tuple[float, ...]:
             f"{row.location}: expected two answers or more, and a rank of each: got {num_answers} "
             f"answers and {len(ranks)} ranks"
         )
-    # Not true and false, which are integers, too.
+    # True and false are integers, too, but no ranks.
     numbers = tuple(
         float(each)
         for each in ranks

@@ -1,4 +1,4 @@
-"""Items that are trained on, whatever they hold: rows, and groups of rows that are compared."""
+"""Items to train on: rows, and groups of rows that are compared."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightrft.engines.media.media import TEXT_ENCODER, Encoder
 
 
 class RowGroup(Protocol):
-    """One or more rows whose losses are computed together."""
+    """Rows, at least one, whose losses are computed together."""
 
     @property
     def rows(self) -> tuple[SupervisedRow, ...]:
-        """All of them, in the order in which they are compared."""
+        """All rows, in the order in which they are compared."""
         ...
 
 
@@ -28,12 +28,12 @@ _Item_co = TypeVar("_Item_co", bound=RowGroup, covariant=True)
 
 
 class RowData(Dataset[int], Generic[_Item_co]):
-    """Items in the order of their files; the dataset's own items are their places.
+    """Items in the order of their files; the data set yields their places.
 
     Args:
-        rows: All of one kind.
-        summary: One line about what became of the data.
-        encoder: Encodes their images and videos.
+        rows: Items of one kind.
+        summary: One line about the kept and dropped data.
+        encoder: Encoder of their images and videos.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class RowData(Dataset[int], Generic[_Item_co]):
 
 @dataclass(frozen=True, slots=True)
 class SupervisedRow:
-    """A row to train on.
+    """Row to train on.
 
     Args:
         token_ids: [tokens] int32.
-        is_trained: [tokens] bool; never the first, which follows nothing.
-        shown: Its images and videos; None without.
-        teacher: Name of its teacher; "" where there is one alone, or none.
-        remarks: What of its text was read otherwise than it stands.
-        prompt: Hash of the text before what is trained first; b"" of a row of ids.
+        is_trained: [tokens] bool; never the first token, which nothing predicts.
+        shown: Images and videos; None without.
+        teacher: Name of its teacher; "" if there is only one, or none.
+        remarks: Parts of its text that were read differently than written.
+        prompt: Hash of the text before the first trained token; b"" for a row of ids.
     """
 
     token_ids: NDArray[np.int32]
@@ -80,13 +80,13 @@ class SupervisedRow:
 
     @property
     def media_digests(self) -> tuple[bytes, ...]:
-        """A hash of each of its images and videos."""
+        """Hash of each of its images and videos."""
         media = () if self.shown is None else self.shown.media
         return tuple(medium.digest.encode() for medium in media)
 
     @property
     def key(self) -> tuple[bytes, ...]:
-        """What tells it from other rows: its tokens, and its images and videos."""
+        """Key that distinguishes it from other rows: its tokens, images and videos."""
         return self.token_ids.tobytes(), *self.media_digests
 
     @property
@@ -96,10 +96,10 @@ class SupervisedRow:
 
     @property
     def prompt_key(self) -> tuple[bytes, ...]:
-        """What tells its prompt from others, whatever follows: text or ids, images and videos."""
+        """Key of its prompt, whatever follows: text or ids, images and videos."""
         return self.prompt or self.prompt_ids.tobytes(), *self.media_digests
 
     @property
     def num_trained(self) -> int:
-        """Tokens whose loss counts."""
+        """Number of tokens whose loss counts."""
         return int(self.is_trained.sum())

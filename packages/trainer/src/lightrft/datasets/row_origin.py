@@ -1,4 +1,4 @@
-"""Origins of files of rows that carry token ids: the run they are of, and its tokens."""
+"""Origins of files of rows with token ids: the run that made them, and its tokens."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ _TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")
 
 
 def origin_path(path: Path) -> Path:
-    """Return the file that says where the rows of `path` come from."""
+    """Return the file with the origin of the rows of `path`."""
     return path.with_name(f"{path.name}.origin.json")
 
 
 def write_origin(path: Path, facts: Mapping[str, object]) -> None:
-    """Write beside a file of rows where they come from.
+    """Write the origin of a file of rows beside it.
 
     Args:
-        path: The file.
+        path: File of rows.
         facts: `run` (its name), `run_path`, `run_sha256`, `model`, `rows_sha256` (of the file),
-            `tokens` (see `tokens_of`; {} of rows without ids), and whatever else is worth knowing.
+            `tokens` (see `tokens_of`; {} for rows without ids), and any further facts.
     """
     write_whole(origin_path(path), sealed(facts) + "\n")
 
 
 def origin_of(path: Path, sha256: str) -> dict[str, object]:
-    """The run that the rows of a file come from: in words as `origin`, by path and hash as `run`.
+    """Return the run that a file's rows come from: in words as `origin`, with hash as `run`.
 
     Args:
-        path: The file.
-        sha256: Of its content: an origin of other rows is not theirs.
+        path: File of rows.
+        sha256: Hash of its content; an origin with another hash is ignored.
 
     Returns:
-        {} if that is not known.
+        Facts by name; {} without a known origin.
     """
     try:
         origin = unsealed(read_object(origin_path(path)), path)
@@ -57,28 +57,28 @@ def origin_of(path: Path, sha256: str) -> dict[str, object]:
         if f"{what}_sha256" in origin
     ]
     known = f" ({', '.join(hashes)})" if hashes else ""
-    found: dict[str, object] = {"origin": f"{origin.get('run')} of {origin.get('model')}{known}"}
+    facts: dict[str, object] = {"origin": f"{origin.get('run')} of {origin.get('model')}{known}"}
     if "run_path" in origin:
-        found["run"] = {
+        facts["run"] = {
             "path": origin["run_path"],
             "run_sha256": origin.get("run_sha256"),
             "stage": origin.get("stage"),
         }
-    return found
+    return facts
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int]) -> dict[str, str]:
-    """Return the token of each id, by the id as JSON names it; "" where the tokenizer has none."""
+    """Return the token of each id, by the id as JSON key; "" where the tokenizer has none."""
     ids = sorted(set(token_ids))
     tokens: list[str | None] = tokenizer.convert_ids_to_tokens(ids)
     return {str(i): token or "" for i, token in zip(ids, tokens, strict=True)}
 
 
 def check_tokens(sources: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Compare the tokens of ids in files of rows with those of the tokenizer they go to.
+    """Compare the tokens of ids in files of rows with those of the tokenizer.
 
     Args:
-        sources: As `prompt_data`; files without an origin are not looked at.
+        sources: Sources like `prompt_data`; files without an origin are skipped.
         tokenizer: Tokenizer of the trained model.
 
     Raises:
@@ -95,10 +95,10 @@ def check_tokens(sources: str, tokenizer: PreTrainedTokenizerBase) -> None:
         meant = origin.get("tokens")
         if not isinstance(meant, dict) or not all(map(_TOKEN_ID.fullmatch, meant)):
             raise DataError(f"{path}: expected tokens by their ids; write the rows again")
-        found = tokens_of(tokenizer, map(int, meant))
+        actual = tokens_of(tokenizer, map(int, meant))
         for key, token in meant.items():
-            if found[key] != token:
+            if actual[key] != token:
                 raise DataError(
-                    f"{source}: id {key} is {short(token)} in the rows and {found[key]!r} in the "
+                    f"{source}: id {key} is {short(token)} in the rows and {actual[key]!r} in the "
                     f"tokenizer of the model: train one with the tokenizer of {origin.get('model')}"
                 )

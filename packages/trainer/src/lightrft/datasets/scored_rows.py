@@ -1,4 +1,4 @@
-"""Rows of scores: an answer as token ids, and a number that says how good it is."""
+"""Rows of scores: an answer as token ids, and a number for its quality."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESPONSE = "response_ids"
 
 @dataclass(frozen=True, slots=True)
 class ScoredAnswer:
-    """An answer behind its prompt, and its score."""
+    """Answer behind its prompt, and its score."""
 
     answer: SupervisedRow
     score: float
@@ -40,8 +40,8 @@ def score_reader(
     vocab_size: int | None = None,
     reader: RowMediaReader | None = None,
 ) -> Callable[[Row], ScoredAnswer]:
-    """Return the way from rows to scored answers; see `PreferenceReader`."""
-    # Refuses options that change how texts are encoded.
+    """Return a reader of scored answers; see `PreferenceReader`."""
+    # It refuses options that change how texts are encoded.
     RowEncoder(tokenizer, config, "token ids")
     is_label = config.reward_loss in (None, "bce")
 

@@ -1,4 +1,4 @@
-"""Rows of process rewards: an answer in steps, each of which has a label."""
+"""Rows of process rewards: an answer in steps, each with a label."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ STEPS, SEPARATOR = "completions", "\n"
 
 @dataclass(frozen=True, slots=True)
 class LabelledSteps:
-    """An answer behind its prompt, with the labels of its steps.
+    """Answer behind its prompt, with the labels of its steps.
 
     Args:
-        answer: Its trained tokens are the last ones of the steps.
+        answer: Row whose trained tokens are the last ones of the steps.
         labels: Label of each step: whether it is right.
     """
 
@@ -50,7 +50,7 @@ def step_reader(
     vocab_size: int | None = None,
     reader: RowMediaReader | None = None,
 ) -> Callable[[Row], LabelledSteps]:
-    """Return the way from rows to labelled steps; see `PreferenceReader`."""
+    """Return a reader of labelled steps; see `PreferenceReader`."""
     if config.apply_chat_template or config.chat_template or not tokenizer.is_fast:
         raise DataError(
             "rows in steps are texts, read by a fast tokenizer that knows the place of each token: "

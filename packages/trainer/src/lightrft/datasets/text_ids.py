@@ -1,4 +1,4 @@
-"""Texts as token ids: one beginning, no end behind a prompt, one end behind what is trained."""
+"""Texts as token ids: one beginning, no end behind a prompt, one end behind trained text."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from lightrft.datasets.types import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Characters of which every tokenizer knows some.
+# Characters, some of which every tokenizer knows.
 _PROBE = string.ascii_letters + string.digits + string.punctuation
 _BEGUN = "hold their beginning, which is not written a second time"
 _ENDED = "hold their end, and what stands behind it is left out"
 _LEFT_OPEN = "the tokenizer ends a text by a token of its own, and prompts are left without it"
-# Characters that hold the beginning of a text.
+# Number of characters that hold the beginning of a text.
 _HEAD = 64
 
 
 class TextTokenizer(Protocol):
-    """The interface of a Hugging Face tokenizer that texts need."""
+    """Interface of a Hugging Face tokenizer that texts need."""
 
     def __call__(
         self, text: list[str], *, add_special_tokens: bool
@@ -33,10 +33,10 @@ class TextTokenizer(Protocol):
 
 
 def frame_ids(tokenizer: TextTokenizer) -> tuple[list[int], list[int]]:
-    """Return token ids that a tokenizer writes before and behind a text.
+    """Return the token ids that a tokenizer adds before and behind a text.
 
     Raises:
-        DataError: It encodes the text between them otherwise than alone.
+        DataError: It encodes the text between them differently than alone.
     """
     bare, framed = (
         tokenizer([_PROBE], add_special_tokens=adds)["input_ids"][0] for adds in (False, True)
@@ -52,13 +52,13 @@ def frame_ids(tokenizer: TextTokenizer) -> tuple[list[int], list[int]]:
 
 
 def prompt_ids(tokenizer: TextTokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of prompts that no chat template writes: begun once, and open at their end."""
+    """Return token ids of prompts without a chat template: begun once, and with an open end."""
     before, _ = frame_ids(tokenizer)
     return [_begun(ids, before) for ids in _bare_ids(tokenizer, texts)]
 
 
 def prompt_remark(tokenizer: TextTokenizer, texts: Iterable[str]) -> str:
-    """One sentence on prompts that are read otherwise than the tokenizer encodes them, or ""."""
+    """Return a remark on prompts that are read differently than encoded by default, or ""."""
     before, after = frame_ids(tokenizer)
     heads = _bare_ids(tokenizer, [text[:_HEAD] for text in texts]) if before else []
     begun = counted(_BEGUN for ids in heads if _begun(ids, before) is ids)
@@ -75,12 +75,12 @@ def _begun(ids: list[int], before: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class WholeText:
-    """A trained text as token ids.
+    """Trained text as token ids.
 
     Args:
         token_ids: Ids from its beginning to its end.
-        stops: Place in the text behind each of them; none is known without a fast tokenizer.
-        remarks: What of it was read otherwise than it stands.
+        stops: Place in the text behind each token; empty without a fast tokenizer.
+        remarks: Parts that were read differently than written.
     """
 
     token_ids: list[int]
@@ -89,10 +89,10 @@ class WholeText:
 
 
 class TextIds:
-    """The way from whole texts, which no chat template writes, to token ids.
+    """Encoder of whole texts without a chat template.
 
-    A text has one beginning, that of the tokenizer, and one end: its own, if nothing but spaces
-    stands behind it, or that of the tokenizer.
+    A text has one beginning, the tokenizer's, and one end: its own, if only spaces follow it, or
+    the tokenizer's.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -110,8 +110,8 @@ class TextIds:
         """Return token ids of a trained text.
 
         Args:
-            text: The whole text.
-            has_media: A processor reads it, which writes nothing before a text.
+            text: Whole text.
+            has_media: Whether a processor reads it, which adds nothing before a text.
         """
         bare_text, end = text.rstrip(), self._tokenizer.eos_token_id
         is_ended = bool(self._names) and bare_text.endswith(self._names)
@@ -135,5 +135,5 @@ class TextIds:
 
 
 def counted(remarks: Iterable[str]) -> str:
-    """Return how many texts each remark is of, in one line; "" without any."""
+    """Return the number of texts for each remark, in one line; "" without any."""
     return "; ".join(f"{count} texts {what}" for what, count in Counter(remarks).items())

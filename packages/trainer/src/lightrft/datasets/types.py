@@ -1,4 +1,4 @@
-"""The record of one data row, and the error of one that cannot be used."""
+"""Record of a data row, and the error for unusable ones."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,23 +15,23 @@ class DataError(ValueError):
 
 
 class LeftOutError(DataError):
-    """A row that its source cannot give, and that is left out; the others are read."""
+    """A row that its source cannot provide, and that is left out; the others are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row of a prompt data set, rendered and tokenised.
+    """Row of a prompt data set, rendered and tokenised.
 
     Args:
         id: Position of the row in its data set, stable across runs.
-        text: The rendered prompt (chat template applied).
+        text: Rendered prompt (chat template applied).
         token_ids: Its token ids, without padding.
-        label: The reference answer, or None if the data set has none.
-        columns: The remaining columns of the row, passed to reward functions by name.
-        media: In the order of their placeholders.
-        messages: The chat that `text` renders; () of a text without a chat template.
+        label: Reference answer, or None if the data set has none.
+        columns: Remaining columns of the row, passed to reward functions by name.
+        media: Media in the order of their placeholders.
+        messages: Chat that `text` renders; () for a text without a chat template.
         row: Arguments of an environment's `reset`: all columns, and the messages as `prompt`.
-        teacher_token_ids: The prompt that a teacher reads in its place; () without one.
+        teacher_token_ids: Prompt that a teacher reads instead; () without one.
     """
 
     id: int
@@ -46,10 +46,10 @@ class Prompt:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for equal prompts: its token ids, and the digests of its media."""
+        """Key that equal prompts share: token ids, and the digests of the media."""
         return self.token_ids, *(medium.digest for medium in self.media)
 
     @property
     def images(self) -> "tuple[ImageSource, ...]":
-        """Its images."""
+        """Images of the prompt."""
         return self.media.images

@@ -54,7 +54,7 @@ def normalize_rewards(rewards: Tensor, moments: Moments, *, minus_mean: bool = F
 
     Args:
         rewards: [rows].
-        moments: Of all rewards so far and of all ranks, or the result would differ between ranks.
+        moments: Moments of all rewards so far, on all ranks: local ones would differ between ranks.
             The standard deviation divides by count - 1 and is 1 where all rewards were equal.
         minus_mean: Subtract the mean, too.
     """
@@ -314,9 +314,10 @@ def maxrl_advantages(inputs: RowAdvantageInputs, *, eps: float = 1e-6) -> Tensor
 
 @advantage_estimator(needs_groups=True)
 def pass_at_k_advantages(inputs: RowAdvantageInputs, *, eps: float = 1e-6) -> Tensor:
-    """Of a group's best row (R_1 - R_2) / (std + eps), R_2 the second best reward; of others 0.
+    """Pass@k: A_i = (R_1 - R_2) / (std + eps) for a group's best row, 0 for the others.
 
-    The leave-one-out advantage of the group's maximum, for pass@k with k the group's size.
+    R_2 is the second best reward. A_i is the leave-one-out advantage of the group's maximum, for
+    pass@k with k the group's size.
 
     Source: Tang et al. 2025, arXiv:2503.19595, as in verl.
 
@@ -407,8 +408,8 @@ def gdpo_advantages(
                 f"of {', '.join(inputs.components) or 'a reward that has some'}"
             )
         is_scored = groups.is_scored & torch.isfinite(known[name])
-        own = replace(inputs, rewards=known[name].double(), is_scored=is_scored)
-        total += float(weight or 1) * group_norm_advantages(own, eps=eps)
+        component_inputs = replace(inputs, rewards=known[name].double(), is_scored=is_scored)
+        total += float(weight or 1) * group_norm_advantages(component_inputs, eps=eps)
     std = moments_of(total[groups.is_scored]).std(ddof=1)
     return (total / (std + eps)).to(inputs.rewards.dtype)
 

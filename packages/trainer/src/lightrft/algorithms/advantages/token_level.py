@@ -51,7 +51,7 @@ def gae_advantages(
     Source: Yuan et al. 2025, arXiv:2503.01491, sec. 4.2; Yue et al. 2025, arXiv:2504.05118, sec. 4.
 
     Raises:
-        ValueError: `values` is missing, or both or odd arguments are given.
+        ValueError: `values` is missing, or arguments exclude each other or are out of range.
     """
     values, mask = inputs.values, inputs.response_mask
     if values is None:
@@ -71,10 +71,10 @@ def gae_advantages(
             inputs.token_rewards, values, mask, gamma=inputs.gamma, lambd=lambd
         )
 
-    found = with_lambd(inputs.lambd)
+    estimated = with_lambd(inputs.lambd)
     if lambd is inputs.lambd:
-        return found
-    return TokenAdvantages(with_lambd(lambd).advantages, found.returns)
+        return estimated
+    return TokenAdvantages(with_lambd(lambd).advantages, estimated.returns)
 
 
 @advantage_estimator(is_token_level=True)

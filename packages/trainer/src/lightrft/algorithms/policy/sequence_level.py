@@ -86,9 +86,9 @@ def gspo_token_policy_loss(
     delta = row_log_ratio(difference.detach(), response_mask)
     inside = mask_out(at_least_float32(logprobs), response_mask)
     # Like GSPO's, the gradient ends where ln s_i is held.
-    own = torch.where(delta.is_clamped, 0.0, inside - inside.detach())
+    straight_through = torch.where(delta.is_clamped, 0.0, inside - inside.detach())
     return clipped_surrogate(
-        replace(delta, values=delta.values + own),
+        replace(delta, values=delta.values + straight_through),
         mask_like(advantages, logprobs, response_mask),
         response_mask,
         clip_low=clip_low,

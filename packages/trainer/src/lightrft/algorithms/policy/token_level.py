@@ -119,7 +119,7 @@ def soft_gate(
     """-(4 / tau) sigmoid(tau (ratio - 1)) A.
 
     Args:
-        delta: Of the ratio, with its gradient.
+        delta: Log-ratio, with its gradient.
         advantages: [batch, seq], 0 outside the mask.
         response_mask: [batch, seq] bool.
         temperatures: tau where A > 0, and elsewhere.
