@@ -96,7 +96,7 @@ def batches_per_episode(batches: Batches[Item], *, world_size: int, batch_size: 
         ValueError: There is less than one batch, or the length is unknown.
     """
     if isinstance(batches, DataLoader) and isinstance(batches.sampler, DistributedSampler):
-        # The loader's own length shrinks while a pass is resumed in its middle.
+        # The loader's length shrinks while a pass is resumed in its middle.
         count = batches.sampler.num_samples * world_size // batch_size
     else:
         try:

@@ -128,7 +128,7 @@ class ChatIds:
         return [self._names[name] for name in names if name in self._names]
 
     def _check_frames(self, messages: Sequence[Message], tools: Sequence[Message]) -> None:
-        """Refuse special tokens where they cannot be told from those of the template."""
+        """Refuse special tokens where they look like those of the template."""
         # Templates write arguments as sent, or as the objects that they encode.
         forms = [*messages]
         for each in messages:

@@ -30,7 +30,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One assistant turn behind its conversation.
+    """Assistant turn behind its conversation.
 
     Args:
         token_ids: Ids of the conversation up to the turn's end-of-turn token, included.

@@ -408,7 +408,7 @@ class _Unpadded(dict[str, object]):
 def _without_padding(columns: Mapping[str, object]) -> dict[str, object]:
     """Return columns of Arrow without the nulls that messages and tools have for other rows' keys.
 
-    An intended null cannot be told from these, and is left out, too.
+    An intended null looks like these, and is left out, too.
     """
     padded = [name for name, value in columns.items() if _are_messages(value)]
     unpadded = {**columns, **{name: _unpadded(columns[name]) for name in padded}}

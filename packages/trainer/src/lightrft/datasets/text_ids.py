@@ -91,8 +91,8 @@ class WholeText:
 class TextIds:
     """Encoder of whole texts without a chat template.
 
-    A text has one beginning, the tokenizer's, and one end: its own, if only spaces follow it, or
-    the tokenizer's.
+    A text has one beginning, the tokenizer's, and one end: the one it has, if only spaces follow,
+    or the tokenizer's.
 
     Args:
         tokenizer: Tokenizer of the model.

@@ -15,7 +15,7 @@ class DataError(ValueError):
 
 
 class LeftOutError(DataError):
-    """A row that its source cannot provide, and that is left out; the others are read."""
+    """A source cannot provide a row, which is left out; the others are read."""
 
 
 @dataclass(frozen=True, slots=True)

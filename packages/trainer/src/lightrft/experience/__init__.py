@@ -1,1 +1,1 @@
-"""From prompts to what a trainer learns from: rollouts, rewards, model outputs, advantages."""
+"""Training data made from prompts: rollouts, rewards, model outputs, advantages."""

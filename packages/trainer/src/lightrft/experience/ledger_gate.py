@@ -1,4 +1,4 @@
-"""The ledger gate: each trained token was sampled by the engine, and has the reward it earned.
+"""Ledger gate: each trained token was sampled by the engine, and has the reward it earned.
 
 The rows to train on are compared, bit for bit, with rows rebuilt from sources that no other stage
 touches. The engine's adapter writes its ledger before anyone sees a completion. The ledger of

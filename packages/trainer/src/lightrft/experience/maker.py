@@ -259,7 +259,7 @@ def _estimate(
 def teacher_advantages(
     outputs: PolicyOutputs, mask: Tensor, config: SampledTeacherOptions
 ) -> Tensor:
-    """teacher_coef (log p - log q) of the sampled tokens: [batch, seq], 0 outside the mask.
+    """Return teacher_coef (log p - log q) of the sampled tokens: [batch, seq], 0 outside the mask.
 
     Its mean over samples of q is minus the gradient of KL(q || p) at the token's prefix. q are the
     old logprobs. Like p they are the trainer's, so the engine's rounding is no signal and a teacher

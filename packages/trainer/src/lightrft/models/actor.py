@@ -1,4 +1,4 @@
-"""The policy: a Hugging Face causal language model that scores tokens."""
+"""Policy: a Hugging Face causal language model that scores tokens."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Actor(SequenceModel):
 
     Args:
         model: Causal language model of transformers; it is changed in place.
-        fused_linear_logprob: Never hold the logits of all positions and tokens at once.
+        fused_linear_logprob: Whether to never hold the logits of all positions and tokens at once.
         chunk_size: Columns of the vocabulary that the fused head computes at a time.
 
     Raises:
@@ -194,7 +194,7 @@ class Actor(SequenceModel):
         return self.model
 
     def fuse_head(self, chunk_size: int | None) -> None:
-        """Never hold the logits of all positions and tokens at once, from now on.
+        """Fuse the head: from now on it never holds the logits of all positions and tokens at once.
 
         Args:
             chunk_size: Columns of the vocabulary that are computed at a time; None takes a number

@@ -101,12 +101,12 @@ class Proof:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the model's own pass gives finite numbers, so that a proof is possible."""
+        """Whether the model's plain pass gives finite numbers, so that a proof is possible."""
         is_finite = all(bool(row.isfinite().all()) for row in self.expected)
         return self._agreed(0.0 if is_finite else 1.0) == 0.0
 
     def distances_of_parts(self) -> tuple[float, float]:
-        """Return the distances of head and attention from the model's own and the authors'."""
+        """Return the distances of head and attention from the model's and the authors'."""
         plain = self._own(self.rows[0])
         head = _distance(self._as_run(self.rows[:1])[0], plain)
         return self._agreed(head), self._agreed(_distance(plain, self.expected[0]))
@@ -232,7 +232,7 @@ def prove_model(model: nn.Module, context: DistributedContext, *, is_random: boo
             then not tried.
 
     Returns:
-        Proof, for a test of packing; None if the model's own pass gives no finite numbers.
+        Proof, for a test of packing; None if the model's plain pass gives no finite numbers.
 
     Raises:
         ModelLoadError: It computes something else than the model.

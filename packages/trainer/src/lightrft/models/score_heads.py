@@ -45,7 +45,7 @@ class ScoreHead(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """One score of all real tokens of a text, in float32.
+    """Pooling to one score of all real tokens of a text, in float32.
 
         a_t = softmax_t(q . K h_t / sqrt(d)) of each head
         score = w . SiLU(RMSNorm(U sum_t a_t V h_t)) + b

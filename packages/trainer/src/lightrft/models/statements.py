@@ -1,4 +1,4 @@
-"""Check that a model's tokenizer, configurations, chat template and files agree."""
+"""Check of a model's tokenizer, configurations, chat template and files for contradictions."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class ActorOutput:
     """Per-token outputs of a policy.
 
     Args:
-        logprobs: [batch, seq] float32; entry t scores token t given the tokens before it.
+        logprobs: [batch, seq] float32; entry t scores token t after the tokens before it.
             Entry 0 and entries outside the scored mask are 0.
         entropy: [batch, seq] float32 of the distribution token t was drawn from, or None.
         router_sums: [2, experts] float32 of a mixture-of-experts model, see

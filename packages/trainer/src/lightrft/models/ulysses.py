@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 
 class _AllToAll(torch.autograd.Function):
-    """Exchange where block r of the first dimension goes to rank r; it is its own transpose."""
+    """Exchange where block r of the first dimension goes to rank r; it equals its transpose."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, blocks: Tensor, group: ProcessGroup) -> Tensor:

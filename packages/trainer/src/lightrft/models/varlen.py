@@ -100,7 +100,7 @@ def try_kernel(shape: KernelShape) -> KernelTrial:
 def use_newer_kernel(shapes: Iterable[KernelShape]) -> None:
     """Turn FlashAttention 3 on for this process, if it passes the trial for all shapes.
 
-    Otherwise torch's own kernel stays, or is put back. The switch affects all of torch's fused
+    Otherwise torch's built-in kernel stays, or is put back. The switch affects all of torch's fused
     attention, so calls for single rows are tried, too.
     """
     wanted = set(shapes)
@@ -192,7 +192,7 @@ def run_trial(shape: KernelShape) -> KernelTrial:
     try:
         with torch.enable_grad():
             error, limit = _largest_error(shape, with_rows=newer is not None)
-    except Exception as failure:  # noqa: BLE001 - whatever a kernel lacks shows in its own way
+    except Exception as failure:  # noqa: BLE001 - kernels report what they lack in any way
         reason = f"{type(failure).__name__}: {first_line(failure)}"
         return KernelTrial(False, f"{name} fails with grouped heads: {reason}")
     errors = f"error {error:.1e}, at most {limit:.1e} is rounding"

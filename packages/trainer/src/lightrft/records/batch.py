@@ -84,7 +84,7 @@ class PolicyOutputs:
 
     @property
     def sampling_logprobs(self) -> Tensor | None:
-        """The old logprobs under the distribution the engine sampled from, truncation included."""
+        """Old logprobs under the distribution the engine sampled from, truncation included."""
         if self.old_logprobs is None or self.log_kept_mass is None:
             return self.old_logprobs
         return self.old_logprobs - self.log_kept_mass

@@ -123,7 +123,7 @@ class Rollout:
 
     @property
     def messages(self) -> list[dict[str, object]]:
-        """The conversation: the prompt's messages, then turns and answers of tools.
+        """Conversation: the prompt's messages, then turns and answers of tools.
 
         A prompt without a chat template is one message of the user. A part `{"type": "image"}` or
         alike stands for each of its media.

@@ -33,7 +33,7 @@ class SampleEntry:
         scored: Hashes of the ids that were scored.
         penalty: Addend to the rewards for the length; None adds no component.
         has_failed: Whether some reward is missing.
-        is_abandoned: Whether its group was given up; rewards that still arrive do not count.
+        is_abandoned: Whether its group was dropped; rewards that still arrive do not count.
         is_filler: Whether its group only keeps the batch full.
         is_dismissed: Whether its group is not trained on.
         lacks_baseline: Whether its group's greedy completion has no reward.

@@ -232,7 +232,7 @@ def exchange(scored: Sequence[ScoredRollout] | Exception, context: DistributedCo
 
     Raises:
         RewardError: Another rank failed; every rank raises, so that no rank waits for it.
-        Exception: This rank failed: its own exception.
+        Exception: This rank failed; its exception.
     """
     message = pickle.dumps(str(scored)) if isinstance(scored, Exception) else to_wire(scored)
     outcomes = context.gather_bytes(message)

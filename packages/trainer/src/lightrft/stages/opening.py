@@ -120,7 +120,7 @@ def prompts_within_context(config: RolloutOptions) -> dict[str, object]:
 
 
 def rows_within_context(config: RowDataOptions) -> dict[str, object]:
-    """Return options of given rows, lowered to the number of the model's positions."""
+    """Return options of rows, lowered to the number of the model's positions."""
     longest = _context_of(config) or config.max_row_tokens
     return {"max_row_tokens": min(config.max_row_tokens, longest)}
 

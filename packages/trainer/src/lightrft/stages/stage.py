@@ -70,7 +70,7 @@ class TrainedModels:
 
     @property
     def main(self) -> TrainedModel:
-        """The first model."""
+        """First model."""
         return self.trained[0]
 
     def named(self, name: str) -> TrainedModel | None:

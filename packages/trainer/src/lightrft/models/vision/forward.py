@@ -145,7 +145,7 @@ def _features(
     inputs: Mapping[str, Tensor],
     family: VisionFamily,
 ) -> object:
-    """Return the features of one kind by the model's own method, or by that of the family."""
+    """Return the features of one kind by the model's method, or by that of the family."""
     dtype, pixels = next(trunk.parameters()).dtype, family.kinds.values()
     typed = {k: v.to(dtype) if k in pixels else v for k, v in inputs.items()}
     if family.features is not None:

@@ -1,1 +1,1 @@
-"""Distillation on given rows."""
+"""Distillation on rows of a data set."""

@@ -1,4 +1,4 @@
-"""Inputs of distillation on given rows: supervised rows and the teacher."""
+"""Inputs of distillation on rows of a data set: supervised rows and the teacher."""
 
 from __future__ import annotations
 

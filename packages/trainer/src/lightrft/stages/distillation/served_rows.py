@@ -21,7 +21,7 @@ from lightrft.strategy.distributed.context import DistributedContext
 
 @dataclass(frozen=True, slots=True)
 class TopTokens:
-    """The likeliest tokens of a teacher; all other tokens are one outcome. See `Targets`.
+    """Likeliest tokens of a teacher; all other tokens are one outcome. See `Targets`.
 
     Args:
         token_ids: [tokens, k] int64.

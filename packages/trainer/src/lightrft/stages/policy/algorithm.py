@@ -1,4 +1,4 @@
-"""Build the loss, the estimator and the corrections that the options name."""
+"""Loss, estimator and corrections that the options name."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

@@ -186,7 +186,7 @@ class PolicyInputs:
         return (each.digest.encode() for prompt in prompts for each in prompt.media)
 
     def items(self) -> tuple[()]:
-        """Return (): samples are generated, not given."""
+        """Return (): samples are generated, not read."""
         return ()
 
     def close(self) -> None:

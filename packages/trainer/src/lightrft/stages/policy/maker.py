@@ -307,7 +307,7 @@ def take_step(
 
 @dataclass(slots=True)
 class ExperienceMaker:
-    """Make the experience of each step; keeps nothing between steps.
+    """Maker of the experience of each step; it keeps nothing between steps.
 
     Args:
         config: Options of the run.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorstToken:
-    """The token on which engine and trainer differ most.
+    """Token on which engine and trainer differ most.
 
     Args:
         sample_id: Id of its sample.

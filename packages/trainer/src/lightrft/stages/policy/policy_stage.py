@@ -98,7 +98,7 @@ class PolicyData:
 
 
 class PolicyStage(Stage[PolicyBatch]):
-    """Roll out, score and train; the engine's weights follow the actor's.
+    """Stage that rolls out, scores and trains; the engine's weights follow the actor's.
 
     Args:
         config: Options of the run, with the machine's choices made.

@@ -107,7 +107,7 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
 
     @property
     def frozen(self) -> Sequence[nn.Module]:
-        """The reference, if it is a model apart."""
+        """Reference, if it is a separate model."""
         return () if self.reference is None else (self.reference,)
 
     def with_stored(

@@ -242,7 +242,7 @@ def read_vocabulary(config: RowDataOptions, *, generates: bool = True) -> RowRea
 
 
 def option_problems(config: TrainConfig, num_processes: int, command: str) -> list[str]:
-    """Return the problems of the options for training on given rows, one line each.
+    """Return the problems of the options for training on rows, one line each.
 
     Args:
         config: Options of the run.

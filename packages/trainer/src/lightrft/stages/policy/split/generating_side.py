@@ -55,7 +55,7 @@ def open_strategy(config: TrainConfig) -> StrategyBase:
 
 @dataclass(slots=True)
 class Generator:
-    """Sample, score and keep rows until they are trained.
+    """Rank that samples, scores and keeps rows until they are trained.
 
     Args:
         config: Options of the run, as the ranks that train have them.
