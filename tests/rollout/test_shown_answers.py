@@ -6,7 +6,12 @@ import pytest
 from tests.rollout.stages import Stage, call
 
 from lightrft.experience import maker
-from lightrft.experience.maker import AdvantageSettings, ForwardModels, make_experience
+from lightrft.experience.maker import (
+    AdvantageSettings,
+    Delivery,
+    ForwardModels,
+    make_experience,
+)
 from lightrft.rollout.environments.episode_work import EpisodeWork
 from lightrft.rollout.environments.turns import Observations, Turns
 from lightrft.rollout.ledger_records import LedgerError
@@ -32,7 +37,8 @@ def train_step(folder, script, **options):
         make_experience(
             samples,
             ForwardModels(actor=None),
-            strategy=stage.strategy,
+            delivery=Delivery(stage.strategy.context),
+            engine=None,
             settings=AdvantageSettings(stage.config, None),
             step=0,
             timer=UpToForward(),

@@ -127,7 +127,7 @@ def made(strategy):
 def resumes(rank, world_size, folder, is_fsdp):
     """Four steps, and two, a checkpoint and two, in bits."""
     options = {"adam_8bit": True, "train_batch_size": 1, "micro_train_batch_size": 1}
-    options |= {"actor_learning_rate": 1e-2, "fsdp": is_fsdp, "bf16": False}
+    options |= {"actor_learning_rate": 1e-2, "fsdp": True, "bf16": False}
     make = get_strategy if is_fsdp else get_fake_strategy
     with make(options) as strategy:
         whole = steps(strategy, made(strategy), range(4))

@@ -128,7 +128,7 @@ def step(changes):
         policy,
         batch,
         options,
-        strategy=strategy,
+        training=strategy.training,
         loss=algorithm.policy_loss,
         rate=1.0,
         corrections=algorithm.corrections,
