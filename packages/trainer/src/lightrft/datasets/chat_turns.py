@@ -105,9 +105,8 @@ class ChatTurns:
             only_last: Whether the earlier turns are only context.
 
         Raises:
-            DataError: There is no turn, the rendering of a turn does not begin with its prompt's,
-                no token ends it at which generation would stop, it is empty, or the template marks
-                other tokens as generated.
+            DataError: There is no turn, or a turn is empty, is not rendered behind its prompt, has
+                no end at which generation would stop, or has other tokens marked as generated.
         """
         messages, tools = talk.messages, talk.tools
         roles = [each["role"] for each in messages]

@@ -335,7 +335,7 @@ def _facts_of_row(
 
 
 def _is_cut(table: SampleTable, row: int, right: RebuiltRow) -> bool:
-    """Return whether the token budget ended a response; by the table if no call's end is noted."""
+    """Return whether the token budget ended a response; by the table if its end is not noted."""
     end = right.ends[-1][1] if right.ends else "abort"
     return end == "length" if end else bool(table.is_truncated[row])
 

@@ -1,12 +1,12 @@
 """Proof at load: a prepared model computes the same as its unmodified forward pass.
 
 A few ragged rows of random tokens run in the run's dtype through everything that a strategy has put
-around the model. The logprobs of each token (projections of hidden states, for models without
-logits) are compared with the model's own forward pass on that row alone, with the attention that
-the model's authors wrote ("eager").
+around the model. The logprobs of each token are compared with the model's plain forward pass on
+that row alone; models without logits compare projections of hidden states. The plain pass uses the
+attention that the model's authors wrote ("eager").
 
-The model itself shows how large rounding is: its own pass is repeated with the output of every
-layer changed by one unit in the last place, up or down at random. The limit between two ways of
+The model itself shows how large rounding is: the plain pass is repeated with every layer's output
+changed by one unit in the last place, up or down at random. The limit between two ways of
 computing a pass is `FACTOR` times the effect of that. If the same hidden states are computed in the
 same way twice (two heads over them, rows beside other ones), the limit is once the effect. To both,
 `FLOOR` roundings of the largest logit in float32 are added.

@@ -49,8 +49,8 @@ class _SumOverRanks(torch.autograd.Function):
 def sum_over_ranks(values: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum over a sequence-parallel group, so that all ranks compute the same loss.
 
-    Each rank's gradient is that of its terms: the parameters' gradients, summed over the group, are
-    the gradient of one loss, not of as many losses as there are ranks.
+    Each rank's gradient is that of its terms. Summed over the group, the parameters' gradients are
+    the gradient of one loss, not of one loss per rank.
 
     Args:
         values: Values, of equal shape on all ranks of the group.

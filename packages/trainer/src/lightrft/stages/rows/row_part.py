@@ -113,7 +113,7 @@ def shared_part(
 def token_bound(config: RowRunOptions, *, rows_per_item: int = 1) -> int | None:
     """Return the most tokens of a micro-batch, or None where rows are counted.
 
-    A packed micro-batch holds as many tokens as its number of longest rows would.
+    For packed micro-batches it is the tokens of `micro_train_batch_size` items of longest rows.
     """
     bound = config.micro_batch_tokens
     if bound is None and config.packing_samples:
