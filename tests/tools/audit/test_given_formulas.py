@@ -32,7 +32,7 @@ def pairs(numbers, z=0.0):
 def by_numbers(total, at):
     """A sum of values, and its derivatives, of numbers."""
     scores = torch.as_tensor(at, dtype=torch.float64)
-    found = differentiated(lambda p, _: total(p.own), Pair(scores, scores), Borders(0.0))
+    found = differentiated(lambda p, _: total(p.exact), Pair(scores, scores), Borders(0.0))
     return float(found.value.sum()), found.slope.numpy()
 
 
@@ -77,7 +77,10 @@ def test_a_preference_loss_and_its_derivatives_are_those_of_the_stage(name):
     def own(sums):
         chosen, rejected = sums.chunk(2)
         found = pairs(numbers, 0.7)
-        chosen, rejected = replace(found.chosen, own=chosen), replace(found.rejected, own=rejected)
+        chosen, rejected = (
+            replace(found.chosen, exact=chosen),
+            replace(found.rejected, exact=rejected),
+        )
         return loss.function(replace(found, chosen=chosen, rejected=rejected), options(loss))
 
     sums = np.concatenate(numbers[:2])
@@ -100,7 +103,7 @@ def test_equal_margins_keep_the_order_of_the_run():
         given = replace(found, chosen=replace(found.chosen, seen=seen))
 
         def total(sums):
-            chosen = replace(given.chosen, own=sums)
+            chosen = replace(given.chosen, exact=sums)
             return loss.function(replace(given, chosen=chosen), options(loss))
 
         return by_numbers(total, numbers[0])[1]

@@ -11,7 +11,7 @@
     optimizers     learning rates, clipping, SGD and Adam
     replay         forward part of a step, compared with the run's values
     updates        optimizer steps of every stage; objectives are in policy_updates,
-                   preference_updates, reward_updates and supervised_updates; given_rows checks
+                   preference_updates, reward_updates and supervised_updates; stored_rows checks
                    rows of the data
     report         one audit from end to end, for each stage
     tolerances     allowed error of each value, by dtype; fixed beforehand

@@ -25,7 +25,7 @@ TOKEN_ESTIMATORS = ("gae", "reinforce", "reinforce++")
 WHITENING = ("gae", "reinforce++", "reinforce_baseline")
 
 
-Given = Mapping[str, str | int | float | bool]
+Settings = Mapping[str, str | int | float | bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class Scores:
     components: Mapping[str, Array] = field(default_factory=dict)
 
 
-def row_advantages(name: str, scores: Scores, given: Given) -> Array:
+def row_advantages(name: str, scores: Scores, settings: Settings) -> Array:
     """Return one advantage per row; 0 for excluded rows and for groups of equal rewards.
 
     Args:
         name: Name of the estimator.
         scores: Rewards and groups.
-        given: Hyper-parameters by name.
+        settings: Hyper-parameters by name.
     """
     advantages = np.zeros(len(scores.rewards))
     if name == "zero":
@@ -63,7 +63,7 @@ def row_advantages(name: str, scores: Scores, given: Given) -> Array:
         advantages[scores.is_kept] = (scores.rewards - scores.greedy)[scores.is_kept]
         return advantages
     if name == "gdpo":
-        return _gdpo(scores, given)
+        return _gdpo(scores, settings)
     batch = scores.rewards[scores.is_kept]
     groups = [np.flatnonzero(scores.groups == g) for g in np.unique(scores.groups)]
     members = [rows[scores.is_kept[rows]] for rows in groups]
@@ -71,23 +71,25 @@ def row_advantages(name: str, scores: Scores, given: Given) -> Array:
     share = len(groups) / max(len(informative), 1)
     for rows in informative:
         lengths = scores.lengths[rows].astype(np.float64)
-        advantages[rows] = _GROUP[name](_Group(scores.rewards[rows], lengths, batch, share, given))
+        advantages[rows] = _GROUP[name](
+            _Group(scores.rewards[rows], lengths, batch, share, settings)
+        )
     if name == "raft":  # tokens of all kept rows / tokens of the best rows
         kept, best = scores.lengths[scores.is_kept].sum(), scores.lengths[advantages > 0].sum()
         advantages *= kept / max(best, 1)
     return advantages
 
 
-def _gdpo(scores: Scores, given: Given) -> Array:
+def _gdpo(scores: Scores, settings: Settings) -> Array:
     """Normalise components within groups, and their weighted sum over the step."""
     total, none = np.zeros(len(scores.rewards)), np.full(len(scores.rewards), math.nan)
-    for part in str(given.get("components", "")).split(","):
+    for part in str(settings.get("components", "")).split(","):
         name, _, weight = part.partition("=")
         values = scores.components.get(name.strip(), none) if name.strip() else scores.rewards
         has = scores.is_kept & np.isfinite(values)
         component = replace(scores, rewards=np.where(has, values, 0.0), is_kept=has)
-        total += float(weight or 1) * row_advantages("group_norm", component, given)
-    return total / (_std(total[scores.is_kept]) + float(given.get("eps", 1e-6)))
+        total += float(weight or 1) * row_advantages("group_norm", component, settings)
+    return total / (_std(total[scores.is_kept]) + float(settings.get("eps", 1e-6)))
 
 
 def enlargement(advantages: Array, scores: Scores) -> float:
@@ -116,14 +118,14 @@ class _Group:
         rewards, lengths: [rows].
         batch: Rewards of the kept rows of all groups.
         share: Number of groups / number of groups with unequal rewards.
-        given: Hyper-parameters by name.
+        settings: Hyper-parameters by name.
     """
 
     rewards: Array
     lengths: Array
     batch: Array
     share: float
-    given: Given
+    settings: Settings
 
     @property
     def centred(self) -> Array:
@@ -131,7 +133,7 @@ class _Group:
 
     def over(self, std: float, deviations: Array | None = None) -> Array:
         numerators = self.centred if deviations is None else deviations
-        return np.asarray(numerators / (std + float(self.given.get("eps", 1e-6))))
+        return np.asarray(numerators / (std + float(self.settings.get("eps", 1e-6))))
 
 
 def _group_norm(group: _Group) -> Array:
@@ -144,7 +146,7 @@ def _rloo(group: _Group) -> Array:
 
 
 def _gpg(group: _Group) -> Array:
-    return group.centred * min(group.share, float(group.given.get("max_weight", math.inf)))
+    return group.centred * min(group.share, float(group.settings.get("max_weight", math.inf)))
 
 
 def _opo(group: _Group) -> Array:
@@ -153,7 +155,7 @@ def _opo(group: _Group) -> Array:
 
 
 def _cpgd(group: _Group) -> Array:
-    weighting = group.given.get("weighting", "std")
+    weighting = group.settings.get("weighting", "std")
     if weighting == "std":
         return _group_norm(group)
     return group.centred * (min(group.share, 3.0) if weighting == "clip_filter" else 1.0)

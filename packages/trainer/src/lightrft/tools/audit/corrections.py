@@ -136,10 +136,10 @@ def correction(terms: tuple[CorrectionTerm, ...], tokens: Tokens, borders: Borde
         low, high = term.bound("low", -math.inf), term.bound("high", math.inf)
         first, second = (tokens.of(side) for side in term.sides)
         value = Pair(
-            _value(term, first.own, second.own, mask), _value(term, first.run, second.run, mask)
+            _value(term, first.exact, second.exact, mask), _value(term, first.run, second.run, mask)
         )
         if term.action == "weight":
-            weights = value.own.clamp(low, high)
+            weights = value.exact.clamp(low, high)
             if "mean-one" in term.options:
                 inside = torch.where(mask, weights, 0.0)
                 is_row = mask.any(dim=1)
@@ -195,7 +195,7 @@ def _has_sign(term: CorrectionTerm, tokens: Tokens, borders: Borders) -> Tensor:
     if "towards" in term.options:
         first, second = (tokens.of(side) for side in term.sides)
         moved = first.less(second, mask)
-        gain = Pair(moved.own * advantages.own, moved.run * advantages.run)
+        gain = Pair(moved.exact * advantages.exact, moved.run * advantages.run)
         return borders.above(gain, 0.0)
     if term.level in ("sequence", "geometric", "largest"):
         advantages = advantages.map(lambda each: _at_level("geometric", each, mask))

@@ -219,35 +219,35 @@ def read_left_out(model: str, run: Path, step: int, config: TrainConfig) -> floa
 
 
 def check_decisions(
-    found: Findings, decided: Decisions, record: StepRecord, config: TrainConfig, is_kept: Flags
+    results: Findings, decided: Decisions, record: StepRecord, config: TrainConfig, is_kept: Flags
 ) -> None:
     """Compare the values at the start of a step, and the sizes and contents of its update.
 
     Args:
-        found: Collector of the comparisons.
+        results: Collector of the comparisons.
         decided: Expected values.
         record: Record of the step.
         config: Options of the step.
         is_kept: Rows that are trained on: [rows] bool.
     """
     facts = record.facts
-    _check_groups(found, record.samples, config)
+    _check_groups(results, record.samples, config)
     if decided.kl_coef is None:
-        found.skip("KL weight", "it follows the KL of the step before, which is not recorded")
+        results.skip("KL weight", "it follows the KL of the step before, which is not recorded")
     else:
         # Allow for float32 rounding of a row's KL terms.
-        found.number("KL weight", facts.kl_coef, decided.kl_coef, floor=1e-6 * decided.kl_coef)
-    _check_moments(found, decided, record, config)
+        results.number("KL weight", facts.kl_coef, decided.kl_coef, floor=1e-6 * decided.kl_coef)
+    _check_moments(results, decided, record, config)
     has_updates = bool(is_kept.any())
     for model in facts.optimizers:
         is_frozen = model == "actor" and facts.step <= config.freezing_actor_steps
         num_epochs = config.max_epochs if has_updates and not is_frozen else 0
         updates = [update for update in facts.updates if update.model == model]
-        _check_updates(found, model, updates, record, config, num_epochs)
-        _check_micro_batches(found, updates, record.samples, config)
+        _check_updates(results, model, updates, record, config, num_epochs)
+        _check_micro_batches(results, updates, record.samples, config)
 
 
-def _check_groups(found: Findings, samples: RawSamples, config: TrainConfig) -> None:
+def _check_groups(results: Findings, samples: RawSamples, config: TrainConfig) -> None:
     """Check that rows of a group share their prompt, and that each group is complete."""
     whole = list(rows_of(samples.prompt_lengths + samples.response_lengths))
     prompts = [
@@ -260,14 +260,14 @@ def _check_groups(found: Findings, samples: RawSamples, config: TrainConfig) -> 
         prompt != prompts[of_group[group]]
         for prompt, group in zip(prompts, samples.group_ids.tolist(), strict=True)
     ]
-    found.exact("prompts of groups", np.array(strange), np.zeros(len(strange), dtype=np.bool_))
+    results.exact("prompts of groups", np.array(strange), np.zeros(len(strange), dtype=np.bool_))
     sizes = np.array([int((samples.group_ids == group).sum()) for group in groups])
     wanted = np.full(config.rollout_batch_size, config.n_samples_per_prompt)
-    found.exact("rows of groups", sizes, wanted)
+    results.exact("rows of groups", sizes, wanted)
 
 
 def _check_moments(
-    found: Findings, decided: Decisions, record: StepRecord, config: TrainConfig
+    results: Findings, decided: Decisions, record: StepRecord, config: TrainConfig
 ) -> None:
     seen, wanted_moments = record.facts.reward_moments, decided.reward_moments
     name = "rewards counted before"
@@ -278,20 +278,20 @@ def _check_moments(
         least = 1 if fails or config.allow_changes else most
         count = seen[0] if seen else 0.0
         short = max(0.0, least - count, 0.0 if config.allow_changes else count - most)
-        found.add(name, count, float(most), short, 0.0)
+        results.add(name, count, float(most), short, 0.0)
     elif wanted_moments and len(seen) == len(wanted_moments):
         spread = math.sqrt(wanted_moments[2] / max(wanted_moments[0], 1))
         names = (name, "their mean", "their squared deviations")
         for each, run, wanted, scale in zip(
             names, seen, wanted_moments, (0.0, spread, 0.0), strict=True
         ):
-            found.number(each, run, wanted, scale=scale)
+            results.number(each, run, wanted, scale=scale)
     elif wanted_moments or seen:
-        found.add(name, float(len(seen)), float(len(wanted_moments)), math.inf, 0.0)
+        results.add(name, float(len(seen)), float(len(wanted_moments)), math.inf, 0.0)
 
 
 def _check_updates(
-    found: Findings,
+    results: Findings,
     model: str,
     updates: Sequence[UpdateFacts],
     record: StepRecord,
@@ -303,19 +303,19 @@ def _check_updates(
     num_rows, size = len(place), config.train_batch_size
     num_batches = num_rows // size
     batches = [[place[i] for micro in u.micro_batches for i in micro] for u in updates]
-    found.number(f"updates of the {model}", len(batches), num_epochs * num_batches)
+    results.number(f"updates of the {model}", len(batches), num_epochs * num_batches)
     sizes = np.array([len(batch) for batch in batches], dtype=np.int64)
-    found.exact(f"rows of each update of the {model}", sizes, np.full(len(batches), size))
+    results.exact(f"rows of each update of the {model}", sizes, np.full(len(batches), size))
     epochs = [batches[i : i + num_batches] for i in range(0, len(batches), max(num_batches, 1))]
     trained = [np.sort([row for batch in epoch for row in batch]) for epoch in epochs]
     each = np.concatenate([np.zeros(0, np.int64), *trained])
-    found.exact(f"rows that train the {model}", each, np.tile(np.arange(num_rows), num_epochs))
+    results.exact(f"rows that train the {model}", each, np.tile(np.arange(num_rows), num_epochs))
     if (sizes == size).all():
         order = np.random.default_rng([config.seed, record.facts.step - 1]).permutation(num_rows)
         planned = _in_order(order.reshape(-1, size).tolist())
         is_odd = np.array([_in_order(epoch) != planned for epoch in epochs], dtype=np.bool_)
         wanted = np.zeros(num_epochs, dtype=np.bool_)
-        found.exact(f"optimizer batches of the {model}", is_odd, wanted)
+        results.exact(f"optimizer batches of the {model}", is_odd, wanted)
 
 
 def _in_order(batches: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -324,33 +324,33 @@ def _in_order(batches: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _check_micro_batches(
-    found: Findings, updates: Sequence[UpdateFacts], samples: RawSamples, config: TrainConfig
+    results: Findings, updates: Sequence[UpdateFacts], samples: RawSamples, config: TrainConfig
 ) -> None:
     """Check that micro batches have the configured number of rows or tokens."""
     size, tokens = config.micro_train_batch_size, config.micro_batch_tokens
     micros = [micro for update in updates for micro in update.micro_batches]
     if tokens is None and not config.packing_samples:
         sizes = np.array([len(micro) for micro in micros], dtype=np.int64)
-        found.exact("rows of micro batches", sizes, np.full(len(micros), size))
+        results.exact("rows of micro batches", sizes, np.full(len(micros), size))
         return
     lengths = samples.prompt_lengths + samples.response_lengths
     by_id = dict(zip(samples.sample_ids.tolist(), lengths.tolist(), strict=True))
     limit = tokens or size * config.max_episode_tokens
     several = [np.array([by_id[i] for i in micro]) for micro in micros if len(micro) > 1]
-    check_tokens(found, several, config.packing_samples, limit)
+    check_tokens(results, several, config.packing_samples, limit)
 
 
 def check_tokens(
-    found: Findings, micros: Sequence[Integers], packs: bool | None, limit: int
+    results: Findings, micros: Sequence[Integers], packs: bool | None, limit: int
 ) -> None:
     """Check that micro batches of several rows stay within the limit of tokens."""
     held = [int(each.sum() if packs else len(each) * each.max()) for each in micros]
     most = max(held, default=0)
-    found.add("tokens of micro batches", float(most), float(limit), max(0.0, most - limit), 0.0)
+    results.add("tokens of micro batches", float(most), float(limit), max(0.0, most - limit), 0.0)
 
 
 def check_optimizers(
-    found: Findings,
+    results: Findings,
     decided: Decisions,
     record: StepRecord,
     config: TrainingOptions,
@@ -360,7 +360,7 @@ def check_optimizers(
     """Compare optimizer classes, numbers, trained names, counters and schedules with the options.
 
     Args:
-        found: Collector of the comparisons.
+        results: Collector of the comparisons.
         decided: Expected values.
         record: Record of the step.
         config: Options of the step.
@@ -369,30 +369,30 @@ def check_optimizers(
     """
     for model, facts in record.facts.optimizers.items():
         count, groups = decided.counts[model], facts.groups
-        found.number(f"optimizer of the {model} is AdamW", facts.kind in DECOUPLED, True)
+        results.number(f"optimizer of the {model} is AdamW", facts.kind in DECOUPLED, True)
         for key, expected in (("eps", ADAM_EPS), ("betas", config.adam_betas)):
             recorded = [np.ravel(group["numbers"].get(key, math.nan)) for group in groups]
             recorded_values = np.concatenate([np.zeros(0), *recorded])
-            found.exact(f"{key} of the {model}", recorded_values, np.tile(expected, len(groups)))
+            results.exact(f"{key} of the {model}", recorded_values, np.tile(expected, len(groups)))
         names = {name for group in groups for name in group["names"]}
         odd = sorted(names ^ set(wanted[model]))
         note = f"such as {odd[0]}" if odd else ""
         sizes = float(len(names)), float(len(wanted[model]))
-        found.add(f"trained weights of the {model}", *sizes, float(len(odd)), 0.0, note)
+        results.add(f"trained weights of the {model}", *sizes, float(len(odd)), 0.0, note)
         num_steps = decided.schedule_steps[model]
         if num_steps and facts.schedule_steps:
-            found.number(f"schedule length, {model}", facts.schedule_steps, num_steps)
+            results.number(f"schedule length, {model}", facts.schedule_steps, num_steps)
         if count is None:
-            found.skip(f"updates of the {model} before", "the run does not say how many it took")
+            results.skip(f"updates of the {model} before", "the run does not say how many it took")
             continue
-        found.number(f"schedule position, {model}", facts.schedule_position, count)
+        results.number(f"schedule position, {model}", facts.schedule_position, count)
         counters = [float(value.max()) for value in named(states[model], "step").values()]
         if counters or (facts.kind in ADAM and count and not named(states[model], "exp_avg")):
-            found.number(f"Adam's steps, {model}", max(counters, default=0.0), count)
+            results.number(f"Adam's steps, {model}", max(counters, default=0.0), count)
 
 
 def check_link(
-    found: Findings, before: StepRecord, states: Mapping[str, Mapping[str, Tensor]]
+    results: Findings, before: StepRecord, states: Mapping[str, Mapping[str, Tensor]]
 ) -> None:
     """Check that a step starts with the final weights and optimizer states of the previous one."""
     for model, state in states.items():
@@ -404,4 +404,4 @@ def check_link(
         )
         note = f"such as {odd[0]}" if odd else ""
         sizes = float(len(state)), float(len(after))
-        found.add(f"states before, {model}", *sizes, float(len(odd)), 0.0, note)
+        results.add(f"states before, {model}", *sizes, float(len(odd)), 0.0, note)

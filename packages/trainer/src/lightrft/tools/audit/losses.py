@@ -72,116 +72,116 @@ def _beyond(batch: Batch, value: Pair, low: float, high: float) -> tuple[Tensor,
 def _bounded(batch: Batch, value: Pair, low: float, high: float) -> Tensor:
     """Replace the value by a bound where it is `_beyond` that bound."""
     is_high, is_low = _beyond(batch, value, low, high)
-    return torch.where(is_high, high, torch.where(is_low, low, value.own))
+    return torch.where(is_high, high, torch.where(is_low, low, value.exact))
 
 
-def _surrogate(batch: Batch, difference: Pair, given: Options) -> Tensor:
+def _surrogate(batch: Batch, difference: Pair, settings: Options) -> Tensor:
     """Return -min(r A, clip(r) A), with r capped for negative A."""
-    ratio, cap = difference.map(_ratio), given.get("dual_clip", math.inf)
-    bounded = _bounded(batch, ratio, 1 - given["clip_low"], 1 + given["clip_high"])
+    ratio, cap = difference.map(_ratio), settings.get("dual_clip", math.inf)
+    bounded = _bounded(batch, ratio, 1 - settings["clip_low"], 1 + settings["clip_high"])
     is_capped = (batch.advantages < 0) & batch.borders.above(ratio, cap)
     return -torch.where(is_capped, cap, bounded) * batch.advantages
 
 
-def ppo(batch: Batch, given: Options) -> Tensor:
+def ppo(batch: Batch, settings: Options) -> Tensor:
     """Follow Schulman et al. 2017, arXiv:1707.06347, eq. 7; Ye et al. 2019, arXiv:1912.09729."""
-    return _surrogate(batch, batch.difference, given)
+    return _surrogate(batch, batch.difference, settings)
 
 
-def gspo(batch: Batch, given: Options) -> Tensor:
+def gspo(batch: Batch, settings: Options) -> Tensor:
     """Follow Zheng et al. 2025, arXiv:2507.18071, eq. 5: one ratio per row."""
-    return _surrogate(batch, batch.mean_difference, given)
+    return _surrogate(batch, batch.mean_difference, settings)
 
 
-def gspo_token(batch: Batch, given: Options) -> Tensor:
+def gspo_token(batch: Batch, settings: Options) -> Tensor:
     """Follow the paper of `gspo`, sec. 4.3: each token's gradient uses its advantage."""
     mean = batch.mean_difference
-    by_token = Pair(with_slope_of(mean.own, batch.p.own), mean.run)
-    return _surrogate(batch, by_token, given)
+    by_token = Pair(with_slope_of(mean.exact, batch.p.exact), mean.run)
+    return _surrogate(batch, by_token, settings)
 
 
-def gmpo(batch: Batch, given: Options) -> Tensor:
+def gmpo(batch: Batch, settings: Options) -> Tensor:
     """Follow Zhao et al. 2025, arXiv:2507.20673: geometric mean of bounded ratios."""
-    high = given["max_log_ratio"]
-    bounded = _bounded(batch, batch.difference, -given.get("max_log_fall", high), high)
+    high = settings["max_log_ratio"]
+    bounded = _bounded(batch, batch.difference, -settings.get("max_log_fall", high), high)
     return -_ratio(batch.row_mean(bounded)) * batch.advantages
 
 
-def cpgd(batch: Batch, given: Options) -> Tensor:
+def cpgd(batch: Batch, settings: Options) -> Tensor:
     """Follow Liu et al. 2025, arXiv:2505.12504: clipped log-ratio, and a drift term."""
-    low, high = math.log(1 - given["clip_low"]), math.log(1 + given["clip_high"])
+    low, high = math.log(1 - settings["clip_low"]), math.log(1 + settings["clip_high"])
     bounded = _bounded(batch, batch.difference, low, high)
-    drift = (_ratio(batch.difference.own) - 1).clamp(max=given["drift_cap"]).detach()
-    penalty = given["drift_coef"] * drift * batch.p.own
-    return penalty - (batch.q.own + bounded) * batch.advantages
+    drift = (_ratio(batch.difference.exact) - 1).clamp(max=settings["drift_cap"]).detach()
+    penalty = settings["drift_coef"] * drift * batch.p.exact
+    return penalty - (batch.q.exact + bounded) * batch.advantages
 
 
-def cispo(batch: Batch, given: Options) -> Tensor:
+def cispo(batch: Batch, settings: Options) -> Tensor:
     """Follow MiniMax-M1 2025, arXiv:2506.13585, eqs. 4 and 5."""
-    ratio = _ratio(batch.difference.own).detach()
-    weight = ratio.clamp(1 - given["clip_low"], 1 + given["clip_high"])
-    return -weight * batch.advantages * batch.p.own
+    ratio = _ratio(batch.difference.exact).detach()
+    weight = ratio.clamp(1 - settings["clip_low"], 1 + settings["clip_high"])
+    return -weight * batch.advantages * batch.p.exact
 
 
-def sapo(batch: Batch, given: Options) -> Tensor:
+def sapo(batch: Batch, settings: Options) -> Tensor:
     """Follow Gao et al. 2025, arXiv:2511.20347: a sigmoid gate."""
-    return _gate(batch, batch.difference, given)
+    return _gate(batch, batch.difference, settings)
 
 
-def sapo_sequence(batch: Batch, given: Options) -> Tensor:
+def sapo_sequence(batch: Batch, settings: Options) -> Tensor:
     """Apply the gate of `sapo` to one ratio per row, the geometric mean."""
-    return _gate(batch, batch.mean_difference, given)
+    return _gate(batch, batch.mean_difference, settings)
 
 
-def ppo_sequence(batch: Batch, given: Options) -> Tensor:
+def ppo_sequence(batch: Batch, settings: Options) -> Tensor:
     """Follow Ahmadian et al. 2024, arXiv:2402.14740: a response is one action."""
     lengths = row_lengths(batch.mask)
-    return _surrogate(batch, batch.mean_difference.map(lambda mean: mean * lengths), given)
+    return _surrogate(batch, batch.mean_difference.map(lambda mean: mean * lengths), settings)
 
 
-def dro(batch: Batch, given: Options) -> Tensor:
+def dro(batch: Batch, settings: Options) -> Tensor:
     """Follow Richemond et al. 2024, arXiv:2405.19107, token by token."""
-    pull = given["penalty"] * batch.difference.own**2 / 2
-    return pull - batch.p.own * batch.advantages
+    pull = settings["penalty"] * batch.difference.exact**2 / 2
+    return pull - batch.p.exact * batch.advantages
 
 
-def _gate(batch: Batch, difference: Pair, given: Options) -> Tensor:
+def _gate(batch: Batch, difference: Pair, settings: Options) -> Tensor:
     """Return -4 / tau sigmoid(tau (r - 1)) A."""
-    advantages, positive = batch.advantages, given["temperature_positive"]
-    negative = torch.full_like(advantages, given["temperature_negative"])
+    advantages, positive = batch.advantages, settings["temperature_positive"]
+    negative = torch.full_like(advantages, settings["temperature_negative"])
     tau = torch.where(advantages > 0, positive, negative)
-    return -4 / tau * torch.sigmoid(tau * (_ratio(difference.own) - 1)) * advantages
+    return -4 / tau * torch.sigmoid(tau * (_ratio(difference.exact) - 1)) * advantages
 
 
 def reinforce(batch: Batch, _: Options) -> Tensor:
     """Follow Williams 1992."""
-    return -batch.advantages * batch.p.own
+    return -batch.advantages * batch.p.exact
 
 
-def clip_cov(batch: Batch, given: Options) -> Tensor:
+def clip_cov(batch: Batch, settings: Options) -> Tensor:
     """Follow Cui et al. 2025, arXiv:2505.22617, with a systematic draw of the tokens left out."""
     covariance, borders = _covariance(batch), batch.borders
-    low, high = 1 - given["clip_low"], 1 + given["clip_high"]
+    low, high = 1 - settings["clip_low"], 1 + settings["clip_high"]
     is_high, is_low = _beyond(batch, batch.difference.map(_ratio), low, high)
-    is_candidate = batch.mask & ~is_high & ~is_low & borders.above(covariance, given["cov_low"])
-    is_candidate &= ~borders.at_least(covariance, given["cov_high"])
+    is_candidate = batch.mask & ~is_high & ~is_low & borders.above(covariance, settings["cov_low"])
+    is_candidate &= ~borders.at_least(covariance, settings["cov_high"])
     candidates = is_candidate.nonzero()
-    count = min(_share(batch, given["cov_ratio"]), len(candidates))
+    count = min(_share(batch, settings["cov_ratio"]), len(candidates))
     kept = torch.ones_like(batch.mask)
     for k in range(count):
         row, t = candidates[(2 * k + 1) * len(candidates) // (2 * count)]
         kept[row, t] = False
-    return torch.where(kept, ppo(batch, given), 0.0)
+    return torch.where(kept, ppo(batch, settings), 0.0)
 
 
-def kl_cov(batch: Batch, given: Options) -> Tensor:
+def kl_cov(batch: Batch, settings: Options) -> Tensor:
     """Follow the paper of `clip_cov`: |p - q| on the tokens of highest covariance."""
-    count, d = _share(batch, given["cov_ratio"]), batch.difference
+    count, d = _share(batch, settings["cov_ratio"]), batch.difference
     highest = batch.borders.highest(_covariance(batch).at(batch.mask), count)
     rows, places = batch.mask.nonzero()[highest].T
     coef = torch.zeros_like(batch.advantages)
-    coef[rows, places] = given["kl_coef"]
-    return coef * _size(d, batch.borders) - _ratio(d.own) * batch.advantages
+    coef[rows, places] = settings["kl_coef"]
+    return coef * _size(d, batch.borders) - _ratio(d.exact) * batch.advantages
 
 
 def _covariance(batch: Batch) -> Pair:
@@ -202,7 +202,7 @@ def _share(batch: Batch, ratio: float) -> int:
 
 def _size(value: Pair, borders: Borders) -> Tensor:
     """Return |value|; near 0 its derivative takes the sign of the run's value."""
-    return with_slope_of(value.own.abs(), borders.sign(value) * value.own)
+    return with_slope_of(value.exact.abs(), borders.sign(value) * value.exact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,20 +256,20 @@ def kl_term(name: str, p: Pair, reference: Pair, q: Pair, mask: Tensor, borders:
     Estimators with + have the value of their name and the gradient of the divergence itself.
     """
     d = p.less(reference, mask)
-    k3, squared = d.map(_k3), d.own**2 / 2
+    k3, squared = d.map(_k3), d.exact**2 / 2
     if name == "abs":
         return _size(d, borders)
     if name == "k3":
-        return torch.where(borders.above(k3, MAX_K3), MAX_K3, k3.own)
-    kind, bounded_k3 = name.removesuffix("+").removesuffix("_is"), k3.own.clamp(max=MAX_K3)
-    values = {"k1": d.own, "k2": squared, "k3": bounded_k3, "k3_unclamped": k3.own}[kind]
+        return torch.where(borders.above(k3, MAX_K3), MAX_K3, k3.exact)
+    kind, bounded_k3 = name.removesuffix("+").removesuffix("_is"), k3.exact.clamp(max=MAX_K3)
+    values = {"k1": d.exact, "k2": squared, "k3": bounded_k3, "k3_unclamped": k3.exact}[kind]
     if kind == name:
         return values
     if name.endswith("+"):
         return with_slope_of(values, squared)
-    weight = _ratio(p.less(q, mask).own).detach()
+    weight = _ratio(p.less(q, mask).exact).detach()
     # The divergence has the gradient of k2. For k1_is both factors are differentiated.
-    return with_slope_of(weight * values, weight * (squared + (d.own if kind == "k1" else 0.0)))
+    return with_slope_of(weight * values, weight * (squared + (d.exact if kind == "k1" else 0.0)))
 
 
 def _k3(d: Tensor) -> Tensor:
@@ -281,12 +281,12 @@ def value_term(
     values: Pair, old: Pair, returns: Tensor, mask: Tensor, *, clip: float, borders: Borders
 ) -> Tensor:
     """Return half the larger squared error of the free and the clipped value; clip 0 is off."""
-    free_error = torch.where(mask, values.own - returns, 0.0) ** 2
+    free_error = torch.where(mask, values.exact - returns, 0.0) ** 2
     if clip <= 0:
         return free_error / 2
     change = values.less(old, mask)
     is_up, is_down = borders.above(change, clip), ~borders.at_least(change, -clip)
-    held = old.own + torch.where(is_up, clip, torch.where(is_down, -clip, change.own))
+    held = old.exact + torch.where(is_up, clip, torch.where(is_down, -clip, change.exact))
     held_error = torch.where(mask, held - returns, 0.0) ** 2
     uses_held = (is_up | is_down) & (held_error > free_error)
     return torch.where(uses_held, held_error, free_error) / 2

@@ -156,7 +156,7 @@ def clip_factor(norm: float, max_norm: float) -> float:
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
 
 
-def given_groups(facts: OptimizerFacts) -> dict[str, ParameterNumbers]:
+def stored_groups(facts: OptimizerFacts) -> dict[str, ParameterNumbers]:
     """Return each parameter's hyper-parameters in the run's optimizer."""
     groups: dict[str, ParameterNumbers] = {}
     first: float | None = None

@@ -15,21 +15,21 @@ HELD = 20.0  # bound of a logarithm before exp
 class Pair:
     """Recomputed value and the run's value of one quantity, in float64."""
 
-    own: Tensor
+    exact: Tensor
     run: Tensor
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Pair:
         """Apply one function to both values."""
-        return Pair(change(self.own), change(self.run))
+        return Pair(change(self.exact), change(self.run))
 
     def at(self, places: Tensor | list[int] | tuple[int, Tensor]) -> Pair:
         """Index both values."""
-        return Pair(self.own[places], self.run[places])
+        return Pair(self.exact[places], self.run[places])
 
     def less(self, other: Pair, mask: Tensor) -> Pair:
         """Return the difference inside the mask, 0 outside."""
         return Pair(
-            torch.where(mask, self.own - other.own, 0.0),
+            torch.where(mask, self.exact - other.exact, 0.0),
             torch.where(mask, self.run - other.run, 0.0),
         )
 
@@ -50,30 +50,30 @@ class Borders:
 
     def above(self, value: Pair, bound: float) -> Tensor:
         """Return whether the value exceeds the bound."""
-        return self._decide(value, value.own > bound, value.run > bound)
+        return self._decide(value, value.exact > bound, value.run > bound)
 
     def at_least(self, value: Pair, bound: float) -> Tensor:
         """Return whether the value reaches the bound."""
-        return self._decide(value, value.own >= bound, value.run >= bound)
+        return self._decide(value, value.exact >= bound, value.run >= bound)
 
     def sign(self, value: Pair) -> Tensor:
         """Return the sign: -1, 0 or 1."""
         return self.above(value, 0.0).double() - (~self.at_least(value, 0.0)).double()
 
-    def _decide(self, value: Pair, own: Tensor, run: Tensor) -> Tensor:
-        limit = self.tolerance * value.own.abs().clamp(min=1.0)
-        is_close = (value.own - value.run).abs() <= limit
-        self.num_taken += int(((own != run) & is_close).sum())
-        return torch.where(is_close, run, own)
+    def _decide(self, value: Pair, exact: Tensor, run: Tensor) -> Tensor:
+        limit = self.tolerance * value.exact.abs().clamp(min=1.0)
+        is_close = (value.exact - value.run).abs() <= limit
+        self.num_taken += int(((exact != run) & is_close).sum())
+        return torch.where(is_close, run, exact)
 
     def highest(self, values: Pair, count: int) -> Tensor:
         """Return the places of the `count` highest values; the first ones among equal values."""
         by_exact, by_run = (
             torch.argsort(each, descending=True, stable=True)[:count]
-            for each in (values.own, values.run)
+            for each in (values.exact, values.run)
         )
-        limit = values.own[by_exact[-1:]] - self.tolerance
-        return by_run if bool((values.own[by_run] >= limit).all()) else by_exact
+        limit = values.exact[by_exact[-1:]] - self.tolerance
+        return by_run if bool((values.exact[by_run] >= limit).all()) else by_exact
 
 
 # Values whose sum is differentiated by the recomputed scores.
@@ -98,7 +98,7 @@ class Differentiated:
 
 def differentiated(formula: Formula, scores: Pair, borders: Borders) -> Differentiated:
     """Return values and derivatives of a formula."""
-    leaf = scores.own.detach().requires_grad_()
+    leaf = scores.exact.detach().requires_grad_()
     value = formula(Pair(leaf, scores.run), borders)
     (slope,) = torch.autograd.grad(value.sum(), leaf)
     return Differentiated(value.detach(), slope)
@@ -111,7 +111,7 @@ def with_rounding(
     exact = differentiated(formula, scores, borders)
     moved = exact.distance(exact)
     for shift in shifts:
-        shifted = Pair(scores.own + shift, scores.run + shift)
+        shifted = Pair(scores.exact + shift, scores.run + shift)
         distance = exact.distance(differentiated(formula, shifted, Borders(borders.tolerance)))
         moved = Differentiated(
             torch.maximum(moved.value, distance.value), torch.maximum(moved.slope, distance.slope)

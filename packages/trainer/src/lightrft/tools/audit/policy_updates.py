@@ -113,7 +113,7 @@ class PolicyReplay(OfTokens):
         floor = torch.zeros_like(weights)
         if follows_policy(self.step.config):
             floor = weights * error.sum(dim=1, keepdim=True)
-        self.step.found.tokens(
+        self.step.results.tokens(
             f"token weights, {update.name}",
             seen,
             weights,
@@ -127,7 +127,7 @@ class PolicyReplay(OfTokens):
         self, micros: list[list[int]], new: Pair, weights: Tensor, error: Tensor
     ) -> tuple[Differentiated, Differentiated]:
         """Return the policy loss, and its change by rounding of scores and advantages."""
-        step, old, advantages = self.step, self.inputs.numbers.old, self.inputs.advantages.own
+        step, old, advantages = self.step, self.inputs.numbers.old, self.inputs.advantages.exact
         loss, options = POLICY_LOSSES[step.config.policy_loss_name], policy_options(step.config)
         masks = torch.from_numpy(step.rows.mask)
 

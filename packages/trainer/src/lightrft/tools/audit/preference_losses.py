@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid as log_sigmoid
 
-Given = Mapping[str, float]
+Settings = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,13 @@ class Answers:
     """Summed log-probabilities of chosen or of rejected answers.
 
     Args:
-        own, reference: Recomputed sums of the policy and the reference: [answers].
+        exact, reference: Recomputed sums of the policy and the reference: [answers].
         tokens: Number of tokens: [answers].
         seen, seen_reference: Sums of the run: [answers]; they order values that are equal up to
             rounding.
     """
 
-    own: Tensor
+    exact: Tensor
     reference: Tensor
     tokens: Tensor
     seen: Tensor
@@ -57,12 +57,12 @@ class Pairs:
     @property
     def u(self) -> Tensor:
         """Log-ratios of chosen answers."""
-        return self.chosen.own - self.chosen.reference
+        return self.chosen.exact - self.chosen.reference
 
     @property
     def v(self) -> Tensor:
         """Log-ratios of rejected answers."""
-        return self.rejected.own - self.rejected.reference
+        return self.rejected.exact - self.rejected.reference
 
     @property
     def mean_ratios(self) -> Tensor:
@@ -72,7 +72,7 @@ class Pairs:
     @property
     def mean_logprobs(self) -> tuple[Tensor, Tensor]:
         """Mean log-probabilities c / n_c and r / n_r."""
-        return self.chosen.own / self.chosen.tokens, self.rejected.own / self.rejected.tokens
+        return self.chosen.exact / self.chosen.tokens, self.rejected.exact / self.rejected.tokens
 
     def in_order(self, values: Tensor, seen: Tensor) -> Tensor:
         """Sort values; those equal up to rounding stay in the run's order."""
@@ -82,129 +82,129 @@ class Pairs:
         return ordered
 
 
-def dpo(p: Pairs, given: Given) -> Tensor:
+def dpo(p: Pairs, settings: Settings) -> Tensor:
     """Follow Rafailov et al. 2023, arXiv:2305.18290, eq. 7."""
-    return -log_sigmoid(given["beta"] * (p.u - p.v))
+    return -log_sigmoid(settings["beta"] * (p.u - p.v))
 
 
-def cdpo(p: Pairs, given: Given) -> Tensor:
+def cdpo(p: Pairs, settings: Settings) -> Tensor:
     """Follow Mitchell 2023: labels are wrong with probability e."""
-    return _noisy(given["beta"] * (p.u - p.v), given["label_smoothing"])
+    return _noisy(settings["beta"] * (p.u - p.v), settings["label_smoothing"])
 
 
-def robust(p: Pairs, given: Given) -> Tensor:
+def robust(p: Pairs, settings: Settings) -> Tensor:
     """Follow Chowdhury et al. 2024, arXiv:2403.00409, eq. 9."""
-    x, e = given["beta"] * (p.u - p.v), given["label_smoothing"]
+    x, e = settings["beta"] * (p.u - p.v), settings["label_smoothing"]
     return (-(1 - e) * log_sigmoid(x) + e * log_sigmoid(-x)) / (1 - 2 * e)
 
 
-def hinge(p: Pairs, given: Given) -> Tensor:
+def hinge(p: Pairs, settings: Settings) -> Tensor:
     """Follow Zhao et al. 2023, arXiv:2305.10425, on log-ratios."""
-    return torch.relu(1 - given["beta"] * (p.u - p.v))
+    return torch.relu(1 - settings["beta"] * (p.u - p.v))
 
 
-def ipo(p: Pairs, given: Given) -> Tensor:
+def ipo(p: Pairs, settings: Settings) -> Tensor:
     """Follow Azar et al. 2023, arXiv:2310.12036, eq. 17, means over tokens."""
-    return (p.mean_ratios - 0.5 / given["beta"]) ** 2
+    return (p.mean_ratios - 0.5 / settings["beta"]) ** 2
 
 
-def dpo_norm(p: Pairs, given: Given) -> Tensor:
+def dpo_norm(p: Pairs, settings: Settings) -> Tensor:
     """Follow Lambert et al. 2024, arXiv:2411.15124, eq. 6."""
-    return -log_sigmoid(given["beta"] * p.mean_ratios)
+    return -log_sigmoid(settings["beta"] * p.mean_ratios)
 
 
-def exo(p: Pairs, given: Given) -> Tensor:
+def exo(p: Pairs, settings: Settings) -> Tensor:
     """Follow Ji et al. 2024, arXiv:2402.00856, eq. 17: KL of (s(x), s(-x)) from (1 - e, e)."""
-    x, e = given["beta"] * (p.u - p.v), given["label_smoothing"]
+    x, e = settings["beta"] * (p.u - p.v), settings["label_smoothing"]
     right = torch.sigmoid(x) * (log_sigmoid(x) - math.log(1 - e))
     return right + torch.sigmoid(-x) * (log_sigmoid(-x) - math.log(e))
 
 
-def nca(p: Pairs, given: Given) -> Tensor:
+def nca(p: Pairs, settings: Settings) -> Tensor:
     """Follow Chen et al. 2024, arXiv:2402.05369."""
-    b = given["beta"]
+    b = settings["beta"]
     return -log_sigmoid(b * p.u) - (log_sigmoid(-b * p.u) + log_sigmoid(-b * p.v)) / 2
 
 
-def sppo(p: Pairs, given: Given) -> Tensor:
+def sppo(p: Pairs, settings: Settings) -> Tensor:
     """Follow Wu et al. 2024, arXiv:2405.00675, chances of winning 1 and 0."""
-    half = 0.5 / given["beta"]
+    half = 0.5 / settings["beta"]
     return (p.u - half) ** 2 + (p.v + half) ** 2
 
 
-def apo_zero(p: Pairs, given: Given) -> Tensor:
+def apo_zero(p: Pairs, settings: Settings) -> Tensor:
     """Follow D'Oosterlinck et al. 2024, arXiv:2408.06266."""
-    return 1 - torch.sigmoid(given["beta"] * p.u) + torch.sigmoid(given["beta"] * p.v)
+    return 1 - torch.sigmoid(settings["beta"] * p.u) + torch.sigmoid(settings["beta"] * p.v)
 
 
-def apo_zero_unpaired(p: Pairs, given: Given) -> Tensor:
+def apo_zero_unpaired(p: Pairs, settings: Settings) -> Tensor:
     """Compute the terms of `apo_zero` for each answer."""
-    good, other = torch.sigmoid(given["beta"] * p.u), torch.sigmoid(given["beta"] * p.v)
+    good, other = torch.sigmoid(settings["beta"] * p.u), torch.sigmoid(settings["beta"] * p.v)
     return torch.cat([1 - good, other])
 
 
-def apo_down(p: Pairs, given: Given) -> Tensor:
+def apo_down(p: Pairs, settings: Settings) -> Tensor:
     """Follow D'Oosterlinck et al. 2024, arXiv:2408.06266."""
-    return torch.sigmoid(given["beta"] * p.u) + 1 - torch.sigmoid(given["beta"] * (p.u - p.v))
+    return torch.sigmoid(settings["beta"] * p.u) + 1 - torch.sigmoid(settings["beta"] * (p.u - p.v))
 
 
-def bco(p: Pairs, given: Given) -> Tensor:
+def bco(p: Pairs, settings: Settings) -> Tensor:
     """Follow Jung et al. 2024, arXiv:2404.04656, delta constant."""
-    b, delta = given["beta"], given["delta"]
+    b, delta = settings["beta"], settings["delta"]
     return -log_sigmoid(b * p.u - delta) - log_sigmoid(delta - b * p.v)
 
 
-def discopop(p: Pairs, given: Given) -> Tensor:
+def discopop(p: Pairs, settings: Settings) -> Tensor:
     """Follow Lu et al. 2024, arXiv:2406.08414, the log-ratio modulated loss."""
-    x = given["beta"] * (p.u - p.v)
-    log_share = log_sigmoid(x / given["tau"])
+    x = settings["beta"] * (p.u - p.v)
+    log_share = log_sigmoid(x / settings["tau"])
     return torch.exp(log_share - x) - (1 - torch.exp(log_share)) * log_sigmoid(x)
 
 
-def aot(p: Pairs, given: Given) -> Tensor:
+def aot(p: Pairs, settings: Settings) -> Tensor:
     """Follow Melnyk et al. 2024, arXiv:2406.05882, paired: quantiles of margins."""
     c, r = p.chosen, p.rejected
-    policy = p.in_order(c.own - r.own, c.seen - r.seen)
+    policy = p.in_order(c.exact - r.exact, c.seen - r.seen)
     reference = p.in_order(c.reference - r.reference, c.seen_reference - r.seen_reference)
-    return _noisy(given["beta"] * (policy - reference), given["label_smoothing"])
+    return _noisy(settings["beta"] * (policy - reference), settings["label_smoothing"])
 
 
-def aot_unpaired(p: Pairs, given: Given) -> Tensor:
+def aot_unpaired(p: Pairs, settings: Settings) -> Tensor:
     """Compute `aot` without pairs: quantiles of log-ratios."""
     c, r = p.chosen, p.rejected
     gaps = p.in_order(p.u, c.seen - c.seen_reference) - p.in_order(p.v, r.seen - r.seen_reference)
-    return _noisy(given["beta"] * gaps, given["label_smoothing"])
+    return _noisy(settings["beta"] * gaps, settings["label_smoothing"])
 
 
-def kto(p: Pairs, given: Given) -> Tensor:
+def kto(p: Pairs, settings: Settings) -> Tensor:
     """Follow Ethayarajh et al. 2024, arXiv:2402.01306, eq. 7 and 8."""
-    b = given["beta"]
-    good = given["desirable_weight"] * (1 - torch.sigmoid(b * (p.u - p.z)))
-    other = given["undesirable_weight"] * (1 - torch.sigmoid(b * (p.z - p.v)))
+    b = settings["beta"]
+    good = settings["desirable_weight"] * (1 - torch.sigmoid(b * (p.u - p.z)))
+    other = settings["undesirable_weight"] * (1 - torch.sigmoid(b * (p.z - p.v)))
     return torch.cat([good, other])
 
 
-def simpo(p: Pairs, given: Given) -> Tensor:
+def simpo(p: Pairs, settings: Settings) -> Tensor:
     """Follow Meng et al. 2024, arXiv:2405.14734, eq. 6."""
     chosen, rejected = p.mean_logprobs
-    return -log_sigmoid(given["beta"] * (chosen - rejected) - given["gamma"])
+    return -log_sigmoid(settings["beta"] * (chosen - rejected) - settings["gamma"])
 
 
-def cpo(p: Pairs, given: Given) -> Tensor:
+def cpo(p: Pairs, settings: Settings) -> Tensor:
     """Follow Xu et al. 2024, arXiv:2401.08417, eq. 3, the second term per chosen token."""
-    x = given["beta"] * (p.chosen.own - p.rejected.own)
-    return given["alpha"] * sft(p, {}) - log_sigmoid(x)
+    x = settings["beta"] * (p.chosen.exact - p.rejected.exact)
+    return settings["alpha"] * sft(p, {}) - log_sigmoid(x)
 
 
-def orpo(p: Pairs, given: Given) -> Tensor:
+def orpo(p: Pairs, settings: Settings) -> Tensor:
     """Follow Hong et al. 2024, arXiv:2403.07691, eqs. 5 to 7."""
     chosen, rejected = (each - (-torch.expm1(each)).log() for each in p.mean_logprobs)
-    return sft(p, {}) - given["beta"] * log_sigmoid(chosen - rejected)
+    return sft(p, {}) - settings["beta"] * log_sigmoid(chosen - rejected)
 
 
-def sft(p: Pairs, _: Given) -> Tensor:
+def sft(p: Pairs, _: Settings) -> Tensor:
     """Return each pair's share of the mean over tokens of chosen answers."""
-    return -p.chosen.own / p.mean_tokens
+    return -p.chosen.exact / p.mean_tokens
 
 
 def _noisy(x: Tensor, share: float) -> Tensor:
@@ -222,8 +222,8 @@ class PairFormula:
         of_answers: True if the loss has one value per answer, not per pair.
     """
 
-    function: Callable[[Pairs, Given], Tensor]
-    defaults: Given
+    function: Callable[[Pairs, Settings], Tensor]
+    defaults: Settings
     has_reference: bool = True
     of_answers: bool = False
 

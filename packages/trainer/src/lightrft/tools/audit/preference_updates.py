@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.tools.audit.given_rows import items_of
 from lightrft.tools.audit.models import Scorer, frozen_state
 from lightrft.tools.audit.pairs import Borders, Differentiated, Pair, with_rounding
 from lightrft.tools.audit.preference_losses import Answers, Pairs, preference_loss_named
 from lightrft.tools.audit.record import Flags, Integers, RecordError
 from lightrft.tools.audit.replay import ReplayedStep
+from lightrft.tools.audit.stored_rows import items_of
 from lightrft.tools.audit.updates import LossTerm, ReplayedLoss, Update, trained_model
 
 GOOD = "is_good"
@@ -64,7 +64,7 @@ class PreferenceReplay(ReplayedLoss):
         run = scores.run.where(mask, 0.0).sum(dim=1)
 
         def loss(new: Pair, _: Borders) -> Tensor:
-            sums = Pair(new.own.where(mask, 0.0).sum(dim=1), run)
+            sums = Pair(new.exact.where(mask, 0.0).sum(dim=1), run)
             return self._values(sums, reference, z, float(doubts.max()))
 
         # Sums of the reference have the same rounding error.
@@ -83,8 +83,8 @@ class PreferenceReplay(ReplayedLoss):
         is_good, config = self._is_good, self.step.config
         chosen, rejected = (
             Answers(
-                sums.own[which],
-                reference.own[which],
+                sums.exact[which],
+                reference.exact[which],
                 self._tokens[which],
                 sums.run[which],
                 reference.run[which],
@@ -103,7 +103,7 @@ class PreferenceReplay(ReplayedLoss):
 
     def _reference(self, mask: Tensor, doubts: Tensor) -> Pair:
         """Return and check reference log-probabilities of answers; 0 if no loss reads them."""
-        step, findings, seen = self.step, self.step.found, self.step.record.values.ref_logprobs
+        step, findings, seen = self.step, self.step.results, self.step.record.values.ref_logprobs
         is_wanted = any(loss.has_reference for loss in self._losses)
         findings.number("has a reference", seen.size > 0, is_wanted)
         if not seen.size or not is_wanted:
@@ -138,7 +138,7 @@ class PreferenceReplay(ReplayedLoss):
         z, size = max(0.0, float(ratios.mean())), float(ratios.abs().mean())
         seen = update.facts.losses.get("kl", float("nan"))
         name = f"log-ratio behind other prompts, {update.name}"
-        self.step.found.number(name, seen, z, "loss", scale=size, floor=moved)
+        self.step.results.number(name, seen, z, "loss", scale=size, floor=moved)
         return z
 
     def _others(self) -> tuple[Integers, Tensor]:

@@ -89,7 +89,7 @@ class ReplayedStep:
 
     Args:
         record, config: Record and options of the step.
-        found: Collector of the comparisons.
+        results: Collector of the comparisons.
         rows: Rows built from the raw samples.
         policy: Plain model of the actor; None if its inputs are not all recorded.
         critic: Plain model of the critic, or None.
@@ -101,7 +101,7 @@ class ReplayedStep:
 
     record: StepRecord
     config: TrainConfig
-    found: Findings
+    results: Findings
     rows: Rows
     policy: Scorer | None
     critic: Values | None
@@ -111,8 +111,8 @@ class ReplayedStep:
     unit: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.unit = self.found.tolerances["score"]
-        self.borders = Borders(self.found.tolerances["weights"])
+        self.unit = self.results.tolerances["score"]
+        self.borders = Borders(self.results.tolerances["weights"])
 
     @property
     def mask(self) -> Tensor:
@@ -223,7 +223,7 @@ def build_policy(
 
 def check_rows(step: ReplayedStep) -> None:
     """Compare ids, masks, engine logprobs, compute dtype and scale of adapters."""
-    findings, rows, values = step.found, step.rows, step.record.values
+    findings, rows, values = step.results, step.rows, step.record.values
     findings.exact("token ids", rows.padded(values.token_ids).astype(np.int64), rows.ids)
     findings.exact("response mask", rows.padded(values.response_mask), rows.mask)
     if step.is_reinforced:
@@ -241,12 +241,12 @@ def score_models(step: ReplayedStep, reference: Path | None) -> Numbers:
     if policy is None:
         return _recorded_numbers(step)
 
-    def paired(name: str, seen: NDArray[np.float32], own: Tensor, noise: float) -> Pair:
-        pair = Pair(own, step.wide(seen))
-        step.found.tokens(name, pair.run, own, step.mask, "logprobs")
+    def paired(name: str, seen: NDArray[np.float32], exact: Tensor, noise: float) -> Pair:
+        pair = Pair(exact, step.wide(seen))
+        step.results.tokens(name, pair.run, exact, step.mask, "logprobs")
         if step.is_rounded and rows.mask.any():
             mean = mean_distance(pair, step.mask)
-            step.found.add(f"{name} (mean distance)", None, None, mean, NOISE_SAFETY * noise)
+            step.results.add(f"{name} (mean distance)", None, None, mean, NOISE_SAFETY * noise)
         return pair
 
     def score(model: Scorer, state: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
@@ -270,14 +270,14 @@ def score_models(step: ReplayedStep, reference: Path | None) -> Numbers:
     if run.ref_logprobs.size:
         state = frozen_state(reference or Path(str(config.pretrain)))
         ref = paired("reference logprobs", run.ref_logprobs, *score(policy, state)[0])
-    step.found.number("has a teacher", run.teacher_logprobs.size > 0, config.teacher is not None)
+    step.results.number("has a teacher", run.teacher_logprobs.size > 0, config.teacher is not None)
     if run.teacher_logprobs.size and (folder := Path(str(config.teacher))).is_dir():
         model = build_policy(config, None, folder, 0.0, step.is_rounded)
         scored = score(model, frozen_state(folder))[0]
         teacher = paired("teacher logprobs", run.teacher_logprobs, *scored)
     elif run.teacher_logprobs.size:
         seen = step.wide(run.teacher_logprobs)
-        step.found.skip("teacher logprobs", f"no model in {folder}; the run's are taken")
+        step.results.skip("teacher logprobs", f"no model in {folder}; the run's are taken")
         teacher = Pair(seen, seen)
     if step.critic is not None and run.values.size:
         state = named(step.states["critic"], "weight")
@@ -292,7 +292,7 @@ def _recorded_numbers(step: ReplayedStep) -> Numbers:
     def taken(name: str, seen: NDArray[np.float32]) -> Pair | None:
         if not seen.size:
             return None
-        step.found.skip(name, NO_PASS)
+        step.results.skip(name, NO_PASS)
         wide = torch.where(step.mask, step.wide(seen), 0.0)
         return Pair(wide, wide)
 
@@ -313,35 +313,35 @@ def _sampling(step: ReplayedStep, old: Pair) -> Pair:
     if not step.record.values.log_kept_mass.size:
         return old
     mass = step.wide(step.record.values.log_kept_mass)
-    step.found.skip("kept mass", "what top_k, top_p and min_p excluded is taken from the run")
+    step.results.skip("kept mass", "what top_k, top_p and min_p excluded is taken from the run")
     return old.map(lambda each: each - mass)
 
 
-def _check_engine(step: ReplayedStep, own: Tensor) -> None:
+def _check_engine(step: ReplayedStep, exact: Tensor) -> None:
     """Compare the engine's logprobs with those of the weights that sampled each token.
 
     Weights of older versions come from earlier records, if they exist.
     """
     name, rows = "engine logprobs", step.rows
     if step.record.facts.engine not in ENGINES_OF_THE_MODEL:
-        step.found.skip(name, f"the engine {step.record.facts.engine!r} computes no model")
+        step.results.skip(name, f"the engine {step.record.facts.engine!r} computes no model")
     elif step.config.use_fire:
-        step.found.skip(name, "tokens of several temperatures")
+        step.results.skip(name, "tokens of several temperatures")
     elif not step.record.samples.is_untruncated.all():
-        step.found.skip(name, "drawn with top_k, top_p or min_p")
+        step.results.skip(name, "drawn with top_k, top_p or min_p")
     else:
-        expected, is_known = _sampling_weights(step, own)
-        step.found.tokens(name, rows.rollout_logprobs, expected, step.mask & is_known, "engine")
+        expected, is_known = _sampling_weights(step, exact)
+        step.results.tokens(name, rows.rollout_logprobs, expected, step.mask & is_known, "engine")
 
 
-def _sampling_weights(step: ReplayedStep, own: Tensor) -> tuple[Tensor, Tensor]:
+def _sampling_weights(step: ReplayedStep, exact: Tensor) -> tuple[Tensor, Tensor]:
     """Return logprobs under the weights that sampled each token, and where these are known."""
     mask, current, policy = step.mask, step.record.facts.weights_version, step.policy
     versions = step.record.samples.facts.get(VERSIONS, np.zeros(0))
     if current < 0 or not versions.size or policy is None:
-        return own, mask
+        return exact, mask
     of_token = step.wide(versions)
-    expected, is_known = own.clone(), of_token == current
+    expected, is_known = exact.clone(), of_token == current
     older = set(of_token[mask].int().tolist()) - {current}
     for version, record in _records_of(step.record, older):
         policy.load(named(record.state("before", "actor"), "weight"))
@@ -352,7 +352,7 @@ def _sampling_weights(step: ReplayedStep, own: Tensor) -> tuple[Tensor, Tensor]:
     policy.load(named(step.states["actor"], "weight"))
     for version in sorted(older):
         num_tokens = int((mask & (of_token == version)).sum())
-        step.found.skip(
+        step.results.skip(
             f"engine logprobs of version {version}", f"no record has the weights of {num_tokens}"
         )
     return expected, is_known
@@ -377,8 +377,8 @@ def estimate(step: ReplayedStep, numbers: Numbers) -> tuple[Pair, Tensor, float]
     config, rows, samples, run = step.config, step.rows, step.record.samples, step.record.values
     moments = step.decided.reward_moments or step.record.facts.reward_moments
     rewards, greedy, size = shaped_rewards(samples, rows.is_kept, config, moments)
-    error = step.found.tolerances["sum"] * size
-    step.found.tokens(
+    error = step.results.tolerances["sum"] * size
+    step.results.tokens(
         "rewards",
         run.rewards[:, None],
         rewards[:, None],
@@ -390,7 +390,7 @@ def estimate(step: ReplayedStep, numbers: Numbers) -> tuple[Pair, Tensor, float]
     seen, seen_returns = step.wide(run.advantages), step.wide(run.returns)
     name, mask = config.advantage_estimator, rows.mask
     if name not in ESTIMATORS:
-        step.found.skip("advantages", f"of {name}; the run's are taken")
+        step.results.skip("advantages", f"of {name}; the run's are taken")
         return Pair(seen, seen), seen_returns, error
     if name not in TOKEN_ESTIMATORS:
         lengths = sampled_lengths(samples)
@@ -406,10 +406,10 @@ def estimate(step: ReplayedStep, numbers: Numbers) -> tuple[Pair, Tensor, float]
     error += moved
     shaped = token_rewards(rewards, mask, penalty, _paid_by_turn(step))
     if name == "gae" and numbers.values is not None:
-        values = numbers.values.own.numpy()
+        values = numbers.values.exact.numpy()
         advantages = gae(shaped, values, mask, config, policy_lambds(mask, config))
         target = np.where(mask, gae(shaped, values, mask, config) + values, 0.0)
-        error += _row_sum(step.rounding(numbers.values.own, "logprobs"), step.mask)
+        error += _row_sum(step.rounding(numbers.values.exact, "logprobs"), step.mask)
     else:
         advantages = target = returns(shaped, mask, config)
     learned = torch.from_numpy(target)
@@ -422,8 +422,8 @@ def estimate(step: ReplayedStep, numbers: Numbers) -> tuple[Pair, Tensor, float]
     final = torch.from_numpy(advantages)
     if numbers.teacher is not None:
         # log p - log q of each token, without discount.
-        final = final + config.teacher_coef * numbers.teacher.less(numbers.old, step.mask).own
-        rounding = step.rounding(numbers.old.own, "logprobs")[step.mask]
+        final = final + config.teacher_coef * numbers.teacher.less(numbers.old, step.mask).exact
+        rounding = step.rounding(numbers.old.exact, "logprobs")[step.mask]
         error += 2 * config.teacher_coef * max(rounding.tolist(), default=0.0)
     if config.advantage_clip > 0:
         final = final.clamp(-config.advantage_clip, config.advantage_clip)
@@ -432,11 +432,11 @@ def estimate(step: ReplayedStep, numbers: Numbers) -> tuple[Pair, Tensor, float]
 
 
 def _check_advantages(step: ReplayedStep, name: str, values: Pair, error: float) -> None:
-    scale = max(1e-6, float(values.own.abs().max()))
-    step.found.tokens(
+    scale = max(1e-6, float(values.exact.abs().max()))
+    step.results.tokens(
         name,
         values.run,
-        values.own,
+        values.exact,
         step.rows.mask,
         "advantages",
         scale=scale,
@@ -464,7 +464,7 @@ def _kl_penalty(step: ReplayedStep, numbers: Numbers) -> tuple[Array, float]:
         return kl_term(step.kl_estimator, scores, reference, old, mask, borders)
 
     # Scores of policy and reference have the same rounding error.
-    error = 2 * step.rounding(old.own, "logprobs")
+    error = 2 * step.rounding(old.exact, "logprobs")
     exact, moved = with_rounding(term_of, old, (error, -error), step.borders)
     penalty = step.reward_kl_coef * exact.value
     return penalty.numpy(), step.reward_kl_coef * _row_sum(moved.value, mask)
@@ -472,7 +472,7 @@ def _kl_penalty(step: ReplayedStep, numbers: Numbers) -> tuple[Array, float]:
 
 def mean_distance(values: Pair, mask: Tensor) -> float:
     """Return the mean distance per token, relative to 1 or to the value if larger."""
-    distance = (values.run - values.own).abs() / values.own.abs().clamp(min=1.0)
+    distance = (values.run - values.exact).abs() / values.exact.abs().clamp(min=1.0)
     return float(distance[mask].mean())
 
 

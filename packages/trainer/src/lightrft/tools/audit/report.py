@@ -17,7 +17,6 @@ from lightrft.tools.audit.decisions import (
     step_before,
 )
 from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED, Finding
-from lightrft.tools.audit.given_rows import check_given, check_places, in_items
 from lightrft.tools.audit.models import Classifier, Scorer, Student
 from lightrft.tools.audit.policy_updates import policy_objectives
 from lightrft.tools.audit.preference_updates import answer_places, preference_objectives
@@ -25,6 +24,7 @@ from lightrft.tools.audit.record import Flags, RecordError, read_record
 from lightrft.tools.audit.replay import ReplayedStep, build_policy, check_rows, open_step
 from lightrft.tools.audit.reward_updates import reward_objectives, score_places
 from lightrft.tools.audit.sources import check_sources, planned_steps
+from lightrft.tools.audit.stored_rows import check_places, check_stored, in_items
 from lightrft.tools.audit.supervised_updates import divergence_objectives, supervised_objectives
 from lightrft.tools.audit.updates import ReplayedLoss, replay
 
@@ -127,14 +127,14 @@ def audit_step(run: Path, step: int | None = None, *, reference: Path | None = N
     _check_batch(audited, stage, is_configured=is_configured)
     if is_configured:
         wanted = {name: audited.trained_names(name) for name in audited.states}
-        check_optimizers(audited.found, decided, record, config, audited.states, wanted)
+        check_optimizers(audited.results, decided, record, config, audited.states, wanted)
         check_sources(audited, before, planned)
     if before is not None:
-        check_link(audited.found, before, audited.states)
+        check_link(audited.results, before, audited.states)
     replay(audited, stage.objectives(audited, reference), is_configured=is_configured)
     if config.enable_ema:
-        audited.found.skip("moving average", "it is not recorded")
-    rows = tuple(audited.found.rows)
+        audited.results.skip("moving average", "it is not recorded")
+    rows = tuple(audited.results.rows)
     return AuditReport(str(run), record.facts.step, rows, audited.borders.num_taken)
 
 
@@ -142,13 +142,13 @@ def _check_batch(step: ReplayedStep, stage: StageAudit, *, is_configured: bool) 
     """Compare the rows of the step, and the contents of its optimizer steps."""
     if stage.places is None:
         check_rows(step)
-        check_decisions(step.found, step.decided, step.record, step.config, step.rows.is_kept)
+        check_decisions(step.results, step.decided, step.record, step.config, step.rows.is_kept)
         return
     step.rows = replace(step.rows, mask=stage.places(step))
     if is_configured:
         check_places(step)
     check_rows(step)
-    check_given(step)
+    check_stored(step)
 
 
 def as_table(report: AuditReport) -> str:

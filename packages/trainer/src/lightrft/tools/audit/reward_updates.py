@@ -13,46 +13,46 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid as log_sigmoid
 
-from lightrft.tools.audit.given_rows import items_of
 from lightrft.tools.audit.models import Scorer
 from lightrft.tools.audit.pairs import Borders, Pair, with_rounding
 from lightrft.tools.audit.record import Flags, RecordError
 from lightrft.tools.audit.replay import ReplayedStep
+from lightrft.tools.audit.stored_rows import items_of
 from lightrft.tools.audit.updates import LossTerm, ReplayedLoss, Update, trained_model
 
 RANK, MARGIN, TARGET = "rank", "margin", "target"
-Given = Mapping[str, float]
+Settings = Mapping[str, float]
 
 
-def bradley_terry(d: Tensor, is_tie: Tensor, given: Given) -> Tensor:
+def bradley_terry(d: Tensor, is_tie: Tensor, settings: Settings) -> Tensor:
     """Follow Ouyang et al. 2022, arXiv:2203.02155, eq. 1; ties draw scores together."""
-    return torch.where(is_tie, given["tie_coef"] * d.abs(), -log_sigmoid(d))
+    return torch.where(is_tie, settings["tie_coef"] * d.abs(), -log_sigmoid(d))
 
 
-def hps(d: Tensor, is_tie: Tensor, given: Given) -> Tensor:
+def hps(d: Tensor, is_tie: Tensor, settings: Settings) -> Tensor:
     """Follow Wu et al. 2023, arXiv:2306.09341: cross-entropy of two scores at a temperature."""
-    return torch.where(is_tie, given["tie_coef"] * d.abs(), -log_sigmoid(given["scale"] * d))
+    return torch.where(is_tie, settings["tie_coef"] * d.abs(), -log_sigmoid(settings["scale"] * d))
 
 
-def rao_kupper(d: Tensor, is_tie: Tensor, given: Given) -> Tensor:
+def rao_kupper(d: Tensor, is_tie: Tensor, settings: Settings) -> Tensor:
     """Follow Rao and Kupper 1967 with theta = e^w: ties have the remaining probability."""
-    w = given["tie_width"]
+    w = settings["tie_width"]
     better, worse = log_sigmoid(d - w), log_sigmoid(-d - w)
     return torch.where(is_tie, -better - worse - math.log(math.expm1(2 * w)), -better)
 
 
-def mse(scores: Tensor, targets: Tensor, _: Given) -> Tensor:
+def mse(scores: Tensor, targets: Tensor, _: Settings) -> Tensor:
     """Return the squared distance from the target."""
     return (scores - targets) ** 2
 
 
-def bce(scores: Tensor, targets: Tensor, _: Given) -> Tensor:
+def bce(scores: Tensor, targets: Tensor, _: Settings) -> Tensor:
     """Return the cross-entropy of a probability s(score)."""
     return -targets * log_sigmoid(scores) - (1 - targets) * log_sigmoid(-scores)
 
 
 # Loss of differences and ties, or of scores and targets.
-Function = Callable[[Tensor, Tensor, Given], Tensor]
+Function = Callable[[Tensor, Tensor, Settings], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class RewardLoss:
     """Built-in loss and its options."""
 
     function: Function
-    defaults: Given
+    defaults: Settings
 
 
 _TIES = {"tie_coef": 0.01}
@@ -120,26 +120,26 @@ class RewardReplay(ReplayedLoss):
         values = self._compared if RANK in self._facts else self._labelled
 
         def total(new: Pair, _: Borders) -> Tensor:
-            return values(new.own[mask], loss.function, options) / self.denominator(mask)
+            return values(new.exact[mask], loss.function, options) / self.denominator(mask)
 
         signs = torch.ones_like(error)
         signs[mask] = 2.0 * (torch.arange(int(mask.sum())) % 2).double() - 1.0
         shifts = (error, -error, signs * error, -signs * error)
         yield LossTerm("policy", 1.0, *with_rounding(total, scores, shifts, self.step.borders))
 
-    def _labelled(self, scores: Tensor, function: Function, given: Given) -> Tensor:
+    def _labelled(self, scores: Tensor, function: Function, settings: Settings) -> Tensor:
         targets = self._facts[TARGET].astype(np.float64)
         if len(targets) != len(scores):
             targets = self.step.rows.padded(targets)[self.step.rows.mask]
-        return function(scores, torch.from_numpy(targets), given)
+        return function(scores, torch.from_numpy(targets), settings)
 
-    def _compared(self, scores: Tensor, function: Function, given: Given) -> Tensor:
+    def _compared(self, scores: Tensor, function: Function, settings: Settings) -> Tensor:
         """Return losses of all answer pairs; the pairs of one prompt have a total weight of 1."""
         first, second, weights = self._pairs()
         ranks = torch.from_numpy(self._facts[RANK])
         margins = self._facts.get(MARGIN, np.zeros(len(ranks))).astype(np.float64)
         d = scores[first] - scores[second] - torch.from_numpy(margins)[first]
-        values = function(d, ranks[first] == ranks[second], given)
+        values = function(d, ranks[first] == ranks[second], settings)
         centering = self.step.config.centering_coef * (scores[first] + scores[second]) ** 2
         return torch.tensor(weights, dtype=torch.float64) * (values + centering)
 

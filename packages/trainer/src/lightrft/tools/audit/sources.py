@@ -120,24 +120,24 @@ def check_sources(
         before: Record of the previous step; None without.
         planned: See `planned_steps`.
     """
-    _check_length(step.found, step.record, planned)
-    check_schedules(step.found, step.record, before, step.decided.counts)
-    _check_components(step.found, step.record.samples, step.config)
+    _check_length(step.results, step.record, planned)
+    check_schedules(step.results, step.record, before, step.decided.counts)
+    _check_components(step.results, step.record.samples, step.config)
     _check_first_weights(step)
 
 
-def _check_length(found: Findings, record: StepRecord, planned: tuple[int, int] | None) -> None:
+def _check_length(results: Findings, record: StepRecord, planned: tuple[int, int] | None) -> None:
     """Compare the planned length of the run with options and data."""
     name, seen = "steps of the run", record.facts.num_planned
     if planned is None or seen == 0:
-        found.skip(name, "its data is no file of lines that is still there, and has no max_steps")
+        results.skip(name, "its data is no file of lines that is still there, and has no max_steps")
         return
     least, most = planned
-    found.add(name, float(seen), float(most), float(max(least - seen, seen - most, 0)), 0.0)
+    results.add(name, float(seen), float(most), float(max(least - seen, seen - most, 0)), 0.0)
 
 
 def check_schedules(
-    found: Findings,
+    results: Findings,
     record: StepRecord,
     before: StepRecord | None,
     counts: Mapping[str, int | None],
@@ -145,7 +145,7 @@ def check_schedules(
     """Check that schedules continue from the previous step, unless the run's length changed.
 
     Args:
-        found: Collector of the comparisons.
+        results: Collector of the comparisons.
         record: Record of the step.
         before: Record of the previous step; None without.
         counts: Optimizer steps before this step, by model; None if unknown.
@@ -153,13 +153,13 @@ def check_schedules(
     for model, facts in record.facts.optimizers.items():
         name = f"change of the schedule, {model}"
         if record.facts.step == 1:
-            found.number(name, facts.schedule_changed_at, -1)
+            results.number(name, facts.schedule_changed_at, -1)
         elif before is not None:
             changed_at, gap = _expected_change(record, before, model, counts[model])
-            found.number(name, facts.schedule_changed_at, changed_at)
-            found.number(f"size of it, {model}", facts.schedule_gap, gap, floor=1e-9)
+            results.number(name, facts.schedule_changed_at, changed_at)
+            results.number(f"size of it, {model}", facts.schedule_gap, gap, floor=1e-9)
         elif facts.schedule_changed_at >= 0:
-            found.skip(name, "the step before is not recorded; the run's is taken")
+            results.skip(name, "the step before is not recorded; the run's is taken")
 
 
 def _expected_change(
@@ -201,9 +201,9 @@ def _check_first_weights(step: ReplayedStep) -> None:
         try:
             first = frozen_state(path, POLICY if model == "actor" else TRUNK)
         except RecordError:
-            step.found.skip(name, f"no model in {path}")
+            step.results.skip(name, f"no model in {path}")
             continue
-        _compare(step.found, name, merged, first, CAST[facts.compute_dtype])
+        _compare(step.results, name, merged, first, CAST[facts.compute_dtype])
 
 
 def _as_in_the_model(
@@ -218,7 +218,7 @@ def _as_in_the_model(
 
 
 def _compare(
-    found: Findings,
+    results: Findings,
     name: str,
     weights: Mapping[str, Tensor],
     first: Mapping[str, Tensor],
@@ -233,23 +233,23 @@ def _compare(
             share = float((one - other).abs().max() / other.abs().max().clamp(min=1e-30))
         if not share <= worst:
             worst, where = share, f"such as {each}"
-    found.add(name, None, None, worst, limit, where if worst > limit else "")
+    results.add(name, None, None, worst, limit, where if worst > limit else "")
 
 
-def _check_components(found: Findings, samples: RawSamples, config: TrainConfig) -> None:
+def _check_components(results: Findings, samples: RawSamples, config: TrainConfig) -> None:
     """Check that rewards are the weighted sums of their functions' values."""
     if not config.reward_fn:
         return
     name = "rewards from their components"
     others = (config.remote_rm_url, config.reward_pretrain, config.reward_recipe)
     if any(others) or config.has_episodes:
-        found.skip(name, "parts of them have no weight among the options")
+        results.skip(name, "parts of them have no weight among the options")
         return
     parts: list[np.ndarray] = []
     for component in _component_names(config.reward_fn):
         values = samples.facts.get(f"{COMPONENT}{component}")
         if values is None:
-            found.skip(name, f"no component is called {component}")
+            results.skip(name, f"no component is called {component}")
             return
         parts.append(values.astype(np.float64))
     weights = np.array(config.reward_weights or np.ones(len(parts)))
@@ -258,7 +258,7 @@ def _check_components(found: Findings, samples: RawSamples, config: TrainConfig)
     distance = np.abs(samples.rewards[is_scored] - recomputed) / np.maximum(scale, 1.0)
     totals = float(samples.rewards[is_scored].sum()), float(recomputed.sum())
     worst = float(np.where(np.isnan(distance), np.inf, distance).max(initial=0.0))
-    found.add(name, *totals, worst, found.tolerances["number"])
+    results.add(name, *totals, worst, results.tolerances["number"])
 
 
 def _component_names(functions: Sequence[str]) -> list[str]:

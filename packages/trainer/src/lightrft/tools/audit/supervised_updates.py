@@ -40,8 +40,8 @@ class SupervisedReplay(ReplayedLoss):
         share = token_shares(mask, SUPERVISED_AGGREGATIONS[loss]) / self.denominator(mask)
 
         def mean(new: Pair, _: Borders) -> Tensor:
-            weights = new.own.detach().exp() if loss == "dft" else torch.ones_like(share)
-            return -share * weights * new.own
+            weights = new.exact.detach().exp() if loss == "dft" else torch.ones_like(share)
+            return -share * weights * new.exact
 
         yield LossTerm(
             "policy", 1.0, *with_rounding(mean, scores, (error, -error), self.step.borders)
@@ -62,7 +62,7 @@ class DivergenceReplay(ReplayedLoss):
     ) -> Iterator[LossTerm]:
         """Yield the mean divergence."""
         share = update.mask / max(self.denominator(update.mask), 1.0)
-        exact = Differentiated(scores.own * share, share)
+        exact = Differentiated(scores.exact * share, share)
         yield LossTerm("policy", 1.0, exact, Differentiated(self.step.unit * share, 0 * share))
 
     def noises(self, slopes: Sequence[Tensor], moved: Tensor) -> list[Tensor]:
@@ -74,19 +74,19 @@ def check_ends(step: ReplayedStep) -> None:
     """Check that each run of trained tokens ends in a special token that can stop generation."""
     config, name = step.config, "ends of trained turns"
     if config.train_on == "all" or config.train_on_regex is not None:
-        step.found.skip(name, "the options do not train turns")
+        step.results.skip(name, "the options do not train turns")
         return
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(config.pretrain), local_files_only=True)
     except (OSError, ValueError):
-        step.found.skip(name, f"no tokenizer in {Path(str(config.pretrain))}")
+        step.results.skip(name, f"no tokenizer in {Path(str(config.pretrain))}")
         return
     added = tokenizer.added_tokens_decoder.items()
     special = [*tokenizer.all_special_ids, *(i for i, each in added if each.special)]
     mask = step.rows.mask
     is_end = mask & ~np.pad(mask, ((0, 0), (0, 1)))[:, 1:]
     is_special = np.isin(step.rows.ids, special)
-    step.found.exact(name, is_end & is_special, is_end)
+    step.results.exact(name, is_end & is_special, is_end)
 
 
 def supervised_objectives(step: ReplayedStep, reference: Path | None) -> dict[str, ReplayedLoss]:

@@ -21,9 +21,9 @@ from lightrft.tools.audit.optimizers import (
     as_double,
     clip_factor,
     configured_groups,
-    given_groups,
     learning_rate,
     norm_of,
+    stored_groups,
 )
 from lightrft.tools.audit.pairs import Differentiated, Pair
 from lightrft.tools.audit.record import RecordError, UpdateFacts, named, rows_of
@@ -158,7 +158,7 @@ class Updates:
             names = [name for name in self.step.trained_names(self._model) if name in weights]
             groups = configured_groups(names, weights, config)
         else:
-            groups = given_groups(self._facts)
+            groups = stored_groups(self._facts)
         moments = {n: v for n, v in state.items() if not n.startswith("weight/")}
         kind = DECOUPLED[0] if self._is_configured else self._facts.kind
         return Optimizer(kind, weights, groups, moments)
@@ -177,7 +177,7 @@ class Updates:
         """Compare the states after the last update."""
         reason = self._ended or (NO_PASS if self.step.policy is None else "")
         if reason:
-            self.step.found.skip(f"{self._model} weights after", reason)
+            self.step.results.skip(f"{self._model} weights after", reason)
         else:
             self._compare_after()
         if not self._ended:
@@ -214,7 +214,7 @@ class Updates:
 
     def _follow(self, update: Update) -> None:
         """Compare what needs no forward pass: losses of the run's scores, and the learning rate."""
-        findings = self.step.found
+        findings = self.step.results
         if update.new is None:
             findings.skip(f"losses, {update.name}", "its scores are not recorded")
         else:
@@ -246,7 +246,7 @@ class Updates:
         mask = torch.zeros(rows.mask.shape, dtype=torch.bool)
         mask[batch] = torch.from_numpy(rows.mask[batch])
         z = self._objective.denominator(mask)
-        step.found.number(f"denominator, {name}", facts.normalizer, z)
+        step.results.number(f"denominator, {name}", facts.normalizer, z)
         new, weights = recorded("new"), recorded("weights")
         if new is not None and self._model == "critic":
             # Outside of responses a critic's values are meaningless.
@@ -256,7 +256,7 @@ class Updates:
 
     def _check_scores(self, what: str, update: Update, scores: Pair, scorer: Scorer) -> Tensor:
         """Compare scores by an update's weights; return the rounding of each."""
-        drift, mask, before = torch.zeros_like(scores.own), update.mask, self._count
+        drift, mask, before = torch.zeros_like(scores.exact), update.mask, self._count
         kind = "replayed" if before else "logprobs"
 
         def floor() -> Tensor:
@@ -269,18 +269,18 @@ class Updates:
                     moved[n] = update.state[n] + signs * size
                 scorer.load(moved)
                 other = scorer.score(self.step.rows.ids, mask)[0]
-                torch.maximum(drift, (other - scores.own).abs(), out=drift)
+                torch.maximum(drift, (other - scores.exact).abs(), out=drift)
             return SAFETY * drift
 
         if what:
             name = f"{what}, {update.name}"
-            self.step.found.tokens(name, scores.run, scores.own, mask, kind, floor=floor)
+            self.step.results.tokens(name, scores.run, scores.exact, mask, kind, floor=floor)
             if before:
-                self.step.found.hint(f"look at the gradient and the optimizer in update {before}")
-        return torch.where(mask, self.step.rounding(scores.own, kind) + SAFETY * drift, 0.0)
+                self.step.results.hint(f"look at the gradient and the optimizer in update {before}")
+        return torch.where(mask, self.step.rounding(scores.exact, kind) + SAFETY * drift, 0.0)
 
     def _check_loss(self, update: Update, term: LossTerm) -> None:
-        self.step.found.number(
+        self.step.results.number(
             f"{term.name} loss, {update.name}",
             update.facts.losses.get(term.name, math.nan),
             float(term.exact.value.sum()),
@@ -292,13 +292,13 @@ class Updates:
     def _act(
         self,
         update: Update,
-        own: Mapping[str, Tensor],
+        exact: Mapping[str, Tensor],
         rounding: Callable[[], Mapping[str, Tensor]],
     ) -> None:
         """Clip a gradient and take the optimizer's step; compute rounding only if needed."""
-        findings, facts = self.step.found, update.facts
+        findings, facts = self.step.results, update.facts
         optimizer, noise = self._optimizer, 0.0
-        norm, name = norm_of(own), f"gradient norm, {update.name}"
+        norm, name = norm_of(exact), f"gradient norm, {update.name}"
         if facts.is_skipped:
             note = "the run skipped this update: its gradients were not finite"
             findings.add(name, facts.grad_norm, norm, math.inf, 0.0, note)
@@ -314,11 +314,11 @@ class Updates:
             self._ended = f"the gradient of {update.name} is rounding: Adam steps by its sign"
             return
         rate, factor = self._rate(update), clip_factor(norm, self.step.config.max_norm)
-        largest = max((float(value.abs().max()) for value in own.values()), default=0.0)
+        largest = max((float(value.abs().max()) for value in exact.values()), default=0.0)
         doubt = max(DOUBT * largest, self._each(noise))
-        for n, size in optimizer.spread(own, rate, factor, doubt).items():
+        for n, size in optimizer.spread(exact, rate, factor, doubt).items():
             self._spread[n] = self._spread.get(n, 0) + size
-        optimizer.step(own, rate, factor)
+        optimizer.step(exact, rate, factor)
         self._rates += rate
         self._noise += noise * factor
         self._moved += rate * self._noise
@@ -327,20 +327,20 @@ class Updates:
         config, model, seen = self.step.config, self._model, update.facts.learning_rate
         facts, name = self._facts, f"learning rate, {update.name}"
         if not self._is_configured or facts.schedule_steps <= 0:
-            self.step.found.skip(name, "of an optimizer or schedule of the caller's own")
+            self.step.results.skip(name, "of an optimizer or schedule of the caller's own")
             return seen
         peak = config.peak_learning_rate if model == "actor" else config.critic_learning_rate
         decided = self.step.decided
         count, steps = decided.counts[model], decided.schedule_steps[model]
         position = (facts.schedule_position if count is None else count) + self._count
         rate = learning_rate(peak, position, steps or facts.schedule_steps, facts, config)
-        floor = self.step.found.tolerances["sum"] * 1e-6 * peak
-        self.step.found.number(name, seen, rate, floor=floor)
+        floor = self.step.results.tolerances["sum"] * 1e-6 * peak
+        self.step.results.number(name, seen, rate, floor=floor)
         return rate
 
     def _compare_after(self) -> None:
         """Compare moments, weight decay, and the change of the weights."""
-        findings, optimizer = self.step.found, self._optimizer
+        findings, optimizer = self.step.results, self._optimizer
         after = as_double(self.step.record.state("after", self._model))
         self._compare_moments(after)
         before = as_double(self.step.states[self._model])
@@ -372,12 +372,12 @@ class Updates:
         frozen = [n for n in start if n not in trained and n in weights]
         moved = [n for n in frozen if not torch.equal(weights[n], start[n])]
         note = f"such as {moved[0]}" if moved else ""
-        self.step.found.add(
+        self.step.results.add(
             f"{self._model} frozen weights after", len(moved), 0.0, len(moved), 0.0, note
         )
 
     def _compare_moments(self, after: Mapping[str, Tensor]) -> None:
-        findings, noise = self.step.found, self._noise
+        findings, noise = self.step.results, self._noise
         betas = [group.betas[0] for group in self._optimizer.groups.values()]
         share_of_one = 1 - min(betas, default=0.0)
         floors = {
@@ -407,7 +407,7 @@ class Updates:
 
     def _check_decay(self, weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> None:
         """Compare decay: the weights' coefficient in the run's change minus the recomputed one."""
-        optimizer, config, findings = self._optimizer, self.step.config, self.step.found
+        optimizer, config, findings = self._optimizer, self.step.config, self.step.results
         for what, wanted, is_matrix in (("matrices", config.l2, True), ("vectors", 0.0, False)):
             names = [n for n in optimizer.groups if (start[n].dim() >= 2) == is_matrix]
             size = norm_of({n: start[n] for n in names}) ** 2

@@ -17,9 +17,9 @@ def in_items(config: TrainConfig) -> TrainConfig:
     return config.replaced({"rollout_batch_size": size, "n_samples_per_prompt": 1, "max_epochs": 1})
 
 
-def check_given(step: ReplayedStep) -> None:
+def check_stored(step: ReplayedStep) -> None:
     """Compare the items, rows and micro batches of an optimizer step."""
-    findings, facts = step.found, step.record.facts
+    findings, facts = step.results, step.record.facts
     findings.number("items of the step", len(set(items_of(step))), step.config.train_batch_size)
     findings.number("updates of the actor", len(facts.updates), 1)
     trained = [i for update in facts.updates for micro in update.micro_batches for i in micro]
@@ -34,7 +34,7 @@ def check_places(step: ReplayedStep) -> None:
     Each pass shuffles the items with seed + pass. A step takes the next `train_batch_size` items,
     for any number of ranks. Items that fill no step are dropped.
     """
-    findings, config, facts, name = step.found, step.config, step.record.facts, "rows of the data"
+    findings, config, facts, name = step.results, step.config, step.record.facts, "rows of the data"
     samples, size = step.record.samples, config.train_batch_size
     if config.allow_changes or facts.num_items < size or PLACE not in samples.facts:
         findings.skip(name, "the run may have been continued with other data or options")
@@ -55,7 +55,7 @@ def items_of(step: ReplayedStep) -> list[int]:
 
 def _check_micro_batches(step: ReplayedStep) -> None:
     """Check that micro batches have whole items, within their number or tokens."""
-    findings, config, items = step.found, step.config, items_of(step)
+    findings, config, items = step.results, step.config, items_of(step)
     index = {int(i): row for row, i in enumerate(step.record.samples.sample_ids)}
     micros = [
         [index[i] for i in micro]
@@ -83,8 +83,8 @@ def _check_tokens(step: ReplayedStep, micros: list[Integers], sizes: set[int]) -
     """Check that micro batches of several items stay within the limit of tokens."""
     config, bound = step.config, step.config.micro_batch_tokens
     if bound is None and len(sizes) > 1:
-        step.found.skip("tokens of micro batches", "the longest ranking of the data bounds them")
+        step.results.skip("tokens of micro batches", "the longest ranking of the data bounds them")
         return
     if bound is None:
         bound = config.micro_train_batch_size * config.max_row_tokens * max(sizes)
-    check_tokens(step.found, micros, config.packing_samples, bound)
+    check_tokens(step.results, micros, config.packing_samples, bound)
