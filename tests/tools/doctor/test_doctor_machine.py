@@ -15,7 +15,7 @@ from tests.models import planted_kernels
 
 from lightrft.cli.main import main
 from lightrft.tools.doctor import check as checks, gpu_checks, machine_checks
-from lightrft.tools.doctor.check import Check, CheckResult, Verdict, found, unchecked
+from lightrft.tools.doctor.check import Check, CheckResult, Verdict, checked, unchecked
 
 pytestmark = pytest.mark.shard("command_line")
 
@@ -23,8 +23,8 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine
 
 
 def test_a_line_shows_limit_and_remedy_where_they_are_needed():
-    check = Check("disk", ">= 20 GB", "free some", lambda: found(False, "3 GB"))
-    assert checks.line(check, found(True, "30 GB")) == (
+    check = Check("disk", ">= 20 GB", "free some", lambda: checked(False, "3 GB"))
+    assert checks.line(check, checked(True, "30 GB")) == (
         "ok  disk                  30 GB  (limit: >= 20 GB)"
     )
     bad = checks.line(check, checks.run_check(check))
@@ -38,14 +38,14 @@ def test_a_check_that_raises_or_never_answers_is_bad_and_the_rest_goes_on():
 
     def hangs() -> CheckResult:
         time.sleep(30)
-        return found(True, "late")
+        return checked(True, "late")
 
     lines: list[str] = []
     verdicts = checks.report(
         [
             Check("a", "x", "y", fails),
             Check("b", "x", "y", hangs, deadline_seconds=0.2),
-            Check("c", "x", "y", lambda: found(True, "here")),
+            Check("c", "x", "y", lambda: checked(True, "here")),
         ],
         lines.append,
     )

@@ -91,9 +91,9 @@ def show_layout(source: str, rows: Sequence[Row], *, num_items: int) -> None:
         say(f"  {name}: {' or '.join(kinds)}{note}, for example {str(values[0])[:60]!r}")
 
 
-def show_samples(found: DataCheck, statements: Statements | None, *, max_new_tokens: int) -> None:
+def show_samples(result: DataCheck, statements: Statements | None, *, max_new_tokens: int) -> None:
     """Print the first, the middle and the last prompt as the model will see them."""
-    rows = found.rows
+    rows = result.rows
     places = sorted({0, len(rows) // 2, len(rows) - 1})[:NUM_SAMPLES] if rows else []
     for number, place in enumerate(places, start=1):
         row = rows[place]
@@ -123,18 +123,18 @@ def visible(row: CheckedRow, tokenizer: PreTrainedTokenizerBase) -> str:
     return "".join(parts)
 
 
-def show_check(found: DataCheck, *, prompt_max_len: int, in_tokens: bool) -> None:
+def show_check(result: DataCheck, *, prompt_max_len: int, in_tokens: bool) -> None:
     """Print lengths, counts, and the rows that cannot be used."""
-    lengths = [len(row.token_ids) if in_tokens else len(row.text) for row in found.rows]
+    lengths = [len(row.token_ids) if in_tokens else len(row.text) for row in result.rows]
     say()
     show_lengths(f"{'tokens' if in_tokens else 'characters'} of a prompt", lengths)
     if in_tokens:
-        show_too_long(found.too_long, prompt_max_len, "prompt_max_len")
-    show_duplicates("prompts", found.duplicates)
-    show_media([size for row in found.rows for size in row.media_sizes])
-    say(f"empty prompts: {found.num_empty}")
-    say(f"without label: {found.num_without_label}")
-    show_lines("rows that cannot be used", found.problems)
+        show_too_long(result.too_long, prompt_max_len, "prompt_max_len")
+    show_duplicates("prompts", result.duplicates)
+    show_media([size for row in result.rows for size in row.media_sizes])
+    say(f"empty prompts: {result.num_empty}")
+    say(f"without label: {result.num_without_label}")
+    show_lines("rows that cannot be used", result.problems)
 
 
 def show_media(sizes: Sequence[tuple[int, int]]) -> None:
@@ -147,28 +147,28 @@ def show_media(sizes: Sequence[tuple[int, int]]) -> None:
         )
 
 
-def show_certificate(found: Certificate | None) -> None:
+def show_certificate(result: Certificate | None) -> None:
     """Print the scores of reference answers and of answers that must not pass."""
-    if found is None:
+    if result is None:
         say("reference answers: not scored, no --reward_fn")
         return
-    say(f"reference answers of the first {found.num_rows} rows, mean reward by {found.name}")
-    for name, mean in found.means.items():
+    say(f"reference answers of the first {result.num_rows} rows, mean reward by {result.name}")
+    for name, mean in result.means.items():
         say(f"  {name}{IN_OTHER_WORDS.get(name, '')}: {mean:.3f}")
-    if found.num_responses:
+    if result.num_responses:
         say(
-            f"{found.num_responses} answers in two calls: {found.seconds:.1f} s, "
-            f"{1000 * found.seconds / found.num_responses:.2f} ms each"
+            f"{result.num_responses} answers in two calls: {result.seconds:.1f} s, "
+            f"{1000 * result.seconds / result.num_responses:.2f} ms each"
         )
-    if not found.reads_labels:
+    if not result.reads_labels:
         say("this reward reads no labels as answers: the means are of what was tried, and there is")
         say("nothing to certify")
-    elif found.best_wrong is not None:
-        wrong, gold = found.means[found.best_wrong], max(found.means[form] for form in FORMS)
-        say(f"best of what is no reference answer: {found.best_wrong}, {wrong:.3f} of {gold:.3f}")
-    for doubt in found.doubts:
+    elif result.best_wrong is not None:
+        wrong, gold = result.means[result.best_wrong], max(result.means[form] for form in FORMS)
+        say(f"best of what is no reference answer: {result.best_wrong}, {wrong:.3f} of {gold:.3f}")
+    for doubt in result.doubts:
         say(f"warning: {doubt}")
-    show_lines("reference answers that cannot be right", found.problems)
+    show_lines("reference answers that cannot be right", result.problems)
 
 
 def show_places(what: str, places: Sequence[str]) -> None:

@@ -155,25 +155,25 @@ def check_judgements(
     return JudgedCheck(tuple(rows), tuple(too_long), problems)
 
 
-def option_problems(found: JudgedCheck, config: TrainConfig, stage: str) -> list[str]:
+def option_problems(result: JudgedCheck, config: TrainConfig, stage: str) -> list[str]:
     """Return the reasons why the chosen loss or rule does not fit these rows, one line each."""
-    if not found.rows:
+    if not result.rows:
         return []
     problems = []
-    if config.reward_fn and not found.pairs:
+    if config.reward_fn and not result.pairs:
         problems.append("reward_fn compares the answers of pairs, and here are none: leave it out")
     if stage == "prefer":
         kinds = PreferencePair | LabelledAnswer
-        preferences = [each for each in found.judgements if isinstance(each, kinds)]
+        preferences = [each for each in result.judgements if isinstance(each, kinds)]
         return problems + data_problems(config, preferences, ())
-    is_paired = len(found.judgements[0].rows) > 1
+    is_paired = len(result.judgements[0].rows) > 1
     build_losses(config, plan_scores(config).weights, is_paired=is_paired)
     return problems
 
 
-def show_judgements(found: JudgedCheck, tokenizer: PreTrainedTokenizerBase) -> None:
+def show_judgements(result: JudgedCheck, tokenizer: PreTrainedTokenizerBase) -> None:
     """Print the answers of the first rows, with their trained parts between >> and <<."""
-    for row, each in found.rows[:NUM_SAMPLES]:
+    for row, each in result.rows[:NUM_SAMPLES]:
         for name, answer in zip(_names(each), each.rows, strict=True):
             show_text(f"{row.location}, {name}", answer, tokenizer)
     say()
@@ -197,26 +197,26 @@ def _names(judgement: Judgement) -> list[str]:
     return [f"steps {' '.join('right' if label else 'wrong' for label in judgement.labels)}"]
 
 
-def show_numbers(found: JudgedCheck, config: RowLengthOptions) -> None:
+def show_numbers(result: JudgedCheck, config: RowLengthOptions) -> None:
     """Print lengths, counts, statistics of labels, and every row that cannot be used."""
-    answers = [answer for each in found.judgements for answer in each.rows]
+    answers = [answer for each in result.judgements for answer in each.rows]
     show_sizes(answers)
-    show_too_long(found.too_long, config.max_row_tokens, "max_row_tokens")
+    show_too_long(result.too_long, config.max_row_tokens, "max_row_tokens")
     keys = (
         (row.location, tuple(part for answer in each.rows for part in answer.key))
-        for row, each in found.rows
+        for row, each in result.rows
     )
     show_duplicates("rows", repeated(keys))
     faults = {"whose answers are the same": SAME_ANSWERS, "without an answer": NOTHING_TRAINED}
     for what, text in faults.items():
-        say(f"rows {what}: {sum(text in each for each in found.problems)}")
-    if found.pairs:
-        show_places("pairs whose rejected answer is chosen elsewhere", found.contradictions)
-        show_places("pairs of which one answer begins the other", found.beginnings)
+        say(f"rows {what}: {sum(text in each for each in result.problems)}")
+    if result.pairs:
+        show_places("pairs whose rejected answer is chosen elsewhere", result.contradictions)
+        show_places("pairs of which one answer begins the other", result.beginnings)
     show_remarks(answers)
-    show_labels(found.judgements)
-    show_bias(found.judgements)
-    show_lines("rows that cannot be used", found.problems)
+    show_labels(result.judgements)
+    show_bias(result.judgements)
+    show_lines("rows that cannot be used", result.problems)
 
 
 def show_labels(judgements: Sequence[Judgement]) -> None:
@@ -285,10 +285,10 @@ def show_bias(judgements: Sequence[Judgement]) -> None:
 
 
 def show_rule(
-    found: JudgedCheck, tokenizer: PreTrainedTokenizerBase, config: ScoringOptions
+    result: JudgedCheck, tokenizer: PreTrainedTokenizerBase, config: ScoringOptions
 ) -> None:
     """Print the pairs whose rejected answer the reward function prefers."""
-    pairs = found.pairs[:MAX_ROWS]
+    pairs = result.pairs[:MAX_ROWS]
     rows = [
         _scored_row(row, answer, tokenizer, config) for row, each in pairs for answer in each.rows
     ]

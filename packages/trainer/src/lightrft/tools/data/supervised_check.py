@@ -141,9 +141,9 @@ def read_source(
     return items, rows[0]
 
 
-def show_rows(found: SupervisedCheck, tokenizer: PreTrainedTokenizerBase) -> None:
+def show_rows(result: SupervisedCheck, tokenizer: PreTrainedTokenizerBase) -> None:
     """Print the first rows as text, with their trained parts between >> and <<."""
-    for place, row in found.rows[:NUM_SAMPLES]:
+    for place, row in result.rows[:NUM_SAMPLES]:
         show_text(place, row, tokenizer)
     say()
 
@@ -157,22 +157,22 @@ def show_text(place: str, row: SupervisedRow, tokenizer: PreTrainedTokenizerBase
         say(f"    and {len(text) - MAX_CHARACTERS} more characters")
 
 
-def show_numbers(found: SupervisedCheck, config: RowRunOptions) -> None:
+def show_numbers(result: SupervisedCheck, config: RowRunOptions) -> None:
     """Print lengths, counts, the size of a run, and every row that cannot be used."""
-    rows = [row for _, row in found.rows]
+    rows = [row for _, row in result.rows]
     show_sizes(rows)
-    show_too_long(found.too_long, config.max_row_tokens, "max_row_tokens")
+    show_too_long(result.too_long, config.max_row_tokens, "max_row_tokens")
     keys = (
         (place, (row.token_ids.tobytes(), row.is_trained.tobytes(), *row.media_digests))
-        for place, row in found.rows
+        for place, row in result.rows
     )
     show_duplicates("rows", repeated(keys))
-    say(f"conversations in one row per turn: {found.num_split}")
+    say(f"conversations in one row per turn: {result.num_split}")
     show_remarks(rows)
-    num_empty = sum(NOTHING_TRAINED in problem for problem in found.problems)
+    num_empty = sum(NOTHING_TRAINED in problem for problem in result.problems)
     say(f"rows without a trained token: {num_empty}")
     show_run(rows, config)
-    show_lines("rows that cannot be used", found.problems)
+    show_lines("rows that cannot be used", result.problems)
 
 
 def show_sizes(rows: Sequence[SupervisedRow]) -> None:

@@ -60,7 +60,7 @@ class Check:
     needs_gpu: bool = False
 
 
-def found(is_good: bool, text: str) -> CheckResult:
+def checked(is_good: bool, text: str) -> CheckResult:
     """Return a result that is within the limit or not."""
     return CheckResult(Verdict.OK if is_good else Verdict.BAD, text)
 
@@ -86,7 +86,7 @@ def check_imports() -> CheckResult:
             importlib.import_module(name)
     finally:
         importing.clear()
-    return found(True, f"{', '.join(LARGE_PACKAGES)} in {time.monotonic() - begin:.1f} s")
+    return checked(True, f"{', '.join(LARGE_PACKAGES)} in {time.monotonic() - begin:.1f} s")
 
 
 def run_check(check: Check) -> CheckResult:
@@ -97,7 +97,7 @@ def run_check(check: Check) -> CheckResult:
         try:
             answers.append((check.needs_gpu and without_gpu()) or check.examine())
         except Exception as error:  # noqa: BLE001 - whatever it is, the next check goes on
-            answers.append(found(False, f"{type(error).__name__}: {first_line(error)}"))
+            answers.append(checked(False, f"{type(error).__name__}: {first_line(error)}"))
 
     # A name service or a driver that does not answer must not stop the rest.
     thread = threading.Thread(target=examine, name=f"check:{check.name}", daemon=True)
@@ -105,7 +105,7 @@ def run_check(check: Check) -> CheckResult:
     thread.join(check.deadline_seconds)
     if not answers and importing.is_set() and check.examine is not check_imports:
         return unchecked("the imports have not ended")
-    return answers[0] if answers else found(False, f"no answer in {check.deadline_seconds:g} s")
+    return answers[0] if answers else checked(False, f"no answer in {check.deadline_seconds:g} s")
 
 
 def line(check: Check, finding: CheckResult) -> str:

@@ -190,12 +190,12 @@ def header() -> str:
     return f"{'':4}" + "".join(f"{name:>16}" for name in COLUMNS) + "  way"
 
 
-def row(cell: object, found: Deviations | str, bounds: Deviations) -> str:
+def row(cell: object, deviations: Deviations | str, bounds: Deviations) -> str:
     """Return one line of the table."""
-    if isinstance(found, str):
-        return f"{'--':4}{cell}: {found}"
-    above = found.above(bounds)
-    numbers = [f"{found.value(name):.1e}{'!' if name in above else ' '}" for name in COLUMNS]
+    if isinstance(deviations, str):
+        return f"{'--':4}{cell}: {deviations}"
+    above = deviations.above(bounds)
+    numbers = [f"{deviations.value(name):.1e}{'!' if name in above else ' '}" for name in COLUMNS]
     return f"{'BAD' if above else 'ok':4}" + "".join(f"{n:>16}" for n in numbers) + f"  {cell}"
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from lightrft.tools.doctor.check import Check, CheckResult, found, unchecked
+from lightrft.tools.doctor.check import Check, CheckResult, checked, unchecked
 
 if TYPE_CHECKING:
     from lightrft.engines.base import RolloutEngine
@@ -124,7 +124,7 @@ def product_rate() -> float:
 def time_product() -> CheckResult:
     """Time a product, with whose rate others are compared."""
     rate = product_rate() / 1e12
-    return found(rate >= MIN_PRODUCT_TFLOPS, f"{rate:.0f} TFLOP/s")
+    return checked(rate >= MIN_PRODUCT_TFLOPS, f"{rate:.0f} TFLOP/s")
 
 
 def time_copy() -> CheckResult:
@@ -132,7 +132,7 @@ def time_copy() -> CheckResult:
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     rate = 2 * source.numel() / seconds_of(lambda: target.copy_(source)) / GIGABYTE
-    return found(rate >= MIN_COPY_GB_PER_SECOND, f"{rate:.0f} GB/s")
+    return checked(rate >= MIN_COPY_GB_PER_SECOND, f"{rate:.0f} GB/s")
 
 
 def compare_attention(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> CheckResult:
@@ -156,7 +156,7 @@ def compare_attention(device: str = "cuda", dtype: torch.dtype = torch.bfloat16)
         expected.append(scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
     error = relative_error(attended, torch.cat(expected, dim=2).transpose(1, 2))
     packing = try_kernel(KernelShape(device, dtype, size, size)).packing
-    return found(error <= MAX_ATTENTION_ERROR, f"error {error:.1e}, {packing}")
+    return checked(error <= MAX_ATTENTION_ERROR, f"error {error:.1e}, {packing}")
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:
@@ -179,7 +179,7 @@ def time_head() -> CheckResult:
     rate = 6 * tokens * hidden * vocab / seconds
     share = rate / product_rate()
     text = f"{rate / 1e12:.0f} TFLOP/s, {share:.0%} of the product's, error {error:.1e}"
-    return found(error <= MAX_HEAD_ERROR and share >= MIN_HEAD_SHARE, text)
+    return checked(error <= MAX_HEAD_ERROR and share >= MIN_HEAD_SHARE, text)
 
 
 def head_step(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def time_buckets() -> CheckResult:
     part = source[: 2**20]
     same = hash_tensor(part) == hash_tensor(part.cpu())
     bits = "same bits" if same else "other bits than on the host"
-    return found(same and rate >= MIN_PACK_GB_PER_SECOND, f"{rate:.0f} GB/s, {bits}")
+    return checked(same and rate >= MIN_PACK_GB_PER_SECOND, f"{rate:.0f} GB/s, {bits}")
 
 
 def of_probe(probe: EngineProbe, read: Callable[[EngineProbe], CheckResult]) -> CheckResult:
@@ -307,14 +307,14 @@ def freed_by_sleep(engine: RolloutEngine) -> float:
 
 def runner_of(probe: EngineProbe) -> CheckResult:
     """Check that the code that executes the model has a name."""
-    return found(bool(probe.runner), probe.runner or "unknown")
+    return checked(bool(probe.runner), probe.runner or "unknown")
 
 
 def sleep_of(probe: EngineProbe) -> CheckResult:
     """Check the memory that sleeping gives back."""
     if probe.freed_share is None:
         return unchecked("the engine has no memory of a device")
-    return found(probe.freed_share >= MIN_FREED_SHARE, f"{probe.freed_share:.0%} freed")
+    return checked(probe.freed_share >= MIN_FREED_SHARE, f"{probe.freed_share:.0%} freed")
 
 
 def rate_of(probe: EngineProbe) -> CheckResult:
@@ -325,7 +325,7 @@ def rate_of(probe: EngineProbe) -> CheckResult:
     whole, fixed = (x.seconds - x.verify_seconds for x in (probe.report, probe.empty_report))
     rate = num_bytes / max(1e-9, whole - fixed) / GIGABYTE
     text = f"{rate:.1f} GB/s, and {1e3 * fixed:.0f} ms whatever is sent"
-    return found(rate >= MIN_SYNC_GB_PER_SECOND, text)
+    return checked(rate >= MIN_SYNC_GB_PER_SECOND, text)
 
 
 def canary_of(probe: EngineProbe) -> CheckResult:
@@ -333,11 +333,11 @@ def canary_of(probe: EngineProbe) -> CheckResult:
     difference = None if probe.report is None else probe.report.canary_difference
     if difference is None:
         return unchecked("no canary prompt was scored")
-    return found(difference <= 5.0, f"{difference:.2g}")
+    return checked(difference <= 5.0, f"{difference:.2g}")
 
 
 def parity_of(probe: EngineProbe) -> CheckResult:
     """Check the parity gate's number."""
     if probe.parity is None:
         return unchecked("nothing was sampled")
-    return found(probe.parity <= 0.05, f"{probe.parity:.2g}")
+    return checked(probe.parity <= 0.05, f"{probe.parity:.2g}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from lightrft.cli.preflight import device_files, environment_problems
 from lightrft.engines.factory import ENGINES, engine_facts
 from lightrft.strategy.config import ConfigError
-from lightrft.tools.doctor.check import Check, CheckResult, check_imports, found, unchecked
+from lightrft.tools.doctor.check import Check, CheckResult, check_imports, checked, unchecked
 from lightrft.tools.rewards.sandbox import REMEDIES, Sandbox
 
 GIGABYTE = 1e9
@@ -148,7 +148,7 @@ def installed_version(name: str) -> str | None:
 
 def check_python(numbers: tuple[int, int] = sys.version_info[:2]) -> CheckResult:
     """Check the interpreter's version."""
-    return found((3, 11) <= numbers < (3, 14), shown_version(numbers))
+    return checked((3, 11) <= numbers < (3, 14), shown_version(numbers))
 
 
 def version_check(name: str) -> Check:
@@ -159,8 +159,8 @@ def version_check(name: str) -> Check:
         version = installed_version(name)
         if version is None:
             text = f"not installed (for {purpose})"
-            return found(False, text) if name in REQUIRED else unchecked(text)
-        return found(low <= numbers_of(version) < high, version)
+            return checked(False, text) if name in REQUIRED else unchecked(text)
+        return checked(low <= numbers_of(version) < high, version)
 
     limit = f">= {shown_version(low)}, < {shown_version(high)}"
     return Check(name, limit, f"install {name} {limit}, for {purpose}", examine)
@@ -180,7 +180,7 @@ def import_check(name: str) -> Check:
             check=False,
         )
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return found(done.returncode == 0, "yes" if done.returncode == 0 else lines[-1])
+        return checked(done.returncode == 0, "yes" if done.returncode == 0 else lines[-1])
 
     return Check(
         f"import {name}",
@@ -199,7 +199,9 @@ def check_gpu() -> CheckResult:
     if files == 0 and seen == 0:
         return unchecked("this machine has no GPU; runs go to the CPU")
     names = sorted({torch.cuda.get_device_name(index) for index in range(seen)})
-    return found(seen > 0, f"torch {torch.version.cuda} sees {seen} of {files}: {', '.join(names)}")
+    return checked(
+        seen > 0, f"torch {torch.version.cuda} sees {seen} of {files}: {', '.join(names)}"
+    )
 
 
 def check_nccl() -> CheckResult:
@@ -207,7 +209,7 @@ def check_nccl() -> CheckResult:
     import torch
 
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return found(version[:2] >= MIN_NCCL, shown_version(version))
+    return checked(version[:2] >= MIN_NCCL, shown_version(version))
 
 
 def check_attention(device_type: str = "cuda") -> CheckResult:
@@ -219,7 +221,7 @@ def check_attention(device_type: str = "cuda") -> CheckResult:
     shape = KernelShape(device_type, torch.bfloat16, 64, 64)
     use_newer_kernel([shape])
     trial = try_kernel(shape)
-    return found(trial.works, trial.packing)
+    return checked(trial.works, trial.packing)
 
 
 def check_kernels() -> CheckResult:
@@ -230,7 +232,7 @@ def check_kernels() -> CheckResult:
     kinds = {"C++": have.native_extension, "CUDA": have.cuda_extension, "Triton": have.triton}
     parts = [f"{name} {'yes' if is_there else 'no'}" for name, is_there in kinds.items()]
     is_built = have.native_extension and (have.cuda_extension or not have.cuda)
-    return found(is_built, ", ".join([*parts, f"CPU {have.cpu_capability}"]))
+    return checked(is_built, ", ".join([*parts, f"CPU {have.cpu_capability}"]))
 
 
 def check_gloo(resolve: Callable[[str], str] = socket.gethostbyname) -> CheckResult:
@@ -249,29 +251,29 @@ def check_gloo(resolve: Callable[[str], str] = socket.gethostbyname) -> CheckRes
         missing = [
             part for part in chosen.split(",") if part.strip("=^ ") not in addresses.values()
         ]
-        return found(not missing, f"GLOO_SOCKET_IFNAME={chosen}")
+        return checked(not missing, f"GLOO_SOCKET_IFNAME={chosen}")
     try:
         ip = resolve(name)
     except OSError:
-        return found(False, f"the host's name {name!r} resolves to nothing")
+        return checked(False, f"the host's name {name!r} resolves to nothing")
     if ip.startswith("127."):
         # One node works, and a run on several looks for the interface itself.
-        return found(
+        return checked(
             True, f"{name} is {ip}: one node; several need an interface: set GLOO_SOCKET_IFNAME"
         )
-    return found(ip in addresses, f"{name} is {ip} ({addresses.get(ip, 'of no interface here')})")
+    return checked(ip in addresses, f"{name} is {ip} ({addresses.get(ip, 'of no interface here')})")
 
 
 def check_environment() -> CheckResult:
     """Check variables of a launcher."""
     problems = environment_problems()
-    return found(not problems, problems[0] if problems else "consistent")
+    return checked(not problems, problems[0] if problems else "consistent")
 
 
 def free_space(path: Path, limit: float) -> CheckResult:
     """Check the free bytes of the file system."""
     free = shutil.disk_usage(path).free
-    return found(free >= limit, f"{free / GIGABYTE:.1f} GB free in {path}")
+    return checked(free >= limit, f"{free / GIGABYTE:.1f} GB free in {path}")
 
 
 def check_shared_memory() -> CheckResult:
@@ -294,8 +296,8 @@ def check_memory(limits: Path = Path("/sys/fs/cgroup/memory.max")) -> CheckResul
     try:
         job = int(limits.read_text())
     except (OSError, ValueError):  # no limit
-        return found(available >= MIN_MEMORY, text)
-    return found(
+        return checked(available >= MIN_MEMORY, text)
+    return checked(
         min(available, job) >= MIN_MEMORY, f"{text}, the job may take {job / GIGABYTE:.1f}"
     )
 
@@ -306,7 +308,7 @@ def check_temporary() -> CheckResult:
         file.write(b"lightrft")
         file.flush()
         is_whole = Path(file.name).read_bytes() == b"lightrft"
-    return found(is_whole, tempfile.gettempdir())
+    return checked(is_whole, tempfile.gettempdir())
 
 
 def check_sandbox() -> CheckResult:
@@ -317,4 +319,4 @@ def check_sandbox() -> CheckResult:
     except ConfigError as error:
         return unchecked(f"unit_tests and agent_command need it: {error}")
     counted = "time and memory are counted by /proc; seccomp refuses what would hide them"
-    return found(True, f"bubblewrap with {python}; {counted}")
+    return checked(True, f"bubblewrap with {python}; {counted}")

@@ -186,12 +186,12 @@ def read_tests(label: str) -> CodeTests:
     raise ValueError("every test must be a statement, or each an object of texts input and output")
 
 
-def _paired(found: Mapping[str, object]) -> list[object]:
+def _paired(pairs: Mapping[str, object]) -> list[object]:
     """Return the tests of an object of inputs and outputs, or raise a ValueError."""
-    inputs, outputs = found["inputs"], found["outputs"]
+    inputs, outputs = pairs["inputs"], pairs["outputs"]
     if not isinstance(inputs, list) or not isinstance(outputs, list):
         raise ValueError("'inputs' and 'outputs' of tests must be lists")
-    if len(inputs) != len(outputs) or found.get("fn_name") is not None:
+    if len(inputs) != len(outputs) or pairs.get("fn_name") is not None:
         raise ValueError("tests need as many outputs as inputs, and no fn_name")
     return [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
 

@@ -369,14 +369,14 @@ def parse_json(data: bytes | str) -> object:
         raise ValueError(one_line(str(err))) from None
 
 
-def finite_numbers(found: object, count: int) -> list[float] | None:
+def finite_numbers(values: object, count: int) -> list[float] | None:
     """Return the list as floats if it holds that many finite numbers; else None."""
-    if not isinstance(found, list) or len(found) != count:
+    if not isinstance(values, list) or len(values) != count:
         return None
-    if not all(isinstance(x, int | float) and not isinstance(x, bool) for x in found):
+    if not all(isinstance(x, int | float) and not isinstance(x, bool) for x in values):
         return None
     try:
-        numbers = [float(x) for x in found]
+        numbers = [float(x) for x in values]
     except OverflowError:  # an integer beyond the largest float
         return None
     return numbers if all(map(math.isfinite, numbers)) else None

@@ -277,9 +277,9 @@ def _groups(tasks: Sequence[JudgedPrompt]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _results(name: str, found: Mapping[int, float], count: int) -> list[RewardResult | None]:
+def _results(name: str, grades: Mapping[int, float], count: int) -> list[RewardResult | None]:
     return [
-        RewardResult(found[index], {name: found[index]}) if index in found else None
+        RewardResult(grades[index], {name: grades[index]}) if index in grades else None
         for index in range(count)
     ]
 

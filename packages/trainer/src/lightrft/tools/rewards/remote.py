@@ -146,10 +146,10 @@ class RemoteReward:
         if isinstance(rewards, list) and isinstance(reason, str) and reason.strip():
             gaps = {i for i, value in enumerate(rewards) if value is None}
 
-        def numbers(name: str, found: object) -> list[float]:
-            if gaps and isinstance(found, list):
-                found = [0.0 if i in gaps else value for i, value in enumerate(found)]
-            return self._numbers(name, found, count)
+        def numbers(name: str, values: object) -> list[float]:
+            if gaps and isinstance(values, list):
+                values = [0.0 if i in gaps else value for i, value in enumerate(values)]
+            return self._numbers(name, values, count)
 
         values = numbers("rewards", rewards)
         columns = {name: numbers(name, values) for name, values in components.items()}
@@ -160,17 +160,17 @@ class RemoteReward:
             for i, value in enumerate(values)
         ]
 
-    def _numbers(self, name: str, found: object, count: int) -> list[float]:
+    def _numbers(self, name: str, values: object, count: int) -> list[float]:
         if not name.isprintable() or not 0 < len(name) <= MAX_NAME_CHARACTERS:
             raise RewardError(
                 f"reward service {self._shown}: the name of a component must have 1 to "
                 f"{MAX_NAME_CHARACTERS} printable characters: got {one_line(name)!r}"
             )
-        numbers = finite_numbers(found, count)
+        numbers = finite_numbers(values, count)
         if numbers is None:
             raise RewardError(
                 f"reward service {self._shown} must answer {count} finite numbers under {name!r}: "
-                f"got {_described(found)}"
+                f"got {_described(values)}"
             )
         return numbers
 
@@ -228,14 +228,14 @@ def service_address(url: str, *, option: str = "remote_rm_url") -> str:
     return full
 
 
-def _described(found: object) -> str:
+def _described(values: object) -> str:
     """Return a description of a wrong value, short for nested and huge ones."""
-    if not isinstance(found, list):
-        is_short = found is None or isinstance(found, str | float | bool)
-        return one_line(repr(found)) if is_short else type(found).__name__
-    wrong = [x for x in found if isinstance(x, bool) or not isinstance(x, int | float)]
+    if not isinstance(values, list):
+        is_short = values is None or isinstance(values, str | float | bool)
+        return one_line(repr(values)) if is_short else type(values).__name__
+    wrong = [x for x in values if isinstance(x, bool) or not isinstance(x, int | float)]
     first = f", the first {type(wrong[0]).__name__}" if wrong else ""
-    return f"a list of {len(found)} with {len(wrong)} that are no numbers{first}"
+    return f"a list of {len(values)} with {len(wrong)} that are no numbers{first}"
 
 
 def _sendable(value: object) -> object:

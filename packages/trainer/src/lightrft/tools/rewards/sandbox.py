@@ -201,17 +201,17 @@ class Sandbox:
 
     def _ending(
         self,
-        found: Captured,
+        captured: Captured,
         returncode: int,
         deadline: float,
         limit: Literal["timeout", "memory"],
     ) -> Ending:
-        if found.is_complete:
-            return Ending("ended", returncode, found.stdout, found.stderr)
-        if found.is_full:
-            return Ending("output", None, found.stdout, found.stderr)
+        if captured.is_complete:
+            return Ending("ended", returncode, captured.stdout, captured.stderr)
+        if captured.is_full:
+            return Ending("output", None, captured.stdout, captured.stderr)
         is_late = self._is_stopped.is_set() or time.monotonic() >= deadline
-        return Ending("deadline" if is_late else limit, None, found.stdout, found.stderr)
+        return Ending("deadline" if is_late else limit, None, captured.stdout, captured.stderr)
 
     @contextmanager
     def _started(
@@ -465,8 +465,8 @@ def _read_all(file: int) -> bytes:
     return b""
 
 
-def _last_line(found: Captured) -> str:
-    lines = found.stderr.decode(errors="replace").strip().splitlines()
+def _last_line(captured: Captured) -> str:
+    lines = captured.stderr.decode(errors="replace").strip().splitlines()
     return one_line(lines[-1][:300]) if lines else "it said nothing"
 
 

@@ -311,7 +311,7 @@ def _arguments(body: bytes) -> tuple[Texts, Texts, Labels, Columns]:
     return prompts, responses, texts, columns
 
 
-def _strings(name: str, found: object) -> list[str]:
-    if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
+def _strings(name: str, values: object) -> list[str]:
+    if not isinstance(values, list) or not all(isinstance(item, str) for item in values):
         raise ValueError(f"expected a list of texts under {name!r}")
-    return found
+    return values

@@ -151,19 +151,19 @@ class UnitTestsReward:
             return replace(tested, ended="undecided")
         return tested
 
-    def _require_time(self, found: Sequence[CodeOutcome]) -> None:
+    def _require_time(self, outcomes: Sequence[CodeOutcome]) -> None:
         """Raise a RewardError if programs had too little time and none had all of its time."""
-        num_late = sum(each.ended in _LATE for each in found)
+        num_late = sum(each.ended in _LATE for each in outcomes)
         if not num_late:
             return
-        if all(each.ended != "undecided" for each in found):
+        if all(each.ended != "undecided" for each in outcomes):
             raise RewardError(
                 f"reward {self.name!r}: not all programs ran within {self._seconds:g} s: raise "
                 "--reward_timeout_seconds, or lower --test_timeout_seconds"
             )
         logger.warning(
             "%s: %d of %d programs had not ended after %g s and are left out",
-            *(self.name, num_late, len(found), self._seconds),
+            *(self.name, num_late, len(outcomes), self._seconds),
         )
 
     def _result(self, code: str, tests: CodeTests, tested: CodeOutcome) -> RewardResult | None:

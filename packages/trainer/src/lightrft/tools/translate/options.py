@@ -130,7 +130,7 @@ def _size(sizes: Mapping[str, object], name: str) -> int | None:
     return value
 
 
-def _sizes(sizes: Mapping[str, object], processes: int, found: Translation) -> int:
+def _sizes(sizes: Mapping[str, object], processes: int, made: Translation) -> int:
     """Note sizes of batches; return the optimizer steps on a rollout."""
     sizes_by_name = {name: _size(sizes, name) for name in sizes}
     rows = sizes_by_name["per_device_train_batch_size"] or 1
@@ -141,11 +141,11 @@ def _sizes(sizes: Mapping[str, object], processes: int, found: Translation) -> i
         rows * steps * processes if steps else update
     )
     if total % group or total % update:
-        found.notes.append(
+        made.notes.append(
             f"{total} samples a step are no whole number of groups of {group} or of updates of "
             f"{update}: choose rollout_batch_size and train_batch_size"
         )
-    found.options |= {
+    made.options |= {
         "n_samples_per_prompt": group,
         "rollout_batch_size": max(1, total // group),
         "train_batch_size": min(update, total),
@@ -154,7 +154,7 @@ def _sizes(sizes: Mapping[str, object], processes: int, found: Translation) -> i
     return max(1, total // update)
 
 
-def _steps(values: dict[str, object], updates: int, found: Translation) -> None:
+def _steps(values: dict[str, object], updates: int, made: Translation) -> None:
     """Convert optimizer steps into steps of a rollout, which have `updates` of them each.
 
     With `max_steps`, TRL passes over the rows until then, however often.
@@ -165,7 +165,7 @@ def _steps(values: dict[str, object], updates: int, found: Translation) -> None:
         if isinstance(value, int) and value > 0:
             values[name] = -(-value // updates)
         elif isinstance(value, float):
-            found.notes.append(f"{name} = {value!r}: here it is a number of steps, not a share")
+            made.notes.append(f"{name} = {value!r}: here it is a number of steps, not a share")
             del values[name]
     steps = values.get("max_steps")
     if isinstance(steps, int) and steps > 0:
@@ -184,85 +184,83 @@ def _warm_up(values: dict[str, object]) -> None:
         del values["warmup_steps"]
 
 
-def _named(name: str, value: object, found: Translation) -> None:
+def _named(name: str, value: object, made: Translation) -> None:
     """Note an option with the same meaning here, or a line that says it has none."""
     if value is None:
         return
-    option, entry = same_option(name, found.command) or (name, "")
+    option, entry = same_option(name, made.command) or (name, "")
     if entry:
-        entries = found.options.get(option)
-        found.options[option] = {**(entries if isinstance(entries, dict) else {}), entry: value}
+        entries = made.options.get(option)
+        made.options[option] = {**(entries if isinstance(entries, dict) else {}), entry: value}
     elif option in TrainConfig.__dataclass_fields__:
-        found.options[option] = value
+        made.options[option] = value
     else:
-        hint = option_hint(name, TrainConfig.__dataclass_fields__, found.command)
+        hint = option_hint(name, TrainConfig.__dataclass_fields__, made.command)
         here = hint[2:] if hint.startswith(("; here", ": ")) else "nothing here has this name"
-        found.notes.append(f"{name} = {value!r}: {here}")
+        made.notes.append(f"{name} = {value!r}: {here}")
 
 
-def _beta(value: object, found: Translation) -> None:
+def _beta(value: object, made: Translation) -> None:
     if value:
-        found.options |= {"init_kl_coef": value, "use_kl_loss": True, "kl_estimator": "k3"}
+        made.options |= {"init_kl_coef": value, "use_kl_loss": True, "kl_estimator": "k3"}
 
 
-def _model(value: object, found: Translation) -> None:
-    found.options["pretrain"] = value
+def _model(value: object, made: Translation) -> None:
+    made.options["pretrain"] = value
 
 
-def _trackers(value: object, found: Translation) -> None:
+def _trackers(value: object, made: Translation) -> None:
     switches = {"tensorboard": "use_tensorboard", "wandb": "use_wandb"}
     receivers: list[str] = []
     for each in value if isinstance(value, list | tuple) else [value]:
         if each in switches:
-            found.options[switches[each]] = True
+            made.options[switches[each]] = True
         elif each in LOGGERS:
             receivers.append(str(each))
         elif each not in ("none", None):
-            _named("report_to", each, found)
+            _named("report_to", each, made)
     if receivers:
-        found.options["loggers"] = tuple(receivers)
+        made.options["loggers"] = tuple(receivers)
 
 
 def _strategy(option: str) -> Callable[[object, Translation], None]:
     """Return a function that notes the strategy of an option that counts steps."""
 
-    def choose(value: object, found: Translation) -> None:
+    def choose(value: object, made: Translation) -> None:
         if str(value) == "no":
-            found.options.pop(option, None)
+            made.options.pop(option, None)
         elif str(value) != "steps":
-            found.notes.append(f"{value!r} instead of steps: choose {option}, in steps")
+            made.notes.append(f"{value!r} instead of steps: choose {option}, in steps")
 
     return choose
 
 
-def _length(value: object, found: Translation) -> None:
+def _length(value: object, made: Translation) -> None:
     if value is None:
-        found.notes.append(
-            "max_length = None: choose max_row_tokens, above which rows are left out"
-        )
+        made.notes.append("max_length = None: choose max_row_tokens, above which rows are left out")
         return
-    found.options["max_row_tokens"] = value
-    found.notes.append(f"max_length = {value!r}: longer rows are left out here, TRL cuts them")
+    made.options["max_row_tokens"] = value
+    made.notes.append(f"max_length = {value!r}: longer rows are left out here, TRL cuts them")
 
 
-def _preference_losses(value: object, found: Translation) -> None:
-    found.options["preference_loss"] = value if isinstance(value, list) else [value]
+def _preference_losses(value: object, made: Translation) -> None:
+    made.options["preference_loss"] = value if isinstance(value, list) else [value]
 
 
-def _smoothing(value: object, found: Translation) -> None:
+def _smoothing(value: object, made: Translation) -> None:
     if value:
-        _named("label_smoothing", value, found)
-        losses = found.options.get("preference_loss", ["sigmoid"])
+        _named("label_smoothing", value, made)
+        losses = made.options.get("preference_loss", ["sigmoid"])
         names = losses if isinstance(losses, list) else [losses]
-        found.options["preference_loss"] = ["cdpo" if e == "sigmoid" else e for e in names]
+        made.options["preference_loss"] = ["cdpo" if e == "sigmoid" else e for e in names]
 
 
-def _optimizer(value: object, found: Translation) -> None:
+def _optimizer(value: object, made: Translation) -> None:
     """Note 8-bit Adam, or that AdamW is the only alternative."""
     if "adam" in str(value) and "8bit" in str(value):
-        found.options |= {"adam_8bit": True, "fsdp": True}
+        made.options |= {"adam_8bit": True, "fsdp": True}
     elif not str(value).startswith("adamw_torch"):
-        found.notes.append(f"optim: {value!r} has no counterpart, AdamW is taken")
+        made.notes.append(f"optim: {value!r} has no counterpart, AdamW is taken")
 
 
 _Special = Callable[[object, Translation], None]
@@ -272,7 +270,7 @@ _SPECIAL: dict[str, _Special] = {
     "save_strategy": _strategy("save_steps"),
     "model": _model,
     "optim": _optimizer,
-    "r": lambda value, found: _named("lora_r", value, found),
+    "r": lambda value, made: _named("lora_r", value, made),
     "report_to": _trackers,
 }
 _SPECIAL_OF: dict[str, dict[str, _Special]] = {
