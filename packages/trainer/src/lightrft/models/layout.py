@@ -110,8 +110,7 @@ class TokenLayout:
         Args:
             token_ids, attention_mask, scored_mask: As for `padded`; equal on all ranks of `group`.
             group: Ranks that share the stream; None gives this rank all of it.
-            is_cut_late: Whether the inputs are the whole stream: features of media are put into it
-                before it is cut.
+            is_cut_late: Keep the whole stream as input, so that media can be put into it first.
 
         Raises:
             ValueError: As for `padded`, or the ranks of the group hold different batches.
@@ -133,11 +132,8 @@ class TokenLayout:
         local = _own_slice(num_all, group)
         if group is not None:
             is_local = (sources >= local.start) & (sources < local.stop)
-            rows, columns, sources = (
-                rows[is_local],
-                columns[is_local],
-                sources[is_local] - local.start,
-            )
+            rows, columns = rows[is_local], columns[is_local]
+            sources = sources[is_local] - local.start
         filling = torch.arange(num_filling, device=token_ids.device)
         is_token = torch.arange(num_all, device=token_ids.device) < num_tokens
         real = torch.nonzero_static(is_real.flatten(), size=num_tokens).squeeze(1)
