@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightrft.experience.maker import AdvantageSettings, make_experience
+from lightrft.experience.maker import AdvantageSettings, Delivery, make_experience
 from lightrft.rollout.source import InFlight
 from lightrft.stages.policy.maker import PolicyBatch
 from lightrft.stages.policy.updates import PolicyUpdate
@@ -37,7 +37,8 @@ def obvious_loop(world, lag, num_steps):
         experience = make_experience(
             waiting.pop(0),
             maker.models,
-            strategy=strategy,
+            delivery=Delivery(strategy.context),
+            engine=strategy.inference_engine,
             settings=AdvantageSettings(
                 trainer.config, maker.algorithm.estimator, moments=stage.memory.moments
             ),
