@@ -244,8 +244,8 @@ CONFIGURATION = lines(
         "top_k",
         "--n_samples_per_prompt 1 --rollout_batch_size -3 --temperature warm --top_k 0 "
         "--system_prompt x --use_kl_loss --init_kl_coef 0 --dynamic_sampling "
-        "--input_template 'no slot'": "rollout_batch_size\ntemperature\ntop_k\ninput_template\n"
-        "system_prompt\nuse_kl_loss\ndynamic_sampling ... n_samples_per_prompt",
+        "--input_template 'no slot'": "temperature\nrollout_batch_size\nuse_kl_loss\n"
+        "dynamic_sampling ... n_samples_per_prompt\ntop_k\ninput_template\nsystem_prompt",
     },
 )
 # What depends on the loss and the estimator, whose modules need torch.
@@ -304,8 +304,8 @@ NUMBERS = lines(
         "--correction_args high=inf --off_policy_correction tis": "correction_args: high: got inf",
         "--reward_args bonus=nan": "reward_args: bonus: got nan",
         "--engine_arg x=inf": "engine_args: x: got inf",
-        "--adam_betas nan 0.9": "adam_betas: got (nan, 0.9), expected a finite number\n"
-        "adam_betas ... expected two numbers in [0, 1)",
+        "--adam_betas nan 0.9": "adam_betas: got (nan, 0.9), expected a finite number",
+        "--adam_betas 1 0.9": "adam_betas ... expected two numbers in [0, 1)",
         f"--seed {'9' * 25}": "seed ... 64 bits",
         f"--max_steps {DIGITS}": "max_steps ... 999 ...",
         "--train_batch_size 100000000": "train_batch_size 100000000 ... 128",

@@ -133,6 +133,7 @@ def test_every_flag_in_the_text_exists(page):
 
     known = {"--rdzv-backend", "--rdzv-endpoint", "--nnodes", "--help"}
     known |= {"--pretrian"}  # a misspelling, which is shown on purpose
+    known |= {"--bind", "--directory", "--enable-lora", "--lora-modules"}  # of Python and vLLM
     if page.startswith("from_"):
         known |= {f"--{name.partition('.')[0]}" for name in OTHER_NAMES}
     parsers = [whole_parser(COMMANDS)]

@@ -331,7 +331,7 @@ def the_correction_is_capped_elsewhere(patch):
 
         return weights
 
-    wrap(patch, updates, "correction_weights", change)
+    wrap(patch, corrections, "correction_weights", change)
 
 
 @bug("token weights", off_policy_correction="reject:k3:token:high=0.001:new/old", max_epochs=2)
@@ -342,7 +342,7 @@ def the_trust_region_stays_where_the_policy_was(patch):
 
         return weights
 
-    wrap(patch, updates, "correction_weights", change)
+    wrap(patch, corrections, "correction_weights", change)
 
 
 @bug("token weights", off_policy_correction="tis")
