@@ -36,7 +36,7 @@ SIGNS = ("negative", "positive", "towards")
 
 
 @dataclass(frozen=True, slots=True)
-class CorrectionTerm:
+class CorrectionWord:
     """One word of a correction: ACTION:STATISTIC:LEVEL and its options."""
 
     action: str
@@ -57,7 +57,7 @@ class CorrectionTerm:
         return first, second
 
 
-def parse(config: TrainConfig) -> tuple[CorrectionTerm, ...]:
+def parse(config: TrainConfig) -> tuple[CorrectionWord, ...]:
     """Return the terms of `off_policy_correction`; () without."""
     words: list[str] = []
     for word in _text(config).split():
@@ -72,7 +72,7 @@ def parse(config: TrainConfig) -> tuple[CorrectionTerm, ...]:
         if value is not None:
             words = _added(words, f"{key}={value}")
     parts = [word.split(":") for word in words]
-    return tuple(CorrectionTerm(p[0], p[1], p[2], tuple(p[3:])) for p in parts)
+    return tuple(CorrectionWord(p[0], p[1], p[2], tuple(p[3:])) for p in parts)
 
 
 def _text(config: TrainConfig) -> str:
@@ -128,7 +128,7 @@ class Tokens:
         return {"old": self.old, "engine": engine, "new": self.new or self.old}[side]
 
 
-def correction(terms: tuple[CorrectionTerm, ...], tokens: Tokens, borders: Borders) -> Tensor:
+def correction(terms: tuple[CorrectionWord, ...], tokens: Tokens, borders: Borders) -> Tensor:
     """Return each token's loss factor: [rows, seq]; 0 where rejected or outside the mask."""
     mask, scale = tokens.mask, 1.0
     weights, is_rejected = torch.ones_like(tokens.rollout), torch.zeros_like(mask)
@@ -154,7 +154,7 @@ def correction(terms: tuple[CorrectionTerm, ...], tokens: Tokens, borders: Borde
     return torch.where(mask & ~is_rejected, weights, 0.0) * scale
 
 
-def _value(term: CorrectionTerm, first: Tensor, second: Tensor, mask: Tensor) -> Tensor:
+def _value(term: CorrectionWord, first: Tensor, second: Tensor, mask: Tensor) -> Tensor:
     ratio = torch.where(mask, first - second, 0.0)
     if term.statistic == "ratio":
         return _at_level(term.level, ratio, mask).clamp(-HELD, HELD).exp()
@@ -188,7 +188,7 @@ def _at_level(level: str, values: Tensor, mask: Tensor) -> Tensor:
     return (total / row_lengths(mask) if level == "geometric" else total).expand_as(values)
 
 
-def _has_sign(term: CorrectionTerm, tokens: Tokens, borders: Borders) -> Tensor:
+def _has_sign(term: CorrectionWord, tokens: Tokens, borders: Borders) -> Tensor:
     advantages, mask = tokens.advantages, tokens.mask
     if not set(SIGNS) & set(term.options):
         return torch.ones_like(mask)
