@@ -141,3 +141,26 @@ def test_a_planted_repetition_is_caught(planted):
 def test_every_exception_is_needed():
     texts = sources()
     assert all(lists_of_options(path, ast.parse(texts[path])) for path in COLLECTIONS)
+
+
+def unknown_names(tree: ast.Module) -> set[str]:
+    """Attributes that functions of one parameter read from it and that no configuration has."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Lambda) and len(node.args.args) == 1:
+            (parameter,) = node.args.args
+            names |= {
+                part.attr
+                for part in ast.walk(node.body)
+                if isinstance(part, ast.Attribute)
+                and isinstance(part.value, ast.Name)
+                and part.value.id == parameter.arg
+            }
+    return {name for name in names if not hasattr(TrainConfig, name)}
+
+
+def test_rules_of_parts_read_options_alone():
+    parts = [text for path, text in sources().items() if DECLARATIONS in path]
+    assert parts
+    assert unknown_names(ast.parse("\n".join(parts).replace("from __future__", "#"))) == set()
+    assert unknown_names(ast.parse("lambda c: c.sede")) == {"sede"}

@@ -15,8 +15,9 @@ from tests.models.vision.tiny_world import prompt, tiny
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.media import VisionPrompts
 from lightrft.datasets.types import DataError
+from lightrft.engines.media.errors import MediaError
 from lightrft.engines.media.films import FrameRules, read_film
-from lightrft.engines.media.media import Media, MediaError
+from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import VideoSource, as_video
 from lightrft.engines.types import MediaBounds
 from lightrft.records.media import MediaSources, pack_sources, unpack_sources

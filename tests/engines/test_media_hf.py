@@ -10,8 +10,9 @@ from tests.models.vision.tiny_world import Batch, image, prompt, set_window, tin
 from lightrft.datasets.media import VisionPrompts
 from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines.hf.engine import HFEngine
+from lightrft.engines.media.errors import MediaError
 from lightrft.engines.media.families import placeholder_ids
-from lightrft.engines.media.media import Media, MediaError
+from lightrft.engines.media.media import Media
 from lightrft.engines.types import (
     EngineConfig,
     GenerationRequest,

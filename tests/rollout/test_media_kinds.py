@@ -13,10 +13,12 @@ from lightrft.datasets.files import Row
 from lightrft.datasets.media import VisionPrompts, with_media
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.encoder import PromptEncoder
+from lightrft.engines.media.errors import MediaError
 from lightrft.engines.media.families import VisionFamily
 from lightrft.engines.media.inputs import media_inputs
-from lightrft.engines.media.media import MEDIA_KINDS, TEXT_ENCODER, Media, MediaError, MediaKind
+from lightrft.engines.media.media import MEDIA_KINDS, Media, MediaKind
 from lightrft.engines.media.sources import FileSource
+from lightrft.engines.media.text_encoder import TEXT_ENCODER
 from lightrft.engines.types import Completion
 from lightrft.records.media import (
     MediaSources,

@@ -10,8 +10,8 @@ from tests.models.vision.tiny_families import write_tiny_vision_model
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import DataError
+from lightrft.engines.media.errors import MediaError
 from lightrft.engines.media.file_facts import FileFactsByPath, facts_of_file, keeping
-from lightrft.engines.media.media import MediaError
 from lightrft.engines.media.sources import ImageSource
 from lightrft.run.assembly import run_training
 from lightrft.run.run_inputs import remembered_media

@@ -24,8 +24,9 @@ from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.media import VisionPrompts
 from lightrft.datasets.suffix import TurnSuffix
 from lightrft.datasets.types import DataError, Prompt
-from lightrft.engines.media.media import TEXT_ENCODER, Media
+from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import as_image
+from lightrft.engines.media.text_encoder import TEXT_ENCODER
 from lightrft.engines.types import SamplingParams
 from lightrft.records.media import encode_context, encode_row
 from lightrft.rewards.build import CombinedReward

@@ -1,12 +1,8 @@
 """Batch sizes that fit together on a number of processes. Standard library only."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from lightrft.config.train_config import PolicyOptions
+from lightrft.config.policy_options import PolicyOptions
 
 
 def launch_problems(config: PolicyOptions, num_processes: int) -> list[str]:

@@ -57,7 +57,7 @@ class _Readable:
     def answer(self, rule: Rule) -> object:
         """Return the rule's answer; None if it reads a field that cannot be read."""
         try:
-            return rule(self)  # type: ignore[arg-type]
+            return rule(self)
         except _UnreadableError:
             return None
 

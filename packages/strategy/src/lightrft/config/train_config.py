@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Self
 
 from lightrft.config.batch_sizes import batch_problems
-from lightrft.config.options import ConfigError, option, options_of, part
+from lightrft.config.options import ConfigError, options_of
 from lightrft.config.other_names import (
     A_DATA_FILE,
     A_MODEL,
@@ -26,12 +26,9 @@ from lightrft.config.parts.data import (
 )
 from lightrft.config.parts.learning import (
     NO_REWARDS,
-    LearningOptions,
     TeacherOptions,
 )
 from lightrft.config.parts.machine import (
-    ENGINE_TYPES,
-    BuildOptions,
     DistributedOptions,
     EngineChoiceOptions,
     EngineOptions,
@@ -40,12 +37,10 @@ from lightrft.config.parts.rollout import (
     DrawOptions,
     EnvironmentOptions,
     EpisodeOptions,
-    RolloutOptions,
     TruncationOptions,
 )
 from lightrft.config.parts.rows import (
     PreferenceOptions,
-    PromptDataOptions,
     RewardModelOptions,
     RowLengthOptions,
     RowRunOptions,
@@ -54,7 +49,6 @@ from lightrft.config.parts.rows import (
 )
 from lightrft.config.parts.run_control import (
     MonitoringOptions,
-    OutputOptions,
     RecordOptions,
     RunControlOptions,
     StrictOptions,
@@ -70,30 +64,10 @@ from lightrft.config.parts.training import (
     TrainingOptions,
     WeightOptions,
 )
-from lightrft.config.strategy_config import StrategyConfig
+from lightrft.config.policy_options import PolicyOptions
 from lightrft.config.toml import read_toml, write_toml
 
 _ROW_SIZES = ("micro_train_batch_size", "micro_rollout_batch_size")
-
-
-# A whole run chooses its engine; the published default of a strategy is vllm.
-@part("engine")
-class PolicyOptions(
-    OutputOptions,
-    LearningOptions,
-    RolloutOptions,
-    PromptDataOptions,
-    BuildOptions,
-    StrategyConfig,
-):
-    """Options of reinforcement."""
-
-    engine_type: str = option(
-        "auto",
-        "Rollout engine; auto takes vllm or sglang on a GPU, else hf.",
-        choices=ENGINE_TYPES,
-        common=True,
-    )
 
 
 _ROWS = (

@@ -20,8 +20,8 @@ from lightrft.datasets.chat_template import in_either_form
 from lightrft.datasets.messages import Message, with_objects
 from lightrft.datasets.rendered import PieceIds, Rendered
 from lightrft.datasets.text_ids import frame_ids
-from lightrft.engines.media.media import TEXT_ENCODER, Encoder
 from lightrft.engines.media.sources import ImageSource
+from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
 from lightrft.kernels.names import first_line
 
 if TYPE_CHECKING:

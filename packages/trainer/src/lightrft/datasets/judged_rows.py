@@ -13,7 +13,7 @@ from lightrft.datasets.row_data import RowData, RowGroup
 from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.supervised_rows import remark_of
 from lightrft.datasets.types import DataError
-from lightrft.engines.media.media import TEXT_ENCODER
+from lightrft.engines.media.text_encoder import TEXT_ENCODER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

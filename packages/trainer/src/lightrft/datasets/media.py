@@ -13,17 +13,9 @@ from lightrft.datasets.files import Row
 from lightrft.datasets.messages import TEXT_TYPES, Message, with_texts
 from lightrft.datasets.render import PromptTokenizer, RowTokenizer, messages_of, render_chat
 from lightrft.datasets.types import DataError, Prompt
-from lightrft.engines.media.media import (
-    MEDIA_KINDS,
-    TEXT_ENCODER,
-    Encoder,
-    Media,
-    MediaError,
-    Medium,
-    MediumKind,
-    PromptTokens,
-    is_list_of_bytes,
-)
+from lightrft.engines.media.errors import MediaError, is_list_of_bytes
+from lightrft.engines.media.media import MEDIA_KINDS, Media, Medium, MediumKind, PromptTokens
+from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.types import MediaBounds
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from lightrft.datasets.supervised_rows import (
     shown_by_ids,
 )
 from lightrft.datasets.types import DataError
-from lightrft.engines.media.media import TEXT_ENCODER
+from lightrft.engines.media.text_encoder import TEXT_ENCODER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

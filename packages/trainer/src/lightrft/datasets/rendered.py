@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lightrft.engines.media.media import Encoder, LaterImages, Media
+from lightrft.engines.media.media import LaterImages, Media
 from lightrft.engines.media.sources import ImageSource
+from lightrft.engines.media.text_encoder import Encoder
 
 
 @dataclass(frozen=True, slots=True)

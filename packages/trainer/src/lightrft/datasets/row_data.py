@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from lightrft.datasets.row_media import ShownMedia
-from lightrft.engines.media.media import TEXT_ENCODER, Encoder
+from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
 
 
 class RowGroup(Protocol):

@@ -10,14 +10,8 @@ import numpy as np
 
 from lightrft.datasets.media import OTHER_BYTES, MediaRow, VisionPrompts, media_row
 from lightrft.datasets.types import DataError
-from lightrft.engines.media.media import (
-    NO_MEDIA,
-    TEXT_ENCODER,
-    Media,
-    MediumKind,
-    PromptTokens,
-    RowMedia,
-)
+from lightrft.engines.media.media import NO_MEDIA, Media, MediumKind, PromptTokens, RowMedia
+from lightrft.engines.media.text_encoder import TEXT_ENCODER
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -25,7 +19,7 @@ if TYPE_CHECKING:
     from lightrft.config import MediaOptions
     from lightrft.datasets.files import Row
     from lightrft.datasets.media import Content, Modality
-    from lightrft.engines.media.media import Encoder
+    from lightrft.engines.media.text_encoder import Encoder
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Literal, cast
 
 from lightrft.datasets.rendered import PieceIds, Rendered
-from lightrft.engines.media.media import TEXT_ENCODER, Encoder
 from lightrft.engines.media.sources import ImageSource
+from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.text import text_behind_answer
 
 if TYPE_CHECKING:

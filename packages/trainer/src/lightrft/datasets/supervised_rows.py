@@ -37,7 +37,8 @@ from lightrft.datasets.row_data import RowData, SupervisedRow
 from lightrft.datasets.row_media import NOTHING_SHOWN, RowMediaReader, ShownMedia
 from lightrft.datasets.text_ids import TextIds, counted
 from lightrft.datasets.types import DataError
-from lightrft.engines.media.media import TEXT_ENCODER, Encoder, Media
+from lightrft.engines.media.media import Media
+from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -41,7 +41,8 @@ from lightrft.config import (
     TrainingOptions,
 )
 from lightrft.engines.factory import engine_facts
-from lightrft.engines.media.media import TEXT_ENCODER, Encoder, RowMedia
+from lightrft.engines.media.media import RowMedia
+from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.types import SamplingParams
 from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
 from lightrft.models.layout import LayoutPolicy

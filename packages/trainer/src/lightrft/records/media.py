@@ -13,12 +13,12 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.media.media import (
     MEDIA_KINDS,
     EncodedPrompt,
-    Encoder,
     LaterImages,
     Media,
     MediumKind,
     RowMedia,
 )
+from lightrft.engines.media.text_encoder import Encoder
 from lightrft.engines.types import GenerationRequest, MultiModalInputs
 from lightrft.records.rollout import Rollout, ScoredRollout
 from lightrft.records.table import RowTable

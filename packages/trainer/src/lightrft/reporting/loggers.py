@@ -4,10 +4,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from typing import Protocol, cast
-
-from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.registry import LOGGERS
+from typing import Protocol
 
 # Shown on the console line, in this order, where present.
 CONSOLE_METRICS = (
@@ -39,34 +36,6 @@ class MetricsLogger(Protocol):
     def close(self) -> None:
         """Write what is pending."""
         ...
-
-
-def asked_loggers(config: TrainConfig) -> list[MetricsLogger]:
-    """Build the trackers, and the user's loggers: each `CLASS(config)` of the option `loggers`.
-
-    Raises:
-        ConfigError: One cannot be loaded or built, or lacks `log` or `close`.
-        TrackerError: A tracker cannot be used.
-    """
-    made: list[MetricsLogger] = []
-    if config.use_tensorboard or config.use_wandb or config.loggers:
-        from lightrft.reporting.trackers import build_trackers  # most runs have none
-
-        made += build_trackers(config)
-    for name in config.loggers:
-        if LOGGERS.is_built_in(name):
-            continue
-        build = LOGGERS.load(name)
-        try:
-            logger = cast("Callable[[TrainConfig], MetricsLogger]", build)(config)
-        except Exception as error:
-            raise ConfigError(
-                f"loggers: {name}(config) failed: {type(error).__name__}: {error}"
-            ) from error
-        if not all(callable(getattr(logger, method, None)) for method in ("log", "close")):
-            raise ConfigError(f"loggers: {name} needs log(step, metrics) and close()")
-        made.append(logger)
-    return made
 
 
 class ConsoleLogger:

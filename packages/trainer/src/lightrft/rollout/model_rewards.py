@@ -13,7 +13,8 @@ from lightrft.datasets.chat_template import template_of
 from lightrft.datasets.chat_turns import end_of_turn
 from lightrft.datasets.messages import Message, with_texts
 from lightrft.datasets.text_ids import TextIds, prompt_ids
-from lightrft.engines.media.media import TEXT_ENCODER, Encoder, MediumKind, RowMedia
+from lightrft.engines.media.media import MediumKind, RowMedia
+from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
 from lightrft.models import RewardModel
 from lightrft.models.layout import pad_rows
 from lightrft.records.media import agree_on_kinds, encode_row

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightrft.datasets.types import Prompt
-from lightrft.engines.media.media import Encoder
+from lightrft.engines.media.text_encoder import Encoder
 from lightrft.engines.types import GenerationRequest, SamplingParams
 from lightrft.records.media import media_request
 from lightrft.records.rollout import Rollout

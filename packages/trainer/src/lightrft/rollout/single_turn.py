@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 from lightrft.config import SamplingOptions
 from lightrft.config.registry import TURN_SOURCES
 from lightrft.datasets.types import Prompt
-from lightrft.engines.media.media import TEXT_ENCODER, Encoder
+from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.records.media import media_request
 from lightrft.records.rollout import Rollout, TurnSegment

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
-from lightrft.engines.media.media import TEXT_ENCODER, Encoder
+from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.types import SamplingParams
 from lightrft.records.rollout import ScoredRollout
 from lightrft.records.sample_ledger import SampleLedger

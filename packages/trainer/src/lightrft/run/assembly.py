@@ -37,7 +37,7 @@ from lightrft.reporting.files import (
     read_json,
     set_aside,
 )
-from lightrft.reporting.loggers import MetricsLogger, asked_loggers, notebook_loggers
+from lightrft.reporting.loggers import MetricsLogger, notebook_loggers
 from lightrft.reporting.metric_table import PEAK_NOTE, memory_peaks, planned_phase
 from lightrft.reporting.timeline import rank_timeline
 from lightrft.run.callbacks import Callback, require_callbacks
@@ -218,7 +218,7 @@ def _train(
             stack.enter_context(each)
         if console is not None:
             lines = JsonLinesLogger(folder / METRICS_FILE)
-            loggers = (console, lines, *notebook_loggers(), *asked_loggers(config), *loggers)
+            loggers = (console, lines, *notebook_loggers(), *_asked_loggers(config), *loggers)
         strategy = stack.enter_context(get_strategy(config))
         if join is not None:
             stop_request = join(strategy.session, stop_request)
@@ -234,6 +234,14 @@ def _train(
             console.plan(num_planned, after=num_resumed)
         result = loop.run(num_planned, stop_request=stop_request)
         return finish_run(config, loop, result, num_resumed=num_resumed, started=started)
+
+
+def _asked_loggers(config: TrainConfig) -> list[MetricsLogger]:
+    if not (config.use_tensorboard or config.use_wandb or config.loggers):
+        return []
+    from lightrft.reporting.trackers import asked_loggers  # most runs have none
+
+    return asked_loggers(config)
 
 
 def _nothing_left(config: RunControlOptions, summary: Mapping[str, object]) -> RunSummary:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from lightrft.engines.media.errors import MediaError
 from lightrft.engines.media.families import VisionFamily, family_of
 from lightrft.engines.media.films import FrameRules
 from lightrft.engines.media.media import (
@@ -17,7 +18,6 @@ from lightrft.engines.media.media import (
     EncodedPrompt,
     LaterImages,
     Media,
-    MediaError,
     MediumKind,
     PromptTokens,
 )

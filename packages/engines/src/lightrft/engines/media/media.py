@@ -5,39 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, cast
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lightrft.engines.media.encoder import PromptEncoder
     from lightrft.engines.media.films import FrameRules
     from lightrft.engines.media.sounds import SoundRules, SoundSource
     from lightrft.engines.media.sources import FileSource, ImageSource, VideoSource
-    from lightrft.engines.types import MediaBounds
 
-    Medium: TypeAlias = FileSource | VideoSource
-else:
-    # Checkpoint readers resolve annotations; prompts in checkpoints only name their media.
-    Medium = object
-
+# In quotes, since checkpoint readers resolve it and runs of text import no readers of files.
+Medium: TypeAlias = "FileSource | VideoSource"
 MediumKind: TypeAlias = str
-# Bytes of the shortest signature of a file.
-_SIGNATURE_BYTES = 4
-
-
-class MediaError(ValueError):
-    """Error for a medium that cannot be read; the message says which, why, and what to do."""
-
-
-def is_list_of_bytes(value: object) -> bool:
-    """Return whether a value is a list of the encoded bytes of a file, as in JSON."""
-    return (
-        isinstance(value, list)
-        and len(value) > _SIGNATURE_BYTES
-        and all(isinstance(item, int) and 0 <= item < 256 for item in value)
-    )
 
 
 class Reader(Protocol):
@@ -349,59 +328,3 @@ class RowMedia:
 
 
 NO_MEDIA = RowMedia()
-
-
-class TextEncoder:
-    """Encoder of a text-only model: all its results are empty."""
-
-    reads_media = False
-    marks: Mapping[MediumKind, str] = MappingProxyType({})
-    placeholders = frozenset[str]()
-
-    def check_places(self, text: str, media: Media) -> None:
-        """Do nothing; implement `PromptEncoder.check_places`."""
-
-    def kept(self, text: str, media: Media) -> EncodedPrompt:
-        """Raise a ValueError: no prompt may have media."""
-        raise ValueError(
-            f"the prompt {text[:80]!r} has {media.counts}: the trainer needs the model's processor "
-            "(processor=) and a vision-language model"
-        )
-
-    def kept_all(self, prompts: Sequence[tuple[str, Media]]) -> list[EncodedPrompt]:
-        """Return `kept` of each prompt."""
-        return [self.kept(text, media) for text, media in prompts]
-
-    def row(
-        self, token_ids: Sequence[int], prompt: EncodedPrompt | None, later: Sequence[LaterImages]
-    ) -> EncodedPrompt | None:
-        """Return the prompt unchanged."""
-        del token_ids, later
-        return prompt
-
-    def num_places(self, text: str) -> int:
-        """Return 0: a text model has no places for images."""
-        del text
-        return 0
-
-    def fitted(self, media: Media, bounds: MediaBounds) -> Media:
-        """Return the media unchanged."""
-        del bounds
-        return media
-
-    @property
-    def num_kept(self) -> int:
-        """Number of kept prompts: none."""
-        return 0
-
-    def bytes_since(self, number: int) -> int:
-        """Return 0: no prompts are kept."""
-        del number
-        return 0
-
-    def forget(self, number: int = 0) -> None:
-        """Do nothing: no prompts are kept."""
-
-
-TEXT_ENCODER = TextEncoder()
-Encoder: TypeAlias = "TextEncoder | PromptEncoder"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from lightrft.engines.media.containers import opened_container
-from lightrft.engines.media.media import MediaError
+from lightrft.engines.media.errors import MediaError
 from lightrft.engines.media.sources import FileSource, as_file
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from lightrft.engines.media.errors import MediaError, is_list_of_bytes
 from lightrft.engines.media.file_facts import facts_of_file
 from lightrft.engines.media.films import (
     ALL_FRAMES,
@@ -22,7 +23,6 @@ from lightrft.engines.media.films import (
     is_film,
     read_film,
 )
-from lightrft.engines.media.media import MediaError, is_list_of_bytes
 from lightrft.engines.media.pictures import (
     MAX_FRAMES,
     animation,

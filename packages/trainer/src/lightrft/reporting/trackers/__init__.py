@@ -7,7 +7,7 @@ Each tracker has an adapter here: a function that takes the options of the run a
 from collections.abc import Callable
 from typing import cast
 
-from lightrft.config import OutputOptions
+from lightrft.config import ConfigError, OutputOptions, TrainConfig
 from lightrft.config.registry import LOGGERS, Registry, installation_of, missing_module
 from lightrft.reporting.loggers import MetricsLogger
 from lightrft.reporting.trackers.best_effort import TrackerError
@@ -21,6 +21,30 @@ _BY_OPTION = Registry(
     },
     takes_own=False,
 )
+
+
+def asked_loggers(config: TrainConfig) -> list[MetricsLogger]:
+    """Build the trackers, and the user's loggers: each `CLASS(config)` of the option `loggers`.
+
+    Raises:
+        ConfigError: One cannot be loaded or built, or lacks `log` or `close`.
+        TrackerError: A tracker cannot be used.
+    """
+    made = build_trackers(config)
+    for name in config.loggers:
+        if LOGGERS.is_built_in(name):
+            continue
+        build = LOGGERS.load(name)
+        try:
+            logger = cast("Callable[[TrainConfig], MetricsLogger]", build)(config)
+        except Exception as error:
+            raise ConfigError(
+                f"loggers: {name}(config) failed: {type(error).__name__}: {error}"
+            ) from error
+        if not all(callable(getattr(logger, method, None)) for method in ("log", "close")):
+            raise ConfigError(f"loggers: {name} needs log(step, metrics) and close()")
+        made.append(logger)
+    return made
 
 
 def build_trackers(config: OutputOptions) -> list[MetricsLogger]:

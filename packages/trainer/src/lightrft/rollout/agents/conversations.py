@@ -18,7 +18,8 @@ from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.messages import Message as TemplateMessage
 from lightrft.datasets.rendered import Rendered
 from lightrft.engines.ledger import hash_context
-from lightrft.engines.media.media import EncodedPrompt, Encoder, LaterImages
+from lightrft.engines.media.media import EncodedPrompt, LaterImages
+from lightrft.engines.media.text_encoder import Encoder
 from lightrft.engines.types import Completion, GenerationRequest
 from lightrft.records.media import encode_context
 from lightrft.rollout.agents.messages import ChatCall, Json, Message, SpokenCall, chain_of

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from lightrft.config import ConfigError
 from lightrft.datasets.chat_ids import ImageRenderingError, RenderingError
-from lightrft.engines.media.media import TEXT_ENCODER, Encoder
+from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.rollout.agents.conversations import (
     MAX_KEPT_BYTES,

@@ -12,7 +12,8 @@ from lightrft.datasets.media import as_parts
 from lightrft.datasets.rendered import Rendered
 from lightrft.datasets.suffix import Content, TurnSuffix
 from lightrft.datasets.types import Prompt
-from lightrft.engines.media.media import Encoder, Media
+from lightrft.engines.media.media import Media
+from lightrft.engines.media.text_encoder import Encoder
 from lightrft.engines.types import Completion, GenerationRequest
 from lightrft.records.media import encode_context, encode_prompt
 from lightrft.records.rollout import AnsweredCall, Rollout, TurnSegment

@@ -19,7 +19,8 @@ from lightrft.algorithms.moments import Moments
 from lightrft.config import LearningOptions, TrainConfig
 from lightrft.datasets.batch_stream import BatchStream, check_lengths
 from lightrft.datasets.types import Prompt
-from lightrft.engines.media.media import Encoder, Media
+from lightrft.engines.media.media import Media
+from lightrft.engines.media.text_encoder import Encoder
 from lightrft.experience.maker import (
     AdvantageSettings,
     Delivery,

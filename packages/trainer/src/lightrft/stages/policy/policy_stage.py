@@ -14,7 +14,7 @@ from lightrft.config import ConfigError, RolloutOptions, TrainConfig
 from lightrft.datasets.batch_stream import Batches, known_items, planned_steps
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.families import family_of
-from lightrft.engines.media.media import TEXT_ENCODER, Encoder
+from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
 from lightrft.experience.maker import ForwardModels, TeacherFunction
 from lightrft.models import SequenceModel
 from lightrft.records.media import media_of

@@ -9,7 +9,7 @@ from lightrft.datasets.messages import INPUT_KEYS
 from lightrft.datasets.prompts import build_prompts
 from lightrft.datasets.render import PromptTokenizer
 from lightrft.datasets.types import DataError
-from lightrft.engines.media.media import MediaError
+from lightrft.engines.media.errors import MediaError
 
 LABEL_KEYS = (
     "label",
