@@ -226,7 +226,7 @@ def test_every_fact_about_another_project_names_a_source_that_is_listed():
     for line in lines:
         if line.startswith("| | "):
             own_columns = 2 if "lightrft" in line else 1
-        elif line.startswith("| of TRL"):
+        elif line.startswith("| TRL |"):
             break
         else:
             for cell in line.split(" | ")[own_columns:]:
