@@ -28,7 +28,8 @@ from lightrft.reporting.files import JsonLinesFile
 from lightrft.rewards.types import RewardError
 from lightrft.strategy.checkpoints.checkpoints import CheckpointSaver
 from lightrft.strategy.checkpoints.errors import CheckpointError
-from lightrft.strategy.checkpoints.folders import RankGroup, SaveRequest
+from lightrft.strategy.checkpoints.folders import SaveRequest
+from lightrft.strategy.distributed.collectives import ALONE
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.process_end import PeerFailedError
 from lightrft.strategy.weight_sync.verification import WeightSyncError
@@ -158,7 +159,7 @@ def test_a_missing_extra_is_no_mistake_of_usage_wherever_it_is_missed():
 def test_what_a_flush_cannot_do_names_the_folder(tmp_path, monkeypatch, number, in_background):
     """Every flush of a checkpoint in its turn, and that of a file that appears whole."""
     code = getattr(errno, number)
-    saver = CheckpointSaver(RankGroup(), RankGroup if in_background else None)
+    saver = CheckpointSaver(ALONE, (lambda: ALONE) if in_background else None)
     fsync, calls = os.fsync, []
 
     def save(fails_at):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightrft.strategy.weight_sync.canary import CANARY_LIMITS, Canary, check_answer
+from lightrft.strategy.weight_sync.canary import CANARY_LIMITS, Canary
 from lightrft.strategy.weight_sync.verification import WeightSyncError
 
 EXPECTED = [0.0] + [-9.0] * 63
@@ -17,7 +17,7 @@ def canary(dtype):
 
 def test_one_unlikely_token_far_off_passes_in_bfloat16():
     answer = [*EXPECTED[:-1], EXPECTED[-1] + 1.0]
-    assert check_answer(canary(torch.bfloat16), EXPECTED, answer) == pytest.approx(1.0)
+    assert canary(torch.bfloat16).check(EXPECTED, answer) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("dtype", list(CANARY_LIMITS))
@@ -29,4 +29,4 @@ def test_a_shift_of_all_tokens_a_large_one_and_nan_are_found(dtype):
         [*EXPECTED[:-1], math.nan],
     ):
         with pytest.raises(WeightSyncError, match="canary prompt differently"):
-            check_answer(canary(dtype), EXPECTED, answer)
+            canary(dtype).check(EXPECTED, answer)

@@ -9,12 +9,13 @@ from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.checkpoints.checkpoints import CheckpointSaver
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter, StagedWriter
-from lightrft.strategy.checkpoints.folders import RankGroup, SaveRequest
+from lightrft.strategy.checkpoints.folders import SaveRequest
 from lightrft.strategy.checkpoints.manifest import list_checkpoints
+from lightrft.strategy.distributed.collectives import ALONE
 
 
 def saver():
-    return CheckpointSaver(RankGroup(), RankGroup)
+    return CheckpointSaver(ALONE, lambda: ALONE)
 
 
 def request(folder, tag, **options):

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tests.ranks import run_multiprocess
 
 from lightrft.config.files import sealed
 from lightrft.strategy.checkpoints.client_state import load_state, save_state
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter
 from lightrft.strategy.checkpoints.folders import (
-    RankGroup,
     SaveRequest,
     find_checkpoint,
     find_checkpoints,
@@ -24,6 +25,8 @@ from lightrft.strategy.checkpoints.folders import (
     write_checkpoint,
 )
 from lightrft.strategy.checkpoints.manifest import MANIFEST_NAME, list_checkpoints
+from lightrft.strategy.distributed.collectives import barrier
+from lightrft.strategy.distributed.process_groups import start_process_group
 
 
 def save(folder: Path, tag: str | None = None, *, num_bytes: int = 10, **options: object):
@@ -239,10 +242,23 @@ def test_latest_is_what_save_latest_says_and_a_tag_wins(tmp_path):
         find_checkpoint(tmp_path, "c")
 
 
-def test_one_failing_rank_is_named_on_every_rank():
-    group = RankGroup(rank=0, world_size=2, gather=lambda own: [own, (None, "rank 1: OSError: x")])
-    with pytest.raises(CheckpointError, match="rank 1: OSError: x"):
-        group.together(lambda: None)
+def save_where_one_rank_fails(rank, world_size, folder):
+    start_process_group(timedelta(seconds=120))
+
+    def write(path, files):
+        if rank == 1:
+            raise OSError("planted")
+
+    with pytest.raises(CheckpointError, match=r"^rank 1: OSError: planted$"):
+        write_checkpoint(SaveRequest(folder, tag="a"), write, group=None)
+    barrier()
+    return [path.name for path in folder.iterdir()]
+
+
+@pytest.mark.full
+@pytest.mark.multiprocess
+def test_one_failing_rank_is_named_on_every_rank_and_nothing_is_left(tmp_path):
+    assert run_multiprocess(save_where_one_rank_fails, 2, args=(tmp_path,)) == [[], []]
 
 
 def test_rotate_returns_what_it_deleted(tmp_path):

@@ -15,19 +15,18 @@ from lightrft.strategy.checkpoints.client_state import load_scheduler, save_sche
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter, StagedWriter
 from lightrft.strategy.checkpoints.folders import (
-    OpenCheckpoint,
-    RankGroup,
     SaveRequest,
     Write,
     begin_checkpoint,
     complete_checkpoint,
     find_checkpoint,
     find_checkpoints,
+    on_first,
     write_checkpoint,
 )
 from lightrft.strategy.checkpoints.gathered_model import as_saved, save_gathered_model
 from lightrft.strategy.checkpoints.manifest import Checkpoint
-from lightrft.strategy.distributed.collectives import gather_objects
+from lightrft.strategy.distributed.collectives import Group
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.process_end import NonFiniteError
 from lightrft.strategy.distributed.process_groups import separate_group
@@ -42,18 +41,16 @@ class CheckpointSaver:
     has written, flushed and hashed its files; only then are older ones removed.
 
     Args:
-        ranks: Ranks that save together.
-        background_ranks: These ranks with a separate `gather`, made at the first background
-            save; None always saves while the caller waits.
+        group: Ranks that save together.
+        background_group: Function that makes a separate group of these ranks, called at the first
+            background save; None always saves while the caller waits.
     """
 
-    def __init__(
-        self, ranks: RankGroup, background_ranks: Callable[[], RankGroup] | None = None
-    ) -> None:
-        self._ranks = ranks
-        self._make_background_ranks = background_ranks
-        self._background: tuple[ThreadPoolExecutor, RankGroup] | None = None
-        self._pending: dict[Path, Future[None]] = {}
+    def __init__(self, group: Group, background_group: Callable[[], Group] | None = None) -> None:
+        self._group = group
+        self._make_background_group = background_group
+        self._background: tuple[ThreadPoolExecutor, Group] | None = None
+        self._pending: dict[Path, Future[Checkpoint]] = {}
 
     def save(self, request: SaveRequest, write: Write) -> None:
         """Save one checkpoint. Collective.
@@ -65,20 +62,28 @@ class CheckpointSaver:
         Raises:
             CheckpointError: This save failed, or the last one into this folder did.
         """
-        if self._make_background_ranks is None:
+        if self._make_background_group is None:
             with _saving_into(request.save_dir):
-                write_checkpoint(request, write, ranks=self._ranks)
+                write_checkpoint(request, write, group=self._group)
             return
         self._wait(request.save_dir)
         if self._background is None:
             thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            self._background = (thread, self._make_background_ranks())
-        thread, ranks = self._background
-        staged = StagedWriter()
+            self._background = (thread, self._make_background_group())
+        thread, group = self._background
+        staged, earlier = StagedWriter(), tuple(self._pending.values())
         with _saving_into(request.save_dir):
-            opened = begin_checkpoint(request, write, staged, ranks=self._ranks)
-        earlier = tuple(self._pending.values())
-        self._pending[request.save_dir] = thread.submit(_complete, opened, staged, ranks, earlier)
+            draft = begin_checkpoint(request, write, staged, group=self._group)
+
+        def flush() -> None:
+            # A checkpoint may rely on the one before it: a run's actor on its critic.
+            if any(future.exception() is not None for future in earlier):
+                raise CheckpointError("an earlier save failed")
+            staged.flush()
+
+        self._pending[request.save_dir] = thread.submit(
+            complete_checkpoint, request, draft, flush, group=group
+        )
 
     def finish(self) -> None:
         """Wait until every checkpoint is complete.
@@ -106,11 +111,9 @@ class CheckpointSaver:
 
     def _wait(self, folder: Path) -> None:
         """Wait on every rank for the same save, so that all ranks raise its error or none does."""
-        future = self._pending.pop(folder, None)
-        if future is None:
-            return
-        with _saving_into(folder):
-            future.result()
+        if folder in self._pending:
+            with _saving_into(folder):
+                self._pending.pop(folder).result()
 
 
 @contextmanager
@@ -122,23 +125,6 @@ def _saving_into(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise CheckpointError(f"saving into {folder} failed: {error}") from error
-
-
-def _complete(
-    opened: OpenCheckpoint,
-    staged: StagedWriter,
-    ranks: RankGroup,
-    earlier: tuple[Future[None], ...],
-) -> None:
-    """Complete a checkpoint in the thread, which has ended all earlier saves."""
-
-    def flush() -> None:
-        # A checkpoint may rely on the one before it: a run's actor on its critic.
-        if any(future.exception() is not None for future in earlier):
-            raise CheckpointError("an earlier save failed")
-        staged.flush()
-
-    complete_checkpoint(opened, ranks=ranks, flush=flush)
 
 
 class Checkpoints:
@@ -157,19 +143,15 @@ class Checkpoints:
         self._strategy = strategy
         # By folder: checkpoints that `find` has verified, so that the next load need not repeat it.
         self._verified: dict[Path, Checkpoint] = {}
-        self.group = RankGroup(context.rank, context.world_size, context.gather_objects)
-        self.saver = CheckpointSaver(
-            self.group, self._make_background_group if in_background else None
-        )
+        self.group = group = context.world_group
 
-    def _make_background_group(self) -> RankGroup:
-        """Return a separate group, so that a save never meets the collectives of training."""
-        group = self._context.world_group
-        if self._context.world_size > 1:
-            group = separate_group(None, timeout=self._context.timeout)
-        return RankGroup(
-            self._context.rank, self._context.world_size, lambda item: gather_objects(item, group)
-        )
+        def background_group() -> Group:
+            """Return a separate group, so that a save never meets the collectives of training."""
+            if context.world_size == 1:
+                return group
+            return separate_group(None, timeout=context.timeout)
+
+        self.saver = CheckpointSaver(group, background_group if in_background else None)
 
     def save(
         self, request: SaveRequest, found: PreparedModel, model_ema: AnyModel | None = None
@@ -197,7 +179,7 @@ class Checkpoints:
         self.finish()
         with phase("find a checkpoint", self._context.timeout):
             try:
-                checkpoints = find_checkpoints(folders, ranks=self.group, accepts=accepts)
+                checkpoints = find_checkpoints(folders, group=self.group, accepts=accepts)
             except FileNotFoundError:
                 return None
         self._verified = dict(zip(folders, checkpoints, strict=True))
@@ -216,7 +198,7 @@ class Checkpoints:
         with phase("load a checkpoint", self._context.timeout):
             checkpoint = self._verified.pop(folder, None)
             if checkpoint is None or tag != checkpoint.manifest.tag:
-                checkpoint = find_checkpoint(folder, tag, ranks=self.group)
+                checkpoint = find_checkpoint(folder, tag, group=self.group)
             checkpoint.require_strategy(self._strategy)
             try:
                 state = self._read(checkpoint, found, wanted, model_ema)
@@ -262,6 +244,7 @@ class Checkpoints:
             keeps = self._context.rank == 0
             state = {name: as_saved(value, kept) for name, value in values if keeps}
             with _saving_into(output_dir):
-                self.group.on_first(
-                    lambda: save_gathered_model(module, state, tokenizer, output_dir, dtype=dtype)
+                on_first(
+                    lambda: save_gathered_model(module, state, tokenizer, output_dir, dtype=dtype),
+                    self.group,
                 )

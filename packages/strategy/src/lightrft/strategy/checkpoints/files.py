@@ -1,14 +1,48 @@
-"""Writers of checkpoint files, at once or from copies and later."""
+"""Files of a checkpoint: writers, at once or from copies and later; tensors read in parts."""
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lightrft.config.files import regular_file
+
 _PROBE_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a safetensors file.
+
+    Args:
+        file: The file.
+        name, shape: Name and shape of the tensor there.
+    """
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+
+    def read(self, rows: slice = slice(None)) -> Tensor:
+        """Return some rows of the tensor; the whole of a scalar."""
+        with safe_open(regular_file(self.file), "pt") as stream:
+            if not self.shape:
+                scalar: Tensor = stream.get_tensor(self.name)
+                return scalar
+            selected: Tensor = stream.get_slice(self.name)[rows]
+            return selected
+
+
+def stored_tensors(file: Path) -> Iterator[StoredTensor]:
+    """Yield all tensors of a safetensors file."""
+    with safe_open(regular_file(file), "pt") as stream:
+        for name in stream.keys():  # noqa: SIM118  # not a mapping
+            yield StoredTensor(file, name, tuple(stream.get_slice(name).get_shape()))
 
 
 class FileWriter:
@@ -39,6 +73,9 @@ class FileWriter:
     def text(self, path: Path, text: str) -> None:
         """Write a text file."""
         self._write(lambda: path.write_text(text, encoding="utf-8"))
+
+    def flush(self) -> None:
+        """Write what is not yet written."""
 
     def _write(self, write: Callable[[], object]) -> None:
         write()

@@ -17,8 +17,9 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
@@ -39,12 +40,18 @@ from lightrft.strategy.checkpoints.manifest import (
     rng_file,
     scan_checkpoints,
 )
+from lightrft.strategy.distributed.collectives import (
+    ALONE,
+    Group,
+    gather_objects,
+    group_rank,
+    group_size,
+)
 from lightrft.strategy.distributed.process_end import NonFiniteError
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Write = Callable[[Path, FileWriter], None]
-Problem = str | NonFiniteError | None
 
 LATEST_NAME = "latest"
 _TEMPORARY_PREFIX = ".lightrft-tmp-"
@@ -52,51 +59,36 @@ _TRASH_PREFIX = ".lightrft-del-"
 _MEGABYTE = 10**6
 
 
-@dataclass(frozen=True, slots=True)
-class RankGroup:
-    """The ranks that write or read one checkpoint together; the default is a single process.
+def together(action: Callable[[], Result], group: Group) -> list[Result]:
+    """Run `action` on every rank; every rank returns all results or raises.
 
-    Args:
-        rank: This process.
-        world_size: Number of ranks.
-        gather: Collective that returns every rank's object, ordered by rank, on every rank.
+    Raises:
+        CheckpointError: It failed on some rank; the message names rank and error.
+        NonFiniteError: Some rank has values that are not finite.
     """
-
-    rank: int = 0
-    world_size: int = 1
-    gather: Callable[[object], Sequence[object]] = lambda value: [value]
-
-    def together(self, action: Callable[[], Result]) -> list[Result]:
-        """Run `action` on every rank; every rank returns all results or raises.
-
-        Raises:
-            CheckpointError: It failed on some rank; the message names rank and error.
-            NonFiniteError: Some rank has values that are not finite.
-        """
-        outcome: tuple[Result | None, Problem]
-        try:
-            outcome = action(), None
-        except NonFiniteError as error:
-            outcome = None, error
-        except Exception as error:  # raised on all ranks below, so that none waits for another
-            logger.debug("rank %d failed", self.rank, exc_info=True)
-            outcome = None, f"rank {self.rank}: {type(error).__name__}: {error}"
-        outcomes = cast("list[tuple[Result, Problem]]", self.gather(outcome))
-        problems = [problem for _, problem in outcomes if problem is not None]
-        for problem in problems:
-            if isinstance(problem, NonFiniteError):
-                raise problem
-        if problems:
-            raise CheckpointError("; ".join(map(str, problems)))
-        return [result for result, _ in outcomes]
-
-    def on_first(self, action: Callable[[], Result]) -> Result:
-        """Run `action` on rank 0 and return its result on every rank."""
-        results = self.together(lambda: action() if self.rank == 0 else None)
-        return cast("Result", results[0])
+    outcome: tuple[Result | None, str | NonFiniteError | None]
+    try:
+        outcome = action(), None
+    except NonFiniteError as error:
+        outcome = None, error
+    except Exception as error:  # raised on all ranks below, so that none waits for another
+        rank = group_rank(group)
+        logger.debug("rank %d failed", rank, exc_info=True)
+        outcome = None, f"rank {rank}: {type(error).__name__}: {error}"
+    outcomes = gather_objects(outcome, group)
+    problems = [problem for _, problem in outcomes if problem is not None]
+    for problem in problems:
+        if isinstance(problem, NonFiniteError):
+            raise problem
+    if problems:
+        raise CheckpointError("; ".join(map(str, problems)))
+    return [cast("Result", result) for result, _ in outcomes]
 
 
-ONE_RANK = RankGroup()
+def on_first(action: Callable[[], Result], group: Group) -> Result:
+    """Run `action` on the first rank and return its result on every rank."""
+    results = together(lambda: action() if group_rank(group) == 0 else None, group)
+    return cast("Result", results[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,97 +132,89 @@ class SaveRequest:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class OpenCheckpoint:
-    """A checkpoint that is being written: a temporary folder that nobody takes as complete."""
-
-    request: SaveRequest
-    tag: str
-    order: int
-    folder: Path
-
-
-def write_checkpoint(
-    request: SaveRequest, write: Write, *, ranks: RankGroup = ONE_RANK
-) -> Checkpoint:
-    """Write one checkpoint, then rotate older ones; collective over `ranks`.
+def write_checkpoint(request: SaveRequest, write: Write, *, group: Group = ALONE) -> Checkpoint:
+    """Write one checkpoint, then rotate older ones. Collective.
 
     Args:
         request: Folder, name and limits of the checkpoint.
         write: Function that writes this rank's files with the writer it receives, into the folder
             that all ranks share. It must reach the same collectives on every rank.
-        ranks: Participating ranks; by default this process alone.
+        group: Participating ranks; by default this process alone.
 
     Raises:
         CheckpointError: Writing failed on some rank (named in the message), a folder with this tag
             is not a checkpoint, or `save_dir` is not shared by all ranks; nothing was changed.
     """
-    opened = begin_checkpoint(request, write, FileWriter(), ranks=ranks)
-    return complete_checkpoint(opened, ranks=ranks)
+    files = FileWriter()
+    draft = begin_checkpoint(request, write, files, group=group)
+    return complete_checkpoint(request, draft, files.flush, group=group)
 
 
 def begin_checkpoint(
-    request: SaveRequest, write: Write, files: FileWriter, *, ranks: RankGroup
-) -> OpenCheckpoint:
-    """Run the first half of `write_checkpoint`: everything that reads the state of the run."""
+    request: SaveRequest, write: Write, files: FileWriter, *, group: Group
+) -> Checkpoint:
+    """Run the first half of `write_checkpoint`: everything that reads the state of the run.
+
+    Returns:
+        Checkpoint in a temporary folder that nobody takes as complete, without its list of files.
+    """
     # The generators are read first: writing may draw random numbers.
     rng_state = capture_rng_state()
-    opened = ranks.on_first(lambda: _begin(request))
-    try:
-        ranks.together(lambda: _require_shared(opened.folder))
-        ranks.together(lambda: _write_files(opened, write, files, (ranks.rank, rng_state)))
-    except BaseException:
-        _give_up(opened, ranks)
-        raise
-    return opened
+    draft = on_first(lambda: _begin(request, group_size(group)), group)
+
+    def write_files() -> None:
+        write(draft.path, files)
+        generators = rng_file(draft.path, group_rank(group))
+        generators.parent.mkdir(exist_ok=True)
+        save_state(generators, rng_state, files)
+        if group_rank(group) == 0:
+            save_state(draft.path / CLIENT_STATE_NAME, request.client_state, files)
+
+    with _removed_on_failure(draft, group):
+        together(lambda: _require_shared(draft.path), group)
+        together(write_files, group)
+    return draft
 
 
 def complete_checkpoint(
-    opened: OpenCheckpoint, *, ranks: RankGroup, flush: Callable[[], None] | None = None
+    request: SaveRequest, draft: Checkpoint, flush: Callable[[], None], *, group: Group
 ) -> Checkpoint:
     """Run the second half: flush and hash the files, publish the folder, rotate older ones.
 
     Args:
-        opened: Result of `begin_checkpoint`.
-        ranks: Ranks of `begin_checkpoint`, possibly with a `gather` that a background thread may
-            use.
-        flush: Function that writes this rank's files, if `begin_checkpoint` only copied them.
+        request: Request of the checkpoint.
+        draft: Result of `begin_checkpoint`.
+        flush: Function that writes the files of this rank that `begin_checkpoint` only copied.
+        group: Ranks of `begin_checkpoint`, possibly another group that a background thread may use.
 
     Raises:
         CheckpointError: It failed on some rank (named in the message); nothing was changed.
     """
-    request, folder = opened.request, opened.folder
-    try:
-        if flush is not None:
-            ranks.together(flush)
-        names = ranks.on_first(lambda: _list_files(folder))
-        share = names[ranks.rank :: ranks.world_size]
-        hashed = ranks.together(lambda: [flush_and_hash(folder, name) for name in share])
-        manifest = Manifest(
-            tag=opened.tag,
-            order=opened.order,
-            strategy=request.strategy,
-            world_size=ranks.world_size,
-            is_latest=request.save_latest,
-            details=dict(request.details),
-            files=tuple(sorted((e for part in hashed for e in part), key=lambda e: e.path)),
-        )
-        ranks.on_first(lambda: _publish(folder, request, manifest))
-    except BaseException:
-        _give_up(opened, ranks)
-        raise
-    ranks.on_first(
-        lambda: rotate(request.save_dir, max_num=request.max_num, max_mem=request.max_mem)
+    with _removed_on_failure(draft, group):
+        together(flush, group)
+        names = on_first(lambda: _list_files(draft.path), group)
+        share = names[group_rank(group) :: group_size(group)]
+        hashed = together(lambda: [flush_and_hash(draft.path, name) for name in share], group)
+        entries = sorted((entry for part in hashed for entry in part), key=lambda e: e.path)
+        manifest = replace(draft.manifest, files=tuple(entries))
+        on_first(lambda: _publish(draft.path, manifest), group)
+    on_first(
+        lambda: rotate(request.save_dir, max_num=request.max_num, max_mem=request.max_mem), group
     )
-    return Checkpoint(request.save_dir / opened.tag, manifest)
+    return Checkpoint(request.save_dir / manifest.tag, manifest)
 
 
-def _give_up(opened: OpenCheckpoint, ranks: RankGroup) -> None:
-    if ranks.rank == 0:
-        shutil.rmtree(opened.folder, ignore_errors=True)
+@contextmanager
+def _removed_on_failure(draft: Checkpoint, group: Group) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if group_rank(group) == 0:
+            shutil.rmtree(draft.path, ignore_errors=True)
+        raise
 
 
-def _begin(request: SaveRequest) -> OpenCheckpoint:
+def _begin(request: SaveRequest, world_size: int) -> Checkpoint:
     """Choose the tag and its order, and create the temporary folder."""
     save_dir = request.save_dir
     make_folder(save_dir)
@@ -246,7 +230,9 @@ def _begin(request: SaveRequest) -> OpenCheckpoint:
     folder = save_dir / f"{_TEMPORARY_PREFIX}{tag}-{socket.gethostname()}-{os.getpid()}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    return OpenCheckpoint(request, tag, order, folder)
+    details = dict(request.details)
+    manifest = Manifest(tag, order, request.strategy, world_size, request.save_latest, details)
+    return Checkpoint(folder, manifest)
 
 
 def _require_shared(folder: Path) -> None:
@@ -254,26 +240,12 @@ def _require_shared(folder: Path) -> None:
         raise CheckpointError(f"{folder} is not visible: all ranks must see the same save_dir")
 
 
-def _write_files(
-    opened: OpenCheckpoint,
-    write: Write,
-    files: FileWriter,
-    generators: tuple[int, dict[str, object]],
-) -> None:
-    rank, rng_state = generators
-    write(opened.folder, files)
-    rng_file(opened.folder, rank).parent.mkdir(exist_ok=True)
-    save_state(rng_file(opened.folder, rank), rng_state, files)
-    if rank == 0:
-        save_state(opened.folder / CLIENT_STATE_NAME, opened.request.client_state, files)
-
-
-def _publish(folder: Path, request: SaveRequest, manifest: Manifest) -> None:
+def _publish(folder: Path, manifest: Manifest) -> None:
     """Write the manifest and rename the temporary folder to its tag."""
-    save_dir = request.save_dir
+    save_dir = folder.parent
     target = save_dir / manifest.tag
     write_text_atomically(folder / MANIFEST_NAME, manifest.to_json())
-    if request.save_latest:
+    if manifest.is_latest:
         # The pointer goes first: if the rename never happens it names a missing folder, and
         # a load takes the newest complete checkpoint instead.
         pointer = save_dir / LATEST_NAME
@@ -289,21 +261,19 @@ def _publish(folder: Path, request: SaveRequest, manifest: Manifest) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def find_checkpoint(
-    load_dir: Path, tag: str | None = None, *, ranks: RankGroup = ONE_RANK
-) -> Checkpoint:
+def find_checkpoint(load_dir: Path, tag: str | None = None, *, group: Group = ALONE) -> Checkpoint:
     """Return the checkpoint to load, with all its files verified; see `find_checkpoints`."""
-    return find_checkpoints([load_dir], tag, ranks=ranks)[0]
+    return find_checkpoints([load_dir], tag, group=group)[0]
 
 
 def find_checkpoints(
     load_dirs: Sequence[Path],
     tag: str | None = None,
     *,
-    ranks: RankGroup = ONE_RANK,
+    group: Group = ALONE,
     accepts: Callable[[Mapping[str, object]], None] | None = None,
 ) -> list[Checkpoint]:
-    """Return one whole checkpoint of each folder, all of one tag; collective over `ranks`.
+    """Return one whole checkpoint of each folder, all of one tag; collective.
 
     Without a tag, take the newest. Those that are damaged in any folder are skipped with a warning;
     those saved with `save_latest=False` come last.
@@ -311,21 +281,21 @@ def find_checkpoints(
     Args:
         load_dirs: Folders of checkpoints; the first one's order decides which is newest.
         tag: Wanted tag, or None.
-        ranks: Ranks, each of which verifies its share of the files.
+        group: Ranks, each of which verifies its share of the files.
         accepts: Function that raises if the client state of a first-folder checkpoint is unusable.
 
     Raises:
         FileNotFoundError: There is no checkpoint (with this tag), nor remains of one.
         CheckpointError: None is whole; the message says what is wrong with each.
     """
-    candidates, failures = ranks.on_first(lambda: _candidates(load_dirs, tag))
+    candidates, failures = on_first(lambda: _candidates(load_dirs, tag), group)
     for checkpoints in candidates:
-        verify = partial(_damage, checkpoints, ranks, accepts)
-        problems = [problem for part in ranks.together(verify) for problem in part]
+        verify = partial(_damage, checkpoints, group, accepts)
+        problems = [problem for part in together(verify, group) for problem in part]
         if not problems:
             return checkpoints
         failures.append("; ".join(problems))
-        if ranks.rank == 0:
+        if group_rank(group) == 0:
             logger.warning("skipping damaged checkpoint %s", failures[-1])
     if failures:
         listed = " | ".join(failures)
@@ -370,18 +340,18 @@ def _lacking(
 
 def _damage(
     checkpoints: Sequence[Checkpoint],
-    ranks: RankGroup,
+    group: Group,
     accepts: Callable[[Mapping[str, object]], None] | None,
 ) -> list[str]:
     """Return problems of this rank's part of the files of checkpoints with one tag."""
-    problems = []
+    problems, rank = [], group_rank(group)
     for checkpoint in checkpoints:
-        entries = checkpoint.manifest.files[ranks.rank :: ranks.world_size]
+        entries = checkpoint.manifest.files[rank :: group_size(group)]
         damages = [problem for entry in entries if (problem := entry.damage(checkpoint.path))]
-        if ranks.rank == 0:
+        if rank == 0:
             damages += _unlisted(checkpoint)
         problems += [f"{checkpoint.path}: {problem}" for problem in damages]
-    if accepts is not None and not problems and ranks.rank == 0:
+    if accepts is not None and not problems and rank == 0:
         try:
             accepts(checkpoints[0].client_state())
         # A file with the right hash may hold anything.

@@ -3,19 +3,19 @@
 import copy
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lightrft.config.files import make_folder, read_object, regular_file, weight_files
+from lightrft.config.files import make_folder, read_object, weight_files
 from lightrft.engines.process_state import deepspeed_unless_used
 from lightrft.strategy.checkpoints.errors import CheckpointError
+from lightrft.strategy.checkpoints.files import StoredTensor, stored_tensors
 from lightrft.strategy.distributed.collectives import ALONE, nonfinite_names, require_finite
 from lightrft.strategy.weight_sync.parameter_source import (
     AdaptedModel,
@@ -137,21 +137,6 @@ def as_saved(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor of a file."""
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-
-    def read(self) -> Tensor:
-        """Return the whole tensor."""
-        with safe_open(regular_file(self.file), "pt") as stream:
-            value: Tensor = stream.get_tensor(self.name)
-            return value
-
-
-@dataclass(frozen=True, slots=True)
 class _Made:
     """Tensors of a model that transformers makes of others: merged experts, a reshaped kernel.
 
@@ -165,10 +150,10 @@ class _Made:
     model: "PreTrainedModel"
     converter: "WeightConverter"
     name: str
-    sources: dict[str, list[_Stored]] = field(default_factory=dict)
+    sources: dict[str, list[StoredTensor]] = field(default_factory=dict)
 
     def values(
-        self, read: Callable[[_Stored], Tensor], rows: slice = slice(None)
+        self, read: Callable[[StoredTensor], Tensor], rows: slice = slice(None)
     ) -> dict[str, Tensor]:
         """Return tensors by name, made of what `read` returns; some rows of a stack."""
         converter = copy.deepcopy(self.converter)
@@ -206,7 +191,7 @@ class WeightFiles:
     """
 
     def __init__(self, path: Path, module: nn.Module) -> None:
-        self._path, self._stored = path, dict[str, _Stored]()
+        self._path, self._stored = path, dict[str, StoredTensor]()
         # By name in the module: the object that makes a tensor, and the tensor's name there.
         self._made: dict[str, tuple[_Made, str]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -216,7 +201,7 @@ class WeightFiles:
         files = [path] if path.is_file() else weight_files(path)
         if not files:
             raise FileNotFoundError(f"no model*.safetensors in {path}")
-        stored = {each.name: each for file in files for each in _tensors(file)}
+        stored = {each.name: each for file in files for each in stored_tensors(file)}
         if prefix is None:
             self._stored = stored
         else:
@@ -225,7 +210,7 @@ class WeightFiles:
         for name, _ in module.named_children() if prefix and path.is_dir() else ():
             extra = path / f"{name}.safetensors"
             if f"{name}." != prefix and extra.is_file():
-                self._stored |= {f"{name}.{each.name}": each for each in _tensors(extra)}
+                self._stored |= {f"{name}.{each.name}": each for each in stored_tensors(extra)}
         self._add_tied(module)
         self._shapes |= {name: each.shape for name, each in self._stored.items()}
 
@@ -237,7 +222,7 @@ class WeightFiles:
                     self._stored.setdefault(other, self._stored[name])
 
     def _add_renamed(
-        self, model: "PreTrainedModel", prefix: str, stored: Mapping[str, _Stored]
+        self, model: "PreTrainedModel", prefix: str, stored: Mapping[str, StoredTensor]
     ) -> None:
         """Name tensors as in the module, by the rules with which transformers loads a model."""
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -280,17 +265,12 @@ class WeightFiles:
         if name in self._made:
             made, its_name = self._made[name]
             if made.is_stack:
-                return made.values(_Stored.read, slice(start, stop))[its_name]
+                return made.values(StoredTensor.read, slice(start, stop))[its_name]
             if self._last is None or self._last[0] is not made:
                 self._last = None  # before others take memory
-                self._last = made, made.values(_Stored.read)
+                self._last = made, made.values(StoredTensor.read)
             return self._last[1][its_name][start:stop]
-        stored = self._stored[name]
-        if not stored.shape:
-            return stored.read()
-        with safe_open(regular_file(stored.file), "pt") as stream:
-            rows: Tensor = stream.get_slice(stored.name)[start:stop]
-            return rows
+        return self._stored[name].read(slice(start, stop))
 
     def read_into(
         self, name: str, target: Tensor, start: int, stop: int, shape: tuple[int, ...]
@@ -323,12 +303,6 @@ class WeightFiles:
         """Return whether two tensors of the files, or one by two names, hold the same numbers."""
         first, second = self._stored[name], self._stored[other]
         return first == second or torch.equal(first.read(), second.read())
-
-
-def _tensors(file: Path) -> Iterator[_Stored]:
-    with safe_open(regular_file(file), "pt") as stream:
-        for name in stream.keys():  # noqa: SIM118  # not a mapping
-            yield _Stored(file, name, tuple(stream.get_slice(name).get_shape()))
 
 
 def check_names(wanted: set[str], found: set[str], *, source: str, strict: bool) -> set[str]:

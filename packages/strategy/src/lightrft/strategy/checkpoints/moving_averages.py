@@ -9,11 +9,7 @@ from torch import Tensor, nn
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter
 from lightrft.strategy.checkpoints.shard_files import Shard, ShardReader, write_shards
-from lightrft.strategy.weight_sync.parameter_source import (
-    ParameterSource,
-    SourceParameter,
-    local_rank_in,
-)
+from lightrft.strategy.weight_sync.parameter_source import ParameterSource, local_rank_in
 
 FOLDER = "average"
 
@@ -46,14 +42,11 @@ class MovingAverages:
             raise ValueError(f"beta must be in [0, 1]: got {beta}")
         values = {entry.checkpoint_name: entry for entry in model.parameters()}
         targets = {entry.checkpoint_name: entry for entry in average.parameters()}
-        odd = [
-            name
-            for name in sorted(values.keys() | targets.keys())
-            if name not in values
-            or name not in targets
-            or values[name].shape != targets[name].shape
-            or values[name].shards != targets[name].shards
+        layouts = [
+            {(name, entry.shape, entry.shards) for name, entry in entries.items()}
+            for entries in (values, targets)
         ]
+        odd = sorted({name for name, _, _ in layouts[0] ^ layouts[1]})
         if odd:
             raise ValueError(
                 "a model and its moving average must have the same parameters, sharded alike: "
@@ -79,7 +72,7 @@ class MovingAverages:
         masters = self._masters.get(average.owner, {})
         shards = {}
         for entry in average.parameters():
-            start, stop = _own_range(average, entry)
+            start, stop = entry.range_on(local_rank_in(average.group))
             if start < stop and (rank == 0 or entry.is_sharded):
                 name = entry.checkpoint_name
                 shards[name] = Shard(masters.get(name, entry.local_shard), start, entry.shape)
@@ -100,7 +93,7 @@ class MovingAverages:
         reader = ShardReader(folder / FOLDER)
         masters: dict[str, Tensor] = {}
         for entry in average.parameters():
-            start, stop = _own_range(average, entry)
+            start, stop = entry.range_on(local_rank_in(average.group))
             if start == stop:
                 continue
             name, shard = entry.checkpoint_name, entry.local_shard
@@ -114,7 +107,3 @@ class MovingAverages:
     def forget(self, module: nn.Module) -> None:
         """Drop the masters of an average whose weights were read from a file."""
         self._masters.pop(module, None)
-
-
-def _own_range(source: ParameterSource, entry: SourceParameter) -> tuple[int, int]:
-    return entry.shards[local_rank_in(source.group) if entry.is_sharded else 0]

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard as ShardPlacement
 
 from lightrft.config.files import make_folder, regular_file
 from lightrft.strategy.checkpoints.errors import CheckpointError
-from lightrft.strategy.checkpoints.files import FileWriter
+from lightrft.strategy.checkpoints.files import FileWriter, StoredTensor
 from lightrft.strategy.distributed.collectives import ALONE, nonfinite_names, require_finite
 from lightrft.strategy.weight_sync.parameter_source import chunk_ranges
 
@@ -67,14 +67,6 @@ def write_shards(
     files.tensors(folder / f"rank_{rank:05d}.safetensors", parts, {"layout": json.dumps(layout)})
 
 
-@dataclass(frozen=True, slots=True)
-class _FilePart:
-    file: Path
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-
-
 class ShardReader:
     """All tensors of a folder that `write_shards` filled.
 
@@ -87,23 +79,23 @@ class ShardReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._parts: dict[str, list[_FilePart]] = {}
+        # The first row of each part, with the part.
+        self._parts: dict[str, list[tuple[int, StoredTensor]]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         files = sorted(folder.glob("rank_*.safetensors"))
         if not files:
             raise CheckpointError(f"no shards in {folder}")
         for file in files:
             with safe_open(regular_file(file), "pt") as stream:
                 for name, (start, shape) in json.loads(stream.metadata()["layout"]).items():
-                    local_shape = stream.get_slice(name).get_shape()
-                    stop = start + (local_shape[0] if local_shape else 0)
-                    self._parts.setdefault(name, []).append(
-                        _FilePart(file, start, stop, tuple(shape))
-                    )
+                    part = StoredTensor(file, name, tuple(stream.get_slice(name).get_shape()))
+                    self._parts.setdefault(name, []).append((start, part))
+                    self._shapes[name] = tuple(shape)
 
     @property
     def names(self) -> set[str]:
         """Names of all tensors."""
-        return set(self._parts)
+        return set(self._shapes)
 
     def read_into(
         self, name: str, target: Tensor, start: int, stop: int, shape: tuple[int, ...]
@@ -113,19 +105,19 @@ class ShardReader:
         Raises:
             CheckpointError: The shapes differ, or rows are missing.
         """
-        parts = self._of(name)
-        if parts[0].shape != shape:
+        saved_shape = self.shape_of(name)
+        if saved_shape != shape:
             raise CheckpointError(
-                f"{name} has shape {parts[0].shape} in the checkpoint, expected {shape}"
+                f"{name} has shape {saved_shape} in the checkpoint, expected {shape}"
             )
         if not target.dim():
-            target.copy_(_read(parts[0], name, None))
+            target.copy_(self._parts[name][0][1].read())
             return
         position = start
-        for part in sorted(parts, key=lambda item: item.start):  # they may overlap
-            if part.start <= position < min(part.stop, stop):
-                end = min(part.stop, stop)
-                rows = _read(part, name, (position - part.start, end - part.start))
+        for first, part in sorted(self._parts[name], key=itemgetter(0)):  # they may overlap
+            end = min(first + part.shape[0], stop)
+            if first <= position < end:
+                rows = part.read(slice(position - first, end - first))
                 target[position - start : end - start].copy_(rows)
                 position = end
         if position != stop:
@@ -133,26 +125,14 @@ class ShardReader:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype in which a tensor was written."""
-        part = self._of(name)[0]
-        return _read(part, name, (0, 0) if part.shape else None).dtype
+        self.shape_of(name)  # raises if there is none
+        return self._parts[name][0][1].read(slice(0)).dtype
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of the whole tensor."""
-        return self._of(name)[0].shape
-
-    def _of(self, name: str) -> list[_FilePart]:
-        if name not in self._parts:
+        if name not in self._shapes:
             raise CheckpointError(f"{self._folder} lacks {name}")
-        return self._parts[name]
-
-
-def _read(part: _FilePart, name: str, rows: tuple[int, int] | None) -> Tensor:
-    with safe_open(regular_file(part.file), "pt") as stream:
-        if rows is None:
-            whole: Tensor = stream.get_tensor(name)
-            return whole
-        selected: Tensor = stream.get_slice(name)[rows[0] : rows[1]]
-        return selected
+        return self._shapes[name]
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int, int]:

@@ -4,6 +4,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -200,11 +201,9 @@ class EngineSession:
             )
         self._config.engine_type = kind
         wanted = engine_config(config, kind, has_gpu=self.context.has_gpu, module=module)
-        wanted = replace(wanted, vocabulary=vocabulary or Vocabulary())
-        if adapters is not None:
-            if not engine_facts(kind).holds_adapters:
-                raise ValueError(without_adapters(kind))
-            wanted = replace(wanted, adapters=adapters)
+        if adapters is not None and not engine_facts(kind).holds_adapters:
+            raise ValueError(without_adapters(kind))
+        wanted = replace(wanted, vocabulary=vocabulary or Vocabulary(), adapters=adapters)
         if config.engine_tp_size > wanted.tensor_parallel_size:
             self.context.print(
                 f"the {kind} engine is not tensor-parallel: engine_tp_size "
@@ -255,22 +254,20 @@ class EngineSession:
             self.context.free_memory()
         self.context.print_detail("Sleeped inference engine")
 
-    def wake_up(self, tags: tuple[str, ...] | None = None) -> None:
-        """Wake a sleeping engine, or a part of it."""
-        if self._engine is None or self._engine.status is EngineStatus.WAKEUP:
-            return
-        self._wake_up(tags)
+    def wake_up(self) -> None:
+        """Wake a sleeping engine."""
         # No sync follows that would compare the base to which adapters are added.
-        if self.weight_sync is not None and self._holds_adapters:
+        if self._wake_up() and self.weight_sync is not None and self._holds_adapters:
             self.weight_sync.check_resident()
 
     @property
     def _holds_adapters(self) -> bool:
         return holds_adapters(self.running.parameter_manifest())
 
-    def _wake_up(self, tags: tuple[str, ...] | None = None) -> None:
+    def _wake_up(self, tags: tuple[str, ...] | None = None) -> bool:
+        """Wake a sleeping engine, or a part of it; return whether it slept."""
         if self._engine is None or self._engine.status is EngineStatus.WAKEUP:
-            return
+            return False
         begin = time.monotonic()
         with phase("wake up the inference engine", self.context.timeout):
             # First, so that the engine can use the trainer's cached memory.
@@ -280,6 +277,7 @@ class EngineSession:
             self.context.note_memory("after wakeup inference engine")
             took = time.monotonic() - begin
             self.context.print_detail(f"Finished {self._engine.name} wakeup, TIMECOST {took:.3f}")
+        return True
 
     def update_weights(self, model: nn.Module, source: ParameterSource) -> WeightSyncReport:
         """Send weights to the engine; see `StrategyBase.update_engine_weights`.
@@ -415,19 +413,12 @@ class EngineSession:
         is_multimodal: bool,
         on_finished: OnFinished | None,
     ) -> list[Completion]:
-        if not self.shares_engine:
-            requests = batch.requests(first_id, is_multimodal=is_multimodal)
-            local_completions = self.generate_local(requests, params, on_finished)
-            return self._checked(local_completions, len(requests) * params.n)
-        group = self.context.engine_group
-        gathered = run_together(
-            lambda: batch.requests(first_id, is_multimodal=is_multimodal),
-            group,
-            what=GENERATION_FAILED,
-        )
+        requests = partial(batch.requests, first_id, is_multimodal=is_multimodal)
+        shares, group = self.shares_engine, self.context.engine_group
+        gathered = run_together(requests, group, what=GENERATION_FAILED) if shares else [requests()]
         everyone = [request for part in gathered for request in part]
-        local_rank = group_rank(group)
-        if self.running.runs_on_every_rank:
+        local_rank = group_rank(group) if shares else 0
+        if self.running.runs_on_every_rank or not shares:
             our_ids = {request.request_id for request in gathered[local_rank]}
 
             def report_own(finished: list[Completion]) -> None:
@@ -436,21 +427,16 @@ class EngineSession:
 
             completions = self.generate_local(everyone, params, report_own)
         else:
-            is_leader = group_rank(group) == 0
             completions = run_together(
-                lambda: self.generate_local(everyone, params) if is_leader else [],
+                lambda: self.generate_local(everyone, params) if local_rank == 0 else [],
                 group,
                 what=GENERATION_FAILED,
             )[0]
-        self._checked(completions, len(everyone) * params.n)
-        start = sum(len(part) for part in gathered[:local_rank]) * params.n
-        return completions[start : start + len(gathered[local_rank]) * params.n]
-
-    @staticmethod
-    def _checked(completions: list[Completion], expected: int) -> list[Completion]:
+        expected = len(everyone) * params.n
         if len(completions) != expected:
             raise RuntimeError(
                 f"the engine returned {len(completions)} completions, expected {expected} "
                 "(prompts times n)"
             )
-        return completions
+        start = sum(len(part) for part in gathered[:local_rank]) * params.n
+        return completions[start : start + len(gathered[local_rank]) * params.n]

@@ -85,88 +85,87 @@ class Canary:
     num_media_tokens: int = 0
     score_base: Callable[[Sequence[int]], list[float]] | None = None
 
+    def ask(self, engine: RolloutEngine) -> tuple[tuple[int, ...], list[float]]:
+        """Let an engine continue the prompt by one token and score the result.
 
-def ask_engine(engine: RolloutEngine, canary: Canary) -> tuple[tuple[int, ...], list[float]]:
-    """Let an engine continue the prompt by one token and score the result.
+        Scoring computes everything anew. Generation may use caches, and a cache that was not reset
+        still holds this prompt under the weights of the previous sync.
 
-    Scoring computes everything anew. Generation may use caches, and a cache that was not reset
-    still holds this prompt under the weights of the previous sync.
+        Returns:
+            Prompt with the token that the engine generated after it, and the fp32 logprob of each
+            from `RolloutEngine.score`.
 
-    Returns:
-        Prompt with the token that the engine generated after it, and the fp32 logprob of each
-        from `RolloutEngine.score`.
+        Raises:
+            WeightSyncError: Generation disagrees with scoring, or the engine itself reports that
+                its caches are out of date.
+        """
+        try:
+            request = GenerationRequest(self.token_ids)
+            completion = engine.generate([request], _ONE_GREEDY_TOKEN)[0]
+            token_ids = (*self.token_ids, completion.output_token_ids[0])
+            logprobs = engine.score(token_ids)
+        except StaleEngineError as err:
+            raise WeightSyncError("caches", str(err)) from err
+        generated = completion.output_logprobs[0]
+        # Written so that NaN fails.
+        if not abs(generated - logprobs[-1]) <= self.limits.largest:
+            raise WeightSyncError(
+                "caches",
+                "the engine gives the token after the canary prompt the logprob "
+                f"{generated:.6g} when it generates and {logprobs[-1]:.6g} when it scores: "
+                "generation used activations of earlier weights; reset_caches() must drop every "
+                "cache",
+            )
+        return token_ids, logprobs
 
-    Raises:
-        WeightSyncError: Generation disagrees with scoring, or the engine itself reports that its
-            caches are out of date.
-    """
-    try:
-        request = GenerationRequest(canary.token_ids)
-        completion = engine.generate([request], _ONE_GREEDY_TOKEN)[0]
-        token_ids = (*canary.token_ids, completion.output_token_ids[0])
-        logprobs = engine.score(token_ids)
-    except StaleEngineError as err:
-        raise WeightSyncError("caches", str(err)) from err
-    generated = completion.output_logprobs[0]
-    # Written so that NaN fails.
-    if not abs(generated - logprobs[-1]) <= canary.limits.largest:
-        raise WeightSyncError(
-            "caches",
-            f"the engine gives the token after the canary prompt the logprob {generated:.6g} when "
-            f"it generates and {logprobs[-1]:.6g} when it scores: generation used activations of "
-            "earlier weights; reset_caches() must drop every cache",
-        )
-    return token_ids, logprobs
+    def ask_about_media(self, engine: RolloutEngine, media: EncodedPrompt) -> Completion:
+        """Let an engine continue the prompt with media.
 
+        Raises:
+            WeightSyncError: The engine itself reports that its caches are out of date.
+        """
+        try:
+            params = SamplingParams(
+                temperature=0.0, max_tokens=self.num_media_tokens, ignore_eos=True
+            )
+            return engine.generate([GenerationRequest((), encoded=media)], params)[0]
+        except StaleEngineError as err:
+            raise WeightSyncError("caches", str(err)) from err
 
-def ask_about_media(engine: RolloutEngine, media: EncodedPrompt, num_tokens: int) -> Completion:
-    """Let an engine continue a prompt with media.
+    def check(
+        self,
+        expected: Sequence[float],
+        logprobs: Sequence[float],
+        *,
+        what: str = "the canary prompt",
+    ) -> float:
+        """Compare an engine's logprobs with the trainer's.
 
-    Raises:
-        WeightSyncError: The engine itself reports that its caches are out of date.
-    """
-    try:
-        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        return engine.generate([GenerationRequest((), encoded=media)], params)[0]
-    except StaleEngineError as err:
-        raise WeightSyncError("caches", str(err)) from err
+        Args:
+            expected: The trainer's logprobs of the prompt and the token after it.
+            logprobs: The engine's logprobs of the same tokens.
+            what: Name of the prompt in errors.
 
+        Returns:
+            Largest difference between two logprobs.
 
-def check_answer(
-    canary: Canary,
-    expected: Sequence[float],
-    logprobs: Sequence[float],
-    *,
-    what: str = "the canary prompt",
-) -> float:
-    """Compare an engine's logprobs with the trainer's.
-
-    Args:
-        canary: Canary with the limits.
-        what: Name of the prompt in errors.
-        expected: The trainer's logprobs of the prompt and the token after it.
-        logprobs: The engine's logprobs of the same tokens.
-
-    Returns:
-        Largest difference between two logprobs.
-
-    Raises:
-        WeightSyncError: They are above the limits or not numbers.
-    """
-    differences = [abs(a - b) for a, b in zip(expected, logprobs, strict=True)]
-    mean, limits = sum(differences) / len(differences), canary.limits
-    # Written so that NaN fails.
-    is_near = mean <= limits.mean and all(each <= limits.largest for each in differences)
-    if not is_near:
-        raise WeightSyncError(
-            "canary",
-            f"trainer and engine score {what} differently: logprobs differ by "
-            f"{mean:.3g} in the mean and {max(differences):.3g} at most, expected at most "
-            f"{limits.mean:g} and {limits.largest:g}. The engine holds what was read from the "
-            "trainer, so it was read from the wrong place or under wrong names, or the two compute "
-            "different functions",
-        )
-    return max(differences)
+        Raises:
+            WeightSyncError: They are above the limits or not numbers.
+        """
+        differences = [abs(a - b) for a, b in zip(expected, logprobs, strict=True)]
+        mean, limits = sum(differences) / len(differences), self.limits
+        # Written so that NaN fails.
+        is_near = mean <= limits.mean and all(each <= limits.largest for each in differences)
+        if not is_near:
+            raise WeightSyncError(
+                "canary",
+                f"trainer and engine score {what} differently: logprobs differ by "
+                f"{mean:.3g} in the mean and {max(differences):.3g} at most, expected at most "
+                f"{limits.mean:g} and {limits.largest:g}. The engine holds what was read from the "
+                "trainer, so it was read from the wrong place or under wrong names, or the two "
+                "compute different functions",
+            )
+        return max(differences)
 
 
 def check_effect(

@@ -66,6 +66,10 @@ class SourceParameter:
         """Whether ranks hold different ranges."""
         return len(self.shards) > 1
 
+    def range_on(self, rank: int) -> FlatRange:
+        """Return the range of a rank of the source's group."""
+        return self.shards[rank if self.is_sharded else 0]
+
 
 @dataclass(frozen=True, slots=True)
 class ParameterSource:

@@ -25,13 +25,7 @@ from lightrft.strategy.distributed.collectives import (
     transfer_device,
 )
 from lightrft.strategy.distributed.one_sided import run_apart
-from lightrft.strategy.weight_sync.canary import (
-    Canary,
-    ask_about_media,
-    ask_engine,
-    check_answer,
-    check_effect,
-)
+from lightrft.strategy.weight_sync.canary import Canary, check_effect
 from lightrft.strategy.weight_sync.parameter_source import AddLocal, ParameterSource
 from lightrft.strategy.weight_sync.verification import (
     PEER_FAILED,
@@ -135,12 +129,14 @@ class TakesShards(Protocol):
 
 @dataclass(slots=True)
 class Transfer:
-    """Bytes that one update wrote into an engine, and the first failure on this rank.
+    """Bytes that one update wrote into an engine, its checks, and the first failure on this rank.
 
     Args:
         num_bytes, num_buckets, num_payload_collectives: Amounts that were moved.
         is_aliased: Whether the engine shares the trainer's storage instead.
         handed_hashes: Hash of each parameter that cannot be read back, as it was passed.
+        shared_names: Parameters whose storage is also the trainer's.
+        engine_hashes, canary_difference: Results of the checks.
         error: First failure; kept until all ranks can learn of it, because the others wait for this
             rank in the next collective.
     """
@@ -150,6 +146,9 @@ class Transfer:
     num_payload_collectives: int = 0
     is_aliased: bool = False
     handed_hashes: dict[str, int] = field(default_factory=dict)
+    shared_names: frozenset[str] = frozenset()
+    engine_hashes: Mapping[str, int] = field(default_factory=dict)
+    canary_difference: float | None = None
     error: WeightSyncError | None = None
 
     def attempt(self, step: Callable[[], T], *, even_after_error: bool = False) -> T | None:
@@ -211,7 +210,6 @@ def load_buckets(
         transfer: Record of counts, hashes and the first failure.
     """
     transfer.num_bytes, transfer.num_buckets = layout.num_bytes, len(layout.buckets)
-    shards = [pair.source.local_shard for pair in pairs.values()]
     unreadable = frozenset(n for n, pair in pairs.items() if not pair.target.verifiable)
 
     def shard_of(name: str) -> Tensor:
@@ -225,18 +223,15 @@ def load_buckets(
         transfer.num_payload_collectives = len(layout.buckets)
         return
     # Made anew for every sync: between syncs the trainer needs the memory of its buffers.
-    broadcaster = BucketBroadcaster(layout, source.group, device=_device_of(shards, source))
+    # Where the group can move them, else where the weights are.
+    device = torch.device("cpu") if source.group is None else transfer_device(source.group)
+    if source.group is None and pairs:
+        device = next(iter(pairs.values())).source.local_shard.device
+    broadcaster = BucketBroadcaster(layout, source.group, device=device)
     for pieces in broadcaster.gather(shard_of, add_local=add_local):
         note_hashes(transfer.handed_hashes, [p for p in pieces if p.name in unreadable])
         transfer.attempt(lambda pieces=pieces: engine.load_weights(pieces))  # type: ignore[misc]
     transfer.num_payload_collectives = broadcaster.num_payload_collectives
-
-
-def _device_of(shards: Sequence[Tensor], source: ParameterSource) -> torch.device:
-    """Return the device of buckets: where the group can move them, else that of the weights."""
-    if source.group is not None:
-        return transfer_device(source.group)
-    return shards[0].device if shards else torch.device("cpu")
 
 
 def _add_local(pairs: Mapping[str, PlannedParameter], source: ParameterSource) -> AddLocal | None:
@@ -288,24 +283,6 @@ class SharedStorage:
         self._places.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class _Verified:
-    """Results of the checks after a transfer; the names are those of `WeightSyncReport`.
-
-    Args:
-        shared: Parameters whose storage is also the trainer's.
-    """
-
-    engine_hashes: Mapping[str, int] = field(default_factory=dict)
-    shared: frozenset[str] = frozenset()
-    canary_difference: float | None = None
-    num_verified_bytes: int = 0
-    num_unverifiable_bytes: int = 0
-
-
-_NOT_VERIFIED = _Verified()
-
-
 class WeightSync:
     """Sync of one engine's weights with a trainer's.
 
@@ -346,7 +323,7 @@ class WeightSync:
         source: ParameterSource,
         *,
         canary: Canary | None = None,
-        wake_cache: Callable[[], None] | None = None,
+        wake_cache: Callable[[], object] | None = None,
     ) -> WeightSyncReport:
         """Make the engine's weights equal to the source's.
 
@@ -379,12 +356,16 @@ class WeightSync:
                 lambda: raise_together(transfer.error, self.world), even_after_error=True
             )
         verify_start_time = time.perf_counter()
-        results = self._verify(transfer, pairs, hashes, canary) if self.verify else _NOT_VERIFIED
+        if self.verify:
+            self._verify(transfer, pairs, hashes, canary)
         self._conclude(previous_version, transfer.error, replica_hash)
         self._owner = weakref.ref(source.owner)
         if self.verify and transfer.is_aliased and canary is not None:
-            self._shared.keep(pairs, hashes, was_scored=results.canary_difference is not None)
-        self._note_sent(pairs, hashes)
+            self._shared.keep(pairs, hashes, was_scored=transfer.canary_difference is not None)
+        self._sent_hashes = {pair.name: hashes.get(pair.name, 0) for pair in pairs}
+        self._frozen = frozenset(pair.name for pair in pairs if pair.source.frozen)
+        readable = [pair for pair in pairs if pair.target.verifiable] if self.verify else []
+        num_checked_bytes = _num_bytes(pairs) if self.verify else 0
         end_time = time.perf_counter()
         return WeightSyncReport(
             weights_version=self.engine.weights_version,
@@ -392,19 +373,15 @@ class WeightSync:
             num_buckets=transfer.num_buckets,
             num_payload_collectives=transfer.num_payload_collectives,
             num_resident_bytes=_num_bytes(pairs) - _num_bytes(sent),
-            num_verified_bytes=results.num_verified_bytes,
-            num_aliased_bytes=_num_bytes([p for p in pairs if p.name in results.shared]),
-            num_unverifiable_bytes=results.num_unverifiable_bytes,
-            engine_hash=model_hash(results.engine_hashes),
-            canary_difference=results.canary_difference,
+            num_verified_bytes=_num_bytes(readable),
+            num_aliased_bytes=_num_bytes([p for p in pairs if p.name in transfer.shared_names]),
+            num_unverifiable_bytes=num_checked_bytes - _num_bytes(readable),
+            engine_hash=model_hash(transfer.engine_hashes),
+            canary_difference=transfer.canary_difference,
             seconds=end_time - start_time,
             verify_seconds=verify_seconds + end_time - verify_start_time,
             is_aliased=transfer.is_aliased,
         )
-
-    def _note_sent(self, pairs: Sequence[PlannedParameter], hashes: Mapping[str, int]) -> None:
-        self._sent_hashes = {pair.name: hashes.get(pair.name, 0) for pair in pairs}
-        self._frozen = frozenset(pair.name for pair in pairs if pair.source.frozen)
 
     def check_resident(self) -> None:
         """Bar the engine if a parameter differs from the sent one.
@@ -428,24 +405,15 @@ class WeightSync:
         pairs: Sequence[PlannedParameter],
         hashes: Mapping[str, int],
         canary: Canary | None,
-    ) -> _Verified:
-        """Compare hashes and score the canary; failures go to `transfer`."""
-        shared: frozenset[str] = frozenset()
+    ) -> None:
+        """Compare hashes and score the canary; results and failures go to `transfer`."""
         if transfer.is_aliased:
             find_shared = partial(self.engine.shared_names, full_shards(pairs))
-            shared = transfer.attempt(find_shared) or shared
-        compare = partial(self._compare_hashes, pairs, hashes, transfer.handed_hashes, shared)
-        engine_hashes = transfer.attempt(lambda: self._inside(compare)) or {}
-        difference = None
+            transfer.shared_names = transfer.attempt(find_shared) or frozenset()
+        compare = partial(self._compare_hashes, transfer, pairs, hashes)
+        transfer.engine_hashes = transfer.attempt(lambda: self._inside(compare)) or {}
         if canary is not None and self._is_due(canary, transfer, pairs, hashes):
-            difference = self._score_canary(canary, transfer)
-        return _Verified(
-            engine_hashes=engine_hashes,
-            shared=shared,
-            canary_difference=difference,
-            num_verified_bytes=_num_bytes([p for p in pairs if p.target.verifiable]),
-            num_unverifiable_bytes=_num_bytes([p for p in pairs if not p.target.verifiable]),
-        )
+            transfer.canary_difference = self._score_canary(canary, transfer)
 
     def _is_due(
         self,
@@ -467,21 +435,25 @@ class WeightSync:
             Parameters, and with verification the hashes of this rank's shards of them.
         """
         transfer = Transfer()
-        pairs = transfer.attempt(
-            lambda: match_parameters(
-                self.engine.parameter_manifest(), source.parameters(), source.tied_names
-            )
-        )
-        hashes = transfer.attempt(
-            lambda: _finite_hashes(pairs or (), source) if self.verify else ()
-        )
+
+        def match() -> tuple[tuple[PlannedParameter, ...], Sequence[int]]:
+            manifest = self.engine.parameter_manifest()
+            pairs = match_parameters(manifest, source.parameters(), source.tied_names)
+            if not self.verify:
+                return pairs, ()
+            hashes, overflowing = shard_hashes(pairs, source)
+            if overflowing:
+                raise WeightSyncError("finite", listed(overflowing), overflowing)
+            return pairs, hashes
+
+        matched = transfer.attempt(match)
         try:
             raise_together(transfer.error, self.world)
         except WeightSyncError as error:
             if error.check == "finite":
                 raise not_finite(error.names, what="weights are") from error
             raise
-        return pairs or (), hashes or ()
+        return matched or ((), ())
 
     def _select(
         self, pairs: Sequence[PlannedParameter], hashes: Mapping[str, int], source: ParameterSource
@@ -531,23 +503,19 @@ class WeightSync:
         return self._layout
 
     def _compare_hashes(
-        self,
-        pairs: Sequence[PlannedParameter],
-        hashes: Mapping[str, int],
-        handed_hashes: Mapping[str, int],
-        shared: frozenset[str],
+        self, transfer: Transfer, pairs: Sequence[PlannedParameter], hashes: Mapping[str, int]
     ) -> dict[str, int]:
         """Check the engine's weights, as far as it can show them; else those that it was sent.
 
         Args:
+            transfer: Transfer, with what is shared and what cannot be read back.
             pairs: All parameters.
             hashes: Hashes of the trainer's parameters.
-            handed_hashes: Hashes of parameters that cannot be read back, as they were passed.
-            shared: Parameters from whose storage `hashes` were read.
 
         Returns:
             Hashes of the engine's parameters.
         """
+        shared = transfer.shared_names
         readable = [p.name for p in pairs if p.target.verifiable and p.name not in shared]
         engine_hashes = self.engine.hash_parameters(readable)
         engine_hashes.update((name, hashes[name]) for name in shared)
@@ -556,7 +524,7 @@ class WeightSync:
                 # A resident one was checked when it was passed; a base that the engine read by
                 # itself and cannot show is left to the canary.
                 resident_hash = self._sent_hashes.get(pair.name, hashes[pair.name])
-                engine_hashes[pair.name] = handed_hashes.get(pair.name, resident_hash)
+                engine_hashes[pair.name] = transfer.handed_hashes.get(pair.name, resident_hash)
         check_hashes(hashes, engine_hashes)
         return engine_hashes
 
@@ -584,7 +552,7 @@ class WeightSync:
             # The engine computes nothing with weights that have no version. `_conclude` revokes it
             # if any rank detects a fault.
             self.engine.set_weights_version(self.engine.weights_version + 1)
-            return ask_engine(self.engine, canary)
+            return canary.ask(self.engine)
 
         filler = (*canary.token_ids, canary.token_ids[0])
         token_ids, logprobs = transfer.attempt(lambda: self._inside(ask)) or (filler, None)
@@ -593,30 +561,24 @@ class WeightSync:
         difference = self._score_media(canary, transfer)
         if logprobs is None:
             return None
-        text_difference = transfer.attempt(lambda: check_answer(canary, expected, logprobs))
+        text_difference = transfer.attempt(lambda: canary.check(expected, logprobs))
         if base is not None:
             transfer.attempt(lambda: check_effect(canary.limits, expected, base, logprobs))
-        return (
-            text_difference
-            if text_difference is None or difference is None
-            else max(text_difference, difference)
-        )
+        return max((d for d in (text_difference, difference) if d is not None), default=None)
 
     def _score_media(self, canary: Canary, transfer: Transfer) -> float | None:
         """Compare the engine's logprobs of media with the trainer's; None without media."""
         media = canary.media
         if media is None:
             return None
-        ask = partial(ask_about_media, self.engine, media, canary.num_media_tokens)
+        ask = partial(canary.ask_about_media, self.engine, media)
         answer = transfer.attempt(lambda: self._inside(ask))
         tokens = (media.token_ids[-1],) if answer is None else answer.output_token_ids
         expected = canary.score((*media.token_ids, *tokens), media)[-len(tokens) :]
         if answer is None:
             return None
         what = "a prompt with images or videos"
-        return transfer.attempt(
-            lambda: check_answer(canary, expected, answer.output_logprobs, what=what)
-        )
+        return transfer.attempt(lambda: canary.check(expected, answer.output_logprobs, what=what))
 
     def _conclude(
         self, previous_version: int, error: WeightSyncError | None, replica_hash: int
@@ -630,14 +592,6 @@ class WeightSync:
             self.engine.mark_stale(f"the last weight sync failed the check {err.check!r}")
             raise
         self.engine.set_weights_version(previous_version + 1)
-
-
-def _finite_hashes(pairs: Sequence[PlannedParameter], source: ParameterSource) -> list[int]:
-    """Return `shard_hashes` of finite shards; raise a WeightSyncError otherwise."""
-    hashes, names = shard_hashes(pairs, source)
-    if names:
-        raise WeightSyncError("finite", listed(names), names)
-    return hashes
 
 
 def _places(pairs: Sequence[PlannedParameter]) -> dict[str, Place]:

@@ -162,11 +162,7 @@ def model_hash(hashes: Mapping[str, int]) -> int:
     for name, value in hashes.items():
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         total += mix64(int.from_bytes(digest, "little") ^ (value & _MASK))
-    return _signed(total)
-
-
-def _signed(value: int) -> int:
-    return ((value + 2**63) & _MASK) - 2**63
+    return ((total + 2**63) & _MASK) - 2**63
 
 
 def source_hashes(
@@ -203,7 +199,7 @@ def shard_hashes(
 ) -> tuple[list[int], list[str]]:
     """Return hashes of this rank's ranges as they are sent, and names of what overflows."""
     rank = local_rank_in(source.group)
-    starts = [pair.source.shards[rank if pair.source.is_sharded else 0][0] for pair in pairs]
+    starts = [pair.source.range_on(rank)[0] for pair in pairs]
     if source.add_local is None:
         shards = [(pair.name, pair.source.local_shard) for pair in pairs]
         dtypes = [pair.target.dtype for pair in pairs]
