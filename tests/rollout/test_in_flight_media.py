@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from lightrft.config.files import FileError, typed
 from lightrft.datasets.types import Prompt
-from lightrft.engines.media.media import Media
+from lightrft.engines.media.media import LaterImages, Media
 from lightrft.engines.media.sources import ImageSource
 from lightrft.records.media import media_of
 from lightrft.rollout.in_flight import from_parts, to_bytes
@@ -43,6 +46,25 @@ def test_other_images_than_the_rows_were_sampled_with_are_refused(contents):
     written = to_bytes(in_flight(*prompts(b"one", b"two")), 0)
     with pytest.raises(ValueError, match="the images of prompt 4 are others than they were"):
         from_parts([written], 0, rank=0, world_size=1, media=media_of(prompts(*contents)))
+
+
+@pytest.mark.parametrize(
+    "media",
+    [3, "a", None, [1], *({"by_kind": each} for each in (3, [1], {"image": 3}, {"image": [{}]}))],
+)
+def test_damaged_media_are_refused_with_their_place(media):
+    text = json.loads(to_bytes(in_flight(*prompts(b"one")), 0))
+    text["stream"]["groups"][0]["prompt"]["media"] = media
+    place = r"rows in flight cannot be read: they: stream: groups\[0\]: prompt: media"
+    with pytest.raises(ValueError, match=place):
+        from_parts([json.dumps(text).encode()], 0, rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("images", [3, [3], ["a"], [{"name": 3}]])
+def test_damaged_images_after_the_prompt_are_refused_with_their_place(images):
+    later = {"start": 1, "num_skipped": 0, "text": "", "images": images}
+    with pytest.raises(FileError, match="they: images"):
+        typed(LaterImages, later, "they")
 
 
 def test_rows_of_text_need_no_data():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import re
@@ -18,16 +17,9 @@ from lightrft.rewards import RewardError, RewardResult, build_reward
 from lightrft.tools.rewards.math_rules import BOXED_MATH, GSM8K, MathReward, last_boxed
 
 
-def need_math_verify() -> None:
-    # Not imported here: the trainer's process must do without it.
-    if importlib.util.find_spec("math_verify") is None:
-        pytest.skip("package math-verify is not installed")
-
-
 @pytest.fixture(scope="module")
 def boxed_math():
     """One grader for the module: its start costs seconds."""
-    need_math_verify()
     with build_reward(["boxed_math"]) as reward:
         yield reward
 
@@ -104,7 +96,6 @@ def test_a_busy_machine_changes_no_reward(boxed_math, busy_machine) -> None:
 
 @pytest.mark.full
 def test_an_answer_that_hangs_the_grader_is_undecided_and_harms_no_other() -> None:
-    need_math_verify()
     reward = MathReward(BOXED_MATH, grading_seconds=2.0, num_workers=1)
     try:
         responses = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{\frac{1}{2}}"]
@@ -216,7 +207,6 @@ HOSTILE = [
 
 @pytest.mark.full
 def test_hostile_answers_end_with_the_batch_and_leave_the_worker_alive() -> None:
-    need_math_verify()
     assert len(HOSTILE) == 23
     deadline = seconds(60)
     reward = MathReward(BOXED_MATH, grading_seconds=0.2, batch_seconds=deadline, num_workers=1)
@@ -235,7 +225,6 @@ def test_hostile_answers_end_with_the_batch_and_leave_the_worker_alive() -> None
 
 
 def test_the_deadline_of_a_batch_holds_for_starts_and_all_answers() -> None:
-    need_math_verify()
     reward = MathReward(BOXED_MATH, batch_seconds=0.2, num_workers=1)
     start = time.monotonic()
     try:
@@ -265,7 +254,6 @@ def test_answers_cannot_use_up_the_deadline_of_their_batch(monkeypatch) -> None:
 
 @pytest.mark.full
 def test_what_a_model_writes_can_neither_name_another_gold_answer_nor_end_the_run() -> None:
-    need_math_verify()
     reward = MathReward(BOXED_MATH, num_workers=1)
     try:
         forged = ["\\boxed{x\0x\0}", '\\boxed{x", "x}', "\\boxed{\ud800}", "\\boxed{\\x\1}"]

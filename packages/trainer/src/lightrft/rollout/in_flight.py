@@ -19,7 +19,7 @@ from lightrft.config.files import parse_json, typed
 from lightrft.config.options import type_hints
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry
-from lightrft.engines.media.media import Media
+from lightrft.engines.media.media import LaterImages, Media
 from lightrft.engines.media.sources import FileSource, ImageSource, VideoSource
 from lightrft.records.columns import COLUMNS
 from lightrft.records.rollout import AnsweredCall, ScoredRollout
@@ -33,7 +33,8 @@ from lightrft.strategy.distributed.context import DistributedContext
 
 # The types of the records determine how checkpoints are parsed.
 type_hints(Media, FileSource=FileSource, VideoSource=VideoSource)
-type_hints(AnsweredCall, ImageSource=ImageSource)
+for _record in (AnsweredCall, LaterImages):
+    type_hints(_record, ImageSource=ImageSource)
 _MODULUS = 2**61 - 1
 _SELECTED = ("rows", "is_filler")
 _FLAGS = ("has_failed", "is_abandoned", "is_filler", "is_dismissed", "lacks_baseline")

@@ -11,6 +11,7 @@ from lightrft.tools.rewards.fork import Fork
 _UNIT = re.compile(r"(?<![A-Za-z\\])[cghlmost](?![A-Za-z])")
 _OTHER_LETTERS = "xyzuvwabknpqr"
 _OPERATOR = re.compile(r".[-+*^(]|\\(?:cdot|times)\b")
+_WORDS = re.compile(r"\\(?:text|math|mbox)")
 
 
 class MathGrader:
@@ -50,7 +51,9 @@ class MathGrader:
             return None
 
     def _compare(self, answer: str, gold: str) -> bool:
-        answer, gold = without_units(answer, gold)
+        return any(self._are_equal(*pair) for pair in readings(answer, gold))
+
+    def _are_equal(self, answer: str, gold: str) -> bool:
         parsed_gold = self._parse(f"\\boxed{{{gold}}}", parsing_timeout=None)
         parsed = self._parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
         if not parsed_gold or not parsed:
@@ -58,16 +61,16 @@ class MathGrader:
         return bool(self._verify(parsed_gold, parsed, timeout_seconds=None))
 
 
-def without_units(answer: str, gold: str) -> tuple[str, str]:
-    """Return two formulas in which letters that might be units have other names.
+def readings(answer: str, gold: str) -> list[tuple[str, str]]:
+    """Return pairs of formulas; the answer is right if one pair is equal.
 
-    Letters count as variables only if both formulas compute something with the same ones;
-    math-verify decides on `5m` and `5`.
+    Letters that might be units count as variables, under other names, if both formulas have the
+    same ones and no words; where one computes nothing they count as units as well (`1,000m`).
     """
-    letters = {*_UNIT.findall(answer)}
-    if letters != {*_UNIT.findall(gold)} or not all(map(_OPERATOR.search, (answer, gold))):
-        return answer, gold
+    pair, letters = (answer, gold), {*_UNIT.findall(answer)}
+    if not letters or letters != {*_UNIT.findall(gold)} or any(map(_WORDS.search, pair)):
+        return [pair]
     free = (letter for letter in _OTHER_LETTERS if letter not in answer + gold)
     names = dict(zip(sorted(letters), free, strict=False))
-    answer, gold = (_UNIT.sub(lambda unit: names.get(unit[0], unit[0]), t) for t in (answer, gold))
-    return answer, gold
+    answer, gold = (_UNIT.sub(lambda unit: names.get(unit[0], unit[0]), t) for t in pair)
+    return [(answer, gold)] if all(map(_OPERATOR.search, pair)) else [(answer, gold), pair]
