@@ -14,6 +14,7 @@ from tests.machine import seconds
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.files import FileError
 from lightrft.reporting.files import write_start
 from lightrft.run.gpus import GPUS, find_gpu, gpu_of
 from lightrft.tools.model_presets import write_tiny_model
@@ -115,6 +116,25 @@ def test_seconds_are_called_estimates_for_as_long_as_nothing_is_measured(tmp_pat
     assert found["train_efficiency"].value == 0.3
     assert found["train_efficiency"].source.startswith(f"measured on {machine}")
     assert found.keys() == CONSTANTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("measured", "message"),
+    [
+        ({"train_eficiency": {"value": 0.3}}, "got train_eficiency, expected names of constants"),
+        ({"overlap": {"value": "0.8"}}, "overlap: value: got '0.8', expected float"),
+        ({"overlap": {"valeu": 0.8}}, "overlap has unknown 'valeu'"),
+        ({"overlap": 0.8}, "overlap: expected an object"),
+    ],
+)
+def test_measured_constants_that_the_plan_lacks_or_cannot_read_are_refused(
+    tmp_path, measured, message
+):
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps(measured))
+    with pytest.raises(FileError, match=message) as refused:
+        with_measured(path)
+    assert str(refused.value).startswith(str(path))
 
 
 def test_remedies_lower_the_phase_that_needs_most():

@@ -1,9 +1,9 @@
 """Numbers that no option or data sheet has: each says whether it was measured."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lightrft.config.files import read_object, typed
+from lightrft.config.files import FileError, read_object, typed
 from lightrft.config.toml import read_toml
 
 
@@ -40,13 +40,21 @@ def with_measured(path: Path = MEASURED_FILE) -> dict[str, Constant]:
 
     Args:
         path: File of measured values; without it all are assumed.
+
+    Raises:
+        FileError: A file is damaged, or has a constant that the plan lacks.
     """
-    tables = typed(dict[str, dict[str, object]], read_toml(ASSUMED_FILE), ASSUMED_FILE)
+    assumed = typed(dict[str, Constant], read_toml(ASSUMED_FILE), ASSUMED_FILE)
     measured = typed(
         dict[str, dict[str, object]], read_object(path) if path.is_file() else {}, path
     )
-    merged = {name: {**each, **measured.get(name, {})} for name, each in tables.items()}
-    return typed(dict[str, Constant], merged, path)
+    if unknown := measured.keys() - assumed.keys():
+        raise FileError(
+            f"{path}: got {', '.join(sorted(unknown))}, expected names of {ASSUMED_FILE.name}: "
+            "rename them, or leave them out"
+        )
+    merged = {name: {**asdict(assumed[name]), **each} for name, each in measured.items()}
+    return assumed | typed(dict[str, Constant], merged, path)
 
 
 CONSTANTS = with_measured()
