@@ -230,6 +230,28 @@ def test_the_followed_page_changes_with_the_run_and_stays_still_at_the_end(tmp_p
     assert "data-follows" not in page.read_text()
 
 
+def test_a_followed_run_that_is_gone_for_a_while_is_said_once(tmp_path, monkeypatch, capsys):
+    folder, elsewhere = write_run(tmp_path / "run", 3), tmp_path / "elsewhere"
+    looks = []
+
+    def sleep(_: float) -> None:
+        looks.append((folder / "report.html").exists())
+        if len(looks) == 1:
+            folder.rename(elsewhere)
+        if len(looks) == 4:
+            elsewhere.rename(folder)
+            (folder / "report.html").unlink()
+            append(folder, "samples", {"step": 4, "prompt": "p", "response": "r", "reward": 1.0})
+        if len(looks) == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(report_command.time, "sleep", sleep)
+    assert main(["report", str(folder), "--watch"]) == 0
+    assert looks == [True, False, False, False, True]
+    (message,) = capsys.readouterr().err.splitlines()
+    assert "holds no run" in message
+
+
 def test_no_control_character_of_a_file_reaches_the_page(tmp_path):
     folder = write_run(tmp_path / "run", 2)
     write_event(folder, "\x1b[2Jevent", step=2, details={})

@@ -1,11 +1,14 @@
 """`lightrft report`: one HTML page about a run, finished or not, or about several."""
 
+import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.options import Parser
+from lightrft.config.printable import one_line
 from lightrft.reporting.files import (
     CONFIG_FILE,
     EVENTS_FILE,
@@ -57,21 +60,28 @@ def run(argv: Sequence[str]) -> int:
 def follow(folders: Sequence[Path], write: Callable[..., Path]) -> None:
     """Write a page anew when a file of the runs has changed, until Ctrl-C."""
     before: list[float] = []
-    try:
+    messages: set[str] = set()
+    files = [folder / name for folder in folders for name in _WATCHED]
+    with suppress(KeyboardInterrupt):
         while True:
-            files = [folder / name for folder in folders for name in _WATCHED]
-            # A run that writes nothing becomes one that has crashed.
-            now = [time.time() // QUIET_CHECK_SECONDS]
-            now += [file.stat().st_mtime for file in files if file.is_file()]
-            if now != before:
-                path = write(follows=True)
+            try:
+                # A run that writes nothing becomes one that has crashed.
+                now = [time.time() // QUIET_CHECK_SECONDS]
+                now += [file.stat().st_mtime for file in files if file.is_file()]
+                if now != before:
+                    path = write(follows=True)
+                    if not before:
+                        print(f"open {path}: it follows the runs; Ctrl-C ends", flush=True)
+                        end_start_bar()
+                    before = now
+            except (UsageError, OSError) as error:  # a run that was removed meanwhile
                 if not before:
-                    print(f"open {path}: it follows the runs; Ctrl-C ends", flush=True)
-                    end_start_bar()
-                before = now
+                    raise
+                message = one_line(str(error))
+                if message not in messages:
+                    print(message, file=sys.stderr, flush=True)
+                    messages.add(message)
             time.sleep(LOOK_SECONDS)
-    except KeyboardInterrupt:
-        pass
 
 
 def build_parser() -> Parser:
