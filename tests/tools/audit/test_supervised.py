@@ -12,6 +12,7 @@ from tests.ranks import run_multiprocess
 
 from lightrft.config import TrainConfig
 from lightrft.datasets import chat_turns
+from lightrft.datasets.row_data import SupervisedRow
 from lightrft.stages.rows import row_passes
 from lightrft.stages.supervised import supervised_objective
 from lightrft.strategy import optimizers
@@ -86,6 +87,8 @@ def test_a_step_is_recomputed_within_rounding(recorded, way):
     ):
         assert found[name].verdict == "equal", found[name]
     assert found["actor weights after (change)"].own > 0
+    # As in the output of --json: no truth values among the numbers.
+    assert not any(isinstance(each, bool) for row in report.rows for each in (row.run, row.own))
 
 
 def test_the_options_of_the_run_count_and_not_those_of_the_record(recorded, tmp_path):
@@ -163,6 +166,10 @@ def prompts_are_trained(patch):
     patch.setattr(row_passes, "pad", wrong)
 
 
+def rows_are_trained_twice(patch):
+    patch.setattr(SupervisedRow, "rows", property(lambda row: (row, row)))
+
+
 def in_ranks(rank, world_size, settings, counts_alone):
     from datetime import timedelta
 
@@ -196,6 +203,7 @@ FAULTS = {
     end_of_turn_is_left_out: "response mask",
     end_of_turn_is_not_in_the_rows: "ends of trained turns",
     learning_rate_is_doubled: "learning rate, actor update 1",
+    rows_are_trained_twice: "rows of the step",
 }
 
 

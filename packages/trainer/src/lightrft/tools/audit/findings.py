@@ -66,7 +66,7 @@ class Findings:
     ) -> None:
         """Compare two numbers; the difference is relative to `scale` if that is larger."""
         limit = self.tolerances[kind] * max(abs(own), scale) + floor
-        self.add(quantity, run, own, abs(run - own), limit)
+        self.add(quantity, float(run), float(own), float(abs(run - own)), limit)
 
     def exact(self, quantity: str, run: np.ndarray, own: np.ndarray) -> None:
         """Compare ids, masks and counts."""

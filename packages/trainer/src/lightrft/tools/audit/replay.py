@@ -432,7 +432,7 @@ def estimate(step: ReplayedStep, numbers: Numbers) -> tuple[Pair, Tensor, float]
 
 
 def _check_advantages(step: ReplayedStep, name: str, values: Pair, error: float) -> None:
-    scale = max(1e-6, float(values.exact.abs().max()))
+    scale = float(np.abs(np.asarray(values.exact)).max(initial=1e-6))
     step.results.tokens(
         name,
         values.run,

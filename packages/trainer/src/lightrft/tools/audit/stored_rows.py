@@ -19,8 +19,10 @@ def in_items(config: TrainConfig) -> TrainConfig:
 
 def check_stored(step: ReplayedStep) -> None:
     """Compare the items, rows and micro batches of an optimizer step."""
-    findings, facts = step.results, step.record.facts
-    findings.number("items of the step", len(set(items_of(step))), step.config.train_batch_size)
+    findings, facts, items = step.results, step.record.facts, items_of(step)
+    findings.number("items of the step", len(set(items)), step.config.train_batch_size)
+    if facts.stage in ("sft", "divergence"):
+        findings.number("rows of the step", len(items), step.config.train_batch_size)
     findings.number("updates of the actor", len(facts.updates), 1)
     trained = [i for update in facts.updates for micro in update.micro_batches for i in micro]
     wanted = np.sort(step.record.samples.sample_ids)
