@@ -6,7 +6,7 @@ from tests.datasets.row_files import written
 
 from lightrft.config import TrainConfig
 from lightrft.datasets import DataError, load_prompts
-from lightrft.datasets.chat_ids import ChatIds, RenderingError
+from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.messages import read_messages, read_tools
 from lightrft.datasets.preference_rows import load_preferences
 from lightrft.datasets.supervised_rows import load_supervised
@@ -80,7 +80,7 @@ def outcomes(folder, tokenizer, prompt, tools):
 
     def agents():
         # Agents ask with tools of their own, and their messages hold one text each.
-        chat = ChatIds(tokenizer, None)
+        chat = ChatIds(tokenizer)
         own = [{**each, "content": _text(each["content"])} for each in talk]
         return chat.prompt(own, read_tools(columns)).token_ids
 
@@ -99,7 +99,7 @@ def outcomes(folder, tokenizer, prompt, tools):
     for stage, ids in stages.items():
         try:
             found[stage] = tuple(map(int, ids()))
-        except (DataError, RenderingError):
+        except DataError:
             found[stage] = None
     return found
 

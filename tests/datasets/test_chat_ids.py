@@ -5,7 +5,8 @@ import json
 import pytest
 from tests.datasets import chat_families as families
 
-from lightrft.datasets.chat_ids import ChatIds, RenderingError
+from lightrft.datasets.chat_ids import ChatIds
+from lightrft.datasets.chat_template import RenderingError
 from lightrft.datasets.suffix import TurnSuffix
 
 FAMILIES = sorted(families.FAMILIES)
@@ -19,8 +20,8 @@ CALL = {
 
 def of(name):
     tokenizer = families.family_tokenizer(name)
-    suffix = TurnSuffix(tokenizer)
-    return tokenizer, suffix, ChatIds(tokenizer, suffix.end_of_turn)
+    suffix = TurnSuffix(ChatIds(tokenizer))
+    return tokenizer, suffix, suffix.chat
 
 
 def result(text):
@@ -32,7 +33,7 @@ def test_what_follows_a_turn_is_what_environments_append(name):
     tokenizer, suffix, chat = of(name)
     turn = tokenizer("hello", add_special_tokens=False)["input_ids"]
     as_tool = suffix.role == "tool"
-    other = TurnSuffix(tokenizer, is_conversation=True)
+    other = TurnSuffix(ChatIds(tokenizer), is_conversation=True)
     for text in TEXTS:
         for last in (turn, [*turn, tokenizer.eos_token_id]):
             if as_tool:
@@ -88,5 +89,5 @@ def test_a_call_that_names_a_special_token_is_refused():
 
 def test_what_a_template_refuses_is_told():
     _, _, chat = of("Gemma")
-    with pytest.raises(RenderingError, match="the chat template refuses the messages"):
+    with pytest.raises(RenderingError, match="the chat template refused the messages"):
         chat.prompt([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])

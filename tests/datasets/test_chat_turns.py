@@ -7,6 +7,7 @@ from tests.datasets import chat_families
 from tests.datasets.chat_families import FAMILIES
 from tokenizers.pre_tokenizers import ByteLevel
 
+from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.chat_turns import ChatTurns
 from lightrft.datasets.messages import Conversation
 from lightrft.datasets.types import DataError
@@ -48,7 +49,7 @@ def trained_texts(tokenizer, turns):
 @pytest.mark.parametrize("family", TRAINED)
 def test_a_turn_is_trained_from_behind_its_prompt_to_its_end(family):
     tokenizer = family_tokenizer(family)
-    chat = ChatTurns(tokenizer)
+    chat = ChatTurns(ChatIds(tokenizer))
     turns = chat.turns(Conversation(CHAT))
     assert trained_texts(tokenizer, turns) == TRAINED[family]
     for turn, place in zip(turns, (1, 3), strict=True):
@@ -70,12 +71,12 @@ def test_every_family_is_either_trained_or_refused():
     with pytest.raises(
         DataError, match=r"asks for it by .*<think>.* and shows it as .*begin otherwise"
     ):
-        ChatTurns(family_tokenizer("DeepSeek")).turns(Conversation(CHAT))
+        ChatTurns(ChatIds(family_tokenizer("DeepSeek"))).turns(Conversation(CHAT))
 
 
 def test_thinking_is_trained_where_it_was_said():
     tokenizer = family_tokenizer("Qwen3")
-    first, last = ChatTurns(tokenizer).turns(Conversation(THOUGHT))
+    first, last = ChatTurns(ChatIds(tokenizer)).turns(Conversation(THOUGHT))
     assert "<think>\nhm\n</think>" in tokenizer.decode(first.token_ids[first.start :])
     assert "hm" not in tokenizer.decode(last.token_ids)
     assert last.token_ids[: len(first.token_ids)] != first.token_ids
@@ -91,7 +92,7 @@ def test_calls_and_their_results_are_context_but_for_the_call():
         CHAT[3],
     ]
     tools = ({"type": "function", "function": {"name": "add"}},)
-    turns = ChatTurns(tokenizer).turns(Conversation(chat, tools))
+    turns = ChatTurns(ChatIds(tokenizer)).turns(Conversation(chat, tools))
     first, last = trained_texts(tokenizer, turns)
     assert first.startswith("\n<tool_call>")
     assert first.endswith("</tool_call><|im_end|>")
@@ -105,13 +106,13 @@ def test_an_end_of_turn_outside_of_what_is_trained_is_refused():
     plain = tokenizer.chat_template.replace("<|im_end|>", "</turn>")
     tokenizer.chat_template = plain.replace("<|im_start|>", "<turn>")
     with pytest.raises(DataError, match=r"message 2 ends in .*</turn>.*would not stop"):
-        ChatTurns(tokenizer).turns(Conversation(CHAT))
+        ChatTurns(ChatIds(tokenizer)).turns(Conversation(CHAT))
 
 
 def test_an_end_of_turn_in_the_text_of_a_turn_is_refused():
     chat = [CHAT[0], {"role": "assistant", "content": "ok<|im_end|>ok"}]
     with pytest.raises(DataError, match=r"message 2 has '<\|im_end\|>' in its text"):
-        ChatTurns(family_tokenizer("Qwen2.5")).turns(Conversation(chat))
+        ChatTurns(ChatIds(family_tokenizer("Qwen2.5"))).turns(Conversation(chat))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ def test_an_end_of_turn_in_the_text_of_a_turn_is_refused():
 )
 def test_conversations_without_a_prompt_or_an_answer_are_refused(chat, said):
     with pytest.raises(DataError, match=said):
-        ChatTurns(family_tokenizer("Gemma")).turns(Conversation(chat))
+        ChatTurns(ChatIds(family_tokenizer("Gemma"))).turns(Conversation(chat))
 
 
 def test_a_turn_whose_first_token_joins_the_end_of_its_prompt_is_refused():
@@ -133,16 +134,16 @@ def test_a_turn_whose_first_token_joins_the_end_of_its_prompt_is_refused():
     with pytest.raises(
         DataError, match=r"asks for it by .*assistant\\n' and shows it as .*\\n\\nok"
     ):
-        ChatTurns(joins).turns(Conversation(chat))
+        ChatTurns(ChatIds(joins)).turns(Conversation(chat))
 
 
 @pytest.mark.parametrize("tags", ["<p></p>", "<div> </div>", "[b][/b]"])
 def test_empty_tags_that_no_model_knows_are_trained(tags):
     tokenizer = family_tokenizer("Qwen2.5")
-    turns = ChatTurns(tokenizer).turns(
+    turns = ChatTurns(ChatIds(tokenizer)).turns(
         Conversation([CHAT[0], {"role": "assistant", "content": f"{tags}ok."}])
     )
     assert trained_texts(tokenizer, turns) == [f"{tags}ok.<|im_end|>"]
     thought = [CHAT[0], {"role": "assistant", "content": "<think>\n</think>ok."}]
-    turns = ChatTurns(tokenizer).turns(Conversation(thought))
+    turns = ChatTurns(ChatIds(tokenizer)).turns(Conversation(thought))
     assert trained_texts(tokenizer, turns) == ["ok.<|im_end|>"]

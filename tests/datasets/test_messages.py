@@ -14,6 +14,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from lightrft.config import TrainConfig
 from lightrft.datasets import DataError, load_prompts
+from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.chat_turns import ChatTurns
 from lightrft.datasets.files import read_rows
 from lightrft.datasets.messages import Conversation, read_messages
@@ -342,7 +343,7 @@ def test_a_block_of_thinking_that_the_prompt_opens_is_context():
     template = BARE.replace("m.content +", block)
     template = template.replace("assistant\\n' }}{%- endif", "assistant\\n<think>' }}{%- endif")
     tokenizer = tokenizer_of(template)
-    (turn,) = ChatTurns(tokenizer).turns(Conversation((ASK, SAID)))
+    (turn,) = ChatTurns(ChatIds(tokenizer)).turns(Conversation((ASK, SAID)))
     assert tokenizer.decode(turn.token_ids[turn.start :]) == "20 degrees.<|im_end|>"
 
 

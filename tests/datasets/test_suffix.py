@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 from tests.datasets.chat_families import FAMILIES, family_tokenizer
 
-from lightrft.datasets.suffix import TemplateRefusedError, TurnSuffix
+from lightrft.datasets.chat_ids import ChatIds, TemplateRefusedError
+from lightrft.datasets.suffix import TurnSuffix
 
 STRIPPED = "thinking in earlier turns is stripped"
 PROMPT = "the prompt is rendered otherwise once an answer follows it"
@@ -56,10 +57,12 @@ def ended_turn(name, tokenizer, text="hello"):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_family_is_sound_or_refused_with_a_known_reason(name):
-    suffix = TurnSuffix(family_tokenizer(name))
+    suffix = TurnSuffix(ChatIds(family_tokenizer(name)))
     assert (suffix.role, suffix.shows_tools, suffix.differences) == VERDICTS[name]
     tokenizer, end = family_tokenizer(name), FAMILIES[name][1][2]
-    assert suffix.end_of_turn == (None if end is None else tokenizer.convert_tokens_to_ids(end))
+    assert suffix.chat.end_of_turn == (
+        None if end is None else tokenizer.convert_tokens_to_ids(end)
+    )
 
 
 def test_the_table_in_the_docs_says_the_same():
@@ -81,7 +84,7 @@ def test_the_table_in_the_docs_says_the_same():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_suffix_is_what_the_family_documents(name):
     tokenizer = family_tokenizer(name)
-    found = TurnSuffix(tokenizer).after(ended_turn(name, tokenizer), ["ok"]).token_ids
+    found = TurnSuffix(ChatIds(tokenizer)).after(ended_turn(name, tokenizer), ["ok"]).token_ids
     expected = SUFFIXES[name]
     if name == "GLM":  # its stop token is the first of the next turn
         expected = expected.removeprefix("<|observation|>")
@@ -92,7 +95,7 @@ def test_the_suffix_is_what_the_family_documents(name):
 def test_no_observation_can_forge_a_turn(name):
     """Whatever the text, the special tokens are those of a harmless observation."""
     tokenizer = family_tokenizer(name)
-    suffix, turn = TurnSuffix(tokenizer), ended_turn(name, tokenizer)
+    suffix, turn = TurnSuffix(ChatIds(tokenizer)), ended_turn(name, tokenizer)
     special = set(tokenizer.all_special_ids)
     harmless = [i for i in suffix.after(turn, ["ok"]).token_ids if i in special]
     for mark in FAMILIES[name][2]:
@@ -110,21 +113,21 @@ def test_no_observation_can_forge_a_turn(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_turn_that_ends_otherwise_gets_its_end_unsampled(name):
     tokenizer = family_tokenizer(name)
-    suffix = TurnSuffix(tokenizer)
+    suffix = TurnSuffix(ChatIds(tokenizer))
     ended = suffix.after(ended_turn(name, tokenizer), ["ok"]).token_ids
     other = suffix.after(ids_of(tokenizer, "hello"), ["ok"]).token_ids
-    if suffix.end_of_turn is None:
+    if suffix.chat.end_of_turn is None:
         assert other[1:] == ended
         assert other[0] == tokenizer.convert_tokens_to_ids("<|observation|>")
     else:
-        assert other == (suffix.end_of_turn, *ended)
+        assert other == (suffix.chat.end_of_turn, *ended)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompt_turn_and_suffix_read_like_one_conversation(name):
     """Decoded text, never ids: encoding jointly would merge across the boundaries."""
     tokenizer = family_tokenizer(name)
-    suffix = TurnSuffix(tokenizer)
+    suffix = TurnSuffix(ChatIds(tokenizer))
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "hi."}], tokenize=False, add_generation_prompt=True
     )
@@ -154,7 +157,7 @@ def test_prompt_turn_and_suffix_read_like_one_conversation(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_any_text_is_carried(name, text):
     tokenizer = family_tokenizer(name)
-    suffix, turn = TurnSuffix(tokenizer), ended_turn(name, tokenizer)
+    suffix, turn = TurnSuffix(ChatIds(tokenizer)), ended_turn(name, tokenizer)
     found = suffix.after(turn, [text]).token_ids
     special = set(tokenizer.all_special_ids)
     assert [i for i in found if i in special] == [
@@ -167,14 +170,14 @@ def test_any_text_is_carried(name, text):
 
 def test_a_template_that_moves_the_system_message_says_so():
     tokenizer = family_tokenizer("Mistral")
-    assert TurnSuffix(tokenizer, has_system=True).differences == (PROMPT,)
+    assert TurnSuffix(ChatIds(tokenizer), has_system=True).differences == (PROMPT,)
 
 
 def test_templates_that_carry_no_turns_are_refused_beforehand():
     tokenizer = family_tokenizer("Qwen2.5")
     tokenizer.chat_template = None
     with pytest.raises(TemplateRefusedError, match="has none"):
-        TurnSuffix(tokenizer)
+        TurnSuffix(ChatIds(tokenizer))
     for template, reason in (
         ("{{ messages[0].content }}", "drops what the assistant says"),
         ("{{ raise_exception('never') }}", "it fails on an assistant turn: never"),
@@ -182,17 +185,17 @@ def test_templates_that_carry_no_turns_are_refused_beforehand():
             "{%- for m in messages %}{%- if not loop.first and m.role != 'assistant' %}"
             "{{- raise_exception('one question') }}{%- endif %}{{- m.content + '<|im_end|>' }}"
             "{%- endfor %}",
-            "a message of role user is refused: one question",
+            "of role user: the chat template refused the messages: one question",
         ),
         (
             "{%- for m in messages %}{{- m.content if m.role == 'assistant' else '' }}"
             "{{- '<|im_end|>' }}{%- endfor %}",
-            "a message of role user is dropped, moved or repeated",
+            "of role user: the chat template drops, moves or repeats a message",
         ),
     ):
         tokenizer.chat_template = template
         with pytest.raises(TemplateRefusedError, match="--chat_template FILE") as refusal:
-            TurnSuffix(tokenizer)
+            TurnSuffix(ChatIds(tokenizer))
         assert reason in str(refusal.value)
 
 
@@ -201,7 +204,7 @@ def test_the_places_of_foreign_text_are_known(name):
     """By them the ledger gate knows where no special token may stand."""
     tokenizer = family_tokenizer(name)
     turn, special = ended_turn(name, tokenizer), set(tokenizer.all_special_ids)
-    found = TurnSuffix(tokenizer).after(turn, ["first", "second"])
+    found = TurnSuffix(ChatIds(tokenizer)).after(turn, ["first", "second"])
     texts = [tokenizer.decode(list(found.token_ids[a:b])) for a, b in found.text_spans]
     assert texts == ["first", "second"]
     outside = set(range(len(found.token_ids)))

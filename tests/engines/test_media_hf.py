@@ -7,6 +7,7 @@ from tests.engines.media_requests import logprob_error, requests_of, video_promp
 from tests.models.vision.tiny_families import TINY_FAMILIES, write_tiny_vision_model
 from tests.models.vision.tiny_world import Batch, image, prompt, set_window, tiny
 
+from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.media import VisionPrompts
 from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines.hf.engine import HFEngine
@@ -155,7 +156,7 @@ def test_a_turn_after_an_answer_with_images_scores_as_the_trainer_scores_it(pres
         start = video_prompt(encoder)
     (said,) = engine.generate(requests_of([start]), SamplingParams(max_tokens=6, seed=1))
     turn = (*said.prompt_token_ids, *said.output_token_ids)
-    suffix = TurnSuffix(VisionPrompts(encoder), encoder=encoder)
+    suffix = TurnSuffix(ChatIds(encoder.processor.tokenizer, VisionPrompts(encoder)))
     answer = ("see ", image(56, 84, 5), " or ", image(112, 84, 6))
     found = suffix.after(said.output_token_ids, [answer])
     later = [replace(each, start=each.start + len(turn)) for each in found.later]

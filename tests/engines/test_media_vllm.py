@@ -10,6 +10,7 @@ from tests.engines.media_contract import CHECKS
 from tests.engines.media_requests import logprob_error, requests_of, video_prompt
 from tests.models.vision.tiny_world import encoded_prompts, image, prompt, tiny
 
+from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.media import VisionPrompts
 from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines import EngineConfig, SamplingParams, build_engine
@@ -89,7 +90,7 @@ def test_a_turn_after_an_answer_with_images_scores_as_the_trainer_scores_it(worl
     """The same ids are sampled on, with the images of the prompt and two that stand behind it."""
     first, plain = world.prompts[:2]
     completions = world.engine.generate(requests_of([first, plain]), replace(SAMPLED, n=1))
-    suffix = TurnSuffix(VisionPrompts(world.encoder), encoder=world.encoder)
+    suffix = TurnSuffix(ChatIds(world.encoder.processor.tokenizer, VisionPrompts(world.encoder)))
     rows = []
     for start, said in zip((first, None), completions, strict=True):
         turn = (*said.prompt_token_ids, *said.output_token_ids)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from tests.engines.fake_engine import FakeEngine
 
-from lightrft.datasets.rendered import Rendered
+from lightrft.datasets.chat_ids import Rendered
 from lightrft.datasets.types import Prompt
 from lightrft.engines.rows import cut_at_token, joined
 from lightrft.engines.types import Completion, EngineConfig, GenerationRequest, SamplingParams

@@ -223,7 +223,7 @@ def test_a_conversation_of_skyrl_gyms_make_shows_images(tmp_path):
     ("shows", "reason"),
     [
         ("{folder}/large.png", "more than --max_observation_tokens 16: raise"),
-        ("{folder}/long.png", "an answer's images cannot be shown: absolute aspect ratio"),
+        ("{folder}/long.png", "an image cannot be shown: absolute aspect ratio"),
         ("{folder}/torn.png", "torn.png is a damaged image"),
         ("nowhere.png", "image in block 1: no file nowhere.png"),
     ],

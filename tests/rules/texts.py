@@ -79,7 +79,7 @@ def text_of_a_client_is_open() -> None:
 def chat_ids(tokenizer: object) -> object:
     from lightrft.datasets.chat_ids import ChatIds
 
-    return ChatIds(tokenizer, None)
+    return ChatIds(tokenizer)
 
 
 def own_prompt_is_open(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ class Desk:
         self.tokenizer = families.family_tokenizer("Qwen2.5")
         self.endpoint = Endpoint(self.tokenizer, HttpLimits(**limits))
         end = self.tokenizer.eos_token_id
-        chat = ChatIds(self.tokenizer, end)
+        chat = ChatIds(self.tokenizer)
         self.episode = AgentEpisode(0, None, 0, 0, {}, Conversations(chat, 11))
         self.key = self.endpoint.open(self.episode)
         self.sampling = RunSampling(SamplingParams(max_tokens=96, top_k=5, stop_token_ids=(end,)))

@@ -15,7 +15,7 @@ END = TOKENIZER.eos_token_id
 
 
 def conversations():
-    return Conversations(ChatIds(TOKENIZER, END), 7)
+    return Conversations(ChatIds(TOKENIZER), 7)
 
 
 def ask(talk, messages, **options):

@@ -22,7 +22,6 @@ from tests.rollout.image_stage import PRESETS, ROWS, ImageStage, error
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.media import VisionPrompts
-from lightrft.datasets.suffix import TurnSuffix
 from lightrft.datasets.types import DataError, Prompt
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import as_image
@@ -141,9 +140,9 @@ class Desk:
 
     def __init__(self, preset="tiny-qwen2.5-vl", max_tokens=400):
         self.encoder = tiny(preset)[1]
-        self.tokenizer, modality = self.encoder.processor.tokenizer, VisionPrompts(self.encoder)
-        self.end = TurnSuffix(modality, encoder=self.encoder).end_of_turn
-        self.chat = ChatIds(self.tokenizer, self.end, encoder=self.encoder, renderer=modality)
+        self.tokenizer = self.encoder.processor.tokenizer
+        self.chat = ChatIds(self.tokenizer, VisionPrompts(self.encoder))
+        self.end = self.chat.end_of_turn
         sampling, ends = RunSampling(SamplingParams(max_tokens=20)), frozenset({self.end})
         self.rules = AnswerRules(
             self.tokenizer, "hermes", ends, sampling, max_tokens, encoder=self.encoder

@@ -8,8 +8,7 @@ from tests.engines.fake_engine import FakeEngine
 from tests.experience.test_ledger_gate import OneRank, check
 from tests.rollout.agents.agent_stage import families
 
-from lightrft.datasets.chat_ids import ChatIds
-from lightrft.datasets.rendered import Rendered
+from lightrft.datasets.chat_ids import ChatIds, Rendered
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import EngineConfig, SamplingParams
 from lightrft.records.sample_ledger import FUNCTION, SampleLedger
@@ -52,7 +51,7 @@ class Played:
     def __init__(self, seed, family="Qwen2.5"):
         self.tokenizer, self.rng = TOKENIZERS[family], random.Random(seed)
         end = self.tokenizer.eos_token_id
-        self.chat = ChatIds(self.tokenizer, end)
+        self.chat = ChatIds(self.tokenizer)
         self.engine = FakeEngine(EngineConfig("fake", ""), script=self.say)
         self.engine.eos_ids = (end,)
         self.engine.set_weights_version(3)

@@ -12,6 +12,7 @@ import torch
 from tests.tools.quickstart.dice import Dice
 
 from lightrft.cli.main import main
+from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.suffix import TurnSuffix
 from lightrft.rollout.environments.call_formats import ToolCall
 from lightrft.rollout.environments.calls import choose_parser
@@ -98,7 +99,7 @@ def test_the_calculator_answers_whole_numbers_and_refuses_all_else():
 def test_what_the_run_renders_is_what_was_demonstrated():
     """Prompt, call, answer and frame between turns have the ids of the imitation, bit for bit."""
     tokenizer, tools = build_tokenizer(CALCULATOR), schemas()
-    suffix = TurnSuffix(tokenizer, tools=tools)
+    suffix = TurnSuffix(ChatIds(tokenizer), tools=tools)
     assert suffix.shows_tools
     assert (suffix.role, suffix.differences) == ("tool", ())
     product = Product(457, 786, "Compute {}.")

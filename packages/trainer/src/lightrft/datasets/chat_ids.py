@@ -1,9 +1,11 @@
-"""Token ids of a client's messages: the prompt of a conversation, and what follows a turn.
+"""Token ids of conversations: a prompt, what follows a sampled turn, and the end of a turn.
 
-Sampled text is never rendered again. To continue a conversation, a neutral one is rendered whose
-assistant turn holds a random word, as in `lightrft.datasets.suffix`. Everything behind that turn is
-appended. Texts of messages are encoded so that no part of them can become a special token or the
-place of an image.
+Every stage and command gets its ids here. Sampled text is never rendered again: templates strip
+thinking, move system messages and join differently. To continue a conversation, a neutral one is
+rendered whose assistant turn holds a random word. Everything behind that turn is appended. Texts
+of others are encoded so that no part of them can become a special token or the place of an image;
+otherwise a tool could speak as somebody else. Images stand where the template puts them; the
+processor that expands their places reads only the template's pieces.
 """
 
 from __future__ import annotations
@@ -11,77 +13,113 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
-from lightrft.datasets.chat_template import in_either_form
+from lightrft.datasets.chat_template import RenderingError, template_of
+from lightrft.datasets.media import Modality, TextModality
 from lightrft.datasets.messages import Message, with_objects
-from lightrft.datasets.rendered import PieceIds, Rendered
 from lightrft.datasets.text_ids import frame_ids
+from lightrft.datasets.types import DataError
+from lightrft.engines.media.media import LaterImages, Media
 from lightrft.engines.media.sources import ImageSource
-from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
+from lightrft.engines.text import text_behind_answer
 from lightrft.kernels.names import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from lightrft.datasets.media import VisionPrompts
-
 # The content of a message is here a text, or a tuple of texts and images in order.
 # Place of a text among messages: number of its message, and of the part in it.
 Slot = tuple[int, int]
 _IMAGE = {"type": "image"}
-# Bounds of images rendered at once: the cost of decoding them is known before.
+# Bounds of a client's images rendered at once: the cost of decoding them is known before.
 MAX_IMAGES = 64
 MAX_PIXELS = 1 << 25
-
-
-class RenderingError(ValueError):
-    """The chat template cannot render a conversation; the message says why."""
 
 
 class ImageRenderingError(RenderingError):
     """An image of a conversation cannot be shown; the message says why."""
 
 
+class TemplateRefusedError(RenderingError):
+    """The chat template cannot carry turns; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Messages as token ids.
+
+    Args:
+        token_ids: Ids of the messages.
+        text_spans: [start, stop) of external texts, which were encoded separately.
+        later: Images in the messages; they start at places of `token_ids`.
+    """
+
+    token_ids: tuple[int, ...]
+    text_spans: tuple[tuple[int, int], ...] = ()
+    later: tuple[LaterImages, ...] = ()
+
+
 class ChatIds:
     """Token ids of conversations by a model's chat template.
 
     Args:
-        tokenizer: Tokenizer with a chat template.
-        end_of_turn: Id that ends an assistant turn; None if the next turn's first token does.
-        encoder: Encoder of images.
-        renderer: Renderer whose template is used (a processor's); None is the tokenizer.
+        tokenizer: Tokenizer of the model.
+        modality: Renderer and encoder of prompts; None is that of a text model.
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        end_of_turn: int | None,
-        *,
-        encoder: Encoder = TEXT_ENCODER,
-        renderer: PreTrainedTokenizerBase | VisionPrompts | None = None,
+        self, tokenizer: PreTrainedTokenizerBase, modality: Modality | None = None
     ) -> None:
-        self.tokenizer, self._end = tokenizer, end_of_turn
-        self.encoder, self.renderer = encoder, renderer or tokenizer
-        name = None if end_of_turn is None else tokenizer.convert_ids_to_tokens(end_of_turn)
-        self._end_text = str(name or "")
+        modality = modality or TextModality(tokenizer)
+        self.tokenizer, self.encoder = tokenizer, modality.encoder
+        self.renderer = modality.renderer
+        self.template = template_of(self.renderer)
         added = tokenizer.added_tokens_decoder.items()
         ids = {*tokenizer.all_special_ids, *(i for i, each in added if each.special)}
         # Some processors look for a name that is not a token.
-        places = (tokenizer.convert_tokens_to_ids(name) for name in encoder.placeholders)
+        places = (tokenizer.convert_tokens_to_ids(name) for name in self.encoder.placeholders)
         self._places = {i for i in places if i not in (None, tokenizer.unk_token_id)}
-        ids |= self._places
-        self.special_ids = frozenset(ids)
-        self._names = {str(tokenizer.convert_ids_to_tokens(i)): i for i in sorted(ids)}
-        longest_first = sorted({*self._names, *encoder.placeholders}, key=len, reverse=True)
+        self.special_ids = frozenset(ids | self._places)
+        self._names = {str(tokenizer.convert_ids_to_tokens(i)): i for i in sorted(self.special_ids)}
+        longest_first = sorted({*self._names, *self.encoder.placeholders}, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._pieces = PieceIds(self.encode_text, encoder, end_of_turn, self._end_text)
+
+    @cached_property
+    def end_of_turn(self) -> int | None:
+        """Id that ends an assistant turn; None if the next turn's first token does.
+
+        Raises:
+            TemplateRefusedError: There is no template, or it fails on a question and an answer or
+                drops the answer.
+        """
+        if not self.renderer.chat_template:
+            raise TemplateRefusedError(
+                "conversations need a chat template, and the tokenizer has none: give "
+                "--chat_template FILE, use an instruct model, or (to train) rows with prompt and "
+                "completion"
+            )
+        try:
+            rest = text_behind_answer(self.renderer)
+        except Exception as error:  # a template is a program of the model's author
+            raise refused(f"it fails on an assistant turn: {error}") from error
+        if rest is None:
+            raise refused("it drops what the assistant says")
+        first = self.encode_text(rest.lstrip())[:1]
+        return first[0] if first and first[0] in self.special_ids else None
+
+    @cached_property
+    def _end_text(self) -> str:
+        end = self.end_of_turn
+        return "" if end is None else str(self.tokenizer.convert_ids_to_tokens(end))
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Rendered:
-        """Return a conversation from its beginning, up to the header of the assistant's turn.
+        """Return a client's conversation, up to the header of the assistant's turn.
 
         The ids are those of the template's whole text, except that texts with the name of a special
         token are encoded separately.
@@ -89,14 +127,15 @@ class ChatIds:
         Raises:
             RenderingError: The template refuses it, or a call or a tool names a special token.
         """
-        self._check_frames(messages, tools)
-        frame, texts = self._cut(messages, _slots(messages, self.forges), self._whole(tools))
-        return self._joined(messages, frame, lambda own: self._pieces.whole(frame, texts, own))
+        self._check_client(messages, tools)
+        render = partial(self.render, tools=tools)
+        frame, texts = self._cut(messages, _slots(messages, self.forges), render, may_refuse=True)
+        return self._without_places(self._joined(messages, frame, texts, None))
 
     def suffix(
         self, turn: Sequence[int], calls: Sequence[Message], messages: Sequence[Message]
     ) -> Rendered:
-        """Return the suffix of a sampled turn: its missing end, further messages, the next header.
+        """Return the suffix of a sampled turn: its missing end, a client's messages, the header.
 
         Args:
             turn: Sampled ids.
@@ -106,16 +145,55 @@ class ChatIds:
         Raises:
             RenderingError: The template refuses them after such a turn.
         """
-        self._check_frames(messages, ())
-        frame, texts = self._cut(messages, _slots(messages, bool), self._after(calls))
-        return self._joined(
-            messages, frame, lambda own: self._pieces.after(turn, frame, texts, own)
-        )
+        self._check_client(messages, ())
+        slots = _slots(messages, bool)
+        return self._without_places(self.after(turn, calls, messages, slots, may_refuse=True))
+
+    def after(
+        self,
+        turn: Sequence[int],
+        calls: Sequence[Message],
+        messages: Sequence[Message],
+        slots: Sequence[Slot],
+        *,
+        may_refuse: bool = False,
+    ) -> Rendered:
+        """Return the suffix of a sampled turn for messages that nobody else wrote.
+
+        Args:
+            turn, calls, messages: See `suffix`.
+            slots: Places of the external texts.
+            may_refuse: Whether the template may refuse a text; otherwise it is left unchanged.
+
+        Raises:
+            RenderingError: The template refuses such messages, or an image cannot be shown.
+        """
+        frame, texts = self.pieces(calls, messages, slots, may_refuse=may_refuse)
+        return self._joined(messages, frame, texts, turn)
+
+    def pieces(
+        self,
+        calls: Sequence[Message],
+        messages: Sequence[Message],
+        slots: Sequence[Slot],
+        *,
+        may_refuse: bool = False,
+    ) -> tuple[list[str], list[str]]:
+        """Return the template's pieces behind a turn, one more than texts, and the texts.
+
+        Args:
+            calls, messages, slots, may_refuse: See `after`.
+
+        Raises:
+            RenderingError: The template refuses such messages.
+        """
+        render = partial(self._behind, calls)
+        return self._cut(messages, slots, render, may_refuse=may_refuse)
 
     def text(self, text: str) -> Rendered:
         """Return the ids of a text that the model continues, without special tokens in it."""
         ids = [*frame_ids(self.tokenizer)[0], *self.encode_text(text, split_special_tokens=True)]
-        self._refuse_places(ids)
+        self._without_places(Rendered(tuple(ids), ((0, len(ids)),)))
         return Rendered(tuple(ids))
 
     def forges(self, text: str) -> bool:
@@ -127,8 +205,8 @@ class ChatIds:
         names = self._pattern.findall(text)
         return [self._names[name] for name in names if name in self._names]
 
-    def _check_frames(self, messages: Sequence[Message], tools: Sequence[Message]) -> None:
-        """Refuse special tokens where they look like those of the template."""
+    def _check_client(self, messages: Sequence[Message], tools: Sequence[Message]) -> None:
+        """Refuse special tokens where they look like those of the template, and large images."""
         # Templates write arguments as sent, or as the objects that they encode.
         forms = [*messages]
         for each in messages:
@@ -137,134 +215,191 @@ class ChatIds:
         framed = [(each.get("tool_calls"), each.get("name")) for each in forms]
         if self.forges(json.dumps([*framed, *tools], ensure_ascii=False)):
             raise RenderingError("a call or a tool holds the name of a special token")
+        images = _images(messages)
+        with _readable(images):
+            _check_sizes(images)
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Message]) -> str:
-        def apply(given: Sequence[Message]) -> str:
-            shown = self.renderer.apply_chat_template(
-                list(given), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
-            )
-            return cast("str", shown)
+    def _without_places(self, rendered: Rendered) -> Rendered:
+        """Refuse places of media in texts that the tokenizer does not treat as special tokens."""
+        for start, stop in rendered.text_spans:
+            if not self._places.isdisjoint(rendered.token_ids[start:stop]):
+                raise RenderingError("a text holds what the model reads as the place of an image")
+        return rendered
 
-        try:
-            return in_either_form(apply, [for_template(each, as_text=True) for each in messages])
-        except Exception as error:
-            raise RenderingError(
-                f"the chat template refuses the messages: {str(error)[:200]}"
-            ) from error
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
+        """Return the text of messages, up to the header of the assistant's turn.
 
-    def _whole(self, tools: Sequence[Message]) -> Callable[[Sequence[Message]], str]:
-        return lambda messages: self._render(messages, tools)
+        Raises:
+            RenderingError: The template refuses them.
+        """
+        shown = [for_template(each, as_text=True) for each in messages]
+        return self.template.render(shown, tools, asks=True)
 
-    def _after(self, calls: Sequence[Message]) -> Callable[[Sequence[Message]], str]:
-        """Return a renderer of messages behind a turn with such calls."""
+    def _behind(self, calls: Sequence[Message], messages: Sequence[Message]) -> str:
+        """Return the text of messages behind a turn with such calls."""
         mark = f"Q{secrets.token_hex(8)}Z"
         marked = [_with_mark(call, mark) for call in calls]
-
-        def rest(messages: Sequence[Message]) -> str:
-            turn: Message = {"role": "assistant", "content": "" if marked else mark}
-            if marked:
-                turn["tool_calls"] = marked
-            opening: list[Message] = [{"role": "user", "content": "question"}, turn]
-            try:
-                rendered = self._render([*opening, *messages], ())
-            except RenderingError:
-                if len(marked) < 2:
-                    raise
-                turn["tool_calls"] = marked[-1:]  # Llama 3 writes one call a message
-                rendered = self._render([*opening, *messages], ())
-            _, matched, after = rendered.rpartition(mark)
+        turn: Message = {"role": "assistant", "content": "" if marked else mark}
+        if marked:
+            turn["tool_calls"] = marked
+        opening: list[Message] = [{"role": "user", "content": "question"}, turn]
+        try:
+            rendered = self.render([*opening, *messages])
+        except RenderingError:
+            if len(marked) < 2:
+                raise
+            turn["tool_calls"] = marked[-1:]  # Llama 3 writes one call a message
+            rendered = self.render([*opening, *messages])
+        _, matched, after = rendered.rpartition(mark)
+        if not matched:
+            raise RenderingError("the chat template drops what the assistant says")
+        if self.end_of_turn is not None:
+            _, matched, after = after.partition(self._end_text)
             if not matched:
-                raise RenderingError("the chat template drops what the assistant says")
-            if self._end is not None:
-                _, matched, after = after.partition(self._end_text)
-                if not matched:
-                    raise RenderingError("an assistant turn before others has no end")
-                return after
-            place = self._pattern.search(after)
-            if place is None:
-                raise RenderingError("nothing ends an assistant turn")
-            return after[place.start() :]
-
-        return rest
+                raise RenderingError("an assistant turn before others has no end")
+            return after
+        place = self._pattern.search(after)
+        if place is None:
+            raise RenderingError("nothing ends an assistant turn")
+        return after[place.start() :]
 
     def _cut(
         self,
         messages: Sequence[Message],
         slots: Sequence[Slot],
         render: Callable[[Sequence[Message]], str],
+        *,
+        may_refuse: bool,
     ) -> tuple[list[str], list[str]]:
         """Return the template's pieces around some texts, and the texts as it writes them."""
         marks = {slot: f"Q{secrets.token_hex(8)}Z" for slot in slots}
 
-        def shown(real: Slot | None = None) -> str:
-            return render(_filled(messages, {s: mark for s, mark in marks.items() if s != real}))
+        def shown(real: Sequence[Slot]) -> str:
+            texts = {slot: mark for slot, mark in marks.items() if slot not in real}
+            try:
+                return render(_filled(messages, texts))
+            except RenderingError:
+                if may_refuse or not real:
+                    raise
+                return ""
 
-        rest, frame = shown(), list[str]()
+        rest, frame = shown(()), list[str]()
         for mark in marks.values():
             before, matched, rest = rest.partition(mark)
             if not matched or mark in rest:
                 raise RenderingError("the chat template drops, moves or repeats a message")
             frame.append(before)
         frame.append(rest)
+        if sum(map(self.encoder.num_places, frame)) != len(_images(messages)):
+            raise ImageRenderingError("the chat template drops or repeats an image")
         # One rendering usually suffices; templates that change texts need one for each.
         originals = [str(parts_of(messages[n])[part]) for n, part in marks]
-        texts = _fitting(frame, originals, render(messages)) if marks else []
+        texts = _fitting(frame, originals, shown(slots)) if marks else []
         if texts is None:
-            pairs = zip(marks, originals, strict=True)
-            texts = [self._written(slot, frame, marks, shown, text) for slot, text in pairs]
+            names, pairs = [*marks.values()], enumerate(zip(marks, originals, strict=True))
+            texts = [_written(i, frame, names, shown([slot]), text) for i, (slot, text) in pairs]
         return frame, texts
-
-    @staticmethod
-    def _written(
-        slot: Slot,
-        frame: list[str],
-        marks: dict[Slot, str],
-        shown: Callable[[Slot | None], str],
-        text: str,
-    ) -> str:
-        """Return a text as the template writes it (trimmed, as JSON ...); else unchanged."""
-        names, place = list(marks.values()), list(marks).index(slot)
-        before = "".join(piece + name for piece, name in zip(frame, names[:place], strict=False))
-        before += frame[place]
-        after = frame[place + 1] + "".join(
-            name + piece for name, piece in zip(names[place + 1 :], frame[place + 2 :], strict=True)
-        )
-        whole = shown(slot)
-        fits = len(whole) >= len(before) + len(after)
-        if fits and whole.startswith(before) and whole.endswith(after):
-            return whole[len(before) : len(whole) - len(after)]
-        return text
 
     def _joined(
         self,
         messages: Sequence[Message],
         frame: Sequence[str],
-        join: Callable[[list[ImageSource]], Rendered],
+        texts: Sequence[str],
+        turn: Sequence[int] | None,
     ) -> Rendered:
-        """Join the pieces with the images of messages."""
-        images = [part for part in chain(*map(parts_of, messages)) if not isinstance(part, str)]
-        if sum(map(self.encoder.num_places, frame)) != len(images):
-            raise ImageRenderingError("the chat template drops or repeats an image")
-        try:
-            _check_sizes(images)
-            rendered = join(images)
-        except (ValueError, TypeError, IndexError) as error:
-            if not images:
-                raise
-            raise ImageRenderingError(f"an image cannot be shown: {first_line(error)}") from error
-        for start, stop in rendered.text_spans:
-            self._refuse_places(rendered.token_ids[start:stop])
-        return rendered
+        """Return the ids of pieces with the texts between them and the images of messages.
 
-    def _refuse_places(self, ids: Sequence[int]) -> None:
-        """Refuse places of media in texts that the tokenizer does not treat as special tokens."""
-        if not self._places.isdisjoint(ids):
-            raise RenderingError("a text holds what the model reads as the place of an image")
+        Args:
+            messages: Messages with the images.
+            frame: Pieces of the template, one more than texts.
+            texts: Texts between the pieces.
+            turn: Sampled ids before them; None at the beginning of a conversation.
+        """
+        images = _images(messages)
+        left, ids = [*images], list[int]()
+        spans, later = list[tuple[int, int]](), list[LaterImages]()
+        anchor, first = "", None
+        if turn is not None:
+            last, anchor = next(reversed(turn), None), self._end_text
+            # Without an end of turns, the sampled stop token is the next turn's first.
+            first = last if self.end_of_turn is None else None
+            ids += [] if self.end_of_turn in (None, last) else [self.end_of_turn]
+        for index, piece in enumerate(frame):
+            if index:
+                start, anchor, first = len(ids), self._end_text, None
+                ids += self.encode_text(texts[index - 1], split_special_tokens=True)
+                spans.append((start, len(ids)))
+            shown = tuple(left[: self.encoder.num_places(piece)])
+            del left[: len(shown)]
+            # Some tokenizers put a space before the first word of a text, but not after the anchor.
+            whole = anchor + piece
+            with _readable(images):
+                new = self._piece_ids(whole, shown)
+            skipped = int(bool(anchor)) + (first is not None and new[:1] == [first])
+            if shown:
+                later.append(LaterImages(len(ids), skipped, whole, shown))
+            ids += new[skipped:]
+        return Rendered(tuple(ids), tuple(spans), tuple(later))
+
+    def _piece_ids(self, piece: str, images: tuple[ImageSource, ...]) -> list[int]:
+        if not images:
+            return self.encode_text(piece)
+        return [*self.encoder.kept(piece, Media({"image": images})).token_ids]
 
     def encode_text(self, text: str, **options: bool) -> list[int]:
-        """Return the ids of a text, without the tokens that the tokenizer adds."""
+        """Return the ids of a text, without the tokens that the tokenizer adds.
+
+        With `split_special_tokens` nothing becomes a special token.
+        """
         ids = self.tokenizer(text, add_special_tokens=False, **options)["input_ids"]
         return cast("list[int]", ids)
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the id that ends a turn of the chat template; None without template or turns."""
+    try:
+        return ChatIds(tokenizer).end_of_turn
+    except DataError:
+        return None
+
+
+def refused(reason: str) -> TemplateRefusedError:
+    """Return the error that refuses a chat template."""
+    return TemplateRefusedError(
+        f"the chat template cannot carry turns: {reason}; give another with --chat_template FILE"
+    )
+
+
+@contextmanager
+def _readable(images: Sequence[ImageSource]) -> Iterator[None]:
+    """Turn errors of a processor about images into errors about what is shown."""
+    try:
+        yield
+    except (ValueError, TypeError, IndexError) as error:
+        if not images:
+            raise
+        raise ImageRenderingError(f"an image cannot be shown: {first_line(error)}") from error
+
+
+def _written(place: int, frame: Sequence[str], names: Sequence[str], whole: str, text: str) -> str:
+    """Return a text as the template writes it (trimmed, as JSON ...); else unchanged.
+
+    Args:
+        place: Number of the text.
+        frame: Pieces around all texts.
+        names: Marks that stand for the others.
+        whole: Rendering with this text and marks.
+        text: The text.
+    """
+    pairs = [*zip(frame, names, strict=False)]
+    before = "".join(piece + name for piece, name in pairs[:place]) + frame[place]
+    after = frame[place + 1] + "".join(
+        name + piece for name, piece in zip(names[place + 1 :], frame[place + 2 :], strict=True)
+    )
+    fits = len(whole) >= len(before) + len(after)
+    if fits and whole.startswith(before) and whole.endswith(after):
+        return whole[len(before) : len(whole) - len(after)]
+    return text
 
 
 def _fitting(frame: Sequence[str], texts: Sequence[str], whole: str) -> list[str] | None:
@@ -285,6 +420,11 @@ def parts_of(message: Message) -> tuple[str | ImageSource, ...]:
     """Return the texts and images of a message, in order."""
     content = message["content"]
     return content if isinstance(content, tuple) else (cast("str", content),)
+
+
+def _images(messages: Sequence[Message]) -> list[ImageSource]:
+    """Return the images of messages, in order."""
+    return [part for part in chain(*map(parts_of, messages)) if not isinstance(part, str)]
 
 
 def _slots(messages: Sequence[Message], is_wanted: Callable[[str], bool]) -> list[Slot]:
@@ -323,13 +463,20 @@ def _filled(messages: Sequence[Message], texts: Mapping[Slot, str]) -> list[Mess
 def for_template(message: Message, *, as_text: bool) -> Message:
     """Return a message with call arguments as an object or as JSON, and images as parts."""
     if isinstance(message["content"], tuple):
-        contents = parts_of(message)
-        parts = [{"type": "text", "text": p} if isinstance(p, str) else _IMAGE for p in contents]
-        message = {**message, "content": parts}
+        message = {**message, "content": _content(parts_of(message))}
     try:
         return message if as_text else with_objects(message)
     except ValueError as error:
         raise RenderingError("the arguments of a call are no JSON") from error
+
+
+def _content(parts: Sequence[str | ImageSource]) -> object:
+    """Return texts and images as a template takes them: one text if there are no images."""
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        return "".join(texts)
+    shown = ({"type": "text", "text": p} if isinstance(p, str) else _IMAGE for p in parts)
+    return [each for each in shown if each.get("text") != ""]
 
 
 def _with_mark(call: Message, mark: str) -> Message:

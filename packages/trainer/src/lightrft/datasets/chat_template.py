@@ -27,6 +27,10 @@ _CHANGES_MEANING = {
 _REMEDY = "give a template that writes them (--chat_template FILE), or leave them out of the rows"
 
 
+class RenderingError(DataError):
+    """The chat template cannot render messages; the message says why."""
+
+
 class Renderer(Protocol):
     """Tokenizer or processor with a chat template."""
 
@@ -64,7 +68,7 @@ class ChatTemplate:
             asks: Whether to add the header of the assistant's next turn.
 
         Raises:
-            DataError: The template refuses them.
+            RenderingError: The template refuses them.
         """
 
         def apply(given: Sequence[Message]) -> str:
@@ -76,8 +80,8 @@ class ChatTemplate:
         try:
             return self.apply(apply, messages)
         except Exception as err:  # a template is a program of the model's author
-            reason = " ".join(str(err).split())
-            raise DataError(f"the chat template refused the messages: {reason}") from err
+            reason = " ".join(str(err).split())[:200]
+            raise RenderingError(f"the chat template refused the messages: {reason}") from err
 
     def apply(self, render: Callable[[Sequence[Message]], str], messages: Sequence[Message]) -> str:
         """Return the text of messages in the form that the template takes; see `in_either_form`."""
@@ -93,7 +97,7 @@ class ChatTemplate:
         Raises:
             DataError: The template drops calls, thinking, tools, or the content of a role.
         """
-        if tools and not self._is_read("", "tools", partial(self._shows_tools, messages, tools)):
+        if tools and not self._is_read("", "tools", partial(self.shows_tools, messages, tools)):
             raise DataError(f"the chat template does not show tools: {_REMEDY}")
         unread = dict[str, None]()
         for place, message in enumerate(messages):
@@ -145,7 +149,8 @@ class ChatTemplate:
         rest = () if message["role"] == ASSISTANT else messages[place + 1 :]
         return self._comes_out([*messages[:place], {**message, key: value}, *rest], tools)
 
-    def _shows_tools(self, messages: Sequence[Message], tools: Sequence[Message]) -> bool:
+    def shows_tools(self, messages: Sequence[Message], tools: Sequence[Message]) -> bool:
+        """Return whether a further tool beside some would be rendered."""
         function = {"name": _MARK, "description": _MARK, "parameters": {"type": "object"}}
         more: Message = {"type": "function", "function": function}
         return self._comes_out(messages, [*tools, more])
@@ -153,7 +158,7 @@ class ChatTemplate:
     def _comes_out(self, messages: Sequence[Message], tools: Sequence[Message]) -> bool:
         try:
             return _MARK in self.render(messages, tools)
-        except DataError:
+        except RenderingError:
             return True  # rendering the row itself reports why it is refused
 
 

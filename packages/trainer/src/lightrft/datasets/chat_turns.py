@@ -6,18 +6,12 @@ import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
-from lightrft.datasets.chat_template import template_of
+from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.messages import ASSISTANT, CALLS, REASONING, Conversation, Message
 from lightrft.datasets.types import DataError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from lightrft.datasets.media import VisionPrompts
-
-_MARK = "Qmark7Z"
 _QUESTION: Message = {"role": "user", "content": "question"}
 # Marks of the beginning and the end of thinking with nothing between them.
 _EMPTY_THINKING = re.compile(
@@ -55,35 +49,16 @@ class ChatTurns:
     special token that begins the next message.
 
     Args:
-        tokenizer: Tokenizer of the model.
-        prompts: Renderer to use instead, if a processor has the chat template.
+        chat: Token ids of conversations.
 
     Raises:
-        DataError: There is no template, or it fails on a question and an answer or drops the
-            answer.
-
-    Attributes:
-        end: Id that ends a turn; None if the next message's first token does.
+        TemplateRefusedError: There is no template, or it fails on a question and an answer or
+            drops the answer.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, prompts: VisionPrompts | None = None
-    ) -> None:
-        self._prompts = prompts
-        if not (prompts or tokenizer).chat_template:
-            raise DataError(
-                "conversations need a chat template, and the tokenizer has none: give "
-                "--chat_template FILE, use an instruct model, or rows with prompt and completion"
-            )
-        self._tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder.items()
-        self._special = {*tokenizer.all_special_ids, *(i for i, each in added if each.special)}
-        self.template = template_of(prompts or tokenizer)
-        text = self.template.render([_QUESTION, {"role": "assistant", "content": _MARK}])
-        if _MARK not in text:
-            raise DataError("the chat template drops what the assistant says: give another")
-        first = self._ids(text.rpartition(_MARK)[2].lstrip())[:1]
-        self.end = first[0] if first and first[0] in self._special else None
+    def __init__(self, chat: ChatIds) -> None:
+        self._chat, self._tokenizer = chat, chat.tokenizer
+        self.template, self._end = chat.template, chat.end_of_turn
 
     def conversation(
         self, messages: Sequence[Message], tools: Sequence[Message] = ()
@@ -94,7 +69,7 @@ class ChatTurns:
             DataError: The template refuses the messages.
         """
         text = self.template.render(messages, tools)
-        return self._ids(text), text
+        return tuple(self._chat.encode_text(text)), text
 
     def turns(self, talk: Conversation, *, start: int = 0, only_last: bool = False) -> list[Turn]:
         """Return the assistant's turns; messages behind the last of them are left out.
@@ -158,10 +133,10 @@ class ChatTurns:
         start: int,
     ) -> Turn:
         """Return the turn from `start` of the ids to the token that ends it."""
-        ends = [i for i in range(start, len(whole)) if whole[i] == self.end]
+        ends = [i for i in range(start, len(whole)) if whole[i] == self._end]
         if len(ends) > 1:
             raise DataError(
-                f"message {place + 1} has {self._tokenizer.convert_ids_to_tokens(self.end)!r} in "
+                f"message {place + 1} has {self._tokenizer.convert_ids_to_tokens(self._end)!r} in "
                 "its text, which would end the turn in its middle: leave it out"
             )
         if ends:
@@ -169,8 +144,9 @@ class ChatTurns:
         following = (
             [*messages[: place + 2]] if place + 1 < len(messages) else [*messages, _QUESTION]
         )
-        later = self._ids(self.template.render(following, tools))[: len(whole) + 1]
-        if self.end is None and later[:-1] == whole and later[-1] in self._special:
+        text = self.template.render(following, tools)
+        later = tuple(self._chat.encode_text(text))[: len(whole) + 1]
+        if self._end is None and later[:-1] == whole and later[-1] in self._chat.special_ids:
             return Turn(later, start)
         raise DataError(
             f"message {place + 1} ends in {self._tokenizer.decode(whole[-8:])!r}, which is no "
@@ -223,8 +199,9 @@ class ChatTurns:
         return known or "think" in mark.lower()
 
     def _template(self, tools: Sequence[Message]) -> str:
-        if self._prompts is not None:
-            return self._prompts.chat_template or ""
+        template = self._chat.renderer.chat_template
+        if isinstance(template, str):
+            return template
         return cast("str", self._tokenizer.get_chat_template(tools=list(tools) or None))
 
     def _places(self, text: str, characters: Sequence[int]) -> list[int]:
@@ -237,18 +214,6 @@ class ChatTurns:
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         stops = [stop for _, stop in encoded["offset_mapping"]]
         return [bisect_right(stops, each) for each in characters]
-
-    def _ids(self, text: str) -> tuple[int, ...]:
-        # The template writes the special tokens.
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the id that ends a turn of the chat template; None without template or turns."""
-    try:
-        return ChatTurns(tokenizer).end
-    except DataError:
-        return None
 
 
 def _says_something(message: Message) -> bool:

@@ -280,7 +280,6 @@ class VisionPrompts:
         self.chat_template: str | None = (
             processor.chat_template or processor.tokenizer.chat_template
         )
-        self.all_special_ids: list[int] = processor.tokenizer.all_special_ids
 
     @property
     def renderer(self) -> "VisionPrompts":
@@ -315,17 +314,13 @@ class VisionPrompts:
         return bool(media)
 
     def __call__(
-        self, text: str | list[str], *, add_special_tokens: bool, split_special_tokens: bool = False
+        self, text: list[str], *, add_special_tokens: bool
     ) -> Mapping[str, list[list[int]]]:
         """Return token ids of texts without media."""
         encoding: Mapping[str, list[list[int]]] = self.encoder.processor.tokenizer(
-            text, add_special_tokens=add_special_tokens, split_special_tokens=split_special_tokens
+            text, add_special_tokens=add_special_tokens
         )
         return encoding
-
-    def convert_ids_to_tokens(self, ids: int) -> str:
-        """Return the text of a special token."""
-        return str(self.encoder.processor.tokenizer.convert_ids_to_tokens(ids))
 
     def apply_chat_template(
         self,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightrft.config import RowDataOptions
-from lightrft.datasets.chat_turns import end_of_turn
+from lightrft.datasets.chat_ids import end_of_turn
 from lightrft.datasets.files import Row
 from lightrft.datasets.judged_rows import JudgementKind
 from lightrft.datasets.row_data import SupervisedRow

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightrft.config import MediaOptions, RowDataOptions
-from lightrft.datasets.chat_turns import ChatTurns, Turn, end_of_turn
+from lightrft.datasets.chat_ids import ChatIds, end_of_turn
+from lightrft.datasets.chat_turns import ChatTurns, Turn
 from lightrft.datasets.files import Row, read_sources
 from lightrft.datasets.media import Content, MediaRow, as_parts, media_columns
 from lightrft.datasets.messages import (
@@ -241,7 +242,7 @@ class RowEncoder:
                 f"each token: got {type(tokenizer).__name__}; give messages instead"
             )
         prompts = None if reader is None else reader.prompts
-        self._turns = ChatTurns(tokenizer, prompts) if is_chat else None
+        self._turns = ChatTurns(ChatIds(tokenizer, prompts)) if is_chat else None
         self._pattern, self.num_unmatched = config.train_on_regex, 0
 
     def rows(self, row: Row, *, start: int = 0) -> Iterator[SupervisedRow]:

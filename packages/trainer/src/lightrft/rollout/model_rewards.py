@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from lightrft.datasets.chat_ids import end_of_turn
 from lightrft.datasets.chat_template import template_of
-from lightrft.datasets.chat_turns import end_of_turn
 from lightrft.datasets.messages import Message, with_texts
 from lightrft.datasets.text_ids import TextIds, prompt_ids
 from lightrft.engines.media.media import MediumKind, RowMedia

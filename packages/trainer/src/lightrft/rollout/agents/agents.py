@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.config import ConfigError, RolloutOptions
-from lightrft.datasets.chat_ids import ChatIds
+from lightrft.datasets.chat_ids import ChatIds, TemplateRefusedError
 from lightrft.datasets.media import Modality, as_parts
-from lightrft.datasets.suffix import TemplateRefusedError, TurnSuffix
+from lightrft.datasets.suffix import TurnSuffix
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import hash_context
 from lightrft.engines.rows import request_seed
@@ -93,13 +93,11 @@ class Agents:
         self.config, self.tokenizer = config, tokenizer
         self.encoder, self.prompt_tokenizer = modality.encoder, modality.renderer
         self.folder = None if folder is None else folder / JOURNAL_FOLDER
+        self.chat = ChatIds(tokenizer, modality)
         try:
-            suffix = TurnSuffix(modality.renderer, encoder=self.encoder)
+            TurnSuffix(self.chat)  # refuses templates without turns
         except TemplateRefusedError as error:
             raise ConfigError(str(error)) from error
-        self.end_of_turn = suffix.end_of_turn
-        end, renderer = suffix.end_of_turn, modality.renderer
-        self.chat = ChatIds(tokenizer, end, encoder=self.encoder, renderer=renderer)
         self.special_ids = forging_ids(tokenizer)
         raise_open_files(MAX_OPEN_FILES)
         self.pool = AgentPool(config)
@@ -211,7 +209,7 @@ class AgentSource:
 
     def _rules(self, params: SamplingParams) -> AnswerRules:
         agents, config = self._agents, self._parts.config
-        end = agents.end_of_turn
+        end = agents.chat.end_of_turn
         if end is not None:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
         ends = {end, agents.tokenizer.eos_token_id} - {None}

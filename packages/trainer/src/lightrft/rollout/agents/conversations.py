@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from lightrft.datasets.chat_ids import ChatIds
+from lightrft.datasets.chat_ids import ChatIds, Rendered
 from lightrft.datasets.messages import Message as TemplateMessage
-from lightrft.datasets.rendered import Rendered
 from lightrft.engines.ledger import hash_context
 from lightrft.engines.media.media import EncodedPrompt, LaterImages
 from lightrft.engines.media.text_encoder import Encoder

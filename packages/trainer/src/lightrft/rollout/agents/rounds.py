@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lightrft.config import ConfigError
-from lightrft.datasets.chat_ids import ImageRenderingError, RenderingError
+from lightrft.datasets.chat_ids import ImageRenderingError
+from lightrft.datasets.chat_template import RenderingError
 from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.rollout.agents.conversations import (

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
-from lightrft.datasets.chat_ids import ChatIds, for_template
+from lightrft.datasets.chat_ids import ChatIds, Rendered, for_template
 from lightrft.datasets.messages import Message as TemplateMessage
-from lightrft.datasets.rendered import Rendered
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import ImageSource
 from lightrft.records.media import encode_context

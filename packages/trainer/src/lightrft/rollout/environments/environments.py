@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lightrft.config import ConfigError, RolloutOptions, StreamingOptions
+from lightrft.datasets.chat_ids import ChatIds, TemplateRefusedError
 from lightrft.datasets.media import Modality, TextModality
 from lightrft.datasets.render import PromptTokenizer
-from lightrft.datasets.suffix import TemplateRefusedError, TurnSuffix
+from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines.ledger import hash_context
 from lightrft.records.rollout import Rollout
 from lightrft.rewards.types import RewardResult
@@ -89,16 +90,15 @@ class Environments:
             self.spec = self.specs.whole
             self.prompt_tokenizer: PromptTokenizer = modality.showing(self.specs.tokenizer)
             self.suffix = TurnSuffix(
-                modality.renderer,
+                ChatIds(tokenizer, modality),
                 tools=self.spec.schemas,
                 has_system=has_system,
                 is_conversation=self.spec.answers_turns,
-                encoder=self.encoder,
             )
         except (TemplateRefusedError, ConfigError) as error:
             self.pool.close()
             raise ConfigError(str(error)) from error
-        observations = Observations(config, tokenizer, self.suffix)
+        observations = Observations(config, self.suffix)
         self.turns = Turns(
             config, tokenizer, encoder=self.encoder, observations=observations, spec=self.spec
         )

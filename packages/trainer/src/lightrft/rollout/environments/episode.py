@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightrft.datasets.rendered import Rendered
+from lightrft.datasets.chat_ids import Rendered
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.media import LaterImages
 from lightrft.engines.types import Completion, Facts

@@ -94,7 +94,7 @@ class EpisodeWork:
             params: Sampling parameters of the run; the template's end of a turn is added.
             journal, ledger: See `EpisodeBatch`.
         """
-        end = self.turns.observations.suffix.end_of_turn
+        end = self.turns.observations.suffix.chat.end_of_turn
         if end is not None:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
         damage = journal.damage

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from lightrft.config import RolloutOptions, ScoringOptions
+from lightrft.datasets.chat_ids import ImageRenderingError, Rendered
 from lightrft.datasets.chat_template import template_of
 from lightrft.datasets.media import as_parts
-from lightrft.datasets.rendered import Rendered
 from lightrft.datasets.suffix import Content, TurnSuffix
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.media import Media
@@ -49,12 +49,10 @@ class Observations:
 
     Args:
         config: Options `max_observation_tokens` and those that bound an episode.
-        tokenizer: Tokenizer of the model.
         suffix: Renderer of answers.
     """
 
     config: RolloutOptions
-    tokenizer: PreTrainedTokenizerBase
     suffix: TurnSuffix
 
     def turn_tokens(self, context_length: int, max_tokens: int) -> int:
@@ -97,8 +95,8 @@ class Observations:
         """Cut answers to fit; return None if their images leave no room for another turn."""
         try:
             sizes = [self._image_tokens(turn, each) for each in contents]
-        except (ValueError, TypeError, IndexError) as error:
-            raise ImageRefusedError(f"an answer's images cannot be shown: {error}") from error
+        except ImageRenderingError as error:
+            raise ImageRefusedError(str(error)) from error
         limit = self.config.max_observation_tokens
         if max(sizes) > limit:
             raise ImageRefusedError(
@@ -166,12 +164,12 @@ class Observations:
         if len(ids) <= max_tokens:
             return text
         size = len(self._ids(CUT))
-        kept = self.tokenizer.decode(ids[: max(0, max_tokens - size)], skip_special_tokens=False)
-        return f"{str(kept).rstrip(chr(0xFFFD))}{CUT}"
+        kept = ids[: max(0, max_tokens - size)]
+        text = str(self.suffix.chat.tokenizer.decode(kept, skip_special_tokens=False))
+        return f"{text.rstrip(chr(0xFFFD))}{CUT}"
 
     def _ids(self, text: str) -> list[int]:
-        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)
-        return cast("list[int]", ids["input_ids"])
+        return self.suffix.chat.encode_text(text, split_special_tokens=True)
 
 
 _IMAGE = {"type": "image"}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from lightrft.config import ComputeOptions, RolloutOptions
+from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines.ledger import hash_context
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
@@ -64,13 +65,13 @@ def replay_journal(
     """
     environment = cast("dict[str, list[dict[str, object]]]", recorded.header["environment"])
     suffix = TurnSuffix(
-        tokenizer,
+        ChatIds(tokenizer),
         tools=environment["schemas"],
         has_system=config.system_prompt is not None,
         is_conversation=bool(environment["answers_turns"]),
     )
-    observations = Observations(config, tokenizer, suffix)
-    end = suffix.end_of_turn
+    observations = Observations(config, suffix)
+    end = suffix.chat.end_of_turn
     if end is not None:
         params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
     contexts = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from lightrft.config import ScorerOptions, ScoringOptions, TrainConfig
-from lightrft.datasets.suffix import TemplateRefusedError
+from lightrft.datasets.chat_ids import TemplateRefusedError
 from lightrft.engines.base import RolloutEngine
 from lightrft.models import load_tokenizer
 from lightrft.rewards.process import WorkerFailedError, WorkerPool, WorkerTask, WorkerTimeoutError

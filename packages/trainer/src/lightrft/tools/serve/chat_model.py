@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from lightrft.config import RolloutOptions
 from lightrft.datasets.chat_ids import ChatIds
-from lightrft.datasets.media import Modality, TextModality
+from lightrft.datasets.media import Modality
 from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.rollout.agents.conversations import CalledTurn, Conversations
@@ -55,22 +55,21 @@ class ChatModel:
         limit: int | None = None,
         modality: Modality | None = None,
     ) -> None:
-        modality = modality or TextModality(tokenizer)
-        encoder, renderer = modality.encoder, modality.renderer
-        end = TurnSuffix(renderer, encoder=encoder).end_of_turn
+        self.chat_ids = ChatIds(tokenizer, modality)
+        TurnSuffix(self.chat_ids)  # refuses templates without turns
+        end = self.chat_ids.end_of_turn
         params = replace(training_params(config), n=1, seed=int(time.time()))
         if end is not None:
             params = replace(params, stop_token_ids=(end,))
         ends = [each for each in (end, tokenizer.eos_token_id) if each is not None]
         self.tokenizer = tokenizer
-        self.chat_ids = ChatIds(tokenizer, end, encoder=encoder, renderer=renderer)
         self.rules = AnswerRules(
             tokenizer,
             config.tool_parser,
             frozenset(ends),
             ClientSampling(params),
             max_tokens=limit or 2**31,
-            encoder=encoder,
+            encoder=self.chat_ids.encoder,
         )
 
     def episode(self) -> AgentEpisode:
