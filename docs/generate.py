@@ -5,6 +5,7 @@ Run `python docs/generate.py` after an option or a metric has changed; a test co
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import sys
@@ -315,7 +316,41 @@ BEGIN, END = "<!-- written by docs/generate.py -->", "<!-- end -->"
 # Arguments of `train` by other names, or set by it.
 NAMED_ARGUMENTS = ("pretrain", "prompt_data", "eval_data", "reward_fn", "loggers")
 OPTIONS_STUB = "../packages/trainer/src/lightrft/trainer/train_options.pyi"
+# Packages in the Python reference; options have their own page.
+PUBLIC = (
+    "trainer", "algorithms", "rewards", "datasets", "models", "strategy", "engines", "kernels",
+)  # fmt: skip
+
+
+def api() -> str:
+    """Return the page that mkdocstrings fills: the public names of each package."""
+    lines = [
+        "# Python",
+        "",
+        NOTE,
+        "",
+        "Look up a class or function here. Import it from the package under which it stands; "
+        "[training from Python](library.md) shows them at work.",
+    ]
+    for package in PUBLIC:
+        module = importlib.import_module(f"lightrft.{package}")
+        lines += ["", f"## lightrft.{package}", "", f"{(module.__doc__ or '').splitlines()[0]}"]
+        instances: dict[type[object], list[str]] = {}
+        for name in module.__all__:
+            entry = getattr(module, name)
+            if isinstance(entry, type) or inspect.isroutine(entry):
+                lines += ["", f"::: {entry.__module__}.{entry.__qualname__}"]
+            else:
+                instances.setdefault(type(entry), []).append(f"`{name}`")
+        for kind, names in instances.items():
+            if kind.__module__.startswith("lightrft."):
+                lines += ["", f"{', '.join(names)}: objects of the next class.", ""]
+                lines += [f"::: {kind.__module__}.{kind.__qualname__}"]
+    return "\n".join([*lines, ""])
+
+
 PAGES = {
+    "api.md": api,
     "algorithms.md": algorithms,
     "configuration.md": configuration,
     "metrics.md": metrics,

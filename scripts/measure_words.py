@@ -35,7 +35,7 @@ _NO_VERB = re.compile(
 _PARAMETER = re.compile(r"^ +\w[\w, *]*: (?:Of|Those|Whether these|The same)\b", re.MULTILINE)
 _GENERATED = re.compile(r"<!-- written by docs/generate.py -->.*?<!-- end -->", re.DOTALL)
 _CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-_TABLES = ("configuration.md", "metrics.md")
+_TABLES = ("api.md", "configuration.md", "metrics.md")
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
