@@ -16,13 +16,14 @@ from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.errors import MediaError
 from lightrft.engines.media.families import VisionFamily
 from lightrft.engines.media.inputs import media_inputs
-from lightrft.engines.media.media import MEDIA_KINDS, Media, MediaKind
+from lightrft.engines.media.media import MEDIA_KINDS, Media, MediaKind, RowMedia
 from lightrft.engines.media.sources import FileSource
 from lightrft.engines.media.text_encoder import TEXT_ENCODER
 from lightrft.engines.types import Completion
 from lightrft.records.media import (
     MediaSources,
-    deliver_media,
+    agree_on_kinds,
+    exchange_media,
     media_request,
     pack_sources,
     unpack_sources,
@@ -147,7 +148,8 @@ def test_a_planted_kind_goes_from_the_data_into_the_inputs_of_a_model(prompts):
         for i, prompt in enumerate(found)
     ]
     table = row_table(scored)
-    media = deliver_media(table, scored, [np.arange(3)], context, encoder)
+    delivered = exchange_media(table, scored, [np.arange(3)], context, encoder)
+    media = RowMedia(delivered, agree_on_kinds(context, RowMedia(delivered).kinds))
     assert media.present == {"tone"}
 
     chosen = media[1:3]  # selecting copies no tensor
@@ -185,6 +187,6 @@ def test_the_encoder_of_text_has_empty_results(prompts):
     assert TEXT_ENCODER.row((1, 2), None, ()) is None
     assert TEXT_ENCODER.num_places("<tone>") == 0
     context = get_fake_strategy().context
-    assert deliver_media(row_table([]), [], [np.arange(0)], context, TEXT_ENCODER).is_empty
+    assert exchange_media(row_table([]), [], [np.arange(0)], context, TEXT_ENCODER) == ()
     with pytest.raises(ValueError, match="needs the model's processor"):
         TEXT_ENCODER.kept("", found[0].media)

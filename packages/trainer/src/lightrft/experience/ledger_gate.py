@@ -10,19 +10,17 @@ token counts only in the context it was sampled in, and a reward only for the to
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lightrft.engines.ledger import LedgerEntry, hash_context
 from lightrft.engines.types import SamplingParams
 from lightrft.models.layout import LayoutPolicy, TokenLayout
-from lightrft.models.support import SamplingSupport
 from lightrft.records.batch import RolloutBatch
 from lightrft.records.columns import COLUMNS, Values, vouched_columns
 from lightrft.records.rollout import TurnSegment
@@ -46,6 +44,7 @@ class RebuiltRow:
     """Row rebuilt from the evidence.
 
     Args:
+        sample_id: Id of the sample.
         token_ids: [length] int64.
         turns: [length] int64, number of the call that sampled the token; -1 if none did.
         versions: [length] int64 of the weights; -1 for tokens that were not sampled.
@@ -53,46 +52,12 @@ class RebuiltRow:
         ends: For each turn its sampling parameters and finish reason.
     """
 
+    sample_id: int
     token_ids: NDArray[np.int64]
     turns: NDArray[np.int64]
     versions: NDArray[np.int64]
     vouched: Mapping[str, Values]
     ends: Sequence[CallEnd] = ()
-
-
-FOUND_OTHERWISE = ("vouched", "temperature", "support")
-
-
-@dataclass(frozen=True, slots=True)
-class HostRows:
-    """Parts of a batch to compare, copied to host memory at once."""
-
-    sample_ids: NDArray[np.int64]
-    group_ids: NDArray[np.int64]
-    rewards: NDArray[np.float32]
-    token_ids: NDArray[np.int64]
-    attention_mask: NDArray[np.bool_]
-    response_mask: NDArray[np.bool_]
-    compared_mask: NDArray[np.bool_]
-    vouched: Mapping[str, Values]
-    temperature: float
-    support: SamplingSupport | None
-
-    @classmethod
-    def of(cls, batch: RolloutBatch) -> HostRows:
-        """Copy the parts from a batch on any device."""
-        values = {"rollout_logprobs": batch.rollout_logprobs, **batch.facts}
-        if batch.compared_mask is None:
-            batch = replace(batch, compared_mask=torch.zeros_like(batch.response_mask))
-        names = [item.name for item in fields(cls) if item.name not in FOUND_OTHERWISE]
-        return cls(
-            **{name: getattr(batch, name).cpu().numpy() for name in names},
-            temperature=batch.temperature,
-            support=batch.support,
-            vouched={
-                column.name: values[column.name].cpu().numpy() for column in vouched_columns()
-            },
-        )
 
 
 def check_ledger(
@@ -124,8 +89,7 @@ def check_ledger(
     try:
         _check_repeated(step[0])
         _check_facts(_facts(table), {i: each.facts for i, each in evidence.accounts.items()})
-        host_rows = HostRows.of(batch)
-        rows = [_check_row(host_rows, table, row, evidence) for row in range(len(table))]
+        rows = _check_rows(batch, table, evidence)
     except LedgerError as error:
         rows, problem = [], problem or str(error)
     everything = [{} if each is None else _facts(each) for each in step]
@@ -185,7 +149,7 @@ def rebuild(sample_id: int, evidence: Evidence) -> RebuiltRow:
         further = np.array((*entry.token_ids, *segment.observation), dtype=np.int64)
         ids = np.concatenate([ids, further])
     row = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    return RebuiltRow(ids, row.pop("turns"), row.pop("versions"), row, ends)
+    return RebuiltRow(sample_id, ids, row.pop("turns"), row.pop("versions"), row, ends)
 
 
 def _part(
@@ -263,75 +227,83 @@ def _require_equal(
             )
 
 
-def _check_row(batch: HostRows, table: SampleTable, row: int, evidence: Evidence) -> RebuiltRow:
-    """Check a row of tensors against the rebuilt row, and return the latter."""
-    sample_id = int(table.sample_ids[row])
-    if int(batch.sample_ids[row]) != sample_id:
-        raise LedgerError(
-            f"row {row} holds sample {int(batch.sample_ids[row])} where sample {sample_id} belongs"
-        )
-    right = rebuild(sample_id, evidence)
+def _check_rows(batch: RolloutBatch, table: SampleTable, evidence: Evidence) -> list[RebuiltRow]:
+    """Check rows of tensors against rebuilt rows, and return the latter."""
+    # Copied at once: the batch may lie on a GPU.
+    host = {name: tensor.cpu().numpy() for name, tensor in batch.tensors.items()}
+    host.setdefault("compared_mask", np.zeros_like(host["response_mask"]))
+    versions = table.per_token(COLUMNS["token_versions"])
+    by_row = np.split(versions, np.cumsum(table.lengths)[:-1])
+    right_rows = []
+    for row, sample_id in enumerate(table.sample_ids.tolist()):
+        if host["sample_ids"][row] != sample_id:
+            raise LedgerError(
+                f"row {row} holds sample {host['sample_ids'][row]} where sample {sample_id} belongs"
+            )
+        right = rebuild(sample_id, evidence)
+        is_cut = _is_cut(table, row, right)
+        tensors = {name: values[row] for name, values in host.items()}
+        is_trained = _check_tokens(tensors, right, evidence, is_cut=is_cut)
+        _compare("weights versions", by_row[row], right.versions, right)
+        if all(sampling for sampling, _ in right.ends):
+            compared = np.zeros_like(tensors["compared_mask"])
+            compared[: len(is_trained)] = is_trained & _is_comparable(
+                batch, right, evidence.version
+            )
+            _compare("compared mask", tensors["compared_mask"], compared, right)
+        written = _written_facts(right, evidence, is_cut=is_cut)
+        trained = {
+            name: (tensors[name] if name in tensors else table[name][row]) for name in written
+        }
+        _require_equal(f"sample {sample_id}", trained, written)
+        right_rows.append(right)
+    return right_rows
+
+
+def _check_tokens(
+    tensors: Mapping[str, NDArray[Any]], right: RebuiltRow, evidence: Evidence, *, is_cut: bool
+) -> NDArray[np.bool_]:
+    """Check the tokens of a row; return [length] bool: those that may be trained."""
     length, is_sampled = len(right.token_ids), right.turns >= 0
-    real = batch.attention_mask[row]
+    account, real = evidence.accounts[right.sample_id], tensors["attention_mask"]
     num_real = int(real.sum())
     shared = min(length, num_real)
-    ids = batch.token_ids[row]
-    _compare("token ids", ids[:shared], right.token_ids[:shared], sample_id, right)
+    _compare("token ids", tensors["token_ids"][:shared], right.token_ids[:shared], right)
     if num_real != length or not real[:length].all():
-        raise LedgerError(f"sample {sample_id} has {num_real} tokens, expected {length}")
-    if any(
-        scored_hash != hash_context(right.token_ids)
-        for scored_hash in evidence.accounts[sample_id].scored
-    ):
-        raise LedgerError(f"sample {sample_id}: its reward was given to other tokens than these")
-    is_left_out = bool(evidence.accounts[sample_id].facts["is_masked"])
-    is_left_out |= evidence.masks_truncated and _is_cut(table, row, right)
+        raise LedgerError(f"sample {right.sample_id} has {num_real} tokens, expected {length}")
+    if any(scored_hash != hash_context(right.token_ids) for scored_hash in account.scored):
+        raise LedgerError(
+            f"sample {right.sample_id}: its reward was given to other tokens than these"
+        )
+    is_left_out = account.facts["is_masked"] or (evidence.masks_truncated and is_cut)
     is_trained = is_sampled & (not is_left_out)
-    mask = batch.response_mask[row]
-    _compare("sampled mask", mask[:length], is_trained, sample_id, right)
-    if mask[length:].any():
-        raise LedgerError(f"sample {sample_id} has a mask on its padding")
+    mask = np.zeros_like(real)
+    mask[:length] = is_trained
+    _compare("sampled mask", tensors["response_mask"], mask, right)
     for column in vouched_columns():
-        values = batch.vouched[column.name][row]
+        values = tensors[column.name]
         expected = np.full(len(values), column.fill, values.dtype)
         expected[:length][is_trained] = right.vouched[column.name][is_trained]
         kind = f"u{values.itemsize}"
-        _compare(f"{column.name} (bits)", values.view(kind), expected.view(kind), sample_id, right)
-    versions = np.full(length, -1, dtype=np.int64)
-    stop = int(table.response_lengths[: row + 1].sum())
-    start = stop - int(table.response_lengths[row])
-    versions[int(table.prompt_lengths[row]) :] = table.token_versions[start:stop]
-    _compare("weights versions", versions, right.versions, sample_id, right)
-    if all(sampling for sampling, _ in right.ends):
-        compared = np.zeros(len(mask), np.bool_)
-        compared[:length] = is_trained & _is_comparable(batch, right, evidence.version, sample_id)
-        _compare("compared mask", batch.compared_mask[row], compared, sample_id, right)
-    _require_equal(f"sample {sample_id}", *_facts_of_row(batch, table, row, evidence, right))
-    return right
+        _compare(f"{column.name} (bits)", values.view(kind), expected.view(kind), right)
+    return is_trained
 
 
-def _facts_of_row(
-    batch: HostRows, table: SampleTable, row: int, evidence: Evidence, right: RebuiltRow
-) -> tuple[dict[str, object], dict[str, object]]:
-    """Return two sets of facts of a row: as trained on, and as noted."""
-    sample_id = int(table.sample_ids[row])
-    account = evidence.accounts[sample_id]
-    noted, num_prompt = account.facts, len(account.prompt)
-    names = ("prompt_lengths", "response_lengths", "sampled_lengths", "weights_versions")
-    trained: dict[str, object] = {name: int(table[name][row]) for name in (*names, "is_truncated")}
-    if (right.turns < 0).all():  # without sampled tokens the version is unknown
-        del trained["weights_versions"]
-    trained |= {"rewards": batch.rewards[row], "group_ids": batch.group_ids[row]}
-    written = {
+def _written_facts(right: RebuiltRow, evidence: Evidence, *, is_cut: bool) -> dict[str, object]:
+    """Return the facts of a row that were written down as they arose."""
+    account = evidence.accounts[right.sample_id]
+    num_prompt, num_sampled = len(account.prompt), int((right.turns >= 0).sum())
+    written: dict[str, object] = {
         "prompt_lengths": num_prompt,
         "response_lengths": len(right.token_ids) - num_prompt,
-        "sampled_lengths": int((right.turns >= 0).sum()),
-        "weights_versions": int(right.versions.max(initial=-1)),
-        "is_truncated": int(_is_cut(table, row, right)),
-        "rewards": np.float32(noted["rewards"]),
-        "group_ids": noted["group_ids"],
+        "sampled_lengths": num_sampled,
+        "is_truncated": is_cut,
+        "rewards": np.float32(account.facts["rewards"]),
+        "group_ids": account.facts["group_ids"],
     }
-    return trained, {name: written[name] for name in trained}
+    if num_sampled:  # without sampled tokens the version is unknown
+        written["weights_versions"] = int(right.versions.max())
+    return written
 
 
 def _is_cut(table: SampleTable, row: int, right: RebuiltRow) -> bool:
@@ -340,9 +312,7 @@ def _is_cut(table: SampleTable, row: int, right: RebuiltRow) -> bool:
     return end == "length" if end else bool(table.is_truncated[row])
 
 
-def _is_comparable(
-    batch: HostRows, right: RebuiltRow, version: int, sample_id: int
-) -> NDArray[np.bool_]:
+def _is_comparable(batch: RolloutBatch, right: RebuiltRow, version: int) -> NDArray[np.bool_]:
     """Return [length] bool: whether the trainer scores the distribution and weights sampled from.
 
     Raises:
@@ -357,14 +327,14 @@ def _is_comparable(
         is_same = drawn.temperature == batch.temperature
         if not is_same and turn in later:
             raise LedgerError(
-                f"sample {sample_id}, turn {turn}: temperature differs: it was sampled at "
+                f"sample {right.sample_id}, turn {turn}: temperature differs: it was sampled at "
                 f"{drawn.temperature}, the trainer scores at {batch.temperature}"
             )
         cut = drawn.distribution[1:] if drawn.truncates else None
         if cut != replayed and None not in (cut, replayed):
             raise LedgerError(
-                f"sample {sample_id}, turn {turn}: top_p, top_k and min_p differ: it was sampled "
-                f"with {cut}, the trainer replays {replayed}"
+                f"sample {right.sample_id}, turn {turn}: top_p, top_k and min_p differ: it was "
+                f"sampled with {cut}, the trainer replays {replayed}"
             )
         is_like.append(is_same and cut == replayed)
     is_so: NDArray[np.bool_] = np.array([*is_like, False], dtype=np.bool_)
@@ -372,13 +342,9 @@ def _is_comparable(
 
 
 def _compare(
-    what: str,
-    found: NDArray[np.generic],
-    expected: NDArray[np.generic],
-    sample_id: int,
-    right: RebuiltRow,
+    what: str, actual: NDArray[np.generic], expected: NDArray[np.generic], right: RebuiltRow
 ) -> None:
-    wrong = np.flatnonzero(found != expected)
+    wrong = np.flatnonzero(actual != expected)
     if not len(wrong):
         return
     place = int(wrong[0])
@@ -386,8 +352,8 @@ def _compare(
     turn = int(right.turns[: place + 1].max(initial=-1))
     where = f"turn {turn}" if turn >= 0 else "prompt"
     raise LedgerError(
-        f"sample {sample_id}, {where}, token {place} of {len(right.token_ids)}: {what} differ: got "
-        f"{found[place]}, expected {expected[place]}"
+        f"sample {right.sample_id}, {where}, token {place} of {len(right.token_ids)}: {what} "
+        f"differ: got {actual[place]}, expected {expected[place]}"
     )
 
 
@@ -397,34 +363,25 @@ def _check_layout(
     """Check the inputs of a forward pass: ids, positions, and the scored places."""
     mask = batch.response_mask[part]
     layout = policy.lay_out(batch.token_ids[part], batch.attention_mask[part], mask)
-    lengths = [len(row.token_ids) for row in rows]
-    all_ids, all_positions = (x.cpu().numpy() for x in (layout.input_ids, layout.position_ids))
-    if layout.bounds is None:
-        pieces = [(row, slice(0, length)) for row, length in enumerate(lengths)]
-        seen = [(all_ids[place], all_positions[place]) for place in pieces]
-        starts = [row * mask.shape[1] for row in range(len(rows))]
-        first = 0
-    else:
+    lengths, bounds = [len(row.token_ids) for row in rows], layout.bounds
+    all_ids, all_positions = (
+        each.flatten().cpu().numpy() for each in (layout.input_ids, layout.position_ids)
+    )
+    starts, first = [row * mask.shape[1] for row in range(len(rows))], 0
+    if bounds is not None:
         starts = [0, *accumulate(lengths)][: len(rows)]
-        width, group = layout.input_ids.shape[1], layout.bounds.group
-        first = 0 if group is None else dist.get_rank(group) * width
-        if list(layout.bounds.offsets[: len(rows) + 1]) != [*starts, sum(lengths)]:
+        first = 0 if bounds.group is None else dist.get_rank(bounds.group) * len(all_ids)
+        if list(bounds.offsets[: len(rows) + 1]) != [*starts, sum(lengths)]:
             raise LedgerError("a packed stream does not end its sequences where rows end")
-        seen = [
-            (all_ids[0, part_here], all_positions[0, part_here])
-            for start, length in zip(starts, lengths, strict=True)
-            for part_here in (slice(max(0, start - first), max(0, start + length - first)),)
-        ]
-    for number, (row, (ids, positions)) in enumerate(zip(rows, seen, strict=True)):
-        skipped = 0 if layout.bounds is None else max(0, first - starts[number])
+    for row, start in zip(rows, starts, strict=True):
+        local = slice(max(0, start - first), max(0, start + len(row.token_ids) - first))
+        ids, positions = all_ids[local], all_positions[local]
+        skipped = max(0, first - start)
         expected = slice(skipped, skipped + len(ids))
         places = np.arange(expected.start, expected.stop, dtype=np.int64)
-        if np.array_equal(ids, row.token_ids[expected]) and np.array_equal(positions, places):
-            continue
-        sample_id = int(batch.sample_ids[part][number])
         part_of = replace(row, turns=row.turns[: expected.stop])
-        _compare("laid-out ids", ids, row.token_ids[expected], sample_id, part_of)
-        _compare("positions", positions, places, sample_id, part_of)
+        _compare("laid-out ids", ids, row.token_ids[expected], part_of)
+        _compare("positions", positions, places, part_of)
     _check_scored(layout, mask.cpu().numpy(), rows, starts, first)
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightrft.algorithms.advantages.row_level import (
@@ -38,10 +37,9 @@ from lightrft.config import (
     SampledTeacherOptions,
     ShapingOptions,
     TrainConfig,
-    TrainingOptions,
 )
 from lightrft.engines.factory import engine_facts
-from lightrft.engines.media.media import RowMedia
+from lightrft.engines.media.media import EncodedPrompt, RowMedia
 from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.types import SamplingParams
 from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
@@ -62,7 +60,7 @@ from lightrft.records.batch import (
     join_micro_batches,
     select_rollouts,
 )
-from lightrft.records.media import deliver_media, exchange_media
+from lightrft.records.media import agree_on_kinds, exchange_media
 from lightrft.records.table import (
     RowTable,
     SampleTable,
@@ -452,7 +450,7 @@ class Delivery:
     Args:
         training: Ranks that train.
         encoder: Encoder of media.
-        generating: Bridge to the ranks that have the samples and call `give_rows`; None if the
+        generating: Bridge to the ranks that have the samples and call `deliver`; None if the
             training ranks have them.
     """
 
@@ -484,22 +482,22 @@ def make_experience(
         reuses_policy_logprobs: Leave old logprobs to the update if the step has one batch.
     """
     config, table, context = settings.config, samples.table, delivery.training
-    rank, num_ranks = context.data_rank, context.num_data_ranks
-    version, givers = _version(samples, engine), delivery.generating or context
-    plan = plan_step(table, config, num_ranks, step)
-    wanted = wanted_rows(plan, num_ranks, config.sp_size, givers.world_size)
+    rank, version = context.data_rank, _version(samples, engine)
+    givers, encoder = delivery.generating or context, delivery.encoder
     with timer.stage("exchange"):
-        rows = deliver_rows(table, tabulate(samples.scored), wanted, givers)
-        media = deliver_media(table, samples.scored, wanted, context, delivery.encoder, givers)
-    batch = _batch(samples, rows, media, config, plan, delivery.training, engine)
+        plan, rows, prompts, evidence = deliver(
+            samples, config, step, givers, encoder, num_training=context.world_size
+        )
+        media = RowMedia()
+        if encoder.reads_media:
+            media = RowMedia(prompts, agree_on_kinds(context, RowMedia(prompts).kinds))
+    batch = _batch(samples, rows, media, config, plan, context, engine)
     slices = plan.forward_slices(table.lengths, rank=rank, config=config)
-    if samples.evidence is not None:
+    if evidence is not None:
         from lightrft.experience.ledger_gate import check_ledger  # of runs with --ledger_gate
 
         with timer.stage("exchange"):
-            ids = [table.sample_ids[each].tolist() for each in wanted]
-            evidence = _told(samples.evidence, version, config)
-            evidence = deliver_evidence(evidence, ids, givers)
+            evidence = replace(evidence, version=version, masks_truncated=config.mask_truncated)
             policy, made = choose_layout(models), (table, samples.greedy)
             check_ledger(batch, rows, evidence, made, policy=policy, slices=slices, context=context)
     is_known = config.use_rollout_logprobs or (reuses_policy_logprobs and plan.num_minibatches == 1)
@@ -523,46 +521,30 @@ def make_experience(
     return StepExperience(experience, rows, samples, shaped, plan, version)
 
 
-def give_rows(
+def deliver(
     samples: Samples,
     config: BackendOptions,
     step: int,
-    bridge: Bridge,
-    num_training: int,
+    ranks: DistributedContext | Bridge,
     encoder: Encoder,
-) -> None:
-    """Send the training ranks the rows that they train; collective with them.
+    *,
+    num_training: int,
+) -> tuple[MinibatchPlan, SampleTable, tuple[EncodedPrompt | None, ...], Evidence | None]:
+    """Send rows to the ranks that train them; collective over ranks that sample or train.
 
     Args:
-        samples: Samples of the step; their holders are ranks of the launch.
+        samples: Samples of the step; their holders are numbered as in `ranks`.
         config: Options of the run.
         step: As for `make_experience`.
-        bridge: Bridge to the training ranks.
-        num_training: Number of training ranks.
+        ranks: Exchange of bytes between these ranks, of which the first ones train.
         encoder: Encoder of prompts with media.
+        num_training: Number of ranks that train.
+
+    Returns:
+        Plan of the step; and of this rank's rows their tokens, media and evidence.
     """
     table, num_ranks = samples.table, num_training // config.sp_size
-    plan = plan_step(table, config, num_ranks, step)
-    wanted = wanted_rows(plan, num_ranks, config.sp_size, bridge.world_size)
-    deliver_rows(table, tabulate(samples.scored), wanted, bridge)
-    if encoder.reads_media:
-        exchange_media(table, samples.scored, wanted, bridge, encoder)
-    if samples.evidence is not None:
-        ids = [table.sample_ids[each].tolist() for each in wanted]
-        deliver_evidence(samples.evidence, ids, bridge)
-
-
-def wanted_rows(
-    plan: MinibatchPlan, num_data_ranks: int, sp_size: int, world_size: int
-) -> list[NDArray[np.int64]]:
-    """Return the rows that each rank trains; none for the ranks that do not train."""
-    training = [plan.row_index(each) for each in range(num_data_ranks) for _ in range(sp_size)]
-    return training + [np.empty(0, np.int64)] * (world_size - len(training))
-
-
-def plan_step(table: RowTable, config: TrainingOptions, num_ranks: int, step: int) -> MinibatchPlan:
-    """Return the rows of each optimizer batch of a step, by data-parallel rank."""
-    return plan_minibatches(
+    plan = plan_minibatches(
         table.lengths,
         train_batch_size=config.train_batch_size,
         world_size=num_ranks,
@@ -570,6 +552,15 @@ def plan_step(table: RowTable, config: TrainingOptions, num_ranks: int, step: in
         step=step,
         episodes=episode_places(table),
     )
+    wanted = [plan.row_index(each) for each in range(num_ranks) for _ in range(config.sp_size)]
+    wanted += [np.empty(0, np.int64)] * (ranks.world_size - len(wanted))
+    rows = deliver_rows(table, tabulate(samples.scored), wanted, ranks)
+    prompts = exchange_media(table, samples.scored, wanted, ranks, encoder)
+    evidence = samples.evidence
+    if evidence is not None:
+        ids = [table.sample_ids[each].tolist() for each in wanted]
+        evidence = deliver_evidence(evidence, ids, ranks)
+    return plan, rows, prompts, evidence
 
 
 def _batch(
@@ -597,11 +588,6 @@ def _batch(
         return batch
     shares_here = torch.from_numpy(shares[plan.row_index(context.data_rank)])
     return replace(batch, row_shares=shares_here.to(context.device))
-
-
-def _told(evidence: Evidence, version: int, config: ShapingOptions) -> Evidence:
-    """Return the evidence with the version of this step's weights and its masking."""
-    return replace(evidence, version=version, masks_truncated=config.mask_truncated)
 
 
 def choose_layout(models: ForwardModels) -> LayoutPolicy:

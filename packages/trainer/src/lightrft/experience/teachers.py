@@ -18,7 +18,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.experience.maker import TeacherFunction, score_policy
 from lightrft.models.layout import pad_rows
 from lightrft.models.types import PolicyModel
-from lightrft.records.batch import RolloutBatch
+from lightrft.records.batch import RolloutBatch, take_rollouts
 from lightrft.strategy.distributed.context import DistributedContext
 
 
@@ -221,7 +221,7 @@ class TeachersByRow:
             chosen = torch.from_numpy(np.concatenate(parts))
             stops = np.cumsum([len(each) for each in parts]).tolist()
             cut = [slice(a, b) for a, b in zip([0, *stops], stops, strict=False)]
-            logprobs = teacher(take_rows(batch, chosen), cut)
+            logprobs = teacher(take_rollouts(batch, chosen), cut)
             is_counted = torch.from_numpy(names == name)[chosen]
             scored[chosen[is_counted], : logprobs.shape[1]] = logprobs[is_counted]
         return scored
@@ -283,20 +283,3 @@ class PromptedTeacher:
             for key, prompt in self.rows.prompts.items()
         }
         return replace(self, rows=replace(self.rows, prompts=prompts))
-
-
-def take_rows(batch: RolloutBatch, rows: Tensor) -> RolloutBatch:
-    """Return some rows in this order."""
-    return replace(
-        batch,
-        token_ids=batch.token_ids[rows],
-        attention_mask=batch.attention_mask[rows],
-        response_mask=batch.response_mask[rows],
-        rollout_logprobs=batch.rollout_logprobs[rows],
-        rewards=batch.rewards[rows],
-        group_ids=batch.group_ids[rows],
-        sample_ids=batch.sample_ids[rows],
-        compared_mask=None,
-        facts={},
-        prompt_places=None if batch.prompt_places is None else batch.prompt_places[rows],
-    )

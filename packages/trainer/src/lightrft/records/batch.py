@@ -59,6 +59,12 @@ class RolloutBatch:
     row_shares: Tensor | None = None
     prompt_places: Tensor | None = None
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors of the rows by name, further columns included."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)} | {**self.facts}
+        return {name: each for name, each in values.items() if isinstance(each, Tensor)}
+
 
 @dataclass(frozen=True, slots=True)
 class PolicyOutputs:
@@ -194,6 +200,11 @@ def select_rollouts(batch: RolloutBatch, rows: slice) -> RolloutBatch:
     return replace(_narrowed(batch, rows, width), media=batch.media[rows])
 
 
+def take_rollouts(batch: RolloutBatch, rows: Tensor) -> RolloutBatch:
+    """Return some rows of texts, in this order."""
+    return _narrowed(batch, rows, batch.token_ids.shape[1])
+
+
 def select_experience(batch: ExperienceBatch, rows: slice) -> ExperienceBatch:
     """Return consecutive rows, without the columns that are padding in all of them."""
     rollouts = select_rollouts(batch.rollouts, rows)
@@ -205,7 +216,7 @@ def select_experience(batch: ExperienceBatch, rows: slice) -> ExperienceBatch:
 Record = TypeVar("Record", RolloutBatch, PolicyOutputs, ExperienceBatch)
 
 
-def _narrowed(record: Record, rows: slice, width: int) -> Record:
+def _narrowed(record: Record, rows: slice | Tensor, width: int) -> Record:
     """Return the record with some rows and columns of all its tensors."""
 
     def narrow(value: object) -> object:

@@ -16,7 +16,6 @@ from lightrft.engines.media.media import (
     LaterImages,
     Media,
     MediumKind,
-    RowMedia,
 )
 from lightrft.engines.media.text_encoder import Encoder
 from lightrft.engines.types import GenerationRequest, MultiModalInputs
@@ -152,28 +151,6 @@ def media_of(prompts: Iterable[Prompt]) -> dict[int, Media]:
     return {prompt.id: prompt.media for prompt in prompts if prompt.media}
 
 
-def deliver_media(
-    table: RowTable,
-    scored: Sequence[ScoredRollout],
-    wanted: Sequence[NDArray[np.int64]],
-    context: DistributedContext,
-    encoder: Encoder,
-    givers: RowExchange | None = None,
-) -> RowMedia:
-    """Return the media of the rows that this rank wants; collective if the model reads media.
-
-    Args:
-        table, scored, wanted, encoder: See `exchange_media`.
-        context: Process groups of the ranks that train.
-        givers: Bridge to the ranks that have the samples and call `exchange_media`; None if the
-            training ranks have them.
-    """
-    if not encoder.reads_media:
-        return RowMedia()
-    prompts = exchange_media(table, scored, wanted, givers or context, encoder)
-    return RowMedia(prompts, agree_on_kinds(context, RowMedia(prompts).kinds))
-
-
 def exchange_media(
     table: RowTable,
     scored: Sequence[ScoredRollout],
@@ -181,7 +158,7 @@ def exchange_media(
     ranks: RowExchange,
     encoder: Encoder,
 ) -> tuple[EncodedPrompt | None, ...]:
-    """Return the media of each row that this rank wants; collective.
+    """Return the media of each row that this rank wants; () if the model reads none; collective.
 
     Original bytes travel once for each prompt and rank, and the training ranks make pixels of
     them; the rows of a prompt share them. Rows of environments travel one by one, since each may
@@ -194,6 +171,8 @@ def exchange_media(
         ranks: Exchange of bytes between ranks.
         encoder: Encoder of the model's prompts.
     """
+    if not encoder.reads_media:
+        return ()
     rank, local_sources = ranks.rank, dict[int, MediaSources]()
     keys: dict[int, int] = {}
     for rollout in (item.rollout for item in scored):

@@ -188,13 +188,10 @@ def _joined(
         ledger.entries.update({int(i): note.entry() for i, note in part.notes.items()})
         greedy = {int(i): note.entry() for i, note in part.greedy_notes.items()}
         ledger.greedy.entries.update(greedy)
-    accounts = {}
-    for item in scored if first.is_proved else ():
-        noted = ledger.entries[item.rollout.sample_id]
-        prompt = noted.prompt or item.rollout.prompt
-        accounts[item.rollout.sample_id] = Account(
-            prompt.token_ids, item.rollout.segments, tuple(noted.scored)
-        )
+    accounts = {
+        item.rollout.sample_id: Account.of(item.rollout, ledger)
+        for item in (scored if first.is_proved else ())
+    }
     evidence = Evidence(
         accounts,
         {entry.key: entry for part in own for entry in part.entries},
@@ -211,16 +208,10 @@ def _joined(
         first.report,
         evidence if first.is_proved else None,
         first.tool_names,
-        _agent_counts(parts, own),
+        None
+        if first.agent_counts is None
+        else [counts for part in own for counts in part.agent_counts or ()],
     )
-
-
-def _agent_counts(
-    parts: Sequence[_StoredSamples], own: Sequence[_StoredSamples]
-) -> list[Mapping[str, int]] | None:
-    if parts[0].agent_counts is None:
-        return None
-    return [counts for part in own for counts in part.agent_counts or ()]
 
 
 def check_balance(

@@ -11,7 +11,7 @@ import math
 import pickle
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -49,6 +49,13 @@ class Account:
     segments: tuple[TurnSegment, ...]
     scored: tuple[str, ...] = ()
     facts: RowFacts = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rollout: Rollout, ledger: SampleLedger) -> Self:
+        """Return the journal of a rollout, whose prompt was recorded when it was requested."""
+        entry = ledger.entries.get(rollout.sample_id, SampleEntry())
+        prompt = entry.prompt or rollout.prompt
+        return cls(prompt.token_ids, rollout.segments, tuple(entry.scored))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +128,7 @@ def take_evidence(
                 raise _sampled_twice(entry, has_same_tokens=remote[0] == local[0])
     ledger = ledger or SampleLedger()
     _require_branches(ledger, rollouts)
-    accounts = {}
-    for item in rollouts:
-        noted = ledger.entries.get(item.sample_id, SampleEntry())
-        prompt = noted.prompt or item.prompt
-        accounts[item.sample_id] = Account(prompt.token_ids, item.segments, tuple(noted.scored))
+    accounts = {item.sample_id: Account.of(item, ledger) for item in rollouts}
     version = -1 if engine is None else engine.weights_version
     return Evidence(accounts, entries, frozenset(special_ids), version=version, ledger=ledger)
 

@@ -10,7 +10,7 @@ from lightrft.config import SamplingOptions, TrainConfig
 from lightrft.datasets.batch_stream import Batches, BatchStream
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
-from lightrft.experience.maker import give_rows
+from lightrft.experience.maker import deliver
 from lightrft.records.media import media_of
 from lightrft.reporting.files import SAMPLES_FILE
 from lightrft.reporting.trajectories import SampleLog
@@ -174,7 +174,14 @@ class Generator:
         self.bridge.answer(SampledStep(known, special, rollout_means(samples)))
         encoder = self.inputs.environments.encoder
         with self.bridge.meeting():
-            give_rows(samples, self.config, number - 1, self.bridge, side.num_training, encoder)
+            deliver(
+                samples,
+                self.config,
+                number - 1,
+                self.bridge,
+                encoder,
+                num_training=side.num_training,
+            )
         self.logs.write_samples(number, samples.scored, self.context)
 
     def save(self, num_steps: int) -> None:
