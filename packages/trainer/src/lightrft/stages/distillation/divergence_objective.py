@@ -18,10 +18,9 @@ from lightrft.models.types import ActorOutput
 from lightrft.stages.distillation.own_samples import chosen_places, mixed_rows
 from lightrft.stages.distillation.served_rows import ask_for_rows, served_targets
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.rows.padded_rows import PaddedRows
 from lightrft.stages.rows.row_objective import LossShare, RowBatch, RowObjective
-from lightrft.stages.rows.row_part import RowPart
-from lightrft.stages.rows.row_passes import MicroBatch, RowPasses
+from lightrft.stages.rows.row_part import MicroBatch, RowPart
+from lightrft.stages.rows.row_passes import RowPasses
 from lightrft.stages.stage import Step
 from lightrft.stages.supervised.supervised_objective import (
     count_trained,
@@ -90,23 +89,21 @@ class DivergenceObjective(RowObjective[SupervisedRow, KnownTeachers]):
         step.metrics.add_mean("onpolicy_share", share, 1.0)
         return rows
 
-    def measure(
-        self, part: RowPart[SupervisedRow], passes: RowPasses, number: int = 0
-    ) -> KnownTeachers:
+    def measure(self, part: RowPart[SupervisedRow], number: int = 0) -> KnownTeachers:
         """Count tokens, and let servers score the rows; collective."""
-        config, names = passes.config, tuple(row.teacher for row in part.items)
+        config, names = part.passes.config, tuple(row.teacher for row in part.items)
         local = {place: part.items[place] for place in part.places.tolist()}
         served = {
             name: ask_for_rows(
                 server,
                 {place: row for place, row in local.items() if row.teacher == name},
-                passes.context,
+                part.passes.context,
                 top_k=config.teacher_top_k or 1,
             )
             for name, server in self.servers.items()
         }
         is_zero = number == 1 and is_own_teacher(config) and not config.lora_dropout
-        return KnownTeachers(count_trained(part, passes, "token-mean"), names, served, is_zero)
+        return KnownTeachers(count_trained(part, "token-mean"), names, served, is_zero)
 
     def normalizer(self, part: RowPart[SupervisedRow], known: KnownTeachers) -> Tensor:
         """Return the number of trained tokens, []."""
@@ -116,7 +113,6 @@ class DivergenceObjective(RowObjective[SupervisedRow, KnownTeachers]):
         self,
         micro: MicroBatch[SupervisedRow],
         known: KnownTeachers,
-        passes: RowPasses,
         metrics: StepMetrics,
     ) -> LossShare:
         """Compute the share of a micro-batch in the loss."""
@@ -126,11 +122,9 @@ class DivergenceObjective(RowObjective[SupervisedRow, KnownTeachers]):
 
         def run_student(teachers: Mapping[str, Targets]) -> Tensor:
             """Run the student inside the teachers' passes, with all output weights gathered."""
-            reader = HeadReader(
-                lambda student: self._divergence(student, teachers, padded, known, passes)
-            )
+            reader = HeadReader(lambda student: self._divergence(student, teachers, micro, known))
             with torch.enable_grad():
-                output: ActorOutput = passes.model(
+                output: ActorOutput = micro.passes.model(
                     *inputs, scored_mask=padded.is_trained, token_loss=reader
                 )
             if output.loss is None:
@@ -155,12 +149,11 @@ class DivergenceObjective(RowObjective[SupervisedRow, KnownTeachers]):
         self,
         student: Projected,
         teachers: Mapping[str, Targets],
-        padded: PaddedRows,
+        micro: MicroBatch[SupervisedRow],
         known: KnownTeachers,
-        passes: RowPasses,
     ) -> Tensor:
         """Sum the weighted divergence of this rank's tokens from their teachers."""
-        config = passes.config
+        config, padded = micro.passes.config, micro.rows
         loss = partial(divergence, form=config.teacher_form, beta=config.teacher_beta)
         if not self.servers and list(teachers) == [""]:
             return divergence_sum(student, teachers[""], loss)
@@ -184,7 +177,6 @@ class DivergenceObjective(RowObjective[SupervisedRow, KnownTeachers]):
         self,
         batch: RowBatch[SupervisedRow, KnownTeachers],
         metrics: dict[str, float],
-        passes: RowPasses,
     ) -> dict[str, float]:
         """Complete the metrics of a step.
 
@@ -192,12 +184,13 @@ class DivergenceObjective(RowObjective[SupervisedRow, KnownTeachers]):
             ParityError: A model differs from itself.
         """
         if batch.known.is_zero:
+            passes = batch.part.passes
             require_zero(abs(metrics["loss"]), passes.config, passes.context)
         return metrics | row_metrics(batch)
 
-    def evaluate(self, part: RowPart[SupervisedRow], passes: RowPasses) -> dict[str, float]:
+    def evaluate(self, part: RowPart[SupervisedRow]) -> dict[str, float]:
         """Compute metrics of held-out rows."""
-        return evaluate_rows(part, passes)
+        return evaluate_rows(part)
 
     def close(self) -> None:
         """End the connections to servers."""

@@ -25,8 +25,8 @@ from lightrft.stages.observer import Facts
 from lightrft.stages.preference.preference_loss import PreferenceLoss
 from lightrft.stages.preference.stored_reference import StoredReference, Sums
 from lightrft.stages.rows.row_objective import LossShare, RowBatch, RowObjective
-from lightrft.stages.rows.row_part import RowPart
-from lightrft.stages.rows.row_passes import MicroBatch, RowPasses
+from lightrft.stages.rows.row_part import MicroBatch, RowPart, shared_part
+from lightrft.stages.rows.row_passes import RowPasses
 from lightrft.strategy.backend import inner_module
 from lightrft.strategy.distributed.deadlines import phase
 
@@ -116,21 +116,19 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
         """Return the objective with the reference's sums of a file."""
         return replace(self, reference=None, stored=stored.by_item(trained, held_out))
 
-    def measure(
-        self, part: RowPart[Preference], passes: RowPasses, number: int = 0
-    ) -> KnownPreferences:
+    def measure(self, part: RowPart[Preference], number: int = 0) -> KnownPreferences:
         """Compute the values of the whole step, in forward passes without gradient."""
         size = (len(part.places), len(part.items[0].rows))
-        reference = torch.zeros(size, dtype=torch.float64, device=passes.device)
+        reference = torch.zeros(size, dtype=torch.float64, device=part.passes.device)
         if self.loss.uses_reference:
-            reference = self.reference_sums(part, passes)
+            reference = self.reference_sums(part)
         known = KnownPreferences(counts_of(part.items), tokens_per_chosen(part.items), reference)
         if self.loss.uses_kl:
-            known = replace(known, kl=self._kl(part, passes))
+            known = replace(known, kl=self._kl(part))
         if not self.loss.couples_pairs:
             return known
-        local = score_items(passes.model, part.local_items, part, passes)
-        logprobs, ref_logprobs = of_all_ranks(part, [local, reference], passes)
+        local = score_items(part.passes.model, part.local_items, part)
+        logprobs, ref_logprobs = of_all_ranks(part, [local, reference])
         with torch.enable_grad():
             logprobs.requires_grad_()
             sums = known.sums(part.items, logprobs, ref_logprobs)
@@ -150,12 +148,11 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
         self,
         micro: MicroBatch[Preference],
         known: KnownPreferences,
-        passes: RowPasses,
         metrics: StepMetrics,
     ) -> LossShare:
         """Compute the share of a micro-batch in the loss."""
         items, num_items = micro.items, known.counts[0]
-        of_tokens = passes.score(micro.rows).logprobs
+        of_tokens = micro.passes.score(micro.rows).logprobs
         logprobs, ref_logprobs = answer_sums(of_tokens, len(items)), known.ref_logprobs[micro.where]
         sums = known.sums(items, logprobs, ref_logprobs)
         if known.slopes is None:
@@ -189,7 +186,6 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
         self,
         batch: RowBatch[Preference, KnownPreferences],
         metrics: dict[str, float],
-        passes: RowPasses,
     ) -> dict[str, float]:
         """Complete the metrics of a step."""
         return self._completed(metrics, batch.known)
@@ -201,10 +197,10 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
             more["margin"] = metrics["chosen_reward"] - metrics["rejected_reward"]
         return metrics | more
 
-    def evaluate(self, part: RowPart[Preference], passes: RowPasses) -> dict[str, float]:
+    def evaluate(self, part: RowPart[Preference]) -> dict[str, float]:
         """Compute loss, rewards, accuracy and margin."""
-        known = self.measure(part, passes)
-        return self._completed(self.mean_shares(part, known, passes), known)
+        known = self.measure(part)
+        return self._completed(self.mean_shares(part, known), known)
 
     def doubts(
         self, held_out: Mapping[str, float], trained: Mapping[str, float] | None, num_items: int
@@ -231,11 +227,11 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
             return
         num_items = min(len(data), passes.config.micro_train_batch_size)
         first = data.rows[:num_items]
-        part = RowPart(first, np.arange(num_items), (slice(0, num_items),), num_items)
+        part = RowPart(passes, first, np.arange(num_items), (slice(0, num_items),), num_items)
         passes.model.eval()
-        logprobs = score_items(passes.model, first, part, passes)
+        logprobs = score_items(passes.model, first, part)
         tokens = logprobs.new_tensor([[row.num_trained for row in item.rows] for item in first])
-        distance = (logprobs - self.reference_sums(part, passes)).abs() / tokens
+        distance = (logprobs - self.reference_sums(part)).abs() / tokens
         worst = passes.context.all_reduce(float(distance.max()), op="max")
         floor = BF16_ROUNDING if passes.context.computes_in_bf16 else ROUNDING
         if not worst <= floor:
@@ -249,18 +245,18 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
         """Compute the reference's sums of each item's answers, on every rank; collective."""
         if not items:
             return ()
-        part = passes.shared_part(items)
-        (sums,) = of_all_ranks(part, [self.reference_sums(part, passes)], passes)
+        part = shared_part(items, passes)
+        (sums,) = of_all_ranks(part, [self.reference_sums(part)])
         return tuple(map(tuple, sums.tolist()))
 
-    def reference_sums(self, part: RowPart[Preference], passes: RowPasses) -> Tensor:
+    def reference_sums(self, part: RowPart[Preference]) -> Tensor:
         """Return the reference's sums [local, answers], computed or read."""
         if not self.stored:
-            return self._score_by_reference(part.local_items, part, passes)
+            return self._score_by_reference(part.local_items, part)
         sums = [self.stored[id(item)] for item in part.local_items]
-        return torch.tensor(sums, dtype=torch.float64, device=passes.device)
+        return torch.tensor(sums, dtype=torch.float64, device=part.passes.device)
 
-    def _kl(self, part: RowPart[Preference], passes: RowPasses) -> float:
+    def _kl(self, part: RowPart[Preference]) -> float:
         """Return the mean log-ratio of answers behind other prompts, at least 0; collective."""
         others = [other_answers(part.items, place) for place in part.places]
         counted = part.is_counted & np.array([each is not None for each in others])
@@ -268,19 +264,17 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
             AnswerRows(item.rows if other is None else other)
             for item, other in zip(part.local_items, others, strict=True)
         ]
-        ratios = score_items(passes.model, items, part, passes)
-        ratios -= self._score_by_reference(items, part, passes)
+        ratios = score_items(part.passes.model, items, part)
+        ratios -= self._score_by_reference(items, part)
         kept = ratios[torch.from_numpy(counted).to(ratios.device)]
         both = torch.stack([kept.sum(), kept.new_tensor(float(kept.numel()))])
-        total, count = passes.context.reduce_over_data(both, "sum").tolist()
+        total, count = part.passes.context.reduce_over_data(both, "sum").tolist()
         return max(0.0, total / count) if count else 0.0
 
-    def _score_by_reference(
-        self, items: Sequence[RowGroup], part: RowPart[Preference], passes: RowPasses
-    ) -> Tensor:
+    def _score_by_reference(self, items: Sequence[RowGroup], part: RowPart[Preference]) -> Tensor:
         """Compute the sums of answers under the reference."""
-        with self._reference(passes) as model:
-            return score_items(model, items, part, passes)
+        with self._reference(part.passes) as model:
+            return score_items(model, items, part)
 
     @contextmanager
     def _reference(self, passes: RowPasses) -> Iterator[nn.Module]:
@@ -295,19 +289,16 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
             yield passes.model
 
 
-def score_items(
-    model: nn.Module, items: Sequence[RowGroup], part: RowPart[Preference], passes: RowPasses
-) -> Tensor:
+def score_items(model: nn.Module, items: Sequence[RowGroup], part: RowPart[Preference]) -> Tensor:
     """Compute sums [local, answers] of the logprobs of the answers' tokens, without gradient.
 
     Args:
         model: Model that scores.
         items: This rank's items, or replacements for them.
         part: Distribution with the micro-batches.
-        passes: Forward passes.
     """
-    timeout = timedelta(minutes=passes.config.timeout_minutes)
-    scorer = replace(passes, model=model)
+    timeout = timedelta(minutes=part.passes.config.timeout_minutes)
+    scorer = replace(part.passes, model=model)
     parts = []
     with torch.no_grad():
         for where in part.slices:
@@ -317,16 +308,14 @@ def score_items(
     return torch.cat(parts)
 
 
-def of_all_ranks(
-    part: RowPart[Preference], values: Sequence[Tensor], passes: RowPasses
-) -> list[Tensor]:
+def of_all_ranks(part: RowPart[Preference], values: Sequence[Tensor]) -> list[Tensor]:
     """Return values [local, answers] gathered from all ranks, [items, answers]; one collective."""
     stacked = torch.stack(list(values), dim=-1)
     whole = stacked.new_zeros((len(part.items), *stacked.shape[1:]))
     is_counted = torch.from_numpy(part.is_counted).to(stacked.device)
     places = torch.from_numpy(part.places).to(stacked.device)
     whole[places[is_counted]] = stacked[is_counted]
-    return list(passes.context.reduce_over_data(whole, "sum").unbind(dim=-1))
+    return list(part.passes.context.reduce_over_data(whole, "sum").unbind(dim=-1))
 
 
 def counts_of(items: Sequence[Preference]) -> tuple[int, int]:

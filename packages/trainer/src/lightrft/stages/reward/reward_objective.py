@@ -34,8 +34,8 @@ from lightrft.stages.reward.comparisons import (
 from lightrft.stages.reward.score_proofs import prove_published
 from lightrft.stages.rows.padded_rows import PaddedRows
 from lightrft.stages.rows.row_objective import LossShare, RowBatch, RowObjective
-from lightrft.stages.rows.row_part import RowPart
-from lightrft.stages.rows.row_passes import MicroBatch, RowPasses
+from lightrft.stages.rows.row_part import MicroBatch, RowPart, shared_part
+from lightrft.stages.rows.row_passes import RowPasses
 from lightrft.strategy.backend import inner_module
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class RewardObjective(RowObjective[Judgement, Counts]):
             loss_name(config, is_paired=is_paired) == "bce",
         )
 
-    def measure(self, part: RowPart[Judgement], passes: RowPasses, number: int = 0) -> Counts:
+    def measure(self, part: RowPart[Judgement], number: int = 0) -> Counts:
         """Count the losses of each score over the judgements of all ranks, at least 1."""
         return {name: max(1, count_losses(part.items, name)) for name in self.weights}
 
@@ -102,12 +102,10 @@ class RewardObjective(RowObjective[Judgement, Counts]):
         """Return facts of the data about some judgements."""
         return judgement_facts(items)
 
-    def share(
-        self, micro: MicroBatch[Judgement], known: Counts, passes: RowPasses, metrics: StepMetrics
-    ) -> LossShare:
+    def share(self, micro: MicroBatch[Judgement], known: Counts, metrics: StepMetrics) -> LossShare:
         """Compute the share of a micro-batch in the loss."""
         rows = self._laid_out(micro.rows, micro.items)
-        scores = self._read(rows, micro.items, passes)
+        scores = self._read(rows, micro.items, micro.passes)
         share = scores.new_zeros(())
         for column, (name, weight) in zip(scores.unbind(1), self.weights.items(), strict=True):
             total = self.sum_of_losses(micro.items, column, name)
@@ -173,7 +171,7 @@ class RewardObjective(RowObjective[Judgement, Counts]):
             record_agreement(metrics, signs * scores, torch.ones_like(scores))
 
     def finish(
-        self, batch: RowBatch[Judgement, Counts], metrics: dict[str, float], passes: RowPasses
+        self, batch: RowBatch[Judgement, Counts], metrics: dict[str, float]
     ) -> dict[str, float]:
         """Complete the metrics of a step."""
         # The comparisons of a step are too few for bins.
@@ -199,7 +197,7 @@ class RewardObjective(RowObjective[Judgement, Counts]):
         """Store mean and deviation of scores on training data in the saved configuration."""
         passes.model.eval()
         every = -(-len(data) // MAX_NORMALISING)
-        metrics = self.evaluate(passes.shared_part(data.rows[::every]), passes)
+        metrics = self.evaluate(shared_part(data.rows[::every], passes))
         config = config_of(passes.model)
         config.score_mean, config.score_std = metrics["score"], metrics["score_std"]
 

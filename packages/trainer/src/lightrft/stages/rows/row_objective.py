@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lightrft.datasets.row_data import Item, RowData
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.rows.padded_rows import PaddedRows
-from lightrft.stages.rows.row_part import RowPart
-from lightrft.stages.rows.row_passes import MicroBatch, RowPasses
+from lightrft.stages.rows.row_part import MicroBatch, RowPart
+from lightrft.stages.rows.row_passes import RowPasses
 from lightrft.stages.stage import KeptDropout, Step, record_total
 
 if TYPE_CHECKING:
@@ -96,12 +96,11 @@ class RowObjective(Protocol, Generic[Item, Known]):
         """Return the items of a step, completed by the engine's samples; collective."""
         return items
 
-    def measure(self, part: RowPart[Item], passes: RowPasses, number: int = 0) -> Known:
+    def measure(self, part: RowPart[Item], number: int = 0) -> Known:
         """Compute what the shares need to know of all items; collective, in evaluation mode.
 
         Args:
             part: Items of a step or an evaluation.
-            passes: Forward passes.
             number: Number of the step; 0 is an evaluation.
         """
         ...
@@ -110,15 +109,12 @@ class RowObjective(Protocol, Generic[Item, Known]):
         """Return the denominator Z of the loss, []."""
         ...
 
-    def share(
-        self, micro: MicroBatch[Item], known: Known, passes: RowPasses, metrics: StepMetrics
-    ) -> LossShare:
+    def share(self, micro: MicroBatch[Item], known: Known, metrics: StepMetrics) -> LossShare:
         """Compute the share of a micro-batch in the loss; the shares of all ranks add up to it.
 
         Args:
             micro: Items of a forward pass.
             known: See `measure`.
-            passes: Forward passes.
             metrics: Receives metrics beside the loss.
         """
         ...
@@ -127,29 +123,27 @@ class RowObjective(Protocol, Generic[Item, Known]):
         """Return facts of the data about the rows of some items, for observers."""
         return {}
 
-    def finish(
-        self, batch: RowBatch[Item, Known], metrics: dict[str, float], passes: RowPasses
-    ) -> dict[str, float]:
+    def finish(self, batch: RowBatch[Item, Known], metrics: dict[str, float]) -> dict[str, float]:
         """Complete the metrics of a step."""
         return metrics
 
-    def evaluate(self, part: RowPart[Item], passes: RowPasses) -> dict[str, float]:
+    def evaluate(self, part: RowPart[Item]) -> dict[str, float]:
         """Compute metrics of held-out items without gradient; collective."""
-        return self.mean_shares(part, self.measure(part, passes), passes)
+        return self.mean_shares(part, self.measure(part))
 
-    def mean_shares(self, part: RowPart[Item], known: Known, passes: RowPasses) -> dict[str, float]:
+    def mean_shares(self, part: RowPart[Item], known: Known) -> dict[str, float]:
         """Compute the loss of some items and the metrics of their shares; collective."""
         metrics, spare = StepMetrics(), StepMetrics()
         for where in part.slices:
             # Repeated items are scored only because other ranks need as many passes.
             into = metrics if where.start < part.num_counted else spare
-            share = self.share(passes.micro_batch(part, where), known, passes, into)
+            share = self.share(part.micro_batch(where), known, into)
             into.add_mean("loss", share.terms["policy"], 0.0)
         if part.num_counted == 0:
             spare.forget()
             metrics = spare
-        record_total("loss", passes.context, metrics)
-        return metrics.reduce(passes.context)
+        record_total("loss", part.passes.context, metrics)
+        return metrics.reduce(part.passes.context)
 
     def doubts(
         self, held_out: Mapping[str, float], trained: Mapping[str, float] | None, num_items: int

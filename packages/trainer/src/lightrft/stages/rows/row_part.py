@@ -12,10 +12,28 @@ from typing import Generic
 import numpy as np
 from numpy.typing import NDArray
 
-from lightrft.config import RowRunOptions, TrainConfig, TrainingOptions
+from lightrft.config import RowRunOptions, TrainConfig
 from lightrft.datasets.row_data import Item
 from lightrft.experience.minibatches import MinibatchPlan, micro_slices, plan_minibatches
-from lightrft.strategy.distributed.context import DistributedContext
+from lightrft.stages.rows.padded_rows import PaddedRows
+from lightrft.stages.rows.row_passes import RowPasses
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch(Generic[Item]):
+    """Items of one forward pass.
+
+    Args:
+        passes: Forward passes of the trained model.
+        items: Items, at least one.
+        rows: Rows of the items, one item after the other.
+        where: Slice of the items among those of the rank.
+    """
+
+    passes: RowPasses
+    items: Sequence[Item]
+    rows: PaddedRows
+    where: slice
 
 
 @dataclass(frozen=True)
@@ -23,6 +41,7 @@ class RowPart(Generic[Item]):
     """Items of all ranks, and the places of one rank's items.
 
     Args:
+        passes: Forward passes of the trained model.
         items: Items of all ranks, equal on each.
         places: [local] places of this rank's items. The first `num_counted` count; repeated ones
             follow, so that every rank makes equally many passes. Otherwise sharded layers would
@@ -31,6 +50,7 @@ class RowPart(Generic[Item]):
         num_counted: Number of this rank's items that count.
     """
 
+    passes: RowPasses
     items: tuple[Item, ...]
     places: NDArray[np.int64]
     slices: tuple[slice, ...]
@@ -51,16 +71,17 @@ class RowPart(Generic[Item]):
         starts: list[int] = np.cumsum([0, *(len(item.rows) for item in self.items)]).tolist()
         return starts
 
-    def row_places(self, part: slice) -> list[int]:
-        """Return the places of some local items' rows among the rows of all items."""
-        starts = self._row_starts
-        return [
-            row for place in self.places[part] for row in range(starts[place], starts[place + 1])
+    def micro_batch(self, where: slice) -> MicroBatch[Item]:
+        """Build the micro-batch of some of this rank's items."""
+        items, starts = self.local_items[where], self._row_starts
+        places = [
+            row for place in self.places[where] for row in range(starts[place], starts[place + 1])
         ]
+        return MicroBatch(self.passes, items, self.passes.pad(items, places), where)
 
 
 def planned_part(
-    items: tuple[Item, ...], config: TrainConfig, context: DistributedContext, *, step: int
+    items: tuple[Item, ...], config: TrainConfig, passes: RowPasses, *, step: int
 ) -> RowPart[Item]:
     """Distribute the items of an optimizer step over the ranks, equal in number and length.
 
@@ -68,9 +89,10 @@ def planned_part(
         items: Items of all ranks, equal on each.
         config: Options; the seed, `packing_samples` and sizes of micro-batches are read; see
             `token_bound`.
-        context: Process groups of the ranks.
+        passes: Forward passes of the trained model.
         step: Number of the step, which fixes the permutation together with the seed.
     """
+    context = passes.context
     # The rows of an item lie in one micro-batch, padded to the longest one unless packed.
     sizes = [[len(row.token_ids) for row in item.rows] for item in items]
     lengths = [sum(each) if config.packing_samples else len(each) * max(each) for each in sizes]
@@ -92,14 +114,13 @@ def planned_part(
         config=config,
     )
     places = plan.row_index(context.data_rank)
-    return RowPart(items, places, tuple(slices), len(places))
+    return RowPart(passes, items, places, tuple(slices), len(places))
 
 
-def shared_part(
-    items: Sequence[Item], config: TrainingOptions, context: DistributedContext
-) -> RowPart[Item]:
+def shared_part(items: Sequence[Item], passes: RowPasses) -> RowPart[Item]:
     """Distribute items that are only scored over the ranks, one after the other."""
-    size, num_ranks = config.micro_train_batch_size, context.num_data_ranks
+    context, size = passes.context, passes.config.micro_train_batch_size
+    num_ranks = context.num_data_ranks
     places = np.arange(context.data_rank, len(items), num_ranks)
     slices = list(micro_slices(0, len(places), size))
     num_counted, most = len(places), math.ceil(len(items) / num_ranks)
@@ -107,7 +128,7 @@ def shared_part(
     for number in range(num_counted, num_counted + num_passes - len(slices)):
         slices.append(slice(number, number + 1))
         places = np.append(places, 0)
-    return RowPart(tuple(items), places, tuple(slices), num_counted)
+    return RowPart(passes, tuple(items), places, tuple(slices), num_counted)
 
 
 def token_bound(config: RowRunOptions, *, rows_per_item: int = 1) -> int | None:

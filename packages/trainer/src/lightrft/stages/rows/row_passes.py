@@ -4,35 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.row_data import Item, RowGroup
+from lightrft.datasets.row_data import RowGroup
 from lightrft.datasets.row_media import TEXT_ALONE, RowPixels
 from lightrft.models.types import ActorOutput, TokenLossFunction
 from lightrft.stages.rows.padded_rows import PaddedRows, pad, score_padded
-from lightrft.stages.rows.row_part import RowPart, shared_part
 
 if TYPE_CHECKING:
     from lightrft.strategy.distributed.context import DistributedContext
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch(Generic[Item]):
-    """Items of one forward pass.
-
-    Args:
-        items: Items, at least one.
-        rows: Rows of the items, one item after the other.
-        where: Slice of the items among those of the rank.
-    """
-
-    items: Sequence[Item]
-    rows: PaddedRows
-    where: slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +49,6 @@ class RowPasses:
         """
         rows = [row for item in items for row in item.rows]
         return pad(rows, self.device, places, pixels=self.pixels)
-
-    def micro_batch(self, part: RowPart[Item], where: slice) -> MicroBatch[Item]:
-        """Build the micro-batch of some of a rank's items."""
-        items = part.local_items[where]
-        return MicroBatch(items, self.pad(items, part.row_places(where)), where)
-
-    def shared_part(self, items: Sequence[Item]) -> RowPart[Item]:
-        """Distribute items that are only scored over the ranks; see `row_part.shared_part`."""
-        return shared_part(items, self.config, self.context)
 
     def score(self, rows: PaddedRows, token_loss: TokenLossFunction | None = None) -> ActorOutput:
         """Compute the logprobs of trained tokens under the trained model."""

@@ -18,7 +18,7 @@ from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.models import configure_models
 from lightrft.stages.observer import ObservedRows, ObservedStep, Observer, open_observer
 from lightrft.stages.rows.row_objective import Known, RowBatch, RowObjective
-from lightrft.stages.rows.row_part import planned_part, token_bound
+from lightrft.stages.rows.row_part import planned_part, shared_part, token_bound
 from lightrft.stages.rows.row_passes import RowPasses
 from lightrft.stages.stage import Stage, Step, TrainedModels, Work, optimizer_step, record_total
 
@@ -86,8 +86,8 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
 
     def batch_of(self, items: tuple[Item, ...], number: int) -> RowBatch[Item, Known]:
         """Distribute the items of one step over the ranks and measure them; collective."""
-        part = planned_part(items, self._cut, self.strategy.context, step=number)
-        return RowBatch(part, self.objective.measure(part, self.passes, number))
+        part = planned_part(items, self._cut, self.passes, step=number)
+        return RowBatch(part, self.objective.measure(part, number))
 
     def update(self, batch: RowBatch[Item, Known], step: Step) -> Work:
         """Take one optimizer step."""
@@ -136,8 +136,8 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
         observer: Observer,
     ) -> Tensor:
         """Compute the share of a micro-batch in the loss of the step."""
-        micro = self.passes.micro_batch(batch.part, where)
-        share = self.objective.share(micro, batch.known, self.passes, metrics)
+        micro = batch.part.micro_batch(where)
+        share = self.objective.share(micro, batch.known, metrics)
         rows = share.rows
         observer.micro_batch(
             rows.ids,
@@ -156,7 +156,7 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
 
     def finish(self, batch: RowBatch[Item, Known], metrics: dict[str, float]) -> dict[str, float]:
         """Complete the metrics of a step."""
-        self._trained = self.objective.finish(batch, metrics, self.passes)
+        self._trained = self.objective.finish(batch, metrics)
         return dict(self._trained)
 
     @torch.no_grad()
@@ -165,8 +165,8 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
         if not self.held_out:
             return {}
         size = len(self.held_out)
-        part = self.passes.shared_part(self.held_out)
-        metrics = self.objective.evaluate(part, self.passes)
+        part = shared_part(self.held_out, self.passes)
+        metrics = self.objective.evaluate(part)
         for line in self.objective.doubts(metrics, self._trained, size):
             self.strategy.print(f"warning: {line}")
         return {f"eval/{n}": v for n, v in metrics.items()} | {"eval/num_rows": float(size)}

@@ -15,8 +15,7 @@ from lightrft.config import RowRunOptions
 from lightrft.datasets.row_data import SupervisedRow
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.rows.row_objective import Known, LossShare, RowBatch, RowObjective
-from lightrft.stages.rows.row_part import RowPart
-from lightrft.stages.rows.row_passes import MicroBatch, RowPasses
+from lightrft.stages.rows.row_part import MicroBatch, RowPart
 from lightrft.stages.stage import KeptDropout
 
 
@@ -43,9 +42,9 @@ class SupervisedObjective(RowObjective[SupervisedRow, Tensor]):
         """Build the objective from the options."""
         return cls(LOSSES[config.sft_loss], bool(config.fused_linear_logprob))
 
-    def measure(self, part: RowPart[SupervisedRow], passes: RowPasses, number: int = 0) -> Tensor:
+    def measure(self, part: RowPart[SupervisedRow], number: int = 0) -> Tensor:
         """Compute the denominator of the loss over all ranks, []."""
-        return count_trained(part, passes, self.loss.aggregation)
+        return count_trained(part, self.loss.aggregation)
 
     def normalizer(self, part: RowPart[SupervisedRow], known: Tensor) -> Tensor:
         """Return the denominator of the loss, []."""
@@ -55,7 +54,6 @@ class SupervisedObjective(RowObjective[SupervisedRow, Tensor]):
         self,
         micro: MicroBatch[SupervisedRow],
         known: Tensor,
-        passes: RowPasses,
         metrics: StepMetrics,
     ) -> LossShare:
         """Compute the share of a micro-batch in the loss."""
@@ -65,7 +63,7 @@ class SupervisedObjective(RowObjective[SupervisedRow, Tensor]):
         def share_of(logprobs: Tensor, _: Tensor | None, rows: Tensor, columns: Tensor) -> Tensor:
             return self.loss.share(logprobs, weights[rows, columns], known)
 
-        output = passes.score(padded, share_of if self.is_fused else None)
+        output = micro.passes.score(padded, share_of if self.is_fused else None)
         share = output.loss
         if share is None:
             share = self.loss.share(output.logprobs, weights, known)
@@ -74,35 +72,34 @@ class SupervisedObjective(RowObjective[SupervisedRow, Tensor]):
         return LossShare(share, {"policy": share}, padded, output.logprobs)
 
     def finish(
-        self, batch: RowBatch[SupervisedRow, Tensor], metrics: dict[str, float], passes: RowPasses
+        self, batch: RowBatch[SupervisedRow, Tensor], metrics: dict[str, float]
     ) -> dict[str, float]:
         """Complete the metrics of a step."""
         loss = metrics.get("nll", metrics["loss"])
         return metrics | {"perplexity": perplexity(loss)} | row_metrics(batch)
 
-    def evaluate(self, part: RowPart[SupervisedRow], passes: RowPasses) -> dict[str, float]:
+    def evaluate(self, part: RowPart[SupervisedRow]) -> dict[str, float]:
         """Compute metrics of held-out rows."""
-        return evaluate_rows(part, passes)
+        return evaluate_rows(part)
 
 
-def count_trained(part: RowPart[SupervisedRow], passes: RowPasses, aggregation: str) -> Tensor:
+def count_trained(part: RowPart[SupervisedRow], aggregation: str) -> Tensor:
     """Compute the denominator of a loss over all ranks, []; collective.
 
     Args:
         part: Rows of a step or an evaluation.
-        passes: Forward passes, with the ranks.
         aggregation: Mode of `lightrft.algorithms.aggregation`.
     """
     masks = [torch.from_numpy(row.is_trained)[None] for row in part.local_items]
     counts = [local_normalizer(mask, aggregation) for mask in masks[: part.num_counted]]
     total = sum(counts, torch.zeros((), dtype=torch.float64))
-    return passes.context.reduce_over_data(total.to(passes.device), "sum")
+    return part.passes.context.reduce_over_data(total.to(part.passes.device), "sum")
 
 
-def evaluate_rows(part: RowPart[SupervisedRow], passes: RowPasses) -> dict[str, float]:
+def evaluate_rows(part: RowPart[SupervisedRow]) -> dict[str, float]:
     """Compute loss and perplexity over all trained tokens of some rows; collective."""
     plain = SupervisedObjective()
-    metrics = plain.mean_shares(part, plain.measure(part, passes), passes)
+    metrics = plain.mean_shares(part, plain.measure(part))
     loss = metrics["loss"]
     return {"logprob": -loss, "loss": loss, "perplexity": perplexity(loss)}
 
