@@ -127,6 +127,19 @@ class PairedMoments:
         first, second = means.tolist()
         return cls(float(counts.sum()), (first, second), (sums[0], sums[1]), sums[2])
 
+    @classmethod
+    def of(cls, numbers: Tensor) -> PairedMoments:
+        """Return the moments that `to_tensor` gave as numbers."""
+        count, first, second, squares, other_squares, products = numbers.tolist()
+        return cls(count, (first, second), (squares, other_squares), products)
+
+    @property
+    def correlation(self) -> float | None:
+        """Correlation; None if one side is constant. NaN is passed on to be seen."""
+        if self.is_constant(0) or self.is_constant(1):
+            return None
+        return self.products / math.sqrt(self.squares[0] * self.squares[1])
+
     def to_tensor(self) -> Tensor:
         """[6] float64, a part for `joined`."""
         numbers = (self.count, *self.means, *self.squares, self.products)

@@ -344,6 +344,12 @@ def to_bytes(flight: InFlight, rank: int) -> bytes:
     return json.dumps(asdict(replace(part, media=digests))).encode()
 
 
+def bytes_of_ranks(flight: InFlight, context: DistributedContext) -> list[bytes]:
+    """Return the rows of all ranks, complete on the first rank; collective."""
+    rows = to_bytes(flight, context.rank)
+    return context.exchange_bytes([rows, *[b""] * (context.world_size - 1)])
+
+
 def _digests(media: Media) -> tuple[str, ...]:
     return tuple(f"{kind} {medium.digest}" for kind in media.kinds for medium in media[kind])
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,16 +23,46 @@ if TYPE_CHECKING:
     from lightrft.strategy.distributed.context import DistributedContext
 
 
-# How one accumulated number is joined over micro batches and ranks.
-Reduction = Literal["sum", "max", "min"]
-_JOINS: dict[Reduction, Callable[[Tensor], Tensor]] = {
-    "sum": torch.sum,
-    "max": torch.amax,
-    "min": torch.amin,
-}
+# Function from [parts, numbers] float64 to [numbers], over micro batches and over ranks.
+Join = Callable[[Tensor], Tensor]
+Finish = Callable[[Tensor], float | None]
 
 
-_NOTHING: dict[Reduction, float] = {"sum": 0.0, "max": -math.inf, "min": math.inf}
+def _sums(parts: Tensor) -> Tensor:
+    # Each number alone: the order of summation depends on the layout.
+    return torch.stack([numbers.sum() for numbers in parts.T.contiguous()])
+
+
+def _joined_moments(parts: Tensor) -> Tensor:
+    return PairedMoments.joined(parts).to_tensor()
+
+
+@dataclass(slots=True)
+class _Metric:
+    """Parts of a metric on this rank.
+
+    Args:
+        finish: Function from the numbers over all ranks to the metric; None is left out.
+        join: Joins the parts.
+        nothing: Each number of a rank without data.
+        parts: Numbers of each addition. Tensors stay on their device: reading each at once would
+            wait for the device once per metric and batch.
+    """
+
+    finish: Finish
+    join: Join = _sums
+    nothing: float = 0.0
+    parts: list[Tensor | list[float | Tensor]] = field(default_factory=list)
+
+    def local(self) -> Tensor:
+        """Return the joined numbers of this rank."""
+        parts = [
+            part.double().cpu()
+            if isinstance(part, Tensor)
+            else torch.tensor([float(number) for number in part], dtype=torch.float64)
+            for part in self.parts
+        ]
+        return self.join(torch.stack(parts))
 
 
 class StepMetrics:
@@ -42,9 +74,7 @@ class StepMetrics:
     """
 
     def __init__(self) -> None:
-        self.values: dict[tuple[str, Reduction], list[float | Tensor]] = {}
-        self._derived: dict[str, tuple[int, Callable[[Tensor], float | None]]] = {}
-        self._pairs: dict[str, tuple[Callable[[PairedMoments], float | None], list[Tensor]]] = {}
+        self._metrics: dict[str, _Metric] = {}
 
     def add_mean(self, name: str, total: float | Tensor, count: float | Tensor) -> None:
         """Add `total` over `count` items to the mean called `name`."""
@@ -60,19 +90,12 @@ class StepMetrics:
         for name, each in values.items():
             self.add_masked_mean(name, each, mask)
 
-    def add_sums(
-        self,
-        name: str,
-        sums: Tensor | Sequence[float | Tensor],
-        finish: Callable[[Tensor], float | None],
-    ) -> None:
+    def add_sums(self, name: str, sums: Tensor | Sequence[float | Tensor], finish: Finish) -> None:
         """Add sums; `finish` turns the vector of their totals over all ranks into the metric.
 
         A metric of None is left out.
         """
-        for index, value in enumerate(sums):
-            self._add(f"{name}/{index}", value)
-        self._derived[name] = (len(sums), finish)
+        self._add(name, _Metric(finish), sums)
 
     def add_count(self, name: str, count: float | Tensor) -> None:
         """Add to a number that is summed over micro batches, optimizer steps and ranks."""
@@ -90,8 +113,8 @@ class StepMetrics:
 
         `finish` turns their moments over all ranks into the metric; None is left out.
         """
-        parts = self._pairs.setdefault(name, (finish, []))[1]
-        parts.append(paired_moments(first, second, mask))
+        metric = _Metric(lambda numbers: finish(PairedMoments.of(numbers)), _joined_moments)
+        self._add(name, metric, paired_moments(first, second, mask))
 
     def add_effective_samples(self, name: str, weights: Tensor, mask: Tensor) -> None:
         """Add weights [batch, seq] whose effective share of samples is the metric."""
@@ -99,18 +122,16 @@ class StepMetrics:
 
     def add_max(self, name: str, value: float | Tensor) -> None:
         """Add to a maximum over micro batches, optimizer steps and ranks; -inf means no value."""
-        self._add(name, value, "max")
+        self._add(name, _extreme(torch.amax, -math.inf), (value,))
 
     def add_min(self, name: str, value: float | Tensor) -> None:
         """Add to a minimum over micro batches, optimizer steps and ranks; inf means no value."""
-        self._add(name, value, "min")
+        self._add(name, _extreme(torch.amin, math.inf), (value,))
 
     def forget(self) -> None:
         """Drop the values and keep the names, as on a rank without data."""
-        for (_, kind), values in self.values.items():
-            values[:] = [_NOTHING[kind]]
-        for _, parts in self._pairs.values():
-            parts[:] = [torch.zeros_like(parts[0])]
+        for metric in self._metrics.values():
+            metric.parts[:] = [[metric.nothing] * len(metric.parts[0])]
 
     def reduce(self, context: DistributedContext) -> dict[str, float]:
         """Join the metrics of all ranks with one collective.
@@ -118,38 +139,27 @@ class StepMetrics:
         Returns:
             Name -> value, equal on all ranks, names sorted.
         """
-        keys = sorted(self.values)
-        local = [_joined(map(float, self.values[key]), key[1])[None] for key in keys]
-        pairs = sorted(self._pairs.items())
-        local += [
-            PairedMoments.joined(torch.stack(parts).cpu()).to_tensor() for _, (_, parts) in pairs
-        ]
+        names = sorted(self._metrics)
+        local = [self._metrics[name].local() for name in names]
         flat = torch.cat(local)
-        rows = context.all_gather(flat).reshape(-1, len(flat))  # [ranks, numbers]
-        joined = {
-            key: float(_joined(rows[:, column].tolist(), key[1])) for column, key in enumerate(keys)
-        }
-        metrics = {
-            name: value
-            for (name, kind), value in joined.items()
-            if (kind, value) not in (("max", -math.inf), ("min", math.inf)) and kind != "sum"
-        }
-        for name, (size, finish) in self._derived.items():
-            sums = [joined[f"{name}/{i}", "sum"] for i in range(size)]
-            value = finish(torch.tensor(sums, dtype=torch.float64))
+        rows = context.all_gather(flat).cpu().reshape(-1, len(flat))  # [ranks, numbers]
+        metrics = {}
+        *stops, _ = accumulate(map(len, local))
+        by_name = torch.tensor_split(rows, stops, dim=1)
+        for name, parts in zip(names, by_name, strict=True):
+            metric = self._metrics[name]
+            value = metric.finish(metric.join(parts))
             if value is not None:
                 metrics[name] = value
-        for index, (name, (finish_pairs, _)) in enumerate(pairs):
-            begin = len(keys) + 6 * index
-            value = finish_pairs(PairedMoments.joined(rows[:, begin : begin + 6].double()))
-            if value is not None:
-                metrics[name] = value
-        return {name: metrics[name] for name in sorted(metrics)}
+        return metrics
 
-    def _add(self, name: str, value: float | Tensor, join: Reduction = "sum") -> None:
-        # Kept as a tensor: reading it here would wait for the device once per metric and batch.
-        kept = value.detach() if isinstance(value, torch.Tensor) else value
-        self.values.setdefault((name, join), []).append(kept)
+    def _add(self, name: str, metric: _Metric, numbers: Tensor | Sequence[float | Tensor]) -> None:
+        kept = (
+            numbers.detach()
+            if isinstance(numbers, Tensor)
+            else [each.detach() if isinstance(each, Tensor) else each for each in numbers]
+        )
+        self._metrics.setdefault(name, metric).parts.append(kept)
 
 
 def _mean(sums: Tensor) -> float | None:
@@ -157,8 +167,13 @@ def _mean(sums: Tensor) -> float | None:
     return total / count if count > 0 else None
 
 
-def _joined(values: Iterable[float], join: Reduction) -> Tensor:
-    return _JOINS[join](torch.tensor(list(values), dtype=torch.float64))
+def _extreme(join: Callable[[Tensor, int], Tensor], nothing: float) -> _Metric:
+    """Return a metric of largest or smallest values; it is left out where no rank has one."""
+    return _Metric(
+        lambda value: None if value == nothing else float(value),
+        lambda parts: join(parts, 0),
+        nothing,
+    )
 
 
 class RunAlarmError(NumericsError):

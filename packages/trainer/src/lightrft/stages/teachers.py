@@ -86,7 +86,7 @@ def require_same_texts(
         TeacherError: The server gives no usable answer.
     """
     ours = [text for _, text in token_texts(tokenizer)]
-    shown = shown_place(place)
+    shown = mask_address(place)
     for token_id, text in enumerate(server.token_texts(range(len(ours)))):
         if PART_OF_CHARACTER not in ours[token_id] and text != ours[token_id]:
             raise ConfigError(
@@ -113,16 +113,11 @@ def require_equal_answers(
     worst = max((float(each.mean()) for each in distances), default=0.0)
     if not worst <= config.teacher_tolerance:
         raise ConfigError(
-            f"teacher: {shown_place(place)} scores the same tokens otherwise the second time, by "
+            f"teacher: {mask_address(place)} scores the same tokens otherwise the second time, by "
             f"{worst:.2g} nats a token in the mean (teacher_tolerance {config.teacher_tolerance:g}"
             "): that noise would be a signal; serve it in float32 or from one replica, or raise "
             "teacher_tolerance"
         )
-
-
-def shown_place(place: str) -> str:
-    """Return an address without credentials."""
-    return mask_address(place)
 
 
 def require_same_tokens(

@@ -178,10 +178,9 @@ class PolicyMemory(StageMemory):
         from lightrft.rollout.in_flight import to_bytes
 
         moments = self.moments
-        rows = np.frombuffer(bytearray(to_bytes(self.in_flight, self.rank)), np.uint8)
         return {
             "num_requests": self.in_flight.num_requests,
-            "carry": [rows],
+            "carry": stored_bytes([to_bytes(self.in_flight, self.rank)]),
             "num_undecided": self.num_undecided,
             "kl_coef": self.kl.coef,
             "reward_moments": None
@@ -221,6 +220,11 @@ class PolicyMemory(StageMemory):
             ("reward moments", "not used" if moments is None else f"of {moments.count} rewards"),
             ("rows in flight", self.in_flight.summary()),
         ]
+
+
+def stored_bytes(parts: Sequence[bytes]) -> list[NDArray[np.uint8]]:
+    """Return texts in a form for checkpoints."""
+    return [np.frombuffer(bytearray(each), np.uint8) for each in parts]
 
 
 def sample_ahead(

@@ -30,7 +30,13 @@ from lightrft.stages.policy.algorithm import (
     decide,
     unused_algorithm_options,
 )
-from lightrft.stages.policy.maker import ExperienceMaker, PolicyBatch, PolicyMemory, SampleLogs
+from lightrft.stages.policy.maker import (
+    ExperienceMaker,
+    PolicyBatch,
+    PolicyMemory,
+    SampleLogs,
+    stored_bytes,
+)
 from lightrft.stages.policy.objective import why_loss_outside
 from lightrft.stages.policy.step_metrics import (
     experience_metrics,
@@ -42,7 +48,6 @@ from lightrft.stages.stage import Stage, Step, TrainedModels, Work
 from lightrft.strategy.backend import inner_module
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
     from lightrft.experience.teachers import TeacherRows
@@ -262,15 +267,13 @@ class PolicyStage(Stage[PolicyBatch]):
 
     def client_state(self) -> dict[str, object]:
         """Return the memory, on the first rank with the rows in flight of all ranks."""
-        state = self.memory.to_client_state()
-        remote = self.maker.remote
+        from lightrft.rollout.in_flight import bytes_of_ranks
+
+        remote, flight = self.maker.remote, self.memory.in_flight
         parts = None if remote is None else remote.saved_rows()
-        if parts is not None:
-            return {**state, "carry": [np.frombuffer(bytearray(each), np.uint8) for each in parts]}
-        (rows,) = cast("list[NDArray[np.uint8]]", state["carry"])
-        context = self.strategy.context
-        parts = context.exchange_bytes([rows.tobytes(), *[b""] * (context.world_size - 1)])
-        return {**state, "carry": [np.frombuffer(bytearray(each), np.uint8) for each in parts]}
+        if parts is None:
+            parts = bytes_of_ranks(flight, self.strategy.context)
+        return {**self.memory.to_client_state(), "carry": stored_bytes(parts)}
 
     def update(self, batch: PolicyBatch, step: Step) -> Work:
         """Take all optimizer steps of one step; none if there is nothing to learn from."""

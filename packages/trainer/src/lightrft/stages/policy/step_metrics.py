@@ -1,6 +1,5 @@
 """Metrics of the samples of a step, and of the policy on them."""
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ from torch import Tensor
 from lightrft.algorithms.interface import TokenLoss
 from lightrft.algorithms.kl import estimate_kl
 from lightrft.algorithms.masking import log_ratio, masked_difference
-from lightrft.algorithms.moments import PairedMoments, spread
+from lightrft.algorithms.moments import spread
 from lightrft.algorithms.value import explained_variance
 from lightrft.config import LearningOptions
 from lightrft.experience.maker import StepExperience
@@ -359,7 +358,9 @@ def record_mismatch(
     }
     metrics.add_masked_means(means, mask)
     metrics.add_max("logprob_diff_max", _largest(size, mask))
-    metrics.add_pairs("logprob_pearson", rollout, trainer, mask, pearson)
+    metrics.add_pairs(
+        "logprob_pearson", rollout, trainer, mask, lambda moments: moments.correlation
+    )
     rows = mask.any(dim=1)
     counts = mask.sum(dim=1).clamp(min=1)
     ratios = -difference.sum(dim=1)
@@ -395,10 +396,3 @@ def _largest(values: Tensor, mask: Tensor) -> Tensor:
     """Return the largest marked value, NaN if a marked one is NaN; -inf if none is marked."""
     kept = torch.where(mask, values, -torch.inf).flatten()
     return torch.cat([kept, kept.new_tensor([-torch.inf])]).max()
-
-
-def pearson(moments: PairedMoments) -> float | None:
-    """Return the correlation; None if one side is constant. NaN is passed on to be seen."""
-    if moments.is_constant(0) or moments.is_constant(1):
-        return None
-    return moments.products / math.sqrt(moments.squares[0] * moments.squares[1])

@@ -112,7 +112,9 @@ def record_scores(metrics: StepMetrics, scores: Tensor, lengths: Tensor) -> None
     everything = torch.ones_like(scores, dtype=torch.bool)
     metrics.add_mean("score", scores.sum(), len(scores))
     metrics.add_pairs("score_std", scores, lengths, everything, _first_deviation)
-    metrics.add_pairs("length_correlation", scores, lengths, everything, _correlation)
+    metrics.add_pairs(
+        "length_correlation", scores, lengths, everything, lambda moments: moments.correlation
+    )
 
 
 @torch.no_grad()
@@ -183,9 +185,3 @@ def calibration_error(sums: Tensor) -> float | None:
 
 def _first_deviation(moments: PairedMoments) -> float | None:
     return math.sqrt(moments.squares[0] / moments.count) if moments.count else None
-
-
-def _correlation(moments: PairedMoments) -> float | None:
-    if moments.is_constant(0) or moments.is_constant(1):
-        return None
-    return moments.products / math.sqrt(moments.squares[0] * moments.squares[1])

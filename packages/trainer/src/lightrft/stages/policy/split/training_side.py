@@ -11,7 +11,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.records.rollout import ScoredRollout
 from lightrft.records.table import RowTable
-from lightrft.rollout.in_flight import to_bytes
+from lightrft.rollout.in_flight import bytes_of_ranks
 from lightrft.rollout.source import InFlight, Samples
 from lightrft.stages.policy.split.messages import DrawnReport, SampledStep, Start
 from lightrft.stages.stage import Step, last_sampled_step
@@ -59,8 +59,7 @@ class RemoteRollouts:
 
     def _start(self, step: Step, in_flight: InFlight) -> Start:
         """Return the state for the first step of this process, complete on the first rank."""
-        rows = to_bytes(in_flight, self._context.rank)
-        parts = self._context.exchange_bytes([rows, *[b""] * (self._context.world_size - 1)])
+        parts = bytes_of_ranks(in_flight, self._context)
         data = _stream(step)
         return Start(
             parts, in_flight.num_requests, data.episode, data.num_consumed, step.num_planned
