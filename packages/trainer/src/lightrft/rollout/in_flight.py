@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from lightrft.config.files import parse_json, typed
 from lightrft.config.options import type_hints
@@ -49,11 +49,7 @@ class _StoredTable:
 
     @classmethod
     def of(cls, table: RowTable) -> Self:
-        values = table.columns.items()
-        return cls(
-            table.component_names,
-            {name: tuple(each.astype(np.float64).ravel().tolist()) for name, each in values},
-        )
+        return cls(table.component_names, _numbers(table.columns))
 
     def table(self, world_size: int) -> RowTable:
         """Return the rows as a table held by `world_size` ranks."""
@@ -98,14 +94,19 @@ class _Note:
 
     def entry(self) -> SampleEntry:
         """Return the ledger entry for the continued run."""
-        entry = SampleEntry(self.group_id, self.prompt, penalty=self.penalty, fault=self.fault)
-        entry.request_id = self.request_id
-        entry.scored |= set(self.scored)
-        for name in _FLAGS:
-            setattr(entry, name, self.flags[name])
-        for source, result in self.rewards.items():
-            entry.rewards[source] = UNDECIDED if math.isnan(result.reward) else result
-        return entry
+        return SampleEntry(
+            self.group_id,
+            self.prompt,
+            request_id=self.request_id,
+            rewards={
+                source: UNDECIDED if math.isnan(result.reward) else result
+                for source, result in self.rewards.items()
+            },
+            scored=set(self.scored),
+            penalty=self.penalty,
+            fault=self.fault,
+            **{name: self.flags[name] for name in _FLAGS},  # type: ignore[arg-type]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,9 @@ class _StoredSamples:
             samples.num_rounds,
             _StoredTable.of(samples.table) if is_first else None,
             _StoredTable.of(greedy) if is_first and greedy is not None else None,
-            None if selection is None or not is_first else _selected(selection),
+            _numbers({name: getattr(selection, name) for name in Selection.__slots__})
+            if is_first and selection is not None
+            else None,
             samples.report,
             samples.tool_names,
             evidence is not None,
@@ -162,10 +165,10 @@ class _StoredSamples:
         )
 
 
-def _selected(selection: Selection) -> dict[str, tuple[float, ...]]:
-    values = {name: getattr(selection, name) for name in Selection.__slots__}
+def _numbers(values: Mapping[str, ArrayLike]) -> dict[str, tuple[float, ...]]:
+    """Return arrays and numbers by name as flat numbers."""
     return {
-        name: tuple(np.atleast_1d(each).astype(float).tolist()) for name, each in values.items()
+        name: tuple(np.ravel(each).astype(np.float64).tolist()) for name, each in values.items()
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry
@@ -104,6 +105,23 @@ class OpenSample:
         )
 
 
+class GroupFacts(NamedTuple):
+    """Facts of a group in flight that all ranks know.
+
+    Args:
+        request_id: Number of its prompt in the run.
+        begun, complete: Rounds of its first and last token; 0 before there is one.
+        num_tokens: Number of tokens sampled so far.
+        num_forgotten: Number of tokens discarded when episodes started over.
+    """
+
+    request_id: int
+    begun: int
+    complete: int
+    num_tokens: int
+    num_forgotten: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class OpenGroup:
     """A prompt and its responses so far.
@@ -125,12 +143,12 @@ class OpenGroup:
     complete: int = 0
 
     @property
-    def facts(self) -> tuple[int, int, int, int, int]:
-        """Values of a `GroupFacts`."""
+    def facts(self) -> GroupFacts:
+        """Facts that all ranks know."""
         num_tokens = sum(sample.num_sampled for sample in self.samples)
         states = (sample.episode for sample in self.samples)
         num_forgotten = sum(0 if each is None else each.num_forgotten for each in states)
-        return self.request_id, self.begun, self.complete, num_tokens, num_forgotten
+        return GroupFacts(self.request_id, self.begun, self.complete, num_tokens, num_forgotten)
 
     def extended(self, samples: Sequence[OpenSample], round_number: int) -> OpenGroup:
         """Return the group after a round that extended its responses."""

@@ -13,7 +13,7 @@ Source: Kimi Team 2025 (k1.5), arXiv:2501.12599, sec. 2.6.2; rounds and bounds a
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -21,28 +21,10 @@ import numpy as np
 from lightrft.config import ConfigError, EnvironmentOptions, RolloutOptions
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
-from lightrft.rollout.open_groups import OpenGroup, StreamState
+from lightrft.rollout.open_groups import GroupFacts, OpenGroup, StreamState
 from lightrft.rollout.open_turns import OpenTurns, ResponsePart
 from lightrft.rollout.single_turn import turn_source
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts, StreamReport
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class GroupFacts:
-    """Facts of a group in flight that all ranks know.
-
-    Args:
-        request_id: Number of its prompt in the run.
-        begun, complete: Rounds of its first and last token; 0 before there is one.
-        num_tokens: Number of tokens sampled so far.
-        num_forgotten: Number of tokens discarded when episodes started over.
-    """
-
-    request_id: int
-    begun: int
-    complete: int
-    num_tokens: int
-    num_forgotten: int = 0
 
 
 def groups_to_train(

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from lightrft.algorithms.moments import (
     PairedMoments,
-    effective_sample_fraction,
-    effective_sample_sums,
     paired_moments,
 )
 from lightrft.strategy.distributed.process_end import NumericsError
@@ -31,10 +29,6 @@ Finish = Callable[[Tensor], float | None]
 def _sums(parts: Tensor) -> Tensor:
     # Each number alone: the order of summation depends on the layout.
     return torch.stack([numbers.sum() for numbers in parts.T.contiguous()])
-
-
-def _joined_moments(parts: Tensor) -> Tensor:
-    return PairedMoments.joined(parts).to_tensor()
 
 
 @dataclass(slots=True)
@@ -113,12 +107,11 @@ class StepMetrics:
 
         `finish` turns their moments over all ranks into the metric; None is left out.
         """
-        metric = _Metric(lambda numbers: finish(PairedMoments.of(numbers)), _joined_moments)
+        metric = _Metric(
+            lambda numbers: finish(PairedMoments.of(numbers)),
+            lambda parts: PairedMoments.joined(parts).to_tensor(),
+        )
         self._add(name, metric, paired_moments(first, second, mask))
-
-    def add_effective_samples(self, name: str, weights: Tensor, mask: Tensor) -> None:
-        """Add weights [batch, seq] whose effective share of samples is the metric."""
-        self.add_sums(name, effective_sample_sums(weights, mask), effective_sample_fraction)
 
     def add_max(self, name: str, value: float | Tensor) -> None:
         """Add to a maximum over micro batches, optimizer steps and ranks; -inf means no value."""

@@ -397,7 +397,10 @@ class ExperienceMaker:
             ),
         )
         if step.number == 1 and self.models.teacher is not None:
-            self._check_teacher(experience)
+            from lightrft.stages.policy.teacher import check_first_step
+
+            slices, teacher = self._forward_slices(experience), self.models.teacher
+            check_first_step(experience.batch, teacher, slices, self.config, self.context)
         gate = None
         if is_compared and experience.batch.outputs.old_logprobs is None and not samples.why_idle:
             gate = partial(self._compare, experience.batch.rollouts)
@@ -468,13 +471,6 @@ class ExperienceMaker:
     def _teacher_factors(self) -> Callable[[RolloutBatch], Tensor] | None:
         rows = self.teacher_rows
         return rows.factors_of if rows is not None and rows.factors else None
-
-    def _check_teacher(self, experience: StepExperience) -> None:
-        """Compare student and teacher before the first update; see `check_first_step`."""
-        from lightrft.stages.policy.teacher import check_first_step
-
-        slices, teacher = self._forward_slices(experience), self.models.teacher
-        check_first_step(experience.batch, teacher, slices, self.config, self.context)
 
     def _forward_slices(self, experience: StepExperience) -> Sequence[slice]:
         return experience.plan.forward_slices(

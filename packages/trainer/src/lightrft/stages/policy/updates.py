@@ -17,6 +17,7 @@ from lightrft.algorithms.masking import (
     high_entropy_mask,
     high_entropy_mask_per_sequence,
 )
+from lightrft.algorithms.moments import effective_sample_fraction, effective_sample_sums
 from lightrft.algorithms.value import clipped_value_loss
 from lightrft.config import TrainConfig
 from lightrft.experience.maker import StepExperience, run_policy
@@ -277,7 +278,8 @@ class PolicyUpdate:
         }
         metrics.add_masked_means(means, mask)
         metrics.add_max("correction_raw_weight_max", result.raw.where(mask, -torch.inf).max())
-        metrics.add_effective_samples("correction_effective_share", result.weights, mask)
+        sums = effective_sample_sums(result.weights, mask)
+        metrics.add_sums("correction_effective_share", sums, effective_sample_fraction)
         return result.weights
 
     def _corrected(self, tokens: LossTokens, old_logprobs: Tensor, engine: Tensor) -> LossTokens:
