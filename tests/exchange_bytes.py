@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-# Of `records.table.row_on_wire`, which a test compares.
+# Of `records.columns.COLUMNS` that all ranks exchange, which a test compares.
 ROW_BYTES = 45
 COMPONENT_BYTES = 8
 # Framing of one rank's rows, of one sample's evidence and of each call in it, as measured.

@@ -13,7 +13,8 @@ from tests.exchange_bytes import ROW_BYTES, StepSamples, predict_exchange
 from lightrft.experience.ledger_gate import rebuild
 from lightrft.experience.minibatches import plan_minibatches
 from lightrft.records.batch import collate
-from lightrft.records.table import deliver_rows, exchange, row_on_wire, tabulate
+from lightrft.records.columns import columns
+from lightrft.records.table import deliver_rows, exchange, row_table, tabulate
 from lightrft.rollout.dynamic import apply_selection, select_groups
 from lightrft.rollout.ledger_records import Account, Evidence, deliver_evidence
 
@@ -220,4 +221,6 @@ def test_at_scale_a_rank_gets_little_more_than_it_trains(world_size, count, toke
 
 
 def test_a_row_on_the_wire_has_the_size_that_predictions_use():
-    assert row_on_wire().itemsize == ROW_BYTES
+    sample, _ = cases.long_sample(np.random.default_rng(0), 0, prompt=3, response=5, turns=1)
+    one = row_table([sample])
+    assert sum(len(each.to_wire(one[each.name])) for each in columns("exchange")) == ROW_BYTES

@@ -213,7 +213,7 @@ def group_std_divides_by_n(patch):
     def estimate(inputs):
         groups = row_level.build_groups(inputs)
         variance = groups.sum_per_row(groups.centred.square()) / groups.count_per_row
-        return groups.where_informative(groups.centred / (variance.sqrt() + 1e-6), inputs.rewards)
+        return groups.where_informative(groups.centred / (variance.sqrt() + 1e-6))
 
     patch.setattr(row_level, "group_norm_advantages", rows(estimate))
 

@@ -246,28 +246,21 @@ def exchange(scored: Sequence[ScoredRollout] | Exception, context: DistributedCo
     return merge([_from_wire(message, rank) for rank, message in enumerate(messages)])
 
 
-def row_on_wire() -> np.dtype[np.void]:
-    """Return the layout of a row on the wire; the components follow as float64."""
-    return np.dtype([(column.name, column.wire or column.dtype) for column in columns("exchange")])
-
-
 def to_wire(scored: Sequence[ScoredRollout]) -> bytes:
     """Return the message of one rank to all others about its samples."""
     table = row_table(scored)
-    rows = np.zeros(len(table), dtype=row_on_wire())
-    for name in rows.dtype.names or ():
-        rows[name] = table[name]
-    return pickle.dumps((table.component_names, rows.tobytes(), table.components.tobytes()))
+    values = [column.to_wire(table[column.name]) for column in columns("exchange")]
+    data = b"".join([*values, table.components.tobytes()])
+    return pickle.dumps((table.component_names, len(table), data))
 
 
-def _from_wire(message: tuple[tuple[str, ...], bytes, bytes], holder: int) -> RowTable:
-    names, rows, components = message
-    sent = np.frombuffer(rows, dtype=row_on_wire())
-    received = {
-        column.name: sent[column.name].astype(column.dtype) for column in columns("exchange")
-    }
-    received["components"] = np.frombuffer(components, np.float64).reshape(len(sent), len(names))
-    received["holders"] = np.full(len(sent), holder, dtype=np.int64)
+def _from_wire(message: tuple[tuple[str, ...], int, bytes], holder: int) -> RowTable:
+    names, count, data = message
+    received, rest = dict[str, Values](), memoryview(data)
+    for column in columns("exchange"):
+        received[column.name], rest = column.from_wire(rest, count)
+    received["components"] = np.frombuffer(rest, np.float64).reshape(count, len(names))
+    received["holders"] = np.full(count, holder, dtype=np.int64)
     return build_table(RowTable, names, received)
 
 

@@ -71,12 +71,14 @@ class Groups:
         rewards: [rows] float64, 0 where not scored.
         is_scored: [rows] bool.
         counts: [groups] float64, scored rows.
+        dtype: Type of the advantages.
     """
 
     index: Tensor
     rewards: Tensor
     is_scored: Tensor
     counts: Tensor
+    dtype: torch.dtype
 
     def sum_per_row(self, values: Tensor) -> Tensor:
         """Sum of `values` [rows] over the scored rows of each row's group: [rows]."""
@@ -114,9 +116,9 @@ class Groups:
         highest = reduce.scatter_reduce(0, self.index, high, "amax", include_self=False)
         return (spread(lowest, highest) > 0)[self.index]
 
-    def where_informative(self, values: Tensor, like: Tensor) -> Tensor:
-        """`values` [rows], 0 for unscored rows and constant groups, in the dtype of `like`."""
-        return torch.where(self.is_scored & self.has_signal, values, 0.0).to(like.dtype)
+    def where_informative(self, values: Tensor) -> Tensor:
+        """`values` [rows], 0 for unscored rows and constant groups."""
+        return torch.where(self.is_scored & self.has_signal, values, 0.0).to(self.dtype)
 
 
 def scored_rewards(
@@ -164,7 +166,7 @@ def build_groups(inputs: RowAdvantageInputs) -> Groups:
             "n_samples_per_prompt to at least 2, or use the estimator reinforce, reinforce++ or gae"
         )
     counts = rewards.new_zeros(len(unique)).index_add(0, index, is_scored.double())
-    return Groups(index, rewards, is_scored, counts)
+    return Groups(index, rewards, is_scored, counts, inputs.rewards.dtype)
 
 
 @advantage_estimator(needs_groups=True)
@@ -181,7 +183,7 @@ def group_norm_advantages(inputs: RowAdvantageInputs, *, eps: float = 1e-6) -> T
         [rows].
     """
     groups = build_groups(inputs)
-    return groups.where_informative(groups.centred / (groups.std + eps), inputs.rewards)
+    return groups.where_informative(groups.centred / (groups.std + eps))
 
 
 @advantage_estimator(needs_groups=True)
@@ -202,7 +204,7 @@ def group_mean_batch_std_advantages(inputs: RowAdvantageInputs, *, eps: float = 
     """
     groups = build_groups(inputs)
     std = moments_of(groups.rewards[groups.is_scored]).std(ddof=1)
-    return groups.where_informative(groups.centred / (std + eps), inputs.rewards)
+    return groups.where_informative(groups.centred / (std + eps))
 
 
 @advantage_estimator(needs_groups=True)
@@ -215,7 +217,7 @@ def group_centred_advantages(inputs: RowAdvantageInputs) -> Tensor:
         [rows].
     """
     groups = build_groups(inputs)
-    return groups.where_informative(groups.centred, inputs.rewards)
+    return groups.where_informative(groups.centred)
 
 
 @advantage_estimator(needs_groups=True, whitens=True)
@@ -241,9 +243,7 @@ def rloo_advantages(inputs: RowAdvantageInputs) -> Tensor:
     """
     groups = build_groups(inputs)
     count = groups.count_per_row
-    return groups.where_informative(
-        groups.centred * count / (count - 1).clamp(min=1), inputs.rewards
-    )
+    return groups.where_informative(groups.centred * count / (count - 1).clamp(min=1))
 
 
 @advantage_estimator(needs_groups=True)
@@ -262,7 +262,7 @@ def opo_advantages(inputs: RowAdvantageInputs) -> Tensor:
     lengths = inputs.lengths.double()
     weighted = groups.sum_per_row(lengths * groups.rewards)
     baseline = weighted / groups.sum_per_row(lengths).clamp(min=1)
-    return groups.where_informative(groups.rewards - baseline, inputs.rewards)
+    return groups.where_informative(groups.rewards - baseline)
 
 
 @advantage_estimator(needs_groups=True)
@@ -280,7 +280,7 @@ def batch_mean_group_std_advantages(inputs: RowAdvantageInputs, *, eps: float = 
     """
     groups = build_groups(inputs)
     mean = moments_of(groups.rewards[groups.is_scored]).mean
-    return groups.where_informative((groups.rewards - mean) / (groups.std + eps), inputs.rewards)
+    return groups.where_informative((groups.rewards - mean) / (groups.std + eps))
 
 
 @advantage_estimator(needs_groups=True)
@@ -309,7 +309,7 @@ def maxrl_advantages(inputs: RowAdvantageInputs, *, eps: float = 1e-6) -> Tensor
             "leave out penalties and reward normalisation, or take another estimator"
         )
     mean = groups.rewards - groups.centred
-    return groups.where_informative(groups.centred / (mean + eps), inputs.rewards)
+    return groups.where_informative(groups.centred / (mean + eps))
 
 
 @advantage_estimator(needs_groups=True)
@@ -335,7 +335,7 @@ def pass_at_k_advantages(inputs: RowAdvantageInputs, *, eps: float = 1e-6) -> Te
         if len(rows) > 1:
             best, second = groups.rewards[rows].topk(2).indices.tolist()
             lead[rows[best]] = groups.rewards[rows[best]] - groups.rewards[rows[second]]
-    return groups.where_informative(lead / (groups.std + eps), inputs.rewards)
+    return groups.where_informative(lead / (groups.std + eps))
 
 
 @advantage_estimator(needs_groups=True)
@@ -358,7 +358,7 @@ def raft_advantages(inputs: RowAdvantageInputs) -> Tensor:
         rows = torch.nonzero((groups.index == group) & groups.is_scored).squeeze(-1)
         if len(rows):
             is_best[rows[groups.rewards[rows].argmax()]] = True
-    chosen = groups.where_informative(is_best.double(), groups.rewards)
+    chosen = groups.where_informative(is_best.double()).double()
     lengths = inputs.lengths.double()
     scale = (lengths * groups.is_scored).sum() / (lengths * chosen).sum().clamp(min=1)
     return (chosen * scale).to(inputs.rewards.dtype)
@@ -452,7 +452,7 @@ def gpg_advantages(inputs: RowAdvantageInputs, *, max_weight: float = float("inf
     num_groups = groups.counts.numel()
     num_informative = int(torch.unique(groups.index[groups.has_signal]).numel())
     weight = min(num_groups / max(num_informative, 1), max_weight)
-    return groups.where_informative(groups.centred * weight, inputs.rewards)
+    return groups.where_informative(groups.centred * weight)
 
 
 CPGD_WEIGHTINGS: dict[str, Callable[[RowAdvantageInputs], Tensor]] = {
