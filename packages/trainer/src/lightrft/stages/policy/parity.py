@@ -30,27 +30,16 @@ class WorstToken:
     """Token on which engine and trainer differ most.
 
     Args:
+        difference: Distance of the two logprobs; infinite if one is not a number.
         sample_id: Id of its sample.
-        position: Position in the row; the response starts at `response_start`.
-        turn: Turn of the response, counted from 0: observations end a turn.
         token_ids: Row up to and including the token.
-        rollout_logprob, logprob: Logprobs of the engine and of the trainer.
-        response_start: Position of the first sampled token.
+        text: Description for people.
     """
 
+    difference: float
     sample_id: int
-    position: int
     token_ids: tuple[int, ...]
-    rollout_logprob: float
-    logprob: float
-    response_start: int
-    turn: int = 0
-
-    @property
-    def difference(self) -> float:
-        """Distance of the two logprobs; infinite if one is not a number."""
-        distance = abs(self.rollout_logprob - self.logprob)
-        return distance if math.isfinite(distance) else math.inf
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +117,19 @@ def _worst_token(
         return None
     ranked = torch.where(mask, size.nan_to_num(nan=torch.inf), -1.0)
     row, position = divmod(int(ranked.argmax()), size.shape[1])
-    return WorstToken(
-        sample_id=int(batch.sample_ids[row]),
-        position=position,
-        token_ids=tuple(batch.token_ids[row, : position + 1].tolist()),
-        rollout_logprob=float(batch.rollout_logprobs[row, position]),
-        logprob=float(logprobs[row, position]),
-        response_start=int(batch.response_mask[row].int().argmax()),
-        turn=int((batch.response_mask[row].int().diff()[:position] == 1).sum()) - 1,
+    ids = batch.token_ids[row, : position + 1].tolist()
+    engine, trainer = float(batch.rollout_logprobs[row, position]), float(logprobs[row, position])
+    distance, sample_id = abs(engine - trainer), int(batch.sample_ids[row])
+    is_sampled = batch.response_mask[row].int()
+    # Observations end a turn.
+    turn = int((is_sampled.diff()[:position] == 1).sum()) - 1
+    text = (
+        f"sample {sample_id}, turn {turn}, response token {position - int(is_sampled.argmax())} "
+        f"(id {ids[-1]}): engine {engine:.6g}, trainer {trainer:.6g}\n"
+        f"  its last tokens: {ids[-16:]}"
     )
+    distance = distance if math.isfinite(distance) else math.inf
+    return WorstToken(distance, sample_id, tuple(ids), text)
 
 
 def check_parity(
@@ -178,25 +171,15 @@ def check_parity(
     raise ParityError(
         "engine and trainer compute different logprobs for the same tokens, so the engine does not "
         f"sample from the model that is trained\n  {report.summary()}\n"
-        f"  worst token: sample {worst.sample_id}, turn {worst.turn}, response token "
-        f"{worst.position - worst.response_start} (id {worst.token_ids[-1]}): engine "
-        f"{worst.rollout_logprob:.6g}, trainer {worst.logprob:.6g}\n"
-        f"  its last tokens: {list(worst.token_ids[-16:])}\n"
-        + _layer(report, batch, actor, session, context)
+        f"  worst token: {worst.text}\n" + _layer(worst, batch, actor, session, limits.hidden)
     )
 
 
 def _layer(
-    report: ParityReport,
-    batch: RolloutBatch,
-    actor: nn.Module,
-    session: EngineSession,
-    context: DistributedContext,
+    worst: WorstToken, batch: RolloutBatch, actor: nn.Module, session: EngineSession, limit: float
 ) -> str:
     """Return a line on the first layer that differs, if the engine shows its layers; collective."""
-    engine, worst = session.running, report.worst
-    if worst is None:
-        return ""
+    engine, context = session.running, session.context
     if context.config.sp_size > 1:
         return "  layers: not compared, each rank computes a slice of the sequence"
     local_media = dict(zip(batch.sample_ids.tolist(), batch.media.prompts, strict=False))
@@ -211,7 +194,7 @@ def _layer(
         engine,
         worst.token_ids,
         device=context.device,
-        limit=report.limits.hidden,
+        limit=limit,
         media=media,
     )
     # Each rank's engine has a copy of the weights; only one of them may be wrong.
