@@ -68,8 +68,7 @@ def run(table, rows, how, *, strategy=None, ref=None, old=None, values=None):
         torch.from_numpy(index),
         batch,
         outputs,
-        rewards=torch.from_numpy(table.rewards),
-        greedy_rewards=None,
+        shape_rewards(table, None, TrainConfig()),
         settings=how,
         context=strategy or Alone(),
     )

@@ -12,7 +12,7 @@ from lightrft.algorithms.advantages.row_level import CPGD_WEIGHTINGS
 from lightrft.algorithms.correction_terms import CORRECTION_PRESETS
 from lightrft.config import TrainConfig
 from lightrft.config.options import options_of
-from lightrft.experience.maker import AdvantageSettings, assemble
+from lightrft.experience.maker import AdvantageSettings, assemble, shape_rewards
 from lightrft.records.batch import PolicyOutputs, collate
 from lightrft.stages.policy.algorithm import check_algorithm, decide
 from lightrft.strategy import get_fake_strategy
@@ -116,8 +116,7 @@ def step(changes):
         torch.arange(12),
         rollouts,
         outputs,
-        rewards=torch.from_numpy(table.rewards),
-        greedy_rewards=greedy,
+        shape_rewards(table, None, TrainConfig(), greedy_rewards=greedy),
         settings=AdvantageSettings(
             options, algorithm.estimator, kl_coef=0.0 if options.use_kl_loss else 0.3
         ),

@@ -161,9 +161,8 @@ def assemble(
     rows: Tensor,
     rollouts: RolloutBatch,
     outputs: PolicyOutputs,
+    shaped: ShapedRewards,
     *,
-    rewards: Tensor,
-    greedy_rewards: Tensor | None,
     settings: AdvantageSettings,
     context: DistributedContext,
 ) -> ExperienceBatch:
@@ -173,15 +172,14 @@ def assemble(
         table: Rows of all ranks.
         rows: [batch] int64, rows of `table` that `rollouts` holds.
         rollouts, outputs: This rank's rows.
-        rewards: [rows of table] from `shape_rewards`.
-        greedy_rewards: [rows of table] rewards of the greedy completions; ReMax only.
+        shaped: Rewards of the rows of `table`.
         settings: Settings of the estimation.
         context: Process groups, to sum the moments over all ranks.
 
     Raises:
         NumericsError: An advantage is not finite.
     """
-    estimated = _estimate(table, rows, rollouts, outputs, rewards, greedy_rewards, settings)
+    estimated = _estimate(table, rows, rollouts, outputs, shaped, settings)
     advantages, mask = estimated.advantages, rollouts.response_mask
     if advantage_traits(settings.estimator).whitens or settings.config.advantages_norm:
         moments = masked_moments(
@@ -210,24 +208,23 @@ def _estimate(
     rows: Tensor,
     rollouts: RolloutBatch,
     outputs: PolicyOutputs,
-    rewards: Tensor,
-    greedy_rewards: Tensor | None,
+    shaped: ShapedRewards,
     settings: AdvantageSettings,
 ) -> TokenAdvantages:
-    mask, config = rollouts.response_mask, settings.config
+    mask, config, greedy = rollouts.response_mask, settings.config, shaped.greedy_rewards
     kl = _reward_kl(outputs, mask, settings)
     gamma: float | Tensor = config.gamma
     if config.turn_credit == "discounted":
         gamma = turn_discounts(mask, gamma=config.gamma)
     if advantage_traits(settings.estimator).is_token_level:
-        local = rewards[rows].to(mask.device, torch.float32)
+        local = shaped.rewards[rows].to(mask.device, torch.float32)
         # A running scale and a limit apply only to whole rewards.
         is_changed = config.reward_running_norm or config.reward_clip > 0
         paid = None if is_changed else rollouts.facts.get("turn_rewards")
-        shaped = token_rewards(local, mask, kl=kl, kl_coef=settings.kl_coef, turn_rewards=paid)
+        by_token = token_rewards(local, mask, kl=kl, kl_coef=settings.kl_coef, turn_rewards=paid)
         return estimate_token_advantages(
             settings.estimator,
-            TokenAdvantageInputs(shaped, mask, outputs.values, gamma, config.lambd),
+            TokenAdvantageInputs(by_token, mask, outputs.values, gamma, config.lambd),
         )
     # Branches of an episode share its reward, which counts once.
     episodes, places = episodes_of(table), torch.from_numpy(episode_places(table))
@@ -235,10 +232,10 @@ def _estimate(
     by_episode = estimate_row_advantages(
         settings.estimator,
         RowAdvantageInputs(
-            rewards=rewards[:count],
+            rewards=shaped.rewards[:count],
             group_ids=torch.from_numpy(episodes.group_ids),
             lengths=torch.from_numpy(episodes.sampled_lengths),
-            greedy_rewards=None if greedy_rewards is None else greedy_rewards[:count],
+            greedy_rewards=None if greedy is None else greedy[:count],
             is_scored=torch.from_numpy(~episodes.is_masked),
             components={
                 name: torch.from_numpy(episodes.components[:, column])
@@ -513,8 +510,7 @@ def make_experience(
         torch.from_numpy(plan.row_index(rank)),
         batch,
         outputs,
-        rewards=shaped.rewards,
-        greedy_rewards=shaped.greedy_rewards,
+        shaped,
         settings=settings,
         context=context,
     )
