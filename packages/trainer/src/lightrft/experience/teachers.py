@@ -254,10 +254,7 @@ class PromptedTeacher:
             unscored = [False] * len(prompt.teacher_token_ids)
             marks.append([*unscored, *batch.response_mask[row, tail].tolist()])
         token_ids, attention_mask = pad_rows(texts, batch.token_ids.device)
-        response_mask = torch.zeros_like(attention_mask)
-        response_mask[attention_mask] = torch.tensor(
-            [mark for row in marks for mark in row], device=response_mask.device
-        )
+        response_mask = pad_rows(marks, batch.token_ids.device)[0].bool()
         sampled, other = batch.token_ids[batch.response_mask], token_ids[response_mask]
         if not torch.equal(sampled, other):
             raise RuntimeError("a teacher with a prompt of its own scores the student's tokens")

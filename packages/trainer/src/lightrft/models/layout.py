@@ -361,5 +361,5 @@ def pad_rows(texts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tens
     lengths = torch.tensor([len(text) for text in texts])
     mask = torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
     token_ids = torch.zeros(mask.shape, dtype=torch.int64)
-    token_ids[mask] = torch.tensor([token for text in texts for token in text])
+    token_ids[mask] = torch.tensor([token for text in texts for token in text]).long()
     return token_ids.to(device), mask.to(device)

@@ -109,31 +109,27 @@ class GroupScorer:
         whole = self._whole(rollouts) if self._is_whole else None
         if whole is not None:
             return whole
-        places: dict[int, list[int]] = {}
-        for place, rollout in enumerate(rollouts):
-            places.setdefault(rollout.group_id, []).append(place)
-        groups = {
-            key: [rollouts[place] for place in group_places] for key, group_places in places.items()
-        }
+        groups: dict[int, list[Rollout]] = {}
+        for rollout in rollouts:
+            groups.setdefault(rollout.group_id, []).append(rollout)
         for key, group in groups.items():
             if key not in self._calls:
                 self.add(group)
-        results: list[RewardResult | None] = [None] * len(rollouts)
-        num_broken, scored = 0, set[int]()
+        results: dict[int, RewardResult | None] = {}
+        num_broken = 0
         for key, group in groups.items():
             call = self._calls.get(key)
             group_results = self._score(group) if call is None else call.result()
-            for place, result in zip(places[key], group_results, strict=True):
-                results[place] = result
-            scored.update(places[key])
+            results |= {id(r): each for r, each in zip(group, group_results, strict=True)}
             num_broken = num_broken + 1 if all(result is None for result in group_results) else 0
             if num_broken == MAX_FAILURES_IN_A_ROW:
                 self.close()
                 break
-        for place in set(range(len(rollouts))) - scored:
-            entry = self._ledger.of(rollouts[place].sample_id)
-            entry.has_failed = entry.is_abandoned = True
-        return results
+        for rollout in rollouts:
+            if id(rollout) not in results:
+                entry = self._ledger.of(rollout.sample_id)
+                entry.has_failed = entry.is_abandoned = True
+        return [results.get(id(rollout)) for rollout in rollouts]
 
     def close(self) -> None:
         """Prevent further calls."""

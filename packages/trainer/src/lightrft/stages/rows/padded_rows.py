@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -50,11 +49,9 @@ def pad(
         pixels: Reads the media of the rows.
     """
     token_ids, attention_mask = pad_rows([row.token_ids.tolist() for row in rows], device)
-    is_trained = torch.zeros_like(attention_mask)
-    flat = np.concatenate([row.is_trained for row in rows])
-    is_trained[attention_mask] = torch.from_numpy(flat).to(device)
+    is_trained, _ = pad_rows([row.is_trained.tolist() for row in rows], device)
     media = pixels.read(rows)
-    return PaddedRows(tuple(map(int, ids)), token_ids, attention_mask, is_trained, media)
+    return PaddedRows(tuple(map(int, ids)), token_ids, attention_mask, is_trained.bool(), media)
 
 
 def score_padded(
