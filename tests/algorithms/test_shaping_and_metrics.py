@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from lightrft.algorithms.advantages.row_level import clip_rewards, normalize_rewards
-from lightrft.algorithms.moments import Moments, PairedMoments, moments_of, paired_moments
+from lightrft.algorithms.moments import (
+    Moments,
+    PairedMoments,
+    join_moments,
+    moments_of,
+    paired_moments,
+)
 from lightrft.algorithms.value import explained_variance
 
 
@@ -54,7 +60,7 @@ def test_explained_variance_worked_and_over_ranks(ragged) -> None:
 
     def share(values, returns, mask=mask):
         part = paired_moments(returns, returns - values, mask)
-        return explained_variance(PairedMoments.joined(part[None]))
+        return explained_variance(PairedMoments.of(part))
 
     assert share(values, returns) == pytest.approx(-1.518398, abs=1e-6)
     assert share(returns + 1, returns) == pytest.approx(1.0)
@@ -71,7 +77,7 @@ def test_explained_variance_worked_and_over_ranks(ragged) -> None:
     )
     error = (batch.rewards - batch.values)[batch.mask]
     expected = 1 - error.var() / batch.rewards[batch.mask].var()
-    assert explained_variance(PairedMoments.joined(parts)) == pytest.approx(expected)
+    assert explained_variance(PairedMoments.of(join_moments(parts))) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e7, -1e9])
@@ -83,5 +89,5 @@ def test_explained_variance_of_far_returns_keeps_its_digits(offset) -> None:
     mask = torch.ones(2, 4, dtype=torch.bool)
     rows = [paired_moments(returns[i], errors[i], mask[i]) for i in (0, 1)]
     expected = 1 - errors.var(correction=0) / (returns - offset).var(correction=0)
-    found = explained_variance(PairedMoments.joined(torch.stack(rows)))
+    found = explained_variance(PairedMoments.of(join_moments(torch.stack(rows))))
     assert found == pytest.approx(float(expected), rel=1e-6)

@@ -112,24 +112,8 @@ class PairedMoments:
     products: float
 
     @classmethod
-    def joined(cls, parts: Tensor) -> PairedMoments:
-        """Return those of all parts together.
-
-        Args:
-            parts: [parts, 6] float64, each from `paired_moments`.
-        """
-        counts = parts[:, :1]
-        total = counts.sum().clamp(min=1)
-        means = (counts * parts[:, 1:3]).sum(dim=0) / total
-        shift = parts[:, 1:3] - means
-        between = torch.cat([shift.square(), shift.prod(dim=1, keepdim=True)], dim=1)
-        sums = (parts[:, 3:] + counts * between).sum(dim=0).tolist()
-        first, second = means.tolist()
-        return cls(float(counts.sum()), (first, second), (sums[0], sums[1]), sums[2])
-
-    @classmethod
     def of(cls, numbers: Tensor) -> PairedMoments:
-        """Return the moments that `to_tensor` gave as numbers."""
+        """Return the moments as numbers, from [6] of `paired_moments` or `join_moments`."""
         count, first, second, squares, other_squares, products = numbers.tolist()
         return cls(count, (first, second), (squares, other_squares), products)
 
@@ -139,11 +123,6 @@ class PairedMoments:
         if self.is_constant(0) or self.is_constant(1):
             return None
         return self.products / math.sqrt(self.squares[0] * self.squares[1])
-
-    def to_tensor(self) -> Tensor:
-        """[6] float64, a part for `joined`."""
-        numbers = (self.count, *self.means, *self.squares, self.products)
-        return torch.tensor(numbers, dtype=torch.float64)
 
     def is_constant(self, index: int) -> bool:
         """Return whether the first or second numbers are equal, up to rounding; False for NaN."""
@@ -159,6 +138,17 @@ def paired_moments(first: Tensor, second: Tensor, mask: Tensor) -> Tensor:
     means = [values.sum() / count.clamp(min=1) for values in inside]
     x, y = (mask_out(v - mean, mask) for v, mean in zip(inside, means, strict=True))
     return torch.stack([count, *means, x.square().sum(), y.square().sum(), (x * y).sum()])
+
+
+def join_moments(parts: Tensor) -> Tensor:
+    """Moments [6] of all pairs, from [parts, 6] of `paired_moments`."""
+    counts = parts[:, :1]
+    total = counts.sum().clamp(min=1)
+    means = (counts * parts[:, 1:3]).sum(dim=0) / total
+    shift = parts[:, 1:3] - means
+    between = torch.cat([shift.square(), shift.prod(dim=1, keepdim=True)], dim=1)
+    sums = (parts[:, 3:] + counts * between).sum(dim=0)
+    return torch.cat([counts.sum(dim=0), means, sums])
 
 
 def whiten(values: Tensor, mask: Tensor, moments: Moments, *, ddof: int = 0) -> Tensor:

@@ -185,35 +185,35 @@ def _joined(
     first = parts[0]
     if first.table is None:
         raise ValueError("the first rank's rows have no table")
-    scored = [item for part in own for item in part.scored]
-    ledger = SampleLedger()
-    for part in own:
-        ledger.entries.update({int(i): note.entry() for i, note in part.notes.items()})
-        greedy = {int(i): note.entry() for i, note in part.greedy_notes.items()}
-        ledger.greedy.entries.update(greedy)
-    accounts = {
-        item.rollout.sample_id: Account.of(item.rollout, ledger)
-        for item in (scored if first.is_proved else ())
-    }
-    evidence = Evidence(
-        accounts,
-        {entry.key: entry for part in own for entry in part.entries},
-        frozenset(first.special_ids),
-        ledger=ledger,
-    )
+    agent_counts = None
+    if first.agent_counts is not None:
+        agent_counts = [counts for part in own for counts in part.agent_counts or ()]
     return Samples(
-        scored,
+        [item for part in own for item in part.scored],
         first.table.table(world_size),
         first.num_prompts,
         first.num_rounds,
         None if first.greedy is None else first.greedy.table(world_size),
         None if first.selection is None else _selection(first.selection),
         first.report,
-        evidence if first.is_proved else None,
+        _evidence(first, own) if first.is_proved else None,
         first.tool_names,
-        None
-        if first.agent_counts is None
-        else [counts for part in own for counts in part.agent_counts or ()],
+        agent_counts,
+    )
+
+
+def _evidence(first: _StoredSamples, own: Sequence[_StoredSamples]) -> Evidence:
+    ledger = SampleLedger()
+    for part in own:
+        ledger.entries.update({int(i): note.entry() for i, note in part.notes.items()})
+        greedy = {int(i): note.entry() for i, note in part.greedy_notes.items()}
+        ledger.greedy.entries.update(greedy)
+    rollouts = [item.rollout for part in own for item in part.scored]
+    return Evidence(
+        {rollout.sample_id: Account.of(rollout, ledger) for rollout in rollouts},
+        {entry.key: entry for part in own for entry in part.entries},
+        frozenset(first.special_ids),
+        ledger=ledger,
     )
 
 

@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.moments import (
-    PairedMoments,
-    paired_moments,
-)
+from lightrft.algorithms.moments import PairedMoments, join_moments, paired_moments
 from lightrft.strategy.distributed.process_end import NumericsError
 
 if TYPE_CHECKING:
@@ -107,10 +104,7 @@ class StepMetrics:
 
         `finish` turns their moments over all ranks into the metric; None is left out.
         """
-        metric = _Metric(
-            lambda numbers: finish(PairedMoments.of(numbers)),
-            lambda parts: PairedMoments.joined(parts).to_tensor(),
-        )
+        metric = _Metric(lambda numbers: finish(PairedMoments.of(numbers)), join_moments)
         self._add(name, metric, paired_moments(first, second, mask))
 
     def add_max(self, name: str, value: float | Tensor) -> None:
