@@ -237,7 +237,7 @@ def length_normalisation_is_left_out(patch):
 @bug("sums of the reference", "prefer")
 def the_reference_is_the_trained_model(patch):
     def change(original):
-        return lambda model, items, part, passes: original(passes.model, items, part, passes)
+        return lambda model, items, part: original(part.passes.model, items, part)
 
     wrap(patch, preference_objective, "score_items", change)
 
