@@ -359,7 +359,7 @@ class RolloutEngine(ABC):
         self.status = EngineStatus.SLEEPED
 
     def _release_memory(self, level: int, awake: Sequence[str]) -> None:  # noqa: B027
-        """Release the backend's memory, of which the parts in `awake` are resident."""
+        """Release the backend's memory; the parts in `awake` are resident."""
 
     def wake_up(self, tags: tuple[str, ...] | None = None) -> None:
         """Take memory back; the engine is awake once both tags, "weights" and "kv_cache", are.

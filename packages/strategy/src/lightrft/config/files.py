@@ -222,7 +222,7 @@ def lines_of(path: Path, *, max_bytes: int = MAX_BYTES) -> Iterator[bytes]:
     """Yield the lines of a file with their ends; the file may be larger than memory.
 
     Only a newline ends a line: JSON may leave other separators as they are in a text. A line above
-    `max_bytes` comes in parts, none of which is JSON.
+    `max_bytes` comes in parts.
 
     Raises:
         FileError: It is missing, not a regular file, or unreadable.

@@ -17,7 +17,7 @@ from lightrft.config.toml import read_toml
 PROCESSES = "nproc_per_node"
 # For TOML files, after the name of something that is not an option.
 TABLE_HINT = ": it is a table; options have none: put its lines at the top level"
-# Former switches, each of which is now a value of an option.
+# Former switches; each is now a value of an option.
 SWITCHES = {"use_gspo": ("policy_loss", "gspo"), "use_cpg_loss": ("policy_loss", "cpgd")}
 
 

@@ -131,7 +131,6 @@ class TeacherRows:
 
     Args:
         prompts: All prompts of the run.
-        names: Names of the teachers, in order.
         factors: Weight of each teacher by name; {} if there is only one.
         column: Column of the data with the name of a row's teacher.
     """

@@ -78,7 +78,7 @@ class SoundSource(FileSource):
         return f"data:audio/wav;base64,{base64.b64encode(as_wav(samples, rate)).decode()}"
 
     def decode(self) -> "tuple[NDArray[np.float32], int]":
-        """Return the mean of its channels, [samples] from -1 to 1, and their rate per second.
+        """Return the mean of its channels, [samples] with full scale 1, and their rate per second.
 
         Raises:
             MediaError: The file is no sound, empty, damaged, cut off, shorter than `MIN_SECONDS` or

@@ -4,7 +4,7 @@ from lightrft.engines.facts import EngineFacts, combines
 
 
 def has_known_order(*, top_k: int, top_p: float, min_p: float) -> bool:
-    """Return whether one truncation acts alone: SGLang takes top_p of the mass before top_k."""
+    """Return False if truncations act together: SGLang takes top_p of the mass before top_k."""
     return not combines(top_k=top_k, top_p=top_p, min_p=min_p)
 
 

@@ -4,7 +4,7 @@ from lightrft.engines.facts import EngineFacts, combines
 
 
 def has_known_order(*, top_k: int, top_p: float, min_p: float) -> bool:
-    """Return whether min_p acts without another truncation: vLLM applies it before both."""
+    """Return False if min_p and another truncation act together: vLLM applies min_p first."""
     return not (min_p > 0 and combines(top_k=top_k, top_p=top_p, min_p=min_p))
 
 

@@ -55,7 +55,7 @@ def _fake_forward(hidden, weight, bias, targets, *options):
 
 
 def _backward(*arguments):
-    """Return (dL/dhidden, dL/dweight, dL/dbias), of which `needs` selects some."""
+    """Return (dL/dhidden, dL/dweight, dL/dbias); those that `needs` leaves out are empty."""
     grad_logprobs, grad_entropies, hidden, weight, bias, targets, *results, needs = arguments[:11]
     options = arguments[11:]
     grads = _memory(hidden, weight, bias, needs)

@@ -79,7 +79,7 @@ def automatic_choice(hidden: Tensor, weight: Tensor) -> LogprobImplementation:
         # float32 product.
         return "cublas"
     if why_not_cublas(hidden, weight) is not None:
-        # No tensor-core product is exact for these dtypes: float32 or float64 products.
+        # Without Triton, or for dtypes of which no tensor-core product is exact: plain products.
         return "chunked"
     # A pass over stored products is cheap relative to products of this hidden size. With a smaller
     # one it would take as long as the products.

@@ -47,7 +47,7 @@ def generating_options(config: SamplingOptions) -> dict[str, object]:
 
 
 def open_strategy(config: TrainConfig) -> StrategyBase:
-    """Build ranks, engine and loader of the generating side; it prepares no model."""
+    """Return the strategy of ranks that generate: for their engine and loader, without a model."""
     config = config.replaced(generating_options(config))
     sizes = (config.seed, config.max_norm, 1, config.train_batch_size)
     return FSDPV2Strategy(*sizes, args=config)
