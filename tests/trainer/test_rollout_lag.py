@@ -190,6 +190,12 @@ def test_without_a_correction_it_must_be_said(build_world, capsys):
     assert "off_policy_correction of rows of older weights: none" in capsys.readouterr().out
 
 
+def test_a_library_trainer_refuses_to_overlap_before_it_says_what_that_sets(build_world, capsys):
+    with pytest.raises(ConfigError, match="overlap stream is of whole runs"):
+        build_world(overlap="stream")
+    assert "sets" not in capsys.readouterr().err
+
+
 def test_rows_that_no_checkpoint_can_keep_are_refused_at_the_start(tmp_path, capsys):
     table = {"input": ["say a", "say b"], "day": [date(2026, 1, 1), date(2026, 1, 2)]}
     table["label"] = ["#### 1", "#### 2"]

@@ -180,21 +180,25 @@ class TrainConfig(RowRunOptions, PolicyOptions):
         if problems:
             raise ConfigError("invalid configuration:\n  " + "\n  ".join(problems))
 
+    def overlap_choices(self, num_processes: int) -> dict[str, int]:
+        """Return the options that `overlap` sets, by name, without those that somebody set."""
+        choices = {
+            "stream": {"stream_chunk": -(-self.max_response_tokens // self.max_staleness)},
+            "split": {"rollout_lag": 1, "rollout_ranks": num_processes // 2},
+        }
+        return {
+            name: value
+            for name, value in choices.get(self.overlap, {}).items()
+            if name not in self.explicit and self.__dict__[name] == getattr(type(self), name)
+        }
+
     def overlapped(self, num_processes: int) -> Self:
         """Return the options with the choices of `overlap`, unless somebody set them.
 
         Raises:
             ConfigError: The run cannot overlap in this way; a line for each reason.
         """
-        choices = {
-            "stream": {"stream_chunk": -(-self.max_response_tokens // self.max_staleness)},
-            "split": {"rollout_lag": 1, "rollout_ranks": num_processes // 2},
-        }
-        chosen = {
-            name: value
-            for name, value in choices.get(self.overlap, {}).items()
-            if name not in self.explicit and self.__dict__[name] == getattr(type(self), name)
-        }
+        chosen = self.overlap_choices(num_processes)
         if not chosen:
             return self
         if chosen.get("rollout_ranks") == 0:

@@ -214,7 +214,7 @@ class PolicyStage(Stage[PolicyBatch]):
             )
         critic = self.models.named("critic")
         config.check_world_size(strategy.world_size)
-        if config.overlapped(strategy.world_size) is not config:
+        if config.overlap_choices(strategy.world_size):
             raise ConfigError(f"overlap {config.overlap} is of whole runs: give what it sets")
         check_algorithm(
             config,
