@@ -8,7 +8,7 @@ from lightrft.cli.main import main
 from lightrft.config import TrainConfig
 from lightrft.tools.model_presets import write_tiny_model
 from lightrft.tools.translate.options import translate
-from lightrft.tools.translate.script import read_script
+from lightrft.tools.translate.script import Script, read_script
 
 SCRIPT = """\
 import re
@@ -90,6 +90,7 @@ def test_a_script_of_twenty_lines_trains(folder, capsys):
         ({"importance_sampling_level": "sequence"}, {"policy_loss": "gspo"}),
         ({"lr_scheduler_type": "cosine"}, {"min_lr_ratio": 0.0}),
         ({"use_vllm": True}, {"engine_type": "vllm"}),
+        ({"use_vllm": None}, {}),
         ({"epsilon": 0.1, "epsilon_high": 0.3}, {"eps_clip": 0.1, "eps_clip_high": 0.3}),
         ({"steps_per_generation": 4}, {"rollout_batch_size": 4, "train_batch_size": 8}),
         ({"max_steps": 8, "num_train_epochs": 1}, {"max_steps": 8, "num_episodes": 8}),
@@ -373,6 +374,14 @@ def test_scripts_of_other_trainers_are_those_of_other_commands(folder, text, com
     assert script.command == command
     config = TrainConfig.from_args(translate(script.arguments, script=script).options)
     assert {name: config.__dict__[name] for name in expected} == expected
+
+
+def test_values_that_a_script_leaves_open_need_no_note():
+    made = translate(
+        {"assistant_only_loss": None, "completion_only_loss": None}, script=Script("sft", "sft")
+    )
+    assert [note for note in made.notes if "loss" in note] == []
+    assert "train_on" not in made.options
 
 
 def test_a_script_of_two_trainers_is_two_scripts(folder, capsys):
