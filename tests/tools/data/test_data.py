@@ -85,6 +85,14 @@ def test_every_bad_row_is_named_and_none_is_skipped(check, model):
     assert out.endswith("\n6 bad rows\n")
 
 
+def test_many_bad_rows_are_counted_and_the_first_twenty_shown(check):
+    code, out, _ = check([{"question": " ", "answer": "1"}] * 23)
+    assert code == 4
+    assert "rows that cannot be used: 23\n" in out
+    assert [f"\n  p.jsonl:{n}: " in out for n in range(1, 24)] == [True] * 20 + [False] * 3
+    assert "\n  and 3 more\n" in out
+
+
 def test_a_hanging_reward_ends_at_its_deadline_in_one_call(check, tmp_path):
     (tmp_path / "r.py").write_text("def hangs(responses):\n    while True: pass\n")
     start = time.monotonic()

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from lightrft.models.statements import Statements
 
 T = TypeVar("T")
-NUM_SAMPLES = 3
+NUM_SAMPLES, MAX_LINES = 3, 20
 MAX_CHARACTERS = 1500
 QUANTILES = {"shortest": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
 PROGRESS_SECONDS = 5.0
@@ -134,7 +134,7 @@ def show_check(result: DataCheck, *, prompt_max_len: int, in_tokens: bool) -> No
     show_media([size for row in result.rows for size in row.media_sizes])
     say(f"empty prompts: {result.num_empty}")
     say(f"without label: {result.num_without_label}")
-    show_lines("rows that cannot be used", result.problems)
+    show_lines("rows that cannot be used", result.problems, MAX_LINES)
 
 
 def show_media(sizes: Sequence[tuple[int, int]]) -> None:
@@ -168,7 +168,7 @@ def show_certificate(result: Certificate | None) -> None:
         say(f"best of what is no reference answer: {result.best_wrong}, {wrong:.3f} of {gold:.3f}")
     for doubt in result.doubts:
         say(f"warning: {doubt}")
-    show_lines("reference answers that cannot be right", result.problems)
+    show_lines("reference answers that cannot be right", result.problems, MAX_LINES)
 
 
 def show_places(what: str, places: Sequence[str]) -> None:
@@ -197,11 +197,13 @@ def show_lengths(what: str, counts: Sequence[int]) -> None:
         say(f"{what}: {', '.join(shown)}")
 
 
-def show_lines(what: str, lines: Sequence[str]) -> None:
-    """Print the number of lines, and the lines."""
+def show_lines(what: str, lines: Sequence[str], most: int | None = None) -> None:
+    """Print the number of lines, and the lines; None is all of them."""
     say(f"{what}: {len(lines)}")
-    for line in lines:
+    for line in lines[:most]:
         say(f"  {line}")
+    if most is not None and len(lines) > most:
+        say(f"  and {len(lines) - most} more")
 
 
 def verdict(num_bad: int, usable: Sequence[object], words: str) -> int:
