@@ -13,8 +13,9 @@ from tests.machine import seconds, wait_until
 from lightrft.config import TrainConfig
 from lightrft.rewards.worker import FRAME
 from lightrft.rollout.environments.operation_loop import OperationLoop
-from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError
-from lightrft.rollout.environments.running import Running
+from lightrft.rollout.environments.pool import EnvironmentPool
+from lightrft.rollout.running import Running
+from lightrft.rollout.workers import EpisodeError
 
 HERE = Path(__file__).parent
 CASES = HERE / "overlapping_environments.py"

@@ -12,7 +12,7 @@ import os
 import pickle
 import queue
 import re
-import selectors
+import select
 import signal
 import socket
 import subprocess
@@ -20,7 +20,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -28,7 +28,7 @@ from lightrft.config.printable import printable
 from lightrft.rewards import supervisor as supervisor_module, worker as worker_module
 from lightrft.rewards.consumption import POLL_SECONDS, Consumption
 from lightrft.rewards.supervisor import MEMORY_REASON
-from lightrft.rewards.worker import FRAME
+from lightrft.rewards.worker import FRAME, take_frames
 from lightrft.utils.scratch import remove_left_folders
 
 _CHUNK = 1 << 16
@@ -102,9 +102,11 @@ class WorkerOutput:
         self._name = name
         self._pending = b""
         self._num_lines = 0
+        self.has_ended = False
 
     def feed(self, chunk: bytes) -> None:
-        """Take what was read from the worker."""
+        """Take what was read from the worker; nothing is its end."""
+        self.has_ended = not chunk
         *lines, self._pending = (self._pending + chunk).split(b"\n")
         for line in lines:
             self._take(line)
@@ -168,13 +170,17 @@ class StartedWorker:
         process: Process of its supervisor.
         channel: Socket that ends both when closed; says why the supervisor ended the worker.
         output: Output of the worker.
+        unsent: Frames that are not yet written; other threads may append to them.
+        received: Beginning of a frame whose end is still to come.
     """
 
     process: subprocess.Popen[bytes]
     channel: socket.socket
     output: WorkerOutput
+    unsent: bytearray = field(default_factory=bytearray)
+    received: bytearray = field(default_factory=bytearray)
 
-    def pipes(self) -> tuple[int, int, int]:
+    def _pipes(self) -> tuple[int, int, int]:
         """Return the pipes of requests, answers and printed output; none of them blocks."""
         process = self.process
         assert process.stdin is not None
@@ -182,14 +188,59 @@ class StartedWorker:
         assert process.stderr is not None
         return process.stdin.fileno(), process.stdout.fileno(), process.stderr.fileno()
 
-    def drain(self) -> None:
-        """Take what the worker has printed by now."""
+    def send(self, message: object) -> None:
+        """Append a message to those that `exchange` writes."""
+        body = pickle.dumps(message)
+        self.unsent.extend(FRAME.pack(len(body)) + body)
+
+    def exchange(self, seconds: float | None, *, wakes: int | None = None) -> list[bytes]:
+        """Write and read what the pipes take and have; return the answers that are complete.
+
+        Args:
+            seconds: Longest wait for something to write or read; None waits without end.
+            wakes: Pipe whose bytes end the wait.
+
+        Raises:
+            EOFError: The worker has ended.
+        """
+        requests, answers, printed = self._pipes()
+        poll = select.poll()
+        poll.register(answers, select.POLLIN)
+        if self.unsent:
+            poll.register(requests, select.POLLOUT)
+        if not self.output.has_ended:
+            poll.register(printed, select.POLLIN)
+        if wakes is not None:
+            poll.register(wakes, select.POLLIN)
+        for pipe, _ in poll.poll(None if seconds is None else 1000 * seconds):
+            if pipe == requests:
+                self._write(requests)
+                continue
+            chunk = os.read(pipe, _CHUNK)
+            if pipe == printed:
+                self.output.feed(chunk)
+            elif pipe == answers and not chunk:
+                raise EOFError
+            elif pipe == answers:
+                self.received.extend(chunk)
+        return take_frames(self.received)
+
+    def _write(self, requests: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            try:
+                del self.unsent[: os.write(requests, self.unsent[:_CHUNK])]
+            except BrokenPipeError:
+                self.unsent.clear()  # the end of the answers explains it
+
+    def end_call(self) -> None:
+        """Take what the worker has printed by now, and end the output of a call."""
         with contextlib.suppress(BlockingIOError):
             for _ in range(_MAX_CHUNKS):
-                chunk = os.read(self.pipes()[2], _CHUNK)
-                if not chunk:
-                    return
+                chunk = os.read(self._pipes()[2], _CHUNK)
                 self.output.feed(chunk)
+                if not chunk:
+                    break
+        self.output.end_call()
 
 
 class WorkerProcess:
@@ -309,20 +360,25 @@ class WorkerProcess:
         seconds: float,
         is_over: Callable[[], bool] = lambda: False,
     ) -> object:
-        body = pickle.dumps(message)
-        deadline = time.monotonic() + seconds
+        started.send(message)
+        deadline, answers = time.monotonic() + seconds, list[bytes]()
         try:
-            answer = _transfer(started, FRAME.pack(len(body)) + body, deadline, is_over)
+            while not answers:
+                left = deadline - time.monotonic()
+                if left <= 0 or is_over():  # also while a worker prints without end
+                    raise WorkerTimeoutError
+                answers = started.exchange(min(left, POLL_SECONDS))
+            started.end_call()
         except (WorkerTimeoutError, KeyboardInterrupt):
             self.close()
             raise
-        except (BrokenPipeError, EOFError) as err:
+        except EOFError as err:
             text, _ = self.ending()
             self.close()
             raise WorkerFailedError(text) from err
         finally:
             started.output.end_call()
-        reply = cast("dict[str, object]", json.loads(answer))
+        reply = cast("dict[str, object]", json.loads(answers[0]))
         if "error" in reply:
             raise WorkerFailedError(
                 str(reply["error"]), kind=str(reply["kind"]), traceback=str(reply["traceback"])
@@ -341,7 +397,7 @@ class WorkerProcess:
         returncode: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             returncode = started.process.wait(_END_SECONDS)
-        started.drain()
+        started.end_call()
         started.channel.setblocking(False)
         with contextlib.suppress(OSError):
             if started.channel.recv(len(MEMORY_REASON)) == MEMORY_REASON:
@@ -358,46 +414,6 @@ class WorkerProcess:
             else "a crash in native code"
         )
         return f"the worker process was ended by {name} ({cause})", False
-
-
-def _transfer(
-    started: StartedWorker, outgoing: bytes, deadline: float, is_over: Callable[[], bool]
-) -> bytes:
-    """Send a frame and read one, both without blocking beyond the deadline or `is_over`."""
-    requests, answers, printed = started.pipes()
-    pending, received = memoryview(outgoing), bytearray()
-    with selectors.DefaultSelector() as selector:
-        selector.register(requests, selectors.EVENT_WRITE)
-        selector.register(answers, selectors.EVENT_READ)
-        selector.register(printed, selectors.EVENT_READ)
-        while not _is_complete(received):
-            left = deadline - time.monotonic()
-            if left <= 0 or is_over():  # also while a worker prints without end
-                raise WorkerTimeoutError
-            for key, _ in selector.select(min(left, POLL_SECONDS)):
-                if key.fd == requests:
-                    pending = pending[os.write(requests, pending[:_CHUNK]) :]
-                    if not pending:
-                        selector.unregister(requests)
-                    continue
-                chunk = os.read(key.fd, _CHUNK)
-                if key.fd == answers:
-                    if not chunk:
-                        raise EOFError
-                    received += chunk
-                elif chunk:
-                    started.output.feed(chunk)
-                else:
-                    selector.unregister(printed)
-    started.drain()
-    return bytes(received[FRAME.size :])
-
-
-def _is_complete(received: bytearray) -> bool:
-    if len(received) < FRAME.size:
-        return False
-    size = cast("int", FRAME.unpack_from(received)[0])
-    return len(received) >= FRAME.size + size
 
 
 def _end(started: StartedWorker) -> None:

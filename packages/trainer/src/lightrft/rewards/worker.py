@@ -23,6 +23,8 @@ from functools import partial
 from typing import BinaryIO, Protocol, cast, runtime_checkable
 
 FRAME = struct.Struct("<Q")
+# Describes an exception in an answer.
+Failure = Callable[[BaseException], dict[str, object]]
 
 
 class Handler(Protocol):
@@ -50,7 +52,7 @@ class Server(Protocol):
         requests: BinaryIO,
         answers: BinaryIO,
         *,
-        failure: Callable[[BaseException], dict[str, object]],
+        failure: Failure,
         inherited: tuple[int, ...],
     ) -> None:
         """Serve until there are no more requests."""
@@ -64,7 +66,7 @@ class ReportedError(Exception):
 def main() -> None:
     """Serve requests until stdin ends."""
     requests, answers = _private_pipes()
-    setup = cast("dict[str, object]", _read(requests))
+    setup = cast("dict[str, object]", read_frame(requests))
     handler: Handler | Server | None = None
     try:
         handler = _start(setup)
@@ -78,7 +80,7 @@ def main() -> None:
         handler.serve(requests, answers, failure=failure, inherited=inherited)
         return
     while handler is not None:
-        request = _read(requests)
+        request = read_frame(requests)
         if request is None:
             return
         try:
@@ -122,11 +124,24 @@ def _failure(err: BaseException, setup: dict[str, object]) -> dict[str, object]:
     return {"error": f"{kind}: {err}", "kind": kind, "traceback": "".join(lines).rstrip()}
 
 
-def _read(pipe: BinaryIO) -> object:
+def read_frame(pipe: BinaryIO) -> object:
+    """Wait for a message and return it; None after the last one."""
     header = pipe.read(FRAME.size)
     if len(header) < FRAME.size:
         return None
     return pickle.loads(pipe.read(FRAME.unpack(header)[0]))
+
+
+def take_frames(received: bytearray) -> list[bytes]:
+    """Remove the complete frames from what was received, and return their bodies."""
+    bodies = []
+    while len(received) >= FRAME.size:
+        stop = FRAME.size + int(FRAME.unpack_from(received)[0])
+        if len(received) < stop:
+            break
+        bodies.append(bytes(received[FRAME.size : stop]))
+        del received[:stop]
+    return bodies
 
 
 def framed(answer: object) -> bytes:

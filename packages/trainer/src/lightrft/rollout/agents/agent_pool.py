@@ -6,25 +6,20 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, cast
 
 from lightrft.config import ConfigError, RewardOptions, ScoringOptions
 from lightrft.config.registry import AGENT_KINDS, split_kind, split_reference
-from lightrft.rewards.process import (
-    WorkerFailedError,
-    WorkerProcess,
-    WorkerTask,
-    WorkerTimeoutError,
-)
+from lightrft.rewards.process import WorkerFailedError, WorkerTask
 from lightrft.rewards.types import RewardResult
+from lightrft.rollout.workers import WorkerLostError, Workers
 
 logger = logging.getLogger(__name__)
 # Extra time after the deadline for a worker whose agents do not stop.
 GRACE_SECONDS = 5.0
-_WAIT_SECONDS = 0.5
 _MAX_CRASHES = 2
 _WORKER = "lightrft.rollout.agents.agent_worker"
 
@@ -73,6 +68,9 @@ Tell = Callable[[AgentEnd | AgentRestart], None]
 class AgentPool:
     """Workers of one rank; a context manager that ends them.
 
+    An agent that its worker outlives ends alone. A worker that dies begins once more with the
+    agents that it had.
+
     Args:
         config: Options `agent` or `agent_command`, `environment_workers` and
             `agent_timeout_seconds`.
@@ -86,17 +84,17 @@ class AgentPool:
         self.name, task = _program(config) if config.agent_command else _function(config)
         agent = str(config.agent_command or config.agent)
         count = config.environment_workers or os.cpu_count() or 1
-        self._workers = [WorkerProcess(task, name=self.name) for _ in range(count)]
+        self._workers = [Workers(task, name=self.name) for _ in range(count)]
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="agents")
         try:
-            self._workers[0].start()
+            self._workers[0].started()
         except WorkerFailedError as error:
             self.close()
             text = str(error)
             named = text if self.name in text else f"agent {agent}: {text}"
             raise ConfigError(named) from error
 
-    def run(self, tasks: Sequence[AgentTask], tell: Tell) -> list[Future[None]]:
+    def run(self, tasks: Sequence[AgentTask], tell: Tell) -> None:
         """Start all agents at once.
 
         Args:
@@ -104,17 +102,64 @@ class AgentPool:
             tell: Callback from other threads, for restarts and once for the end of each task.
         """
         count = len(self._workers)
-        shares = [tasks[number::count] for number in range(count)]
-        return [
-            self._threads.submit(_WorkerEpisodes(worker, self._seconds, tell).run, share)
-            for worker, share in zip(self._workers, shares, strict=True)
-            if share
-        ]
+        for number, workers in enumerate(self._workers):
+            share = {task.number: task for task in tasks[number::count]}
+            if share:
+                self._threads.submit(self._run_share, workers, share, tell)
+
+    def _run_share(self, workers: Workers, share: dict[int, AgentTask], tell: Tell) -> None:
+        """Run the agents of one worker until the last one ends; report errors, raise none."""
+        failure = ""
+        try:
+            for num_crashes in range(_MAX_CRASHES):
+                for number in share if num_crashes else ():
+                    tell(AgentRestart(number))
+                failure, may_repeat = self._attempt(workers, share, tell)
+                if not (share and may_repeat):
+                    break
+        except Exception as error:  # noqa: BLE001 - reported for every episode
+            failure = f"{type(error).__name__}: {error}"
+        for number in share:
+            tell(AgentEnd(number, failure=failure))
+
+    def _attempt(
+        self, workers: Workers, share: dict[int, AgentTask], tell: Tell
+    ) -> tuple[str, bool]:
+        """Run agents in one worker; `share` keeps those that had not ended when it did.
+
+        Returns:
+            Reason why the worker ended, and whether these agents may begin once more.
+        """
+        answers, reason = dict[Future[object], int](), ""
+        try:
+            worker, _ = workers.started()
+            begun = time.monotonic()
+            for number, task in share.items():
+                arguments = task.base_url, task.key, task.row
+                request = {"arguments": arguments, "seconds": self._seconds}
+                answers[worker.send(request, seconds=self._seconds + GRACE_SECONDS)] = number
+        except WorkerFailedError as error:
+            return str(error), not error.kind
+        except WorkerLostError as error:
+            return str(error), True
+        for answer in as_completed(answers):
+            problem, number = answer.exception(), answers[answer]
+            if problem is None:
+                tell(AgentEnd(number, _result(answer.result())))
+            elif isinstance(problem, WorkerFailedError) and problem.kind:
+                tell(AgentEnd(number, failure=str(problem)))
+            else:
+                reason = str(problem)
+                continue
+            del share[number]
+        if time.monotonic() - begun > self._seconds:
+            return f"it did not end within {self._seconds:g} s", False
+        return reason, True
 
     def close(self) -> None:
         """Close the workers; calling it twice is allowed."""
-        for worker in self._workers:
-            worker.close()
+        for workers in self._workers:
+            workers.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def __enter__(self) -> Self:
@@ -122,82 +167,6 @@ class AgentPool:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-@dataclass(slots=True)
-class _WorkerEpisodes:
-    """Episodes of one worker."""
-
-    worker: WorkerProcess
-    seconds: float
-    tell: Tell
-
-    def run(self, tasks: Sequence[AgentTask]) -> None:
-        """Run episodes until the last one ends; report errors instead of raising them."""
-        waiting = {task.number: task for task in tasks}
-        try:
-            self._follow(waiting)
-        except Exception as error:  # noqa: BLE001 - reported for every episode
-            self._fail(waiting, f"{type(error).__name__}: {error}")
-
-    def _follow(self, waiting: dict[int, AgentTask]) -> None:
-        deadline, num_crashes = self._start(waiting, is_first=True), 0
-        while waiting:
-            try:
-                if deadline is None:
-                    deadline = self._start(waiting, is_first=False)
-                if deadline is None:
-                    continue
-                self._take(waiting, deadline)
-                if waiting and time.monotonic() > deadline + GRACE_SECONDS:
-                    raise WorkerTimeoutError
-            except WorkerTimeoutError:
-                self.worker.close()
-                self._fail(waiting, f"it did not end within {self.seconds:g} s")
-            except WorkerFailedError as error:
-                self.worker.close()
-                num_crashes, deadline = num_crashes + 1, None
-                if num_crashes == _MAX_CRASHES or error.kind:
-                    self._fail(waiting, str(error))
-
-    def _start(self, waiting: dict[int, AgentTask], *, is_first: bool) -> float | None:
-        """Start the remaining episodes; return their deadline, or None if the worker fails."""
-        episodes = [
-            {
-                "number": task.number,
-                "base_url": task.base_url,
-                "key": task.key,
-                "row": task.row,
-                "seconds": self.seconds,
-            }
-            for task in waiting.values()
-        ]
-        for number in () if is_first else waiting:
-            self.tell(AgentRestart(number))
-        try:
-            if not self.worker.is_running:
-                self.worker.start()
-            self.worker.call({"operation": "start", "episodes": episodes}, seconds=self.seconds)
-        except (WorkerFailedError, WorkerTimeoutError):
-            if not is_first:
-                raise
-            return None
-        return time.monotonic() + self.seconds
-
-    def _take(self, waiting: dict[int, AgentTask], deadline: float) -> None:
-        """Report the agents that have ended."""
-        left = max(0.0, deadline - time.monotonic()) + GRACE_SECONDS
-        request = {"operation": "wait", "seconds": _WAIT_SECONDS}
-        ended = cast("list[dict[str, object]]", self.worker.call(request, seconds=left))
-        for end in ended:
-            task = waiting.pop(int(cast("int", end["number"])), None)
-            if task is not None:
-                self.tell(_end_of(task.number, end))
-
-    def _fail(self, waiting: dict[int, AgentTask], reason: str) -> None:
-        for number in waiting:
-            self.tell(AgentEnd(number, failure=reason))
-        waiting.clear()
 
 
 def _function(config: ScoringOptions) -> tuple[str, WorkerTask]:
@@ -237,10 +206,8 @@ def has_other_rewards(config: RewardOptions) -> bool:
     return bool(config.reward_fn or config.remote_rm_url or config.reward_pretrain)
 
 
-def _end_of(number: int, found: dict[str, object]) -> AgentEnd:
-    if found["error"] is not None:
-        return AgentEnd(number, failure=str(found["error"]))
-    if found["reward"] is None:
-        return AgentEnd(number)
-    total, parts = cast("tuple[float, dict[str, float]]", found["reward"])
-    return AgentEnd(number, RewardResult(total, {"agent": total, **parts}))
+def _result(reward: object) -> RewardResult | None:
+    if reward is None:
+        return None
+    total, parts = cast("tuple[float, dict[str, float]]", reward)
+    return RewardResult(total, {"agent": total, **parts})

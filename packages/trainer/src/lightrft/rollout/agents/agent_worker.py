@@ -6,20 +6,19 @@ Runs in the worker; imports only the standard library and the user's file.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
-import queue
+import os
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import cast
+from typing import BinaryIO, cast
 
 from lightrft.config import ConfigError
 from lightrft.config.registry import AGENT_KINDS, load_reference, split_kind, split_reference
 from lightrft.rewards.user_task import finite_number
-from lightrft.rewards.worker import ReportedError
+from lightrft.rewards.worker import Failure, ReportedError, framed, read_frame, write_frame
 from lightrft.strategy.distributed.network import raise_open_files
 
 # Agents that are not coroutines each wait in a separate thread.
@@ -68,7 +67,7 @@ def load_kind(agent: str, sandbox: str) -> HostedAgents:
 
 
 class HostedAgents:
-    """The handler of a worker: starts agents and reports which have ended.
+    """The handler of a worker: runs agents on one event loop, and reports the end of each.
 
     Args:
         agent: Function that is called with `base_url`, `api_key` and `row` of each episode.
@@ -76,61 +75,52 @@ class HostedAgents:
 
     def __init__(self, agent: Agent) -> None:
         raise_open_files(MAX_OPEN_FILES)
-        self._agent = agent
-        self._ended: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
+        self._agent, self._pid = agent, os.getpid()
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(_MAX_THREADS))
         self._tasks: set[asyncio.Task[None]] = set()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def describe(self) -> object:
         """Return nothing; a successful load is the whole answer."""
         return None
 
-    def __call__(self, request: object) -> object:
-        """Start episodes (`start`) or return ended ones, possibly none after a while (`wait`)."""
-        asked = cast("dict[str, object]", request)
-        if asked["operation"] == "start":
-            for episode in cast("list[dict[str, object]]", asked["episodes"]):
-                self._loop.call_soon_threadsafe(self._begin, episode)
-            return None
-        ended = []
-        with contextlib.suppress(queue.Empty):
-            ended.append(self._ended.get(timeout=float(cast("float", asked["seconds"]))))
-            while True:
-                ended.append(self._ended.get_nowait())
-        return ended
+    def serve(
+        self, requests: BinaryIO, answers: BinaryIO, *, failure: Failure, inherited: tuple[int, ...]
+    ) -> None:
+        """Run all agents that the trainer requests, at once."""
+        del inherited
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        while (sent := read_frame(requests)) is not None:
+            operation = self._run(cast("dict[str, object]", sent), answers, failure)
+            self._loop.call_soon_threadsafe(self._begin, operation)
 
-    def _begin(self, episode: dict[str, object]) -> None:
-        task = self._loop.create_task(self._run(episode))
+    def _begin(self, operation: Coroutine[object, object, None]) -> None:
+        task = self._loop.create_task(operation)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, episode: dict[str, object]) -> None:
+    async def _run(self, sent: dict[str, object], answers: BinaryIO, failure: Failure) -> None:
         """Run one episode and report its reward or error."""
-        report: dict[str, object] = {"number": episode["number"], "reward": None, "error": None}
-        seconds = float(cast("float", episode["seconds"]))
+        request = cast("dict[str, object]", sent["request"])
+        seconds = float(cast("float", request["seconds"]))
+        answer: dict[str, object]
         try:
             async with asyncio.timeout(seconds):
-                report["reward"] = checked_reward(await self._result(episode))
+                answer = {"ok": checked_reward(await self._result(request["arguments"]))}
         except TimeoutError as error:
-            late = f"it did not end within {seconds:g} s"
-            report["error"] = f"TimeoutError: {error}" if str(error) else late
-        except ReportedError as error:
-            report["error"] = str(error)
+            late = ReportedError(f"it did not end within {seconds:g} s")
+            answer = failure(error if str(error) else late)
         except BaseException as error:  # noqa: BLE001 - SystemExit of user code included
-            report["error"] = f"{type(error).__name__}: {error}"
-        self._ended.put(report)
+            answer = failure(error)
+        if os.getpid() != self._pid:
+            os._exit(0)  # an agent forked this process: only the worker itself may answer
+        write_frame(answers, framed({"number": sent["number"], **answer}))
 
-    async def _result(self, episode: Mapping[str, object]) -> object:
-        arguments = (
-            str(episode["base_url"]),
-            str(episode["key"]),
-            cast("dict[str, object]", episode["row"]),
-        )
+    async def _result(self, arguments: object) -> object:
+        base_url, key, row = cast("tuple[str, str, dict[str, object]]", arguments)
         if inspect.iscoroutinefunction(self._agent):
-            return await cast("Awaitable[object]", self._agent(*arguments))
-        result = await self._loop.run_in_executor(None, self._agent, *arguments)
+            return await cast("Awaitable[object]", self._agent(base_url, key, row))
+        result = await self._loop.run_in_executor(None, self._agent, base_url, key, row)
         return await result if inspect.isawaitable(result) else result
 
 

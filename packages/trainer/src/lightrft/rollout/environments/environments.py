@@ -29,12 +29,13 @@ from lightrft.rollout.environments.journal import (
     remove_further_ranks,
     sampling_facts,
 )
-from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError
+from lightrft.rollout.environments.pool import EnvironmentPool
 from lightrft.rollout.environments.specs import EnvironmentSpecs
 from lightrft.rollout.environments.turns import Observations, Turns
 from lightrft.rollout.scoring import finished_samples, open_scorer
 from lightrft.rollout.single_turn import generate
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts
+from lightrft.rollout.workers import EpisodeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

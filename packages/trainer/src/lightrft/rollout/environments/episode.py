@@ -14,8 +14,9 @@ from lightrft.records.rollout import AnsweredCall, ResponseTurns, Rollout, TurnS
 from lightrft.rewards.types import KeptEnvironment, RewardResult
 from lightrft.rollout.environments.call_formats import ToolCall
 from lightrft.rollout.environments.content import Parts, from_json
-from lightrft.rollout.environments.pool import EpisodeError, Host, NoRoomError
+from lightrft.rollout.environments.pool import Host, NoRoomError
 from lightrft.rollout.environments.specs import RowEnvironment
+from lightrft.rollout.workers import EpisodeError
 
 
 class OtherAnswerError(EpisodeError):

@@ -13,7 +13,8 @@ from lightrft.records.sample_ledger import SampleLedger
 from lightrft.rewards.types import RewardError
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.journal import Journal, RecordedTurn
-from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError, Host, NoRoomError
+from lightrft.rollout.environments.pool import EnvironmentPool, Host, NoRoomError
+from lightrft.rollout.workers import EpisodeError
 from lightrft.strategy.engine.session import EngineSession
 
 # Distance between an episode's request ids: each turn samples with another id.

@@ -21,10 +21,11 @@ from lightrft.rollout.environments.content import from_json
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.episode_batch import ChangedAnswerError, EpisodeBatch
 from lightrft.rollout.environments.journal import Journal
-from lightrft.rollout.environments.pool import EnvironmentPool, EpisodeError, Host
+from lightrft.rollout.environments.pool import EnvironmentPool, Host
 from lightrft.rollout.environments.specs import EnvironmentSpecs
 from lightrft.rollout.environments.turns import Turns
 from lightrft.rollout.source import SourceParts
+from lightrft.rollout.workers import EpisodeError
 
 
 class EpisodeWork:

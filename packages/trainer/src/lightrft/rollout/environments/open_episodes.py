@@ -33,12 +33,13 @@ from lightrft.rollout.environments.episode import Episode, OtherAnswerError
 from lightrft.rollout.environments.episode_batch import ChangedAnswerError, EpisodeBatch
 from lightrft.rollout.environments.episode_work import EpisodeWork
 from lightrft.rollout.environments.journal import Journal
-from lightrft.rollout.environments.pool import EpisodeError, Host
+from lightrft.rollout.environments.pool import Host
 from lightrft.rollout.open_groups import EpisodeState, OpenGroup, OpenSample
 from lightrft.rollout.open_turns import ResponsePart
 from lightrft.rollout.scoring import finished_samples, open_scorer
 from lightrft.rollout.single_turn import generate
 from lightrft.rollout.source import SampleRequests, Samples
+from lightrft.rollout.workers import EpisodeError
 
 if TYPE_CHECKING:
     from lightrft.engines.media.sources import ImageSource

@@ -16,9 +16,9 @@ from collections.abc import Callable, Coroutine, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO, cast
 
-from lightrft.rewards.worker import FRAME, framed, write_frame
-from lightrft.rollout.environments.running import Running
+from lightrft.rewards.worker import Failure, framed, take_frames, write_frame
 from lightrft.rollout.environments.stepped import Operation, OperationClock, Stepped, stepping
+from lightrft.rollout.running import Running
 
 # Most threads of the executor that coroutines use.
 _MAX_THREADS = 1024
@@ -42,7 +42,7 @@ class OperationLoop:
     def __init__(
         self,
         perform: Callable[[Request], Coroutine[object, object, object]],
-        failure: Callable[[BaseException], dict[str, object]],
+        failure: Failure,
         *,
         answers: BinaryIO,
         running: Running,
@@ -74,12 +74,7 @@ class OperationLoop:
         chunk = os.read(pipe, _CHUNK)
         self._has_ended = not chunk
         self._received += chunk
-        while len(self._received) >= FRAME.size:
-            stop = FRAME.size + int(FRAME.unpack_from(self._received)[0])
-            if len(self._received) < stop:
-                break
-            self._waiting.append(pickle.loads(self._received[FRAME.size : stop]))
-            del self._received[:stop]
+        self._waiting.extend(map(pickle.loads, take_frames(self._received)))
         if self._waiting or self._has_ended:
             self._loop.stop()
 

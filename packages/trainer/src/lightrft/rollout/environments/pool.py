@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar, cast
 
@@ -20,8 +17,8 @@ from lightrft.rewards.process import (
     WorkerTimeoutError,
 )
 from lightrft.rollout.environments.calls import TURN_TOOL
-from lightrft.rollout.environments.shared_worker import SharedWorker, WorkerLostError
 from lightrft.rollout.environments.worker import EnvironmentFullError
+from lightrft.rollout.workers import EpisodeError, SharedWorker, WorkerLostError, Workers
 
 Result = TypeVar("Result")
 _TURN_SCHEMA: dict[str, object] = {"parameters": {"properties": {"action": {"type": "string"}}}}
@@ -29,10 +26,6 @@ _TURN_SCHEMA: dict[str, object] = {"parameters": {"properties": {"action": {"typ
 CHARACTERS_PER_TOKEN = 16
 # Operations of one worker; a thread waits for each.
 _MAX_IN_FLIGHT = 256
-
-
-class EpisodeError(RuntimeError):
-    """An episode cannot go on: its environment failed, hung or died."""
 
 
 class NoRoomError(EpisodeError):
@@ -84,7 +77,7 @@ class Host:
     It serves one piece of work, whose calls never reach a worker that was started later.
     """
 
-    def __init__(self, workers: _Workers) -> None:
+    def __init__(self, workers: Workers) -> None:
         self._workers = workers
         self._worker: SharedWorker | None = None
         self.generation = 0
@@ -116,10 +109,10 @@ class Host:
             WorkerLostError: The worker has ended otherwise.
         """
         if self._worker is None:
-            raise WorkerLostError(is_explained=True)
+            raise WorkerLostError("it was not started", is_explained=True)
         try:
             request = {"operation": operation, "episode": episode, "draws": draws, **details}
-            return self._worker.ask(request, seconds=seconds)
+            return self._worker.send(request, seconds=seconds).result()
         except WorkerTimeoutError as error:
             text = f"{operation} did not return within {seconds:g} s; {error}"
             raise EpisodeError(text) from error
@@ -141,81 +134,6 @@ class Host:
             self.ask("close", episode, seconds=seconds, draws=(0, 0))
 
 
-class _Workers:
-    """Workers of one task, running one at a time; for any number of threads.
-
-    Args:
-        task: Task of the workers.
-    """
-
-    def __init__(self, task: WorkerTask) -> None:
-        self.task = task
-        self.current: SharedWorker | None = None
-        self.described: object = None
-        self._generation = 0
-        self._is_closed = False
-        self._lock = threading.Lock()
-        self._turns = threading.Condition()
-        self._num_busy = self._num_apart = 0
-        self._is_apart = False
-
-    def started(self) -> tuple[SharedWorker, int]:
-        """Return the running worker, and how many there were including it."""
-        with self._lock:
-            if self._is_closed:
-                raise EpisodeError("the workers have ended")
-            if self.current is None or not self.current.is_running:
-                worker = SharedWorker(self.task)
-                self.described = worker.start()
-                self.current = worker
-                self._generation += 1
-            return self.current, self._generation
-
-    def attempt(self, work: Callable[[Host], Result]) -> Result:
-        """Return `work(host)`; restart it if another operation ended the worker.
-
-        If the culprit is unknown, the operations in flight are repeated one at a time, so that a
-        second end has a known culprit.
-        """
-        is_apart = False
-        while True:
-            try:
-                with self._turn(is_apart=is_apart):
-                    return work(Host(self))
-            except WorkerLostError as error:
-                is_apart = not error.is_explained
-
-    @contextlib.contextmanager
-    def _turn(self, *, is_apart: bool) -> Iterator[None]:
-        """Yield while others may run, too, or alone."""
-        with self._turns:
-            self._num_apart += is_apart
-            self._turns.wait_for(
-                lambda: (
-                    not (self._is_apart or self._num_busy)
-                    if is_apart
-                    else not (self._is_apart or self._num_apart)
-                )
-            )
-            self._num_busy += 1
-            self._is_apart = is_apart
-        try:
-            yield
-        finally:
-            with self._turns:
-                self._num_busy -= 1
-                self._num_apart -= is_apart
-                self._is_apart = False
-                self._turns.notify_all()
-
-    def close(self) -> None:
-        """End the worker; no other is started."""
-        with self._lock:
-            self._is_closed = True
-            if self.current is not None:
-                self.current.close()
-
-
 class EnvironmentPool:
     """Workers of one rank; a context manager that ends them.
 
@@ -235,7 +153,7 @@ class EnvironmentPool:
         count = config.environment_workers or os.cpu_count() or 1
         # Schemas need a library that is slow to import and that no episode needs.
         describing = replace(task, arguments=(*task.arguments[:3], True, *task.arguments[4:]))
-        self._workers = [_Workers(describing), *(_Workers(task) for _ in range(count - 1))]
+        self._workers = [Workers(describing), *(Workers(task) for _ in range(count - 1))]
         try:
             self._workers[0].started()
         except WorkerFailedError as error:
@@ -260,7 +178,8 @@ class EnvironmentPool:
 
         def serve(number: int) -> Result | EpisodeError:
             try:
-                return self._workers[number % size].attempt(partial(work, number))
+                workers = self._workers[number % size]
+                return workers.attempt(lambda: work(number, Host(workers)))
             except EpisodeError as error:
                 return error
 

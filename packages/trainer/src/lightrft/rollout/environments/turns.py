@@ -26,7 +26,8 @@ from lightrft.rollout.environments.episode_batch import (
     ChangedAnswerError,
     EpisodeBatch,
 )
-from lightrft.rollout.environments.pool import EnvironmentSpec, EpisodeError
+from lightrft.rollout.environments.pool import EnvironmentSpec
+from lightrft.rollout.workers import EpisodeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

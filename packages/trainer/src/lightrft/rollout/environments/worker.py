@@ -24,7 +24,7 @@ from lightrft.config import ConfigError
 from lightrft.config.registry import ENVIRONMENT_KINDS, load_reference, split_kind, split_reference
 from lightrft.rewards.environment_snapshot import keep_attributes
 from lightrft.rewards.user_task import finite_number
-from lightrft.rewards.worker import ReportedError
+from lightrft.rewards.worker import Failure, ReportedError
 from lightrft.rollout.environments.calls import ENVIRONMENT_COLUMN
 from lightrft.rollout.environments.content import (
     ContentError,
@@ -35,7 +35,7 @@ from lightrft.rollout.environments.content import (
     to_json,
 )
 from lightrft.rollout.environments.operation_loop import OperationLoop, settled
-from lightrft.rollout.environments.running import Running
+from lightrft.rollout.running import Running
 
 NOT_TOOLS = ("reset", "get_reward", "get_call_reward")
 # Address in the text of an object, which differs in every process.
@@ -187,7 +187,7 @@ class HostedEnvironments:
         requests: BinaryIO,
         answers: BinaryIO,
         *,
-        failure: Callable[[BaseException], dict[str, object]],
+        failure: Failure,
         inherited: tuple[int, ...],
     ) -> None:
         """Serve all operations that the trainer requests."""
