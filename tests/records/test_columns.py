@@ -111,7 +111,14 @@ HEADER = {"weights": 17, "environment": {"schemas": [], "answers_turns": False}}
 def episode_of(sample_id, prompt):
     row = Prompt(sample_id, "", prompt)
     return Episode(
-        0, row, sample_id, sample_id // 4, sample_id, row={}, environment=None, seeds=(0, 0)
+        number=0,
+        prompt=row,
+        request_id=sample_id,
+        group_id=sample_id // 4,
+        sample_id=sample_id,
+        row={},
+        environment=None,
+        seeds=(0, 0),
     )
 
 

@@ -13,7 +13,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.types import EngineConfig, SamplingParams
 from lightrft.records.sample_ledger import FUNCTION, SampleLedger
 from lightrft.rewards.types import RewardResult
-from lightrft.rollout.agents import conversations, episodes
+from lightrft.rollout.agents import conversations
 from lightrft.rollout.agents.agents import note_episode
 from lightrft.rollout.agents.conversations import Conversations
 from lightrft.rollout.agents.endpoint import KeyHolder
@@ -25,6 +25,7 @@ from lightrft.rollout.agents.sampling import RunSampling
 from lightrft.rollout.environments.environments import forging_ids
 from lightrft.rollout.ledger_records import LedgerError, deliver_evidence, take_evidence
 from lightrft.rollout.scoring import score_rollouts, with_branches
+from lightrft.rollout.transcript import Transcript
 
 NUM_EPISODES = 3
 TOKENIZERS = {name: families.family_tokenizer(name) for name in ("Qwen2.5", "Llama 3", "Mistral")}
@@ -206,16 +207,29 @@ def ignores_texts(patch):
 
 def joined_with(change):
     def plant(patch):
-        own = episodes.joined_completion
-        patch.setattr(episodes, "joined_completion", lambda turns: change(turns, own(turns)))
+        own = Transcript.completion
+        patch.setattr(Transcript, "completion", lambda row, number: change(own(row, number)))
 
     return plant
 
 
-def shorter_versions(patch):
-    """As many versions as a row has tokens, when one is missing."""
-    own = episodes.sampled_versions
-    patch.setattr(episodes, "sampled_versions", lambda turns: own(turns)[:-1])
+def sampled_with(change):
+    """Rows whose values are others than their turns'."""
+
+    def plant(patch):
+        own = Transcript.as_sample
+
+        def as_sample(row, *ids, **values):
+            found = own(row, *ids, **values)
+            return replace(found, **change(found))
+
+        patch.setattr(Transcript, "as_sample", as_sample)
+
+    return plant
+
+
+# As many versions as a row has tokens, when one is missing.
+shorter_versions = sampled_with(lambda f: {"token_versions": f.token_versions[:-1]})
 
 
 def without_branch(patch):
@@ -237,7 +251,7 @@ def rolled(values):
     return (*values[1:], values[0])
 
 
-def texts_retokenised(turns, found):
+def texts_retokenised(found):
     ids = (*found.output_token_ids[:-2], 7)
     return replace(
         found,
@@ -300,14 +314,14 @@ PLANTED = {
     "another branch is continued": wrong_parent,
     "histories by their length": any_history,
     "histories by their roles": ignores_texts,
-    "the mask is shifted": joined_with(lambda t, f: replace(f, sampled=rolled(f.sampled))),
-    "all is trained": joined_with(lambda t, f: replace(f, sampled=(True,) * len(f.sampled))),
+    "the mask is shifted": joined_with(lambda f: replace(f, sampled=rolled(f.sampled))),
+    "all is trained": joined_with(lambda f: replace(f, sampled=(True,) * len(f.sampled))),
     "logprobs are shifted": joined_with(
-        lambda t, f: replace(f, output_logprobs=rolled(f.output_logprobs))
+        lambda f: replace(f, output_logprobs=rolled(f.output_logprobs))
     ),
     "a turn is encoded again": joined_with(texts_retokenised),
     "the end of a turn is lost": joined_with(
-        lambda t, f: replace(
+        lambda f: replace(
             f,
             output_token_ids=f.output_token_ids[:-1],
             output_logprobs=f.output_logprobs[:-1],
@@ -315,25 +329,17 @@ PLANTED = {
         )
     ),
     "the prompt of a branch is its parent's": joined_with(
-        lambda t, f: replace(f, prompt_token_ids=f.prompt_token_ids[:-1])
+        lambda f: replace(f, prompt_token_ids=f.prompt_token_ids[:-1])
     ),
-    "the version of another call": lambda patch: patch.setattr(
-        episodes,
-        "sampled_versions",
-        lambda turns: (2,) * len(episodes.joined_completion(turns).output_token_ids),
+    "the version of another call": sampled_with(
+        lambda f: {"token_versions": (2,) * len(f.completion.output_token_ids)}
     ),
-    "the request of another call": lambda patch: patch.setattr(
-        episodes,
-        "join_segments",
-        lambda turns, own=episodes.join_segments: tuple(
-            replace(segment, request_id=segment.request_id + 1) for segment in own(turns)
-        ),
+    "the request of another call": sampled_with(
+        lambda f: {"segments": tuple(replace(s, request_id=s.request_id + 1) for s in f.segments)}
     ),
     "a branch is never made": without_branch,
     "a turn is in two branches": with_a_turn_twice,
-    "turns in another order": lambda patch: patch.setattr(
-        episodes, "join_segments", lambda turns, own=episodes.join_segments: own(turns)[::-1]
-    ),
+    "turns in another order": sampled_with(lambda f: {"segments": f.segments[::-1]}),
 }
 CHANGED = {
     "branches are mixed up": swapped_branches,

@@ -16,7 +16,6 @@ from lightrft.datasets.chat_ids import ChatIds, TemplateRefusedError
 from lightrft.datasets.media import Modality, as_parts
 from lightrft.datasets.suffix import TurnSuffix
 from lightrft.datasets.types import Prompt
-from lightrft.engines.ledger import hash_context
 from lightrft.engines.rows import request_seed
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.records.rollout import Rollout
@@ -44,9 +43,6 @@ from lightrft.rollout.environments.journal import (
     Journal,
     RecordedTurn,
     images_fact,
-    journal_path,
-    remove_further_ranks,
-    sampling_facts,
 )
 from lightrft.rollout.scoring import finished_samples, open_scorer
 from lightrft.rollout.single_turn import generate
@@ -227,43 +223,27 @@ class AgentSource:
         self, requests: SampleRequests, episodes: Sequence[AgentEpisode]
     ) -> CallJournal:
         """Open the journal of this rank, with the turns that a killed process wrote."""
-        folder, step, params = self._agents.folder, requests.step, requests.params
-        if folder is None or step is None:
-            return CallJournal(None, {})
-        context, sync = self._parts.context, self._parts.session.last_weight_sync
-        prompts = [i for e in episodes for i in (e.talk.episode_id, *e.prompt.token_ids)]
-        engine = self._parts.session.engine
-        journal = CallJournal(
-            journal_path(folder, step, requests.batch, context.rank),
-            {
-                "step": step,
-                "batch": requests.batch,
-                "rank": context.rank,
-                "world_size": context.world_size,
-                "weights": 0 if sync is None else sync.engine_hash,
-                "prompts": hash_context(prompts),
-                "sampling": sampling_facts(params),
-                "environment": {
-                    "name": self._agents.pool.name,
-                    "schemas": [],
-                    "answers_turns": True,
-                },
-                **images_fact(chain(*(e.prompt.images for e in episodes))),
+        journal = CallJournal.of_requests(
+            self._agents.folder,
+            requests,
+            self._parts,
+            prompts=[(episode.talk.episode_id, episode.prompt) for episode in episodes],
+            environment={
+                "name": self._agents.pool.name,
+                "schemas": [],
+                "answers_turns": True,
             },
-            vocab_size=None if engine is None else engine.vocab_size,
         )
         if journal.damage is not None:
-            context.print(f"{journal.damage}: what follows is sampled again")
+            self._parts.context.print(f"{journal.damage}: what follows is sampled again")
+        known, engine = journal.known, self._parts.session.engine
         version = -1 if engine is None else engine.weights_version
-        known = journal.known
         if engine is not None:
-            entries = [turn.entry(version, params.distribution) for turn in known.values()]
-            engine.ledger.restore(entries)
+            sampling = requests.params.distribution
+            engine.ledger.restore([turn.entry(version, sampling) for turn in known.values()])
         completions = {key: turn.completion((), version) for key, turn in known.items()}
         for episode in episodes:
             episode.known = dict(completions)
-        if context.rank == 0:
-            remove_further_ranks(folder, step, requests.batch, context.world_size)
         return journal
 
     def _agree(self, problem: Exception | None, rules: AnswerRules) -> None:
@@ -370,45 +350,19 @@ class CallJournal(Journal):
         for turn in new:
             number = self._numbers[turn.request_id] = len(self._numbers)
             parent = None if turn.parent is None else self._numbers[turn.parent.request_id]
-            self._append(
-                {
-                    "event": "reset",
-                    "sample_id": number,
-                    "episode": episode_of[turn.request_id].sample_id,
-                    "parent": parent,
-                    "told": None,
-                    "prompt_token_ids": turn.before.token_ids,
-                    **images_fact(chain(*(each.images for each in turn.before.later))),
-                }
+            self._write(
+                number,
+                "reset",
+                episode=episode_of[turn.request_id].sample_id,
+                parent=parent,
+                told=None,
+                prompt_token_ids=turn.before.token_ids,
+                **images_fact(chain(*(each.images for each in turn.before.later))),
             )
-            sampled = turn.sampled
-            self._append(
-                {
-                    "event": "turn",
-                    "sample_id": number,
-                    "turn": 0,
-                    "request_id": sampled.request_id,
-                    "text": told(turn).text,
-                    "context_hash": hash_context(turn.context),
-                    "token_ids": sampled.output_token_ids,
-                    "logprobs": sampled.output_logprobs,
-                    "logprobs_mode": sampled.logprobs_mode,
-                    "finish_reason": sampled.finish_reason,
-                    "weights_version": sampled.weights_version,
-                    **({"facts": sampled.facts} if sampled.facts else {}),
-                }
-            )
-        numbers = [self._numbers[turn.request_id] for turn in new]
-        self._append({"event": "round", "round": self._num_rounds, "sample_ids": numbers})
+            self._turn((number, 0), told(turn).text, turn.context, turn.sampled)
+        self._round(self._num_rounds, [self._numbers[turn.request_id] for turn in new])
         self._num_rounds += 1
         self.leave(self._num_rounds)
-
-    def ended(self, episode: AgentEpisode) -> None:
-        """Write the reward of an episode, or why it failed."""
-        result = episode.reward
-        reward = None if result is None else [result.reward, dict(result.components)]
-        event = {"event": "end", "sample_id": episode.sample_id, "reward": reward}
-        self._append({**event, "failure": episode.failure or None})
 
 
 @dataclass(slots=True)
@@ -501,7 +455,7 @@ class _AgentRun:
             episode.failure = "it ended without a call that was answered: there is nothing to train"
         if not episode.failure and end.reward is None and not has_other_rewards(self.parts.config):
             episode.failure = "it returned no reward, and there is no --reward_fn"
-        self.journal.ended(episode)
+        self.journal.end(episode.sample_id, episode.reward, episode.failure or None)
 
     def _sample(
         self, params: SamplingParams, requests: list[GenerationRequest]

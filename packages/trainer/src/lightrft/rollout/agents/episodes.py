@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.media import Media
 from lightrft.engines.types import Completion
-from lightrft.records.columns import join_facts
-from lightrft.records.rollout import ResponseTurns, Rollout, TurnSegment
+from lightrft.records.rollout import ResponseTurns, Rollout
 from lightrft.records.table import branch_id
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.agents.conversations import CalledTurn, Conversations
 from lightrft.rollout.agents.replies import told
 from lightrft.rollout.source import AGENT_COUNTS
+from lightrft.rollout.transcript import Transcript
 
 
 @dataclass(slots=True)
@@ -65,27 +64,22 @@ class AgentEpisode:
 
     def to_rollout(self, number: int, turns: list[CalledTurn]) -> Rollout:
         """Make the rollout of one branch of turns."""
-        if not turns:
-            prompt = self.prompt
-            completion = Completion(
-                self.talk.episode_id, 0, prompt.token_ids, (), (), "temperature", "abort"
-            )
-        else:
+        row, request_id = Transcript(prompt=self.prompt), self.talk.episode_id
+        if turns:
             # The agent chose which parts of the row the model sees.
-            ids, none = turns[0].context, Media()
-            prompt = replace(self.prompt, token_ids=ids, messages=(), media=none)
-            completion = joined_completion(turns)
-        texts = tuple(told(turn).text for turn in turns)
-        return Rollout(
-            prompt=prompt,
-            completion=completion,
-            group_id=self.group_id,
-            sample_id=branch_id(self.sample_id, number),
-            response_text="\n".join(filter(None, texts)),
-            token_versions=sampled_versions(turns),
-            segments=join_segments(turns),
-            conversation=ResponseTurns(texts, (), self.num_restarts),
-            later=turns[-1].later if turns else (),
+            ids, request_id = turns[0].context, turns[-1].sampled.request_id
+            row.prompt = replace(self.prompt, token_ids=ids, messages=(), media=Media())
+            row.later += turns[0].later
+        for place, turn in enumerate(turns):
+            if place:
+                row.add_observation(turn.before)
+            row.add_turn(turn.sampled, told(turn).text)
+        return row.as_sample(
+            request_id,
+            self.group_id,
+            branch_id(self.sample_id, number),
+            text="\n".join(filter(None, row.turn_texts)),
+            conversation=ResponseTurns(tuple(row.turn_texts), (), self.num_restarts),
         )
 
     @property
@@ -96,47 +90,3 @@ class AgentEpisode:
         num_malformed = sum(turn.is_malformed for turn in self.talk.turns)
         counts = num_calls, num_calls - kept, len(self.talk.branches()), num_malformed
         return dict(zip(AGENT_COUNTS, (*counts, self.num_restarts), strict=True))
-
-
-def join_segments(turns: list[CalledTurn]) -> tuple[TurnSegment, ...]:
-    """Return the segment of each turn of a branch."""
-    segments = []
-    for turn, following in zip_longest(turns, turns[1:]):
-        seen = ((), ()) if following is None else _shown(following)
-        segments.append(TurnSegment(turn.sampled.request_id, turn.sampled.sample_index, *seen))
-    return tuple(segments)
-
-
-def _shown(turn: CalledTurn) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-    return turn.before.token_ids, turn.before.text_spans
-
-
-def joined_completion(turns: list[CalledTurn]) -> Completion:
-    """Join the sampled tokens of a row and the observations between them into one response."""
-    ids, logprobs, sampled = list[int](), list[float](), list[bool]()
-    parts = []
-    for number, turn in enumerate(turns):
-        shown = turn.before.token_ids if number else ()
-        answer = turn.sampled
-        ids += [*shown, *answer.output_token_ids]
-        logprobs += [*([0.0] * len(shown)), *answer.output_logprobs]
-        sampled += [*([False] * len(shown)), *([True] * len(answer.output_token_ids))]
-        parts += [(len(shown), {}), (len(answer.output_token_ids), answer.facts)]
-    last = turns[-1].sampled
-    return replace(
-        last,
-        prompt_token_ids=turns[0].context,
-        output_token_ids=tuple(ids),
-        output_logprobs=tuple(logprobs),
-        sampled=tuple(sampled),
-        facts=join_facts(*parts),
-    )
-
-
-def sampled_versions(turns: list[CalledTurn]) -> tuple[int, ...]:
-    """Return the weights version of each token of a branch, -1 where nothing was sampled."""
-    versions = []
-    for number, turn in enumerate(turns):
-        versions += [-1] * (len(turn.before.token_ids) if number else 0)
-        versions += [turn.sampled.weights_version] * len(turn.sampled.output_token_ids)
-    return tuple(versions)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -15,7 +14,6 @@ from lightrft.datasets.chat_ids import ChatIds, TemplateRefusedError
 from lightrft.datasets.media import Modality, TextModality
 from lightrft.datasets.render import PromptTokenizer
 from lightrft.datasets.suffix import TurnSuffix
-from lightrft.engines.ledger import hash_context
 from lightrft.records.rollout import Rollout
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.environments.episode import Episode
@@ -24,10 +22,6 @@ from lightrft.rollout.environments.episode_work import EpisodeWork
 from lightrft.rollout.environments.journal import (
     JOURNAL_FOLDER,
     Journal,
-    images_fact,
-    journal_path,
-    remove_further_ranks,
-    sampling_facts,
 )
 from lightrft.rollout.environments.pool import EnvironmentPool
 from lightrft.rollout.environments.specs import EnvironmentSpecs
@@ -212,33 +206,18 @@ class EpisodeSource:
 
     def _open_journal(self, requests: SampleRequests, episodes: list[Episode]) -> Journal:
         """Open the journal of this rank; replay the rounds that all ranks recorded."""
-        folder, step, params = self._environments.folder, requests.step, requests.params
-        if folder is None or step is None:
-            return Journal(None, {})
-        context, sync = self._parts.context, self._parts.session.last_weight_sync
         spec = self._environments.spec
-        prompts = [i for e in episodes for i in (e.request_id, *e.prompt.token_ids)]
-        header = {
-            "step": step,
-            "batch": requests.batch,
-            "rank": context.rank,
-            "world_size": context.world_size,
-            "weights": 0 if sync is None else sync.engine_hash,
-            "prompts": hash_context(prompts),
-            "sampling": sampling_facts(params),
-            "environment": {**asdict(spec), "stateless": sorted(spec.stateless)},
-            **images_fact(chain(*(e.prompt.images for e in episodes))),
-        }
-        engine = self._parts.session.engine
-        journal = Journal(
-            journal_path(folder, step, requests.batch, context.rank),
-            header,
-            vocab_size=None if engine is None else engine.vocab_size,
+        journal = Journal.of_requests(
+            self._environments.folder,
+            requests,
+            self._parts,
+            prompts=[(episode.request_id, episode.prompt) for episode in episodes],
+            environment={**asdict(spec), "stateless": sorted(spec.stateless)},
         )
-        # A round counts if every rank recorded it.
-        journal.follow(min(context.gather_objects(len(journal.recorded.rounds))))
-        if context.rank == 0:
-            remove_further_ranks(folder, step, requests.batch, context.world_size)
+        if journal.is_written:
+            # A round counts if every rank recorded it.
+            num_rounds = self._parts.context.gather_objects(len(journal.recorded.rounds))
+            journal.follow(min(num_rounds))
         return journal
 
     def _run(self, batch: EpisodeBatch, on_group: OnGroup) -> list[RewardResult | None]:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
-from lightrft.datasets.chat_ids import Rendered
-from lightrft.datasets.types import Prompt
-from lightrft.engines.media.media import LaterImages
-from lightrft.engines.types import Completion, Facts
-from lightrft.records.columns import join_facts
-from lightrft.records.rollout import AnsweredCall, ResponseTurns, Rollout, TurnSegment
+from lightrft.records.rollout import AnsweredCall, ResponseTurns, Rollout
 from lightrft.rewards.types import KeptEnvironment, RewardResult
 from lightrft.rollout.environments.call_formats import ToolCall
 from lightrft.rollout.environments.content import Parts, from_json
 from lightrft.rollout.environments.pool import Host, NoRoomError
 from lightrft.rollout.environments.specs import RowEnvironment
+from lightrft.rollout.transcript import Transcript
 from lightrft.rollout.workers import EpisodeError
 
 
@@ -23,19 +19,17 @@ class OtherAnswerError(EpisodeError):
     """An environment that was being restored answered differently."""
 
 
-@dataclass(slots=True)
-class Episode:
+@dataclass(slots=True, kw_only=True)
+class Episode(Transcript):
     """An episode in progress.
 
     Args:
         number: Number in the rank; determines which worker hosts it.
-        prompt: Data row, with the message of `reset`.
         request_id: Request of its first turn; differs after each start.
         group_id, sample_id: As in `Rollout`.
         row: Arguments of `reset`.
         environment: Environment of the row.
         seeds: Seeds of `reset`, shared by all samples of a prompt, and of later calls.
-        is_cut: Its last turn goes on.
         max_sampled: Limit of sampled tokens for now; None is unlimited.
         no_room: Error that delays its start.
         is_late: Its last turn is answered, or rewarded, while other episodes go on.
@@ -45,42 +39,26 @@ class Episode:
     """
 
     number: int
-    prompt: Prompt
     request_id: int
     group_id: int
     sample_id: int
     row: dict[str, object]
     environment: RowEnvironment
     seeds: tuple[int, int]
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    facts: Facts = field(default_factory=dict)
-    segments: list[TurnSegment] = field(default_factory=list)
-    turn_texts: list[str] = field(default_factory=list)
     answers: list[list[AnsweredCall]] = field(default_factory=list)
-    last: Completion | None = None
     is_open: bool = True
-    is_cut: bool = False
     is_late: bool = False
     max_sampled: int | None = None
     failure: EpisodeError | None = None
     no_room: NoRoomError | None = None
     reset_message: str | None = None
     reset_parts: Parts = ()
-    later: list[LaterImages] = field(default_factory=list)
     generation: int = 0
     num_restarts: int = 0
     num_forgotten: int = 0
     pending: list[ToolCall] = field(default_factory=list)
     reward: RewardResult | None = None
     kept: KeptEnvironment | None = None
-
-    @property
-    def context(self) -> tuple[int, ...]:
-        """Ids that precede the next turn."""
-        return (*self.prompt.token_ids, *self.token_ids)
 
     @property
     def num_turns(self) -> int:
@@ -123,40 +101,6 @@ class Episode:
     def draws(self) -> tuple[int, int]:
         """Seed and number of the next call, which determine its random numbers."""
         return self.seeds[1], self.num_calls
-
-    def add_turn(self, turn: Completion, text: str, *, is_cut: bool = False) -> None:
-        """Append what was sampled of a turn.
-
-        Args:
-            turn: Part that one call of the engine sampled.
-            text: Text of the whole turn so far.
-            is_cut: The turn goes on.
-        """
-        self._extend(turn.output_token_ids, turn.output_logprobs, turn.weights_version, turn.facts)
-        self.sampled += [True] * len(turn.output_token_ids)
-        self.segments.append(TurnSegment(turn.request_id, turn.sample_index))
-        if self.is_cut and self.last is not None:
-            turn = _joined(self.last, turn)
-            self.turn_texts.pop()
-        self.turn_texts.append(text)
-        self.last, self.is_cut = turn, is_cut
-
-    def add_observation(self, found: Rendered) -> None:
-        """Append ids that nobody sampled."""
-        ids, place = found.token_ids, len(self.context)
-        self.later += [replace(each, start=each.start + place) for each in found.later]
-        self._extend(ids, [0.0] * len(ids), -1, {})
-        self.sampled += [False] * len(ids)
-        turn = self.segments[-1]
-        self.segments[-1] = TurnSegment(turn.request_id, turn.sample_index, ids, found.text_spans)
-
-    def _extend(
-        self, ids: Sequence[int], logprobs: Sequence[float], version: int, facts: Facts
-    ) -> None:
-        self.facts = join_facts((len(self.token_ids), self.facts), (len(ids), facts))
-        self.token_ids += ids
-        self.logprobs += logprobs
-        self.versions += [version] * len(ids)
 
     def start_over(self) -> None:
         """Forget all turns; the prompt stays."""
@@ -216,48 +160,12 @@ class Episode:
 
     def as_rollout(self) -> Rollout:
         """Return the finished episode as a sample."""
-        last = self.last
-        if last is None:  # the environment failed before the first turn
-            last = Completion(
-                self.request_id, 0, self.prompt.token_ids, (), (), "temperature", "abort"
-            )
-        completion = Completion(
-            request_id=self.request_id,
-            sample_index=0,
-            prompt_token_ids=self.prompt.token_ids,
-            output_token_ids=tuple(self.token_ids),
-            output_logprobs=tuple(self.logprobs),
-            logprobs_mode=last.logprobs_mode,
-            finish_reason=last.finish_reason,
-            weights_version=last.weights_version,
-            sampled=tuple(self.sampled),
-            facts=self.facts,
+        answers = tuple(tuple(turn) for turn in self.answers)
+        return self.as_sample(
+            self.request_id,
+            self.group_id,
+            self.sample_id,
+            text="\n".join(self.turn_texts),
+            conversation=ResponseTurns(tuple(self.turn_texts), answers, self.num_restarts),
+            kept=self.kept,
         )
-        return Rollout(
-            prompt=self.prompt,
-            completion=completion,
-            group_id=self.group_id,
-            sample_id=self.sample_id,
-            response_text="\n".join(self.turn_texts),
-            token_versions=tuple(self.versions),
-            segments=tuple(self.segments),
-            conversation=ResponseTurns(
-                tuple(self.turn_texts),
-                tuple(tuple(turn) for turn in self.answers),
-                self.num_restarts,
-            ),
-            later=tuple(self.later),
-            environment=self.kept,
-        )
-
-
-def _joined(turn: Completion, part: Completion) -> Completion:
-    """Join a turn and the part that a further call of the engine sampled."""
-    lengths = len(turn.output_token_ids), len(part.output_token_ids)
-    return replace(
-        part,
-        prompt_token_ids=turn.prompt_token_ids,
-        output_token_ids=(*turn.output_token_ids, *part.output_token_ids),
-        output_logprobs=(*turn.output_logprobs, *part.output_logprobs),
-        facts=join_facts((lengths[0], turn.facts), (lengths[1], part.facts)),
-    )

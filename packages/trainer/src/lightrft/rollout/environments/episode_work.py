@@ -167,9 +167,7 @@ class EpisodeWork:
         results: dict[int, RewardResult | None] = {}
         for episode in batch.episodes:
             result = None if episode.failure is not None else episode.reward
-            batch.journal.end(
-                episode, None if result is None else [result.reward, dict(result.components)]
-            )
+            batch.journal.end(episode.sample_id, result, episode.failure)
             results[episode.number] = result
         return results
 

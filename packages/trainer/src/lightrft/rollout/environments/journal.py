@@ -20,16 +20,20 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
-from typing import cast
+from typing import Self, cast
 
 from lightrft.config.files import lines_of, make_folder, named_errors
+from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry, hash_context
 from lightrft.engines.media.sources import ImageSource
 from lightrft.engines.types import Completion, FinishReason, LogprobsMode, SamplingParams
 from lightrft.records.rollout import AnsweredCall
+from lightrft.rewards.types import RewardResult
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.journal_lines import FORMAT, Event, event_line, read_event
+from lightrft.rollout.source import SampleRequests, SourceParts
 
 JOURNAL_FOLDER = "journal"
 # Errors that a damaged line may raise.
@@ -268,6 +272,52 @@ class Journal:
         self._file = self._partial.open("wb")
         self._append(begin)
 
+    @classmethod
+    def of_requests(
+        cls,
+        folder: Path | None,
+        requests: SampleRequests,
+        parts: SourceParts,
+        *,
+        prompts: Sequence[tuple[int, Prompt]],
+        environment: Event,
+    ) -> Self:
+        """Open the journal of this rank; one without a file if nothing is to be written.
+
+        Args:
+            folder: Folder of journals; None writes none.
+            requests: Requests whose episodes it records.
+            parts: Parts of the run.
+            prompts: Request id and prompt of each episode.
+            environment: Facts about the tools.
+        """
+        step, batch, context = requests.step, requests.batch, parts.context
+        if folder is None or step is None:
+            return cls(None, {})
+        engine, sync = parts.session.engine, parts.session.last_weight_sync
+        if context.rank == 0:
+            remove_further_ranks(folder, step, batch, context.world_size)
+        return cls(
+            journal_path(folder, step, batch, context.rank),
+            {
+                "step": step,
+                "batch": batch,
+                "rank": context.rank,
+                "world_size": context.world_size,
+                "weights": 0 if sync is None else sync.engine_hash,
+                "prompts": hash_context([i for n, p in prompts for i in (n, *p.token_ids)]),
+                "sampling": sampling_facts(requests.params),
+                "environment": environment,
+                **images_fact(chain.from_iterable(p.images for _, p in prompts)),
+            },
+            vocab_size=None if engine is None else engine.vocab_size,
+        )
+
+    @property
+    def is_written(self) -> bool:
+        """Whether events are written to a file."""
+        return self._file is not None
+
     def follow(self, num_rounds: int) -> None:
         """Replay `num_rounds` rounds."""
         self.recorded.keep(num_rounds)
@@ -285,7 +335,7 @@ class Journal:
         """Write the prompt of an episode, with the message of `reset`."""
         prompt = episode.prompt
         self._write(
-            episode,
+            episode.sample_id,
             "reset",
             told=episode.reset_message,
             prompt_id=prompt.id,
@@ -297,36 +347,45 @@ class Journal:
         """Write the last turns of episodes that were sampled together."""
         for episode in episodes:
             last = episode.last
-            if last is None:
-                continue
-            self._write(
-                episode,
-                "turn",
-                turn=episode.num_turns - 1,
-                request_id=last.request_id,
-                text=episode.turn_texts[-1],
-                context_hash=hash_context(last.prompt_token_ids),
-                token_ids=last.output_token_ids,
-                logprobs=last.output_logprobs,
-                logprobs_mode=last.logprobs_mode,
-                finish_reason=last.finish_reason,
-                weights_version=last.weights_version,
-                **({"facts": last.facts} if last.facts else {}),
-            )
-        line = {"event": "round", "round": number, "sample_ids": [e.sample_id for e in episodes]}
-        self._append(line)
+            if last is not None:
+                place = episode.sample_id, episode.num_turns - 1
+                self._turn(place, episode.turn_texts[-1], last.prompt_token_ids, last)
+        self._round(number, [e.sample_id for e in episodes])
+
+    def _turn(
+        self, place: tuple[int, int], text: str, context: Sequence[int], turn: Completion
+    ) -> None:
+        """Write what was sampled after `context`, as the turn of a sample."""
+        self._write(
+            place[0],
+            "turn",
+            turn=place[1],
+            request_id=turn.request_id,
+            text=text,
+            context_hash=hash_context(context),
+            token_ids=turn.output_token_ids,
+            logprobs=turn.output_logprobs,
+            logprobs_mode=turn.logprobs_mode,
+            finish_reason=turn.finish_reason,
+            weights_version=turn.weights_version,
+            **({"facts": turn.facts} if turn.facts else {}),
+        )
+
+    def _round(self, number: int, sample_ids: Sequence[int]) -> None:
+        """Write which samples had their last turns together."""
+        self._append({"event": "round", "round": number, "sample_ids": sample_ids})
 
     def answer(self, episode: Episode, call: AnsweredCall) -> None:
         """Write a call of the last turn and its answer."""
         fields = asdict(replace(call, content=()))  # the text names its images
         del fields["content"]
-        self._write(episode, "answer", turn=episode.num_turns - 1, call=fields)
+        self._write(episode.sample_id, "answer", turn=episode.num_turns - 1, call=fields)
 
     def observation(self, episode: Episode) -> None:
         """Write what was appended after the last turn."""
         segment = episode.segments[-1]
         self._write(
-            episode,
+            episode.sample_id,
             "observation",
             turn=episode.num_turns - 1,
             token_ids=segment.observation,
@@ -335,17 +394,17 @@ class Journal:
 
     def failed(self, episode: Episode, failure: str) -> None:
         """Write that the environment failed, so the episode is left out."""
-        self._write(episode, "failed", turn=episode.num_turns, failure=failure)
+        self._write(episode.sample_id, "failed", turn=episode.num_turns, failure=failure)
 
     def again(self, episode: Episode, reason: str) -> None:
         """Write that the episode starts over, and forget what was to be replayed of it."""
-        self._write(episode, "again", reason=reason)
+        self._write(episode.sample_id, "again", reason=reason)
         self.recorded.forget(episode.sample_id)
 
-    def end(self, episode: Episode, reward: object) -> None:
+    def end(self, sample_id: int, result: RewardResult | None, failure: object) -> None:
         """Write the reward of an episode, or why it failed."""
-        failure = None if episode.failure is None else str(episode.failure)
-        self._write(episode, "end", reward=reward, failure=failure)
+        reward = None if result is None else [result.reward, dict(result.components)]
+        self._write(sample_id, "end", reward=reward, failure=failure and str(failure))
 
     def close(self) -> None:
         """Close the file; keep the replayed file if its end was not reached."""
@@ -353,8 +412,8 @@ class Journal:
             self._file.close()
             self._file = None
 
-    def _write(self, episode: Episode, event: str, **details: object) -> None:
-        self._append({"event": event, "sample_id": episode.sample_id, **details})
+    def _write(self, sample_id: int, event: str, **details: object) -> None:
+        self._append({"event": event, "sample_id": sample_id, **details})
 
     def _append(self, line: Event) -> None:
         if self._file is not None:
