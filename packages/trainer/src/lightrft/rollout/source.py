@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
+from lightrft.engines.rows import request_seed
 from lightrft.engines.types import SamplingParams
 from lightrft.records.rollout import ScoredRollout
 from lightrft.records.sample_ledger import SampleLedger
 from lightrft.records.table import RowTable
-from lightrft.rewards.types import RewardFunction
+from lightrft.rewards.types import RewardError, RewardFunction
 from lightrft.rollout.ledger_records import Evidence
 from lightrft.rollout.open_groups import NOTHING_OPEN, StreamState
 from lightrft.strategy.distributed.deadlines import StepTimer
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from lightrft.strategy.engine.session import EngineSession
 
 
+State = TypeVar("State")
 # Counts of an agent's episode, for metrics.
 AGENT_COUNTS = ("calls", "lost_calls", "branches", "malformed_calls", "restarts")
 
@@ -111,6 +113,16 @@ class SampleRequests:
         """Request id of each prompt."""
         first, positions = self.first_request_id, self.positions
         return range(first + positions.start, first + positions.stop, positions.step)
+
+    def begin(self) -> list[tuple[Prompt, int, int, int]]:
+        """Note in the ledger what is requested.
+
+        Returns:
+            Prompt, request id, group id and index in the group of each sample.
+        """
+        self.ledger.ask(self.prompts, self.positions, self.params.n, self.request_ids)
+        groups = zip(self.prompts, self.request_ids, self.positions, strict=True)
+        return [(*group, index) for group in groups for index in range(self.params.n)]
 
     def recording(self, parts: SourceParts) -> AbstractContextManager[None]:
         """Return a context in which the engine records its samples, for the ledger gate."""
@@ -224,6 +236,46 @@ class Samples:
                 "the prompts are solved or out of reach"
             )
         return None
+
+
+def task_seeds(params: SamplingParams, request_id: int, index: int) -> dict[str, int]:
+    """Return the seeds of one sample's task by their names.
+
+    The samples of a group are compared with each other, so they share `seed`.
+    """
+    sample_id = request_id * params.n + index
+    return {
+        "seed": request_seed(params.seed, request_id, 0) % 2**31,
+        "sample_seed": request_seed(params.seed, sample_id, 1) % 2**31,
+    }
+
+
+def agree(
+    context: DistributedContext,
+    problem: Exception | None,
+    state: State,
+    notes: Sequence[str] = (),
+) -> list[State]:
+    """Return the state of each rank; raise on all if one has a problem. Collective.
+
+    Args:
+        context: Ranks and collectives.
+        problem: Error of this rank, or None.
+        state: State of this rank.
+        notes: Messages of this rank for the console.
+    """
+    text = None if problem is None else str(problem)
+    everyone: list[tuple[State, str | None, Sequence[str]]]
+    everyone = context.gather_objects((state, text, tuple(notes)))
+    for _, _, lines in everyone:
+        for line in lines:
+            context.print(line)
+    if problem is not None:
+        raise problem
+    for rank, (_, text, _) in enumerate(everyone):
+        if text is not None:
+            raise RewardError(f"rank {rank}: {text}")
+    return [state for state, _, _ in everyone]
 
 
 # Balance if a ledger is missing.

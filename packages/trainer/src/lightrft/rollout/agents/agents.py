@@ -16,7 +16,6 @@ from lightrft.datasets.chat_ids import ChatIds, TemplateRefusedError
 from lightrft.datasets.media import Modality, as_parts
 from lightrft.datasets.suffix import TurnSuffix
 from lightrft.datasets.types import Prompt
-from lightrft.engines.rows import request_seed
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.records.rollout import Rollout
 from lightrft.records.sample_ledger import ENVIRONMENT, SampleLedger
@@ -46,7 +45,7 @@ from lightrft.rollout.environments.journal import (
 )
 from lightrft.rollout.scoring import finished_samples, open_scorer
 from lightrft.rollout.single_turn import generate
-from lightrft.rollout.source import SampleRequests, Samples, SourceParts
+from lightrft.rollout.source import SampleRequests, Samples, SourceParts, agree, task_seeds
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.network import raise_open_files
 
@@ -183,24 +182,17 @@ class AgentSource:
 
     def _begin(self, requests: SampleRequests) -> list[AgentEpisode]:
         params, episodes = requests.params, list[AgentEpisode]()
-        requests.ledger.ask(requests.prompts, requests.positions, params.n, requests.request_ids)
-        rows = zip(requests.prompts, requests.request_ids, requests.positions, strict=True)
-        for prompt, request_id, group_id in rows:
-            # Samples of a group are compared, so they must share one task.
-            seed = request_seed(params.seed, request_id, 0) % 2**31
-            for index in range(params.n):
-                number = request_id * params.n + index
-                seeds = {"seed": seed, "sample_seed": request_seed(params.seed, number, 1) % 2**31}
-                episodes.append(
-                    AgentEpisode(
-                        number=len(episodes),
-                        prompt=prompt,
-                        group_id=group_id,
-                        sample_id=group_id * params.n + index,
-                        row=seeds | shown_row(prompt),
-                        talk=Conversations(self._agents.chat, number),
-                    )
+        for prompt, request_id, group_id, index in requests.begin():
+            episodes.append(
+                AgentEpisode(
+                    number=len(episodes),
+                    prompt=prompt,
+                    group_id=group_id,
+                    sample_id=group_id * params.n + index,
+                    row=task_seeds(params, request_id, index) | shown_row(prompt),
+                    talk=Conversations(self._agents.chat, request_id * params.n + index),
                 )
+            )
         return episodes
 
     def _rules(self, params: SamplingParams) -> AnswerRules:
@@ -253,14 +245,8 @@ class AgentSource:
         """
         sampling = rules.sampling
         different = sampling.differences if isinstance(sampling, RunSampling) else {}
-        local = (None if problem is None else str(problem), dict(different))
-        outcomes = self._parts.context.gather_objects(local)
-        if problem is not None:
-            raise problem
-        for rank, (text, _) in enumerate(outcomes):
-            if text is not None:
-                raise RewardError(f"rank {rank}: {text}")
-        differences = {name: text for _, each in outcomes for name, text in each.items()}
+        outcomes = agree(self._parts.context, problem, dict(different))
+        differences = {name: text for each in outcomes for name, text in each.items()}
         new = sorted(text for name, text in differences.items() if name not in self._told)
         self._told |= set(differences)
         if new:

@@ -31,15 +31,13 @@ from lightrft.rollout.agents.messages import (
     refused,
 )
 from lightrft.rollout.agents.sampling import SamplingRule
-from lightrft.rollout.environments.call_formats import MARKS, MalformedCallError
+from lightrft.rollout.environments.call_formats import MARKS, MalformedCallError, read_calls
 from lightrft.rollout.environments.calls import choose_parser
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Sample = Callable[[SamplingParams, list[GenerationRequest]], list[Completion]]
-# Upper bound of what a template writes before a turn, which may open the model's reasoning.
-_HEADER_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +155,10 @@ class AnswerRules:
     def _calls(self, turn: CalledTurn, *, is_ended: bool) -> tuple[SpokenCall, ...]:
         ids = turn.sampled.output_token_ids
         ids = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
-        text = str(self.tokenizer.decode(ids, skip_special_tokens=False))
-        header = turn.context[-_HEADER_TOKENS:]
-        before = str(self.tokenizer.decode(header, skip_special_tokens=False))
         parse = choose_parser(self.tool_parser, self.tokenizer, turn.call.tools)
+        found = read_calls(parse, self.tokenizer, ids, turn.context, is_ended=is_ended)
         calls = []
-        for number, call in enumerate(parse(text, is_ended, before)):
+        for number, call in enumerate(found):
             name = hashlib.blake2b(f"{turn.request_id}:{number}".encode(), digest_size=4)
             arguments = json.dumps(call.arguments, ensure_ascii=False)
             # Mistral's templates require ids of nine letters and digits.

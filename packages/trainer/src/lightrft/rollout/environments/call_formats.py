@@ -7,9 +7,12 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 from lightrft.config.files import finite_float, refuse_constant
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Arguments = dict[str, object]
 
@@ -46,6 +49,35 @@ class CallParser(Protocol):
             MalformedCallError: It opens a call but has no valid one.
         """
         ...
+
+
+# More than a chat template writes before a turn; it may open the model's thinking there.
+_HEADER_TOKENS = 64
+
+
+def read_calls(
+    parse: CallParser,
+    tokenizer: PreTrainedTokenizerBase,
+    turn: Sequence[int],
+    context: Sequence[int],
+    *,
+    is_ended: bool,
+) -> list[ToolCall]:
+    """Return the calls in a turn.
+
+    Args:
+        parse: Parser of the format.
+        tokenizer: Tokenizer of the model.
+        turn: Ids of the turn without its stop token.
+        context: Ids before it.
+        is_ended: It had a stop token.
+
+    Raises:
+        MalformedCallError: It opens a call but has no valid one.
+    """
+    text = tokenizer.decode(turn, skip_special_tokens=False)
+    before = tokenizer.decode(context[-_HEADER_TOKENS:], skip_special_tokens=False)
+    return parse(str(text), is_ended, str(before))
 
 
 # Parses calls at a place of a text; returns them and the place after them.

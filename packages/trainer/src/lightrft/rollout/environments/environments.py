@@ -192,16 +192,12 @@ class EpisodeSource:
         return self.work.batch(episodes, requests.params, journal=journal, ledger=requests.ledger)
 
     def _episodes(self, requests: SampleRequests) -> list[Episode]:
-        episodes: list[Episode] = []
-        params = requests.params
-        requests.ledger.ask(requests.prompts, requests.positions, params.n, requests.request_ids)
-        rows = zip(requests.prompts, requests.request_ids, requests.positions, strict=True)
-        for prompt, request_id, group_id in rows:
-            for index in range(params.n):
-                episode = self.work.new_episode(prompt, request_id, index, params)
-                episode.number = len(episodes)
-                episode.group_id, episode.sample_id = group_id, group_id * params.n + index
-                episodes.append(episode)
+        episodes, params = list[Episode](), requests.params
+        for prompt, request_id, group_id, index in requests.begin():
+            episode = self.work.new_episode(prompt, request_id, index, params)
+            episode.number = len(episodes)
+            episode.group_id, episode.sample_id = group_id, group_id * params.n + index
+            episodes.append(episode)
         return episodes
 
     def _open_journal(self, requests: SampleRequests, episodes: list[Episode]) -> Journal:

@@ -14,6 +14,7 @@ from lightrft.rewards.types import RewardError
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.journal import Journal, RecordedTurn
 from lightrft.rollout.environments.pool import EnvironmentPool, Host, NoRoomError
+from lightrft.rollout.source import agree
 from lightrft.rollout.workers import EpisodeError
 from lightrft.strategy.engine.session import EngineSession
 
@@ -188,19 +189,7 @@ class EpisodeBatch:
 
     def is_open_anywhere(self, problem: Exception | None) -> bool:
         """Return whether any rank has an open episode; raise on all if one has a problem."""
-        state = (
-            sum(episode.may_sample for episode in self.episodes),
-            None if problem is None else str(problem),
-            tuple(self.notes),
-        )
+        is_open = any(episode.may_sample for episode in self.episodes)
+        notes = tuple(self.notes)
         self.notes.clear()
-        everyone: list[tuple[int, str | None, tuple[str, ...]]]
-        everyone = self.session.context.gather_objects(state)
-        for note in (note for _, _, notes in everyone for note in notes):
-            self.session.context.print(note)
-        if problem is not None:
-            raise problem
-        failed = [(rank, text) for rank, (_, text, _) in enumerate(everyone) if text is not None]
-        if failed:
-            raise RewardError(f"rank {failed[0][0]}: {failed[0][1]}")
-        return any(count for count, _, _ in everyone)
+        return any(agree(self.session.context, problem, is_open, notes))

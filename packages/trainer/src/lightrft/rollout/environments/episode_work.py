@@ -9,7 +9,6 @@ from functools import partial
 from typing import cast
 
 from lightrft.datasets.types import Prompt
-from lightrft.engines.rows import request_seed
 from lightrft.engines.types import SamplingParams
 from lightrft.records.rollout import AnsweredCall
 from lightrft.records.sample_ledger import ENVIRONMENT, SampleLedger
@@ -24,7 +23,7 @@ from lightrft.rollout.environments.journal import Journal
 from lightrft.rollout.environments.pool import EnvironmentPool, Host
 from lightrft.rollout.environments.specs import EnvironmentSpecs
 from lightrft.rollout.environments.turns import Turns
-from lightrft.rollout.source import SourceParts
+from lightrft.rollout.source import SourceParts, task_seeds
 from lightrft.rollout.workers import EpisodeError
 
 
@@ -62,13 +61,9 @@ class EpisodeWork:
             params: Sampling parameters of the run.
         """
         environment = self.specs.of(prompt.row)
-        # Samples are compared with each other, so they need the same task.
-        seed = request_seed(params.seed, request_id, 0) % 2**31
-        sample_id = request_id * params.n + index
-        seeds = (seed, request_seed(params.seed, sample_id, 1) % 2**31)
-        known = dict(zip(("seed", "sample_seed"), seeds, strict=True))
-        known["max_turns"] = self.parts.config.max_turns
+        known = task_seeds(params, request_id, index) | {"max_turns": self.parts.config.max_turns}
         arguments = {name: known[name] for name in environment.spec.takes}
+        sample_id = request_id * params.n + index
         return Episode(
             number=sample_id,
             prompt=prompt,
@@ -77,7 +72,7 @@ class EpisodeWork:
             sample_id=sample_id,
             row=arguments | dict(prompt.row),
             environment=environment,
-            seeds=seeds,
+            seeds=(known["seed"], known["sample_seed"]),
         )
 
     def batch(

@@ -18,7 +18,7 @@ from lightrft.engines.types import Completion, GenerationRequest
 from lightrft.records.media import encode_context, encode_prompt
 from lightrft.records.rollout import AnsweredCall, Rollout, TurnSegment
 from lightrft.records.sample_ledger import SampleEntry
-from lightrft.rollout.environments.call_formats import MalformedCallError, ToolCall
+from lightrft.rollout.environments.call_formats import MalformedCallError, ToolCall, read_calls
 from lightrft.rollout.environments.calls import as_error
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.episode_batch import (
@@ -174,8 +174,6 @@ class Observations:
 
 
 _IMAGE = {"type": "image"}
-# More than a chat template writes before a turn; it may open the model's thinking there.
-HEADER_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,11 +316,9 @@ class Turns:
         """Return the calls in a turn, or what is wrong with them."""
         is_ended = turn.finish_reason == "stop"
         ids = turn.output_token_ids[:-1] if is_ended else turn.output_token_ids
-        text = self.tokenizer.decode(ids, skip_special_tokens=False)
-        header = turn.prompt_token_ids[-HEADER_TOKENS:]
-        before = self.tokenizer.decode(header, skip_special_tokens=False)
+        parse, context = episode.environment.parse, turn.prompt_token_ids
         try:
-            return episode.environment.parse(str(text), is_ended, str(before)), None
+            return read_calls(parse, self.tokenizer, ids, context, is_ended=is_ended), None
         except MalformedCallError as error:
             return [], str(error)
 
