@@ -83,12 +83,12 @@ def a_round(pool):
 
     def begin(number, host):
         host.start()
-        host.ask("reset", str(number), seconds=60.0, draws=(number, -1), row={})
+        host.ask("reset", str(number), draws=(number, -1), row={})
 
     def call(number, host):
         host.start()
         asked = {"name": "mix", "arguments": {"number": number}}
-        return host.ask("call", str(number), seconds=60.0, draws=(number, 0), **asked)
+        return host.ask("call", str(number), draws=(number, 0), **asked)
 
     numbers = range(NUM_EPISODES)
     for future in pool.begin(numbers, begin).values():

@@ -29,7 +29,8 @@ POOLS = {}
 
 def pool_of(config, rank=0, **options):
     """Workers are slow to start: those of one class serve all tests of a module."""
-    key = config.environment, config.tools, config.environment_workers, rank
+    limits = config.tool_timeout_seconds, config.environment_workers
+    key = config.environment, config.tools, *limits, rank
     if key not in POOLS:
         POOLS[key] = EnvironmentPool(config, **options)
     return POOLS[key]

@@ -46,6 +46,7 @@ class Player:
 
     def play(self, number, calls, host):
         host.start()
+        host.seconds = self.limit
         told = [self.ask(host, number, "reset", -1, row={})]
         for place, (name, arguments) in enumerate(calls):
             answer = self.ask(host, number, "call", place, name=name, arguments=arguments)
@@ -56,7 +57,7 @@ class Player:
 
     def ask(self, host, number, operation, place, **details):
         draws = (number, place)
-        return host.ask(operation, str(number), seconds=self.limit, draws=draws, **details)
+        return host.ask(operation, str(number), draws=draws, **details)
 
     def begin(self, episodes):
         """Futures of episodes, all begun at once."""

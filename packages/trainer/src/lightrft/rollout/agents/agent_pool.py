@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, cast
+from typing import cast
 
 from lightrft.config import ConfigError, RewardOptions, ScoringOptions
 from lightrft.config.registry import AGENT_KINDS, split_kind, split_reference
@@ -24,20 +24,8 @@ _MAX_CRASHES = 2
 _WORKER = "lightrft.rollout.agents.agent_worker"
 
 
-@dataclass(frozen=True, slots=True)
-class AgentTask:
-    """An episode in the form that an agent receives.
-
-    Args:
-        number: Index of the episode.
-        base_url, key: URL and API key of the endpoint.
-        row: Columns of the data row.
-    """
-
-    number: int
-    base_url: str
-    key: str
-    row: dict[str, object]
+# Base URL and API key of the endpoint, and columns of the data row.
+AgentTask = tuple[str, str, dict[str, object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +54,7 @@ Tell = Callable[[AgentEnd | AgentRestart], None]
 
 
 class AgentPool:
-    """Workers of one rank; a context manager that ends them.
+    """Workers of one rank.
 
     An agent that its worker outlives ends alone. A worker that dies begins once more with the
     agents that it had.
@@ -94,16 +82,16 @@ class AgentPool:
             named = text if self.name in text else f"agent {agent}: {text}"
             raise ConfigError(named) from error
 
-    def run(self, tasks: Sequence[AgentTask], tell: Tell) -> None:
+    def run(self, tasks: Mapping[int, AgentTask], tell: Tell) -> None:
         """Start all agents at once.
 
         Args:
-            tasks: Tasks of the agents.
+            tasks: Arguments of the agents by index of their episodes.
             tell: Callback from other threads, for restarts and once for the end of each task.
         """
         count = len(self._workers)
         for number, workers in enumerate(self._workers):
-            share = {task.number: task for task in tasks[number::count]}
+            share = dict(list(tasks.items())[number::count])
             if share:
                 self._threads.submit(self._run_share, workers, share, tell)
 
@@ -135,8 +123,7 @@ class AgentPool:
             worker, _ = workers.started()
             begun = time.monotonic()
             for number, task in share.items():
-                arguments = task.base_url, task.key, task.row
-                request = {"arguments": arguments, "seconds": self._seconds}
+                request = {"arguments": task, "seconds": self._seconds}
                 answers[worker.send(request, seconds=self._seconds + GRACE_SECONDS)] = number
         except WorkerFailedError as error:
             return str(error), not error.kind
@@ -161,12 +148,6 @@ class AgentPool:
         for workers in self._workers:
             workers.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def _function(config: ScoringOptions) -> tuple[str, WorkerTask]:

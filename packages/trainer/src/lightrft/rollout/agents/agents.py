@@ -24,7 +24,6 @@ from lightrft.rollout.agents.agent_pool import (
     AgentEnd,
     AgentPool,
     AgentRestart,
-    AgentTask,
     has_other_rewards,
 )
 from lightrft.rollout.agents.agent_worker import MAX_OPEN_FILES
@@ -368,7 +367,7 @@ class _AgentRun:
         endpoint = self.agents.endpoint
         for episode in self.all_episodes:
             episode.key = endpoint.open(episode)
-        tasks = [AgentTask(e.number, endpoint.base_url, e.key, e.row) for e in self.all_episodes]
+        tasks = {e.number: (endpoint.base_url, e.key, e.row) for e in self.all_episodes}
         self.agents.pool.run(tasks, endpoint.events.put)
         while self._goes_on():
             self._gather()

@@ -202,13 +202,12 @@ class EpisodeSource:
 
     def _open_journal(self, requests: SampleRequests, episodes: list[Episode]) -> Journal:
         """Open the journal of this rank; replay the rounds that all ranks recorded."""
-        spec = self._environments.spec
         journal = Journal.of_requests(
             self._environments.folder,
             requests,
             self._parts,
             prompts=[(episode.request_id, episode.prompt) for episode in episodes],
-            environment={**asdict(spec), "stateless": sorted(spec.stateless)},
+            environment=asdict(self._environments.spec),
         )
         if journal.is_written:
             # A round counts if every rank recorded it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from lightrft.records.rollout import AnsweredCall, ResponseTurns, Rollout
@@ -122,9 +121,7 @@ class Episode(Transcript):
         self.reward = self.kept = None
         self.num_restarts += 1
 
-    def host_on(
-        self, host: Host, *, seconds: float, stateless: Collection[str] = frozenset()
-    ) -> None:
+    def host_on(self, host: Host) -> None:
         """Reset the environment, or restore it after the end of its worker.
 
         Every call is repeated and must have the same answer. Stateless functions are skipped.
@@ -139,7 +136,7 @@ class Episode(Transcript):
         is_new = self.generation == 0
         key = str(self.number)
         draws = (self.seeds[0], -1)
-        answer = host.ask("reset", key, seconds=seconds, draws=draws, row=self.row)
+        answer = host.ask("reset", key, draws=draws, row=self.row)
         message = answer["text"] if isinstance(answer, dict) else answer
         if not is_new and message != self.reset_message:
             raise OtherAnswerError("reset answered otherwise when it was repeated")
@@ -149,11 +146,11 @@ class Episode(Transcript):
             self.reset_parts = from_json(answer["content"], "an image of reset")
         made = [c for turn in self.answers for c in turn if c.outcome in ("ok", "error")]
         for number, call in enumerate(made):
-            if call.name in stateless:
+            if call.name in host.stateless:
                 continue
             asked = {"name": call.name, "arguments": call.arguments}
             draws = (self.seeds[1], number)
-            again = host.ask("call", key, seconds=seconds, draws=draws, **asked)
+            again = host.ask("call", key, draws=draws, **asked)
             if not isinstance(again, dict) or again["text"] != call.text:
                 raise OtherAnswerError(f"{call.name} answered otherwise when it was repeated")
         self.generation = host.generation

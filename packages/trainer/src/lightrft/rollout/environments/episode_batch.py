@@ -170,13 +170,9 @@ class EpisodeBatch:
         self.begin(episodes, work)
         return self.collect(lambda: True)
 
-    def close(self, seconds: float) -> None:
+    def close(self) -> None:
         """Close all episodes; if that fails, the episode keeps its reward."""
-
-        def forget(number: int, host: Host) -> None:
-            host.forget(str(number), seconds=seconds)
-
-        wait(self.pool.begin([episode.number for episode in self.episodes], forget).values())
+        wait(self.pool.forget([episode.number for episode in self.episodes]))
 
     def failed(self, episode: Episode, error: EpisodeError) -> Exception | None:
         """Mark an episode as failed; return an error to raise, unless failures are masked."""

@@ -110,7 +110,7 @@ class EpisodeWork:
         """Begin the episodes; add the message of `reset` to each prompt."""
         for episode in batch.episodes:
             episode.no_room = None
-        problem = batch.each(batch.episodes, self._begin)
+        problem = batch.each(batch.episodes, Episode.host_on)
         for episode in batch.episodes:
             if episode.failure is None and episode.no_room is None:
                 try:
@@ -118,9 +118,6 @@ class EpisodeWork:
                 except EpisodeError as error:
                     problem = batch.failed(episode, error) or problem
         return problem
-
-    def _begin(self, episode: Episode, host: Host) -> None:
-        episode.host_on(host, seconds=self.parts.config.tool_timeout_seconds)
 
     @property
     def _is_kept(self) -> bool:
@@ -157,7 +154,7 @@ class EpisodeWork:
         """
         unpaid = [e for e in batch.episodes if e.failure is None and e.reward is None]
         reward_problem = batch.each(unpaid, partial(self.reward, batch))
-        batch.close(self.parts.config.tool_timeout_seconds)
+        batch.close()
         batch.is_open_anywhere(problem or reward_problem)
         results: dict[int, RewardResult | None] = {}
         for episode in batch.episodes:
@@ -174,8 +171,7 @@ class EpisodeWork:
         key = (episode.sample_id, episode.num_turns - 1)
         known, answered = batch.journal.recorded.answers.get(key, []), episode.answers[-1]
         if episode.pending:
-            seconds = self.parts.config.tool_timeout_seconds
-            episode.host_on(host, seconds=seconds, stateless=self.specs.whole.stateless)
+            episode.host_on(host)
         for call in episode.pending[len(answered) :]:
             before = known[len(answered)] if len(answered) < len(known) else None
             answer = self._execute_call(episode, call, host, before)
@@ -202,13 +198,13 @@ class EpisodeWork:
         if limit is not None and episode.num_calls >= limit:
             text = as_error(f"no calls are left: {limit} were allowed")
             return AnsweredCall(call.name, arguments, "refused", text)
-        is_stateless = call.name in self.specs.whole.stateless
+        is_stateless = call.name in host.stateless
         # A journal names images but does not hold them: request them again.
         if before is not None and is_stateless and not self.turns.encoder.reads_media:
             return before
-        start, deadline = time.perf_counter(), self.parts.config.tool_timeout_seconds
+        start = time.perf_counter()
         key, asked = str(episode.number), {"name": call.name, "arguments": arguments}
-        response = host.ask("call", key, seconds=deadline, draws=episode.draws, **asked)
+        response = host.ask("call", key, draws=episode.draws, **asked)
         answer = cast("dict[str, object]", response)
         seconds, text = time.perf_counter() - start, str(answer["text"])
         reward = float(cast("float", answer.get("reward", 0.0)))
@@ -226,20 +222,18 @@ class EpisodeWork:
 
     def _keep(self, episode: Episode, host: Host) -> None:
         """Store the attributes of an environment for reward functions."""
-        seconds = self.parts.config.tool_timeout_seconds
-        episode.host_on(host, seconds=seconds, stateless=self.specs.whole.stateless)
-        attributes = host.ask("keep", str(episode.number), seconds=seconds, draws=episode.draws)
+        episode.host_on(host)
+        attributes = host.ask("keep", str(episode.number), draws=episode.draws)
         episode.kept = KeptEnvironment(
             *cast("tuple[str, dict[str, dict[str, object]]]", attributes)
         )
 
     def _reward(self, episode: Episode, host: Host) -> RewardResult:
         """Return the reward of an episode by its environment."""
-        key, seconds = str(episode.number), self.parts.config.tool_timeout_seconds
         if not episode.environment.spec.has_reward:
             return RewardResult(0.0)
-        episode.host_on(host, seconds=seconds, stateless=self.specs.whole.stateless)
-        answer = host.ask("reward", key, seconds=seconds, draws=episode.draws)
+        episode.host_on(host)
+        answer = host.ask("reward", str(episode.number), draws=episode.draws)
         if answer is None:
             raise EpisodeError("get_reward returned None")
         at_end, parts = cast("tuple[float, dict[str, float]]", answer)

@@ -169,13 +169,8 @@ class OpenEpisodes:
         lost = [self._hosted.pop(each) for each in self._hosted.keys() - known]
         for hosted in lost:
             hosted.settle()
-        seconds = self._work.parts.config.tool_timeout_seconds
-
-        def forget(number: int, host: Host) -> None:
-            host.forget(str(number), seconds=seconds)
-
         numbers = [hosted.number for hosted in lost if hosted.number is not None]
-        wait(self._work.pool.begin(numbers, forget).values())
+        wait(self._work.pool.forget(numbers))
 
     def _free_numbers(self) -> Iterator[int]:
         """Yield the smallest free numbers, so that workers have equally many episodes."""
@@ -270,10 +265,8 @@ class OpenEpisodes:
         return problem
 
     def _bring_back(self, episode: Episode, host: Host) -> None:
-        seconds = self._work.parts.config.tool_timeout_seconds
-        stateless = self._work.specs.whole.stateless
         try:
-            episode.host_on(host, seconds=seconds, stateless=stateless)
+            episode.host_on(host)
         except OtherAnswerError as error:
             raise ChangedAnswerError(str(error)) from error
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self, TypeVar, cast
+from typing import TypeVar, cast
 
 from lightrft.config import ConfigError, ScoringOptions
+from lightrft.config.files import typed
 from lightrft.config.registry import ENVIRONMENT_KINDS, split_kind, split_reference
 from lightrft.rewards.process import (
     WorkerFailedError,
@@ -51,16 +52,7 @@ class EnvironmentSpec:
     has_reward: bool
     takes: tuple[str, ...]
     answers_turns: bool = False
-    stateless: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, described: Mapping[str, object]) -> Self:
-        """Build the specification from a worker's description."""
-        schemas = tuple(cast("list[dict[str, object]]", described["schemas"]))
-        stateless = frozenset(cast("list[str]", described["stateless"]))
-        takes = tuple(cast("list[str]", described["takes"]))
-        fields = {**described, "schemas": schemas, "stateless": stateless, "takes": takes}
-        return cls(**fields)  # type: ignore[arg-type]
+    stateless: tuple[str, ...] = ()
 
     @property
     def functions(self) -> dict[str, dict[str, object]]:
@@ -75,10 +67,15 @@ class Host:
     """A worker and how often it was started; each start loses its episodes.
 
     It serves one piece of work, whose calls never reach a worker that was started later.
+
+    Args:
+        workers: Workers of the task.
+        seconds: Limit of an operation.
+        stateless: Names of the tools that are plain functions.
     """
 
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
+    def __init__(self, workers: Workers, seconds: float, stateless: Collection[str]) -> None:
+        self._workers, self.seconds, self.stateless = workers, seconds, stateless
         self._worker: SharedWorker | None = None
         self.generation = 0
 
@@ -95,7 +92,6 @@ class Host:
         operation: str,
         episode: str,
         *,
-        seconds: float,
         draws: tuple[int, int],
         **details: object,
     ) -> object:
@@ -112,9 +108,9 @@ class Host:
             raise WorkerLostError("it was not started", is_explained=True)
         try:
             request = {"operation": operation, "episode": episode, "draws": draws, **details}
-            return self._worker.send(request, seconds=seconds).result()
+            return self._worker.send(request, seconds=self.seconds).result()
         except WorkerTimeoutError as error:
-            text = f"{operation} did not return within {seconds:g} s; {error}"
+            text = f"{operation} did not return within {self.seconds:g} s; {error}"
             raise EpisodeError(text) from error
         except WorkerFailedError as error:
             where = f"\n{error.traceback}" if error.traceback else ""
@@ -123,7 +119,7 @@ class Host:
             )
             raise error_type(f"{operation} failed: {error}{where}") from error
 
-    def forget(self, episode: str, *, seconds: float) -> None:
+    def forget(self, episode: str) -> None:
         """Close an episode if the worker still has it.
 
         Raises:
@@ -131,7 +127,7 @@ class Host:
         """
         self._worker = self._workers.current
         if self._worker is not None and self._worker.is_running:
-            self.ask("close", episode, seconds=seconds, draws=(0, 0))
+            self.ask("close", episode, draws=(0, 0))
 
 
 class EnvironmentPool:
@@ -149,7 +145,7 @@ class EnvironmentPool:
     """
 
     def __init__(self, config: ScoringOptions, *, reads_images: bool = False) -> None:
-        task = _task(config, reads_images=reads_images)
+        task, self._seconds = _task(config, reads_images=reads_images), config.tool_timeout_seconds
         count = config.environment_workers or os.cpu_count() or 1
         # Schemas need a library that is slow to import and that no episode needs.
         describing = replace(task, arguments=(*task.arguments[:3], True, *task.arguments[4:]))
@@ -161,7 +157,8 @@ class EnvironmentPool:
         self._workers[0].task = task
         described = cast("dict[str, dict[str, object]]", self._workers[0].described)
         overlap = [spec.pop("waits") for spec in described.values()]
-        self.specs = {name: EnvironmentSpec.of(spec) for name, spec in described.items()}
+        self.specs = {name: typed(EnvironmentSpec, spec, name) for name, spec in described.items()}
+        self.stateless = {name for spec in self.specs.values() for name in spec.stateless}
         num_threads = _MAX_IN_FLIGHT if any(overlap) else 1
         self._threads = [
             ThreadPoolExecutor(num_threads, thread_name_prefix="environment") for _ in self._workers
@@ -179,12 +176,17 @@ class EnvironmentPool:
         def serve(number: int) -> Result | EpisodeError:
             try:
                 workers = self._workers[number % size]
-                return workers.attempt(lambda: work(number, Host(workers)))
+                return workers.attempt(lambda: work(number, Host(workers, seconds, self.stateless)))
             except EpisodeError as error:
                 return error
 
-        size = len(self._workers)
+        size, seconds = len(self._workers), self._seconds
         return {number: self._threads[number % size].submit(serve, number) for number in numbers}
+
+    def forget(self, numbers: Sequence[int]) -> list[Future[EpisodeError | None]]:
+        """Close episodes that the workers still have."""
+        begun = self.begin(numbers, lambda number, host: host.forget(str(number)))
+        return list(begun.values())
 
     def close(self) -> None:
         """End the workers; may be called twice."""

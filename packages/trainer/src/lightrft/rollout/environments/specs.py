@@ -171,5 +171,5 @@ def _together(specs: Mapping[str, EnvironmentSpec]) -> EnvironmentSpec:
         tuple(schemas),
         any(spec.has_reward for spec in specs.values()),
         tuple(sorted({name for spec in specs.values() for name in spec.takes})),
-        stateless=frozenset().union(*(spec.stateless for spec in specs.values())),
+        stateless=tuple(sorted({name for spec in specs.values() for name in spec.stateless})),
     )

@@ -80,7 +80,7 @@ class _ProbeEpisode:
 
     def play(self, row: CheckedRow, policy: Policy | None) -> float | None:
         """Play an episode and return its reward; None if the environment gives none."""
-        draw, seconds = random.Random(self.number), self.config.tool_timeout_seconds
+        draw = random.Random(self.number)
         known: Arguments = {
             "seed": 0,
             "sample_seed": self.number,
@@ -106,12 +106,12 @@ class _ProbeEpisode:
             if "ends_episode" in reply:
                 break
         rewards = self._ask("reward", self.config.max_turns) if self.spec.has_reward else None
-        self.host.forget(str(self.number), seconds=seconds)
+        self.host.forget(str(self.number))
         return None if rewards is None else paid + float(cast("list[float]", rewards)[0])
 
     def _ask(self, operation: str, turn: int, **details: object) -> object:
-        seconds, draws = self.config.tool_timeout_seconds, (self.number, turn)
-        return self.host.ask(operation, str(self.number), seconds=seconds, draws=draws, **details)
+        draws = self.number, turn
+        return self.host.ask(operation, str(self.number), draws=draws, **details)
 
 
 def _say_nothing(
