@@ -17,7 +17,7 @@ from lightrft.config import TrainConfig
 from lightrft.config.batch_sizes import batch_problems
 from lightrft.engines.types import EngineConfig
 from lightrft.strategy.deepspeed.engine_config import check_whole_model
-from lightrft.strategy.engine.session import NodeMemory, check_places, own_place
+from lightrft.strategy.engine.session import NodeMemory, check_places
 
 GIGABYTE = 10**9
 
@@ -51,8 +51,8 @@ def test_a_gpu_with_too_little_left_is_named_before_any_engine_starts():
 
 
 def test_all_processes_of_this_machine_are_on_one_node():
-    assert own_place(has_gpu=False) == own_place(has_gpu=False)
-    assert own_place(has_gpu=False).node
+    assert NodeMemory.here(has_gpu=False) == NodeMemory.here(has_gpu=False)
+    assert NodeMemory.here(has_gpu=False).node
 
 
 def test_b7_deepspeed_refuses_what_does_not_fit_one_device_once_it_is_cast():

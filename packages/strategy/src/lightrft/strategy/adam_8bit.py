@@ -2,15 +2,14 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.adamw import adamw
 
-from lightrft.strategy.optimizers import SCALE, AdamSettings, ParameterGroup
+from lightrft.strategy.optimizers import SCALE, AdamSettings, ParameterGroup, adam_step
 
 BLOCK_SIZE = 256
 # Smaller tensors have float32 moments: they are norms and biases, whose errors weigh the most.
@@ -61,15 +60,17 @@ class Adam8bit(Optimizer):
         if closure is not None:
             raise ValueError("Adam8bit takes no closure")
         for group in self.param_groups:
-            settings = AdamSettings(*(group[field.name] for field in fields(AdamSettings)))
+            settings = AdamSettings.of(group)
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
                 state = self._state_of(parameter)
-                is_small = "exp_avg" + SCALE not in state
-                update = _update_small if is_small else self._update
                 parts = {key: _local(value) for key, value in state.items()}
-                update(_local(parameter), _local(parameter.grad), parts, settings)
+                weights, gradient = _local(parameter), _local(parameter.grad)
+                if "exp_avg" + SCALE in state:
+                    self._update(weights, gradient, parts, settings)
+                else:
+                    adam_step([weights], [gradient], [parts], settings, fused=False)
 
     def _update(
         self,
@@ -112,27 +113,6 @@ class Adam8bit(Optimizer):
                 num_blocks = -(-parameter.numel() // BLOCK_SIZE)
                 state[name + SCALE] = torch.zeros(num_blocks, device=parameter.device)
         return state
-
-
-def _update_small(
-    weights: Tensor, gradient: Tensor, state: Mapping[str, Tensor], settings: AdamSettings
-) -> None:
-    adamw(
-        [weights],
-        [gradient],
-        [state["exp_avg"]],
-        [state["exp_avg_sq"]],
-        [],
-        [state["step"]],
-        foreach=False,
-        amsgrad=False,
-        beta1=settings.betas[0],
-        beta2=settings.betas[1],
-        lr=settings.lr,
-        weight_decay=settings.weight_decay,
-        eps=settings.eps,
-        maximize=False,
-    )
 
 
 def _local(value: Tensor) -> Tensor:

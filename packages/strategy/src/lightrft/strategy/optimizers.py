@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -347,6 +348,39 @@ class AdamSettings:
                 raise TypeError(f"{name} must be {hint}, got {values[name]!r}")
         return cls(**values)
 
+    @classmethod
+    def of(cls, group: Mapping[str, object]) -> Self:
+        """Return the numbers of a group of an optimizer."""
+        return cls(*(group[name] for name in type_hints(cls)))  # type: ignore[arg-type]
+
+
+def adam_step(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    states: Sequence[Mapping[str, Tensor]],
+    settings: AdamSettings,
+    *,
+    fused: bool,
+) -> None:
+    """Take a step of AdamW on parameters with their states of torch's names."""
+    adamw(
+        list(parameters),
+        list(gradients),
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [],
+        [state["step"] for state in states],
+        fused=fused,
+        foreach=False,
+        amsgrad=False,
+        beta1=settings.betas[0],
+        beta2=settings.betas[1],
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        eps=settings.eps,
+        maximize=False,
+    )
+
 
 class MasterWeightsAdamW(Optimizer):
     """AdamW whose state holds a float32 master of every parameter.
@@ -378,23 +412,9 @@ class MasterWeightsAdamW(Optimizer):
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             states = [self._state_of(parameter) for parameter in parameters]
-            beta1, beta2 = group["betas"]
-            adamw(
-                [state["master"] for state in states],
-                [parameter.grad.float() for parameter in parameters],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [],
-                [state["step"] for state in states],
-                fused=True,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+            masters = [state["master"] for state in states]
+            gradients = [parameter.grad.float() for parameter in parameters]
+            adam_step(masters, gradients, states, AdamSettings.of(group), fused=True)
             for parameter, state in zip(parameters, states, strict=True):
                 parameter.copy_(state["master"])
 

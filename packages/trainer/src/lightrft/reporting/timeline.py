@@ -5,7 +5,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lightrft.reporting.files import LOG_FOLDER, TIMELINE_BEGIN, TIMELINE_PREFIX, JsonLinesFile
-from lightrft.strategy.distributed.deadlines import StageSpan, span_sink
+from lightrft.strategy.distributed.deadlines import span_sink
 
 
 def is_kept(step: int) -> bool:
@@ -25,14 +25,14 @@ def rank_timeline(folder: Path, rank: int) -> Iterator[None]:
     file = JsonLinesFile(folder / LOG_FOLDER / f"{TIMELINE_PREFIX}{rank}.jsonl")
     begins = [{"step": 0, "stage": TIMELINE_BEGIN}]
 
-    def write(span: StageSpan) -> None:
-        if not is_kept(span.step):
+    def write(step: int, stage: str, start: float, end: float) -> None:
+        if not is_kept(step):
             return
-        times = {"start": round(span.start, 6), "end": round(span.end, 6)}
+        times = {"start": round(start, 6), "end": round(end, 6)}
         with suppress(OSError):
             while begins:
                 file.append(begins.pop())
-            file.append({"step": span.step, "stage": span.stage, **times})
+            file.append({"step": step, "stage": stage, **times})
 
     try:
         with span_sink(write):

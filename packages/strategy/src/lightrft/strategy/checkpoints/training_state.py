@@ -18,7 +18,7 @@ from lightrft.strategy.checkpoints.shard_files import (
     own_shards,
     write_shards,
 )
-from lightrft.strategy.optimizers import SCALE
+from lightrft.strategy.optimizers import SCALE, optimizer_parameters
 from lightrft.strategy.weight_sync.parameter_source import reshard_modules, tied_parameter_names
 
 MODEL_FOLDER = "model"
@@ -92,19 +92,17 @@ def save_optimizer(
     folder: Path, module: nn.Module, optimizer: Optimizer, files: FileWriter, *, rank: int
 ) -> None:
     """Write this rank's shards of the optimizer's states, and the groups' numbers."""
-    names = _parameter_names(module)
-    tensors: dict[str, Tensor] = {}
-    groups: list[dict[str, object]] = []
-    for group in optimizer.param_groups:
-        group_names = [names[id(parameter)] for parameter in group["params"]]
-        numbers = {key: value for key, value in group.items() if key != "params"}
-        groups.append({"names": group_names, "numbers": numbers})
-        for name, parameter in zip(group_names, group["params"], strict=True):
-            for key, value in optimizer.state[parameter].items():
-                tensors[f"{key}/{name}"] = value
-    shards = own_shards(tensors, rank)
+    shards = own_shards(dict(_states(module, optimizer)), rank)
     write_shards(folder / OPTIMIZER_FOLDER, shards, files, rank=rank)
     if rank == 0:
+        names = _parameter_names(module)
+        groups = [
+            {
+                "names": [names[id(parameter)] for parameter in group["params"]],
+                "numbers": {key: value for key, value in group.items() if key != "params"},
+            }
+            for group in optimizer.param_groups
+        ]
         save_state(folder / GROUPS_NAME, {"groups": groups}, files)
 
 
@@ -167,13 +165,19 @@ def _parameter_names(module: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in module.named_parameters()}
 
 
+def _states(module: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Yield `KEY/NAME` and value of every state of a parameter."""
+    names = _parameter_names(module)
+    for parameter in optimizer_parameters(optimizer):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            yield f"{key}/{names[id(parameter)]}", value
+
+
 def full_optimizer_states(module: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """Yield `KEY/NAME` and full value of every state of a parameter. Collective if sharded."""
-    names = _parameter_names(module)
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                yield f"{key}/{names[id(parameter)]}", full_value(value)
+    for name, value in _states(module, optimizer):
+        if isinstance(value, torch.Tensor):
+            yield name, full_value(value)
 
 
 def group_names(module: nn.Module, optimizer: Optimizer) -> list[dict[str, object]]:

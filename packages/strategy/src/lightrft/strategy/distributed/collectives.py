@@ -7,7 +7,7 @@ import math
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise, repeat
-from typing import Literal, TypeGuard, TypeVar, cast, final
+from typing import TypeGuard, TypeVar, cast, final
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from torch.distributed import ProcessGroup
 
 from lightrft.strategy.distributed.process_end import NonFiniteError, PeerFailedError
 
-ReduceOp = Literal["mean", "max", "sum"]
 Number = bool | int | float
 Leaf = Number | Tensor
 Tree = Leaf | Mapping[str, "Tree"]
@@ -74,40 +73,35 @@ def barrier(group: Group = None) -> None:
 
 
 def gather_objects(item: T, group: Group = None) -> list[T]:
-    """Return every rank's plain Python object, by rank, on every rank.
-
-    One collective if every rank's object is small, as most are: up to `INLINE_BYTES`, or less if
-    padding would be most of what many ranks send.
-    """
+    """Return every rank's plain Python object, by rank, on every rank; see `gather_bytes`."""
     if not _has_peers(group):
         return [item]
-    data = pickle.dumps(item)
-    room = max(SMALLEST_INLINE_BYTES, min(INLINE_BYTES, ALL_INLINE_BYTES // group_size(group)))
-    row = _movable(
-        as_tensor((len(data).to_bytes(8, "little") + data)[:room].ljust(room, b"\0")), group
-    )
-    rows = [torch.empty_like(row) for _ in range(group_size(group))]
-    dist.all_gather(rows, row, group=group)
-    frames = [row.cpu().numpy().tobytes() for row in rows]
-    sizes = [int.from_bytes(frame[:8], "little") for frame in frames]
-    if max(sizes) <= room - 8:
-        return [pickle.loads(frame[8 : 8 + n]) for frame, n in zip(frames, sizes, strict=True)]
-    return [pickle.loads(pickled) for pickled in gather_bytes(data, group)]
+    return [pickle.loads(data) for data in gather_bytes(pickle.dumps(item), group)]
 
 
 def gather_bytes(data: bytes, group: Group = None) -> list[bytes]:
-    """Return every rank's bytes, by rank, on every rank; lengths may differ."""
+    """Return every rank's bytes, by rank, on every rank; lengths may differ.
+
+    One collective if every rank's bytes are few, as they are for most objects: up to
+    `INLINE_BYTES`, or less if padding would be most of what many ranks send.
+    """
     if not _has_peers(group):
         return [data]
-    length = _movable(torch.tensor([len(data)]), group)
-    lengths = [torch.empty_like(length) for _ in range(group_size(group))]
-    dist.all_gather(lengths, length, group=group)
-    sizes = [int(length) for length in lengths]
-    row = _movable(as_tensor(data.ljust(max(sizes), b"\0")), group)
-    rows = [torch.empty_like(row) for _ in sizes]
-    if max(sizes):
-        dist.all_gather(rows, row, group=group)
-    return [row.cpu().numpy().tobytes()[:n] for row, n in zip(rows, sizes, strict=True)]
+    room = max(SMALLEST_INLINE_BYTES, min(INLINE_BYTES, ALL_INLINE_BYTES // group_size(group)))
+    frames = _gather_rows((len(data).to_bytes(8, "little") + data)[:room].ljust(room, b"\0"), group)
+    sizes = [int.from_bytes(frame[:8], "little") for frame in frames]
+    rows = [frame[8:] for frame in frames]
+    if max(sizes) > room - 8:
+        rows = _gather_rows(data.ljust(max(sizes), b"\0"), group)
+    return [row[:size] for row, size in zip(rows, sizes, strict=True)]
+
+
+def _gather_rows(row: bytes, group: Group) -> list[bytes]:
+    """Return every rank's bytes, as many on each."""
+    outgoing = _movable(as_tensor(row), group)
+    rows = [torch.empty_like(outgoing) for _ in range(group_size(group))]
+    dist.all_gather(rows, outgoing, group=group)
+    return [each.cpu().numpy().tobytes() for each in rows]
 
 
 def exchange_bytes(parts: Sequence[bytes], group: Group = None) -> list[bytes]:
@@ -122,17 +116,31 @@ def exchange_bytes(parts: Sequence[bytes], group: Group = None) -> list[bytes]:
         )
     if not _has_peers(group):
         return list(parts)
+
+    def move(incoming: Tensor, outgoing: Tensor, lengths: list[int], sizes: list[int]) -> Tensor:
+        received, sent = _movable(incoming, group), _movable(outgoing, group)
+        dist.all_to_all_single(received, sent, lengths or None, sizes or None, group=group)
+        return received.cpu()
+
+    return exchanged_parts(parts, move)
+
+
+def exchanged_parts(
+    parts: Sequence[bytes], move: Callable[[Tensor, Tensor, list[int], list[int]], Tensor]
+) -> list[bytes]:
+    """Return the parts received for those sent, by rank.
+
+    Args:
+        parts: Bytes for each rank.
+        move: Function of memory to fill, what is sent, and the lengths that come from and go to
+            each rank, empty if they are equal; it returns what has come.
+    """
     sizes = torch.tensor([len(part) for part in parts])
-    outgoing = _movable(sizes, group)
-    incoming = torch.empty_like(outgoing)
-    dist.all_to_all_single(incoming, outgoing, group=group)
-    lengths = incoming.tolist()
-    sent = _movable(as_tensor(b"".join(parts)), group)
-    received = sent.new_empty(sum(lengths))
-    dist.all_to_all_single(received, sent, lengths, sizes.tolist(), group=group)
-    stops = [*accumulate(lengths, initial=0)]
-    content = received.cpu().numpy().tobytes()
-    return [content[start:stop] for start, stop in pairwise(stops)]
+    lengths: list[int] = move(torch.empty_like(sizes), sizes, [], []).tolist()
+    room = torch.empty(sum(lengths), dtype=torch.uint8)
+    received = move(room, as_tensor(b"".join(parts)), lengths, sizes.tolist())
+    content = received.numpy().tobytes()
+    return [content[start:stop] for start, stop in pairwise(accumulate(lengths, initial=0))]
 
 
 def as_tensor(data: bytes) -> Tensor:

@@ -39,12 +39,15 @@ _changed = threading.Condition(_stack_lock)
 
 @dataclass(frozen=True, slots=True)
 class _Deadline:
-    """One running phase; times are of the monotonic clock."""
+    """One running phase; its begin is of the monotonic clock."""
 
     phase_name: str
     seconds: float
-    begin: float
-    expires: float
+    begin: float = field(default_factory=time.monotonic)
+
+    def remaining(self) -> float:
+        """Return the seconds until it expires."""
+        return self.begin + self.seconds - time.monotonic()
 
 
 class Watcher(threading.Thread):
@@ -67,10 +70,10 @@ class Watcher(threading.Thread):
         """Wait for the nearest deadline and end the process at it."""
         with _stack_lock:
             while True:
-                nearest = min(_stack, key=lambda deadline: deadline.expires, default=None)
-                if nearest is not None and nearest.expires <= time.monotonic():
+                nearest = min(_stack, key=_Deadline.remaining, default=None)
+                if nearest is not None and nearest.remaining() <= 0:
                     break
-                _changed.wait(None if nearest is None else nearest.expires - time.monotonic())
+                _changed.wait(None if nearest is None else nearest.remaining())
         _expire(nearest.phase_name, nearest.seconds)
 
 
@@ -187,7 +190,7 @@ def _arm_last_resort() -> None:
     """Arm a C timer: it fires without the GIL, a little after the innermost phase's watchdog."""
     faulthandler.cancel_dump_traceback_later()
     if _stack:
-        nearest = min(deadline.expires for deadline in _stack) - time.monotonic()
+        nearest = min(deadline.remaining() for deadline in _stack)
         faulthandler.dump_traceback_later(
             max(0.001, nearest) + _LAST_RESORT_SECONDS, exit=True, file=sys.__stderr__ or sys.stderr
         )
@@ -211,8 +214,7 @@ def phase(name: str, seconds: float | timedelta) -> Iterator[None]:
     if limit <= 0:
         raise ValueError(f"phase {name!r} needs a positive deadline, got {limit}")
     with _stack_lock:
-        begin = time.monotonic()
-        deadline = _Deadline(name, limit, begin, begin + limit)
+        deadline = _Deadline(name, limit)
         _stack.append(deadline)
         _record(name, limit)
         Watcher.wake()
@@ -228,7 +230,7 @@ def phase(name: str, seconds: float | timedelta) -> Iterator[None]:
             _stack.remove(deadline)
             _arm_last_resort()
             if _stack:
-                _record(_stack[-1].phase_name, _stack[-1].expires - time.monotonic())
+                _record(_stack[-1].phase_name, _stack[-1].remaining())
             else:
                 _record(f"between phases, after {name}")
 
@@ -264,27 +266,14 @@ def peak_bytes() -> int:
     return measure_memory().allocated_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class StageSpan:
-    """Time of a stage of a step on this rank.
-
-    Args:
-        step: Number of the step, 0 where it is not known.
-        stage: Its name.
-        start, end: Seconds since 1970 by this machine's clock.
-    """
-
-    step: int
-    stage: str
-    start: float
-    end: float
-
-
-_span_sinks: list[Callable[[StageSpan], None]] = []
+# Function of a step (0 where it is not known), its stage, and when that began and ended on this
+# rank, in seconds since 1970.
+SpanSink = Callable[[int, str, float, float], None]
+_span_sinks: list[SpanSink] = []
 
 
 @contextmanager
-def span_sink(sink: Callable[[StageSpan], None]) -> Iterator[None]:
+def span_sink(sink: SpanSink) -> Iterator[None]:
     """Call a function for every stage that ends in the body."""
     _span_sinks.append(sink)
     try:
@@ -321,5 +310,5 @@ class StepTimer:
             raise
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         for sink in _span_sinks:
-            sink(StageSpan(self.step, name, began, time.time()))
+            sink(self.step, name, began, time.time())
         self.memory_bytes[name] = max(self.memory_bytes.get(name, 0), peak_bytes())

@@ -51,7 +51,6 @@ def run_apart(action: Callable[[], T], group: Group, *, what: str) -> list[T]:
         return run_together(action, group, what=what)
     name = "" if group is None else group.group_name
     board = _Board(f"lightrft/apart/{name}/{next(_calls[name])}", what)
-    watcher = _PeerWatcher(board)
     prefix = f"rank {dist.get_rank()}: "
     result, problem = None, None
     try:
@@ -75,7 +74,7 @@ def run_apart(action: Callable[[], T], group: Group, *, what: str) -> list[T]:
             failure.add_note(note)
         raise failure from error
     finally:
-        watcher.close()
+        board.close()
 
 
 def _value(result: T, problem: Exception | None) -> T:
@@ -86,6 +85,8 @@ def _value(result: T, problem: Exception | None) -> T:
 
 class _Board:
     """Messages of the ranks to each other through the store, during one action.
+
+    A thread ends this process if another rank fails and this one does not return.
 
     Args:
         prefix: Beginning of its keys; the same on all ranks.
@@ -98,7 +99,23 @@ class _Board:
         self._lock = threading.Lock()
         self._prefix = prefix
         self._failure: str | None = None
-        self.what = what
+        self._what = what
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._done.wait(_POLL_SECONDS):
+            text = self.failure()
+            if text is not None and not self._done.wait(GRACE_SECONDS + MARGIN_SECONDS):
+                line = f"ended because another rank failed: {self._what} on {text}"
+                print(line, file=sys.stderr, flush=True)  # noqa: T201
+                end_process(line, PEER_FAILED_EXIT_CODE)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._done.set()
+        self._thread.join()
 
     def report(self, text: str) -> None:
         """Leave an error, unless another rank was first, and count as out of the action."""
@@ -133,30 +150,3 @@ class _Board:
                     return True
             time.sleep(_POLL_SECONDS)
         return False
-
-
-class _PeerWatcher:
-    """A thread that ends this process if another rank fails and this one does not return.
-
-    Args:
-        board: Board with the failures.
-    """
-
-    def __init__(self, board: _Board) -> None:
-        self._board = board
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
-        self._thread.start()
-
-    def _watch(self) -> None:
-        while not self._done.wait(_POLL_SECONDS):
-            text = self._board.failure()
-            if text is not None and not self._done.wait(GRACE_SECONDS + MARGIN_SECONDS):
-                line = f"ended because another rank failed: {self._board.what} on {text}"
-                print(line, file=sys.stderr, flush=True)  # noqa: T201
-                end_process(line, PEER_FAILED_EXIT_CODE)
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._done.set()
-        self._thread.join()

@@ -119,9 +119,6 @@ def take_side(num_generating: int, timeout: timedelta) -> tuple[Side, dist.Store
             f"rollout_ranks {num_generating} leaves no rank to train: got {launch.world_size} "
             f"processes, expected {num_generating + 1} or more"
         )
-    interface = choose_gloo_interface()
-    if interface is not None:
-        os.environ[VARIABLE] = interface
     side = Side(launch.rank, num_training, num_generating)
     with ended_by_signals():
         store = _fresh_store(launch, timeout)
@@ -189,6 +186,9 @@ def _fresh_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
     The connection is kept for the life of the process: a rank that starts its next group early
     must not meet the dying server of the last one.
     """
+    interface = choose_gloo_interface()
+    if interface is not None:
+        os.environ[VARIABLE] = interface
     if launch.init_method is None or launch.world_size == 1:
         return dist.HashStore()  # one process needs no port, which another may take first
     if launch.init_method not in _STORES:
@@ -215,9 +215,6 @@ def start_process_group(timeout: timedelta | None) -> bool:
         return False
     launch = LaunchEnvironment.read()
     allow_open_files(launch.world_size)
-    interface = choose_gloo_interface()
-    if interface is not None:
-        os.environ[VARIABLE] = interface
     with ended_by_signals():
         dist.init_process_group(
             backend=backend_for_machine(),

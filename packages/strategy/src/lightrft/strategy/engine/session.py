@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import nn
@@ -61,13 +62,12 @@ class NodeMemory:
     free_bytes: int = 0
     total_bytes: int = 0
 
-
-def own_place(*, has_gpu: bool) -> NodeMemory:
-    """Return node and memory of this process."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    node = f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}".strip()
-    free, total = torch.cuda.mem_get_info() if has_gpu else (0, 0)
-    return NodeMemory(node, free, total)
+    @classmethod
+    def here(cls, *, has_gpu: bool) -> Self:
+        """Return node and memory of this process."""
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        node = f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}".strip()
+        return cls(node, *(torch.cuda.mem_get_info() if has_gpu else ()))
 
 
 def check_places(places: Sequence[NodeMemory], config: EngineConfig) -> None:
@@ -213,7 +213,7 @@ class EngineSession:
         with phase("start the inference engine", self.context.timeout):
             # Before any of them is inside an engine, where the error could not reach it.
             places = run_together(
-                lambda: own_place(has_gpu=self.context.has_gpu),
+                partial(NodeMemory.here, has_gpu=self.context.has_gpu),
                 self.context.world_group,
                 what=NOT_STARTED,
             )

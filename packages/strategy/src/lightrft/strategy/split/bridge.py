@@ -14,14 +14,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from itertools import accumulate, pairwise
 from typing import Final, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrft.strategy.distributed.collectives import as_tensor
+from lightrft.strategy.distributed.collectives import as_tensor, exchanged_parts
 from lightrft.strategy.distributed.deadlines import HANG_EXIT_CODE, current_phase
 from lightrft.strategy.distributed.process_end import PeerFailedError, end_process
 from lightrft.strategy.distributed.process_groups import Side
@@ -241,23 +240,18 @@ class Bridge:
 
     def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
         """Send every rank of the launch its part; return the parts received, by rank."""
-        sizes = torch.tensor([len(part) for part in parts])
-        incoming = torch.empty_like(sizes)
-        self._exchange(incoming, sizes, [], [])
-        lengths = incoming.tolist()
-        received = torch.empty(sum(lengths), dtype=torch.uint8)
-        self._exchange(received, as_tensor(b"".join(parts)), lengths, sizes.tolist())
-        self._num_received += sum(lengths) - lengths[self.rank]
-        content = received.numpy().tobytes()
-        return [content[start:stop] for start, stop in pairwise(accumulate(lengths, initial=0))]
-
-    def _exchange(
-        self, incoming: Tensor, outgoing: Tensor, lengths: list[int], sizes: list[int]
-    ) -> None:
-        options = dist.AllToAllOptions()
+        options, everyone = dist.AllToAllOptions(), self.everyone
         options.timeout = FOREVER
-        everyone = self.everyone
-        self.wait(lambda: everyone.alltoall_base(incoming, outgoing, lengths, sizes, options))
+
+        def move(
+            incoming: Tensor, outgoing: Tensor, lengths: list[int], sizes: list[int]
+        ) -> Tensor:
+            self.wait(lambda: everyone.alltoall_base(incoming, outgoing, lengths, sizes, options))
+            return incoming
+
+        received = exchanged_parts(parts, move)
+        self._num_received += sum(map(len, received)) - len(received[self.rank])
+        return received
 
     def _broadcast(self, values: Tensor) -> None:
         """Broadcast from the first rank that trains to those that generate."""

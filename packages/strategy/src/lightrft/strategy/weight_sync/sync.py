@@ -136,7 +136,8 @@ class Transfer:
         is_aliased: Whether the engine shares the trainer's storage instead.
         handed_hashes: Hash of each parameter that cannot be read back, as it was passed.
         shared_names: Parameters whose storage is also the trainer's.
-        engine_hashes, canary_difference: Results of the checks.
+        engine_hashes, canary_difference, num_verified_bytes, num_unverifiable_bytes: Results of the
+            checks; see `WeightSyncReport`.
         error: First failure; kept until all ranks can learn of it, because the others wait for this
             rank in the next collective.
     """
@@ -149,6 +150,8 @@ class Transfer:
     shared_names: frozenset[str] = frozenset()
     engine_hashes: Mapping[str, int] = field(default_factory=dict)
     canary_difference: float | None = None
+    num_verified_bytes: int = 0
+    num_unverifiable_bytes: int = 0
     error: WeightSyncError | None = None
 
     def attempt(self, step: Callable[[], T], *, even_after_error: bool = False) -> T | None:
@@ -364,8 +367,6 @@ class WeightSync:
             self._shared.keep(pairs, hashes, was_scored=transfer.canary_difference is not None)
         self._sent_hashes = {pair.name: hashes.get(pair.name, 0) for pair in pairs}
         self._frozen = frozenset(pair.name for pair in pairs if pair.source.frozen)
-        readable = [pair for pair in pairs if pair.target.verifiable] if self.verify else []
-        num_checked_bytes = _num_bytes(pairs) if self.verify else 0
         end_time = time.perf_counter()
         return WeightSyncReport(
             weights_version=self.engine.weights_version,
@@ -373,9 +374,9 @@ class WeightSync:
             num_buckets=transfer.num_buckets,
             num_payload_collectives=transfer.num_payload_collectives,
             num_resident_bytes=_num_bytes(pairs) - _num_bytes(sent),
-            num_verified_bytes=_num_bytes(readable),
+            num_verified_bytes=transfer.num_verified_bytes,
             num_aliased_bytes=_num_bytes([p for p in pairs if p.name in transfer.shared_names]),
-            num_unverifiable_bytes=num_checked_bytes - _num_bytes(readable),
+            num_unverifiable_bytes=transfer.num_unverifiable_bytes,
             engine_hash=model_hash(transfer.engine_hashes),
             canary_difference=transfer.canary_difference,
             seconds=end_time - start_time,
@@ -414,6 +415,8 @@ class WeightSync:
         transfer.engine_hashes = transfer.attempt(lambda: self._inside(compare)) or {}
         if canary is not None and self._is_due(canary, transfer, pairs, hashes):
             transfer.canary_difference = self._score_canary(canary, transfer)
+        transfer.num_verified_bytes = _num_bytes([p for p in pairs if p.target.verifiable])
+        transfer.num_unverifiable_bytes = _num_bytes(pairs) - transfer.num_verified_bytes
 
     def _is_due(
         self,

@@ -14,7 +14,7 @@ MAX_RANKS = 64
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stage of a step as its rank wrote it: see `strategy.distributed.deadlines.StageSpan`."""
+    """A stage of a step as its rank wrote it: see `strategy.distributed.deadlines.SpanSink`."""
 
     step: int
     stage: str
