@@ -229,10 +229,7 @@ class PlannedLR(LambdaLR):
     def __init__(self, optimizer: Optimizer, plan: LearningRatePlan) -> None:
         self.plan = plan
         self.change = ""
-        super().__init__(optimizer, self._factor)
-
-    def _factor(self, step: int) -> float:
-        return self.plan(step)
+        super().__init__(optimizer, lambda step: self.plan(step))
 
     def state_dict(self) -> dict[str, object]:
         """Return position and plan as plain values."""

@@ -147,14 +147,26 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int, int]:
     """
     if not isinstance(tensor, DTensor):
         return tensor, 0, (tensor.shape[0] if tensor.dim() else 0)
-    shard_dims = [d for d, place in enumerate(tensor.placements) if not place.is_replicate()]
-    if len(shard_dims) > 1 or any(tensor.placements[d] != ShardPlacement(0) for d in shard_dims):
-        raise ValueError(f"expected a tensor sharded along dimension 0, got {tensor.placements}")
-    local = tensor.to_local()
-    if not shard_dims:
+    dims, local = shard_dims(tensor), tensor.to_local()
+    if not dims:
         return local, 0, tensor.shape[0]
-    rows = chunk_ranges((tensor.shape[0],), tensor.device_mesh.size(shard_dims[0]))
-    return local, *rows[tensor.device_mesh.get_local_rank(shard_dims[0])]
+    rows = chunk_ranges((tensor.shape[0],), tensor.device_mesh.size(dims[0]))
+    return local, *rows[tensor.device_mesh.get_local_rank(dims[0])]
+
+
+def shard_dims(tensor: DTensor) -> list[int]:
+    """Return the one dimension of the mesh over which a tensor is sharded, if it is.
+
+    Raises:
+        ValueError: It is sharded over several, or along another dimension than its first.
+    """
+    dims = [d for d, place in enumerate(tensor.placements) if not place.is_replicate()]
+    if len(dims) > 1 or any(tensor.placements[d] != ShardPlacement(0) for d in dims):
+        raise ValueError(
+            "expected a tensor sharded once, along its first dimension: got "
+            f"{tensor.placements}; leave shard_placement_fn unset"
+        )
+    return dims
 
 
 def is_written_by(tensor: Tensor, rank: int) -> bool:
@@ -162,12 +174,8 @@ def is_written_by(tensor: Tensor, rank: int) -> bool:
     if not isinstance(tensor, DTensor):
         return rank == 0
     coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or ())
-    replicas = [
-        place
-        for place, layout in zip(coordinate, tensor.placements, strict=True)
-        if layout.is_replicate()
-    ]
-    return not any(replicas)
+    layout = zip(coordinate, tensor.placements, strict=True)
+    return not any(rank for rank, place in layout if place.is_replicate())
 
 
 def full_value(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import logging
+import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,11 +19,13 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from lightrft.engines.process_state import environment, replaced_environment
 from lightrft.strategy.checkpoints.files import FileWriter
 from lightrft.strategy.distributed.collectives import ALONE, nonfinite_names, require_finite
+from lightrft.strategy.weight_sync.parameter_source import FlatRange, chunk_ranges
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -259,13 +262,20 @@ def discard_gradients(engine: DeepSpeedEngine) -> None:
             state[name][group] = None
 
 
+def partitions(parameter: Tensor) -> tuple[ProcessGroup, tuple[FlatRange, ...]]:
+    """Return the ranks of a partitioned parameter, and each one's range of the flat tensor.
+
+    Partitions are equal: the last ones are padded.
+    """
+    group: ProcessGroup = vars(parameter)["ds_process_group"]
+    return group, chunk_ranges((math.prod(full_shape(parameter)),), dist.get_world_size(group))
+
+
 def _partition_of(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    partition: Tensor = vars(parameter)["ds_tensor"]
-    group = vars(parameter)["ds_process_group"]
-    start = partition.numel() * dist.get_rank(group)
-    padded = torch.zeros(partition.numel(), dtype=value.dtype, device=value.device)
-    local = value.flatten()[start : start + partition.numel()]
-    padded[: local.numel()] = local
+    group, ranges = partitions(parameter)
+    start, stop = ranges[dist.get_rank(group)]
+    padded = value.new_zeros(local_part(parameter).numel())
+    padded[: stop - start] = value.flatten()[start:stop]
     return padded
 
 
@@ -276,14 +286,15 @@ def _clear_padding(parameter: nn.Parameter) -> None:
     """
     if not is_partitioned(parameter):
         return
-    partition: Tensor = vars(parameter)["ds_tensor"]
-    start = partition.numel() * dist.get_rank(vars(parameter)["ds_process_group"])
-    num_local = min(max(int(vars(parameter)["ds_numel"]) - start, 0), partition.numel())
+    partition = local_part(parameter)
+    group, ranges = partitions(parameter)
+    start, stop = ranges[dist.get_rank(group)]
+    num_local = stop - start
     if num_local == partition.numel():
         return
     from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
 
-    partition.data.view(-1)[num_local:] = 0
+    partition.view(-1)[num_local:] = 0
     if "_z3_optimizer" in vars(parameter):
         master = safe_get_local_fp32_param(parameter).clone()
         master.view(-1)[num_local:] = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
     SourceParameter,
     checkpoint_module,
-    chunk_ranges,
     module_parameter_source,
     sharded_source,
     tied_parameter_names,
@@ -126,17 +125,6 @@ def full_states(
             yield f"step/{name}", torch.as_tensor(states[0]["step"], dtype=torch.float32)
 
 
-class _PartitionedParameter(Protocol):
-    """Attributes that stage 3 gives a parameter."""
-
-    requires_grad: bool
-    dtype: torch.dtype
-    ds_shape: tuple[int, ...]
-    ds_numel: int
-    ds_tensor: Tensor
-    ds_process_group: ProcessGroup
-
-
 def zero_parameter_source(engine: DeepSpeedEngine) -> ParameterSource:
     """Return the source of a model inside a DeepSpeed engine, at any ZeRO stage.
 
@@ -153,21 +141,14 @@ def zero_parameter_source(engine: DeepSpeedEngine) -> ParameterSource:
     if not engine.zero_optimization_partition_weights():
         return module_parameter_source(engine.module)
     root = checkpoint_module(engine.module)
-    entries = [
-        _partitioned_parameter(name, cast("_PartitionedParameter", parameter))
-        for name, parameter in root.named_parameters()
-    ]
+    entries = [_partitioned_parameter(name, value) for name, value in root.named_parameters()]
     return sharded_source(engine.module, root, entries)
 
 
-def _partitioned_parameter(
-    name: str, parameter: _PartitionedParameter
-) -> tuple[SourceParameter, ProcessGroup]:
-    group = parameter.ds_process_group
-    # Equal partitions of the flat tensor, padded to a multiple of the ranks.
-    shards = chunk_ranges((parameter.ds_numel,), dist.get_world_size(group))
+def _partitioned_parameter(name: str, parameter: Tensor) -> tuple[SourceParameter, ProcessGroup]:
+    group, shards = runtime.partitions(parameter)
     start, stop = shards[dist.get_rank(group)]
-    partition = parameter.ds_tensor.detach()
+    partition = runtime.local_part(parameter)
     if partition.dtype != parameter.dtype or partition.numel() < stop - start:
         raise ValueError(
             f"the partition of {name!r} must be in memory as {parameter.dtype} with at least "
@@ -176,7 +157,7 @@ def _partitioned_parameter(
         )
     entry = SourceParameter(
         checkpoint_name=name,
-        shape=tuple(parameter.ds_shape),
+        shape=runtime.full_shape(parameter),
         shards=shards,
         local_shard=partition.view(-1)[: stop - start],
         frozen=not parameter.requires_grad,

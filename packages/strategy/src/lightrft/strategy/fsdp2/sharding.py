@@ -17,9 +17,9 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from lightrft.strategy.checkpoints.shard_files import local_rows
+from lightrft.strategy.checkpoints.shard_files import local_rows, shard_dims
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
     SourceParameter,
@@ -379,22 +379,11 @@ def fsdp2_parameter_source(module: nn.Module) -> ParameterSource:
     return sharded_source(module, root, entries)
 
 
-def _shard_group(name: str, parameter: DTensor) -> ProcessGroup:
-    """Return the ranks of the one mesh dimension over which the parameter is sharded."""
-    placements = parameter.placements
-    sharded_dims = [dim for dim, place in enumerate(placements) if not place.is_replicate()]
-    if len(sharded_dims) != 1 or placements[sharded_dims[0]] != Shard(0):
-        raise ValueError(
-            f"a parameter must be sharded once, along its first dimension: got {placements} for "
-            f"{name!r}; leave shard_placement_fn unset"
-        )
-    return parameter.device_mesh.get_group(sharded_dims[0])
-
-
 def _entry(name: str, parameter: Tensor) -> tuple[SourceParameter, ProcessGroup | None]:
     if not isinstance(parameter, DTensor):
         return whole_parameter(name, parameter), None
-    group = _shard_group(name, parameter)
+    (dim,) = shard_dims(parameter)
+    group = parameter.device_mesh.get_group(dim)
     local = cast("DTensor", parameter.detach()).to_local()
     shards = chunk_ranges(tuple(parameter.shape), dist.get_world_size(group))
     start, stop = shards[dist.get_rank(group)]
