@@ -315,27 +315,19 @@ def _candidates(
         logger.warning("skipping %s", problem)
     by_tag = [{item.manifest.tag: item for item in whole} for whole, _ in scans]
     newest_first = scans[0][0][::-1]
-    candidates = []
-    for item in sorted(newest_first, key=lambda item: not item.manifest.is_latest):
-        name = item.manifest.tag
-        lacking = _lacking(load_dirs, by_tag, name)
-        if tag in (None, name):
-            problems += lacking
-            candidates += [] if lacking else [[tagged[name] for tagged in by_tag]]
+    ordered = sorted(newest_first, key=lambda item: not item.manifest.is_latest)
+    names = [item.manifest.tag for item in ordered]
     # A tag that only other folders have is half a checkpoint: the first folder lost its part.
-    for name in sorted(set().union(*by_tag[1:]) - by_tag[0].keys()):
-        problems += _lacking(load_dirs[:1], by_tag[:1], name)
+    names += sorted(set().union(*by_tag[1:]) - by_tag[0].keys())
+    candidates = []
+    for name in names if tag is None else set(names) & {tag}:
+        folders = [f for f, tagged in zip(load_dirs, by_tag, strict=True) if name not in tagged]
+        problems += [f"{folder / name} is missing or damaged" for folder in folders]
+        if not folders:
+            candidates.append([tagged[name] for tagged in by_tag])
     if tag is not None:
         problems = [text for text in problems if any(str(f / tag) in text for f in load_dirs)]
     return candidates, problems
-
-
-def _lacking(
-    load_dirs: Sequence[Path], by_tag: Sequence[Mapping[str, Checkpoint]], name: str
-) -> list[str]:
-    """Return a line for each folder without a readable checkpoint of this tag."""
-    folders = [f for f, tagged in zip(load_dirs, by_tag, strict=True) if name not in tagged]
-    return [f"{folder / name} is missing or damaged" for folder in folders]
 
 
 def _damage(

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import cast
 
@@ -211,12 +212,8 @@ def group_media(
             f"{kind}: a flat list must have sum({kind}_num) = {sum(counts)} entries, "
             f"got {len(media)}"
         )
-    groups: list[Media] = []
-    start = 0
-    for count in counts:
-        groups.append([m for m in media[start : start + count] if m is not None])
-        start += count
-    return groups
+    stops = accumulate(counts, initial=0)
+    return [[m for m in media[start:stop] if m is not None] for start, stop in pairwise(stops)]
 
 
 def build_multimodal_inputs(
@@ -241,11 +238,8 @@ def build_multimodal_inputs(
     for prompt, prompt_images, prompt_videos in zip(
         prompts, image_groups, video_groups, strict=True
     ):
-        media: dict[str, list[object]] = {}
-        if prompt_images:
-            media["image"] = list(prompt_images)
-        if prompt_videos:
-            media["video"] = list(prompt_videos)
+        groups = (("image", prompt_images), ("video", prompt_videos))
+        media = {kind: list(group) for kind, group in groups if group}
         if media:
             inputs.append({"prompt": prompt, "multi_modal_data": media})
         else:
