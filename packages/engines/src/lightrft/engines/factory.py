@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Protocol, cast
 
 from lightrft.engines.facts import EngineFacts
@@ -36,7 +37,7 @@ def engine_facts(engine_type: str | None) -> EngineFacts:
     """Return facts about an engine; the defaults for an unknown name, "auto" or None."""
     place = ENGINES.get(engine_type or "")
     if isinstance(place, str) and ":" not in place:
-        return cast("EngineFacts", importlib.import_module(place).FACTS)
+        return cast("EngineFacts", resolve_name(f"{place}:FACTS"))
     return getattr(place, "facts", _UNKNOWN)
 
 
@@ -55,9 +56,8 @@ def build_engine(config: EngineConfig, *, module: nn.Module | None = None) -> Ro
     engine_type = resolve_engine_type(config.engine_type)
     builder = ENGINES[engine_type]
     if isinstance(builder, str):
-        home, _, name = (engine_facts(engine_type).builder or builder).partition(":")
-        builder = cast("EngineBuilder", vars(importlib.import_module(home))[name])
-    return builder(config, module=module)
+        builder = resolve_name(engine_facts(engine_type).builder or builder)
+    return cast("EngineBuilder", builder)(config, module=module)
 
 
 def resolve_engine_type(engine_type: str) -> str:

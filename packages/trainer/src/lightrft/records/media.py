@@ -24,7 +24,7 @@ from lightrft.records.table import RowTable
 from lightrft.strategy.distributed.context import DistributedContext, RowExchange
 
 if TYPE_CHECKING:
-    from lightrft.engines.media.sources import FileSource, ImageSource
+    from lightrft.engines.media.sources import FileSource
 
 
 def media_request(prompt: Prompt, request_id: int, encoder: Encoder) -> GenerationRequest:
@@ -220,23 +220,17 @@ def pack_sources(own: Mapping[int, MediaSources], keys: Sequence[int]) -> bytes:
     """Return the sources of some rows with the bytes of their media, each medium once."""
     if not keys:
         return b""
-    from lightrft.engines.media.sources import ImageSource  # where rows have media
-
     blobs: dict[str, bytes] = {}
 
-    def loaded(files: Iterable["FileSource"]) -> "tuple[ImageSource, ...]":
-        return tuple(
-            ImageSource(file.name, content=blobs.setdefault(file.digest, file.read()))
-            for file in files
-        )
+    def read(file: "FileSource") -> bytes:
+        return blobs.setdefault(file.digest, file.read())
 
     def with_bytes(sources: MediaSources) -> MediaSources:
-        media = {
-            kind: [MEDIA_KINDS[kind].rebuild(m.name, loaded(m.files), m.facts) for m in media]
-            for kind, media in sources.media.by_kind.items()
-        }
-        later = tuple(replace(each, images=loaded(each.images)) for each in sources.later)
-        return replace(sources, media=Media(media), later=later)
+        later = (
+            replace(each, images=tuple(image.in_memory(read) for image in each.images))
+            for each in sources.later
+        )
+        return replace(sources, media=sources.media.in_memory(read), later=tuple(later))
 
     return pickle.dumps([(key, with_bytes(own[key])) for key in keys])
 

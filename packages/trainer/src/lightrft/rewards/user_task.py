@@ -89,7 +89,7 @@ class UserFunction:
 
 def with_bytes(arguments: Mapping[str, object]) -> dict[str, object]:
     """Return arguments whose media hold their files' bytes: workers may run in another folder."""
-    return _with_media(arguments, lambda media: media.loaded())
+    return _with_media(arguments, lambda media: media.in_memory(lambda file: file.read()))
 
 
 def with_pixels(arguments: Mapping[str, object]) -> dict[str, object]:

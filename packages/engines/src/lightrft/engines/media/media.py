@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, cast
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Self, TypeAlias, cast
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,14 +20,6 @@ Medium: TypeAlias = "FileSource | VideoSource"
 MediumKind: TypeAlias = str
 
 
-class Reader(Protocol):
-    """Function that makes a medium from a data set's value, or raises a MediaError."""
-
-    def __call__(self, value: object, *, name: str, folder: Path) -> Medium:
-        """Read a medium, like `as_image`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class MediaKind:
     """Row of the table: everything specific to one kind of media.
@@ -35,66 +28,28 @@ class MediaKind:
 
     Args:
         plural: Column in the data, unless the option `{plural}_key` names another.
-        read: Function that makes a medium from a data set's value.
-        rebuild: Function that makes a medium from name, files and facts sent by another rank.
+        reader: "module:name" of the function that makes a medium from a data set's value; it is
+            imported on first use, since most runs are text only.
         arguments: Function from the decoded media of a prompt to processor arguments.
         native: Function that converts a decoded medium for an engine with its processor.
         is_scaled: Whether its name in such an engine includes the sizes for scaling it.
     """
 
     plural: str
-    read: Reader
-    rebuild: Callable[[str, Sequence[FileSource], object], Medium]
+    reader: str
     arguments: Callable[[Sequence[object]], dict[str, object]]
     native: Callable[[object], object] = lambda decoded: decoded
     is_scaled: bool = False
+
+    def read(self, value: object, *, name: str, folder: Path) -> Medium:
+        """Make a medium from a data set's value, like `as_image`."""
+        medium: Medium = resolve_name(self.reader)(value, name=name, folder=folder)
+        return medium
 
 
 Clip: TypeAlias = tuple[object, Mapping[str, object]]
 # Samples and their rate per second.
 Sound: TypeAlias = tuple[object, int]
-
-
-# File readers are imported on first use, since most runs are text only.
-
-
-def _read_image(value: object, *, name: str, folder: Path) -> Medium:
-    from lightrft.engines.media.sources import as_image
-
-    return as_image(value, name=name, folder=folder)
-
-
-def _read_video(value: object, *, name: str, folder: Path) -> Medium:
-    from lightrft.engines.media.sources import as_video
-
-    return as_video(value, name=name, folder=folder)
-
-
-def _read_audio(value: object, *, name: str, folder: Path) -> Medium:
-    from lightrft.engines.media.sounds import as_audio
-
-    return as_audio(value, name=name, folder=folder)
-
-
-def _image(name: str, files: Sequence[FileSource], facts: object) -> ImageSource:
-    from lightrft.engines.media.sources import ImageSource
-
-    del facts
-    return ImageSource(name, content=files[0].read())
-
-
-def _video(name: str, files: Sequence[FileSource], facts: object) -> VideoSource:
-    from lightrft.engines.media.sources import VideoSource
-
-    frames = tuple(_image(file.name, [file], None) for file in files)
-    fps, rules = cast("tuple[float | None, FrameRules]", facts)
-    return VideoSource(name, frames, fps, rules)
-
-
-def _audio(name: str, files: Sequence[FileSource], facts: object) -> SoundSource:
-    from lightrft.engines.media.sounds import SoundSource
-
-    return SoundSource(name, content=files[0].read(), rules=cast("SoundRules", facts))
 
 
 def _audio_arguments(decoded: Sequence[object]) -> dict[str, object]:
@@ -117,15 +72,16 @@ def _native_video(decoded: object) -> Clip:
     return frames, {**facts, "do_sample_frames": False}
 
 
+_SOURCES = "lightrft.engines.media.sources"
 # In the order of media at the start of a prompt that has no places for them.
 MEDIA_KINDS: dict[MediumKind, MediaKind] = {
     "image": MediaKind(
-        "images", _read_image, _image, lambda decoded: {"images": [decoded]}, is_scaled=True
+        "images", f"{_SOURCES}:as_image", lambda decoded: {"images": [decoded]}, is_scaled=True
     ),
     "video": MediaKind(
-        "videos", _read_video, _video, _video_arguments, _native_video, is_scaled=True
+        "videos", f"{_SOURCES}:as_video", _video_arguments, _native_video, is_scaled=True
     ),
-    "audio": MediaKind("audios", _read_audio, _audio, _audio_arguments),
+    "audio": MediaKind("audios", "lightrft.engines.media.sounds:as_audio", _audio_arguments),
 }
 
 
@@ -166,24 +122,14 @@ class Media:
             if self[kind] or kind != "audio"
         )
 
-    def loaded(self) -> Media:
-        """Return a copy with the files' bytes, for a process that may not reach them."""
-        if not self:
-            return self
-        from lightrft.engines.media.sources import FileSource
+    def in_memory(self, read: Callable[[FileSource], bytes]) -> Media:
+        """Return a copy with the files' bytes, for a process that may not reach them.
 
+        Args:
+            read: Function that returns the bytes of a file.
+        """
         return Media(
-            {
-                kind: [
-                    MEDIA_KINDS[kind].rebuild(
-                        medium.name,
-                        [FileSource(f.name, content=f.read()) for f in medium.files],
-                        medium.facts,
-                    )
-                    for medium in self[kind]
-                ]
-                for kind in self.kinds
-            }
+            {kind: [medium.in_memory(read) for medium in self[kind]] for kind in self.kinds}
         )
 
     def by_rules(self, frames: FrameRules, sounds: SoundRules | None = None) -> Media:

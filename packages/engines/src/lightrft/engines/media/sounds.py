@@ -15,7 +15,7 @@ import numpy as np
 
 from lightrft.engines.media.containers import opened_container
 from lightrft.engines.media.errors import MediaError
-from lightrft.engines.media.sources import FileSource, as_file
+from lightrft.engines.media.sources import FileSource, named_medium
 
 if TYPE_CHECKING:
     from av import AudioFrame
@@ -55,17 +55,13 @@ class SoundSource(FileSource):
         rules: Form to which it is decoded.
     """
 
+    kind = "a sound"
     rules: SoundRules = SoundRules()
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of its bytes and its rules."""
         return hashlib.sha256(self.read() + str(self.rules).encode()).hexdigest()
-
-    @property
-    def facts(self) -> SoundRules:
-        """Rules for decoding it."""
-        return self.rules
 
     def by_rules(self, rules: SoundRules) -> "SoundSource":
         """Return the sound with rules for another model."""
@@ -127,11 +123,8 @@ def as_audio(value: object, *, name: str, folder: Path) -> SoundSource:
     if isinstance(value, SoundSource):
         return value
     if not isinstance(value, Mapping):
-        file = as_file(value, name=name, folder=folder, what="a sound")
-        return SoundSource(file.name, file.path, file.content)
-    key = next((key for key in _KEYS if value.get(key) is not None), None)
-    if key is None:
-        raise MediaError(f"{name}: a sound object needs bytes or path, found {sorted(value)}")
+        return SoundSource.of(value, name=name, folder=folder)
+    key = named_medium(value, _KEYS, f"{name}: a sound object needs bytes or path")
     if key == "array":
         return SoundSource(name, content=_of_array(value, name))
     if key in ("base64", "data") and isinstance(value[key], str):

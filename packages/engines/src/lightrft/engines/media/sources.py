@@ -4,11 +4,11 @@ import base64
 import binascii
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, Self, cast
 
 import numpy as np
 
@@ -39,17 +39,19 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_BYTES = 256 * 1024 * 1024
-_MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")
+# Keys of an object with a medium, in the order in which they are looked up.
+_IMAGE_KEYS = ("bytes", "image", "path", "image_url", "url", "base64")
 _VIDEO_KEYS = ("frames", "bytes", "video", "path", "video_url", "url")
-_MIME = (
-    (b"\x89PNG", "image/png"),
-    (b"\xff\xd8\xff", "image/jpeg"),
-    (b"GIF8", "image/gif"),
-    (b"RIFF", "image/webp"),
-    (b"BM", "image/bmp"),
-    (b"II*\0", "image/tiff"),
-    (b"MM\0*", "image/tiff"),
-)
+# Types of pictures by their first bytes.
+_MIME = {
+    b"\x89PNG": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF8": "image/gif",
+    b"RIFF": "image/webp",
+    b"BM": "image/bmp",
+    b"II*\0": "image/tiff",
+    b"MM\0*": "image/tiff",
+}
 _BYTES = bytes | bytearray | memoryview
 # Frame rates that a video may have.
 _FPS_RANGE = (1e-3, 1e4)
@@ -63,11 +65,53 @@ class FileSource:
         name: Path or place in the data, for messages.
         path: Path of the file; None if `content` has its bytes.
         content: Encoded bytes; None if they are in a file.
+
+    Attributes:
+        kind: Kind of file for messages.
     """
 
+    kind: ClassVar[str]
     name: str
     path: Path | None = None
     content: bytes | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, value: object, *, name: str, folder: Path) -> Self:
+        """Make a file from a path, a `file://` or data address, encoded bytes or base64 text.
+
+        Args:
+            value: Path, address, bytes or text.
+            name, folder: Place and folder as in `as_image`.
+
+        Raises:
+            MediaError: The value is none of these, or an address that would have to be fetched.
+        """
+        if isinstance(value, _BYTES) or is_list_of_bytes(value):
+            return cls(name, content=bytes(cast("bytes", value)))
+        if not isinstance(value, str | Path):
+            raise MediaError(
+                f"{name}: expected {cls.kind} as path, bytes or base64, got {type(value).__name__}"
+            )
+        text = str(value)
+        if text.startswith(("http://", "https://")):
+            raise MediaError(f"{name}: {text[:80]!r} would have to be fetched; store it as a file")
+        if text.startswith("data:"):
+            return cls(name, content=_unbase64(text.partition(",")[2], name))
+        if not text.strip():
+            raise MediaError(f"{name} is an empty text: give a path, or leave it out")
+        path = folder / text.removeprefix("file://")
+        try:
+            is_file, is_folder = path.is_file(), path.is_dir()
+        except OSError:
+            # A name longer than the file system allows.
+            is_file = is_folder = False
+        if is_file:
+            return cls(str(path), path=path)
+        # The first 12 bytes identify formats; base64 of an image is longer than any path.
+        if len(text) > 1024 or _begins_as_image(text):
+            return cls(name, content=_unbase64(text, name))
+        what = "is a folder, not a file" if is_folder else "paths are relative to the data file"
+        raise MediaError(f"{name}: no file {path}; {what}")
 
     def read(self) -> bytes:
         """Return the encoded bytes.
@@ -100,7 +144,7 @@ class FileSource:
     def data_address(self) -> str:
         """Return the bytes as `data:image/...;base64,...`; of a generic type if it is unknown."""
         content = self.read()
-        known = (kind for magic, kind in _MIME if content.startswith(magic))
+        known = (kind for magic, kind in _MIME.items() if content.startswith(magic))
         other = film_type(content) if is_film("", content) else "application/octet-stream"
         kind = next(known, other)
         return f"data:{kind};base64,{base64.b64encode(content).decode()}"
@@ -110,10 +154,9 @@ class FileSource:
         """This file alone."""
         return (self,)
 
-    @property
-    def facts(self) -> object:
-        """None: its bytes are all that is needed."""
-        return None
+    def in_memory(self, read: "Callable[[FileSource], bytes]") -> Self:
+        """Return a copy with the bytes that `read` returns for its file."""
+        return replace(self, path=None, content=read(self))
 
     def shown(self) -> "tuple[FileSource, ...]":
         """Return the files for readers that take no films: this one."""
@@ -126,6 +169,8 @@ class FileSource:
 
 class ImageSource(FileSource):
     """Image."""
+
+    kind = "an image"
 
     def size(self) -> tuple[int, int]:
         """Return width and height of `decode`, from the header alone; raise the same errors."""
@@ -182,10 +227,9 @@ class VideoSource:
         """Its frames."""
         return self.frames
 
-    @property
-    def facts(self) -> tuple[float | None, FrameRules]:
-        """Its frame rate and its rules."""
-        return self.fps, self.rules
+    def in_memory(self, read: "Callable[[FileSource], bytes]") -> "VideoSource":
+        """Return a copy with the bytes that `read` returns for each file."""
+        return replace(self, frames=tuple(frame.in_memory(read) for frame in self.frames))
 
     def size(self) -> tuple[int, int]:
         """Return width and height of the first frame, from its header."""
@@ -277,14 +321,9 @@ def as_image(value: object, *, name: str, folder: Path) -> ImageSource:
     """
     if isinstance(value, ImageSource):
         return value
-    if isinstance(value, str | Path | _BYTES) or is_list_of_bytes(value):
-        file = as_file(value, name=name, folder=folder, what="an image")
-        return ImageSource(file.name, file.path, file.content)
     if isinstance(value, Mapping):
-        for key in ("bytes", "image", "path", "image_url", "url", "base64"):
-            if value.get(key) is not None:
-                return as_image(value[key], name=name, folder=folder)
-        raise MediaError(f"{name}: an image object needs bytes or path, found {sorted(value)}")
+        key = named_medium(value, _IMAGE_KEYS, f"{name}: an image object needs bytes or path")
+        return as_image(value[key], name=name, folder=folder)
     if hasattr(value, "__array__") and not hasattr(value, "save"):
         value = of_array(np.asarray(value), name)
     if hasattr(value, "save") and hasattr(value, "size"):
@@ -292,52 +331,15 @@ def as_image(value: object, *, name: str, folder: Path) -> ImageSource:
         # Lossless, and fast to write.
         as_rgb(cast("Image", value), name).save(buffer, "PNG", compress_level=1)
         return ImageSource(name, content=buffer.getvalue())
-    raise MediaError(
-        f"{name}: expected an image as path, bytes, base64 or a Pillow image, got "
-        f"{type(value).__name__}"
-    )
+    return ImageSource.of(value, name=name, folder=folder)
 
 
-def as_file(value: object, *, name: str, folder: Path, what: str) -> FileSource:
-    """Make a file from a path, a `file://` or data address, encoded bytes or base64 text.
-
-    Args:
-        value: Path, address, bytes or text.
-        name, folder: Place and folder as in `as_image`.
-        what: Kind of file for messages, such as "an image".
-
-    Raises:
-        MediaError: The value is none of these, or an address that would have to be fetched.
-    """
-    if isinstance(value, _BYTES) or is_list_of_bytes(value):
-        return FileSource(name, content=bytes(cast("bytes", value)))
-    if isinstance(value, str | Path):
-        return _file_of_text(str(value), name, folder)
-    raise MediaError(
-        f"{name}: expected {what} as path, bytes or base64, got {type(value).__name__}"
-    )
-
-
-def _file_of_text(text: str, name: str, folder: Path) -> FileSource:
-    if text.startswith(("http://", "https://")):
-        raise MediaError(f"{name}: {text[:80]!r} would have to be fetched; store it as a file")
-    if text.startswith("data:"):
-        return FileSource(name, content=_unbase64(text.partition(",")[2], name))
-    if not text.strip():
-        raise MediaError(f"{name} is an empty text: give a path, or leave it out")
-    path = folder / text.removeprefix("file://")
-    try:
-        is_file, is_folder = path.is_file(), path.is_dir()
-    except OSError:
-        # A name longer than the file system allows.
-        is_file = is_folder = False
-    if is_file:
-        return FileSource(str(path), path=path)
-    # The first 12 bytes identify formats; base64 of an image is longer than any path.
-    if len(text) > 1024 or _begins_as_image(text):
-        return FileSource(name, content=_unbase64(text, name))
-    what = "is a folder, not a file" if is_folder else "paths are relative to the data file"
-    raise MediaError(f"{name}: no file {path}; {what}")
+def named_medium(value: Mapping[str, object], keys: Sequence[str], problem: str) -> str:
+    """Return the first of some keys that has a value; raise a MediaError with the problem."""
+    for key in keys:
+        if value.get(key) is not None:
+            return key
+    raise MediaError(f"{problem}, found {sorted(value)}")
 
 
 def _begins_as_image(text: str) -> bool:
@@ -345,7 +347,7 @@ def _begins_as_image(text: str) -> bool:
         begin = base64.b64decode(text[:16], validate=True)
     except (binascii.Error, ValueError):
         return False
-    return begin.startswith(_MAGIC) or begin[8:12] == b"WEBP" or begin[4:8] == b"ftyp"
+    return begin.startswith(tuple(_MIME)) or begin[4:8] == b"ftyp"
 
 
 def _unbase64(text: str, name: str) -> bytes:
@@ -398,9 +400,8 @@ def _checked_rate(rate: object, name: str) -> float:
 
 def _clip(value: Mapping[str, object], name: str) -> tuple[object, float | None]:
     """Return an object's video and its frame rate, None if it has none."""
-    inner = next((value[key] for key in _VIDEO_KEYS if value.get(key) is not None), None)
-    if inner is None:
-        raise MediaError(f"{name}: a video object needs frames or path, found {sorted(value)}")
+    problem = f"{name}: a video object needs frames or path"
+    inner = value[named_medium(value, _VIDEO_KEYS, problem)]
     if isinstance(inner, Mapping) or ("frames" not in value and value.get("fps") is None):
         return inner, None
     return inner, _checked_rate(value.get("fps"), name)
