@@ -9,15 +9,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from lightrft.kernels.weight_bucket.native import Move
+from lightrft.kernels.weight_bucket.native import CAST_CODES, Move
 
+# Codes of copies, and before those of casts.
 _COPY_CODES = {1: 0, 2: 1, 4: 2, 8: 3}
-_CAST_CODES = {
-    (torch.float32, torch.bfloat16): 4,
-    (torch.float32, torch.float16): 5,
-    (torch.bfloat16, torch.float32): 6,
-    (torch.float16, torch.float32): 7,
-}
+_FIRST_CAST = 3
 _ROW_WORDS = 12
 
 
@@ -96,4 +92,5 @@ def build_table(moves: Sequence[Move], tile_elements: int) -> tuple[array[int], 
 def _operation(move: Move) -> int | None:
     if move.source_dtype == move.dtype:
         return _COPY_CODES.get(move.dtype.itemsize)
-    return _CAST_CODES.get((move.source_dtype, move.dtype))
+    code = CAST_CODES.get((move.source_dtype, move.dtype))
+    return None if code is None else _FIRST_CAST + code

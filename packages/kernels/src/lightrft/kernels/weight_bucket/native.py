@@ -13,7 +13,7 @@ from torch import Tensor
 INTERFACE_VERSION = 2
 
 _SAME_DTYPE = 0
-_CAST_CODES = {
+CAST_CODES = {
     (torch.float32, torch.bfloat16): 1,
     (torch.float32, torch.float16): 2,
     (torch.bfloat16, torch.float32): 3,
@@ -59,7 +59,7 @@ def can_run(moves: Sequence[Move]) -> bool:
     """Return whether `run` supports all moves: flat, with a known cast."""
     return all(
         move.num_rows == 1
-        and (move.source_dtype == move.dtype or (move.source_dtype, move.dtype) in _CAST_CODES)
+        and (move.source_dtype == move.dtype or (move.source_dtype, move.dtype) in CAST_CODES)
         for move in moves
     )
 
@@ -76,7 +76,7 @@ def run(extension: ModuleType, moves: Sequence[Move], hashes: Tensor | None) -> 
     num_bytes = 0
     for source, destination, _, numel, _, source_dtype, dtype, start in moves:
         itemsize = dtype.itemsize
-        code = _CAST_CODES.get((source_dtype, dtype), _SAME_DTYPE)
+        code = CAST_CODES.get((source_dtype, dtype), _SAME_DTYPE)
         table.append((source, destination, numel, code, itemsize, start))
         num_bytes += numel * max(source_dtype.itemsize, itemsize)
     threads = max(1, min(torch.get_num_threads(), num_bytes // _BYTES_PER_THREAD))

@@ -139,10 +139,8 @@ def pack(
     if run is not None:
         run(moves, None)
         return
-    places = [
-        _place(out, o, s.numel(), d) for s, o, d in zip(sources, byte_offsets, dtypes, strict=True)
-    ]
-    reference.copy_segments([source.detach() for source in sources], places)
+    for source, offset, dtype in zip(sources, byte_offsets, dtypes, strict=True):
+        _place(out, offset, source.numel(), dtype).copy_(source.detach().reshape(-1))
 
 
 def unpack(
@@ -180,10 +178,8 @@ def unpack(
     if run is not None:
         run(moves, None)
         return
-    places = [
-        _place(bucket, o, out.numel(), out.dtype) for o, out in zip(byte_offsets, outs, strict=True)
-    ]
-    reference.copy_segments(places, [out.detach().view(-1) for out in outs])
+    for offset, out in zip(byte_offsets, outs, strict=True):
+        out.detach().view(-1).copy_(_place(bucket, offset, out.numel(), out.dtype))
 
 
 def _torch_hashes(flats: Sequence[Tensor], moves: Sequence[Move], impl: Implementation) -> Tensor:

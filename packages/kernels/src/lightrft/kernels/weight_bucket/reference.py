@@ -1,4 +1,4 @@
-"""Hash, pack and unpack in plain torch: the definition that native code must match bitwise.
+"""Hash in plain torch: the definition that native code must match bitwise.
 
 The hash of a tensor is a sum over its elements, so it does not depend on how the tensor is split:
 
@@ -20,7 +20,7 @@ such as two flipped signs, whose products do not change the low bits. The hash d
 against someone who chooses weights to fit it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 
 import torch
@@ -116,9 +116,3 @@ def shift_right(x: Tensor, num_bits: int) -> Tensor:
     """Shift int64 as unsigned numbers: [...] int64."""
     # int64 shifts are arithmetic: clear the copies of the sign bit.
     return (x >> num_bits).bitwise_and_((1 << (64 - num_bits)) - 1)
-
-
-def copy_segments(sources: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    """Cast each source into its flat output; arguments are already validated."""
-    for source, out in zip(sources, outs, strict=True):
-        out.copy_(source if source.dim() == 1 else source.reshape(-1))
