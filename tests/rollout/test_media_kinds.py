@@ -96,12 +96,7 @@ FAMILY = VisionFamily(
 
 @pytest.fixture
 def prompts(tmp_path, monkeypatch):
-    row = MediaKind(
-        "tones",
-        read_tone,
-        lambda name, files, facts: Tone(name, content=files[0].read()),
-        lambda decoded: {"tones": [decoded]},
-    )
+    row = MediaKind("tones", f"{__name__}:read_tone", lambda decoded: {"tones": [decoded]})
     monkeypatch.setitem(MEDIA_KINDS, "tone", row)
     (tmp_path / "a.tone").write_bytes(bytes([2, 4, 6, 8]))
     (tmp_path / "b.tone").write_bytes(bytes([10, 30]))

@@ -417,18 +417,31 @@ def with_media(messages: Sequence[Message], columns: Media, row: Row) -> MediaRo
     Raises:
         DataError: A medium cannot be read, or messages and row differ in the number of media.
     """
-    seen = _Places(columns, row)
+    left = {kind: list(columns[kind]) for kind in MEDIA_KINDS}
+    found: dict[MediumKind, list[Medium]] = {kind: [] for kind in MEDIA_KINDS}
+    named = dict.fromkeys(MEDIA_KINDS, 0)
+
+    def take(part: Mapping[str, object], kind: MediumKind) -> None:
+        """Assign the medium of one part; none if the columns have no more."""
+        named[kind] += 1
+        value = _value_of(part, kind, row)
+        if value is not None:
+            found[kind].append(_read(row, kind, named[kind], value))
+        elif left[kind]:
+            _check_index(part, len(columns[kind]) - len(left[kind]), row)
+            found[kind].append(left[kind].pop(0))
+
     chat: list[Message] = []
     for message in messages:
         parts: list[Message] = []
         for part in _parts(message["content"]):
             kind = _checked_kind(part, row)
             if kind is not None:
-                seen.take(part, kind)
+                take(part, kind)
             parts.append(part if kind is None else {"type": kind})
         is_text = isinstance(message["content"], str) and not any(map(_kind_of, parts))
         chat.append(message if is_text else {**message, "content": parts})
-    named, has = seen.named, seen.has
+    has = {kind: len(found[kind]) + len(left[kind]) for kind in MEDIA_KINDS}
     if not any(named.values()):
         first = next((message for message in chat if message["role"] == "user"), chat[0])
         marks = [{"type": kind} for kind, count in has.items() for _ in range(count)]
@@ -437,35 +450,7 @@ def with_media(messages: Sequence[Message], columns: Media, row: Row) -> MediaRo
         return MediaRow(chat, columns)
     if named != has:
         raise DataError(_other_number(row, named, has))
-    return MediaRow(chat, Media({kind: media for kind, media in seen.found.items() if media}))
-
-
-class _Places:
-    """Places of media in a chat, and the media that stand there.
-
-    Args:
-        columns: Media of the columns, for places without a medium.
-        row: Row, for errors and for paths in parts.
-    """
-
-    def __init__(self, columns: Media, row: Row) -> None:
-        self._row = row
-        self._left = {kind: list(columns[kind]) for kind in MEDIA_KINDS}
-        self.found: dict[MediumKind, list[Medium]] = {kind: [] for kind in MEDIA_KINDS}
-        self.named = dict.fromkeys(MEDIA_KINDS, 0)
-        self._num_columns = {kind: len(media) for kind, media in self._left.items()}
-        self.has = dict(self._num_columns)
-
-    def take(self, part: Mapping[str, object], kind: MediumKind) -> None:
-        """Assign the medium of one part; none if the columns have no more."""
-        self.named[kind] += 1
-        value, left = _value_of(part, kind, self._row), self._left[kind]
-        if value is not None:
-            self.has[kind] += 1
-            self.found[kind].append(_read(self._row, kind, self.named[kind], value))
-        elif left:
-            _check_index(part, self._num_columns[kind] - len(left), self._row)
-            self.found[kind].append(left.pop(0))
+    return MediaRow(chat, Media({kind: media for kind, media in found.items() if media}))
 
 
 def _other_number(row: Row, named: Mapping[str, int], has: Mapping[str, int]) -> str:

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from lightrft.engines.hf.attention import MASKED
 from lightrft.engines.media.cross_attention import only_own_images
-from lightrft.engines.media.families import family_of, language_model, placeholder_ids
+from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.engines.media.inputs import (
     Prompts,
     axes_of_rows,
@@ -149,21 +149,42 @@ class _CachedForward:
         model: Model in eval mode.
         traits: Traits of the model.
         cache: Cache of keys, values or states.
-        media: Encoded prompt of each row of tokens; () if none has media.
+        prompts: Tokens of each prompt.
+        media: Encoded prompt of each; () if none has media.
     """
 
     def __init__(
-        self, model: PreTrainedModel, traits: ModelTraits, cache: Cache, media: Prompts
+        self,
+        model: PreTrainedModel,
+        traits: ModelTraits,
+        cache: Cache,
+        prompts: Sequence[Sequence[int]],
+        media: Prompts,
     ) -> None:
         self._model = model
         self._traits = traits
         self._cache = cache
         self._device = model.device
+        self._prompts = prompts
         self._media = media if any(media) else ()
 
-    def _media_inputs(self, rows: Sequence[torch.Tensor], width: int) -> dict[str, torch.Tensor]:
+    @property
+    def _rows(self) -> list[torch.Tensor]:
+        """Tokens of each prompt on the host, [tokens] int64."""
+        return [torch.tensor(prompt) for prompt in self._prompts]
+
+    def _axes_of_rows(self) -> list[torch.Tensor]:
+        """Return the places of tokens, [3, tokens] each; [] unless the model has three axes."""
+        family = self._traits.family
+        if not self._media or family is None or not family.has_axes:
+            return []
+        return axes_of_rows(self._model.base_model, self._rows, self._media)
+
+    def _media_inputs(self, width: int) -> dict[str, torch.Tensor]:
+        if not self._media:
+            return {}
         assert self._traits.family is not None
-        tensors = media_inputs(self._traits.family, rows, self._media, width=width)
+        tensors = media_inputs(self._traits.family, self._rows, self._media, width=width)
         return {name: tensor.to(self._device) for name, tensor in tensors.items()}
 
     def _run_media(self, input_ids: torch.Tensor, **inputs: torch.Tensor | None) -> torch.Tensor:
@@ -208,8 +229,7 @@ class PlainForward(_CachedForward):
         prompt_of_row: Sequence[int],
         media: Prompts = (),
     ) -> None:
-        super().__init__(model, traits, Cache(layer_class_to_replicate=RoomyLayer), media)
-        self._prompts = prompts
+        super().__init__(model, traits, Cache(layer_class_to_replicate=RoomyLayer), prompts, media)
         self._prompt_of_row = torch.tensor(prompt_of_row, device=self._device)
         lengths = [len(prompt) for prompt in prompts]
         self._is_ragged = len(set(lengths)) > 1
@@ -221,8 +241,11 @@ class PlainForward(_CachedForward):
         self._cached_length = max(lengths) - int(self._is_ragged)
         self._mask: torch.Tensor | None = None
         self._axes: torch.Tensor | None = None
-        if self._media:
-            self._read_axes(lengths)
+        axes = self._axes_of_rows()
+        if axes:
+            self._axes = pad_right(axes, max(lengths)).to(self._device)
+            # Prompts end with text, which lies behind all media.
+            self._positions = torch.stack([a[:, -1:] for a in axes], dim=1).to(self._device)
 
     def start(self) -> torch.Tensor:
         """Run each prompt once, then copy its cache to every row."""
@@ -261,22 +284,9 @@ class PlainForward(_CachedForward):
         self._positions = self._positions - 1
         return self.advance(last_tokens)
 
-    def _read_axes(self, lengths: Sequence[int]) -> None:
-        """Compute places of tokens, for models whose positions have three axes."""
-        family = self._traits.family
-        if family is None or not family.has_axes:
-            return
-        rows = [torch.tensor(prompt) for prompt in self._prompts]
-        axes = axes_of_rows(self._model.base_model, rows, self._media)
-        self._axes = pad_right(axes, max(lengths)).to(self._device)
-        # Prompts end with text, which lies behind all media.
-        self._positions = torch.stack([a[:, -1:] for a in axes], dim=1).to(self._device)
-
     def _run_prompts(self, input_ids: torch.Tensor) -> torch.Tensor:
         width = input_ids.shape[1]
-        inputs: dict[str, torch.Tensor] = {}
-        if self._media:
-            inputs = self._media_inputs([torch.tensor(prompt) for prompt in self._prompts], width)
+        inputs = self._media_inputs(width)
         run = self._run_media if self._media else self._run
         positions = torch.arange(width, device=self._device)[None]
         if self._axes is not None:
@@ -317,7 +327,7 @@ class WholeBatchForward(_CachedForward):
         prompts: Sequence[Sequence[int]],
         media: Prompts = (),
     ) -> None:
-        super().__init__(model, traits, DynamicCache(config=model.config), media)
+        super().__init__(model, traits, DynamicCache(config=model.config), prompts, media)
         self._input_ids = torch.tensor(prompts, device=self._device)
         # Inputs of tokens after the prompt, which repeat those of its last token.
         self._later: dict[str, torch.Tensor] = {}
@@ -329,21 +339,18 @@ class WholeBatchForward(_CachedForward):
         family = self._traits.family
         if family is None or not self._media:
             return self._run(self._input_ids)
-        rows = list(self._input_ids)
-        inputs = self._media_inputs(rows, self._input_ids.shape[1])
+        inputs = self._media_inputs(self._input_ids.shape[1])
         if family.takes_types:
-            types = torch.stack(token_types(rows, self._media))
+            types = torch.stack(token_types(self._rows, self._media))
             inputs[str(family.token_types)] = types.to(self._device)
         self._later = {name: inputs[name][:, -1:] for name in family.token_axis}
-        if family.has_axes:
-            axes = axes_of_rows(self._model.base_model, rows, self._media)
+        axes = self._axes_of_rows()
+        if axes:
             inputs["position_ids"] = torch.stack(axes, dim=1).to(self._device)
             self._places = inputs["position_ids"][..., -1:]
         with ExitStack() as hooks:
             if family.attends_to_images:
-                counts = [prompt.num_images if prompt else 0 for prompt in self._media]
-                part = language_model(self._model.base_model)
-                hooks.enter_context(only_own_images(part, counts))
+                hooks.enter_context(only_own_images(self._model.base_model, self._media))
             return self._run_media(self._input_ids, **inputs)
 
     def advance(self, tokens: torch.Tensor) -> torch.Tensor:

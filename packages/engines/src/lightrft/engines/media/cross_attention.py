@@ -6,11 +6,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from lightrft.engines.media.families import language_model
+from lightrft.engines.media.media import EncodedPrompt
+
 Arguments = tuple[tuple[object, ...], dict[str, object]]
 
 
 @contextmanager
-def only_own_images(language_model: nn.Module, num_images: Sequence[int]) -> Iterator[None]:
+def only_own_images(trunk: nn.Module, prompts: Sequence[EncodedPrompt | None]) -> Iterator[None]:
     """Hide from each row the padding up to the most images of any row.
 
     Tokens before a row's first image, and rows without images, attend evenly to all places,
@@ -18,9 +21,10 @@ def only_own_images(language_model: nn.Module, num_images: Sequence[int]) -> Ite
     see values of zero, which add nothing because the projections have no bias.
 
     Args:
-        language_model: Part of the model that attends, called with padded rows.
-        num_images: Number of images of each row.
+        trunk: Model, called with padded rows.
+        prompts: Encoded prompt of each row; None without images.
     """
+    num_images = [0 if prompt is None else prompt.num_images for prompt in prompts]
 
     def narrow(module: nn.Module, args: tuple[object, ...], given: dict[str, object]) -> Arguments:
         states, mask = given["cross_attention_states"], given["cross_attention_mask"]
@@ -42,7 +46,7 @@ def only_own_images(language_model: nn.Module, num_images: Sequence[int]) -> Ite
         }
         return args, given
 
-    handle = language_model.register_forward_pre_hook(narrow, with_kwargs=True)
+    handle = language_model(trunk).register_forward_pre_hook(narrow, with_kwargs=True)
     try:
         yield
     finally:

@@ -197,7 +197,8 @@ class PromptEncoder:
         """Raise a ValueError unless each placeholder token has its feature."""
         if self.family.num_features is None:
             return
-        features = self.family.num_features(self.processor, encoded.tensors)
+        count = self.family.num_features
+        features = count(self.processor, encoded.tensors) if encoded.kinds else 0
         places = sum(self._are_places(encoded))
         if places != features:
             raise ValueError(

@@ -18,14 +18,6 @@ if TYPE_CHECKING:
 _PICTURES = frozenset[MediumKind]({"image", "video"})
 
 
-def _images_alone() -> Mapping[MediumKind, str]:
-    return {"image": "pixel_values"}
-
-
-def _usual_marks() -> Mapping[MediumKind, str]:
-    return {"image": "image_token", "video": "video_token"}
-
-
 # How tensors of several prompts become one:
 #   "items"  joined along axis 0: patches, grids, images, tiles, one entry for each medium
 #   "tiled"  [media, tiles, ...] padded to the most tiles, then joined along axis 0
@@ -42,7 +34,7 @@ _GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_t
 # `replace_image_token` takes; None if its settings depend on pixels.
 Facts = Mapping[str, Sequence[object]]
 SizeFacts = Callable[["ProcessorMixin", Sizes], Facts | None]
-# Number of features of a prompt's tensors, and so of its placeholders.
+# Number of features of a prompt's tensors, which has media, and so of its placeholders.
 CountFeatures = Callable[["ProcessorMixin", Inputs], int]
 
 
@@ -78,12 +70,14 @@ class VisionFamily:
     token_types: str | None = None
     takes_types: bool = False
     has_axes: bool = False
-    kinds: Mapping[MediumKind, str] = field(default_factory=_images_alone)
+    kinds: Mapping[MediumKind, str] = field(default_factory=lambda: {"image": "pixel_values"})
     towers: tuple[str, ...] = ("vision_tower",)
     reads: frozenset[MediumKind] = frozenset({"image"})
     attends_to_images: bool = False
     token_axis: tuple[str, ...] = ()
-    marks: Mapping[MediumKind, str] = field(default_factory=_usual_marks)
+    marks: Mapping[MediumKind, str] = field(
+        default_factory=lambda: {"image": "image_token", "video": "video_token"}
+    )
     soft_marks: tuple[str, ...] = ()
     num_features: CountFeatures | None = None
     size_facts: SizeFacts | None = None
@@ -257,14 +251,10 @@ def _tile_features(axis: int, length: str) -> CountFeatures:
     """Return a counter of features: tiles along an axis of the pixels, times `length` each."""
     return lambda processor, tensors: (
         tensors["pixel_values"].shape[axis] * int(vars(processor)[length])
-        if "pixel_values" in tensors
-        else 0
     )
 
 
 def _llava_features(processor: "ProcessorMixin", tensors: Inputs) -> int:
-    if "pixel_values" not in tensors:
-        return 0
     settings = vars(processor)
     count, _, height, width = tensors["pixel_values"].shape
     side = int(settings["patch_size"])
@@ -307,8 +297,6 @@ def _heard(trunk: "PreTrainedModel", inputs: Inputs) -> Tensor:
 
 
 def _mel_features(processor: "ProcessorMixin", tensors: Inputs) -> int:
-    if "feature_attention_mask" not in tensors:
-        return 0
     # A convolution and then a pooling halve the length of each sound.
     lengths = (tensors["feature_attention_mask"].sum(-1) - 1) // 2 + 1
     return int(((lengths - 2) // 2 + 1).sum())
@@ -320,8 +308,6 @@ def _next_dummy(config: "PretrainedConfig", kind: MediumKind) -> TensorsByName:
 
 
 def _next_features(processor: "ProcessorMixin", tensors: Inputs) -> int:
-    if "pixel_values" not in tensors:
-        return 0
     height, width = tensors["pixel_values"].shape[-2:]
     is_cut = vars(processor)["vision_feature_select_strategy"] == "default"
     return sum(
@@ -349,7 +335,7 @@ def _sized_dummy(config: "PretrainedConfig", kind: MediumKind) -> TensorsByName:
 def _sized_features(processor: "ProcessorMixin", tensors: Inputs) -> int:
     settings = vars(processor)
     side = int(settings["patch_size"]) * int(settings["spatial_merge_size"])
-    return int((tensors["image_sizes"] // side).prod(-1).sum()) if "image_sizes" in tensors else 0
+    return int((tensors["image_sizes"] // side).prod(-1).sum())
 
 
 def _sized_facts(processor: "ProcessorMixin", sizes: Sizes) -> Facts:
@@ -360,10 +346,6 @@ def _sized_facts(processor: "ProcessorMixin", sizes: Sizes) -> Facts:
     longest = int(processor.image_processor.size["longest_edge"])
     pictures = [torch.zeros(()).expand(3, height, width) for width, height in sizes]
     return {"image_sizes": [get_resize_output_image_size(p, longest, side) for p in pictures]}
-
-
-def _num_images(processor: "ProcessorMixin", tensors: Inputs) -> int:
-    return tensors["pixel_values"].shape[1] if "pixel_values" in tensors else 0
 
 
 def _qwen(model_type: str, *times: str, reads: frozenset[MediumKind] = _PICTURES) -> VisionFamily:
@@ -472,7 +454,7 @@ _FAMILIES = (
         towers=("vision_model",),
         attends_to_images=True,
         token_axis=("cross_attention_mask",),
-        num_features=_num_images,
+        num_features=lambda processor, tensors: tensors["pixel_values"].shape[1],
     ),
     VisionFamily(
         "qwen2_audio",

@@ -112,17 +112,6 @@ def film_type(content: bytes) -> str:
     return "video/x-msvideo" if demuxer == "avi" else "video/mp4"
 
 
-@dataclass(frozen=True, slots=True)
-class _FilmFacts:
-    """A film's length in seconds, time of its first frame, rate and size."""
-
-    seconds: float
-    start: float
-    fps: float
-    width: int
-    height: int
-
-
 def film_size(content: bytes, name: str) -> tuple[int, int]:
     """Return width and height of a film's frames as stored, from its header.
 
@@ -153,9 +142,9 @@ def read_film(
             is missing.
     """
     with _opened(content, name) as (container, stream):
-        facts = _facts(container, stream, name)
-        count, rate = rules.times(facts.seconds, facts.fps, is_film=True)
-        size = rules.size(facts.width, facts.height)
+        seconds, begin, fps = _timing(container, stream, name)
+        count, rate = rules.times(seconds, fps, is_film=True)
+        size = rules.size(stream.codec_context.width, stream.codec_context.height)
         total = count * size[0] * size[1]
         if total > MAX_VIDEO_PIXELS:
             raise MediaError(
@@ -165,7 +154,7 @@ def read_film(
             )
     # Packets were read to the end, and not every format can be rewound.
     with _opened(content, name) as (container, stream):
-        shown = _shown(container.decode(stream), facts, count, rate, name)
+        shown = _shown(container.decode(stream), begin, count, rate, name)
         frames = np.stack([_pixels(frame, size) for frame in shown])
     return frames, rate
 
@@ -191,8 +180,10 @@ def _is_cover(stream: "VideoStream") -> bool:
     return bool(stream.disposition & Disposition.attached_pic)
 
 
-def _facts(container: "InputContainer", stream: "VideoStream", name: str) -> _FilmFacts:
-    """Read facts of a film from all packets, which need no decoding."""
+def _timing(
+    container: "InputContainer", stream: "VideoStream", name: str
+) -> tuple[float, float, float]:
+    """Read a film's seconds, time of its first frame, and rate from all packets, undecoded."""
     times: list[float] = []
     end = 0.0
     for packet in container.demux():
@@ -214,8 +205,7 @@ def _facts(container: "InputContainer", stream: "VideoStream", name: str) -> _Fi
             f"{name} is cut off: it lasts {declared:.1f} s by its header and has {end:.1f} s; "
             "replace or leave it out"
         )
-    context = stream.codec_context
-    return _FilmFacts(last - start + 1 / fps, start, fps, context.width, context.height)
+    return last - start + 1 / fps, start, fps
 
 
 def _seconds(packet: "Packet[Stream]") -> float | None:
@@ -225,15 +215,15 @@ def _seconds(packet: "Packet[Stream]") -> float | None:
 
 
 def _shown(
-    frames: "Iterable[VideoFrame]", facts: _FilmFacts, count: int, rate: float, name: str
+    frames: "Iterable[VideoFrame]", begin: float, count: int, rate: float, name: str
 ) -> "Iterator[VideoFrame]":
     """Yield the frame shown at each time k / rate, in order; raise if one is not whole."""
     last, place = None, 0
     for frame in frames:
         if frame.is_corrupt:
             raise MediaError(f"{name} is a damaged film: a frame is not whole; replace it")
-        time = facts.start if frame.time is None else frame.time
-        while place < count and last is not None and time - facts.start > place / rate + _ROUNDING:
+        time = begin if frame.time is None else frame.time
+        while place < count and last is not None and time - begin > place / rate + _ROUNDING:
             yield last
             place += 1
         if place == count:

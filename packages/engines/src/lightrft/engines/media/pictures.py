@@ -2,7 +2,8 @@
 
 import io
 import warnings
-import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -79,43 +80,38 @@ def upright_size(image: "Image", name: str) -> tuple[int, int]:
     # its pixels.
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
         return width, height
-    try:
+    with _decoding(name):
         is_turned = image.getexif().get(_ORIENTATION) in (5, 6, 7, 8)
-    except Exception as err:
-        raise damaged(name, err) from err
     return (height, width) if is_turned else (width, height)
 
 
-def is_whole(content: bytes, kind: str) -> bool:
+def is_whole(image: "Image", content: bytes) -> bool:
     """Return whether a file has its end, and a PNG its checksums; False if nothing shows it.
 
     Args:
-        content: File with a valid header.
-        kind: Format in Pillow's naming.
+        image: Picture that was just opened; a PNG is closed.
+        content: Bytes of its file.
     """
-    if kind == "JPEG":
-        return content.endswith(b"\xff\xd9")
-    if kind == "WEBP":
-        return len(content) >= 8 + int.from_bytes(content[4:8], "little")
-    return kind == "PNG" and _has_good_chunks(content)
-
-
-def _has_good_chunks(content: bytes) -> bool:
-    place = 8
-    while place + 12 <= len(content):
-        stop = place + 8 + int.from_bytes(content[place : place + 4], "big")
-        checksum = zlib.crc32(memoryview(content)[place + 4 : stop])
-        if checksum != int.from_bytes(content[stop : stop + 4], "big"):
-            return False
-        if content[place + 4 : place + 8] == b"IEND":
+    if image.format == "PNG":
+        with suppress(Exception):  # a damaged chunk raises anything
+            image.verify()
             return True
-        place = stop + 4
-    return False
+    is_jpeg, is_webp = image.format == "JPEG", image.format == "WEBP"
+    size = int.from_bytes(content[4:8], "little")
+    return content.endswith(b"\xff\xd9") if is_jpeg else is_webp and len(content) >= 8 + size
 
 
-def damaged(name: str, err: Exception) -> MediaError:
-    """Convert a decoder's exception: OSError, SyntaxError, struct.error, EOFError, ..."""
-    return MediaError(f"{name} is a damaged image: {first_line(err)}; replace or leave it out")
+@contextmanager
+def _decoding(name: str) -> Iterator[None]:
+    """Convert exceptions of decoders: OSError, SyntaxError, struct.error, EOFError, ..."""
+    try:
+        yield
+    except MediaError:
+        raise
+    except Exception as err:
+        raise MediaError(
+            f"{name} is a damaged image: {first_line(err)}; replace or leave it out"
+        ) from err
 
 
 def as_rgb(image: "Image", name: str) -> "Image":
@@ -128,12 +124,8 @@ def as_rgb(image: "Image", name: str) -> "Image":
     """
     from PIL import ImageOps
 
-    try:
+    with _decoding(name):
         return _on_white(_of_8_bits(ImageOps.exif_transpose(image), name))
-    except MediaError:
-        raise
-    except Exception as err:
-        raise damaged(name, err) from err
 
 
 def _of_8_bits(image: "Image", name: str) -> "Image":
@@ -210,11 +202,8 @@ def animation(content: bytes, name: str) -> "tuple[list[Image], float | None]":
     Raises:
         MediaError: The image is damaged, or has more than `MAX_FRAMES` or `MAX_PIXELS` in all.
     """
-    with opened(content, name) as image:
-        try:
-            count = int(getattr(image, "n_frames", 1))
-        except Exception as err:
-            raise damaged(name, err) from err
+    with opened(content, name) as image, _decoding(name):
+        count = int(getattr(image, "n_frames", 1))
         if count > MAX_FRAMES or count * image.width * image.height > MAX_PIXELS:
             raise MediaError(
                 f"{name} has {count} frames of {image.width} x {image.height} pixels: "
@@ -223,13 +212,9 @@ def animation(content: bytes, name: str) -> "tuple[list[Image], float | None]":
         frames, total = [], 0.0
         for number in range(count):
             where = f"{name}, frame {number + 1},"
-            try:
+            with _decoding(where):
                 image.seek(number)
                 frames.append(as_rgb(image, where))
                 # Known once the frame is decoded.
                 total += float(image.info.get("duration", 0))
-            except MediaError:
-                raise
-            except Exception as err:
-                raise damaged(where, err) from err
         return frames, (1000 * count / total if total else None)

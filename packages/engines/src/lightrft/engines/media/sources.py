@@ -184,8 +184,9 @@ class ImageSource(FileSource):
             content = self.read()
             with opened(content, self.name) as image:
                 size = upright_size(image, self.name)
-                if not is_whole(content, str(image.format)):
-                    as_rgb(image, self.name)
+                is_read = is_whole(image, content)
+            if not is_read:
+                self.decode()
             known.size = size
         width, height = known.size
         return width, height

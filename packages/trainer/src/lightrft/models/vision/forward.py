@@ -110,9 +110,7 @@ def run_trunk(
         absent = sorted(media.present - media.kinds)
         if family.attends_to_images:
             if "pixel_values" in arguments:
-                prompts = media.of_rows(len(input_ids))
-                counts = [0 if prompt is None else prompt.num_images for prompt in prompts]
-                hooks.enter_context(only_own_images(language_model(trunk), counts))
+                hooks.enter_context(only_own_images(trunk, media.of_rows(len(input_ids))))
         elif absent:
             hook = _with_dummies(trunk, family, absent)
             hooks.enter_context(trunk.get_input_embeddings().register_forward_hook(hook))
