@@ -19,9 +19,10 @@ MAX_HEADER_BYTES = 100_000_000
 def count_model(path: str) -> int:
     """Return the number of weights in the files of a model directory; 0 without files."""
     try:
-        return sum(map(count_parameters, weight_files(Path(path))))
+        files = weight_files(Path(path))
     except ValueError:
         return 0  # loading reports a damaged index
+    return sum(math.prod(shape) for file in files for shape in _shapes(file).values())
 
 
 def cut_files(path: str) -> Iterator[tuple[Path, int, int]]:
@@ -42,28 +43,21 @@ def cut_files(path: str) -> Iterator[tuple[Path, int, int]]:
             yield file, size, whole
 
 
-def count_parameters(path: Path) -> int:
-    """Return the number of weights in a safetensors file, by its header; 0 if it is unreadable."""
-    try:
-        return sum(map(math.prod, _shapes(path).values()))
-    except (OSError, ValueError, KeyError):
-        return 0  # loading reports a damaged file
-
-
 def tensor_shapes(path: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes by name in all readable safetensors files of a model directory."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(Path(path).glob("*.safetensors")):
-        try:
-            shapes |= _shapes(file)
-        except (OSError, ValueError, KeyError):
-            continue  # loading reports a damaged file
+        shapes |= _shapes(file)
     return shapes
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    entries = _read_header(path)[1].items()
-    return {name: tuple(typed(list[int], entry["shape"], path)) for name, entry in entries}
+    """Return the shapes by name in a safetensors file; {} if its header cannot be read."""
+    try:
+        entries = _read_header(path)[1].items()
+        return {name: tuple(typed(list[int], entry["shape"], path)) for name, entry in entries}
+    except (OSError, ValueError, KeyError):
+        return {}  # loading reports a damaged file
 
 
 def _read_header(path: Path) -> tuple[int, dict[str, dict[str, object]]]:
