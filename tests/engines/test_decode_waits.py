@@ -37,7 +37,7 @@ class Counting:
 def test_a_step_of_the_decode_loop_waits_once():
     num_rows, vocab = 6, 32
     forward = Counting(num_rows, vocab)
-    rule = StopRule(stop_token_table([10], vocab, device=torch.device("cpu")), None, 0)
+    rule = StopRule(stop_token_table([10], vocab, device=torch.device("cpu")), (), 0)
     found = []
     with HostWaits() as watch:
         forward.watch = watch

@@ -34,22 +34,24 @@ def test_the_stop_table_ignores_ids_that_cannot_be_sampled():
 
 
 def test_a_stop_string_may_straddle_tokens_or_lie_within_one():
-    matcher = StopStringMatcher(["STOP"], WordDecoder(), 4)
-    assert [matcher.push(0, t) for t in (0, 2, 3)] == [False, False, True]
-    assert [matcher.push(1, t) for t in (2, 6, 3)] == [False, False, True]
-    assert [matcher.push(2, t) for t in (2, 1, 3, 4)] == [False, False, False, True]
-    assert matcher.push(3, 5)
+    def hits(*token_ids):
+        return [*map(StopStringMatcher(["STOP"], WordDecoder()).push, token_ids)]
+
+    assert hits(0, 2, 3) == [False, False, True]
+    assert hits(2, 6, 3) == [False, False, True]
+    assert hits(2, 1, 3, 4) == [False, False, False, True]
+    assert hits(5) == [True]
 
 
 def test_a_match_is_reported_once():
-    matcher = StopStringMatcher(["STOP", "b"], WordDecoder(), 1)
-    assert [matcher.push(0, t) for t in (4, 0, 0, 1)] == [True, False, False, True]
+    matcher = StopStringMatcher(["STOP", "b"], WordDecoder())
+    assert [matcher.push(t) for t in (4, 0, 0, 1)] == [True, False, False, True]
 
 
 def test_a_character_counts_once_all_its_bytes_are_there():
     text = "naïve → stop…"
-    matcher = StopStringMatcher(["→ s", "…"], ByteDecoder(), 1)
-    hits = [i for i, byte in enumerate(text.encode()) if matcher.push(0, byte)]
+    matcher = StopStringMatcher(["→ s", "…"], ByteDecoder())
+    hits = [i for i, byte in enumerate(text.encode()) if matcher.push(byte)]
     assert [text.encode()[: i + 1].decode() for i in hits] == ["naïve → s", "naïve → stop…"]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -44,15 +43,6 @@ if TYPE_CHECKING:
 TAGS = ("weights", "kv_cache")
 # Batches of finished rows with their samples.
 FinishedRows = Generator[list[FinishedRow]]
-
-
-@dataclass(slots=True)
-class _RunningBatch:
-    """Completions that were submitted and not yet returned."""
-
-    batches: FinishedRows
-    params: SamplingParams
-    num_left: int
 
 
 class RolloutEngine(ABC):
@@ -102,7 +92,10 @@ class RolloutEngine(ABC):
         self._dtype = config.torch_dtype
         self._text = Text(config.model_path)
         self._sleeping_tags: set[str] = set()
-        self._running: _RunningBatch | None = None
+        # Completions that were submitted and not yet returned: their source, and their number.
+        self._running: FinishedRows | None = None
+        self._num_running = 0
+        self._params = SamplingParams()
         self.ledger = Ledger()
         self.seen_media: EncodedPrompt | None = None
 
@@ -256,8 +249,8 @@ class RolloutEngine(ABC):
         )
         self._check_params(sampling_params)
         if rows:
-            batches = self.stream_rows(rows, sampling_params)
-            self._running = _RunningBatch(batches, sampling_params, len(rows))
+            self._running = self.stream_rows(rows, sampling_params)
+            self._params, self._num_running = sampling_params, len(rows)
 
     def poll(self) -> list[Completion]:
         """Sample until some completions end, and return them; return [] once none are left.
@@ -269,36 +262,33 @@ class RolloutEngine(ABC):
             RuntimeError: The engine ended with rows missing.
             FloatingPointError: The model's logits are not finite.
         """
-        running = self._running
-        if running is None:
+        if self._running is None:
             return []
+        params, version = self._params, self.weights_version
         try:
             self._check_weights()
-            finished = next(running.batches, [])
+            finished = next(self._running, [])
             if not finished:
                 raise RuntimeError(
-                    f"the {self.name} engine ended with {running.num_left} completions missing"
+                    f"the {self.name} engine ended with {self._num_running} completions missing"
                 )
-            running.num_left -= len(finished)
+            self._num_running -= len(finished)
             rows, raws = zip(*finished, strict=True)
             media = (row.media for row in rows if row.media is not None)
             self.seen_media = next(media, self.seen_media)
-            self.ledger.append(rows, raws, self.weights_version, running.params)
-            return [
-                completion_of(row, raw, running.params, self.weights_version)
-                for row, raw in finished
-            ]
+            self.ledger.append(rows, raws, version, params)
+            return [completion_of(row, raw, params, version) for row, raw in finished]
         except BaseException:
-            running.num_left = 0
+            self._num_running = 0
             raise
         finally:
-            if running.num_left == 0:
+            if self._num_running == 0:
                 self.abort()
 
     def abort(self) -> None:
         """Abort submitted requests that are not yet returned; do nothing if there are none."""
         if self._running is not None:
-            self._running.batches.close()
+            self._running.close()
             self._running = None
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -459,7 +449,7 @@ class RolloutEngine(ABC):
     def _check_idle(self) -> None:
         if self._running is not None:
             raise RuntimeError(
-                f"the {self.name} engine still samples {self._running.num_left} completions; "
+                f"the {self.name} engine still samples {self._num_running} completions; "
                 "poll() until it gives none, or abort()"
             )
 

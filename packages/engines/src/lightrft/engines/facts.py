@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-
-
-def combines(*, top_k: int, top_p: float, min_p: float) -> bool:
-    """Return whether two truncations act together; a single one is the same in all engines."""
-    return (top_k != -1) + (top_p < 1) + (min_p > 0) > 1
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +19,8 @@ class EngineFacts:
         spans_ranks: Whether the ranks of a group share one engine (tensor parallelism).
         has_own_memory: Whether its weights and cache lie on the device beside the trainer's model.
         needs_share: Whether it refuses to start unless `engine_mem_util` of the device is free.
-        has_known_order: Function that returns whether it applies truncations in the order of
-            `lightrft.engines.sampling`.
+        known_order: Truncations that it applies in the order of `lightrft.engines.sampling`: all,
+            all but min_p, or none that act together.
     """
 
     builder: str = ""
@@ -36,4 +31,10 @@ class EngineFacts:
     spans_ranks: bool = False
     has_own_memory: bool = True
     needs_share: bool = False
-    has_known_order: Callable[..., bool] = lambda **_: True
+    known_order: Literal["all", "without min_p", "none"] = "all"
+
+    def has_known_order(self, *, top_k: int, top_p: float, min_p: float) -> bool:
+        """Return whether these truncations act in the known order; a single one always does."""
+        is_single = (top_k != -1) + (top_p < 1) + (min_p > 0) < 2
+        is_known = self.known_order == "without min_p" and min_p == 0
+        return is_single or is_known or self.known_order == "all"

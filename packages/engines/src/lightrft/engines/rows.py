@@ -314,8 +314,7 @@ def cut_at_string(
     raw: RawCompletion, params: SamplingParams, decoder: TextDecoder
 ) -> RawCompletion:
     """Return the completion up to the first stop string that ends at or after `min_tokens`."""
-    matcher = StopStringMatcher(params.stop, decoder, 1)
-    return _cut(raw, lambda token: matcher.push(0, token), params.min_tokens)
+    return _cut(raw, StopStringMatcher(params.stop, decoder).push, params.min_tokens)
 
 
 def cut_at_token(

@@ -122,7 +122,7 @@ def context_tokens(config: PretrainedConfig) -> int | None:
 
 
 class StopStringMatcher:
-    """Matcher of stop strings in completions that grow token by token.
+    """Matcher of stop strings in one completion that grows token by token.
 
     Text is decoded incrementally: a character whose bytes span several tokens counts once it is
     complete, and a string may span tokens.
@@ -130,30 +130,26 @@ class StopStringMatcher:
     Args:
         stop_strings: Non-empty strings.
         decoder: Decoder of ids to text.
-        num_rows: Number of completions.
     """
 
-    def __init__(self, stop_strings: Sequence[str], decoder: TextDecoder, num_rows: int) -> None:
+    def __init__(self, stop_strings: Sequence[str], decoder: TextDecoder) -> None:
         self._stop_strings = tuple(stop_strings)
         self._decoder = decoder
         self._tail_length = max(map(len, stop_strings)) - 1
-        self._token_ids: list[list[int]] = [[] for _ in range(num_rows)]
+        self._token_ids: list[int] = []
         # Tokens before `prefix` are settled; those in [prefix, read) are already decoded and are
         # the context for decoding the next ones.
-        self._prefix = [0] * num_rows
-        self._read = [0] * num_rows
-        self._tails = [""] * num_rows
+        self._prefix = self._read = 0
+        self._tail = ""
 
-    def push(self, row: int, token_id: int) -> bool:
-        """Add one token to a row; return whether its text now contains a complete stop string."""
-        token_ids = self._token_ids[row]
-        token_ids.append(token_id)
-        known = self._decoder.decode(token_ids[self._prefix[row] : self._read[row]])
-        text = self._decoder.decode(token_ids[self._prefix[row] :])
+    def push(self, token_id: int) -> bool:
+        """Add one token; return whether the text now contains a complete stop string."""
+        self._token_ids.append(token_id)
+        known = self._decoder.decode(self._token_ids[self._prefix : self._read])
+        text = self._decoder.decode(self._token_ids[self._prefix :])
         if len(text) <= len(known) or text.endswith("\N{REPLACEMENT CHARACTER}"):
             return False
-        self._prefix[row] = self._read[row]
-        self._read[row] = len(token_ids)
-        window = self._tails[row] + text[len(known) :]
-        self._tails[row] = window[-self._tail_length :] if self._tail_length else ""
+        self._prefix, self._read = self._read, len(self._token_ids)
+        window = self._tail + text[len(known) :]
+        self._tail = window[-self._tail_length :] if self._tail_length else ""
         return any(stop in window for stop in self._stop_strings)

@@ -49,12 +49,12 @@ class StopRule:
 
     Args:
         stop_table: [vocab] bool, true at tokens that end a completion; None if there are none.
-        matcher: Matcher of stop strings; None if there are none.
+        matchers: Matcher of stop strings of each row; none without such strings.
         min_tokens: Number of tokens before which no stop is honoured.
     """
 
     stop_table: torch.Tensor | None
-    matcher: StopStringMatcher | None
+    matchers: Sequence[StopStringMatcher]
     min_tokens: int
 
     def is_stop(
@@ -64,14 +64,14 @@ class StopRule:
 
         Args:
             tokens: [rows] int64, the newest tokens.
-            row_ids: [rows] int64, the matcher's number of each row.
+            row_ids: [rows] int64, number of each row.
             num_tokens: Number of tokens of each row, the newest included.
         """
         stops = None
-        if self.matcher is not None:
-            # The matcher must see every token, also those before min_tokens.
+        if self.matchers:
+            # The matchers must see every token, also those before min_tokens.
             matched = [
-                self.matcher.push(row, token)
+                self.matchers[row].push(token)
                 for row, token in zip(row_ids.tolist(), tokens.tolist(), strict=True)
             ]
             stops = torch.tensor(matched, dtype=torch.bool, device=tokens.device)
@@ -97,20 +97,6 @@ class EndedRow(NamedTuple):
     token_ids: list[int]
     logprobs: list[float]
     is_stopped: bool
-
-
-class _Ends(NamedTuple):
-    """Rows that end with one token.
-
-    Args:
-        rows: Numbers of the rows, [ended] int64.
-        numbers: Numbers on the host.
-        is_stopped: Whether each stopped.
-    """
-
-    rows: torch.Tensor
-    numbers: list[int]
-    is_stopped: list[bool]
 
 
 class _Progress:
@@ -141,8 +127,14 @@ class _Progress:
         """Share of finished rows among those still in the batch."""
         return 1 - self.num_alive / self.num_rows
 
-    def record(self, stops: torch.Tensor | None, num_tokens: int) -> _Ends | None:
-        """Mark rows that stop or reach their limit; return None if there are none."""
+    def record(
+        self, stops: torch.Tensor | None, num_tokens: int
+    ) -> tuple[torch.Tensor, list[int], list[bool]] | None:
+        """Mark rows that stop or reach their limit; return None if there are none.
+
+        Returns:
+            Numbers of the rows, [ended] int64; the same on the host; and whether each stopped.
+        """
         ends = stops
         if num_tokens in self.limit_set:
             at_limit = self.limits == num_tokens
@@ -156,7 +148,7 @@ class _Progress:
         self.is_alive &= ~ends
         self._alive = [alive and not end for alive, end in zip(self._alive, has_ended, strict=True)]
         places = torch.nonzero_static(ends, size=sum(has_ended)).squeeze(-1)
-        return _Ends(
+        return (
             self.row_ids[places],
             list(compress(self._numbers, has_ended)),
             [stops is not None and stopped for stopped in compress(is_stopped, has_ended)],
@@ -213,14 +205,15 @@ def decode(
         stops = rule.is_stop(tokens, progress.row_ids, step + 1)
         ended = progress.record(stops, step + 1)
         if ended is not None:
+            rows, row_numbers, is_stopped = ended
             # Both in one copy: float64 holds token ids and float32 exactly.
-            both = [_columns(b, ended.rows, step + 1) for b in (token_blocks, logprob_blocks)]
+            both = [_columns(b, rows, step + 1) for b in (token_blocks, logprob_blocks)]
             tokens_on_host, logprobs_on_host = torch.stack([x.double() for x in both]).cpu()
             columns = (
-                ended.numbers,
+                row_numbers,
                 tokens_on_host.long().tolist(),
                 logprobs_on_host.tolist(),
-                ended.is_stopped,
+                is_stopped,
             )
             yield [EndedRow(*values) for values in zip(*columns, strict=True)]
             if progress.num_alive == 0:

@@ -165,8 +165,9 @@ class HFEngine(RolloutEngine):
         table = None
         if stop_ids:
             table = stop_token_table(stop_ids, self._limits.vocab_size, device=self._model.device)
-        matcher = StopStringMatcher(params.stop, self._text, num_rows) if params.stop else None
-        return StopRule(table, matcher, params.min_tokens)
+        num_matched = num_rows if params.stop else 0
+        matchers = [StopStringMatcher(params.stop, self._text) for _ in range(num_matched)]
+        return StopRule(table, matchers, params.min_tokens)
 
 
 def rows_at_once(options: Mapping[str, object]) -> int | None:
