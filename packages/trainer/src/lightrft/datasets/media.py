@@ -443,14 +443,19 @@ def with_media(messages: Sequence[Message], columns: Media, row: Row) -> MediaRo
         chat.append(message if is_text else {**message, "content": parts})
     has = {kind: len(found[kind]) + len(left[kind]) for kind in MEDIA_KINDS}
     if not any(named.values()):
-        first = next((message for message in chat if message["role"] == "user"), chat[0])
-        marks = [{"type": kind} for kind, count in has.items() for _ in range(count)]
-        content = [*marks, *as_parts(first["content"])] if marks else first["content"]
-        chat[chat.index(first)] = {**first, "content": content}
-        return MediaRow(chat, columns)
+        return MediaRow(_begun(chat, columns), columns)
     if named != has:
         raise DataError(_other_number(row, named, has))
     return MediaRow(chat, Media({kind: media for kind, media in found.items() if media}))
+
+
+def _begun(chat: Sequence[Message], columns: Media) -> list[Message]:
+    """Return a chat whose first message of the user begins with the media of the columns."""
+    first = next((message for message in chat if message["role"] == "user"), chat[0])
+    marks = [{"type": kind} for kind in MEDIA_KINDS for _ in columns[kind]]
+    content = [*marks, *as_parts(first["content"])] if marks else first["content"]
+    place = chat.index(first)
+    return [*chat[:place], {**first, "content": content}, *chat[place + 1 :]]
 
 
 def _other_number(row: Row, named: Mapping[str, int], has: Mapping[str, int]) -> str:
