@@ -24,7 +24,7 @@ from lightrft.engines.media.sources import as_image, as_video
 from lightrft.engines.media.text_encoder import TEXT_ENCODER
 from lightrft.models import Actor
 from lightrft.records.media import media_request
-from lightrft.tools.data.row_checks import check_rows
+from lightrft.tools.data.row_checks import check_prompts, repeated
 from lightrft.tools.model_presets import byte_level_tokenizer
 
 CONFIG = TrainConfig(apply_chat_template=True, prompt_max_len=1000, label_key=None)
@@ -263,8 +263,8 @@ def test_one_question_about_two_pictures_is_no_duplicate(tmp_path):
         Row({"input": "?", "images": name}, f"rows:{i}", tmp_path)
         for i, name in enumerate(("a.png", "b.png", "a.png"), start=1)
     ]
-    found = check_rows(rows, VisionPrompts(tiny("tiny-qwen2.5-vl")[1]), CONFIG)
-    assert found.duplicates == (("rows:3", "rows:1"),)
+    found = check_prompts(rows, VisionPrompts(tiny("tiny-qwen2.5-vl")[1]), CONFIG)
+    assert repeated(found.rows, lambda row: (row.text, *row.media)) == [("rows:3", "rows:1")]
 
 
 def test_counts_of_parts_are_limited_too(tmp_path):

@@ -72,12 +72,12 @@ def load(stage: str, path: str, **options: object) -> tuple[list[str], str]:
     config = config_of(stage, **options)
     if stage == "data check":
         from lightrft.datasets.files import scan_rows
-        from lightrft.tools.data.row_checks import check_rows
+        from lightrft.tools.data.row_checks import check_prompts
 
-        found = check_rows(scan_rows(path), TOKENIZER, config)
+        found = check_prompts(list(scan_rows(path)), TOKENIZER, config)
         if found.problems:
             raise DataError(found.problems[0])
-        return [TOKENIZER.decode(row.token_ids) for row in found.rows], str(found)
+        return [TOKENIZER.decode(row.token_ids) for row in found.made], str(found)
     if stage not in OF_ANSWERS:
         from lightrft.datasets import load_prompts
         from lightrft.rollout.environments.specs import ToolTokenizer

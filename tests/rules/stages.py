@@ -77,11 +77,11 @@ def read(
         return [*prompt.token_ids], [False] * len(prompt.token_ids)
     if stage == "data check":
         from lightrft.datasets.files import scan_rows
-        from lightrft.tools.data.row_checks import check_rows
+        from lightrft.tools.data.row_checks import check_prompts
 
-        found = check_rows(scan_rows(path), tokenizer, TrainConfig(**options))
+        found = check_prompts(list(scan_rows(path)), tokenizer, TrainConfig(**options))
         assert not found.problems
-        return [*found.rows[0].token_ids], [False] * len(found.rows[0].token_ids)
+        return [*found.made[0].token_ids], [False] * len(found.made[0].token_ids)
     from lightrft.datasets.preference_rows import load_preferences
     from lightrft.datasets.supervised_rows import load_supervised
     from lightrft.stages.reward.reward_inputs import load_rows

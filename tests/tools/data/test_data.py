@@ -12,9 +12,8 @@ from tests.machine import seconds
 
 from lightrft.cli.main import main
 from lightrft.rewards.types import RewardResult
-from lightrft.tools.data import certificate, data_command as data
-from lightrft.tools.data.data_command import parse
-from lightrft.tools.data.row_checks import propose_keys
+from lightrft.tools.data import certificate, data_command, row_checks
+from lightrft.tools.data.data_command import parse, propose_keys
 from lightrft.tools.model_presets import write_tiny_model
 from lightrft.tools.rewards.service import RewardServer
 
@@ -311,8 +310,8 @@ def test_no_terminal_escape_of_the_data_reaches_the_console(check, model):
 
 
 def test_progress_is_said(capsys, monkeypatch):
-    monkeypatch.setattr(data, "PROGRESS_SECONDS", 0.0)
-    assert list(data.with_progress("abc", "rows checked")) == ["a", "b", "c"]
+    monkeypatch.setattr(row_checks, "PROGRESS_SECONDS", 0.0)
+    assert list(row_checks.with_progress("abc", "rows checked")) == ["a", "b", "c"]
     assert capsys.readouterr().err.splitlines()[-1] == "2 of 3 rows checked"
 
 
@@ -343,7 +342,7 @@ def test_chat_messages_need_the_template(check, model):
     ],
 )
 def test_a_chat_template_without_end_is_one_line(check, model, monkeypatch, tmp_path, template):
-    monkeypatch.setattr(data, "TEMPLATE_SECONDS", 2.0)
+    monkeypatch.setattr(data_command, "TEMPLATE_SECONDS", 2.0)
     (tmp_path / "t.jinja").write_text(template)
     flags = ("--pretrain", model, "--apply_chat_template", "--chat_template", "t.jinja")
     code, _, err = check([{"input": "a"}], *flags)
@@ -401,12 +400,8 @@ def test_mistakes_on_the_command_line(argv, code, message, capsys):
 
 
 def test_the_keys_of_common_layouts_are_proposed():
-    def keys(row):
-        proposal = propose_keys(row)
-        return proposal.input_key, proposal.label_key, proposal.holds_messages
-
     chat = [{"role": "user", "content": "x"}]
-    assert keys({"problem": "x", "solution": "y", "answer": "z"}) == ("problem", "answer", False)
-    assert keys({"prompt": chat, "ground_truth": "y"}) == ("prompt", "ground_truth", True)
-    assert keys({"instruction": "x", "output": "y"}) == ("instruction", "output", False)
-    assert keys({"id": 3}) == (None, None, False)
+    assert propose_keys({"problem": "x", "solution": "y", "answer": "z"}) == ("problem", "answer")
+    assert propose_keys({"prompt": chat, "ground_truth": "y"}) == ("prompt", "ground_truth")
+    assert propose_keys({"instruction": "x", "output": "y"}) == ("instruction", "output")
+    assert propose_keys({"id": 3}) == (None, None)

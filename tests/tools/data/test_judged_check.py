@@ -13,7 +13,7 @@ from lightrft.datasets.files import scan_rows
 from lightrft.datasets.preference_rows import PreferenceReader, load_preferences
 from lightrft.models.loading import load_tokenizer
 from lightrft.stages.reward.reward_inputs import judgement_reader, load_rows
-from lightrft.tools.data.judged_check import check_judgements, length_bias
+from lightrft.tools.data.stored_check import check_rows, length_bias
 from lightrft.tools.model_presets import write_tiny_model
 
 VOCABULARY = 320
@@ -200,9 +200,10 @@ def test_rows_and_counts_are_those_of_the_stage(tmp_path, models, stage):
     build = {"prefer": PreferenceReader, "reward": judgement_reader}[stage]
     data = load(str(path), tokenizer, config, max_samples=99, split="train", vocab_size=VOCABULARY)
     items = list(scan_rows(path))
-    found = check_judgements(items, build(tokenizer, config, items[0], None), 25)
+    judge = build(tokenizer, config, items[0], None)
+    found = check_rows(items, lambda row: [judge(row)], 25)
     assert 0 < len(found.too_long) == len(rows) - len(data)
-    for mine, each in zip(found.judgements, data.rows, strict=True):
+    for mine, each in zip(found.made, data.rows, strict=True):
         for answer, other in zip(mine.rows, each.rows, strict=True):
             assert answer.token_ids.tobytes() == other.token_ids.tobytes()
             assert answer.is_trained.tobytes() == other.is_trained.tobytes()

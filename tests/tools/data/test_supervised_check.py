@@ -13,7 +13,7 @@ from lightrft.datasets.files import scan_rows
 from lightrft.datasets.supervised_rows import RowEncoder, load_supervised
 from lightrft.models.loading import load_tokenizer
 from lightrft.stages.rows.row_stage import num_updates
-from lightrft.tools.data.supervised_check import check_rows
+from lightrft.tools.data.stored_check import check_rows
 from lightrft.tools.model_presets import write_tiny_model
 
 GOOD = [{"prompt": f"{n}+1=", "completion": f"{n + 1}"} for n in range(6)]
@@ -97,7 +97,7 @@ def test_rows_and_counts_are_those_of_the_stage(tmp_path, model, kind):
     tokenizer, config = load_tokenizer(model), TrainConfig(max_row_tokens=30, train_batch_size=4)
     data = load_supervised(str(path), tokenizer, config, max_samples=100, split="train")
     name = {"chat": "messages"}.get(kind, kind)
-    found = check_rows(list(scan_rows(path)), RowEncoder(tokenizer, config, name), 30)
+    found = check_rows(list(scan_rows(path)), RowEncoder(tokenizer, config, name).rows, 30)
     assert 0 < len(found.too_long) == len(lengths) - len(data)
     assert f"dropped {len(found.too_long)} over-long (first: {found.too_long[0]}" in data.summary
     for (_, mine), row in zip(found.rows, data.rows, strict=True):

@@ -55,58 +55,131 @@ class Certificate:
     reads_labels: bool = True
 
 
-# Row numbers with responses, and their rewards.
+# Row numbers with responses, and their rewards; None is undecided.
 Asked = Sequence[tuple[int, str]]
 Ask = Callable[[Asked], list[float | None]]
-Results = Sequence[tuple[tuple[int, str], float | None]]
 
 
-class _ProbeScores(dict[tuple[int, str], float | None]):
-    """Reward of each response to a row, by the row's number; None if it is undecided."""
-
-    def of(self, index: int, response: str) -> float:
-        """Return a reward; 0 if it is undecided, which does not pass."""
-        return self[index, response] or 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Probed:
-    """The probed rows, in one form.
+class _Trial:
+    """Answers to rows, and what the reward gives to them.
 
     Args:
-        rows: First rows of the data.
-        scores: Scores of the probes.
-        kinds: Probes by kind and row number.
-        golds: Best reward of a reference answer, by row; rows without one are missing.
-        chance: Share of rows that one answer to all of them, or luck, may get right.
+        rows: Rows that the reward can score.
+        ask: Function that scores responses.
         are_answers: Whether labels are answers, not tests of one.
     """
 
-    rows: Sequence[CheckedRow]
-    scores: _ProbeScores
-    kinds: Mapping[str, Mapping[int, Probe]]
-    golds: Mapping[int, float]
-    chance: float
-    are_answers: bool
+    def __init__(self, rows: Sequence[CheckedRow], ask: Ask, *, are_answers: bool) -> None:
+        self.rows, self.ask, self.are_answers = rows, ask, are_answers
+        # Probes by kind and row number.
+        self.kinds: dict[str, dict[int, Probe]] = {}
+        self.results: list[tuple[tuple[int, str], float | None]] = []
+        self.texts = [{form: gold_text(row.label or "", form) for form in FORMS} for row in rows]
+        self._score([(i, text) for i, forms in enumerate(self.texts) for text in forms.values()])
+        golds = dict(self.results)
+        # What each row's reference answer gets in each form, and the mean of each form.
+        self.by_form = [
+            {form: golds[i, text] for form, text in forms.items()}
+            for i, forms in enumerate(self.texts)
+        ]
+        self.bests = [max(score or 0.0 for score in forms.values()) for forms in self.by_form]
+        self.means = {form: fmean(row[form] or 0.0 for row in self.by_form) for form in FORMS}
+        self.best = max(FORMS, key=self.means.__getitem__) if are_answers else "as it is"
 
-    @property
-    def means(self) -> dict[str, float]:
-        """Mean reward of each kind."""
-        return {
-            kind: fmean(self.scores.of(index, probe.text) for index, probe in probes.items())
+    def probe(self) -> list[str]:
+        """Score answers that must not pass in the best form; return doubts about drift."""
+        rows = self.rows[:MAX_PROBED_ROWS]
+        labels = [row.label if self.are_answers else None for row in rows]
+        self.finals = [final_answer(label) for label in labels if label is not None]
+        golds = [(index, self.texts[index][self.best]) for index in range(len(rows))]
+        asked = list(golds)
+        for index, row in enumerate(rows):
+            for probe in probes_of(row, labels[index], self.best, [*dict.fromkeys(self.finals)]):
+                self.kinds.setdefault(probe.kind, {})[index] = probe
+                asked.append((index, probe.text))
+                asked += [] if probe.baseline is None else [(index, probe.baseline)]
+        # Reference answers are scored twice in one call, which reveals drift.
+        again = self._score(asked, golds)
+        self.scores = {key: score or 0.0 for key, score in self._first.items()}
+        self.means |= {
+            kind: fmean(self.scores[index, probe.text] for index, probe in probes.items())
             for kind, probes in self.kinds.items()
         }
+        drifting = [rows[key[0]].location for key, score in again if score != self._first[key]]
+        said = "the same input gets another score within one call"
+        return [f"{said} ({drifting[0]})"] if drifting else []
+
+    def _score(self, asked: Asked, again: Asked = ()) -> list[tuple[tuple[int, str], float | None]]:
+        """Score answers, each once, then some again; return the results of the latter."""
+        once = list(dict.fromkeys(asked))
+        results = list(zip([*once, *again], self.ask([*once, *again]), strict=True))
+        self.results += results
+        self._first = dict(results[: len(once)])
+        return results[len(once) :]
+
+    def best_wrong(self) -> str:
+        """Return the kind of the highest mean among those that must not pass."""
+        wrong = [kind for kind, probes in self.kinds.items() if _rule_of(probes) != "bonus"]
+        return max(wrong, key=self.means.__getitem__)
 
     def passes(self, index: int, probe: Probe) -> bool:
         """Return whether the reward gives a probe too much."""
-        score = self.scores.of(index, probe.text)
+        score = self.scores[index, probe.text]
         if probe.rule == "frame":
-            return score > self.scores.of(index, "")
-        if probe.rule == "bonus" and probe.baseline is not None:
-            return score > self.scores.of(index, probe.baseline)
+            return score > self.scores[index, ""]
         if probe.rule == "bonus":
-            return score > self.golds[index]
-        return score >= self.golds[index] if self.are_answers else score > 0
+            baseline = probe.baseline
+            return score > (self.bests[index] if baseline is None else self.scores[index, baseline])
+        return score >= self.bests[index] if self.are_answers else score > 0
+
+    def doubts(self) -> Iterator[str]:
+        """Yield the answers that the reward wrongly lets pass, one sentence for each kind."""
+        labelled = {i for i, row in enumerate(self.rows[:MAX_PROBED_ROWS]) if row.label is not None}
+        # Rows whose empty answer gets as much as the reference count for that kind alone.
+        empty = {i for i in labelled if self.are_answers and self.scores[i, ""] >= self.bests[i]}
+        # Share of rows that one answer to all of them, or luck, may get right.
+        most = max(Counter(self.finals).values(), default=0) / max(1, len(self.finals))
+        much = "as much as the reference answer" if self.are_answers else "a reward"
+        than = {
+            "wrong": f"answers get {much}",
+            "bonus": "answers get more than the reference answer",
+            "frame": "get more than an empty answer",
+        }
+        for kind, probes in self.kinds.items():
+            rule = _rule_of(probes)
+            if rule != "wrong" and not self.are_answers:
+                continue
+            counted = labelled - (set() if kind == "empty" else empty)
+            rows = {i: p for i, p in probes.items() if rule == "frame" or i in counted}
+            passed = [i for i, probe in rows.items() if self.passes(i, probe)]
+            is_blind = self.are_answers and all(probe.is_blind for probe in probes.values())
+            if len(passed) > (max(_CHANCE, most) * len(rows) if is_blind else 0):
+                where = self.rows[passed[0]].location
+                yield f"{len(passed)} of {len(rows)} {kind} {than[rule]} ({where})"
+
+    def unasked(self) -> Iterator[str]:
+        """Yield a doubt if an answer without content gets the most, for rewards without labels."""
+        tried: dict[int, list[float]] = {}
+        for (index, _), score in self.scores.items():
+            tried.setdefault(index, []).append(score)
+        for kind in ("empty", "injected"):
+            scores = {i: self.scores[i, each.text] for i, each in self.kinds[kind].items()}
+            paid = [i for i, s in scores.items() if s >= max(tried[i]) and s > min(0.0, *tried[i])]
+            if paid:
+                where = self.rows[paid[0]].location
+                yield f"{len(paid)} of {len(scores)} {kind} answers get the most of all ({where})"
+                return
+
+    def wrong_golds(self, name: str) -> Iterator[str]:
+        """Yield a line for each reference answer that gets less than 1 in every form."""
+        for row, forms in zip(self.rows, self.by_form, strict=True):
+            best = max((score for score in forms.values() if score is not None), default=None)
+            if best is None or best < 1:
+                gets = "cannot be decided by" if best is None else f"gets {best:g} from"
+                yield (
+                    f"{row.location}: the reference answer {str(row.label)[:60]!r} {gets} {name}: "
+                    "expected 1"
+                )
 
 
 def certify(rows: Sequence[CheckedRow], config: ScoringOptions) -> Certificate:
@@ -134,154 +207,38 @@ def certify(rows: Sequence[CheckedRow], config: ScoringOptions) -> Certificate:
             return _score(reward, asked_rows, texts, config.reward_timeout_seconds)
 
         started = time.monotonic()
-        texts = [{form: gold_text(row.label or "", form) for form in FORMS} for row in chosen]
-        golds, bests, means = _scores_of_golds(texts, ask)
-        best = max(FORMS, key=lambda form: means[form]) if are_answers else "as it is"
-        probed, again, results = _probe(
-            chosen[:MAX_PROBED_ROWS],
-            [by_form[best] for by_form in texts],
-            bests,
-            best,
-            ask,
-            are_answers,
-        )
+        trial = _Trial(chosen, ask, are_answers=are_answers)
+        doubts = trial.probe()
         seconds = time.monotonic() - started
-    by_kind = probed.means
-    wrong = [kind for kind, probes in probed.kinds.items() if _rule_of(probes) != "bonus"]
-    best_wrong = max(wrong, key=lambda kind: by_kind[kind])
-    reads_labels = _reads_labels(reward.label_use, means[best], by_kind[best_wrong])
-    every = [*golds.items(), *results]
-    doubts = [*again, *(_doubts(probed) if reads_labels else _unasked(probed))]
-    doubts += _undecided(chosen, every)
+    wrong, means, use = trial.best_wrong(), trial.means, reward.label_use
+    # A function that reads the label's column may use it as a part of the task, not as its answer.
+    is_answer = use == "column" and 0 < means[trial.best] >= means[wrong]
+    reads_labels = use == "labels" or is_answer
+    doubts += trial.doubts() if reads_labels else trial.unasked()
+    undecided = [chosen[index].location for (index, _), score in trial.results if score is None]
+    if undecided:
+        doubts.append(
+            f"{len(undecided)} of {len(trial.results)} answers cannot be decided, and would be "
+            f"left out of the loss ({undecided[0]})"
+        )
     # Labels of these rewards are right answers; those of unit_tests, for example, are tests.
     if {"boxed_math", "gsm8k"}.issuperset(config.reward_fn) and not reward_urls(config):
-        problems += _wrong_gold(reward.name, chosen, texts, golds)
+        problems += trial.wrong_golds(reward.name)
     return Certificate(
         reward.name,
         len(chosen),
-        {**means, **by_kind},
+        means,
         tuple(problems),
         tuple(doubts),
-        best_wrong,
-        len(every),
+        wrong,
+        len(trial.results),
         seconds,
         reads_labels,
     )
 
 
-def _reads_labels(use: str, gold: float, wrong: float) -> bool:
-    """Return whether a reward reads labels as answers, judged by the best mean of both kinds."""
-    # A function that reads the label's column may use it as a part of the task, not as its answer.
-    return use == "labels" or (use == "column" and 0 < gold >= wrong)
-
-
-def _scores_of_golds(
-    texts: Sequence[Mapping[str, str]], ask: Ask
-) -> tuple[_ProbeScores, list[float], dict[str, float]]:
-    """Return the scores of reference answers, the best of each row, and the mean of each form."""
-    asked = list(dict.fromkeys((i, t) for i, by_form in enumerate(texts) for t in by_form.values()))
-    golds = _ProbeScores(zip(asked, ask(asked), strict=True))
-    bests = [max(golds.of(i, text) for text in by_form.values()) for i, by_form in enumerate(texts)]
-    return (
-        golds,
-        bests,
-        {
-            form: fmean(golds.of(i, by_form[form]) for i, by_form in enumerate(texts))
-            for form in FORMS
-        },
-    )
-
-
-def _undecided(rows: Sequence[CheckedRow], results: Results) -> Iterator[str]:
-    places = [rows[index].location for (index, _), score in results if score is None]
-    if places:
-        yield (
-            f"{len(places)} of {len(results)} answers cannot be decided, and would be left out "
-            f"of the loss ({places[0]})"
-        )
-
-
-def _probe(
-    rows: Sequence[CheckedRow],
-    golds: Sequence[str],
-    bests: Sequence[float],
-    form: str,
-    ask: Ask,
-    are_answers: bool,
-) -> tuple[_Probed, list[str], Results]:
-    """Return the scores of probes, the doubts about drifting scores, and all results.
-
-    Args:
-        rows: First rows of the data.
-        golds: Reference answer of each row in the best form.
-        bests: Best reward of a reference answer, by row.
-        form: Best form of reference answers.
-        ask: Function that scores responses to rows.
-        are_answers: Whether labels are answers.
-    """
-    labels = [row.label if are_answers else None for row in rows]
-    finals = [final_answer(label) for label in labels if label is not None]
-    most = max(Counter(finals).values(), default=0) / max(1, len(finals))
-    row_golds = [(index, golds[index]) for index in range(len(rows))]
-    asked, kinds = dict.fromkeys(row_golds), dict[str, dict[int, Probe]]()
-    for index, row in enumerate(rows):
-        for probe in probes_of(row, labels[index], form, list(dict.fromkeys(finals))):
-            kinds.setdefault(probe.kind, {})[index] = probe
-            texts = (probe.text, *([] if probe.baseline is None else [probe.baseline]))
-            asked |= dict.fromkeys((index, text) for text in texts)
-    # Reference answers are scored twice in one call, which reveals drift.
-    every = [*asked, *row_golds]
-    results = list(zip(every, ask(every), strict=True))
-    scores = _ProbeScores(results[: len(asked)])
-    drifting = [i for (i, text), score in results[len(asked) :] if score != scores[i, text]]
-    said = "the same input gets another score within one call"
-    again = [f"{said} ({rows[drifting[0]].location})"] if drifting else []
-    labelled = {i: bests[i] * are_answers for i, row in enumerate(rows) if row.label is not None}
-    probed = _Probed(rows, scores, kinds, labelled, max(_CHANCE, most), are_answers)
-    return probed, again, results
-
-
 def _rule_of(probes: Mapping[int, Probe]) -> Rule:
     return next(iter(probes.values())).rule
-
-
-def _doubts(probed: _Probed) -> Iterator[str]:
-    """Yield the answers that the reward wrongly lets pass, one sentence for each kind."""
-    golds, are_answers = probed.golds, probed.are_answers
-    # Rows whose empty answer gets as much as the reference count for that kind alone.
-    empty = {i for i in golds if are_answers and probed.scores.of(i, "") >= golds[i]}
-    much = "as much as the reference answer" if are_answers else "a reward"
-    than = {
-        "wrong": f"answers get {much}",
-        "bonus": "answers get more than the reference answer",
-        "frame": "get more than an empty answer",
-    }
-    for kind, probes in probed.kinds.items():
-        rule = _rule_of(probes)
-        if rule != "wrong" and not are_answers:
-            continue
-        counted = golds.keys() - (set() if kind == "empty" else empty)
-        rows = {i: p for i, p in probes.items() if rule == "frame" or i in counted}
-        passed = [i for i, probe in rows.items() if probed.passes(i, probe)]
-        is_blind = are_answers and all(probe.is_blind for probe in probes.values())
-        if len(passed) > (probed.chance * len(rows) if is_blind else 0):
-            where = probed.rows[passed[0]].location
-            yield f"{len(passed)} of {len(rows)} {kind} {than[rule]} ({where})"
-
-
-def _unasked(probed: _Probed) -> Iterator[str]:
-    """Yield a doubt if an answer without content gets the most, for rewards without labels."""
-    tried: dict[int, list[float]] = {}
-    for index, text in probed.scores:
-        tried.setdefault(index, []).append(probed.scores.of(index, text))
-    for kind in ("empty", "injected"):
-        probes = probed.kinds[kind].items()
-        scores = {i: probed.scores.of(i, each.text) for i, each in probes}
-        paid = [i for i, s in scores.items() if s >= max(tried[i]) and s > min(0.0, *tried[i])]
-        if paid:
-            where = probed.rows[paid[0]].location
-            yield f"{len(paid)} of {len(scores)} {kind} answers get the most of all ({where})"
-            return
 
 
 def score_answers(
@@ -328,17 +285,3 @@ def _interrupted_after(seconds: float, name: str) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def _wrong_gold(
-    name: str, rows: Sequence[CheckedRow], texts: Sequence[Mapping[str, str]], golds: _ProbeScores
-) -> Iterator[str]:
-    for index, (row, by_form) in enumerate(zip(rows, texts, strict=True)):
-        scores = [score for text in by_form.values() if (score := golds[index, text]) is not None]
-        best = max(scores, default=None)
-        if best is None or best < 1:
-            gets = "cannot be decided by" if best is None else f"gets {best:g} from"
-            yield (
-                f"{row.location}: the reference answer {str(row.label)[:60]!r} {gets} {name}: "
-                "expected 1"
-            )

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import resource
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
 import psutil
 
@@ -30,7 +28,7 @@ from lightrft.config.registry import Registry
 from lightrft.config.sources import split_sources
 from lightrft.config.train_config import command_options
 from lightrft.datasets.files import Row, scan_rows, with_whole_numbers
-from lightrft.datasets.messages import OF_PROMPTS, ReadRecord
+from lightrft.datasets.messages import INPUT_KEYS, OF_PROMPTS
 from lightrft.datasets.render import (
     PromptTokenizer,
     as_flags,
@@ -42,12 +40,7 @@ from lightrft.datasets.text_ids import prompt_remark
 from lightrft.datasets.types import DataError
 from lightrft.tools.data.certificate import Certificate, certify
 from lightrft.tools.data.probes import FORMS, IN_OTHER_WORDS
-from lightrft.tools.data.row_checks import (
-    CheckedRow,
-    DataCheck,
-    check_rows,
-    propose_keys,
-)
+from lightrft.tools.data.row_checks import CheckedRow, RowCheck, check_prompts, repeated
 from lightrft.tools.rewards.fork import Fork
 
 if TYPE_CHECKING:
@@ -55,11 +48,19 @@ if TYPE_CHECKING:
 
     from lightrft.models.statements import Statements
 
-T = TypeVar("T")
 NUM_SAMPLES, MAX_LINES = 3, 20
+LABEL_KEYS = (
+    "label",
+    "answer",
+    "solution",
+    "ground_truth",
+    "reference",
+    "target",
+    "final_answer",
+    "output",
+)
 MAX_CHARACTERS = 1500
 QUANTILES = {"shortest": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
-PROGRESS_SECONDS = 5.0
 # Limits of the chat template for one row.
 TEMPLATE_SECONDS, TEMPLATE_BYTES = 20.0, 2**30
 
@@ -67,16 +68,6 @@ TEMPLATE_SECONDS, TEMPLATE_BYTES = 20.0, 2**30
 def say(text: str = "") -> None:
     """Print a text that may hold data, without control characters for the terminal."""
     print(printable(text), flush=True)
-
-
-def with_progress(items: Sequence[T], what: str) -> Iterator[T]:
-    """Yield the items, and report the progress on standard error every few seconds."""
-    said = time.monotonic()
-    for number, item in enumerate(items):
-        if time.monotonic() - said >= PROGRESS_SECONDS:
-            said = time.monotonic()
-            print(f"{number} of {len(items)} {what}", file=sys.stderr, flush=True)
-        yield item
 
 
 def show_layout(source: str, rows: Sequence[Row], *, num_items: int) -> None:
@@ -91,9 +82,10 @@ def show_layout(source: str, rows: Sequence[Row], *, num_items: int) -> None:
         say(f"  {name}: {' or '.join(kinds)}{note}, for example {str(values[0])[:60]!r}")
 
 
-def show_samples(result: DataCheck, statements: Statements | None, *, max_new_tokens: int) -> None:
+def show_samples(
+    rows: Sequence[CheckedRow], statements: Statements | None, *, max_new_tokens: int
+) -> None:
     """Print the first, the middle and the last prompt as the model will see them."""
-    rows = result.rows
     places = sorted({0, len(rows) // 2, len(rows) - 1})[:NUM_SAMPLES] if rows else []
     for number, place in enumerate(places, start=1):
         row = rows[place]
@@ -105,10 +97,15 @@ def show_samples(result: DataCheck, statements: Statements | None, *, max_new_to
             ends = " or ".join(f"⟦{token}⟧" for token in tokens)
         say(f"\nsample {number} of {len(places)}, {row.location}")
         say(f"  prompt, {size}, not trained (mask 0):")
-        say("\n".join(f"    {line}" for line in text[:MAX_CHARACTERS].split("\n")))
+        show_text(text)
         until = f" up to and including {ends}" if ends else ""
         say(f"  response, at most {max_new_tokens} sampled tokens, trained (mask 1){until}")
         say(f"  label: {'none' if row.label is None else str(row.label)[:200]!r}")
+
+
+def show_text(text: str) -> None:
+    """Print a text, indented, up to `MAX_CHARACTERS`."""
+    say("\n".join(f"    {line}" for line in text[:MAX_CHARACTERS].split("\n")))
 
 
 def visible(row: CheckedRow, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -123,28 +120,30 @@ def visible(row: CheckedRow, tokenizer: PreTrainedTokenizerBase) -> str:
     return "".join(parts)
 
 
-def show_check(result: DataCheck, *, prompt_max_len: int, in_tokens: bool) -> None:
+def show_check(result: RowCheck[CheckedRow], config: PromptDataOptions, *, in_tokens: bool) -> None:
     """Print lengths, counts, and the rows that cannot be used."""
-    lengths = [len(row.token_ids) if in_tokens else len(row.text) for row in result.rows]
+    rows = [row for _, row in result.every]
     say()
-    show_lengths(f"{'tokens' if in_tokens else 'characters'} of a prompt", lengths)
+    show_lengths(
+        f"{'tokens' if in_tokens else 'characters'} of a prompt",
+        [len(row.token_ids) if in_tokens else len(row.text) for row in rows],
+    )
     if in_tokens:
-        show_too_long(result.too_long, prompt_max_len, "prompt_max_len")
-    show_duplicates("prompts", result.duplicates)
-    show_media([size for row in result.rows for size in row.media_sizes])
-    say(f"empty prompts: {result.num_empty}")
-    say(f"without label: {result.num_without_label}")
-    show_lines("rows that cannot be used", result.problems, MAX_LINES)
-
-
-def show_media(sizes: Sequence[tuple[int, int]]) -> None:
-    """Print the number of images and videos, and their sizes in pixels."""
+        show_too_long(result.too_long, config.prompt_max_len, "prompt_max_len")
+    show_duplicates("prompts", repeated(result.every, lambda row: (row.text, *row.media)))
+    sizes = [size for row in rows for size in row.media_sizes]
     if sizes:
-        widths, heights = [width for width, _ in sizes], [height for _, height in sizes]
+        widths, heights = zip(*sizes, strict=True)
         say(
             f"images and videos: {len(sizes)}, {min(widths)} to {max(widths)} pixels wide and "
             f"{min(heights)} to {max(heights)} high"
         )
+    contents = [row.columns.get(config.input_key, "?") for row, _ in result.refused if row]
+    texts = [each.strip() if isinstance(each, str) else each for each in contents]
+    num_empty = sum(each in ("", None, [], ()) for each in texts)
+    say(f"empty prompts: {num_empty}")
+    say(f"without label: {sum(row.label is None for row in rows)}")
+    show_lines("rows that cannot be used", result.problems, MAX_LINES)
 
 
 def show_certificate(result: Certificate | None) -> None:
@@ -236,10 +235,9 @@ STAGE_CHECKS = Registry(
     "stage",
     {
         "policy": "lightrft.tools.data.data_command:check",
-        "sft": "lightrft.tools.data.supervised_check:check",
-        "distill": "lightrft.tools.data.supervised_check:check",
-        "prefer": "lightrft.tools.data.judged_check:check",
-        "reward": "lightrft.tools.data.judged_check:check",
+        **dict.fromkeys(
+            ("sft", "distill", "prefer", "reward"), "lightrft.tools.data.stored_check:check"
+        ),
     },
     takes_own=False,
 )
@@ -299,25 +297,23 @@ def check(request: Request) -> int:
     show_layout(request.source, rows, num_items=len(items))
     config = propose_keys_of(request, rows)
     statements = load_statements(config)
-    tokenizer = None if statements is None else statements.tokenizer
+    has_model = statements is not None
     config = config.replaced(_within_context(config))
-    reader = _reader(tokenizer, config)
+    reader = _reader(statements, config)
     if rows:
         _say_of_model(rows[0], reader, statements, config)
-    shown = with_progress(items, "rows checked")
-    record = ReadRecord()
-    result = check_rows(
-        map(record.watch_item, shown), reader, config, has_model=tokenizer is not None
-    )
-    show_samples(result, statements, max_new_tokens=config.generate_max_len)
-    show_check(result, prompt_max_len=config.prompt_max_len, in_tokens=tokenizer is not None)
+    result = check_prompts(items, reader, config, has_model=has_model)
+    every = [row for _, row in result.every]
+    show_samples(every, statements, max_new_tokens=config.generate_max_len)
+    show_check(result, config, in_tokens=has_model)
     if not config.apply_chat_template:
-        remark = prompt_remark(reader, [row.text for row in result.rows if not row.media])
+        remark = prompt_remark(reader, [row.text for row in every if not row.media])
         say(f"prompts read otherwise than they stand: {remark or 0}")
-    say(record.line(OF_PROMPTS) or "all columns and keys that belong into prompts are read")
-    usable = result.rows if tokenizer is None else result.usable
+    unread = result.record.line(OF_PROMPTS)
+    say(unread or "all columns and keys that belong into prompts are read")
+    usable = result.made if has_model else every
     num_bad = len(result.problems) + _num_reward_problems(usable, config)
-    left_out = len(result.rows) - len(usable)
+    left_out = len(every) - len(usable)
     note = f", {left_out} are left out as too long" if left_out else ""
     return verdict(num_bad, usable, f"prompts can be trained on{note}")
 
@@ -329,7 +325,7 @@ def _say_of_model(
     if config.apply_chat_template:
         require_bounded(row, lambda: render(row, reader, config))
     if statements is not None:
-        require_bounded(row, lambda: _answered(statements))
+        require_bounded(row, lambda: statements.behind_answer)
         statements.say(say)
 
 
@@ -339,24 +335,19 @@ def _num_reward_problems(usable: Sequence[CheckedRow], config: ScoringOptions) -
     certificate = certify(usable, config) if scores and usable else None
     show_certificate(certificate)
     if config.environment is not None and usable:
-        _show_environment(usable, config)
+        from lightrft.tools.data.environment_probes import play_probes, report
+
+        for line in report(play_probes(usable, config)):
+            say(line)
     return 0 if certificate is None else len(certificate.problems)
 
 
-def _answered(statements: Statements) -> None:
-    """Render an answer; raise a DataError from a MemoryError if that takes too much memory."""
-    try:
-        _ = statements.behind_answer
-    except MemoryError as error:
-        raise DataError("the chat template takes too much memory") from error
-
-
-def _reader(tokenizer: PreTrainedTokenizerBase | None, config: RowDataOptions) -> PromptTokenizer:
-    if tokenizer is None:
+def _reader(statements: Statements | None, config: RowDataOptions) -> PromptTokenizer:
+    if statements is None:
         return PlainTokenizer()
     from lightrft.stages.modality import load_modality
 
-    return load_modality(config, tokenizer).renderer
+    return load_modality(config, statements.tokenizer).renderer
 
 
 def _within_context(config: RolloutOptions) -> dict[str, object]:
@@ -372,14 +363,6 @@ def _within_context(config: RolloutOptions) -> dict[str, object]:
         return {}
 
 
-def _show_environment(usable: Sequence[CheckedRow], config: ScoringOptions) -> None:
-    """Print the environment's rewards for episodes without a model."""
-    from lightrft.tools.data.environment_probes import play_probes, report
-
-    for line in report(play_probes(usable, config)):
-        say(line)
-
-
 def require_bounded(row: Row, rendering: Callable[[], object]) -> None:
     """Render a row in a fork, so that it cannot use up this process's time or memory.
 
@@ -392,7 +375,9 @@ def require_bounded(row: Row, rendering: Callable[[], object]) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (used + TEMPLATE_BYTES, resource.RLIM_INFINITY))
         try:
             rendering()
-        except DataError as error:  # reported later, with the row
+        except MemoryError:
+            return False
+        except (ConfigError, DataError) as error:  # reported later, with the row
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, MemoryError):
                 cause = cause.__cause__
@@ -483,24 +468,33 @@ def _options_of(stage: str) -> Sequence[str]:
     return [*of_rows, *more[stage]]
 
 
+def propose_keys(columns: Mapping[str, object]) -> tuple[str | None, str | None]:
+    """Return the columns of a row that look like the prompt and the reference answer, or None."""
+    prompt = next((name for name in INPUT_KEYS if _is_prompt(columns.get(name))), None)
+    label = next((name for name in LABEL_KEYS if name in columns and name != prompt), None)
+    return prompt, label
+
+
+def _is_prompt(value: object) -> bool:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        return isinstance(value, str)
+    return isinstance(value[0], Mapping)
+
+
 def propose_keys_of(request: Request, rows: Sequence[Row]) -> TrainConfig:
     """Return the options of the request, with unset keys taken from the data."""
     config = request.config
     columns: Mapping[str, object] = rows[0].columns if rows else {}
-    proposal = propose_keys(columns)
+    keys = dict(zip(("input_key", "label_key"), propose_keys(columns), strict=True))
     detected = {} if "input_key" in request.given else found_keys(columns, config)
-    keys = {"input_key": proposal.input_key, "label_key": proposal.label_key}
     proposed: dict[str, object] = {
         name: key
         for name, key in keys.items()
         if key and name not in request.given and vars(config)[name] not in columns
     } | detected
-    input_key = proposed.get("input_key", config.input_key)
-    if (
-        proposal.holds_messages
-        and not config.apply_chat_template
-        and input_key == keys["input_key"]
-    ):
+    input_key = str(proposed.get("input_key", config.input_key))
+    holds_messages = input_key == keys["input_key"] and not isinstance(columns[input_key], str)
+    if holds_messages and not config.apply_chat_template:
         proposed["apply_chat_template"] = True
     say(f"proposed options: {as_flags(proposed) or 'none, the keys fit'}")
     return config.replaced(proposed)

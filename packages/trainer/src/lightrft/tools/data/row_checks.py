@@ -1,40 +1,27 @@
-"""Checks of the rows of a source: lengths, duplicates and faults that would affect a run."""
+"""One walk over the rows of a source: what a run makes of them, and faults that it would meet."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from lightrft.config import PromptDataOptions, PromptOptions
+from lightrft.config import PromptDataOptions
 from lightrft.datasets.files import Row
-from lightrft.datasets.messages import INPUT_KEYS
+from lightrft.datasets.messages import ReadRecord
 from lightrft.datasets.prompts import build_prompts
 from lightrft.datasets.render import PromptTokenizer
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.errors import MediaError
 
-LABEL_KEYS = (
-    "label",
-    "answer",
-    "solution",
-    "ground_truth",
-    "reference",
-    "target",
-    "final_answer",
-    "output",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class KeyProposal:
-    """Columns that look like the prompt and the reference answer, or None."""
-
-    input_key: str | None
-    label_key: str | None
-    holds_messages: bool
+T = TypeVar("T")
+Made = TypeVar("Made")
+PROGRESS_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedRow:
-    """A row that can be trained on.
+    """A prompt that can be trained on.
 
     Args:
         location: Place in the source.
@@ -56,112 +43,124 @@ class CheckedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class DataCheck:
-    """Findings, row by row.
+class RowCheck(Generic[Made]):
+    """Findings of one walk over rows.
 
     Args:
-        rows: Rows that can be trained on, over-long ones included.
-        problems: One line for each row that cannot be used.
-        num_empty: Number of these rows with an empty prompt.
-        too_long: Places of prompts with more tokens than allowed; a run drops and counts them.
-        duplicates: Places of repeated prompts, each with the place of the first row.
+        every: Rows that can be trained on, over-long ones included, with what a run makes of them.
+        refused: Rows that cannot be used, None for malformed ones, each with a line that says why.
+        num_split: Number of rows of which a run makes several.
+        record: Record of the columns and keys that nothing read.
+        fits: Function that says whether a run takes what it made, or leaves it out as too long.
     """
 
-    rows: tuple[CheckedRow, ...]
-    problems: tuple[str, ...]
-    num_empty: int
-    too_long: tuple[str, ...]
-    duplicates: tuple[tuple[str, str], ...]
+    every: tuple[tuple[Row, Made], ...]
+    refused: tuple[tuple[Row | None, str], ...]
+    num_split: int
+    record: ReadRecord
+    fits: Callable[[Made], bool]
 
     @property
-    def usable(self) -> tuple[CheckedRow, ...]:
-        """Rows that a run trains on, without those that are too long."""
-        left_out = set(self.too_long)
-        return tuple(row for row in self.rows if row.location not in left_out)
+    def rows(self) -> list[tuple[Row, Made]]:
+        """Rows that a run trains on, with what it makes of them."""
+        return [(row, made) for row, made in self.every if self.fits(made)]
 
     @property
-    def num_without_label(self) -> int:
-        """Number of rows without a reference answer."""
-        return sum(row.label is None for row in self.rows)
+    def made(self) -> list[Made]:
+        """What a run trains on."""
+        return [made for _, made in self.rows]
+
+    @property
+    def too_long(self) -> list[str]:
+        """Places of rows that a run leaves out as too long."""
+        return [row.location for row, made in self.every if not self.fits(made)]
+
+    @property
+    def problems(self) -> list[str]:
+        """One line for each row that cannot be used."""
+        return [line for _, line in self.refused]
 
 
-def propose_keys(columns: Mapping[str, object]) -> KeyProposal:
-    """Return the columns of a row that look like the prompt and the reference answer.
+def walk(
+    items: Sequence[Row | DataError],
+    read: Callable[[Row], Iterable[Made]],
+    fits: Callable[[Made], bool],
+) -> RowCheck[Made]:
+    """Read every row as a run would, and continue after problems.
 
     Args:
-        columns: Columns of one row.
+        items: Rows, and errors in place of malformed ones (`scan_rows`).
+        read: Function that makes of a row what is trained on.
+        fits: Function that says whether a run takes that, or leaves it out as too long.
     """
-    prompts = [name for name in INPUT_KEYS if _is_prompt(columns.get(name))]
-    labels = [name for name in LABEL_KEYS if name in columns and name not in prompts[:1]]
-    chosen = prompts[0] if prompts else None
-    holds_messages = chosen is not None and not isinstance(columns[chosen], str)
-    return KeyProposal(chosen, labels[0] if labels else None, holds_messages)
+    every: list[tuple[Row, Made]] = []
+    refused: list[tuple[Row | None, str]] = []
+    record, num_split = ReadRecord(), 0
+    for item in with_progress(items, "rows checked"):
+        if isinstance(item, DataError):
+            refused.append((None, str(item)))
+            continue
+        try:
+            made = list(read(record.watch(item)))
+        except (DataError, MediaError) as error:
+            refused.append((item, str(error)))
+        else:
+            num_split += len(made) > 1
+            every += [(item, each) for each in made]
+    return RowCheck(tuple(every), tuple(refused), num_split, record, fits)
 
 
-def check_rows(
-    items: Iterable[Row | DataError],
+def check_prompts(
+    items: Sequence[Row | DataError],
     tokenizer: PromptTokenizer,
     config: PromptDataOptions,
     *,
     has_model: bool = True,
-) -> DataCheck:
+) -> RowCheck[CheckedRow]:
     """Render and tokenise every row as a run would, and continue after problems.
 
     Args:
         items: Rows, and errors in place of malformed ones (`scan_rows`).
         tokenizer, config, has_model: Arguments of `build_prompts`.
     """
-    rows: list[CheckedRow] = []
-    problems: list[str] = []
-    num_empty = 0
-    for item in items:
-        try:
-            if isinstance(item, DataError):
-                raise item
-            (prompt,) = build_prompts([item], 0, tokenizer, config, has_model=has_model)
-            media = prompt.media
-            sizes = tuple(
-                x.size() for items_of_kind in (media.images, media.videos) for x in items_of_kind
+
+    def read(row: Row) -> list[CheckedRow]:
+        (prompt,) = build_prompts([row], 0, tokenizer, config, has_model=has_model)
+        media = prompt.media
+        return [
+            CheckedRow(
+                row.location,
+                prompt.text,
+                prompt.token_ids,
+                prompt.label,
+                row.columns,
+                tuple(x.size() for kind in (media.images, media.videos) for x in kind),
+                tuple(medium.digest for medium in media),
             )
-            rows.append(
-                CheckedRow(
-                    item.location,
-                    prompt.text,
-                    prompt.token_ids,
-                    prompt.label,
-                    item.columns,
-                    sizes,
-                    tuple(medium.digest for medium in media),
-                )
-            )
-        except (DataError, MediaError) as error:
-            problems.append(str(error))
-            num_empty += isinstance(item, Row) and _is_empty(item, config)
-    duplicates = repeated((row.location, (row.text, *row.media)) for row in rows)
-    too_long = tuple(row.location for row in rows if len(row.token_ids) > config.prompt_max_len)
-    return DataCheck(tuple(rows), tuple(problems), num_empty, too_long, duplicates)
+        ]
+
+    return walk(items, read, lambda row: len(row.token_ids) <= config.prompt_max_len)
 
 
-def repeated(rows: Iterable[tuple[str, Hashable]]) -> tuple[tuple[str, str], ...]:
+def repeated(
+    rows: Iterable[tuple[Row, Made]], contents: Callable[[Made], Hashable]
+) -> list[tuple[str, str]]:
     """Return the place of each row that repeats an earlier one, with the place of the first.
 
     Args:
-        rows: Place and contents of each row.
+        rows: Rows, with what a run makes of them.
+        contents: Function that returns what two equal rows share.
     """
     first: dict[Hashable, str] = {}
-    pairs = ((place, first.setdefault(contents, place)) for place, contents in rows)
-    return tuple((place, earlier) for place, earlier in pairs if earlier != place)
+    pairs = ((row.location, first.setdefault(contents(made), row.location)) for row, made in rows)
+    return [(place, earlier) for place, earlier in pairs if earlier != place]
 
 
-def _is_empty(row: Row, config: PromptOptions) -> bool:
-    content = row.columns.get(config.input_key, "missing")
-    if isinstance(content, str):
-        return not content.strip()
-    return content is None or (isinstance(content, Sequence) and not content)
-
-
-def _is_prompt(value: object) -> bool:
-    if isinstance(value, str):
-        return True
-    is_list = isinstance(value, Sequence) and len(value) > 0
-    return is_list and isinstance(value, Sequence) and isinstance(value[0], Mapping)
+def with_progress(items: Sequence[T], what: str) -> Iterator[T]:
+    """Yield the items, and report the progress on standard error every few seconds."""
+    said = time.monotonic()
+    for number, item in enumerate(items):
+        if time.monotonic() - said >= PROGRESS_SECONDS:
+            said = time.monotonic()
+            print(f"{number} of {len(items)} {what}", file=sys.stderr, flush=True)
+        yield item

@@ -1,0 +1,362 @@
+"""`lightrft data check --stage sft|distill|prefer|reward`: a check of such rows before a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from lightrft.cli.errors import refuse
+from lightrft.config import ConfigError, PromptOptions, RowRunOptions, ScoringOptions, TrainConfig
+from lightrft.datasets.files import Row
+from lightrft.datasets.preference_rows import (
+    SAME_ANSWERS,
+    LabelledAnswer,
+    PreferencePair,
+    PreferenceReader,
+)
+from lightrft.datasets.ranked_rows import RankedAnswers
+from lightrft.datasets.row_data import SupervisedRow
+from lightrft.datasets.row_origin import check_tokens
+from lightrft.datasets.scored_rows import ScoredAnswer
+from lightrft.datasets.supervised_rows import NOTHING_TRAINED, RowEncoder, kind_of, remark_of
+from lightrft.datasets.types import DataError
+from lightrft.stages.opening import rows_within_context
+from lightrft.stages.preference.preference_inputs import data_problems
+from lightrft.stages.reward.comparisons import Comparisons, Judgement
+from lightrft.stages.reward.reward_inputs import judgement_reader, plan_scores
+from lightrft.stages.reward.reward_objective import build_losses
+from lightrft.stages.rows.row_inputs import marked_text, read_vocabulary
+from lightrft.stages.rows.row_stage import num_updates
+from lightrft.stages.teachers import require_same_tokens
+from lightrft.tools.data.certificate import MAX_ROWS, score_answers
+from lightrft.tools.data.data_command import (
+    MAX_CHARACTERS,
+    NUM_SAMPLES,
+    Request,
+    read_items,
+    require_bounded,
+    say,
+    show_duplicates,
+    show_layout,
+    show_lengths,
+    show_lines,
+    show_places,
+    show_text,
+    show_too_long,
+    verdict,
+)
+from lightrft.tools.data.row_checks import CheckedRow, RowCheck, repeated, walk
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Made = SupervisedRow | Judgement
+Reader = Callable[[Row], Iterable[Made]]
+Pairs = Sequence[tuple[Row, PreferencePair]]
+# If length alone is right this often, it may decide the pairs without their content.
+SUSPICIOUS_SHARE = 0.75
+
+
+def check(request: Request) -> int:
+    """Print the findings on the rows; return 4 if a row is bad.
+
+    Raises:
+        ConfigError: The options do not fit the model or the rows.
+        DataError: The source cannot be read at all, or the options do not fit its rows.
+        ModelLoadError: The tokenizer cannot be read.
+        RewardError: A reward function cannot be loaded, or fails.
+    """
+    stage = request.stage
+    reading = read_vocabulary(request.config, generates=stage == "prefer")
+    config = request.config.replaced(rows_within_context(request.config))
+    tokenizer = reading.tokenizer
+    for place in config.teacher_folders.values():
+        require_same_tokens(config, place, tokenizer)
+    items, first = read_source(request.source, config, tokenizer)
+    encoders: list[RowEncoder] = []
+
+    def open_reader() -> Reader:
+        if stage in ("prefer", "reward"):
+            build = PreferenceReader if stage == "prefer" else judgement_reader
+            judge = build(tokenizer, config, first, reading.vocab_size, reading.reader)
+            return lambda row: [judge(row)]
+        kind = kind_of(first)
+        encoder = RowEncoder(tokenizer, config, kind, reading.vocab_size, reading.reader)
+        encoders.append(encoder)
+        return encoder.rows
+
+    require_bounded(first, lambda: list(open_reader()(first)))
+    reading.statements.say(say)
+    reader = open_reader()
+    for encoder in encoders:
+        say(f"rows with {encoder.kind}, trained: {encoder.train_on}")
+    result = check_rows(items, reader, config.max_row_tokens)
+    say(result.record.line() or "all columns and keys of messages are read")
+    if not encoders:
+        refuse(option_problems(result, config, stage), ConfigError)
+    show_rows(result, tokenizer)
+    for encoder in encoders if config.train_on_regex is not None else ():
+        say(f"rows without a match (a run leaves them out): {encoder.num_unmatched}")
+    show_numbers(result, config, is_judged=not encoders)
+    if not encoders and config.reward_fn:
+        show_rule(pairs_of(result), tokenizer, config)
+    return verdict(len(result.problems), result.rows, "rows can be trained on")
+
+
+def check_rows(
+    items: Sequence[Row | DataError], reader: Reader, max_row_tokens: int
+) -> RowCheck[Made]:
+    """Read every row as a run would, and continue after problems.
+
+    Args:
+        items: Rows, and errors in place of malformed ones (`scan_rows`).
+        reader: Reader of the stage.
+        max_row_tokens: Length of the longest row or answer, with its prompt, that a run takes.
+    """
+
+    def fits(made: Made) -> bool:
+        return max(len(row.token_ids) for row in made.rows) <= max_row_tokens
+
+    return walk(items, reader, fits)
+
+
+def read_source(
+    source: str, config: TrainConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Sequence[Row | DataError], Row]:
+    """Print the layout of a source; return all rows and the first that can be read.
+
+    Raises:
+        DataError: No row can be read, or their token ids belong to another tokenizer.
+    """
+    items = read_items(source, config)
+    rows = [item for item in items if not isinstance(item, DataError)]
+    check_tokens(source, tokenizer)
+    show_layout(source, rows, num_items=len(items))
+    if not rows:
+        raise DataError(f"{source}: no row of {len(items)} can be read: {items[0]}")
+    return items, rows[0]
+
+
+def pairs_of(result: RowCheck[Made]) -> Pairs:
+    """Return judgements that are pairs, with their rows."""
+    return [(row, made) for row, made in result.rows if isinstance(made, PreferencePair)]
+
+
+def contradictions(pairs: Pairs) -> list[str]:
+    """Return pairs whose rejected answer is chosen in another pair of the prompt, with that one."""
+    chosen = {each.chosen.key: row.location for row, each in pairs}
+    keys = ((row, each.rejected.key) for row, each in pairs)
+    return [f"{row.location} against {chosen[key]}" for row, key in keys if key in chosen]
+
+
+def beginnings(pairs: Pairs) -> list[str]:
+    """Return places of pairs where one answer without its end token begins the other."""
+    places = []
+    for row, each in pairs:
+        short, long = sorted((part.token_ids for part in each.rows), key=len)
+        # The end token of the shorter answer is not at that place in the longer one.
+        if np.array_equal(short[:-1], long[: len(short) - 1]) and len(short) < len(long):
+            places.append(row.location)
+    return places
+
+
+def option_problems(result: RowCheck[Made], config: TrainConfig, stage: str) -> list[str]:
+    """Return the reasons why the chosen loss or rule does not fit these rows, one line each."""
+    made = result.made
+    if not made:
+        return []
+    problems = []
+    if config.reward_fn and not pairs_of(result):
+        problems.append("reward_fn compares the answers of pairs, and here are none: leave it out")
+    if stage == "prefer":
+        preferences = [each for each in made if isinstance(each, PreferencePair | LabelledAnswer)]
+        return problems + data_problems(config, preferences, ())
+    build_losses(config, plan_scores(config).weights, is_paired=len(made[0].rows) > 1)
+    return problems
+
+
+def show_rows(result: RowCheck[Made], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Print the first rows as text, with their trained parts between >> and <<."""
+    for row, made in result.rows[:NUM_SAMPLES]:
+        for name, answer in zip(_names(made), made.rows, strict=True):
+            say(
+                f"\n{row.location}{name and f', {name}'}: {len(answer.token_ids)} tokens, "
+                f"{answer.num_trained} trained (>>...<<)"
+            )
+            text = marked_text(answer, tokenizer)
+            show_text(text)
+            if len(text) > MAX_CHARACTERS:
+                say(f"    and {len(text) - MAX_CHARACTERS} more characters")
+    say()
+
+
+def _names(judgement: Made) -> list[str]:
+    """Return the words for each answer of a judgement."""
+    if isinstance(judgement, SupervisedRow):
+        return [""]
+    if isinstance(judgement, PreferencePair):
+        margin = "" if judgement.margin is None else f", margin {judgement.margin:g}"
+        return [f"chosen{margin}", "rejected"]
+    if isinstance(judgement, RankedAnswers):
+        named = judgement.by_name or {"": judgement.ranks}
+        return [
+            ", ".join(f"{name} rank {ranks[place]:g}".strip() for name, ranks in named.items())
+            for place in range(len(judgement.rows))
+        ]
+    if isinstance(judgement, ScoredAnswer):
+        return [f"score {judgement.score:g}"]
+    if isinstance(judgement, LabelledAnswer):
+        return ["good" if judgement.is_good else "bad"]
+    return [f"steps {' '.join('right' if label else 'wrong' for label in judgement.labels)}"]
+
+
+def show_numbers(result: RowCheck[Made], config: RowRunOptions, *, is_judged: bool) -> None:
+    """Print lengths, counts, statistics of labels or of a run, and rows that cannot be used."""
+    made = result.made
+    rows = [row for each in made for row in each.rows]
+    show_lengths("tokens of a row", [len(row.token_ids) for row in rows])
+    show_lengths("trained tokens of a row", [row.num_trained for row in rows])
+    show_too_long(result.too_long, config.max_row_tokens, "max_row_tokens")
+    show_duplicates("rows", repeated(result.rows, _contents))
+    faults = {"without a trained token": NOTHING_TRAINED}
+    if is_judged:
+        faults = {"whose answers are the same": SAME_ANSWERS, "without an answer": NOTHING_TRAINED}
+    else:
+        say(f"conversations in one row per turn: {result.num_split}")
+    for what, text in faults.items():
+        say(f"rows {what}: {sum(text in problem for problem in result.problems)}")
+    pairs = pairs_of(result)
+    if pairs:
+        show_places("pairs whose rejected answer is chosen elsewhere", contradictions(pairs))
+        show_places("pairs of which one answer begins the other", beginnings(pairs))
+    say(f"texts read otherwise than they stand: {remark_of(rows) or 0}")
+    judgements = [each for each in made if not isinstance(each, SupervisedRow)]
+    if is_judged:
+        show_labels(judgements)
+        show_bias(judgements)
+    else:
+        show_run(rows, config)
+    show_lines("rows that cannot be used", result.problems)
+
+
+def _contents(made: Made) -> Hashable:
+    """Return what equal rows share."""
+    if isinstance(made, SupervisedRow):
+        return made.key, made.is_trained.tobytes()
+    return tuple(part for answer in made.rows for part in answer.key)
+
+
+def show_run(rows: Sequence[SupervisedRow], config: RowRunOptions) -> None:
+    """Print the steps of a run, and its tokens on average over the orders of its rows."""
+    size = config.train_batch_size
+    num_steps = num_updates(len(rows), config)
+    if not num_steps:
+        say(f"a run takes {size} rows a step, and has {len(rows)}: set --train_batch_size")
+        return
+    step = size * fmean(len(row.token_ids) for row in rows)
+    trained = size * fmean(row.num_trained for row in rows)
+    say(
+        f"a run on 1 process: {num_steps} steps of {size} rows; on average {step:.0f} tokens a "
+        f"step, {trained:.0f} of them trained; {num_steps * step:.0f} and "
+        f"{num_steps * trained:.0f} in all"
+    )
+
+
+def show_labels(judgements: Sequence[Judgement]) -> None:
+    """Print ties of rankings, and the range of labels and scores."""
+    rankings = [each for each in judgements if isinstance(each, RankedAnswers)]
+    if rankings:
+        lists = [list(each.by_name.values()) or [each.ranks] for each in rankings]
+        ties = sum(any(len(set(each)) < len(each) for each in every) for every in lists)
+        alone = sum(all(len(set(each)) == 1 for each in every) for every in lists)
+        say(f"rankings with ties: {ties} of {len(rankings)}, of ties alone: {alone}")
+    labels = labels_of(judgements)
+    if len(labels):
+        say(
+            f"labels: {len(labels)}, from {labels.min():g} to {labels.max():g}, mean "
+            f"{labels.mean():.4g}"
+        )
+        if labels.min() == labels.max():
+            say("warning: all labels are equal: nothing can be learned from them")
+
+
+def labels_of(judgements: Sequence[Judgement]) -> np.ndarray:
+    """Return [labels] float64 of answers without comparisons: 1 good or right, 0 bad or wrong."""
+    labels: list[float] = []
+    for each in judgements:
+        if isinstance(each, ScoredAnswer):
+            labels.append(each.score)
+        elif not isinstance(each, PreferencePair | RankedAnswers):
+            labels += map(float, each.labels)
+    return np.array(labels, dtype=np.float64)
+
+
+def length_bias(judgements: Sequence[Judgement]) -> float | None:
+    """Return the share of pairs whose better answer has more tokens; equal lengths count half.
+
+    All pairs of one ranking, also of one of several scores, together weigh as much as one pair.
+    Ties are left out.
+    """
+    rankings = (each.by_name for each in judgements if isinstance(each, RankedAnswers))
+    lengths = torch.tensor([float(len(row.token_ids)) for each in judgements for row in each.rows])
+    longer = total = 0.0
+    for name in set().union(*rankings) or {""}:
+        comparisons = Comparisons.of(judgements, torch.device("cpu"), name)
+        weights = comparisons.weights * ~comparisons.is_tie
+        wins = (comparisons.differences(lengths.double()).sign() + 1) / 2
+        longer += float((weights * wins).sum())
+        total += float(weights.sum())
+    return longer / total if total else None
+
+
+def show_bias(judgements: Sequence[Judgement]) -> None:
+    """Print how well the lengths of the answers explain the judgements."""
+    share = length_bias(judgements)
+    if share is not None:
+        say(f"the better answer is the longer one in {share:.1%} of the pairs, ties half")
+        best = max(share, 1 - share)
+        if best >= SUSPICIOUS_SHARE:
+            say(
+                f"warning: '{'longer' if share > 0.5 else 'shorter'} wins' is right in {best:.1%} "
+                "of the pairs: what is learned from them may be length"
+            )
+        return
+    labels = labels_of(judgements)
+    lengths = np.array([len(row.token_ids) for each in judgements for row in each.rows])
+    if len(labels) == len(lengths) > 1 and labels.std() and lengths.std():
+        say(f"correlation of labels with lengths: {np.corrcoef(labels, lengths)[0, 1]:.3f}")
+
+
+def show_rule(pairs: Pairs, tokenizer: PreTrainedTokenizerBase, config: ScoringOptions) -> None:
+    """Print the pairs whose rejected answer the reward function prefers."""
+    pairs = pairs[:MAX_ROWS]
+    answers = [(row, answer) for row, each in pairs for answer in each.rows]
+    scores = score_answers(
+        [_scored_row(row, answer, tokenizer, config) for row, answer in answers],
+        [
+            tokenizer.decode(answer.token_ids[answer.is_trained], skip_special_tokens=True)
+            for _, answer in answers
+        ],
+        config,
+    )
+    both = list(zip(pairs, scores[::2], scores[1::2], strict=True))
+    decided = [(row, a, b) for (row, _), a, b in both if a is not None and b is not None]
+    swapped = [row.location for row, better, worse in decided if better < worse]
+    show_places(f"pairs of the first {len(pairs)} that the rule would swap", swapped)
+    say(f"pairs that are equal to the rule: {sum(a == b for _, a, b in decided)}")
+    say(f"pairs that it cannot decide: {len(both) - len(decided)}")
+
+
+def _scored_row(
+    row: Row, answer: SupervisedRow, tokenizer: PreTrainedTokenizerBase, config: PromptOptions
+) -> CheckedRow:
+    """Return the prompt of an answer with the label of its row."""
+    prompt = tokenizer.decode(answer.prompt_ids, skip_special_tokens=True)
+    label = None if config.label_key is None else row.columns.get(config.label_key)
+    text = label if isinstance(label, str) or label is None else json.dumps(label)
+    return CheckedRow(row.location, prompt, (), text, row.columns)
