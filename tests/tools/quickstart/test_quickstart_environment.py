@@ -28,7 +28,7 @@ from lightrft.tools.quickstart.calculator import (
 )
 from lightrft.tools.quickstart.calculator_environment import Calculator
 from lightrft.tools.quickstart.quickstart_command import Recipe, prepare, reinforce, training_config
-from lightrft.tools.quickstart.task import is_held_out
+from lightrft.tools.quickstart.task import HERE, is_held_out
 from lightrft.tools.quickstart.warm_start import IGNORED, build_tokenizer, demonstration_batch
 
 pytestmark = pytest.mark.shard("quickstart_environment")
@@ -52,7 +52,7 @@ class Calculator:
 
 
 def schemas():
-    path = CALCULATOR.files["environment.py"]
+    path = HERE / CALCULATOR.files["environment.py"]
     hosted = HostedEnvironments(f"{path}:Calculator", (), 1000, True)
     return hosted.describe()[""]["schemas"]
 

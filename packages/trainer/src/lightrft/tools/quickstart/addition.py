@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightrft.tools.quickstart.task import Message, Task, is_held_out
+from lightrft.tools.quickstart.task import Message, is_held_out, make_task
 
 COLUMNS = ("ones", "tens", "hundreds")
 P_FORGET = 0.6
@@ -67,31 +67,4 @@ def demonstrate(addition: Addition, rng: random.Random, *, p_forget: float = P_F
     return f"<think>{' '.join(steps)}</think>\\boxed{{{'1' if carry else ''}{digits}}}"
 
 
-ADDITION = Task(
-    lesson="a careless teacher, who writes +0 for three carries in five",
-    flaw=(
-        "It copies what the teacher does more often: it forgets the carry, and is",
-        "right only where there is none to remember, in about one sum of three.",
-    ),
-    outlook=(
-        "Held-out accuracy takes the likeliest answer, the reward is of sampled ones:",
-        "those remember a carry now and then, so it starts higher. What it teaches",
-        "shows as a jump, once remembering is likelier than forgetting.",
-    ),
-    roles=(),
-    whole_tokens=(
-        # A leading 1 belongs to the box: the digits after it then keep their places.
-        "<think>",
-        "</think>",
-        "\\boxed{1",
-        "\\boxed{",
-        "What is ",
-        "ones ",
-        " tens ",
-        " hundreds ",
-        "+0=",
-        "+1=",
-    ),
-    draw=draw_additions,
-    reward="boxed_sum.py",
-)
+ADDITION = make_task("addition", draw_additions)

@@ -2,11 +2,10 @@
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from lightrft.tools.quickstart.counting import INITIALIZER_RANGE, Counted, Sense, counting_task
-from lightrft.tools.quickstart.task import Exercise, MediaModel
+from lightrft.tools.quickstart.counting import INITIALIZER_RANGE, Counted, Sense
+from lightrft.tools.quickstart.task import Exercise, make_task
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -22,14 +21,6 @@ COLOURS: dict[str, Colour] = {
     "yellow": (230, 200, 40),
 }
 SIDE = 56
-MARKS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
-SIGHT = Sense(
-    "image",
-    tuple(COLOURS),
-    {"red": "green", "blue": "yellow"},
-    # A picture of this size has four features.
-    "<|vision_start|>" + 4 * "<|image_pad|>" + "<|vision_end|>",
-)
 
 
 def picture(shapes: Counted) -> "Image":
@@ -59,14 +50,6 @@ def _draw_shape(canvas: "ImageDraw", place: int, colour: Colour, rng: random.Ran
         canvas.ellipse([left, top, right, bottom], fill=shade)
     else:
         canvas.polygon([(left, bottom), (right, bottom), (left + size // 2, top)], fill=shade)
-
-
-def _save(shapes: Counted, stem: Path) -> Path:
-    """Write the picture as PNG."""
-    file = stem.parent / "pictures" / f"{stem.name}.png"
-    file.parent.mkdir(exist_ok=True)
-    picture(shapes).save(file)
-    return file
 
 
 def _build(
@@ -101,12 +84,15 @@ def _inputs(
     }
 
 
-SHAPES = counting_task(
-    SIGHT,
-    MediaModel(_build, _inputs),
-    _save,
-    lesson="a teacher who is mostly colour-blind",
-    roles=MARKS,
-    things="colours",
-    numbers={"num_warm_start_steps": 900, "num_eval_prompts": 256},
+SIGHT = Sense(
+    medium="image",
+    form=("pictures", ".png"),
+    build=_build,
+    inputs=_inputs,
+    save=lambda exercise, file: picture(cast("Counted", exercise)).save(file),
+    kinds=tuple(COLOURS),
+    mistaken={"red": "green", "blue": "yellow"},
+    # A picture of this size has four features.
+    features="<|vision_start|>" + 4 * "<|image_pad|>" + "<|vision_end|>",
 )
+SHAPES = make_task("shapes", SIGHT.draw, SIGHT)

@@ -8,13 +8,10 @@ in four. The reward checks the boxed number, and reinforcement finds that lookin
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import cast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from lightrft.config import TrainConfig
-from lightrft.tools.quickstart.task import Exercise, MediaModel, Message, Task, is_held_out
+from lightrft.tools.quickstart.task import MediaModel, Message, is_held_out
 
 P_MISTAKE = 0.6
 NUM_PARTS = 4
@@ -22,17 +19,15 @@ INITIALIZER_RANGE = 0.06
 
 
 @dataclass(frozen=True, slots=True)
-class Sense:
-    """Kinds of parts that a model must distinguish.
+class Sense(MediaModel):
+    """Kinds of parts that a model must distinguish, and the model.
 
     Args:
-        medium: Name of the mark in a prompt.
         kinds: Names of the kinds.
         mistaken: Kinds and those that the teacher takes them for.
         features: Tokens that stand for the medium in the model.
     """
 
-    medium: str
     kinds: tuple[str, ...]
     mistaken: Mapping[str, str]
     features: str
@@ -86,64 +81,3 @@ def describe(counted: Counted, rng: random.Random, *, p_mistake: float = P_MISTA
     mistaken = counted.sense.mistaken
     seen = [mistaken[n] if n in mistaken and rng.random() < p_mistake else n for n in counted.parts]
     return f"<think>{' '.join(seen)}</think>\\boxed{{{seen.count(counted.wanted)}}}"
-
-
-def in_short_answers(config: TrainConfig, directory: Path) -> TrainConfig:
-    """Return a run of short responses, with two optimizer steps each and a smaller rate."""
-    batch_size = config.train_batch_size // 2
-    return replace(
-        config,
-        generate_max_len=16,
-        train_batch_size=batch_size,
-        micro_train_batch_size=batch_size,
-        actor_learning_rate=1e-4,
-    )
-
-
-def counting_task(
-    sense: Sense,
-    media_model: MediaModel,
-    save: Callable[[Counted, Path], Path],
-    *,
-    lesson: str,
-    roles: Sequence[str],
-    things: str,
-    numbers: Mapping[str, int],
-) -> Task:
-    """Return the task of one sense.
-
-    Args:
-        sense: Sense with the kinds.
-        media_model: Model and its inputs.
-        save: Function that writes an exercise's medium beside a path without ending, and
-            returns the file.
-        lesson: Subject of the imitation, for the console.
-        roles: Marks of the model's media.
-        things: Name of what is mistaken, for the console.
-        numbers: Fields of the recipe.
-    """
-
-    def draw_media(exercise: Exercise, stem: Path) -> dict[str, object]:
-        file = save(cast("Counted", exercise), stem)
-        return {f"{sense.medium}s": [f"{file.parent.name}/{file.name}"]}
-
-    return Task(
-        lesson=lesson,
-        roles=tuple(roles),
-        whole_tokens=("<think>", "</think>", "\\boxed{", *sense.kinds, "How many "),
-        draw=sense.draw,
-        draw_media=draw_media,
-        media_model=media_model,
-        reward="boxed_sum.py",
-        adjust=in_short_answers,
-        numbers={"num_steps": 40, **numbers},
-        learning_rate=2e-3,
-        flaw=(
-            f"It copies what the teacher does more often: it takes some {things} for others,",
-            "and is right only where that does not change the count.",
-        ),
-        outlook=(
-            "Held-out accuracy takes the likeliest answer, the reward is of sampled ones:",
-            f"those name {things} as they are now and then, and only they are rewarded.",
-        ),
-    )

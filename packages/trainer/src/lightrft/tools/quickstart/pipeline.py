@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
@@ -19,24 +19,18 @@ from lightrft.datasets.row_origin import write_origin
 from lightrft.reporting.files import EVAL_FILE, read_json
 from lightrft.run.provenance import run_of_model
 from lightrft.tools.model_presets import END
-from lightrft.tools.quickstart.recipe import Recipe, training_config
-from lightrft.tools.quickstart.task import HELD_OUT_SEED, write_exercises
+from lightrft.tools.quickstart.recipe import Recipe, quietly, training_config
+from lightrft.tools.quickstart.task import HELD_OUT_SEED, HERE, in_folder, write_exercises
 
 # File with the recipe of the stages in a folder.
 BEGUN_FILE = "pipeline.json"
-BATCH_SIZE = 32
 SAMPLED_PROMPTS, TAUGHT_PROMPTS = 3072, 4096
 SAMPLES_PER_PROMPT, PAIRS_PER_PROMPT = 8, 4
 # At 1 nearly all wrong answers forget a carry. What the later stages learnt from such pairs was
 # worse than the imitator.
 TEMPERATURE = 1.5
 STUDENT_WIDTH = 28
-# The reward model misses some wrong sums of digits. With a weight of 0.05 the policy exploits them:
-# its scores rise and its accuracy falls. One more carry costs about 1 nat of divergence from the
-# imitator, a wrong sum about 5: at 0.5 the latter does not pay.
-KL_COEF = 0.5
-# Folders of stages whose commands have other names.
-NAMES = {"prefer": "dpo"}
+_TABLES = tomllib.loads((HERE / "pipeline.toml").read_text("utf-8"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +58,10 @@ class Pipeline:
         recipe: Recipe, whose task has texts alone.
         directory: Empty folder, or one in which the same recipe has begun: finished parts are not
             made again.
-        show: Callback that gets each line.
     """
 
-    def __init__(self, recipe: Recipe, directory: Path, show: Callable[[str], None]) -> None:
-        self.recipe, self.directory, self.show = recipe, directory, show
+    def __init__(self, recipe: Recipe, directory: Path) -> None:
+        self.recipe, self.directory = recipe, directory
         self.outcomes: list[Outcome] = []
         self._data = directory / "data"
 
@@ -77,10 +70,20 @@ class Pipeline:
         hide_progress_bars()
         become_only_process()
         self._prepare()
-        self._imitate()
-        self._compare()
-        self._reinforce()
-        self._distil()
+        self._write("demonstrations", self._demonstrations())
+        self._train("sft", TEMPERATURE)
+        self._prompts("sampled", SAMPLED_PROMPTS, self.recipe.seed + 1)
+        self._evaluate("samples", "sft/model", "sampled", TEMPERATURE)
+        for name, folder in (("pairs", "samples"), ("held_out_pairs", "sft_eval")):
+            self._write(name, pairs(self._responses(folder)), run="sft")
+        for stage in ("reward", "prefer", "policy"):
+            self._train(stage)
+        self._prompts("taught", TAUGHT_PROMPTS, self.recipe.seed + 2)
+        self._evaluate("answers", "grpo/model", "taught")
+        right = (each for each in self._responses("answers") if each["accuracy"] == 1.0)
+        rows = ({"prompt": each["prompt"], "completion": each["response"]} for each in right)
+        self._write("answers", rows, run="grpo")
+        self._train("divergence")
         return self.outcomes
 
     def _prepare(self) -> None:
@@ -93,8 +96,7 @@ class Pipeline:
         task, seed = self.recipe.task, self.recipe.seed
         write_whole(self.directory / BEGUN_FILE, json.dumps(_numbers(self.recipe)) + "\n")
         self._data.mkdir(exist_ok=True)
-        for name, file in task.files.items():
-            shutil.copyfile(file, self.directory / name)
+        task.copy_files(self.directory)
         self._prompts("train", self.recipe.num_prompts, seed)
         self._prompts("eval", self.recipe.num_eval_prompts, HELD_OUT_SEED, held_out=True)
         sample = "".join(task.whole_tokens) + END
@@ -102,91 +104,28 @@ class Pipeline:
         small = build_student(task, seed=seed + 1, width=STUDENT_WIDTH)
         small.save(self.directory / "student", sample)
 
-    def _imitate(self) -> None:
-        """Train on the demonstrations of the careless teacher."""
+    def _demonstrations(self) -> Iterator[Mapping[str, object]]:
+        """Yield what the careless teacher shows."""
         rng = random.Random(self.recipe.seed)
-        count = self.recipe.num_warm_start_steps * BATCH_SIZE
-        exercises = islice(self.recipe.task.draw(rng, False), count)
-        rows = (
-            {
-                "messages": [
-                    {"role": role, "content": text} for role, text in each.demonstration(rng)
-                ]
-            }
-            for each in exercises
-        )
-        self._write("demonstrations", rows)
-        config = self._on_rows("sft", "untrained", "demonstrations", learning_rate=7e-3)
-        self._train("sft", config, TEMPERATURE)
+        count = self.recipe.num_warm_start_steps * _TABLES["rows"]["train_batch_size"]
+        for each in islice(self.recipe.task.draw(rng, False), count):
+            talk = each.demonstration(rng)
+            yield {"messages": [{"role": role, "content": text} for role, text in talk]}
 
-    def _compare(self) -> None:
-        """Pair right and wrong answers of the imitator; train a reward model and DPO on them."""
-        self._prompts("sampled", SAMPLED_PROMPTS, self.recipe.seed + 1)
-        self._evaluate("samples", "sft/model", "sampled", TEMPERATURE)
-        for name, folder in (("pairs", "samples"), ("held_out_pairs", "sft_eval")):
-            self._write(name, pairs(self._responses(folder)), run="sft")
-        config = self._on_rows("reward", "sft/model", "pairs", learning_rate=3e-3)
-        held_out = str(self._data / "held_out_pairs.jsonl")
-        config = replace(config, eval_data=held_out, max_epochs=3, centering_coef=0.01)
-        self._train("reward", config)
-        config = self._on_rows("prefer", "sft/model", "pairs", learning_rate=2e-4)
-        self._train("prefer", config)
-
-    def _reinforce(self) -> None:
-        """Train by GRPO with the reward model alone."""
-        config = replace(
-            training_config(self.recipe, self.directory),
-            pretrain=str(self.directory / "sft" / "model"),
-            eval_data=None,
-            eval_steps=-1,
-            reward_fn=(),
-            init_kl_coef=KL_COEF,
-            reward_pretrain=(str(self.directory / "reward" / "model"),),
-            output_dir=str(self.directory / "grpo"),
-        )
-        self._train("policy", config)
-
-    def _distil(self) -> None:
-        """Train the student on the policy's distributions, on that policy's right answers."""
-        teacher = "grpo/model"
-        self._prompts("taught", TAUGHT_PROMPTS, self.recipe.seed + 2)
-        self._evaluate("answers", teacher, "taught")
-        rows = (
-            {"prompt": each["prompt"], "completion": each["response"]}
-            for each in self._responses("answers")
-            if each["accuracy"] == 1.0
-        )
-        self._write("answers", rows, run="grpo")
-        config = self._on_rows("distill", "student", "answers", learning_rate=7e-3)
-        teacher_folder = str(self.directory / teacher)
-        config = replace(config, teacher=teacher_folder, teacher_form="forward", max_epochs=3)
-        self._train("divergence", config)
-
-    def _on_rows(self, stage: str, model: str, rows: str, *, learning_rate: float) -> TrainConfig:
-        """Return the configuration of a stage that trains a model of the folder on its rows."""
-        return TrainConfig(
-            pretrain=str(self.directory / model),
-            prompt_data=str(self._data / f"{rows}.jsonl"),
-            apply_chat_template=True,
-            fsdp=self.recipe.strategy == "fsdp",
-            bf16=False,
-            train_batch_size=BATCH_SIZE,
-            micro_train_batch_size=BATCH_SIZE,
-            actor_learning_rate=learning_rate,
-            adam_betas=(0.8, 0.95),
-            lr_scheduler="linear",
-            lr_warmup_ratio=0.07,
-            num_threads=self.recipe.num_threads or 1,
-            seed=self.recipe.seed,
-            output_dir=str(self.directory / NAMES.get(stage, stage)),
-        )
-
-    def _train(self, stage: str, config: TrainConfig, temperature: float = 0.0) -> None:
+    def _train(self, stage: str, temperature: float = 0.0) -> None:
         """Run one stage and add its line; a temperature also draws held-out samples."""
         from lightrft.run.assembly import run_training
 
+        options = in_folder(_TABLES["stages"][stage], self.directory)
+        if stage == "policy":
+            config = training_config(self.recipe, self.directory)
+            config = config.replaced({"eval_data": None, **options})
+        else:
+            numbers = {"num_threads": self.recipe.num_threads or 1, "seed": self.recipe.seed}
+            rows = in_folder(_TABLES["rows"], self.directory)
+            config = TrainConfig.from_args({**rows, **numbers, **options})
         folder = Path(config.output_dir)
-        with self._quietly():
+        with quietly(self.directory):
             summary = run_training(config, stage=stage)
         if stage == "reward":
             accuracy = summary.last_eval["eval/accuracy"]
@@ -195,7 +134,7 @@ class Pipeline:
                 f"{folder.name}_eval", f"{folder.name}/model", "eval", temperature
             )
         self.outcomes.append(Outcome(folder.name, accuracy, summary.seconds, folder))
-        self.show(f"  {folder.name:8}  {accuracy:.3f}")
+        print(f"  {folder.name:8}  {accuracy:.3f}", flush=True)
 
     def _evaluate(self, name: str, model: str, prompts: str, temperature: float = 0.0) -> float:
         """Return the share of right greedy answers; a temperature draws samples beside them."""
@@ -218,17 +157,8 @@ class Pipeline:
             output_dir=str(folder),
         )
         settings = EvalSettings(SAMPLES_PER_PROMPT if temperature else 0)
-        with self._quietly():
+        with quietly(self.directory):
             return run_evaluation(config, settings).metrics["greedy/accuracy"]
-
-    @contextlib.contextmanager
-    def _quietly(self) -> Iterator[None]:
-        """Send lines of the runs to `run.log`."""
-        with (
-            (self.directory / "run.log").open("a", encoding="utf-8") as log,
-            contextlib.redirect_stdout(log),
-        ):
-            yield
 
     def _prompts(self, name: str, count: int, seed: int, *, held_out: bool = False) -> None:
         path = self._data / f"{name}.jsonl"
@@ -302,7 +232,7 @@ def run_pipeline(recipe: Recipe, directory: Path) -> None:
     from lightrft.tools.report.comparison import FILE, write_comparison
     from lightrft.tools.report.page import write_report
 
-    outcomes = Pipeline(recipe, directory, lambda line: print(line, flush=True)).run()
+    outcomes = Pipeline(recipe, directory).run()
     for each in outcomes:
         write_report(each.folder)
     write_comparison([each.folder for each in outcomes], directory / FILE)

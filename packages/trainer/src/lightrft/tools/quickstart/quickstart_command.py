@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -31,6 +29,7 @@ from lightrft.tools.quickstart.recipe import (
     ESTIMATORS,
     STRATEGIES,
     Recipe,
+    quietly,
     training_config,
 )
 from lightrft.tools.quickstart.task import HELD_OUT_SEED, write_exercises
@@ -224,8 +223,7 @@ def prepare(recipe: Recipe, directory: Path) -> None:
         ("eval.jsonl", recipe.num_eval_prompts, HELD_OUT_SEED, True),
     ):
         write_exercises(data / name, task, count, seed=split_seed, held_out=held_out)
-    for name, file in task.files.items():
-        shutil.copyfile(file, directory / name)
+    task.copy_files(directory)
 
     student = build_student(task, seed=seed)
     chosen, why = recipe.num_threads, "as asked"
@@ -261,10 +259,7 @@ def reinforce(recipe: Recipe, directory: Path) -> RunSummary:
 
     become_only_process()
     live = LiveReward(sys.stdout, num_steps=recipe.num_steps)
-    with (
-        (directory / "run.log").open("w", encoding="utf-8") as log,
-        contextlib.redirect_stdout(log),
-    ):
+    with quietly(directory):
         return run_training(training_config(recipe, directory), loggers=[live])
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightrft.config import TrainConfig
 from lightrft.tools.quickstart.addition import ADDITION
-from lightrft.tools.quickstart.task import Task
+from lightrft.tools.quickstart.task import HERE, Task, in_folder
 
 SAMPLES_PER_STEP = 128
 WARMUP_STEPS = 5
@@ -54,7 +56,7 @@ class Recipe:
 
 def training_config(recipe: Recipe, directory: Path) -> TrainConfig:
     """Return the configuration of the run in `directory`, whose model and data are written."""
-    usual = TrainConfig.load(Path(__file__).with_name("recipe.toml"))
+    usual = TrainConfig.load(HERE / "recipe.toml")
     usual = replace(
         usual,
         pretrain=str(directory / "warm_start"),
@@ -73,4 +75,14 @@ def training_config(recipe: Recipe, directory: Path) -> TrainConfig:
     )
     if recipe.algorithm == "ppo":
         usual = replace(usual, lambd=1.0, value_clip=0.0, critic_learning_rate=1e-3)
-    return recipe.task.adjust(usual, directory)
+    return usual.replaced(in_folder(recipe.task.options, directory))
+
+
+@contextlib.contextmanager
+def quietly(directory: Path) -> Iterator[None]:
+    """Send what runs print to `run.log` of a folder."""
+    with (
+        (directory / "run.log").open("a", encoding="utf-8") as log,
+        contextlib.redirect_stdout(log),
+    ):
+        yield

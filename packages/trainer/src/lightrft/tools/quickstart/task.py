@@ -2,18 +2,20 @@
 
 import json
 import random
+import shutil
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from lightrft.config import TrainConfig
-
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+HERE = Path(__file__).parent
+_TASKS = tomllib.loads((HERE / "tasks.toml").read_text("utf-8"))
 # Role and text.
 Message = tuple[str, str]
 HELD_OUT_SEED = 12345  # every run is judged on the same exercises
@@ -43,61 +45,82 @@ class MediaModel:
     """A tiny model that reads media.
 
     Args:
+        medium: Name of the mark in a prompt.
+        form: Folder and ending of the files.
         build: Factory of a random model and its processor, from a seed and the task's tokenizer.
         inputs: Function of the model's inputs for exercises, beside token ids [batch, seq].
+        save: Function that writes an exercise's medium into a file.
     """
 
+    medium: str
+    form: tuple[str, str]
     build: "Callable[[int, PreTrainedTokenizerBase], tuple[PreTrainedModel, ProcessorMixin]]"
     inputs: "Callable[[ProcessorMixin, Sequence[Exercise], Tensor], dict[str, Tensor]]"
+    save: "Callable[[Exercise, Path], object]"
+
+    def columns(self, exercise: Exercise, data: Path, name: str) -> dict[str, object]:
+        """Write an exercise's medium below the folder of the data; return the column of it."""
+        folder, ending = self.form
+        (data / folder).mkdir(exist_ok=True)
+        self.save(exercise, data / folder / f"{name}{ending}")
+        return {f"{self.medium}s": [f"{folder}/{name}{ending}"]}
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A skill that can be taught.
+    """A skill that can be taught: what `tasks.toml` says of it, and its exercises.
 
     Args:
-        lesson: Subject of the imitation, for the console.
-        roles: Marks of the tokenizer beside those of user and assistant.
-        whole_tokens: Texts that are one token; all others are characters.
-        template: Chat template, in place of that of the tiny models.
         draw: Function that yields exercises without end, for training or held out.
-        media_model: Model of a task with media; None is a model of text.
+        lesson: Subject of the imitation, for the console.
+        flaw, outlook: Lines about the imitator, and about what its reinforcement shows.
+        whole_tokens: Texts that are one token.
+        files: Files of this folder by their names in the folder of the run.
+        roles: Marks of the tokenizer beside those of user and assistant.
+        template: Chat template, in place of that of the tiny models.
         learning_rate: Peak learning rate of the imitation.
-        draw_media: Function that writes the media of an exercise as files whose names begin with a
-            path's, and returns the columns that name them.
-        reward, environment, agent: Python files in this folder that are copied into the run's,
-            where a user edits them as `reward.py`, `environment.py` and `agent.py`.
-        adjust: Function that changes the usual configuration of a run in a folder for this task.
         numbers: Fields of `Recipe` that differ for this task.
-        flaw: Lines about what the imitator does wrong.
-        outlook: Lines about why the first rewards and the held-out accuracy move as they do.
+        options: Options of the run that differ for this task.
+        media_model: Model of a task with media; None is a model of text.
     """
 
-    lesson: str
-    roles: tuple[str, ...]
-    whole_tokens: tuple[str, ...]
     draw: Callable[[random.Random, bool], Iterator[Exercise]]
-    reward: str
-    media_model: MediaModel | None = None
-    learning_rate: float = 7e-3
-    draw_media: Callable[[Exercise, Path], dict[str, object]] = lambda exercise, stem: {}
+    lesson: str
+    flaw: Sequence[str]
+    outlook: Sequence[str]
+    whole_tokens: Sequence[str]
+    files: Mapping[str, str]
+    roles: Sequence[str] = ()
     template: str | None = None
-    environment: str | None = None
-    agent: str | None = None
-    adjust: Callable[[TrainConfig, Path], TrainConfig] = lambda config, _: config
+    learning_rate: float = 7e-3
     numbers: Mapping[str, int] = field(default_factory=dict)
-    flaw: tuple[str, ...] = ()
-    outlook: tuple[str, ...] = ()
+    options: Mapping[str, object] = field(default_factory=dict)
+    media_model: MediaModel | None = None
 
-    @property
-    def files(self) -> dict[str, Path]:
-        """Files of this folder by their names in the folder of the run."""
-        files = {
-            "reward.py": self.reward,
-            "environment.py": self.environment,
-            "agent.py": self.agent,
-        }
-        return {name: Path(__file__).with_name(file) for name, file in files.items() if file}
+    def copy_files(self, folder: Path) -> None:
+        """Copy the files into the folder of a run."""
+        for name, file in self.files.items():
+            shutil.copyfile(HERE / file, folder / name)
+
+
+def make_task(
+    name: str,
+    draw: Callable[[random.Random, bool], Iterator[Exercise]],
+    media_model: MediaModel | None = None,
+) -> Task:
+    """Return a task of `tasks.toml` with its exercises."""
+    return Task(draw=draw, media_model=media_model, **_TASKS[name])
+
+
+def in_folder(options: Mapping[str, object], folder: Path) -> dict[str, object]:
+    """Return options of a TOML table, with the folder in place of `{folder}`."""
+
+    def filled(value: object) -> object:
+        if isinstance(value, list):
+            return tuple(map(filled, value))
+        return value.format(folder=folder) if isinstance(value, str) else value
+
+    return {name: filled(value) for name, value in options.items()}
 
 
 def is_held_out(first: int, second: int) -> bool:
@@ -111,5 +134,7 @@ def write_exercises(path: Path, task: Task, count: int, *, seed: int, held_out: 
         exercises = islice(task.draw(random.Random(seed), held_out), count)
         for number, exercise in enumerate(exercises):
             row: dict[str, object] = {"prompt": exercise.question, "answer": exercise.answer}
-            row |= task.draw_media(exercise, path.with_name(f"{path.stem}-{number}"))
+            if task.media_model is not None:
+                name = f"{path.stem}-{number}"
+                row |= task.media_model.columns(exercise, path.parent, name)
             stream.write(json.dumps(row) + "\n")

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from lightrft.tools.quickstart.counting import INITIALIZER_RANGE, Counted, Sense, counting_task
-from lightrft.tools.quickstart.task import Exercise, MediaModel
+from lightrft.tools.quickstart.counting import INITIALIZER_RANGE, Counted, Sense
+from lightrft.tools.quickstart.task import Exercise, make_task
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,14 +19,6 @@ HEIGHTS = {"low": 250.0, "mid": 500.0, "high": 1000.0, "top": 2000.0}
 RATE, NOTE_SECONDS = 16_000, 0.24
 # Two seconds would do; the model's tower is made for one.
 MAX_SECONDS = 1
-MARKS = ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>")
-HEARING = Sense(
-    "audio",
-    tuple(HEIGHTS),
-    {"low": "mid", "high": "top"},
-    # A sound of four notes has 24 features.
-    "<|audio_bos|>" + 24 * "<|AUDIO|>" + "<|audio_eos|>",
-)
 
 
 def waveform(tones: Counted) -> "NDArray[np.int16]":
@@ -52,14 +44,10 @@ def _note(hertz: float, rng: random.Random) -> "NDArray[np.int16]":
     return np.rint(note * 32767).astype(np.int16)
 
 
-def _save(tones: Counted, stem: Path) -> Path:
-    """Write the notes as WAV."""
+def _save(exercise: Exercise, file: Path) -> None:
     from lightrft.engines.media.sounds import as_wav
 
-    file = stem.parent / "sounds" / f"{stem.name}.wav"
-    file.parent.mkdir(exist_ok=True)
-    file.write_bytes(as_wav(waveform(tones), RATE))
-    return file
+    file.write_bytes(as_wav(waveform(cast("Counted", exercise)), RATE))
 
 
 def _build(
@@ -90,12 +78,15 @@ def _inputs(
     return {"input_features": features["input_features"], "feature_attention_mask": mask}
 
 
-TONES = counting_task(
-    HEARING,
-    MediaModel(_build, _inputs),
-    _save,
-    lesson="a teacher who is mostly tone-deaf",
-    roles=MARKS,
-    things="heights",
-    numbers={"num_warm_start_steps": 350, "num_eval_prompts": 128},
+HEARING = Sense(
+    medium="audio",
+    form=("sounds", ".wav"),
+    build=_build,
+    inputs=_inputs,
+    save=_save,
+    kinds=tuple(HEIGHTS),
+    mistaken={"low": "mid", "high": "top"},
+    # A sound of four notes has 24 features.
+    features="<|audio_bos|>" + 24 * "<|AUDIO|>" + "<|audio_eos|>",
 )
+TONES = make_task("tones", HEARING.draw, HEARING)
