@@ -12,6 +12,7 @@ from lightrft.config.batch_sizes import launch_problems
 from lightrft.config.options import did_you_mean
 from lightrft.config.toml import format_toml, without_secrets
 from lightrft.reporting.files import CONFIG_FILE
+from lightrft.tools.commands import parser_of
 
 _SCHEMA_OF = {"at_least": "minimum", "at_most": "maximum", "above": "exclusiveMinimum"}
 
@@ -52,27 +53,8 @@ def build_parsers() -> list[Parser]:
         help="Processes that the sizes have to fit; unset does not compare them.",
     )
     add_options(show_parser)
-    schema_parser = Parser("config schema", "Print a JSON schema of the TOML files, for editors.")
-    diff_parser = Parser("config diff", "Print the options in which two files or runs differ.")
-    for name in ("left", "right"):
-        diff_parser.add_argument(
-            name, metavar=name.upper(), help="A TOML file, or the --output_dir of a run."
-        )
-    translate_parser = Parser(
-        "config translate",
-        "Write the folder of a run from a script of TRL's GRPOTrainer: options, reward functions "
-        "and rows that are written down in it. The script is read, not run.",
-    )
-    translate_parser.add_argument("script", metavar="SCRIPT.py", help="With a call of GRPOTrainer.")
-    translate_parser.add_argument("folder", metavar="DIR", help="For the files.")
-    translate_parser.add_argument(
-        "--nproc_per_node",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="Processes of the run, by each of which TRL counts its batch size. Default: 1.",
-    )
-    return [show_parser, schema_parser, diff_parser, translate_parser]
+    others = [parser_of(f"config {name}") for name in ("schema", "diff", "translate")]
+    return [show_parser, *others]
 
 
 def show(argv: Sequence[str]) -> str:
@@ -102,7 +84,7 @@ def show(argv: Sequence[str]) -> str:
 
 def schema(argv: Sequence[str]) -> str:
     """Return a JSON schema: types by pydantic, choices, bounds and help from the options."""
-    build_parsers()[1].parse_args(argv)
+    parser_of("config schema").parse_args(argv)
     from pydantic import TypeAdapter
 
     made = TypeAdapter(TrainConfig).json_schema()
@@ -130,7 +112,7 @@ def schema(argv: Sequence[str]) -> str:
 
 def diff(argv: Sequence[str]) -> str:
     """Return the options in which two configurations differ, one line each."""
-    options = build_parsers()[2].parse_args(argv)
+    options = parser_of("config diff").parse_args(argv)
     left, right = _load(options.left), _load(options.right)
     before, after = without_secrets(left), without_secrets(right)
     lines = [
@@ -143,7 +125,7 @@ def diff(argv: Sequence[str]) -> str:
 
 def translate(argv: Sequence[str]) -> str:
     """Write the files of a run from a script of TRL; return what was written."""
-    arguments = build_parsers()[3].parse_args(argv)
+    arguments = parser_of("config translate").parse_args(argv)
     from lightrft.tools.translate.options import translate_script
 
     return translate_script(

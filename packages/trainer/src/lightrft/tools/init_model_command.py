@@ -6,8 +6,9 @@ from pathlib import Path
 
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.launch import hide_progress_bars
-from lightrft.cli.options import Parser, add_number, at_least
+from lightrft.cli.options import Parser
 from lightrft.config.options import did_you_mean
+from lightrft.tools.commands import parser_of
 from lightrft.tools.plan.setup import SHAPES
 
 TEXT_PRESETS = ("tiny-qwen3", "tiny-llama")
@@ -102,27 +103,4 @@ def make_folder(directory: Path) -> None:
 
 def build_parser() -> Parser:
     """Return the parser of `lightrft init-model`."""
-    parser = Parser(
-        "init-model",
-        "Write a Hugging Face checkpoint of a model with random weights, tiny or of a published "
-        "shape, a byte-level tokenizer and a chat template.",
-    )
-    parser.add_argument("directory", metavar="DIR", help="Where to write it: new or empty.")
-    parser.add_argument(
-        "--preset", default=PRESETS[0], help=f"{', '.join(PRESETS)}. Default: {PRESETS[0]}."
-    )
-    parser.add_argument(
-        "--shape",
-        metavar="NAME",
-        help=f"A published shape in bfloat16 in place of a tiny model, to measure: "
-        f"{', '.join(SHAPES)}. Every id of its vocabulary is a token.",
-    )
-    parser.add_argument(
-        "--lengths",
-        type=at_least(1),
-        metavar="M",
-        help="Mean tokens of sampled responses, whose lengths are geometric: 1 of M ids of the "
-        "vocabulary ends a response. Default: one id ends it.",
-    )
-    add_number(parser, "--seed", "Fixes the weights.", default=0, lowest=0)
-    return parser
+    return parser_of("init-model", presets=", ".join(PRESETS), shapes=", ".join(SHAPES))

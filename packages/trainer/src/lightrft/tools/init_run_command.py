@@ -12,6 +12,7 @@ from lightrft.cli.launch import hide_progress_bars
 from lightrft.cli.options import Parser, available_options
 from lightrft.config import TrainConfig
 from lightrft.config.toml import format_toml
+from lightrft.tools.commands import parser_of
 from lightrft.tools.init_model_command import make_folder, require_empty
 
 MODEL, ROWS, REWARD, OPTIONS = "model", "prompts.jsonl", "reward.py", "run.toml"
@@ -112,15 +113,4 @@ def _help(name: str) -> list[str]:
 
 def build_parser() -> Parser:
     """Return the parser of `lightrft init-run`."""
-    parser = Parser(
-        "init-run",
-        "Write the folder of a run to edit: a tiny model, prompts, a reward function, and the "
-        "options of lightrft train with what they mean.",
-    )
-    parser.add_argument("directory", metavar="DIR", help="Where to write it: new or empty.")
-    parser.add_argument(
-        "--pretrain",
-        metavar="MODEL",
-        help="A model directory or hub name to train in place of a tiny one.",
-    )
-    return parser
+    return parser_of("init-run")

@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.cli.errors import ExitCode, UsageError, refuse
-from lightrft.cli.options import Parser, add_number, parse_options
+from lightrft.cli.options import parse_options
 from lightrft.cli.train import build_parser as build_train_parser
 from lightrft.config.batch_sizes import launch_problems
 from lightrft.strategy.config import ConfigError
+from lightrft.tools.commands import parser_of
 
 
 def build_parsers() -> list[argparse.ArgumentParser]:
     """Return the parsers of all actions."""
-    return [slurm_parser(), kubernetes_parser()]
+    return [parser_of(f"launch {name}") for name in ACTIONS]
 
 
 def run(argv: Sequence[str]) -> int:
@@ -45,31 +46,6 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError(f"lightrft launch: {got}, expected {' or '.join(ACTIONS)}: {examples}")
     print(ACTIONS[name][0](argv[1:]))
     return ExitCode.OK
-
-
-def launcher_parser(
-    name: str, description: str, *, required: str = "", grace_seconds: int, grace: str
-) -> Parser:
-    """Return the parser of `lightrft launch NAME`, without the options of the run.
-
-    Args:
-        name: Name of the launcher.
-        description: Description of what it prints.
-        required: Options that its usage shows.
-        grace_seconds, grace: Time between asking the run to stop and ending it; its help text.
-    """
-    usage = f"lightrft launch {name} --print {required}[OPTIONS] -- [OPTIONS OF lightrft train]"
-    parser = Parser(f"launch {name}", description, usage=usage)
-    parser.add_argument("--print", action="store_true", help="Print it (the only way).")
-    for flag, default, text in (
-        ("--nodes", 1, "Nodes."),
-        ("--gpus_per_node", 8, "GPUs of a node, one process each."),
-        ("--cpus_per_task", 8, "CPU cores of a process."),
-        ("--grace_seconds", grace_seconds, grace),
-    ):
-        add_number(parser, flag, text, default=default)
-    parser.add_argument("--job_name", default="lightrft", help="Default: lightrft.")
-    return parser
 
 
 def read_options(
@@ -117,11 +93,6 @@ def check_run(options: dict[str, Any], arguments: Sequence[str]) -> None:
     refuse(problems, ConfigError)
 
 
-SLURM_DESCRIPTION = """\
-Print a Slurm batch script for one run: one process per GPU, started by srun, so that signals and
-exit codes pass through. Everything after -- are options of lightrft train, which are checked first.
-A run that is stopped before its time is over (exit code 75) is queued again and continues.
-"""
 SLURM_EXAMPLE = "lightrft launch slurm --print --nodes 2 --gpus_per_node 8 -- --config run.toml"
 TIME = re.compile(r"(\d+-)?\d{1,2}(:\d{2}){0,2}")
 WORD = re.compile(r"[\w.,@-]+")
@@ -136,7 +107,9 @@ def script(argv: Sequence[str]) -> str:
     """
     import jinja2
 
-    options, arguments = read_options(slurm_parser(), argv, example=SLURM_EXAMPLE, submit="sbatch")
+    options, arguments = read_options(
+        parser_of("launch slurm"), argv, example=SLURM_EXAMPLE, submit="sbatch"
+    )
     check_form(options, ("time",), TIME, "for example 8:00:00 or 2-00:00:00")
     check_form(
         options, ("job_name", "partition", "account"), WORD, "letters, digits, . , _ @ and -"
@@ -147,25 +120,6 @@ def script(argv: Sequence[str]) -> str:
     return str(jinja2.Template(template, trim_blocks=True).render(command=command, **options))
 
 
-def slurm_parser() -> argparse.ArgumentParser:
-    """Return the parser of `lightrft launch slurm`, without the options of the run."""
-    parser = launcher_parser(
-        "slurm",
-        SLURM_DESCRIPTION,
-        grace_seconds=600,
-        grace="Seconds before the end at which the run is asked to stop.",
-    )
-    parser.add_argument("--time", default="24:00:00", help="Limit of the job. Default: 24:00:00.")
-    parser.add_argument("--partition", help="Where to queue.")
-    parser.add_argument("--account", help="Who pays.")
-    return parser
-
-
-KUBERNETES_DESCRIPTION = """\
-Print the manifest (JSON, which kubectl takes) of a Kubeflow PyTorchJob for one run: a pod per node
-and a process per GPU. Everything after -- are options of lightrft train, which are checked first.
-Nothing is restarted by itself: the same manifest with --load_checkpoint continues a run.
-"""
 KUBERNETES_EXAMPLE = (
     "lightrft launch kubernetes --print --image IMAGE --nodes 2 --gpus_per_node 8 -- --config "
     "/data/run.toml"
@@ -184,7 +138,7 @@ def manifest(argv: Sequence[str]) -> str:
         ConfigError: Options of `lightrft train` that cannot be run on these nodes.
     """
     options, arguments = read_options(
-        kubernetes_parser(), argv, example=KUBERNETES_EXAMPLE, submit="kubectl apply"
+        parser_of("launch kubernetes"), argv, example=KUBERNETES_EXAMPLE, submit="kubectl apply"
     )
     check_form(
         options,
@@ -258,27 +212,6 @@ def pod(options: dict[str, Any], arguments: Sequence[str]) -> dict[str, object]:
     }
     grace = options["grace_seconds"]
     return {"containers": [container], "volumes": volumes, "terminationGracePeriodSeconds": grace}
-
-
-def kubernetes_parser() -> argparse.ArgumentParser:
-    """Return the parser of `lightrft launch kubernetes`, without the options of the run."""
-    parser = launcher_parser(
-        "kubernetes",
-        KUBERNETES_DESCRIPTION,
-        required="--image IMAGE ",
-        grace_seconds=60,
-        grace="Seconds between asking a pod to end and ending it.",
-    )
-    parser.add_argument("--image", required=True, help="Container image with lightrft in it.")
-    for flag, text, preset in (
-        ("--namespace", "Default: kubectl's.", None),
-        ("--memory", "Memory of a pod. Default: 256Gi.", "256Gi"),
-        ("--shared_memory", "Of that, /dev/shm at most. Default: 16Gi.", "16Gi"),
-        ("--claim", "Persistent volume claim with model, data and output.", None),
-        ("--mount", "Where it is mounted. Default: /data.", "/data"),
-    ):
-        parser.add_argument(flag, help=text, default=preset)
-    return parser
 
 
 ACTIONS: dict[str, tuple[Callable[[Sequence[str]], str], str]] = {

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.launch import hide_progress_bars
-from lightrft.cli.options import Parser, add_number
+from lightrft.cli.options import Parser
 from lightrft.config.options import options_of
 from lightrft.config.strategy_config import StrategyConfig
+from lightrft.tools.commands import parser_of
 from lightrft.tools.invariance.cells import Deviations
 
 if TYPE_CHECKING:
@@ -140,42 +141,8 @@ def bounds_of(results: Sequence[CellResult]) -> Deviations:
 
 def build_parser() -> Parser:
     """Return the parser of `lightrft doctor`."""
-    parser = Parser(
-        "doctor",
-        "Check this machine: versions, devices, addresses, memory, disk, engines and kernels, "
-        "each against a limit, with a remedy. Exit code 3 if something is beyond its limit. "
-        "--gpu times a GPU instead. --pretrain compares what the files of a model say of it: ends "
-        "of turn, vocabulary, templates; exit code 2 if nothing can be decided. --invariance "
-        "carries out one training step of a model in many "
-        "ways - micro-batches, packed samples, divided sequences, recomputed activations, FSDP2, "
-        "ZeRO - and compares losses, gradients and weights; exit code 8 if any of them differs. "
-        "--compile_backend compares a step, and its seconds, without and with torch.compile.",
-    )
-    parser.add_argument("--invariance", action="store_true", help="Compare the ways of a step.")
-    parser.add_argument(
-        "--gpu", action="store_true", help="Time kernels, weight sync and sleeping on a GPU."
-    )
-    parser.add_argument(
-        "--bf16",
-        action="store_true",
-        help="Compare the ways in bfloat16: each may deviate from float32 by three times what the "
-        "plainest one does.",
-    )
-    parser.add_argument(
-        "--compile_backend",
-        choices=options_of(StrategyConfig)["compile_backend"][1].choices,
-        help="Compare a step of --pretrain without and with this backend of torch.compile: results "
-        "and seconds. Runs of that shape on this machine say the verdict.",
-    )
-    parser.add_argument("--pretrain", metavar="PATH", help="Checkpoint of a causal language model.")
-    parser.add_argument(
-        "--nproc_per_node",
-        type=int,
-        choices=(1, 2, 4, 8),
-        help="Processes. Default: 2 on a CPU; one per GPU, at most 2.",
-    )
-    add_number(parser, "--timeout_minutes", "Deadline.", default=30)
-    return parser
+    backends = options_of(StrategyConfig)["compile_backend"][1].choices
+    return parser_of("doctor", {"--compile_backend": backends or ()})
 
 
 def default_processes() -> int:

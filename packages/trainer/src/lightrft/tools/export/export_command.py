@@ -11,6 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalToken
 from lightrft.cli.errors import ExitCode, PreflightError, UsageError
 from lightrft.cli.launch import hide_progress_bars
 from lightrft.cli.options import Parser
+from lightrft.tools.commands import parser_of
 from lightrft.tools.init_model_command import require_empty
 from lightrft.utils.hub import is_hub_reachable
 
@@ -52,28 +53,7 @@ def run(argv: Sequence[str]) -> int:
 
 def build_parser() -> Parser:
     """Return the parser of `lightrft export`."""
-    parser = Parser(
-        "export",
-        "Write the final model of a run as a Hugging Face checkpoint (safetensors, "
-        "tokenizer, model card), read it back, and compare weights and logits.",
-    )
-    parser.add_argument("run", metavar="RUN", help="The --output_dir of a run that has ended.")
-    parser.add_argument("directory", metavar="DIR", help="Where to write it: new or empty.")
-    parser.add_argument(
-        "--normalize_score",
-        choices=WAYS,
-        help="Of a reward model: divide its scores by their deviation on training rows, and with "
-        "standard also subtract their mean, where the model has a bias; unset changes nothing.",
-    )
-    parser.add_argument(
-        "--push_to_hub",
-        metavar="OWNER/NAME",
-        help="Upload it to this repository of the Hugging Face hub, which is made if it is new.",
-    )
-    parser.add_argument(
-        "--public", dest="is_public", action="store_true", help="A new repository is private else."
-    )
-    return parser
+    return parser_of("export", {"--normalize_score": WAYS})
 
 
 def open_repository(name: str, *, is_public: bool) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.launch import hide_progress_bars
 from lightrft.cli.options import Parser
+from lightrft.tools.commands import parser_of
 
 SHOWN = 20
 
@@ -46,14 +47,4 @@ def run(argv: Sequence[str]) -> int:
 
 def build_parser() -> Parser:
     """Return the parser of `lightrft replay`."""
-    parser = Parser(
-        "replay",
-        "Sample the episodes of a step again, with the weights before it, from its journal and "
-        "without its environment; compare every token and every answer. The weights are those of "
-        "the start for step 1, else of a record (--audit_every) or a checkpoint of the step "
-        "before. Exit code 8: they differ; each line names sample, turn and token.",
-    )
-    parser.add_argument("run", metavar="RUN", help="The --output_dir of a run.")
-    parser.add_argument("--step", type=int, help="A step with a journal; unset is the newest one.")
-    parser.add_argument("--json", action="store_true", help="Print JSON instead of lines.")
-    return parser
+    return parser_of("replay")

@@ -17,6 +17,7 @@ from lightrft.reporting.files import (
     SUMMARY_FILE,
 )
 from lightrft.reporting.start_bar import end_start_bar
+from lightrft.tools.commands import parser_of
 from lightrft.tools.report.charts import write_library
 from lightrft.tools.report.comparison import (
     FILE as COMPARISON_FILE,
@@ -86,29 +87,4 @@ def follow(folders: Sequence[Path], write: Callable[..., Path]) -> None:
 
 def build_parser() -> Parser:
     """Return the parser of `lightrft report`."""
-    parser = Parser(
-        "report",
-        "Write RUN/report.html: one page with curves, times, samples and options, "
-        "which opens from disk without a network. A run that has not ended is fine. "
-        f"Of several runs RUN/{COMPARISON_FILE} of the first shows the curves together, and the "
-        "options that differ.",
-    )
-    parser.add_argument("run", metavar="RUN", nargs="+", help="The --output_dir of a run.")
-    parser.add_argument(
-        "--watch",
-        action="store_true",
-        help="Write the page again when the runs have written something, until Ctrl-C; in a "
-        "browser it loads itself again.",
-    )
-    parser.add_argument(
-        "--shared",
-        action="store_true",
-        help="Keep the chart library (about 5 MB) once, in the folder that holds RUN, in place of "
-        "2 MB in each page; page and file move together.",
-    )
-    parser.add_argument(
-        "--output",
-        metavar="FILE.html",
-        help=f"Page about several runs; unset is {COMPARISON_FILE} in the folder of the first.",
-    )
-    return parser
+    return parser_of("report", file=COMPARISON_FILE)

@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import ExitCode, UsageError
-from lightrft.cli.options import Parser, add_number
+from lightrft.cli.options import Parser
 from lightrft.config import TrainConfig
 from lightrft.reporting.start_bar import end_start_bar
+from lightrft.tools.commands import parser_of
 
 if TYPE_CHECKING:
     from lightrft.rewards.types import RewardFunction
     from lightrft.tools.rewards.service import RewardServer
-
-EXAMPLE_PORT = 8008
 
 
 def run(argv: Sequence[str]) -> int:
@@ -76,35 +75,4 @@ def _server(
 
 def build_parser() -> Parser:
     """Return the parser of `lightrft serve-reward`."""
-    parser = Parser(
-        "serve-reward", "Serve a reward function over HTTP, for lightrft train --remote_rm_url."
-    )
-    parser.add_argument(
-        "--reward_fn",
-        nargs="+",
-        required=True,
-        metavar="NAME",
-        help="Rewards, summed: boxed_math, gsm8k or FILE.py:FUNCTION.",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="Address. Default: 127.0.0.1.")
-    add_number(parser, "--port", "Port; 0 takes a free one.", default=EXAMPLE_PORT, lowest=0)
-    parser.add_argument(
-        "--token",
-        default=None,
-        help="Requests need it as Authorization: Bearer TOKEN. Default: LIGHTRFT_REWARD_TOKEN of "
-        "the environment, which other users do not see.",
-    )
-    parser.add_argument(
-        "--reward_env",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="Environment variables with secrets that reward functions may read.",
-    )
-    text = "Seconds in which a client must have sent its request."
-    add_number(parser, "--read_timeout_seconds", text, default=30)
-    add_number(parser, "--max_body_mb", "Longest request in MiB.", default=64)
-    add_number(parser, "--max_connections", "Connections at once.", default=1024)
-    text = "Deadline of one call of a reward function."
-    add_number(parser, "--timeout_seconds", text, default=120)
-    return parser
+    return parser_of("serve-reward")

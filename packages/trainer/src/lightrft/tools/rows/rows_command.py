@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightrft.cli.errors import ExitCode, UsageError
-from lightrft.cli.options import Parser, at_least, finite
+from lightrft.cli.options import Parser
 from lightrft.datasets.row_origin import origin_path
 from lightrft.reporting.files import CONFIG_FILE, ROLLOUTS_FILE
+from lightrft.tools.commands import parser_of
 from lightrft.tools.rows.row_choice import CHOICES, FATES, USES
 from lightrft.tools.rows.row_file import RowReport, RowRequest, write_rows
 
@@ -75,40 +76,5 @@ def parse(argv: Sequence[str]) -> tuple[RowRequest, Path]:
 
 def build_parser() -> Parser:
     """Return the parser of `lightrft rows`."""
-    parser = Parser(
-        "rows",
-        "Write rows for supervised stages, by the token ids that a run sampled: each sample once, "
-        "without prompts of its eval_data, with what became of all others. A run that has not "
-        "ended is fine.",
-    )
-    parser.add_argument(
-        "run",
-        metavar="RUN",
-        help="The --output_dir of a run or of an evaluation with --save_rollouts.",
-    )
-    parser.add_argument(
-        "--for", dest="use", choices=tuple(USES), required=True, help="What the rows are for."
-    )
-    parser.add_argument("--output", required=True, metavar="FILE.jsonl", help="A new file.")
-    parser.add_argument(
-        "--choose",
-        choices=tuple(CHOICES),
-        help="Samples of each prompt: "
-        + "; ".join(f"for {use} {' or '.join(names)}" for use, names in USES.items())
-        + ". The first is the default.",
-    )
-    parser.add_argument(
-        "--threshold",
-        type=finite,
-        metavar="X",
-        help="A response is right if its reward (its component accuracy, if the reward reports "
-        "one) is at least this. Default: 1.",
-    )
-    parser.add_argument(
-        "--max_per_prompt",
-        type=at_least(1),
-        metavar="N",
-        help="Rows of a prompt, best first. Default: 4 for right, no bound for all and labelled, "
-        "else 1.",
-    )
-    return parser
+    uses = "; ".join(f"for {use} {' or '.join(names)}" for use, names in USES.items())
+    return parser_of("rows", {"--for": USES, "--choose": CHOICES}, uses=uses)

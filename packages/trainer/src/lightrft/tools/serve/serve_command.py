@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import ExitCode, UsageError
 from lightrft.cli.launch import hide_progress_bars, share_processors
-from lightrft.cli.options import Parser, at_least
+from lightrft.cli.options import Parser
 from lightrft.config import TrainConfig
 from lightrft.kernels.names import first_line
 from lightrft.reporting.files import CONFIG_FILE
 from lightrft.reporting.start_bar import end_start_bar
 from lightrft.rollout.environments.call_formats import PARSERS
+from lightrft.tools.commands import parser_of
 
 if TYPE_CHECKING:
     from lightrft.rollout.agents.endpoint import Endpoint, WaitingCall
@@ -64,31 +65,7 @@ def run(argv: Sequence[str]) -> int:
 
 def build_parser() -> Parser:
     """Return the parser of `lightrft serve`."""
-    parser = Parser(
-        "serve",
-        "Serve a model on this machine as agents see it in training: /v1/chat/completions, "
-        "/v1/completions and /v1/models on the loopback interface, by the embedded engine. "
-        "Sampling options of clients count; where they say nothing, those of the run do.",
-    )
-    parser.add_argument("model", metavar="RUN|MODEL", help="Folder of a run, or of a model.")
-    parser.add_argument(
-        "--port",
-        type=at_least(0, 65535),
-        default=DEFAULT_PORT,
-        help=f"Where to listen; 0 is any free port. Default: {DEFAULT_PORT}.",
-    )
-    parser.add_argument(
-        "--api_key_env",
-        metavar="NAME",
-        help="Variable of the environment with the key that clients must send. Default: a random "
-        "key, which is printed.",
-    )
-    parser.add_argument(
-        "--tool_parser",
-        choices=("auto", *PARSERS),
-        help="How the model writes calls. Default: that of the run, or auto.",
-    )
-    return parser
+    return parser_of("serve", {"--tool_parser": ("auto", *PARSERS)})
 
 
 def served(folder: Path, tool_parser: str | None) -> tuple[Path, TrainConfig]:
