@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lightrft.config import TrainConfig
-from lightrft.config.options import options_of
+from lightrft.config.options import check_value, options_of, type_hints
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = {name: entry.default for name, (entry, _) in options_of(TrainConfig).items()}
@@ -164,3 +166,24 @@ def test_rules_of_parts_read_options_alone():
     assert parts
     assert unknown_names(ast.parse("\n".join(parts).replace("from __future__", "#"))) == set()
     assert unknown_names(ast.parse("lambda c: c.sede")) == {"sede"}
+
+
+def test_rules_cost_no_more_than_a_few_readings_of_all_options():
+    """A start makes dozens of records: 2 ms each, and not 35."""
+    hints, options = type_hints(TrainConfig), options_of(TrainConfig)
+
+    def check_values(values: dict[str, object]) -> None:
+        for name, (_, info) in options.items():
+            check_value(name, values[name], hints[name], info)
+
+    values = vars(TrainConfig())
+    assert least_seconds(TrainConfig) < 5 * least_seconds(lambda: check_values(values))
+
+
+def least_seconds(work: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(10):
+        begun = time.process_time()
+        work()
+        seconds.append(time.process_time() - begun)
+    return min(seconds)

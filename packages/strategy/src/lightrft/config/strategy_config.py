@@ -47,10 +47,12 @@ class _Readable:
         self._config, self._wrong = config, wrong
 
     def __getattr__(self, name: str) -> object:
-        kind = type(self._config)
-        if name in self._wrong or name not in dir(kind):
+        if name in self._wrong:
             raise _UnreadableError
-        member = getattr(kind, name)
+        try:
+            member = getattr(type(self._config), name)
+        except AttributeError:
+            raise _UnreadableError from None
         # A property may read wrong fields as well.
         return member.__get__(self) if isinstance(member, property) else getattr(self._config, name)
 
