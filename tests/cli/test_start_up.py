@@ -132,11 +132,26 @@ def test_the_help_lists_each_command_once_below_a_heading_and_init_run_first():
 _STACK = """
 import sys, traceback
 from lightrft.cli.main import main
+from lightrft.datasets import files
+from lightrft.run import resume
 from lightrft.run.loop import Loop
+
+calls = []
+
+def counted(module, name):
+    called = getattr(module, name)
+    def call(*arguments, **keywords):
+        calls.append(name)
+        return called(*arguments, **keywords)
+    setattr(module, name, call)
+
+counted(resume, "plan_run")
+counted(files, "read_rows")
 
 def stop(*_, **__):
     frames = [f.name for f in traceback.extract_stack() if "/src/lightrft/" in f.filename]
     print("frames:", *frames)
+    print("calls:", *sorted(calls))
     sys.exit(0)
 
 Loop.run = stop
@@ -148,7 +163,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize(
     "command", [["sft"], ["train", "--reward_fn", "reward.py:zero", "--engine_type", "hf"]]
 )
-def test_at_most_five_frames_lie_between_the_command_and_the_loop(tmp_path, command):
+def test_a_start_is_five_frames_one_plan_and_one_reading_of_the_rows(tmp_path, command):
     rows = [json.dumps({"prompt": f"{i} + {i}?", "completion": f"{i + i}"}) for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     (tmp_path / "reward.py").write_text("def zero(responses):\n    return [0.0 for _ in responses]")
@@ -165,7 +180,9 @@ def test_at_most_five_frames_lie_between_the_command_and_the_loop(tmp_path, comm
         text=True,
         check=False,
     )
-    (line,) = [each for each in ended.stdout.splitlines() if each.startswith("frames:")]
+    lines = ended.stdout.splitlines()
+    (line,) = [each for each in lines if each.startswith("frames:")]
     begin, *between = line.removeprefix("frames:").split()
     assert begin == "main"
     assert len(between) <= 5, between
+    assert "calls: plan_run read_rows" in lines

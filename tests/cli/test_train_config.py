@@ -10,7 +10,7 @@ import pytest
 
 from lightrft.cli.options import available_options, merge_options, unknown_name
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.batch_sizes import batch_problems
+from lightrft.config.policy_options import batch_problems
 from lightrft.config.registry import (
     ADVANTAGE_ESTIMATORS,
     AGGREGATIONS,

@@ -21,7 +21,7 @@ from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import VideoSource, as_video
 from lightrft.engines.types import MediaBounds
 from lightrft.records.media import MediaSources, pack_sources, unpack_sources
-from lightrft.stages.modality import limit_pixels
+from lightrft.stages.opening import limit_pixels
 
 CONFIG = TrainConfig(apply_chat_template=True, prompt_max_len=2000)
 load = partial(prompts_of, CONFIG)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightrft.config import TrainConfig
-from lightrft.config.sources import split_sources
+from lightrft.config.parts.data import split_sources
 from lightrft.datasets import DataError, load_prompts, read_sources
 from lightrft.datasets.files import mixture_order
 from lightrft.strategy.sampler import DistributedSampler

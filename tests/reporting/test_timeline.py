@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from lightrft.reporting.timeline import is_kept, rank_timeline
+from lightrft.reporting.loggers import is_kept, rank_timeline
 from lightrft.strategy.distributed.deadlines import StepTimer
 from lightrft.tools.report.timeline import MAX_STEPS, read_timelines, step_timelines
 

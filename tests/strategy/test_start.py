@@ -14,7 +14,7 @@ from tests.machine import seconds, wait_until
 from tests.ranks import find_free_port, run_multiprocess
 
 from lightrft.config import TrainConfig
-from lightrft.config.batch_sizes import batch_problems
+from lightrft.config.policy_options import batch_problems
 from lightrft.engines.types import EngineConfig
 from lightrft.strategy.deepspeed.engine_config import check_whole_model
 from lightrft.strategy.engine.session import NodeMemory, check_places

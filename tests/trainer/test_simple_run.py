@@ -121,6 +121,9 @@ def test_an_overlap_is_what_it_sets(policy):
     assert (saved.overlap, saved.stream_chunk) == ("stream", 1)
     first = summary.last_metrics
     assert first["staleness/max"] >= 1
+    # The same call is the same run, of which nothing is left to do.
+    assert policy(overlap="stream", max_steps=2).num_steps == 2
+    assert policy(overlap="stream", max_steps=3, load_checkpoint=True).num_resumed_steps == 2
 
 
 @pytest.mark.full

@@ -12,7 +12,12 @@ from lightrft.cli.main import main
 from lightrft.config import TrainConfig
 from lightrft.tools.invariance import compiled
 from lightrft.tools.invariance.cells import FP32_BOUNDS, Cell
-from lightrft.tools.invariance.compiled import CompileVerdict, known_verdicts, say_verdict
+from lightrft.tools.invariance.verdict import (
+    CompileVerdict,
+    keep_verdict,
+    known_verdicts,
+    say_verdict,
+)
 from lightrft.tools.model_presets import write_tiny_model
 
 pytestmark = pytest.mark.shard("command_line")
@@ -43,8 +48,8 @@ def lines_of(model, **options):
 
 def test_a_run_says_in_one_line_what_was_faster_here_and_stays_as_it_is(model):
     assert lines_of(model) == []
-    compiled.keep_verdict(model, "inductor", FASTER)
-    compiled.keep_verdict(model, "aot_eager", CompileVerdict(0.3, 0.25, 2048))
+    keep_verdict(model, "inductor", FASTER)
+    keep_verdict(model, "aot_eager", CompileVerdict(0.3, 0.25, 2048))
     (line,) = lines_of(model)
     assert line == (
         "--compile_backend inductor was tried here: 0.2 s in place of 0.3 s a step of 2048 tokens, "
@@ -56,18 +61,18 @@ def test_a_run_says_in_one_line_what_was_faster_here_and_stays_as_it_is(model):
 
 @pytest.mark.parametrize("verdict", [SLOWER, WRONG, CompileVerdict(problem="RuntimeError: no gcc")])
 def test_what_is_slower_or_wrong_is_not_proposed(verdict, model):
-    compiled.keep_verdict(model, "inductor", verdict)
+    keep_verdict(model, "inductor", verdict)
     assert lines_of(model) == []
 
 
 def test_a_run_that_compiles_wrongly_is_warned(model):
-    compiled.keep_verdict(model, "inductor", WRONG)
+    keep_verdict(model, "inductor", WRONG)
     (line,) = lines_of(model, compile_backend="inductor")
     assert line.startswith("warning: compile_backend inductor was tried here: differs by more than")
 
 
 def test_a_verdict_is_of_this_torch_and_of_this_shape(model, tmp_path, monkeypatch):
-    compiled.keep_verdict(model, "inductor", FASTER)
+    keep_verdict(model, "inductor", FASTER)
     other = tmp_path / "other"
     write_tiny_model(other, "tiny-qwen3", seed=1)
     assert dict(known_verdicts(str(other))) == {}
@@ -79,7 +84,7 @@ def test_a_verdict_is_of_this_torch_and_of_this_shape(model, tmp_path, monkeypat
 
 
 def test_a_damaged_verdict_is_none(model, tmp_path):
-    compiled.keep_verdict(model, "inductor", FASTER)
+    keep_verdict(model, "inductor", FASTER)
     (file,) = (tmp_path / "cache/lightrft/compile").iterdir()
     file.write_text(file.read_text().replace("0.2", "0.1"))
     assert lines_of(model) == []

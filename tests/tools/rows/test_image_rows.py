@@ -26,7 +26,7 @@ from lightrft.models import load_tokenizer
 from lightrft.reporting.rollouts import read_rollout
 from lightrft.rollout.sampler import training_params
 from lightrft.run.run_inputs import media_sha256
-from lightrft.stages.modality import load_modality
+from lightrft.stages.opening import load_modality
 from lightrft.tools.rows.row_file import RowRequest, write_rows
 
 pytestmark = pytest.mark.multiprocess

@@ -467,7 +467,7 @@ START_HOOKS = Registry(
     "start hook",
     {
         "memory_budget": "lightrft.tools.plan.start_check:check_budget",
-        "compile_verdict": "lightrft.tools.invariance.compiled:say_verdict",
+        "compile_verdict": "lightrft.tools.invariance.verdict:say_verdict",
     },
     takes_own=False,
     group="lightrft.start_hooks",

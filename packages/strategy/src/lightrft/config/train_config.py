@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from lightrft.config.batch_sizes import batch_problems
 from lightrft.config.options import ConfigError, options_of
 from lightrft.config.other_names import (
     A_DATA_FILE,
@@ -64,7 +63,7 @@ from lightrft.config.parts.training import (
     TrainingOptions,
     WeightOptions,
 )
-from lightrft.config.policy_options import PolicyOptions
+from lightrft.config.policy_options import PolicyOptions, batch_problems
 from lightrft.config.toml import read_toml, write_toml
 
 _ROW_SIZES = ("micro_train_batch_size", "micro_rollout_batch_size")

@@ -20,16 +20,15 @@ from lightrft.config import (
 )
 from lightrft.config.files import FileError, read_bytes
 from lightrft.config.other_names import A_REWARD
+from lightrft.config.parts.data import split_sources
 from lightrft.config.parts.learning import NO_REWARDS
 from lightrft.config.registry import LOGGERS
-from lightrft.config.sources import split_sources
 from lightrft.datasets.files import Row, read_sources, scan_rows
 from lightrft.datasets.render import as_flags, found_keys, label_of, render
 from lightrft.datasets.types import DataError
 from lightrft.engines.factory import resolve_engine_type
 from lightrft.models.weight_files import count_model, cut_files
 from lightrft.reporting.files import read_json
-from lightrft.run.resume import plan_run
 from lightrft.strategy.config import ConfigError
 
 _DEVICE = re.compile(r"nvidia\d+\Z")
@@ -269,10 +268,6 @@ def check_paths(config: TrainConfig) -> list[str]:
     is_rewarded = bool(scorers) or by_episode
     if not is_rewarded and config.advantage_estimator != NO_REWARDS:
         problems.append(f"--reward_fn is missing: {A_REWARD}")
-    try:
-        plan_run(config)
-    except ConfigError as err:
-        problems.append(str(err))
     return problems
 
 
@@ -379,8 +374,12 @@ def found_columns(
     return options
 
 
-def check_data(config: PromptDataOptions) -> CheckedData:
+def check_data(config: PromptDataOptions, *, keeps: bool = False) -> CheckedData:
     """Read and render every row of the training and evaluation data, without a tokenizer.
+
+    Args:
+        config: Options that name the data.
+        keeps: Whether the run in this process takes over the rows; see `read_sources`.
 
     Raises:
         DataError: A file is missing, malformed or empty, or a row lacks its prompt.
@@ -394,7 +393,9 @@ def check_data(config: PromptDataOptions) -> CheckedData:
     for text, split, probabilities in sources:
         if text is None:
             continue
-        for row in read_sources(text, split=split, probabilities=probabilities, seed=config.seed):
+        for row in read_sources(
+            text, split=split, probabilities=probabilities, seed=config.seed, keeps=keeps
+        ):
             prompt = render(row, PlainTokenizer(), config)
             labels.append((row.location, label_of(row, config)))
             if text == config.prompt_data:

@@ -35,7 +35,7 @@ from lightrft.cli.options import (
     parse_options,
 )
 from lightrft.config import ConfigError, RunControlOptions, TrainConfig
-from lightrft.config.batch_sizes import launch_problems
+from lightrft.config.policy_options import launch_problems
 from lightrft.reporting.files import note_interruption
 from lightrft.reporting.start_bar import end_start_bar, start_text
 from lightrft.strategy.distributed.process_end import StopRequest
@@ -117,21 +117,26 @@ class StageCommand:
         from lightrft.cli.preflight import environment_problems, machine_problems
 
         refuse(environment_problems(), PreflightError)
-        stop_request = StopRequest()
+        stop_request, plan, is_launched = StopRequest(), None, is_worker()
         with ExitStack() as stack:
-            if is_worker():
+            if is_launched:
                 end_with_launcher()
                 # Before the imports that take seconds: a signal must not end a rank alone.
                 stack.enter_context(stop_request.listening())
-                config, _ = self.parse(argv)
-                share_processors()
-            else:
-                config, nproc_per_node = self.parse(argv)
-                share_processors()
+            config, nproc_per_node = self.parse(argv)
+            share_processors()
+            stage = self.stage(config) if self.stage else self.name
+            if not is_launched:
+                from lightrft.datasets.files import forget_rows
+                from lightrft.run.resume import plan_run
+
+                plan = plan_run(config, stage)
                 refuse(machine_problems(config, nproc_per_node), PreflightError)
+                stack.callback(forget_rows)
                 self.check(config)
                 stack.enter_context(interruption_explained(config))
                 if nproc_per_node > 1:
+                    forget_rows()
                     end_start_bar()
                     module, *before = self.words or ("lightrft.cli.row_commands", self.name)
                     return launch(module, [*before, *argv], nproc_per_node=nproc_per_node)
@@ -141,11 +146,7 @@ class StageCommand:
             from lightrft.run.assembly import run_training
 
             stack.enter_context(lack_of_memory_explained(config))
-            summary = run_training(
-                config,
-                stage=self.stage(config) if self.stage else self.name,
-                stop_request=stop_request,
-            )
+            summary = run_training(config, stage=stage, stop_request=stop_request, plan=plan)
             if os.environ["RANK"] == "0":
                 following = self.next_commands or next_after_rows
                 print(following(summary.output_dir, summary.model_dir), flush=True)
@@ -157,7 +158,7 @@ def check(config: TrainConfig) -> None:
     from lightrft.cli.preflight import check_algorithm, check_data, check_reward
 
     start_text("lightrft: loading libraries, data and rewards")
-    check_reward(config, check_data(config))
+    check_reward(config, check_data(config, keeps=True))
     check_algorithm(config)
 
 
@@ -258,7 +259,6 @@ def parse_rows(
     """
     if not problems:
         from lightrft.cli.preflight import model_problems
-        from lightrft.run.resume import plan_run
         from lightrft.stages.rows.row_inputs import option_problems
 
         world_size = int(os.environ.get("WORLD_SIZE", parsed.nproc_per_node))
@@ -269,10 +269,6 @@ def parse_rows(
         if config.pretrain is not None:
             problems += model_problems("--pretrain", config.pretrain)
         problems += config.unused_options() if config.strict else []
-        try:
-            plan_run(config, "divergence" if command == "distill" else command)
-        except ConfigError as err:
-            problems.append(str(err))
     refuse(problems, ConfigError)
     return config, parsed.nproc_per_node
 

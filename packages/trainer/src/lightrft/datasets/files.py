@@ -23,9 +23,9 @@ from lightrft.config.files import (
     require_distinct,
 )
 from lightrft.config.other_names import said_once
+from lightrft.config.parts.data import probability_problem, split_sources
 from lightrft.config.printable import one_line
 from lightrft.config.registry import DATA_SOURCES, split_kind
-from lightrft.config.sources import probability_problem, split_sources
 from lightrft.datasets.types import DataError, LeftOutError
 from lightrft.kernels.names import first_line
 from lightrft.utils.hub import is_hub_reachable
@@ -445,8 +445,18 @@ def _parse(content: bytes, location: str) -> object:
         raise DataError(str(err)) from err
 
 
+# Rows of sources that were read before a run, for the run in the same process.
+_KEPT: dict[tuple[object, ...], list[Row]] = {}
+forget_rows = _KEPT.clear
+
+
 def read_sources(
-    text: str | Path, *, split: str = "train", probabilities: Sequence[float] = (), seed: int = 0
+    text: str | Path,
+    *,
+    split: str = "train",
+    probabilities: Sequence[float] = (),
+    seed: int = 0,
+    keeps: bool = False,
 ) -> list[Row]:
     """Return the rows of one or several sources, in an order fixed by the arguments.
 
@@ -459,11 +469,22 @@ def read_sources(
         split: Split of folders and data sets, see `read_rows`.
         probabilities: Share of each source, with sum 1; empty follows the sizes.
         seed: Seed to draw rows of sources that are not used whole.
+        keeps: Whether the next call with these arguments takes over the rows, unless
+            `forget_rows` comes before.
 
     Raises:
         DataError: A source cannot be read, or probabilities do not fit the sources.
     """
-    sources = split_sources(str(text))
+    key = (str(text), split, *probabilities, seed)
+    rows = _KEPT.pop(key, None) or _mixed_rows(split_sources(str(text)), split, probabilities, seed)
+    if keeps:
+        _KEPT[key] = rows
+    return rows
+
+
+def _mixed_rows(
+    sources: Sequence[str], split: str, probabilities: Sequence[float], seed: int
+) -> list[Row]:
     problem = probability_problem(sources, probabilities)
     if problem is not None:
         raise DataError(problem)

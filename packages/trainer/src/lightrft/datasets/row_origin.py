@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lightrft.config.files import FileError, read_object, sealed, unsealed
 from lightrft.config.options import short
-from lightrft.config.sources import split_sources
+from lightrft.config.parts.data import split_sources
 from lightrft.config.toml import write_whole
 from lightrft.datasets.types import DataError
 

@@ -37,9 +37,8 @@ from lightrft.reporting.files import (
     read_json,
     set_aside,
 )
-from lightrft.reporting.loggers import MetricsLogger, notebook_loggers
+from lightrft.reporting.loggers import MetricsLogger, notebook_loggers, rank_timeline
 from lightrft.reporting.metric_table import PEAK_NOTE, memory_peaks, planned_phase
-from lightrft.reporting.timeline import rank_timeline
 from lightrft.run.callbacks import Callback, require_callbacks
 from lightrft.run.loop import Loop, LoopResult
 from lightrft.run.provenance import write_model_run
@@ -121,6 +120,7 @@ def run_training(
     loggers: Sequence[MetricsLogger] = (),
     callbacks: Sequence[Callback] = (),
     stop_request: Callable[[], bool] | None = None,
+    plan: RunPlan | None = None,
 ) -> RunSummary:
     """Train as one process of a run, whose rank is in the environment.
 
@@ -133,6 +133,7 @@ def run_training(
         loggers: Further receivers of metrics on the first rank.
         callbacks: Callbacks around the steps on every rank.
         stop_request: Function that returns whether to stop this process; then all ranks stop.
+        plan: Decision about the folder, if it was made; None makes it here.
 
     Raises:
         RunStoppedError: The run was asked to stop; it can be continued.
@@ -145,7 +146,7 @@ def run_training(
     config = config.with_installed_backend()
     if stage == "policy":
         config = config.overlapped(LaunchEnvironment.read().world_size)
-    train = partial(_train, stage=stage, loggers=loggers, callbacks=callbacks)
+    train = partial(_train, stage=stage, loggers=loggers, callbacks=callbacks, plan=plan)
     is_asked = stop_request or (lambda: False)
     with _without_bars():
         if not config.rollout_ranks:
@@ -186,17 +187,18 @@ def _train(
     stage: str,
     loggers: Sequence[MetricsLogger],
     callbacks: Sequence[Callback],
+    plan: RunPlan | None,
 ) -> RunSummary:
     """Train as one process; `join` connects it to ranks that only generate."""
     started = time.perf_counter()
     with ExitStack() as stack:
-        plan = plan_run(config, stage)
+        plan = plan or plan_run(config, stage)
         if plan.summary:
             return _nothing_left(config, plan.summary)
         command_config, config = config, config.replaced(plan.kept)
         if join is not None:
             config = config.replaced(_NO_ENGINE)
-        rate, note = _learning_rate(config, stage)
+        rate = _default_rate(config, stage)
         config = config.replaced(rate)
         read = cast("Callable[[TrainConfig], StageInputs]", STAGES.load(stage))
         folder, rank = Path(config.output_dir), int(os.environ.get("RANK", "0"))
@@ -213,7 +215,8 @@ def _train(
         if rank == 0:
             if plan.resumes:
                 require_media(config, media)
-            _open_folder(config, plan, note)
+            notes = [f"{name} = {value}: the default of {stage}" for name, value in rate.items()]
+            _open_folder(config, plan, notes)
         for each in (rank_log(folder, rank), held_folder(folder), rank_timeline(folder, rank)):
             stack.enter_context(each)
         if console is not None:
@@ -294,13 +297,11 @@ def _ready(config: TrainConfig, strategy: StrategyBase, **known: object) -> Trai
     return config.replaced({"ckpt_path": str(config.checkpoint_dir)})
 
 
-def _learning_rate(config: BuildOptions, stage: str) -> tuple[dict[str, object], tuple[str, ...]]:
-    """Return the learning rate of the stage if none is set, and a line."""
+def _default_rate(config: BuildOptions, stage: str) -> dict[str, object]:
+    """Return the learning rate of the stage if none is set."""
     if config.actor_learning_rate is not None:
-        return {}, ()
-    rate = default_learning_rate(stage, has_adapters=config.lora_rank > 0)
-    text = f"actor_learning_rate = {rate}: the default of {stage}"
-    return {"actor_learning_rate": rate}, (text,)
+        return {}
+    return {"actor_learning_rate": default_learning_rate(stage, has_adapters=config.lora_rank > 0)}
 
 
 def open_console(config: OutputOptions, stack: ExitStack) -> RunConsole:

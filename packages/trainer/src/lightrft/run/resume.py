@@ -10,6 +10,7 @@ from lightrft.config.files import CHECKSUM, FileError, file_sha256, unsealed
 from lightrft.config.options import options_of
 from lightrft.config.toml import without_secrets
 from lightrft.reporting.files import CONFIG_FILE, START_FILE, STEP_FILES, SUMMARY_FILE, read_json
+from lightrft.reporting.metric_table import larger_is_better
 from lightrft.run.run_inputs import Change, changed_inputs, changed_media, changed_models
 from lightrft.strategy.checkpoints.manifest import checkpoint_folders
 
@@ -54,13 +55,13 @@ def plan_run(config: TrainConfig, stage: str = "") -> RunPlan:
             ranked.
     """
     if config.best_metric is not None:
-        from lightrft.reporting.metric_table import larger_is_better
-
         larger_is_better(config.best_metric)
     folder = Path(config.output_dir)
     # First: while another rank moves the files aside, an unknown run would be refused.
     is_known = (folder / CONFIG_FILE).is_file() and (folder / START_FILE).is_file()
-    is_used = any(_has_content(folder / name) for name in STEP_FILES)
+    is_used = any(
+        path.is_file() and path.stat().st_size > 0 for path in map(folder.joinpath, STEP_FILES)
+    )
     has_checkpoint = shows_checkpoints(config.checkpoint_dir)
     if (is_used or has_checkpoint) and is_known:
         _require_stage(folder, stage)
@@ -177,10 +178,6 @@ def _require_stage(folder: Path, stage: str) -> None:
             f"--output_dir: {folder} holds a run of the stage {recorded}, and this command trains "
             f"{stage}: give a new folder"
         )
-
-
-def _has_content(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size > 0
 
 
 def shows_checkpoints(folder: Path) -> bool:

@@ -21,8 +21,8 @@ from lightrft.config.files import (
     typed,
     unsealed,
 )
+from lightrft.config.parts.data import split_sources
 from lightrft.config.registry import REGISTRIES, split_kind, split_reference
-from lightrft.config.sources import split_sources
 from lightrft.config.toml import write_whole
 from lightrft.datasets.files import local_files
 from lightrft.datasets.row_origin import origin_of

@@ -14,7 +14,7 @@ from lightrft.config.files import held_folder
 from lightrft.config.registry import STAGES
 from lightrft.datasets import collate_prompts
 from lightrft.reporting.files import rank_log
-from lightrft.reporting.timeline import rank_timeline
+from lightrft.reporting.loggers import rank_timeline
 from lightrft.run.threads import choose_threads
 from lightrft.stages.metrics import RunAlarmError
 from lightrft.strategy.distributed.console_sink import console_sink

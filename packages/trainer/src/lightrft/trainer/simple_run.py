@@ -16,7 +16,7 @@ from lightrft.engines.media.media import MEDIA_KINDS
 from lightrft.reporting.loggers import MetricsLogger
 from lightrft.run.assembly import RunSummary, run_training
 from lightrft.run.callbacks import Callback, require_callbacks
-from lightrft.run.resume import plan_run
+from lightrft.run.resume import RunPlan, plan_run
 from lightrft.strategy.distributed.context import print_on_first_rank
 from lightrft.trainer.given_inputs import GivenRows, Rows, named_functions
 
@@ -136,13 +136,15 @@ class _Run:
             if command == "distill":
                 config = config.distilled()
                 stage = config.distillation_stage
-            if stage == "policy" and "prompt_data" in files:
-                config = config.replaced(found_keys(files["prompt_data"].first, config))
+            if stage == "policy":
+                if "prompt_data" in files:
+                    config = config.replaced(found_keys(files["prompt_data"].first, config))
+                config = config.overlapped(int(os.environ.get("WORLD_SIZE", "1")))
             # A folder of another run is refused, or left, before rows are put there.
             if is_open and not config.load_checkpoint:
-                config = _in_free_folder(config, stage, files)
+                config, plan = _in_free_folder(config, stage, files)
             else:
-                plan_run(config, stage)
+                plan = plan_run(config, stage)
             for option, file in files.items():
                 replace(file, path=Path(str(config.__dict__[option]))).write()
             return run_training(
@@ -151,6 +153,7 @@ class _Run:
                 loggers=receivers,
                 callbacks=self.callbacks,
                 stop_request=self.stop_request,
+                plan=plan,
             )
 
 
@@ -176,10 +179,25 @@ def _place_sources(
     return files
 
 
-def _in_free_folder(config: TrainConfig, stage: str, files: Mapping[str, GivenRows]) -> TrainConfig:
-    """Return the configuration in the first numbered folder that is new or can be continued."""
+def _in_free_folder(
+    config: TrainConfig, stage: str, files: Mapping[str, GivenRows]
+) -> tuple[TrainConfig, RunPlan]:
+    """Return the configuration in the first numbered folder that is new or can be continued.
+
+    With it comes the plan of the run there.
+
+    Raises:
+        ConfigError: No folder would do: the fault is not in a folder's contents.
+    """
     base, number, moved = Path(config.output_dir), 1, config
-    while not _may_begin(moved, stage):
+    while True:
+        try:
+            plan = plan_run(moved, stage)
+            if not plan.summary:
+                break
+        except ConfigError:
+            if not Path(moved.output_dir).exists():
+                raise
         number += 1
         folder = base.with_name(f"{base.name}_{number}")
         places = {name: folder / INPUTS_FOLDER / file.path.name for name, file in files.items()}
@@ -187,21 +205,7 @@ def _in_free_folder(config: TrainConfig, stage: str, files: Mapping[str, GivenRo
         moved = moved.replaced({"output_dir": str(folder)})
     if number > 1:
         print_on_first_rank(None, f"output_dir = {moved.output_dir}: {base} holds another run")
-    return moved
-
-
-def _may_begin(config: TrainConfig, stage: str) -> bool:
-    """Return whether a run begins or continues in its folder, and is not complete or another one.
-
-    Raises:
-        ConfigError: No folder would do: the fault is not in this one's contents.
-    """
-    try:
-        return not plan_run(config, stage).summary
-    except ConfigError:
-        if not Path(config.output_dir).exists():
-            raise
-        return False
+    return moved, plan
 
 
 def _without_peft(options: Mapping[str, object]) -> dict[str, object]:

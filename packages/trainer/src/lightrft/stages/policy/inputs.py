@@ -26,7 +26,6 @@ from lightrft.reporting.trajectories import SampleLog, ShownSamples, TrajectoryL
 from lightrft.rewards import CombinedReward
 from lightrft.rewards.types import RewardRecipes
 from lightrft.rollout.sampler import SingleTurns
-from lightrft.stages.modality import load_modality
 from lightrft.stages.models import (
     FrozenModels,
     configure_trained,
@@ -40,6 +39,7 @@ from lightrft.stages.models import (
 from lightrft.stages.opening import (
     check_parts,
     decide_by_files,
+    load_modality,
     prompts_within_context,
     shared_prompts,
 )

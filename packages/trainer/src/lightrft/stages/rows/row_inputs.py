@@ -14,7 +14,7 @@ import numpy as np
 from transformers import AutoModelForCausalLM
 
 from lightrft.config import BuildOptions, ConfigError, RowDataOptions, RowRunOptions, TrainConfig
-from lightrft.config.batch_sizes import batch_problems
+from lightrft.config.policy_options import batch_problems
 from lightrft.config.train_config import DISTILLED_ROWS, DISTILLED_ROWS_AND_SAMPLES
 from lightrft.datasets.row_data import Item, RowData, SupervisedRow
 from lightrft.datasets.row_media import RowMediaReader
@@ -23,7 +23,6 @@ from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.models import load_tokenizer
 from lightrft.models.loading import load_config
 from lightrft.models.statements import Statements, read_statements
-from lightrft.stages.modality import load_modality
 from lightrft.stages.models import (
     configure_trained,
     load_policy,
@@ -33,6 +32,7 @@ from lightrft.stages.models import (
 from lightrft.stages.opening import (
     check_parts,
     decide_by_files,
+    load_modality,
     rows_within_context,
     shared_prompts,
 )

@@ -23,9 +23,9 @@ from lightrft.config import (
     SplitOptions,
     TrainConfig,
 )
+from lightrft.config.parts.data import split_sources
 from lightrft.config.printable import printable
 from lightrft.config.registry import Registry
-from lightrft.config.sources import split_sources
 from lightrft.config.train_config import command_options
 from lightrft.datasets.files import Row, scan_rows, with_whole_numbers
 from lightrft.datasets.messages import INPUT_KEYS, OF_PROMPTS
@@ -345,7 +345,7 @@ def _num_reward_problems(usable: Sequence[CheckedRow], config: ScoringOptions) -
 def _reader(statements: Statements | None, config: RowDataOptions) -> PromptTokenizer:
     if statements is None:
         return PlainTokenizer()
-    from lightrft.stages.modality import load_modality
+    from lightrft.stages.opening import load_modality
 
     return load_modality(config, statements.tokenizer).renderer
 

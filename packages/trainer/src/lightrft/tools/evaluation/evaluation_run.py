@@ -31,7 +31,7 @@ from lightrft.rollout.sampler import (
 )
 from lightrft.rollout.source import Decoder, SourceParts
 from lightrft.run.provenance import run_of_model
-from lightrft.stages.modality import load_modality
+from lightrft.stages.opening import load_modality
 from lightrft.stages.policy.inputs import build_environments, load_run_prompts
 from lightrft.stages.policy.rewards import (
     build_model_rewards,

@@ -1,21 +1,13 @@
-"""Verdict on compiling a model's blocks on this machine: whether it is right, and its seconds.
-
-`lightrft doctor --compile_backend` measures a step with and without the compiler. It keeps the
-verdict for the device, the version of torch and the shape of the model. A run of that shape prints
-it, and compiles only on request, because compiled blocks round differently.
-"""
+"""Trial of compiling a model's blocks: a step with and without the compiler."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,13 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.files import FileError, read_object, sealed, typed, unsealed
-from lightrft.config.toml import write_whole
+from lightrft.config import ConfigError
+from lightrft.config.files import read_object, typed
 from lightrft.kernels.names import first_line
 from lightrft.models import load_config
-from lightrft.run.run_inputs import cache_folder
-from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.tools.invariance.cells import FP32_BOUNDS, Cell, bf16_bounds
 from lightrft.tools.invariance.measure import (
     make_strategy,
@@ -38,42 +27,10 @@ from lightrft.tools.invariance.measure import (
     run_on_ranks,
     write_reference,
 )
-from lightrft.tools.plan.setup import read_model_size
+from lightrft.tools.invariance.verdict import CompileVerdict, keep_verdict
 
 # Tokens of the row whose step is timed, and number of steps for the median.
 TIMED_TOKENS, ROUNDS = 2048, 5
-# Smallest gain that is worth a line.
-MIN_GAIN = 1.05
-
-
-@dataclass(frozen=True, slots=True)
-class CompileVerdict:
-    """Result of a trial of one backend of torch.compile.
-
-    Args:
-        eager_seconds, compiled_seconds: Seconds of forward and backward pass over a row; 0 if not
-            measured.
-        tokens: Tokens of that row.
-        problem: Results that are beyond rounding, or the compiler's error; "" if there are none.
-    """
-
-    eager_seconds: float = 0.0
-    compiled_seconds: float = 0.0
-    tokens: int = 0
-    problem: str = ""
-
-    @property
-    def is_faster(self) -> bool:
-        """Whether a run would gain, and compute the same."""
-        return not self.problem and self.eager_seconds >= MIN_GAIN * self.compiled_seconds > 0
-
-    def __str__(self) -> str:
-        if self.problem:
-            return self.problem
-        return (
-            f"{self.compiled_seconds:.3g} s in place of {self.eager_seconds:.3g} s a step of "
-            f"{self.tokens} tokens, the same results within rounding"
-        )
 
 
 def try_compiling(path: str, backend: str, *, timeout_seconds: float) -> CompileVerdict:
@@ -146,51 +103,3 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def say_verdict(config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
-    """Print what was measured of compilers on this machine, where it concerns a run.
-
-    Args:
-        config, strategy: Options, which stay as they are, and strategy of the run.
-    """
-    if not config.fsdp:
-        return config
-    verdicts = dict(known_verdicts(str(config.pretrain)))
-    chosen = config.compile_backend
-    if chosen is None:
-        faster = {name: each for name, each in verdicts.items() if each.is_faster}
-        for name in sorted(faster, key=lambda name: faster[name].compiled_seconds)[:1]:
-            strategy.print(f"--compile_backend {name} was tried here: {faster[name]}")
-    elif chosen in verdicts and verdicts[chosen].problem:
-        strategy.print(f"warning: compile_backend {chosen} was tried here: {verdicts[chosen]}")
-    return config
-
-
-def known_verdicts(path: str) -> Iterator[tuple[str, CompileVerdict]]:
-    """Yield each backend that was tried with models of this shape here, and its verdict."""
-    with suppress(RuntimeError, OSError, FileError, ConfigError):
-        folder = cache_folder("compile")
-        if not folder.is_dir():  # nothing was tried here
-            return
-        name = _name_of(path)
-        values = unsealed(read_object(folder / name), name)
-        yield from typed(dict[str, CompileVerdict], values["backends"], name).items()
-
-
-def keep_verdict(path: str, backend: str, verdict: CompileVerdict) -> None:
-    """Keep a verdict beside those of other backends, where this user has a folder for it."""
-    verdicts = {**dict(known_verdicts(path)), backend: verdict}
-    values = {"backends": {name: asdict(each) for name, each in verdicts.items()}}
-    with suppress(RuntimeError, OSError):
-        folder = cache_folder("compile")
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / _name_of(path), sealed(values))
-
-
-def _name_of(path: str) -> str:
-    """Return a hash of the device, torch's version, and the kind and sizes of a model."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    kind = load_config(path).model_type
-    parts = [device, torch.__version__, kind, repr(read_model_size(path))]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightrft.config import ConfigError
-from lightrft.config.batch_sizes import launch_problems
+from lightrft.config.policy_options import launch_problems
 from lightrft.run.gpus import GB, Gpu
 from lightrft.tools.plan.constants import constant
 from lightrft.tools.plan.engine_room import engine_room
