@@ -252,8 +252,11 @@ def _nothing_left(config: RunControlOptions, summary: Mapping[str, object]) -> R
     values = {each.name: summary.get(each.name) for each in fields(RunSummary)}
     values |= {"output_dir": config.output_dir, "model_dir": str(config.model_dir)}
     if os.environ.get("RANK", "0") == "0":
-        text = f"{config.output_dir} is complete after {values['num_steps']} steps"
-        print_on_first_rank(None, f"{text}: nothing is left to do")
+        print_on_first_rank(
+            None,
+            f"{config.output_dir} is complete after {values['num_steps']} steps: nothing is left "
+            "to do",
+        )
     return RunSummary(**values)  # type: ignore[arg-type]
 
 

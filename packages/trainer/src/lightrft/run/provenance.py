@@ -57,9 +57,8 @@ def fingerprint(folder: Path) -> str:
         size = path.stat().st_size
         weights_hash.update(f"{path.name} {size}\n".encode())
         last = max(0, size - _BLOCK_BYTES)
-        is_whole = size <= _BLOCK_BYTES * _NUM_BLOCKS
         with regular_file(path).open("rb") as stream:
-            if is_whole:
+            if size <= _BLOCK_BYTES * _NUM_BLOCKS:
                 weights_hash.update(stream.read())
                 continue
             for place in range(_NUM_BLOCKS):
@@ -87,15 +86,12 @@ def describe_models(
         config: Options that name the models.
         known: Earlier result for the same run: weight files that were not written since are not
             read again.
-            since are not read again.
     """
     paths: dict[str, str | None] = {"pretrain": config.pretrain}
     paths |= {f"teacher {name}".rstrip(): path for name, path in config.teacher_places.items()}
     if isinstance(config.critic_pretrain, str):
         paths["critic_pretrain"] = config.critic_pretrain
-    if config.lora_path is not None:
-        paths["lora_path"] = config.lora_path
-    paths["judge_model"] = config.judge_folder
+    paths |= {"lora_path": config.lora_path, "judge_model": config.judge_folder}
     for number, scorer in enumerate(config.reward_pretrain, start=1):
         paths["reward_pretrain" if number == 1 else f"reward_pretrain {number}"] = scorer
     return {

@@ -59,9 +59,7 @@ def plan_run(config: TrainConfig, stage: str = "") -> RunPlan:
     folder = Path(config.output_dir)
     # First: while another rank moves the files aside, an unknown run would be refused.
     is_known = (folder / CONFIG_FILE).is_file() and (folder / START_FILE).is_file()
-    is_used = any(
-        path.is_file() and path.stat().st_size > 0 for path in map(folder.joinpath, STEP_FILES)
-    )
+    is_used = any(_has_content(folder / name) for name in STEP_FILES)
     has_checkpoint = shows_checkpoints(config.checkpoint_dir)
     if (is_used or has_checkpoint) and is_known:
         _require_stage(folder, stage)
@@ -178,6 +176,10 @@ def _require_stage(folder: Path, stage: str) -> None:
             f"--output_dir: {folder} holds a run of the stage {recorded}, and this command trains "
             f"{stage}: give a new folder"
         )
+
+
+def _has_content(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
 
 
 def shows_checkpoints(folder: Path) -> bool:
