@@ -266,9 +266,7 @@ class Loop(Generic[Batch]):
             stop_request: Function that every rank calls at least once a step; if it is true on one
                 rank, all write a checkpoint and return. Either all ranks pass one or none.
         """
-        first_eval: dict[str, float] = {}
-        last_eval: dict[str, float] = {}
-        metrics: dict[str, float] = {}
+        first_eval = last_eval = metrics = dict[str, float]()
         if self.state.num_steps == 0:
             first_eval = last_eval = self.evaluate()
             self._keep_best(0, first_eval)
