@@ -321,13 +321,21 @@ def _candidates(
     names += sorted(set().union(*by_tag[1:]) - by_tag[0].keys())
     candidates = []
     for name in names if tag is None else set(names) & {tag}:
-        folders = [f for f, tagged in zip(load_dirs, by_tag, strict=True) if name not in tagged]
-        problems += [f"{folder / name} is missing or damaged" for folder in folders]
-        if not folders:
+        lacking = _lacking(load_dirs, by_tag, name)
+        problems += lacking
+        if not lacking:
             candidates.append([tagged[name] for tagged in by_tag])
     if tag is not None:
         problems = [text for text in problems if any(str(f / tag) in text for f in load_dirs)]
     return candidates, problems
+
+
+def _lacking(
+    load_dirs: Sequence[Path], by_tag: Sequence[Mapping[str, Checkpoint]], name: str
+) -> list[str]:
+    """Return a line for each folder without a readable checkpoint of this tag."""
+    folders = [f for f, tagged in zip(load_dirs, by_tag, strict=True) if name not in tagged]
+    return [f"{folder / name} is missing or damaged" for folder in folders]
 
 
 def _damage(

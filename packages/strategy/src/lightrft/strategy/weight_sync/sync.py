@@ -359,14 +359,12 @@ class WeightSync:
                 lambda: raise_together(transfer.error, self.world), even_after_error=True
             )
         verify_start_time = time.perf_counter()
-        if self.verify:
-            self._verify(transfer, pairs, hashes, canary)
+        self._verify(transfer, pairs, hashes, canary)
         self._conclude(previous_version, transfer.error, replica_hash)
         self._owner = weakref.ref(source.owner)
         if self.verify and transfer.is_aliased and canary is not None:
             self._shared.keep(pairs, hashes, was_scored=transfer.canary_difference is not None)
-        self._sent_hashes = {pair.name: hashes.get(pair.name, 0) for pair in pairs}
-        self._frozen = frozenset(pair.name for pair in pairs if pair.source.frozen)
+        self._note_sent(pairs, hashes)
         end_time = time.perf_counter()
         return WeightSyncReport(
             weights_version=self.engine.weights_version,
@@ -383,6 +381,10 @@ class WeightSync:
             verify_seconds=verify_seconds + end_time - verify_start_time,
             is_aliased=transfer.is_aliased,
         )
+
+    def _note_sent(self, pairs: Sequence[PlannedParameter], hashes: Mapping[str, int]) -> None:
+        self._sent_hashes = {pair.name: hashes.get(pair.name, 0) for pair in pairs}
+        self._frozen = frozenset(pair.name for pair in pairs if pair.source.frozen)
 
     def check_resident(self) -> None:
         """Bar the engine if a parameter differs from the sent one.
@@ -408,6 +410,8 @@ class WeightSync:
         canary: Canary | None,
     ) -> None:
         """Compare hashes and score the canary; results and failures go to `transfer`."""
+        if not self.verify:
+            return
         if transfer.is_aliased:
             find_shared = partial(self.engine.shared_names, full_shards(pairs))
             transfer.shared_names = transfer.attempt(find_shared) or frozenset()
