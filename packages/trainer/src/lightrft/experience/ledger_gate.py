@@ -132,9 +132,9 @@ def rebuild(sample_id: int, evidence: Evidence) -> RebuiltRow:
     account = evidence.accounts.get(sample_id)
     if account is None:
         raise LedgerError(f"sample {sample_id} is in no journal")
-    ids = np.array(account.prompt, dtype=np.int64)
     parts, ends = [_part(account.prompt)], list[CallEnd]()
     for turn, segment in enumerate(account.segments):
+        ids = np.concatenate([part["token_ids"] for part in parts])
         key = (segment.request_id, segment.sample_index, hash_context(ids))
         entry = evidence.entries.get(key)
         if entry is None:
@@ -146,22 +146,23 @@ def rebuild(sample_id: int, evidence: Evidence) -> RebuiltRow:
         _check_observation(sample_id, turn, segment, evidence.special_ids)
         parts += [_part(entry.token_ids, turn, entry), _part(segment.observation)]
         ends.append((entry.sampling, entry.finish_reason))
-        further = np.array((*entry.token_ids, *segment.observation), dtype=np.int64)
-        ids = np.concatenate([ids, further])
     row = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    return RebuiltRow(sample_id, ids, row.pop("turns"), row.pop("versions"), row, ends)
+    ids, turns, versions = (row.pop(name) for name in ("token_ids", "turns", "versions"))
+    return RebuiltRow(sample_id, ids, turns, versions, row, ends)
 
 
 def _part(
     token_ids: Sequence[int], turn: int = -1, entry: LedgerEntry | None = None
 ) -> dict[str, NDArray[Any]]:
     """Return the columns of some tokens; without an entry they were not sampled."""
-    count = len(token_ids)
-    version, columns = -1 if entry is None else entry.weights_version, vouched_columns()
-    vouched = {c.name: np.full(count, c.fill, c.dtype) for c in columns}
-    if entry is not None:
-        vouched = {c.name: vouched_values(entry, c) for c in columns}
-    return {"turns": np.full(count, turn), "versions": np.full(count, version), **vouched}
+    count, version = len(token_ids), -1 if entry is None else entry.weights_version
+    vouched = {
+        c.name: np.full(count, c.fill, c.dtype) if entry is None else vouched_values(entry, c)
+        for c in vouched_columns()
+    }
+    ids = np.array(token_ids, dtype=np.int64)
+    numbers = {"turns": np.full(count, turn), "versions": np.full(count, version)}
+    return {"token_ids": ids, **numbers, **vouched}
 
 
 def _check_observation(

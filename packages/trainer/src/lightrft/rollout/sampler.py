@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightrft.config import ConfigError, SamplingOptions
+from lightrft.datasets.batch_stream import check_lengths
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.records.rollout import ScoredRollout
@@ -17,6 +18,8 @@ from lightrft.rollout.open_groups import NOTHING_OPEN, StreamState
 from lightrft.rollout.scoring import require_rewards
 from lightrft.rollout.single_turn import SingleTurnSource, turn_source
 from lightrft.rollout.source import (
+    UNKNOWN,
+    InFlight,
     RolloutSource,
     SampleRequests,
     Samples,
@@ -224,6 +227,79 @@ class RolloutSampler:
 
             check_fresh_row(samples, self._parts)
         return samples
+
+    def sample_ahead(
+        self,
+        flight: InFlight,
+        steps: range,
+        *,
+        draw: Callable[[], Sequence[Prompt]],
+        next_prompts: Callable[[], Sequence[Prompt]] | None,
+        timer: StepTimer,
+        num_planned: int,
+    ) -> tuple[InFlight, list[Samples]]:
+        """Sample some further steps; return the rows in flight with theirs, and these; collective.
+
+        Streaming rollouts start no group that no step would train on: the groups still open at the
+        end would be the long ones. With dynamic sampling the number of further groups is unknown.
+
+        Args:
+            flight: Rows in flight before.
+            steps: Numbers of the steps.
+            draw: Returns this rank's prompts of a step.
+            next_prompts: Returns further prompts for dynamic sampling and streaming, or None.
+            timer: Measures the durations.
+            num_planned: Steps of the whole run; 0 is unknown.
+        """
+        config, drawn = self._parts.config, list[Samples]()
+        size = config.rollout_batch_size
+        is_known = bool(config.stream_chunk and num_planned) and not config.dynamic_sampling
+        for number in steps:
+            most = (num_planned - number + 1) * size if is_known else None
+            num_open = flight.stream.num_groups
+            has_all = most is not None and num_open >= size and num_open + size > most
+            prompts = () if has_all else draw()
+            check_lengths(prompts, config.prompt_max_len)
+            samples = self.collect(
+                prompts,
+                first_request_id=flight.num_requests,
+                timer=timer,
+                next_prompts=next_prompts,
+                stream=flight.stream,
+                most_groups=most,
+                step=number,
+            )
+            drawn.append(replace(samples, stream=NOTHING_OPEN))
+            flight = InFlight(
+                flight.num_requests + samples.num_prompts,
+                (*flight.held, drawn[-1]),
+                samples.stream,
+                UNKNOWN,
+            )
+        return flight, drawn
+
+    def take_step(
+        self, before: InFlight, flight: InFlight, drawn: Sequence[Samples]
+    ) -> tuple[Samples, InFlight]:
+        """Return the samples that a step trains on, and the rows that stay in flight; collective.
+
+        Args:
+            before: Rows in flight before the step.
+            flight: Rows in flight with those of this step.
+            drawn: Samples of this step.
+
+        Raises:
+            LedgerError: Samples would be trained twice, or are lost.
+        """
+        config, context = self._parts.config, self._parts.context
+        trained, left = flight.held[0], replace(flight, held=flight.held[1:], balance=UNKNOWN)
+        if not config.keeps_rows:
+            return trained, left
+        from lightrft.rollout.in_flight import check_balance
+
+        size = config.n_samples_per_prompt
+        balance = check_balance(before, left, drawn, trained, group_size=size, context=context)
+        return trained, replace(left, balance=balance)
 
     def sample_all(
         self, prompts: Sequence[Prompt], params: SamplingParams

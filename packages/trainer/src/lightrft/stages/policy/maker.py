@@ -33,10 +33,9 @@ from lightrft.models import Actor
 from lightrft.records.batch import RolloutBatch
 from lightrft.records.rollout import ScoredRollout
 from lightrft.rewards.types import RewardError
-from lightrft.rollout.open_groups import NOTHING_OPEN
 from lightrft.rollout.sampler import RolloutSampler, training_params
 from lightrft.rollout.scoring import MAX_FAILURES_IN_A_ROW
-from lightrft.rollout.source import UNKNOWN, InFlight, Samples
+from lightrft.rollout.source import InFlight, Samples
 from lightrft.stages.policy.algorithm import Algorithm
 from lightrft.stages.stage import StageMemory, Step, last_sampled_step, stored_number
 from lightrft.strategy.backend import inner_module
@@ -227,89 +226,6 @@ def stored_bytes(parts: Sequence[bytes]) -> list[NDArray[np.uint8]]:
     return [np.frombuffer(bytearray(each), np.uint8) for each in parts]
 
 
-def sample_ahead(
-    sampler: RolloutSampler,
-    flight: InFlight,
-    steps: range,
-    *,
-    draw: Callable[[], Sequence[Prompt]],
-    next_prompts: Callable[[], Sequence[Prompt]] | None,
-    timer: StepTimer,
-    config: LearningOptions,
-    num_planned: int,
-) -> tuple[InFlight, list[Samples]]:
-    """Sample some further steps; return the rows in flight with theirs, and these; collective.
-
-    Streaming rollouts start no group that no step would train on: the groups still open at the end
-    would be the long ones. With dynamic sampling the number of further groups is unknown.
-
-    Args:
-        sampler: Generates and scores.
-        flight: Rows in flight before.
-        steps: Numbers of the steps.
-        draw: Returns this rank's prompts of a step.
-        next_prompts: Returns further prompts for dynamic sampling and streaming, or None.
-        timer: Measures the durations.
-        config: Options of the run.
-        num_planned: Steps of the whole run; 0 is unknown.
-    """
-    drawn, size = list[Samples](), config.rollout_batch_size
-    is_known = bool(config.stream_chunk and num_planned) and not config.dynamic_sampling
-    for number in steps:
-        most = (num_planned - number + 1) * size if is_known else None
-        num_open = flight.stream.num_groups
-        has_all = most is not None and num_open >= size and num_open + size > most
-        prompts = () if has_all else draw()
-        check_lengths(prompts, config.prompt_max_len)
-        samples = sampler.collect(
-            prompts,
-            first_request_id=flight.num_requests,
-            timer=timer,
-            next_prompts=next_prompts,
-            stream=flight.stream,
-            most_groups=most,
-            step=number,
-        )
-        drawn.append(replace(samples, stream=NOTHING_OPEN))
-        flight = InFlight(
-            flight.num_requests + samples.num_prompts,
-            (*flight.held, drawn[-1]),
-            samples.stream,
-            UNKNOWN,
-        )
-    return flight, drawn
-
-
-def take_step(
-    before: InFlight,
-    flight: InFlight,
-    drawn: Sequence[Samples],
-    config: LearningOptions,
-    context: DistributedContext,
-) -> tuple[Samples, InFlight]:
-    """Return the samples that a step trains on, and the rows that stay in flight; collective.
-
-    Args:
-        before: Rows in flight before the step.
-        flight: Rows in flight with those of this step.
-        drawn: Samples of this step.
-        config: Options of the run.
-        context: Process groups of the ranks that have the rows.
-
-    Raises:
-        LedgerError: Samples would be trained twice, or are lost.
-    """
-    trained, left = flight.held[0], replace(flight, held=flight.held[1:], balance=UNKNOWN)
-    if not config.keeps_rows:
-        return trained, left
-    from lightrft.rollout.in_flight import check_balance
-
-    balance = check_balance(
-        before, left, drawn, trained, group_size=config.n_samples_per_prompt, context=context
-    )
-    return trained, replace(left, balance=balance)
-
-
 @dataclass(slots=True)
 class ExperienceMaker:
     """Maker of the experience of each step; it keeps nothing between steps.
@@ -438,21 +354,19 @@ class ExperienceMaker:
         session.take_work()  # of an evaluation
         first = step.number + len(before.held)
         passed = [] if prompts is None else [prompts]
-        flight, drawn = sample_ahead(
-            self.sampler,
+        flight, drawn = self.sampler.sample_ahead(
             before,
             range(first, last_sampled_step(step, self.config) + 1),
             draw=lambda: passed.pop() if passed else self._drawn(step),
             next_prompts=self._next_prompts(step),
             timer=step.timer,
-            config=self.config,
             num_planned=step.num_planned if prompts is None else 0,
         )
         work = session.take_work()
         idle = step.timer.seconds.get("rollout", 0.0) - work.busy_seconds
         step.metrics.add_mean("idle_seconds", max(0.0, idle), 1.0)
         step.metrics.add_mean("thin_seconds", work.thin_seconds, 1.0)
-        trained, left = take_step(before, flight, drawn, self.config, session.context)
+        trained, left = self.sampler.take_step(before, flight, drawn)
         return trained, left, sum(each.num_sampled_tokens for each in drawn)
 
     def _drawn(self, step: Step) -> Sequence[Prompt]:

@@ -19,7 +19,7 @@ from lightrft.rollout.sampler import RolloutSampler
 from lightrft.rollout.source import InFlight, Samples, SourceParts
 from lightrft.stages.policy.algorithm import decide
 from lightrft.stages.policy.inputs import PolicyInputs
-from lightrft.stages.policy.maker import SampleLogs, sample_ahead, take_step
+from lightrft.stages.policy.maker import SampleLogs
 from lightrft.stages.policy.rewards import build_trainer_rewards
 from lightrft.stages.policy.split.messages import DrawnReport, SampledStep, Start
 from lightrft.stages.policy.step_metrics import rollout_means
@@ -117,7 +117,7 @@ class Generator:
         further = range(number + len(flight.held), last + 1)
         flight, more = self._sample(flight, further, timer)
         drawn += more
-        _, left = take_step(before, flight, drawn, self.config, session.context)
+        _, left = self.sampler.take_step(before, flight, drawn)
         self.flights = {number - 1: before, number: left}
         self.inputs.environments.encoder.forget()
         work = session.take_work()
@@ -154,14 +154,12 @@ class Generator:
         if self._data is None:
             raise RuntimeError("the first step comes without the state to begin with")
         draw = self._data.next_batch
-        return sample_ahead(
-            self.sampler,
+        return self.sampler.sample_ahead(
             flight,
             steps,
             draw=draw,
             next_prompts=draw,
             timer=timer,
-            config=self.config,
             num_planned=self._num_planned,
         )
 
