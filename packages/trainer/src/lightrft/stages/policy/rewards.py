@@ -20,7 +20,6 @@ from lightrft.config.parts.learning import NO_REWARDS
 from lightrft.datasets import Prompt
 from lightrft.datasets.text_ids import frame_ids
 from lightrft.engines.media.families import family_of
-from lightrft.models import RewardModel
 from lightrft.models.proof import prove_model
 from lightrft.models.statements import read_statements
 from lightrft.rewards import CombinedReward, build_reward
@@ -81,6 +80,10 @@ def reward_recipes(config: RewardOptions, prompts: Sequence[Prompt]) -> RewardRe
 
 def prepare_reward_models(config: TrainConfig, backend: Backend) -> tuple[nn.Module, ...]:
     """Load the reward models and shard each over at most 8 ranks."""
+    if not config.reward_pretrain:
+        return ()
+    from lightrft.models import RewardModel  # most runs have none
+
     with backend.init_model_context():
         new = config.allow_new_weights
         models = [
