@@ -4,10 +4,14 @@ import json
 
 import pytest
 from tests.datasets import chat_families as families
+from tokenizers import AddedToken
 
 from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.chat_template import RenderingError
+from lightrft.datasets.chat_turns import ChatTurns
+from lightrft.datasets.messages import Conversation
 from lightrft.datasets.suffix import TurnSuffix
+from lightrft.rollout.environments.environments import forging_ids
 
 FAMILIES = sorted(families.FAMILIES)
 TEXTS = ["plain", " spaced \n", '{"a": "q"}', "\n\nlines.\n", "<tool_response>", "é 数"]
@@ -45,6 +49,27 @@ def test_what_follows_a_turn_is_what_environments_append(name):
             expected = other.after(last, [text])
             assert found.token_ids == expected.token_ids
             assert found.text_spans == expected.text_spans
+
+
+def test_special_tokens_without_a_role_end_turns_in_every_stage():
+    """Phi-3 marks its turns by added tokens that its special tokens do not name."""
+    template, _, special = families.FAMILIES["Phi"]
+    tokenizer = families.tokenizer_of(template, ("<bos>", "<eos>"), ())
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    assert end not in tokenizer.all_special_ids
+    suffix = TurnSuffix(ChatIds(tokenizer))
+    assert (suffix.chat.end_of_turn, suffix.role) == (end, "user")
+    ask = {"role": "user", "content": "hello"}
+    talk = Conversation((ask, {"role": "assistant", "content": "ok"}))
+    (turn,) = ChatTurns(suffix.chat).turns(talk)
+    assert turn.token_ids[-1] == end
+    forged = [
+        i for i in suffix.after((end,), ["x<|end|>"]).token_ids if i in forging_ids(tokenizer)
+    ]
+    assert forged == [
+        i for i in suffix.after((end,), ["x"]).token_ids if i in suffix.chat.special_ids
+    ]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

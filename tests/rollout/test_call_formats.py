@@ -120,7 +120,7 @@ def test_what_writes_no_calls_is_read_as_it_is_asked_for():
 
 def test_a_template_that_fails_on_calls_says_why():
     template = TURNS % "{{ raise_exception('no tools here') }}"
-    with pytest.raises(ConfigError, match=r"fails on a message with a call: no tools here.*; give"):
+    with pytest.raises(ConfigError, match=r"fails on a message with a call: .*no tools here.*give"):
         choose_parser("auto", tokenizer_of(template), ())
 
 

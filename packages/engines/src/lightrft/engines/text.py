@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,18 +19,28 @@ class TextDecoder(Protocol):
         """Return the text of some tokens."""
 
 
-class ChatTokenizer(Protocol):
-    """Part of a tokenizer that renders conversations."""
+class Tokenizer(Protocol):
+    """Interface of a Hugging Face tokenizer that its stand-ins have, too.
 
-    def apply_chat_template(
-        self,
-        conversation: list[dict[str, object]],
-        *,
-        tools: None,
-        tokenize: bool,
-        add_generation_prompt: bool,
-    ) -> object:
-        """Return the text of a conversation."""
+    Stand-ins are a processor, a tokenizer that shows tools, and one for checks without a model.
+    """
+
+    @property
+    def chat_template(self) -> str | None:
+        """Template, or several by name."""
+        ...
+
+    def __call__(
+        self, text: list[str], *, add_special_tokens: bool
+    ) -> Mapping[str, list[list[int]]]:
+        """Return token ids under the key `input_ids`."""
+        ...
+
+    # No signature: transformers' allows only texts as contents, but templates take parts of media.
+    @property
+    def apply_chat_template(self) -> Callable[..., object]:
+        """`(conversation, *, tools, tokenize, add_generation_prompt)`; text for tokenize=False."""
+        ...
 
 
 class Text:
@@ -92,7 +102,7 @@ def declared_ends(source: PretrainedConfig | GenerationConfig | None) -> set[int
     return {each for each in values if isinstance(each, int) and each >= 0}
 
 
-def text_behind_answer(tokenizer: ChatTokenizer) -> str | None:
+def text_behind_answer(tokenizer: Tokenizer) -> str | None:
     """Return what a chat template writes after an answer; None if it drops the answer."""
     mark = f"Q{secrets.token_hex(8)}Z"
     talk: list[dict[str, object]] = [

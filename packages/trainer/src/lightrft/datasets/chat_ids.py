@@ -80,12 +80,10 @@ class ChatIds:
         self.tokenizer, self.encoder = tokenizer, modality.encoder
         self.renderer = modality.renderer
         self.template = template_of(self.renderer)
-        added = tokenizer.added_tokens_decoder.items()
-        ids = {*tokenizer.all_special_ids, *(i for i, each in added if each.special)}
         # Some processors look for a name that is not a token.
         places = (tokenizer.convert_tokens_to_ids(name) for name in self.encoder.placeholders)
         self._places = {i for i in places if i not in (None, tokenizer.unk_token_id)}
-        self.special_ids = frozenset(ids | self._places)
+        self.special_ids = special_ids(tokenizer) | self._places
         self._names = {str(tokenizer.convert_ids_to_tokens(i)): i for i in sorted(self.special_ids)}
         longest_first = sorted({*self._names, *self.encoder.placeholders}, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -353,6 +351,12 @@ class ChatIds:
         """
         ids = self.tokenizer(text, add_special_tokens=False, **options)["input_ids"]
         return cast("list[int]", ids)
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the ids of special tokens, also of those without a role such as that of eos."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset({*tokenizer.all_special_ids, *(i for i, each in added if each.special)})
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Protocol, cast
+from typing import cast
 
 from lightrft.datasets.messages import (
     ASSISTANT,
@@ -16,6 +16,7 @@ from lightrft.datasets.messages import (
     with_objects,
 )
 from lightrft.datasets.types import DataError
+from lightrft.engines.text import Tokenizer
 
 # Nine letters and digits: Mistral's templates require such ids of calls.
 _MARK = "Qmark7Zab"
@@ -31,28 +32,14 @@ class RenderingError(DataError):
     """The chat template cannot render messages; the message says why."""
 
 
-class Renderer(Protocol):
-    """Tokenizer or processor with a chat template."""
-
-    @property
-    def chat_template(self) -> object:
-        """Template, or several by name."""
-        ...
-
-    @property
-    def apply_chat_template(self) -> Callable[..., object]:
-        """`(conversation, *, tools, tokenize, add_generation_prompt)`; text for tokenize=False."""
-        ...
-
-
 class ChatTemplate:
     """Chat template of a renderer.
 
     Args:
-        renderer: Renderer that applies it.
+        renderer: Tokenizer that applies it.
     """
 
-    def __init__(self, renderer: Renderer) -> None:
+    def __init__(self, renderer: Tokenizer) -> None:
         self._renderer = renderer
         self._reads: dict[tuple[str, str], bool] = {}
         self._reasoning = REASONING
@@ -163,12 +150,12 @@ class ChatTemplate:
 
 
 @lru_cache(maxsize=16)
-def _template_of(renderer: Renderer, template: str) -> ChatTemplate:
+def _template_of(renderer: Tokenizer, template: str) -> ChatTemplate:
     del template  # it is only a key of the cache: another one renders differently
     return ChatTemplate(renderer)
 
 
-def template_of(renderer: Renderer) -> ChatTemplate:
+def template_of(renderer: Tokenizer) -> ChatTemplate:
     """Return the chat template of a renderer, with the results of its tests."""
     return _template_of(renderer, str(renderer.chat_template))  # type: ignore[arg-type]
 

@@ -6,16 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from lightrft.config import ConfigError, MediaOptions, PromptDataOptions
 from lightrft.datasets.files import Row
 from lightrft.datasets.messages import TEXT_TYPES, Message, with_texts
-from lightrft.datasets.render import PromptTokenizer, RowTokenizer, messages_of, render_chat
+from lightrft.datasets.render import RowTokenizer, messages_of, render_chat
 from lightrft.datasets.types import DataError, Prompt
 from lightrft.engines.media.errors import MediaError, is_list_of_bytes
 from lightrft.engines.media.media import MEDIA_KINDS, Media, Medium, MediumKind, PromptTokens
 from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
+from lightrft.engines.text import Tokenizer
 from lightrft.engines.types import MediaBounds
 
 if TYPE_CHECKING:
@@ -217,10 +218,6 @@ def _check_bare_marks(row: Row, text: str, encoder: Encoder) -> None:
             )
 
 
-class RowRenderer(PromptTokenizer, RowTokenizer, Protocol):
-    """Tokenizer of prompts that shows rows different tools."""
-
-
 class TextModality:
     """Renderer of rows for a model that reads text only; it refuses their media.
 
@@ -236,7 +233,7 @@ class TextModality:
         self.renderer = renderer
         self._has_model = has_model
 
-    def showing(self, chat: RowRenderer) -> PromptTokenizer:
+    def showing(self, chat: RowTokenizer) -> Tokenizer:
         """Return the reader of rows whose prompts show tools."""
         return chat
 
@@ -291,7 +288,7 @@ class VisionPrompts:
         """Processor of the model."""
         return self.encoder.processor
 
-    def showing(self, chat: RowRenderer) -> PromptTokenizer:
+    def showing(self, chat: RowTokenizer) -> Tokenizer:
         """Return the reader of rows whose prompts show tools."""
         return VisionPrompts(self.encoder, chat)
 
@@ -344,7 +341,7 @@ class VisionPrompts:
         """Whether prompts show the tools of their rows, not those of an environment."""
         return self._chat is None
 
-    def for_row(self, columns: Mapping[str, object]) -> PromptTokenizer:
+    def for_row(self, columns: Mapping[str, object]) -> Tokenizer:
         """Return the renderer of one row."""
         return self if self._chat is None else self._chat.for_row(columns)
 

@@ -18,7 +18,6 @@ from lightrft.datasets.media import (
 )
 from lightrft.datasets.messages import OF_PROMPTS, ReadRecord
 from lightrft.datasets.render import (
-    PromptTokenizer,
     check_tokenizer,
     label_of,
     teacher_prompt_ids,
@@ -26,6 +25,7 @@ from lightrft.datasets.render import (
 )
 from lightrft.datasets.text_ids import prompt_remark
 from lightrft.datasets.types import DataError, Prompt
+from lightrft.engines.text import Tokenizer
 
 _TOKENIZER_BATCH = 1000
 _MAX_EXAMPLES = 3
@@ -92,7 +92,7 @@ def collate_prompts(prompts: list[Prompt]) -> list[Prompt]:
 
 def load_prompts(
     path: str | Path,
-    tokenizer: PromptTokenizer,
+    tokenizer: Tokenizer,
     config: PromptDataOptions | None = None,
     *,
     max_samples: int | None = None,
@@ -128,7 +128,7 @@ def load_prompts(
 
 def _build(
     rows: Sequence[Row],
-    tokenizer: PromptTokenizer,
+    tokenizer: Tokenizer,
     config: PromptDataOptions,
     path: str,
     max_samples: int | None,
@@ -174,7 +174,7 @@ def _build(
 def build_prompts(
     rows: Sequence[Row],
     first_id: int,
-    tokenizer: PromptTokenizer,
+    tokenizer: Tokenizer,
     config: PromptDataOptions,
     *,
     has_model: bool = True,

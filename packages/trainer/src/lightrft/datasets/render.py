@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -23,27 +23,16 @@ from lightrft.datasets.messages import (
     read_tools,
     require_asked,
 )
-from lightrft.datasets.text_ids import TextTokenizer, prompt_ids
+from lightrft.datasets.text_ids import prompt_ids
 from lightrft.datasets.types import DataError
+from lightrft.engines.text import Tokenizer
 
 # Some million tokens, more than any model takes.
 MAX_PROMPT_CHARACTERS = 2**24
 
 
-class PromptTokenizer(TextTokenizer, Protocol):
-    """Interface of a Hugging Face tokenizer that prompts need."""
-
-    chat_template: str | None
-
-    # No signature: transformers' allows only texts as contents, but templates take parts of media.
-    @property
-    def apply_chat_template(self) -> Callable[..., object]:
-        """`(conversation, *, tools, tokenize, add_generation_prompt)`; text for tokenize=False."""
-        ...
-
-
 @runtime_checkable
-class RowTokenizer(Protocol):
+class RowTokenizer(Tokenizer, Protocol):
     """Tokenizer that shows rows different tools."""
 
     @property
@@ -51,12 +40,12 @@ class RowTokenizer(Protocol):
         """Whether it shows the tools of a row, not those of its environment."""
         ...
 
-    def for_row(self, columns: Mapping[str, object]) -> PromptTokenizer:
+    def for_row(self, columns: Mapping[str, object]) -> Tokenizer:
         """Return the tokenizer of one row; raise a DataError if the row names none."""
         ...
 
 
-def check_tokenizer(tokenizer: PromptTokenizer, config: TemplateOptions) -> None:
+def check_tokenizer(tokenizer: Tokenizer, config: TemplateOptions) -> None:
     """Raise a DataError if the chat template is requested but the tokenizer has none."""
     if config.apply_chat_template and not tokenizer.chat_template:
         raise DataError(
@@ -67,7 +56,7 @@ def check_tokenizer(tokenizer: PromptTokenizer, config: TemplateOptions) -> None
 
 def render(
     row: Row,
-    tokenizer: PromptTokenizer,
+    tokenizer: Tokenizer,
     config: PromptDataOptions,
     content: str | Sequence[Message] | None = None,
 ) -> str:
@@ -185,7 +174,7 @@ def as_flags(options: Mapping[str, object]) -> str:
 
 def tokenise(
     rows: Sequence[Row],
-    tokenizer: PromptTokenizer,
+    tokenizer: Tokenizer,
     config: PromptDataOptions,
     contents: Sequence[str | Sequence[Message] | None] = (),
 ) -> list[tuple[str, tuple[int, ...]]]:
@@ -249,7 +238,7 @@ def _likely_keys(row: Row, name: str) -> list[str]:
     return nearest or [column for column in INPUT_KEYS if column in row.columns]
 
 
-def render_chat(row: Row, tokenizer: PromptTokenizer, messages: Sequence[Message]) -> str:
+def render_chat(row: Row, tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
     """Return the text of a row's messages and tools, up to the assistant's header.
 
     Raises:
@@ -267,7 +256,7 @@ def render_chat(row: Row, tokenizer: PromptTokenizer, messages: Sequence[Message
 
 
 def teacher_prompt_ids(
-    rows: Sequence[Row], tokenizer: PromptTokenizer, config: PromptDataOptions
+    rows: Sequence[Row], tokenizer: Tokenizer, config: PromptDataOptions
 ) -> list[tuple[int, ...]]:
     """Return token ids of each row's prompt with the text of `teacher_prompt_column` behind it.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import string
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from lightrft.datasets.types import DataError
+from lightrft.engines.text import Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,17 +23,7 @@ _LEFT_OPEN = "the tokenizer ends a text by a token of its own, and prompts are l
 _HEAD = 64
 
 
-class TextTokenizer(Protocol):
-    """Interface of a Hugging Face tokenizer that texts need."""
-
-    def __call__(
-        self, text: list[str], *, add_special_tokens: bool
-    ) -> Mapping[str, list[list[int]]]:
-        """Return token ids under the key `input_ids`."""
-        ...
-
-
-def frame_ids(tokenizer: TextTokenizer) -> tuple[list[int], list[int]]:
+def frame_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Return the token ids that a tokenizer adds before and behind a text.
 
     Raises:
@@ -51,13 +42,13 @@ def frame_ids(tokenizer: TextTokenizer) -> tuple[list[int], list[int]]:
     )
 
 
-def prompt_ids(tokenizer: TextTokenizer, texts: Sequence[str]) -> list[list[int]]:
+def prompt_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Return token ids of prompts without a chat template: begun once, and with an open end."""
     before, _ = frame_ids(tokenizer)
     return [_begun(ids, before) for ids in _bare_ids(tokenizer, texts)]
 
 
-def prompt_remark(tokenizer: TextTokenizer, texts: Iterable[str]) -> str:
+def prompt_remark(tokenizer: Tokenizer, texts: Iterable[str]) -> str:
     """Return a remark on prompts that are read differently than encoded by default, or ""."""
     before, after = frame_ids(tokenizer)
     heads = _bare_ids(tokenizer, [text[:_HEAD] for text in texts]) if before else []
@@ -65,7 +56,7 @@ def prompt_remark(tokenizer: TextTokenizer, texts: Iterable[str]) -> str:
     return "; ".join(filter(None, (begun, _LEFT_OPEN if after else "")))
 
 
-def _bare_ids(tokenizer: TextTokenizer, texts: Sequence[str]) -> Sequence[list[int]]:
+def _bare_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> Sequence[list[int]]:
     return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
 
 

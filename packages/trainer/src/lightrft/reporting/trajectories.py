@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
     from lightrft.experience.maker import StepExperience
-    from lightrft.rollout.source import Decoder
 
 
 # Limit of a tool's answer in a line about a sample; the journal has all of it.
@@ -60,7 +60,7 @@ class TrajectoryLog(JsonLinesFile):
         """Return whether a step is written."""
         return step == 1 or step % self._every == 0
 
-    def log(self, step: int, experience: StepExperience, decoder: Decoder) -> None:
+    def log(self, step: int, experience: StepExperience, decoder: PreTrainedTokenizerBase) -> None:
         """Write the samples of a step."""
         if not self.is_due(step):
             return
@@ -74,7 +74,7 @@ class TrajectoryLog(JsonLinesFile):
 
 
 def _as_line(
-    step: int, experience: StepExperience, row: int, decoder: Decoder
+    step: int, experience: StepExperience, row: int, decoder: PreTrainedTokenizerBase
 ) -> dict[str, object]:
     batch, table = experience.batch, experience.table
     rollouts, outputs = batch.rollouts, batch.outputs
@@ -135,7 +135,7 @@ class ShownSamples:
     def __init__(self, write: Callable[[str], None], *, every: int, has_rewards: bool) -> None:
         self._write, self._every, self._has_rewards = write, every, has_rewards
 
-    def log(self, step: int, experience: StepExperience, decoder: Decoder) -> None:
+    def log(self, step: int, experience: StepExperience, decoder: PreTrainedTokenizerBase) -> None:
         """Show samples of a prompt that this rank trains on, if the step is due."""
         if not self._every or step % self._every:
             return

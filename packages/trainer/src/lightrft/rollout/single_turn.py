@@ -15,11 +15,13 @@ from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.records.media import media_request
 from lightrft.records.rollout import Rollout, TurnSegment
 from lightrft.rollout.scoring import finished_samples, open_scorer
-from lightrft.rollout.source import Decoder, SampleRequests, Samples, SourceParts
+from lightrft.rollout.source import SampleRequests, Samples, SourceParts
 from lightrft.strategy.distributed.console_sink import report_progress
 from lightrft.strategy.engine.generation import PromptBatch
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from lightrft.strategy.engine.session import EngineSession, OnFinished
 
 # Number of prompts whose media are decoded in one call of the processor.
@@ -135,7 +137,7 @@ class RolloutGroups:
     request_ids: Sequence[int]
     group_ids: Sequence[int]
     group_size: int
-    decoder: Decoder
+    decoder: PreTrainedTokenizerBase
     on_group: Callable[[list[Rollout]], None] | None = None
     _open: dict[int, list[Completion]] = field(default_factory=dict, init=False)
     _done: dict[int, list[Rollout]] = field(default_factory=dict, init=False)

@@ -24,6 +24,8 @@ from lightrft.rollout.open_groups import NOTHING_OPEN, StreamState
 from lightrft.strategy.distributed.deadlines import StepTimer
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from lightrft.rollout.model_rewards import ModelRewards
     from lightrft.strategy.distributed.context import DistributedContext
     from lightrft.strategy.engine.session import EngineSession
@@ -32,16 +34,6 @@ if TYPE_CHECKING:
 State = TypeVar("State")
 # Counts of an agent's episode, for metrics.
 AGENT_COUNTS = ("calls", "lost_calls", "branches", "malformed_calls", "restarts")
-
-
-class Decoder(Protocol):
-    """The part of a tokenizer that turns sampled ids into text."""
-
-    pad_token_id: int | None
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of the ids."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +51,7 @@ class SourceParts:
 
     session: EngineSession
     config: TrainConfig
-    decoder: Decoder
+    decoder: PreTrainedTokenizerBase
     reward_function: RewardFunction
     model_rewards: ModelRewards | None = None
     encoder: Encoder = TEXT_ENCODER

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from lightrft.rollout.agents.conversations import CalledTurn
 from lightrft.rollout.agents.http_server import HttpResponse
 from lightrft.rollout.agents.messages import ChatCall, Json, read_chat, refused
-from lightrft.rollout.agents.replies import TokenNames, told
+from lightrft.rollout.agents.replies import told
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "metadata")
 _OWN = frozenset({*_SAME, "messages", "system", "stop_sequences", "tools", "tool_choice"})
@@ -65,7 +69,7 @@ def _check_names(body: Json) -> None:
 
 
 def reply_message(
-    call: ChatCall, turns: Sequence[CalledTurn], model: str, tokenizer: TokenNames
+    call: ChatCall, turns: Sequence[CalledTurn], model: str, tokenizer: PreTrainedTokenizerBase
 ) -> HttpResponse:
     """Return the answer to a call.
 
@@ -195,7 +199,9 @@ def _choice(given: object) -> object:
     return given["type"] if given.get("type") in ("auto", "none") else given
 
 
-def _reason(call: ChatCall, turn: CalledTurn, tokenizer: TokenNames) -> tuple[str, str | None]:
+def _reason(
+    call: ChatCall, turn: CalledTurn, tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, str | None]:
     if told(turn).calls:
         return "tool_use", None
     text = tokenizer.decode(turn.sampled.output_token_ids)

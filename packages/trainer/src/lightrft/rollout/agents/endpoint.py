@@ -28,14 +28,16 @@ from lightrft.rollout.agents.messages import (
     read_text,
     refused,
 )
-from lightrft.rollout.agents.replies import TokenNames, reply
+from lightrft.rollout.agents.replies import reply
 from lightrft.rollout.agents.responses_api import read_response, reply_response
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from lightrft.rollout.agents.episodes import AgentEpisode
 
 MODEL_NAME = "policy"
-Reply = Callable[[ChatCall, Sequence[CalledTurn], str, TokenNames], HttpResponse]
+Reply = Callable[[ChatCall, Sequence[CalledTurn], str, "PreTrainedTokenizerBase"], HttpResponse]
 # Parser and answer function of each path.
 _CALLS: Mapping[str, tuple[Callable[[Json], ChatCall], Reply]] = {
     "/v1/chat/completions": (read_chat, reply),
@@ -117,7 +119,7 @@ class Endpoint:
 
     def __init__(
         self,
-        tokenizer: TokenNames,
+        tokenizer: PreTrainedTokenizerBase,
         limits: HttpLimits | None = None,
         *,
         port: int = 0,

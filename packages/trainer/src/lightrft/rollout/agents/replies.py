@@ -7,29 +7,20 @@ import re
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import cache
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from lightrft.rollout.agents.conversations import CalledTurn, template_calls
 from lightrft.rollout.agents.http_server import HttpResponse
 from lightrft.rollout.agents.messages import ChatCall, Json, Message
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 DONE = b"data: [DONE]\n\n"
 
 
-class TokenNames(Protocol):
-    """Part of a tokenizer that decodes single tokens."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ids."""
-        ...
-
-    def convert_ids_to_tokens(self, ids: int) -> str:
-        """Return an id's entry of the vocabulary."""
-        ...
-
-
 def reply(
-    call: ChatCall, turns: Sequence[CalledTurn], model: str, tokenizer: TokenNames
+    call: ChatCall, turns: Sequence[CalledTurn], model: str, tokenizer: PreTrainedTokenizerBase
 ) -> HttpResponse:
     """Return the answer to a call.
 
@@ -95,7 +86,7 @@ def _message(message: Message) -> Json:
     return {**fields, "tool_calls": calls} if calls else fields
 
 
-def _logprobs(call: ChatCall, turn: CalledTurn, tokenizer: TokenNames) -> Json | None:
+def _logprobs(call: ChatCall, turn: CalledTurn, tokenizer: PreTrainedTokenizerBase) -> Json | None:
     if not call.options.wants_logprobs:
         return None
     ids, values = turn.sampled.output_token_ids, turn.sampled.output_logprobs
@@ -116,13 +107,13 @@ def _logprobs(call: ChatCall, turn: CalledTurn, tokenizer: TokenNames) -> Json |
     }
 
 
-def _text_of(token: int, place: int, tokenizer: TokenNames) -> str:
+def _text_of(token: int, place: int, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the text of a token at its place: only the first one may lose its space."""
-    alone = tokenizer.decode([token])
-    return tokenizer.decode([token, token])[len(alone) :] if place else alone
+    alone, twice = (str(tokenizer.decode([token] * count)) for count in (1, 2))
+    return twice[len(alone) :] if place else alone
 
 
-def _bytes_of(token: int, text: str, tokenizer: TokenNames) -> list[int]:
+def _bytes_of(token: int, text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the bytes of a token, which may hold only a part of a character."""
     if "\N{REPLACEMENT CHARACTER}" not in text:
         return list(text.encode())

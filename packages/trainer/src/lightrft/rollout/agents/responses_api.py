@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from lightrft.rollout.agents.conversations import CalledTurn
 from lightrft.rollout.agents.http_server import HttpResponse
 from lightrft.rollout.agents.messages import ChatCall, Json, read_chat, refused
-from lightrft.rollout.agents.replies import TokenNames, told
+from lightrft.rollout.agents.replies import told
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Options that chat requests have too, with their names there.
 _SAME = {
@@ -78,7 +82,7 @@ def _check_names(body: Json) -> None:
 
 
 def reply_response(
-    call: ChatCall, turns: Sequence[CalledTurn], model: str, tokenizer: TokenNames
+    call: ChatCall, turns: Sequence[CalledTurn], model: str, tokenizer: PreTrainedTokenizerBase
 ) -> HttpResponse:
     """Return the answer to a call.
 

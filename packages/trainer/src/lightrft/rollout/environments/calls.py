@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from lightrft.config import ConfigError
+from lightrft.datasets.chat_template import RenderingError, template_of
+from lightrft.datasets.messages import Message
 from lightrft.kernels.names import first_line
 from lightrft.rollout.environments.call_formats import (
     PARSERS,
@@ -18,6 +20,9 @@ from lightrft.rollout.environments.call_formats import (
     from_value,
 )
 from lightrft.rollout.environments.call_schema import checked
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Schema = Mapping[str, object]
 # Tool that takes the turns of environments without calls, and the actions of OpenEnv.
@@ -39,19 +44,6 @@ _ENDS = (
 )
 
 
-class RenderingTokenizer(Protocol):
-    """A tokenizer that renders conversations, and may know how its model writes calls."""
-
-    chat_template: str | None
-    eos_token: str | None
-
-    def apply_chat_template(
-        self, conversation: list[dict[str, object]], **options: object
-    ) -> object:
-        """Render the text of a conversation."""
-        ...
-
-
 def whole_turn(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
     """Return the whole turn as one call, for environments that answer turns."""
     del is_ended, before
@@ -59,7 +51,7 @@ def whole_turn(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
 
 
 def choose_parser(
-    name: str, tokenizer: RenderingTokenizer, schemas: Sequence[Schema]
+    name: str, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Schema]
 ) -> CallParser:
     """Return the parser of an option.
 
@@ -79,7 +71,7 @@ def choose_parser(
     if name == "auto" and vars(tokenizer).get("response_template") is not None:
         return _template_parser(tokenizer, schemas)
     template = str(tokenizer.chat_template or "")  # one template, or several by name
-    turn, failure = _tried_turn(tokenizer, template)  # type: ignore[arg-type]
+    turn, failure = _tried_turn(tokenizer, template)
     if name != "auto":
         if turn is not None and not _reads(PARSERS[name], *turn):
             fitting = [other for other in PARSERS if _reads(PARSERS[other], *turn)]
@@ -103,44 +95,40 @@ def choose_parser(
 
 
 @lru_cache(maxsize=16)
-def _tried_turn(tokenizer: RenderingTokenizer, template: str) -> tuple[tuple[str, str] | None, str]:
+def _tried_turn(
+    tokenizer: PreTrainedTokenizerBase, template: str
+) -> tuple[tuple[str, str] | None, str]:
     """Render a call; return the turn, None without one, and the text before it.
 
     The last item says why the template failed, if it accepted neither form of arguments.
     """
     del template  # only part of the cache's key
-    failure = ""
     properties = {name: {"type": kind} for name, kind in _TRIED_TYPES.items()}
     function = {
         "name": _TRIED_NAME,
         "description": "Finds.",
         "parameters": {"type": "object", "properties": properties},
     }
-    tools = [{"type": "function", "function": function}]
-    question: dict[str, object] = {"role": "user", "content": "question"}
-    for arguments in (_TRIED, json.dumps(_TRIED, ensure_ascii=False)):
-        call = {
-            "id": "call00000",
-            "type": "function",
-            "function": {"name": _TRIED_NAME, "arguments": arguments},
-        }
-        said: dict[str, object] = {"role": "assistant", "content": "", "tool_calls": [call]}
-
-        def render(messages: list[dict[str, object]], is_open: bool) -> str:
-            options = {"tools": tools, "tokenize": False, "add_generation_prompt": is_open}
-            return str(tokenizer.apply_chat_template(messages, **options))
-
-        try:
-            asked, opened = render([question], False), render([question], True)
-            whole = render([question, said], False)
-        except Exception as error:  # noqa: BLE001 - a template is a program of the model's author
-            failure = first_line(error)
-            continue
-        header = opened.removeprefix(asked)
-        for begun in (header, header.partition("<think>")[0], ""):
-            if whole.startswith(asked + begun) and _TRIED_NAME in whole[len(asked + begun) :]:
-                return (_cut(whole[len(asked + begun) :], tokenizer.eos_token), begun), ""
-    return None, failure
+    tools: list[Message] = [{"type": "function", "function": function}]
+    question: Message = {"role": "user", "content": "question"}
+    arguments = json.dumps(_TRIED, ensure_ascii=False)
+    call = {
+        "id": "call00000",
+        "type": "function",
+        "function": {"name": _TRIED_NAME, "arguments": arguments},
+    }
+    said: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    try:
+        render = template_of(tokenizer).render
+        asked, opened = render([question], tools), render([question], tools, asks=True)
+        whole = render([question, said], tools)
+    except RenderingError as error:
+        return None, str(error)
+    header = opened.removeprefix(asked)
+    for begun in (header, header.partition("<think>")[0], ""):
+        if whole.startswith(asked + begun) and _TRIED_NAME in whole[len(asked + begun) :]:
+            return (_cut(whole[len(asked + begun) :], tokenizer.eos_token), begun), ""
+    return None, ""
 
 
 def _cut(turn: str, eos: str | None) -> str:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lightrft.config import ConfigError, RolloutOptions, StreamingOptions
-from lightrft.datasets.chat_ids import ChatIds, TemplateRefusedError
+from lightrft.datasets.chat_ids import ChatIds, TemplateRefusedError, special_ids
 from lightrft.datasets.media import Modality, TextModality
-from lightrft.datasets.render import PromptTokenizer
 from lightrft.datasets.suffix import TurnSuffix
+from lightrft.engines.text import Tokenizer
 from lightrft.records.rollout import Rollout
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.environments.episode import Episode
@@ -83,7 +83,7 @@ class Environments:
                 self.pool.specs, tokenizer, config.tool_parser, modality.renderer
             )
             self.spec = self.specs.whole
-            self.prompt_tokenizer: PromptTokenizer = modality.showing(self.specs.tokenizer)
+            self.prompt_tokenizer: Tokenizer = modality.showing(self.specs.tokenizer)
             self.suffix = TurnSuffix(
                 ChatIds(tokenizer, modality),
                 tools=self.spec.schemas,
@@ -324,6 +324,6 @@ def forging_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
         for text in ([value] if isinstance(value, str) else value)
     ]
     unknown = tokenizer.unk_token
-    return frozenset(tokenizer.all_special_ids) - (
+    return special_ids(tokenizer) - (
         frozenset() if unknown is None or unknown in texts else {tokenizer.unk_token_id}
     )

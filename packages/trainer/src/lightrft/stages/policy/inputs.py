@@ -17,8 +17,8 @@ from lightrft.config import ConfigError, OutputOptions, TrainConfig
 from lightrft.datasets import Prompt, PromptDataset, collate_prompts, load_prompts
 from lightrft.datasets.batch_stream import planned_steps
 from lightrft.datasets.media import Modality
-from lightrft.datasets.render import PromptTokenizer
 from lightrft.datasets.types import DataError
+from lightrft.engines.text import Tokenizer
 from lightrft.models import Actor, Critic, load_tokenizer
 from lightrft.models.statements import Statements, read_statements
 from lightrft.reporting.files import ROLLOUTS_FILE, SAMPLES_FILE, TRAJECTORIES_FILE
@@ -331,7 +331,7 @@ def trajectory_log(config: OutputOptions, *, has_rewards: bool) -> TrajectoryLog
 
 
 def load_run_prompts(
-    config: TrainConfig, tokenizer: PromptTokenizer, *, for_evaluation: bool = False
+    config: TrainConfig, tokenizer: Tokenizer, *, for_evaluation: bool = False
 ) -> PromptDataset:
     """Return the prompts of `prompt_data`, or those of `eval_data`.
 

@@ -30,7 +30,6 @@ from lightrft.config.train_config import command_options
 from lightrft.datasets.files import Row, scan_rows, with_whole_numbers
 from lightrft.datasets.messages import INPUT_KEYS, OF_PROMPTS
 from lightrft.datasets.render import (
-    PromptTokenizer,
     as_flags,
     check_tokenizer,
     found_keys,
@@ -38,6 +37,7 @@ from lightrft.datasets.render import (
 )
 from lightrft.datasets.text_ids import prompt_remark
 from lightrft.datasets.types import DataError
+from lightrft.engines.text import Tokenizer
 from lightrft.tools.data.certificate import Certificate, certify
 from lightrft.tools.data.probes import FORMS, IN_OTHER_WORDS
 from lightrft.tools.data.row_checks import CheckedRow, RowCheck, check_prompts, repeated
@@ -319,7 +319,7 @@ def check(request: Request) -> int:
 
 
 def _say_of_model(
-    row: Row, reader: PromptTokenizer, statements: Statements | None, config: PromptDataOptions
+    row: Row, reader: Tokenizer, statements: Statements | None, config: PromptDataOptions
 ) -> None:
     """Print the model's statements, after a check that its template ends."""
     if config.apply_chat_template:
@@ -342,7 +342,7 @@ def _num_reward_problems(usable: Sequence[CheckedRow], config: ScoringOptions) -
     return 0 if certificate is None else len(certificate.problems)
 
 
-def _reader(statements: Statements | None, config: RowDataOptions) -> PromptTokenizer:
+def _reader(statements: Statements | None, config: RowDataOptions) -> Tokenizer:
     if statements is None:
         return PlainTokenizer()
     from lightrft.stages.opening import load_modality

@@ -10,9 +10,9 @@ from lightrft.config import PromptDataOptions
 from lightrft.datasets.files import Row
 from lightrft.datasets.messages import ReadRecord
 from lightrft.datasets.prompts import build_prompts
-from lightrft.datasets.render import PromptTokenizer
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.errors import MediaError
+from lightrft.engines.text import Tokenizer
 
 T = TypeVar("T")
 Made = TypeVar("Made")
@@ -112,7 +112,7 @@ def walk(
 
 def check_prompts(
     items: Sequence[Row | DataError],
-    tokenizer: PromptTokenizer,
+    tokenizer: Tokenizer,
     config: PromptDataOptions,
     *,
     has_model: bool = True,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from lightrft.config import ConfigError, PromptDataOptions, SamplingOptions, Tra
 from lightrft.config.toml import write_whole
 from lightrft.datasets import Prompt
 from lightrft.datasets.files import read_sources
-from lightrft.datasets.render import PromptTokenizer
+from lightrft.engines.text import Tokenizer
 from lightrft.engines.types import SamplingParams
 from lightrft.models import Actor, load_tokenizer
 from lightrft.models.loading import is_reward_model
@@ -29,7 +30,7 @@ from lightrft.rollout.sampler import (
     greedy_params,
     training_params,
 )
-from lightrft.rollout.source import Decoder, SourceParts
+from lightrft.rollout.source import SourceParts
 from lightrft.run.provenance import run_of_model
 from lightrft.stages.opening import load_modality
 from lightrft.stages.policy.inputs import build_environments, load_run_prompts
@@ -41,6 +42,9 @@ from lightrft.stages.policy.rewards import (
 )
 from lightrft.strategy import get_strategy
 from lightrft.strategy.distributed.context import DistributedContext
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 RESPONSES_FILE = "responses.jsonl"
 
@@ -227,7 +231,7 @@ def summarise(
 
 
 def held_out_prompts(
-    config: TrainConfig, source: str | None, tokenizer: PromptTokenizer
+    config: TrainConfig, source: str | None, tokenizer: Tokenizer
 ) -> frozenset[tuple[object, ...]]:
     """Return the keys of prompts that are kept out of rows; none unless samples are saved.
 
@@ -305,7 +309,7 @@ def write_responses(
     config: TrainConfig,
     prompts: Sequence[Prompt],
     tables: dict[str, SampleTable],
-    decoder: Decoder,
+    decoder: "PreTrainedTokenizerBase",
 ) -> None:
     """Write one line for each response, in the order of the prompts."""
     originals = own_prompts(config, prompts)
