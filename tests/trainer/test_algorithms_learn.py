@@ -75,7 +75,7 @@ def train(rank, world_size, directory, model, options):
 
     from lightrft.run.assembly import run_training
     from lightrft.tools.quickstart import boxed_sum
-    from lightrft.tools.quickstart.addition import ADDITION
+    from lightrft.tools.quickstart.arithmetic import ADDITION
     from lightrft.tools.quickstart.quickstart_command import Recipe, training_config
     from lightrft.tools.quickstart.task import HELD_OUT_SEED, write_exercises
 

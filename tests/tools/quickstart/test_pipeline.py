@@ -12,7 +12,7 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row
 from lightrft.datasets.supervised_rows import RowEncoder
 from lightrft.tools.model_presets import END
-from lightrft.tools.quickstart.addition import ADDITION, demonstrate
+from lightrft.tools.quickstart.arithmetic import ADDITION, demonstrate
 from lightrft.tools.quickstart.pipeline import STUDENT_WIDTH, Outcome, pairs, table
 from lightrft.tools.quickstart.warm_start import build_student, build_tokenizer
 from lightrft.tools.report.chain import chain_of

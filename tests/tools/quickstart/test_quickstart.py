@@ -16,7 +16,7 @@ from tests.tools.quickstart.dice import Dice
 
 from lightrft.cli.main import main
 from lightrft.reporting.metric_table import metric_row
-from lightrft.tools.quickstart.addition import ADDITION, Addition, demonstrate, draw_additions
+from lightrft.tools.quickstart.arithmetic import ADDITION, Addition, demonstrate, draw_additions
 from lightrft.tools.quickstart.boxed_sum import score
 from lightrft.tools.quickstart.quickstart_command import (
     ESTIMATORS,

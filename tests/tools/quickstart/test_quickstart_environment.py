@@ -18,14 +18,14 @@ from lightrft.rollout.environments.call_formats import ToolCall
 from lightrft.rollout.environments.calls import choose_parser
 from lightrft.rollout.environments.environments import forging_ids
 from lightrft.rollout.environments.worker import HostedEnvironments
-from lightrft.tools.quickstart.boxed_sum import score
-from lightrft.tools.quickstart.calculator import (
+from lightrft.tools.quickstart.arithmetic import (
     CALCULATOR,
     CALCULATOR_AGENT,
     P_COMPUTE,
     Product,
     draw_products,
 )
+from lightrft.tools.quickstart.boxed_sum import score
 from lightrft.tools.quickstart.calculator_environment import Calculator
 from lightrft.tools.quickstart.quickstart_command import Recipe, prepare, reinforce, training_config
 from lightrft.tools.quickstart.task import HERE, is_held_out

@@ -134,9 +134,6 @@ class _Trial:
 
     def doubts(self) -> Iterator[str]:
         """Yield the answers that the reward wrongly lets pass, one sentence for each kind."""
-        labelled = {i for i, row in enumerate(self.rows[:MAX_PROBED_ROWS]) if row.label is not None}
-        # Rows whose empty answer gets as much as the reference count for that kind alone.
-        empty = {i for i in labelled if self.are_answers and self.scores[i, ""] >= self.bests[i]}
         # Share of rows that one answer to all of them, or luck, may get right.
         most = max(Counter(self.finals).values(), default=0) / max(1, len(self.finals))
         much = "as much as the reference answer" if self.are_answers else "a reward"
@@ -149,13 +146,22 @@ class _Trial:
             rule = _rule_of(probes)
             if rule != "wrong" and not self.are_answers:
                 continue
-            counted = labelled - (set() if kind == "empty" else empty)
-            rows = {i: p for i, p in probes.items() if rule == "frame" or i in counted}
+            counted = probes.keys() if rule == "frame" else self._counted(kind)
+            rows = {i: probe for i, probe in probes.items() if i in counted}
             passed = [i for i, probe in rows.items() if self.passes(i, probe)]
             is_blind = self.are_answers and all(probe.is_blind for probe in probes.values())
             if len(passed) > (max(_CHANCE, most) * len(rows) if is_blind else 0):
                 where = self.rows[passed[0]].location
                 yield f"{len(passed)} of {len(rows)} {kind} {than[rule]} ({where})"
+
+    def _counted(self, kind: str) -> set[int]:
+        """Return the rows whose reference answer can be compared with probes of a kind."""
+        rows = self.rows[:MAX_PROBED_ROWS]
+        labelled = {index for index, row in enumerate(rows) if row.label is not None}
+        if kind == "empty" or not self.are_answers:
+            return labelled
+        # Rows whose empty answer gets as much as the reference count for that kind alone.
+        return {index for index in labelled if self.scores[index, ""] < self.bests[index]}
 
     def unasked(self) -> Iterator[str]:
         """Yield a doubt if an answer without content gets the most, for rewards without labels."""

@@ -22,8 +22,7 @@ from lightrft.config.files import read_object
 from lightrft.config.options import did_you_mean
 from lightrft.reporting.files import SAMPLES_FILE, SUMMARY_FILE, JsonLines, package_versions
 from lightrft.tools.init_model_command import make_folder, require_empty
-from lightrft.tools.quickstart.addition import ADDITION
-from lightrft.tools.quickstart.calculator import CALCULATOR, CALCULATOR_AGENT
+from lightrft.tools.quickstart.arithmetic import ADDITION, CALCULATOR, CALCULATOR_AGENT
 from lightrft.tools.quickstart.colours import SHAPES
 from lightrft.tools.quickstart.recipe import (
     ESTIMATORS,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightrft.config import TrainConfig
-from lightrft.tools.quickstart.addition import ADDITION
+from lightrft.tools.quickstart.arithmetic import ADDITION
 from lightrft.tools.quickstart.task import HERE, Task, in_folder
 
 SAMPLES_PER_STEP = 128
