@@ -6,7 +6,7 @@ from tests.rollout.agents.agent_stage import AgentStage
 from tests.rollout.stages import Stage, call
 
 from lightrft.tools import quickstart
-from lightrft.tools.quickstart.calculator import CALCULATOR
+from lightrft.tools.quickstart.arithmetic import CALCULATOR
 
 FOLDER = quickstart.__path__[0]
 ENVIRONMENT = f"{FOLDER}/{CALCULATOR.environment}:Calculator"
