@@ -9,7 +9,7 @@ from lightrft.tools import quickstart
 from lightrft.tools.quickstart.arithmetic import CALCULATOR
 
 FOLDER = quickstart.__path__[0]
-ENVIRONMENT = f"{FOLDER}/{CALCULATOR.environment}:Calculator"
+ENVIRONMENT = f"{FOLDER}/calculator_environment.py:Calculator"
 AGENT = f"{FOLDER}/calculator_agent.py:run"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 TURNS = [call("calculate", expression="12*12"), "\\boxed{144}"]
