@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
-from tests.machine import seconds
+from tests.programs import run_python
 
 PACKAGES = (
     "config",
@@ -63,13 +60,7 @@ print("imported")
 @pytest.mark.full
 def test_every_module_imports_without_optional_packages():
     code = BLOCKED_IMPORT.format(optional=OPTIONAL, packages=PACKAGES)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=seconds(240),
-        check=False,
-    )
+    done = run_python("-c", code, timeout_seconds=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip().endswith("imported")
 
@@ -80,13 +71,7 @@ def test_configuration_modules_import_the_standard_library_only():
         "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'deepspeed'} & set(sys.modules);"
         "assert not heavy, heavy"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=seconds(120),
-        check=False,
-    )
+    done = run_python("-c", code, timeout_seconds=120)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -103,13 +88,7 @@ def test_a_model_costs_what_torch_and_transformers_cost():
         "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
         "print(*sorted(new - set(sys.stdlib_module_names)))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=seconds(240),
-        check=False,
-    )
+    done = run_python("-c", code, timeout_seconds=240)
     assert done.returncode == 0, done.stderr[-3000:]
     added = set(done.stdout.split())
     assert "lightrft" in added

@@ -8,13 +8,11 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from tests.machine import seconds
+from tests.programs import run_python
 from tests.ranks import run_multiprocess
 
 from lightrft.config.files import FileEntry, sealed
@@ -147,14 +145,7 @@ def called(words):
 def started(words):
     """The same of the command as a process."""
     environment = {k: v for k, v in os.environ.items() if k not in ENVIRONMENT}
-    done = subprocess.run(
-        [sys.executable, "-m", "lightrft.cli.main", *words],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=seconds(240),
-        check=False,
-    )
+    done = run_python("-m", "lightrft.cli.main", *words, timeout_seconds=240, env=environment)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -6,11 +6,9 @@ import errno
 import importlib
 import json
 import os
-import subprocess
-import sys
 
 import pytest
-from tests.machine import seconds
+from tests.programs import run_python
 
 from lightrft.cli import errors
 from lightrft.cli.errors import (
@@ -225,13 +223,7 @@ def test_a_file_that_cannot_be_written_says_why(tmp_path):
 
         print(*(run_guarded("lightrft", lambda kind=kind: body(kind)) for kind in writers))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=seconds(100),
-        check=False,
-    )
+    done = run_python("-c", program, str(tmp_path), timeout_seconds=100)
     assert done.stdout.split() == ["3", "3", "3"], done.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import textwrap
 import time
 
 import pytest
 from tests.machine import seconds
+from tests.programs import run_python
 
 from lightrft.cli.errors import WorkerError, run_guarded
 from lightrft.cli.launch import launch
@@ -163,13 +162,7 @@ def test_one_process(program, capsys, monkeypatch, name, code, expected):
 @pytest.mark.parametrize("name", ["allocator", "deadline", "verification"])
 def test_one_process_at_the_shell(program, name):
     code, expected = next((code, expected) for n, code, expected in CASES if n == name)
-    done = subprocess.run(
-        [sys.executable, str(program), name, "0"],
-        capture_output=True,
-        text=True,
-        timeout=seconds(200),
-        check=False,
-    )
+    done = run_python(str(program), name, "0", timeout_seconds=200)
     assert done.returncode == code, done.stderr
     assert_message(done.stderr, name, expected, prefix="")
 
@@ -220,22 +213,16 @@ def test_every_code_reaches_the_caller_through_the_launcher(
 @pytest.mark.parametrize("name", ["bug", "data", "allocator", "deadline"])
 def test_torchrun_shows_the_failing_ranks_message(program, name):
     expected = next(expected for n, _, expected in CASES if n == name)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node",
-            "2",
-            "--standalone",
-            str(program),
-            name,
-            "1",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=seconds(200),
-        check=False,
+    done = run_python(
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--standalone",
+        str(program),
+        name,
+        "1",
+        timeout_seconds=200,
     )
     assert done.returncode == 1  # torchrun has no other code for a failed worker
     for text in expected:
@@ -253,13 +240,7 @@ def test_a_signal_before_anything_was_done_ends_the_launcher(program):
         "    return 0\n"
         "sys.exit(run_guarded('lightrft', body))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=seconds(60),
-        check=False,
-    )
+    done = run_python("-c", code, timeout_seconds=60)
     assert done.returncode == 128 + signal.SIGTERM == 143
     assert done.stderr == "lightrft: stopped by SIGTERM before the run started\n"
 

@@ -52,48 +52,21 @@ def folder(tmp_path_factory):
     return path
 
 
-def train(folder, name, *flags):
-    """The metrics of the one step of a run with everything own."""
+def run(folder, name, *flags):
+    """The exit code of a run of one step with everything own."""
     own = folder / "own.py"
-    code = main(
-        [
-            "train",
-            "--fsdp",
-            "--engine_type",
-            "hf",
-            "--pretrain",
-            str(folder / "model"),
-            "--prompt_data",
-            str(folder / "prompts.jsonl"),
-            "--output_dir",
-            str(folder / name),
-            "--policy_loss",
-            f"{own}:scaled",
-            "--advantage_estimator",
-            f"{own}:shifted",
-            "--reward_fn",
-            f"{own}:short",
-            "--loggers",
-            f"{own}:Lines",
-            "--rollout_batch_size",
-            "2",
-            "--n_samples_per_prompt",
-            "2",
-            "--train_batch_size",
-            "4",
-            "--prompt_max_len",
-            "32",
-            "--generate_max_len",
-            "4",
-            "--max_steps",
-            "1",
-            "--init_kl_coef",
-            "0",
-            "--no_bf16",
-            *flags,
-        ]
-    )
-    assert code == 0
+    sizes = """--rollout_batch_size 2 --n_samples_per_prompt 2 --train_batch_size 4
+        --prompt_max_len 32 --generate_max_len 4 --max_steps 1 --init_kl_coef 0 --no_bf16"""
+    choices = f"""train --fsdp --engine_type hf --pretrain {folder / "model"}
+        --prompt_data {folder / "prompts.jsonl"} --output_dir {folder / name}
+        --policy_loss {own}:scaled --advantage_estimator {own}:shifted
+        --reward_fn {own}:short --loggers {own}:Lines"""
+    return main([*choices.split(), *sizes.split(), *flags])
+
+
+def train(folder, name, *flags):
+    """The metrics of the one step of such a run."""
+    assert run(folder, name, *flags) == 0
     (line,) = [
         entry
         for entry in map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
@@ -179,45 +152,7 @@ def test_what_cannot_be_called_is_named_before_anything_is_built(capsys, folder,
 def test_a_changed_file_of_an_own_loss_is_not_continued_silently(capsys, folder):
     train(folder, "again", "--save_steps", "1")
     (folder / "own.py").write_text(OWN.replace("-factor", "-2 * factor"))
-    own = folder / "own.py"
-    code = main(
-        [
-            "train",
-            "--fsdp",
-            "--engine_type",
-            "hf",
-            "--pretrain",
-            str(folder / "model"),
-            "--prompt_data",
-            str(folder / "prompts.jsonl"),
-            "--output_dir",
-            str(folder / "again"),
-            "--policy_loss",
-            f"{own}:scaled",
-            "--advantage_estimator",
-            f"{own}:shifted",
-            "--reward_fn",
-            f"{own}:short",
-            "--loggers",
-            f"{own}:Lines",
-            "--rollout_batch_size",
-            "2",
-            "--n_samples_per_prompt",
-            "2",
-            "--train_batch_size",
-            "4",
-            "--prompt_max_len",
-            "32",
-            "--generate_max_len",
-            "4",
-            "--max_steps",
-            "2",
-            "--init_kl_coef",
-            "0",
-            "--no_bf16",
-            "--load_checkpoint",
-        ]
-    )
+    code = run(folder, "again", "--max_steps", "2", "--load_checkpoint")
     (folder / "own.py").write_text(OWN)
     assert code == 2
     assert "own.py" in capsys.readouterr().err

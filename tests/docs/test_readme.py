@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.machine import seconds
+from tests.programs import run_program, run_python
 
 pytestmark = pytest.mark.shard("quickstart")
 
@@ -31,13 +31,13 @@ def run(command: str, folder: Path, *extra: str, timeout_seconds: float = 280.0)
     """Runs `uv run lightrft ...` with this environment's interpreter, in `folder`."""
     words = shlex.split(command)
     assert words[:3] == ["uv", "run", "lightrft"]
-    done = subprocess.run(
-        [sys.executable, "-m", "lightrft.cli.main", *words[3:], *extra],
+    done = run_python(
+        "-m",
+        "lightrft.cli.main",
+        *words[3:],
+        *extra,
+        timeout_seconds=timeout_seconds,
         cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=seconds(timeout_seconds),
-        check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -97,14 +97,8 @@ def test_the_first_command_as_written_on_a_machine_without_uv(tmp_path):
     caches = os.environ.get("UV_CACHE_DIR", Path.home() / ".cache" / "uv")
     environment |= {"HOME": str(tmp_path), "PATH": str(programs), "UV_CACHE_DIR": str(caches)}
     short = "--steps 1 --warm_start_steps 1 --eval_prompts 8"
-    done = subprocess.run(
-        ["bash", "-c", f"{BARE} {short}"],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=seconds(2900),
-        check=False,
+    done = run_program(
+        "bash", "-c", f"{BARE} {short}", timeout_seconds=2900, cwd=folder, env=environment
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "open lightrft_quickstart/report.html in a browser" in done.stdout

@@ -6,12 +6,10 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from tests.machine import seconds
+from tests.programs import run_python
 
 pytestmark = pytest.mark.shard("recipes")
 
@@ -49,14 +47,13 @@ def test_every_recipe_has_a_command_a_curve_and_a_cost():
 def test_every_command_runs_and_reaches_the_scores_of_the_page(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     for command in COMMANDS:
-        done = subprocess.run(
-            [sys.executable, "-m", "lightrft.cli.main", *shlex.split(command)[1:]],
+        done = run_python(
+            "-m",
+            "lightrft.cli.main",
+            *shlex.split(command)[1:],
+            timeout_seconds=1500,
             cwd=tmp_path,
             env=environment,
-            capture_output=True,
-            text=True,
-            timeout=seconds(1500),
-            check=False,
         )
         assert done.returncode == 0, command + done.stdout[-2000:] + done.stderr[-2000:]
         if command not in ROWS:

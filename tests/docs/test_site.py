@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from tests.machine import seconds
+from tests.programs import run_python
 
 pytest.importorskip("material", reason="the group docs is not installed: uv sync --group docs")
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,13 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=seconds(200),
-        check=False,
+    done = run_python(
+        "-m", "mkdocs", "build", "--strict", "--site-dir", folder, timeout_seconds=200, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return folder

@@ -2,11 +2,9 @@
 
 import math
 import os
-import subprocess
-import sys
 
 import pytest
-from tests.machine import seconds
+from tests.programs import run_python
 from tests.runs import lines, rollout_options, words, write_inputs
 
 pytestmark = pytest.mark.shard("training")
@@ -29,12 +27,11 @@ CELLS = [
 
 
 def run_lightrft(*arguments, timeout_seconds=280.0):
-    done = subprocess.run(
-        [sys.executable, "-m", "lightrft.cli.main", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=seconds(timeout_seconds),
-        check=False,
+    done = run_python(
+        "-m",
+        "lightrft.cli.main",
+        *map(str, arguments),
+        timeout_seconds=timeout_seconds,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, (

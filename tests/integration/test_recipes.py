@@ -6,12 +6,11 @@ flag wins over an earlier one.
 
 import runpy
 import shlex
-import subprocess
 import sys
 
 import pytest
 from tests.contracts.recipes import RECIPES
-from tests.machine import seconds
+from tests.programs import run_python
 from tests.ranks import find_free_port
 from tests.runs import rollout_options, say_rows, tiny_models, words, write_inputs
 
@@ -54,23 +53,17 @@ def test_the_recipe_trains_on_four_processes(tmp_path, repository, recipe):
         log_dir=tmp_path / "logs",
     )
     del appended["fsdp"]
-    finished = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node",
-            "4",
-            "--master_port",
-            str(find_free_port()),
-            script,
-            *printed[2:],
-            *words(appended),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=seconds(1200),
-        check=False,
+    finished = run_python(
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "4",
+        "--master_port",
+        str(find_free_port()),
+        script,
+        *printed[2:],
+        *words(appended),
+        timeout_seconds=1200,
         cwd=tmp_path,
     )
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-6000:]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from tests.machine import seconds
+from tests.programs import run_python
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TABLE = BENCHMARKS / "results" / "compiled_kernels.json"
@@ -29,13 +27,12 @@ pytestmark = [
 
 
 def compile_cases(*arguments: str) -> list[dict]:
-    process = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "compile_table.py"), "--print", *arguments],
+    process = run_python(
+        str(BENCHMARKS / "compile_table.py"),
+        "--print",
+        *arguments,
+        timeout_seconds=3000,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=seconds(3000),
-        check=False,
     )
     assert process.returncode == 0, process.stderr[-6000:]
     return [json.loads(line) for line in process.stdout.splitlines()]

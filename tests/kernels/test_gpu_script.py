@@ -12,7 +12,7 @@ import threading
 import time
 
 import pytest
-from tests.machine import seconds
+from tests.programs import run_program
 
 from lightrft.tools.plan.constants import with_measured
 
@@ -162,13 +162,15 @@ def test_steps_are_written_as_the_run_records_them_with_what_its_start_decided(
 def test_the_rehearsal_with_vllm_makes_the_whole_row_of_grpo(gpu, repository, tmp_path):
     pytest.importorskip("vllm")
     script = repository / "benchmarks" / "gpu" / "run_all.sh"
-    done = subprocess.run(
-        [script, "--rehearse", "--out", tmp_path, "grpo_0.5b", "grpo_0.5b_stream"],
+    done = run_program(
+        script,
+        "--rehearse",
+        "--out",
+        tmp_path,
+        "grpo_0.5b",
+        "grpo_0.5b_stream",
+        timeout_seconds=1100,
         env={**os.environ, "PYTHON": sys.executable, "PREPARE_SECONDS": "300"},
-        capture_output=True,
-        text=True,
-        timeout=seconds(1100),
-        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]
     results = gpu("report").Measured(gpu("lines").read(tmp_path / "table.jsonl"))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 
 import pytest
 import torch
-from tests.machine import seconds
+from tests.programs import run_program
 
 from lightrft.kernels import capabilities
 from lightrft.kernels.weight_bucket.native import load_extension
@@ -25,13 +24,12 @@ def test_capabilities_agree_with_what_can_be_imported():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_gpu_benchmarks_without_a_gpu_say_so_and_write_nothing(repository, tmp_path):
     results, scratch = tmp_path / "results", tmp_path / "scratch"
-    process = subprocess.run(
-        [str(repository / "benchmarks" / "gpu" / "run_all.sh"), "--out", str(results)],
+    process = run_program(
+        str(repository / "benchmarks" / "gpu" / "run_all.sh"),
+        "--out",
+        str(results),
+        timeout_seconds=60,
         env={**os.environ, "TMPDIR": str(scratch)},
-        capture_output=True,
-        text=True,
-        timeout=seconds(60),
-        check=False,
     )
     assert process.returncode == 1
     assert "no GPU" in process.stderr

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from tests.machine import seconds
+from tests.programs import run_python
 
 from lightrft.kernels import hash_tensor
 from lightrft.kernels.weight_bucket import operations, reference
@@ -57,13 +55,13 @@ for target in (80, 90, 100, 120):
 
 
 def run(code: str, **environment: str) -> str:
-    process = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
+    process = run_python(
+        "-W",
+        "error",
+        "-c",
+        code,
+        timeout_seconds=200,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=seconds(200),
-        check=False,
     )
     assert process.returncode == 0, process.stdout + process.stderr[-4000:]
     return process.stdout

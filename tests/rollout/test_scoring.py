@@ -1,11 +1,9 @@
-import subprocess
-import sys
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 from tests.answering import answering
-from tests.machine import seconds
+from tests.programs import run_python
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import Prompt
@@ -227,13 +225,7 @@ for seconds in ("0", "100"):
 
 @pytest.mark.full
 def test_the_reward_phase_keeps_the_deadline_of_every_phase():
-    done = subprocess.run(
-        [sys.executable, "-c", PHASE],
-        capture_output=True,
-        text=True,
-        timeout=seconds(90),
-        check=False,
-    )
+    done = run_python("-c", PHASE, timeout_seconds=90)
     assert done.returncode == 7, done.stderr
     assert done.stdout.count("reward [1.0]") == 1
     assert "spent more than 2 s in phase 'reward'" in done.stderr

@@ -1,9 +1,8 @@
-import subprocess
-import sys
 import time
 
 import pytest
 from tests.machine import seconds
+from tests.programs import run_python
 
 from lightrft.strategy.distributed import deadlines
 from lightrft.strategy.distributed.deadlines import HANG_EXIT_CODE, peer_phases, phase
@@ -28,13 +27,7 @@ with deadlines.phase("generate", 0.5):
 
 
 def run(code):
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=seconds(100),
-        check=False,
-    )
+    return run_python("-c", code, timeout_seconds=100)
 
 
 @pytest.mark.full

@@ -1,15 +1,13 @@
 """The trainer of vision-language models on rows with and without images."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.machine import seconds
 from tests.models.vision.tiny_families import write_tiny_vision_model
 from tests.models.vision.tiny_world import Batch
+from tests.programs import run_python
 from tests.ranks import run_multiprocess
 from tests.runs import lines, words
 from tests.trainer.vision_world import (
@@ -222,13 +220,8 @@ def test_the_example_trains_on_images(model, data, tmp_path, repository):
         save_path=tmp_path / "trained",
     )
     del options["output_dir"], options["init_kl_coef"]  # which the example leaves out
-    finished = subprocess.run(
-        [sys.executable, repository / "examples" / "train_vl.py", *words(options)],
-        capture_output=True,
-        text=True,
-        timeout=seconds(280),
-        check=False,
-        cwd=tmp_path,
+    finished = run_python(
+        repository / "examples" / "train_vl.py", *words(options), timeout_seconds=280, cwd=tmp_path
     )
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-6000:]
     assert "step 2: reward" in finished.stdout

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
-from tests.machine import seconds
+from tests.programs import run_python
 
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
@@ -260,13 +258,7 @@ def test_planning_imports_no_torch():
         "import sys, lightrft.tools.plan.plan_command;"
         "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules); assert not heavy, heavy"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=seconds(120),
-        check=False,
-    )
+    done = run_python("-c", code, timeout_seconds=120)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from tests.machine import seconds
+from tests.programs import run_program
 
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.rewards import sandbox as module
@@ -557,23 +558,18 @@ def test_an_ordinary_user_gets_the_same_sandbox(public_folder, tmp_path) -> None
         tmp_path.chmod(0o700)
         hidden.symlink_to(sys.executable)
     packages = [path for path in sys.path if path and not path.startswith(sys.base_prefix)]
-    done = subprocess.run(
-        [
-            *ordinary_command(),
-            "-c",
-            ORDINARY,
-            NETWORK,
-            SIGNALS,
-            FORKS,
-            str(public_folder),
-            str(hidden),
-        ],
+    done = run_program(
+        *ordinary_command(),
+        "-c",
+        ORDINARY,
+        NETWORK,
+        SIGNALS,
+        FORKS,
+        str(public_folder),
+        str(hidden),
+        timeout_seconds=120,
         env={"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(packages)},
         cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=seconds(120),
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
