@@ -182,7 +182,7 @@ def shape_of(name):
 
 
 class Scripted:
-    """Stands for the sampler: the same samples at every step, with rewards that rise."""
+    """Collects the same samples at every step, with rewards that rise."""
 
     def __init__(self, samples):
         self._samples, self._step = samples, 0
@@ -274,7 +274,7 @@ def record_step(
         **own,
         **{name: getattr(config, name) for name in settings if name not in GIVEN},
     )
-    trainer.stage.maker.sampler = Scripted(samples)
+    trainer.stage.maker.sampler.collect = Scripted(samples).collect
     prompts = [Prompt(i, "p", (2, 3)) for i in range(GROUPS)]
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.fit({"max_steps": steps, "num_episodes": steps}, prompts_dataloader=[prompts])
