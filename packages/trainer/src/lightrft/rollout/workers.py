@@ -25,8 +25,6 @@ from lightrft.rollout.running import Running
 
 Result = TypeVar("Result")
 _CHUNK = 1 << 16
-# The first lines that a worker prints in this time are shown, also while no operation ends.
-_SHOWN_SECONDS = 0.5
 
 
 class EpisodeError(RuntimeError):
@@ -66,9 +64,13 @@ class SharedWorker:
     Args:
         task: Task whose handler reads requests itself and answers each with its number.
         name: Name shown with what it prints.
+        shown_seconds: Time in which its first lines are shown while no operation ends.
     """
 
-    def __init__(self, task: WorkerTask, *, name: str = "") -> None:
+    def __init__(
+        self, task: WorkerTask, *, name: str = "", shown_seconds: float = math.inf
+    ) -> None:
+        self._shown_seconds = shown_seconds
         self._running = Running.create()
         self._process = WorkerProcess(task, name=name, inherited=(self._running.memory,))
         self._lock = threading.Lock()
@@ -114,11 +116,16 @@ class SharedWorker:
             if self._has_ended:
                 raise WorkerLostError("the worker has ended", is_explained=True)
             self._last_number += 1
-            self._asked[self._last_number] = asked
             message = {"number": self._last_number, "seconds": seconds, "request": request}
-            self._process.started.send(message)
+            self._process.started.send(message)  # may refuse what cannot be pickled
+            self._asked[self._last_number] = asked
             os.write(self._wake, b"\0")
         return asked.answer
+
+    def abandon_start(self) -> None:
+        """Kill a worker whose start has not ended; from another thread."""
+        if not self._thread.is_alive():
+            self._process.close()
 
     def close(self) -> None:
         """Kill the worker and its children, if it runs."""
@@ -154,14 +161,15 @@ class SharedWorker:
         while not self._must_end:
             try:
                 seconds = POLL_SECONDS if self._asked else None
+                size = len(started.received)
                 answers = started.exchange(seconds, wakes=self._wakes)
             except EOFError:
                 return self._died()
             now = time.monotonic()
-            if answers or now - shown > _SHOWN_SECONDS:
+            if answers or now - shown > self._shown_seconds:
                 started.end_call()
                 shown = now
-            if answers or not started.received:
+            if answers or len(started.received) != size:
                 self._grown = now
             hung = self._take(answers)
             if hung is None:
@@ -231,11 +239,15 @@ class Workers:
     Args:
         task: Task of the workers.
         name: Name shown with what they print.
+        shown_seconds: See `SharedWorker`.
     """
 
-    def __init__(self, task: WorkerTask, *, name: str = "") -> None:
-        self.task, self._name = task, name
+    def __init__(
+        self, task: WorkerTask, *, name: str = "", shown_seconds: float = math.inf
+    ) -> None:
+        self.task, self._name, self._shown_seconds = task, name, shown_seconds
         self.current: SharedWorker | None = None
+        self._starting: SharedWorker | None = None
         self.described: object = None
         self._generation = 0
         self._is_closed = False
@@ -250,7 +262,8 @@ class Workers:
             if self._is_closed:
                 raise EpisodeError("the workers have ended")
             if self.current is None or not self.current.is_running:
-                worker = SharedWorker(self.task, name=self._name)
+                worker = SharedWorker(self.task, name=self._name, shown_seconds=self._shown_seconds)
+                self._starting = worker
                 self.described = worker.start()
                 self.current = worker
                 self._generation += 1
@@ -295,7 +308,9 @@ class Workers:
 
     def close(self) -> None:
         """End the worker; no other is started."""
+        self._is_closed = True
+        if self._starting is not None:
+            self._starting.abandon_start()
         with self._lock:
-            self._is_closed = True
             if self.current is not None:
                 self.current.close()

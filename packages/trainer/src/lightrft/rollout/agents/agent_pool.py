@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 # Extra time after the deadline for a worker whose agents do not stop.
 GRACE_SECONDS = 5.0
 _MAX_CRASHES = 2
+# Episodes are long: the first lines that a worker prints in this time are shown before they end.
+_SHOWN_SECONDS = 0.5
 _WORKER = "lightrft.rollout.agents.agent_worker"
 
 
@@ -72,7 +75,9 @@ class AgentPool:
         self.name, task = _program(config) if config.agent_command else _function(config)
         agent = str(config.agent_command or config.agent)
         count = config.environment_workers or os.cpu_count() or 1
-        self._workers = [Workers(task, name=self.name) for _ in range(count)]
+        self._workers = [
+            Workers(task, name=self.name, shown_seconds=_SHOWN_SECONDS) for _ in range(count)
+        ]
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="agents")
         try:
             self._workers[0].started()
@@ -99,6 +104,8 @@ class AgentPool:
         """Run the agents of one worker until the last one ends; report errors, raise none."""
         failure = ""
         try:
+            with contextlib.suppress(WorkerFailedError):  # a start that fails is repeated below
+                workers.started()
             for num_crashes in range(_MAX_CRASHES):
                 for number in share if num_crashes else ():
                     tell(AgentRestart(number))

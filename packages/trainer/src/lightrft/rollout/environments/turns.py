@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lightrft.config import RolloutOptions, ScoringOptions
-from lightrft.datasets.chat_ids import ImageRenderingError, Rendered
-from lightrft.datasets.chat_template import template_of
+from lightrft.datasets.chat_ids import Rendered
+from lightrft.datasets.chat_template import RenderingError, template_of
 from lightrft.datasets.media import as_parts
 from lightrft.datasets.suffix import Content, TurnSuffix
 from lightrft.datasets.types import Prompt
@@ -96,7 +96,7 @@ class Observations:
         """Cut answers to fit; return None if their images leave no room for another turn."""
         try:
             sizes = [self._image_tokens(turn, each) for each in contents]
-        except ImageRenderingError as error:
+        except RenderingError as error:
             raise ImageRefusedError(str(error)) from error
         limit = self.config.max_observation_tokens
         if max(sizes) > limit:
