@@ -83,7 +83,7 @@ BAD = {
     ),
     "address": ({"images": "https://example.org/a.png"}, "would have to be fetched"),
     "base64": ({"images": "data:image/png;base64,???"}, "not valid base64"),
-    "kind": ({"images": 3}, "expected an image as path, bytes"),
+    "kind": ({"images": 3}, "expected an image as path, bytes, base64 or a Pillow image, got int"),
     "limit": ({"images": ["a.png", "a.png"]}, "2 images, more than --limit_mm_image_per_prompt 1"),
     "video without rate": (
         {"videos": [{"frames": ["a.png", "a.png"]}]},

@@ -179,8 +179,13 @@ def test_base64_of_a_small_picture_is_a_picture(tmp_path):
     text = base64.b64encode(content).decode()
     assert len(text) < 1024
     assert as_image(text, name="x", folder=tmp_path).read() == content
-    with pytest.raises(MediaError, match="no file"):
-        as_image("picture.png", name="x", folder=tmp_path)
+    assert as_image(np.bytes_(content), name="x", folder=tmp_path).read() == content
+    (tmp_path / "q.png").write_bytes(content)
+    assert as_image(np.str_("q.png"), name="x", folder=tmp_path).read() == content
+    sound = base64.b64encode(b"RIFF\0\0\0\0WAVE").decode()
+    for missing in ("picture.png", sound):
+        with pytest.raises(MediaError, match="no file"):
+            as_image(missing, name="x", folder=tmp_path)
 
 
 def test_a_name_longer_than_the_file_system_allows_is_one_line(tmp_path):

@@ -151,12 +151,15 @@ def fsdp2_rank(rank: int, world_size: int) -> dict[str, object]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
     from lightrft.strategy.fsdp2.sharding import fsdp2_parameter_source
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
+    replicated = nn.ParameterDict({"weight": distribute_tensor(torch.ones(2), mesh)})
+    with pytest.raises(ValueError, match=r"Replicate.* for 'weight'"):
+        fsdp2_parameter_source(replicated)
     odd = fully_shard(OddShapes(), mesh=mesh)
     optimizer = optimizer_of(odd)
     odd(torch.tensor(float(rank + 1))).backward()

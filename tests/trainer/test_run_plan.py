@@ -5,12 +5,16 @@ import os
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from lightrft.cli import train
 from lightrft.config import TrainConfig
 from lightrft.config.files import file_sha256
+from lightrft.config.registry import STAGES
 from lightrft.reporting.files import drop_steps_after, set_aside, write_start
+from lightrft.run import assembly
 from lightrft.run.provenance import describe_models
 from lightrft.run.resume import decided_options, plan_run
 from lightrft.run.run_inputs import describe_inputs, input_files
@@ -354,6 +358,25 @@ def test_credentials_are_not_saved_and_do_not_look_like_a_change(config, tmp_pat
     assert "host/x" in text
     assert "n" in TrainConfig.load(tmp_path / "run" / "config.toml").engine_args
     assert plan_run(secret).changes == ()
+
+
+def test_a_run_that_another_command_left_after_the_plan_is_not_touched(config, monkeypatch):
+    def read(_):
+        leave_run(config())
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(STAGES, "load", lambda _: read)
+    with pytest.raises(ConfigError, match="changed since it was checked: run the command again"):
+        assembly.run_training(config(), stage="sft")
+
+
+def test_a_rank_that_only_generates_checks_the_folder_before_it_waits(config, monkeypatch):
+    leave_run(config())
+    monkeypatch.setattr(train, "is_worker", lambda: True)
+    monkeypatch.setattr(assembly, "run_training", lambda *_, **__: pytest.fail("waits"))
+    command = train.StageCommand("train", "", lambda *_: (config(temperature=0.9), 1))
+    with pytest.raises(ConfigError, match="temperature"):
+        command([])
 
 
 @pytest.mark.full

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -72,6 +73,12 @@ def test_every_bad_row_has_its_line(check):
     for place in range(2, 34):
         assert f"\n  p.jsonl:{place}: " in out
     assert out.endswith("\n32 bad rows\n")
+
+
+def test_a_damaged_generation_config_is_refused_as_by_a_run(check, model, tmp_path):
+    damaged = shutil.copytree(model, tmp_path / "damaged")
+    (damaged / "generation_config.json").write_text("{")
+    assert check(GOOD, "--pretrain", str(damaged))[0] == 2
 
 
 def test_a_run_that_has_no_step_is_said(check):

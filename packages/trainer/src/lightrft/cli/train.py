@@ -117,7 +117,7 @@ class StageCommand:
         from lightrft.cli.preflight import environment_problems, machine_problems
 
         refuse(environment_problems(), PreflightError)
-        stop_request, plan, is_launched = StopRequest(), None, is_worker()
+        stop_request, is_launched = StopRequest(), is_worker()
         with ExitStack() as stack:
             if is_launched:
                 end_with_launcher()
@@ -126,11 +126,13 @@ class StageCommand:
             config, nproc_per_node = self.parse(argv)
             share_processors()
             stage = self.stage(config) if self.stage else self.name
+            from lightrft.run.resume import plan_run
+
+            # Also on ranks that only generate: each refuses before any waits for the others.
+            plan = plan_run(config, stage)
             if not is_launched:
                 from lightrft.datasets.files import forget_rows
-                from lightrft.run.resume import plan_run
 
-                plan = plan_run(config, stage)
                 refuse(machine_problems(config, nproc_per_node), PreflightError)
                 stack.callback(forget_rows)
                 self.check(config)

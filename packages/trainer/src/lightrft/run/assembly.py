@@ -42,7 +42,7 @@ from lightrft.reporting.metric_table import PEAK_NOTE, memory_peaks, planned_pha
 from lightrft.run.callbacks import Callback, require_callbacks
 from lightrft.run.loop import Loop, LoopResult
 from lightrft.run.provenance import write_model_run
-from lightrft.run.resume import RunPlan, plan_run, require_media
+from lightrft.run.resume import RunPlan, plan_run, require_media, require_unchanged
 from lightrft.run.run_inputs import media_sha256, remembered_media
 from lightrft.run.start import end_run, sole_writer, start_run
 from lightrft.run.threads import choose_threads
@@ -209,6 +209,7 @@ def _train(
             stack.callback(inputs.close)
             if rank == 0:
                 stack.enter_context(sole_writer(folder))
+                require_unchanged(command_config, plan)
                 console = open_console(config, stack)
                 with phase("hash images and sounds", 60 * config.timeout_minutes):
                     media = media_sha256(inputs.media_digests())

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightrft.config import ConfigError, RunControlOptions, TrainConfig
@@ -28,6 +28,7 @@ class RunPlan:
             leaves open.
         summary: Summary if this very command has completed its run; {} if work is left.
         warnings: Damage of the files that record how the run started; a line each.
+        seen: Traces of runs in the folder when the plan was made.
     """
 
     resumes: bool
@@ -36,6 +37,7 @@ class RunPlan:
     kept: Mapping[str, object] = field(default_factory=dict)
     summary: Mapping[str, object] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    seen: object = None
 
 
 def plan_run(config: TrainConfig, stage: str = "") -> RunPlan:
@@ -56,7 +58,7 @@ def plan_run(config: TrainConfig, stage: str = "") -> RunPlan:
     """
     if config.best_metric is not None:
         larger_is_better(config.best_metric)
-    folder = Path(config.output_dir)
+    folder, seen = Path(config.output_dir), _traces(config)
     # First: while another rank moves the files aside, an unknown run would be refused.
     is_known = (folder / CONFIG_FILE).is_file() and (folder / START_FILE).is_file()
     is_used = any(_has_content(folder / name) for name in STEP_FILES)
@@ -65,7 +67,7 @@ def plan_run(config: TrainConfig, stage: str = "") -> RunPlan:
         _require_stage(folder, stage)
     if not config.load_checkpoint:
         if not is_used and not has_checkpoint:
-            return RunPlan(resumes=False)
+            return RunPlan(resumes=False, seen=seen)
         if not is_known:
             where = config.checkpoint_dir if has_checkpoint else folder
             raise ConfigError(
@@ -76,10 +78,26 @@ def plan_run(config: TrainConfig, stage: str = "") -> RunPlan:
         summary = read_json(folder / SUMMARY_FILE)
         if summary:
             _require_same(config, summary)
-            return RunPlan(resumes=False, summary=summary)
+            return RunPlan(resumes=False, summary=summary, seen=seen)
     if not has_checkpoint:
-        return RunPlan(resumes=False, restarts=is_used)
-    return _continued(folder, config) if is_known else RunPlan(resumes=True)
+        return RunPlan(resumes=False, restarts=is_used, seen=seen)
+    plan = _continued(folder, config) if is_known else RunPlan(resumes=True)
+    return replace(plan, seen=seen)
+
+
+def require_unchanged(config: RunControlOptions, plan: RunPlan) -> None:
+    """Raise a ConfigError if a run began, saved or ended in the folder after the plan."""
+    if _traces(config) != plan.seen:
+        raise ConfigError(
+            f"--output_dir: {config.output_dir} changed since it was checked: run the command again"
+        )
+
+
+def _traces(config: RunControlOptions) -> object:
+    folder = Path(config.output_dir)
+    records = [read_json(folder / name) for name in (START_FILE, SUMMARY_FILE)]
+    steps = [_has_content(folder / name) for name in STEP_FILES]
+    return records, steps, sorted(config.checkpoint_dir.glob("_*/global_step*"))
 
 
 def _continued(folder: Path, config: TrainConfig) -> RunPlan:

@@ -55,7 +55,7 @@ class SoundSource(FileSource):
         rules: Form to which it is decoded.
     """
 
-    kind = "a sound"
+    kind = "a sound as path, bytes or base64"
     rules: SoundRules = SoundRules()
 
     @cached_property

@@ -67,7 +67,7 @@ class FileSource:
         content: Encoded bytes; None if they are in a file.
 
     Attributes:
-        kind: Kind of file for messages.
+        kind: Kind and forms of the file for messages.
     """
 
     kind: ClassVar[str]
@@ -89,9 +89,7 @@ class FileSource:
         if isinstance(value, _BYTES) or is_list_of_bytes(value):
             return cls(name, content=bytes(cast("bytes", value)))
         if not isinstance(value, str | Path):
-            raise MediaError(
-                f"{name}: expected {cls.kind} as path, bytes or base64, got {type(value).__name__}"
-            )
+            raise MediaError(f"{name}: expected {cls.kind}, got {type(value).__name__}")
         text = str(value)
         if text.startswith(("http://", "https://")):
             raise MediaError(f"{name}: {text[:80]!r} would have to be fetched; store it as a file")
@@ -170,7 +168,7 @@ class FileSource:
 class ImageSource(FileSource):
     """Image."""
 
-    kind = "an image"
+    kind = "an image as path, bytes, base64 or a Pillow image"
 
     def size(self) -> tuple[int, int]:
         """Return width and height of `decode`, from the header alone; raise the same errors."""
@@ -325,7 +323,8 @@ def as_image(value: object, *, name: str, folder: Path) -> ImageSource:
     if isinstance(value, Mapping):
         key = named_medium(value, _IMAGE_KEYS, f"{name}: an image object needs bytes or path")
         return as_image(value[key], name=name, folder=folder)
-    if hasattr(value, "__array__") and not hasattr(value, "save"):
+    is_encoded = isinstance(value, str | _BYTES)  # numpy's have an array, too
+    if hasattr(value, "__array__") and not is_encoded and not hasattr(value, "save"):
         value = of_array(np.asarray(value), name)
     if hasattr(value, "save") and hasattr(value, "size"):
         buffer = io.BytesIO()
@@ -348,6 +347,8 @@ def _begins_as_image(text: str) -> bool:
         begin = base64.b64decode(text[:16], validate=True)
     except (binascii.Error, ValueError):
         return False
+    if begin.startswith(b"RIFF"):  # also of sounds and films
+        return begin[8:] == b"WEBP"
     return begin.startswith(tuple(_MIME)) or begin[4:8] == b"ftyp"
 
 

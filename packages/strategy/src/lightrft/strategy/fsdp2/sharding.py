@@ -382,7 +382,13 @@ def fsdp2_parameter_source(module: nn.Module) -> ParameterSource:
 def _entry(name: str, parameter: Tensor) -> tuple[SourceParameter, ProcessGroup | None]:
     if not isinstance(parameter, DTensor):
         return whole_parameter(name, parameter), None
-    (dim,) = shard_dims(parameter)
+    try:
+        (dim,) = shard_dims(parameter)
+    except ValueError as err:
+        raise ValueError(
+            "a parameter must be sharded once, along its first dimension: got "
+            f"{parameter.placements} for {name!r}; leave shard_placement_fn unset"
+        ) from err
     group = parameter.device_mesh.get_group(dim)
     local = cast("DTensor", parameter.detach()).to_local()
     shards = chunk_ranges(tuple(parameter.shape), dist.get_world_size(group))

@@ -72,7 +72,7 @@ def check(request: Request) -> int:
         RewardError: A reward function cannot be loaded, or fails.
     """
     stage = request.stage
-    reading = read_vocabulary(request.config, generates=stage == "prefer")
+    reading = read_vocabulary(request.config, generates=stage != "reward")
     config = request.config.replaced(rows_within_context(request.config))
     tokenizer = reading.tokenizer
     for place in config.teacher_folders.values():
