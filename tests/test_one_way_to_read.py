@@ -54,6 +54,7 @@ OTHERS = {
     "tools/invariance/measure.py": OWN,
     "tools/launch_command.py": PACKAGE,
     "reporting/metric_table.py": PACKAGE,
+    "run/gpus.py": PACKAGE,
     "tools/commands.py": PACKAGE,
     "tools/quickstart/pipeline.py": PACKAGE,
     "tools/quickstart/task.py": PACKAGE,
