@@ -43,3 +43,4 @@ def test_pages_load_nothing_from_other_hosts_and_show_no_markup(site):
         loaded = re.findall(r'<(?:script|img|link)[^>]* (?:src|href)="(https?:[^"]+)"', text)
         assert loaded == [], page
         assert r"\|" not in text, page
+        assert "::: lightrft" not in text, page

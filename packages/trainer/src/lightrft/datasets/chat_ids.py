@@ -26,12 +26,13 @@ from lightrft.datasets.messages import Message, with_objects
 from lightrft.datasets.text_ids import frame_ids
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.media import LaterImages, Media
-from lightrft.engines.media.sources import ImageSource
 from lightrft.engines.text import text_behind_answer
 from lightrft.kernels.names import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lightrft.engines.media.sources import ImageSource
 
 # The content of a message is here a text, or a tuple of texts and images in order.
 # Place of a text among messages: number of its message, and of the part in it.

@@ -532,7 +532,7 @@ def deliver(
         samples: Samples of the step; their holders are numbered as in `ranks`.
         config: Options of the run.
         step: As for `make_experience`.
-        ranks: Exchange of bytes between these ranks, of which the first ones train.
+        ranks: Exchange of bytes between these ranks; the first ones train.
         encoder: Encoder of prompts with media.
         num_training: Number of ranks that train.
 

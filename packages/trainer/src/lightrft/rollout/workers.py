@@ -83,7 +83,7 @@ class SharedWorker:
 
     @property
     def is_running(self) -> bool:
-        """Whether it accepts operations."""
+        """True if the worker accepts operations."""
         return not self._has_ended
 
     def start(self) -> object:

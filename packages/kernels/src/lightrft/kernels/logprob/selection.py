@@ -79,7 +79,7 @@ def automatic_choice(hidden: Tensor, weight: Tensor) -> LogprobImplementation:
         # float32 product.
         return "cublas"
     if why_not_cublas(hidden, weight) is not None:
-        # Without Triton, or for dtypes of which no tensor-core product is exact: plain products.
+        # Plain products, without Triton or for dtypes whose tensor-core products are not exact.
         return "chunked"
     # A pass over stored products is cheap relative to products of this hidden size. With a smaller
     # one it would take as long as the products.

@@ -281,7 +281,7 @@ def find_checkpoints(
     Args:
         load_dirs: Folders of checkpoints; the first one's order decides which is newest.
         tag: Wanted tag, or None.
-        group: Ranks, each of which verifies its share of the files.
+        group: Ranks that divide the verification of the files.
         accepts: Function that raises if the client state of a first-folder checkpoint is unusable.
 
     Raises:

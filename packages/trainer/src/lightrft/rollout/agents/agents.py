@@ -94,10 +94,14 @@ class Agents:
             raise ConfigError(str(error)) from error
         self.special_ids = forging_ids(tokenizer)
         raise_open_files(MAX_OPEN_FILES)
-        self.pool = AgentPool(config)
         limits = MEDIA_LIMITS if self.encoder.reads_media else HttpLimits()
         limits = replace(limits, call_seconds=config.agent_timeout_seconds)
         self.endpoint = Endpoint(tokenizer, limits)
+        try:
+            self.pool = AgentPool(config)
+        except BaseException:
+            self.endpoint.close()
+            raise
 
     def source(self, parts: SourceParts) -> AgentSource:
         """Return the source of the episodes of a run."""

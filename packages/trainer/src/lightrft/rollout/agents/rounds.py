@@ -156,14 +156,14 @@ class AnswerRules:
         ids = turn.sampled.output_token_ids
         ids = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
         parse = choose_parser(self.tool_parser, self.tokenizer, turn.call.tools)
-        found = read_calls(parse, self.tokenizer, ids, turn.context, is_ended=is_ended)
-        calls = []
-        for number, call in enumerate(found):
+        spoken = []
+        sampled = read_calls(parse, self.tokenizer, ids, turn.context, is_ended=is_ended)
+        for number, call in enumerate(sampled):
             name = hashlib.blake2b(f"{turn.request_id}:{number}".encode(), digest_size=4)
             arguments = json.dumps(call.arguments, ensure_ascii=False)
             # Mistral's templates require ids of nine letters and digits.
-            calls.append(SpokenCall(f"c{name.hexdigest()}", call.name, arguments))
-        return tuple(calls)
+            spoken.append(SpokenCall(f"c{name.hexdigest()}", call.name, arguments))
+        return tuple(spoken)
 
 
 def answer_round(

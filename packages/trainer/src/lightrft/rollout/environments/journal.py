@@ -315,7 +315,7 @@ class Journal:
 
     @property
     def is_written(self) -> bool:
-        """Whether events are written to a file."""
+        """True if events are written to a file."""
         return self._file is not None
 
     def follow(self, num_rounds: int) -> None:

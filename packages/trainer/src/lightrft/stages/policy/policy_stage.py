@@ -22,7 +22,7 @@ from lightrft.records.table import RowTable
 from lightrft.reporting.alarms import alarms
 from lightrft.rewards.types import RewardError, RewardFunction
 from lightrft.rollout.sampler import RolloutSampler, greedy_params
-from lightrft.rollout.source import SourceParts
+from lightrft.rollout.source import InFlight, SourceParts
 from lightrft.stages.models import FrozenModels, configure_models
 from lightrft.stages.observer import ObservedStep, Observer, open_observer
 from lightrft.stages.policy.algorithm import (
@@ -273,7 +273,9 @@ class PolicyStage(Stage[PolicyBatch]):
         parts = None if remote is None else remote.saved_rows()
         if parts is None:
             parts = bytes_of_ranks(flight, self.strategy.context)
-        return {**self.memory.to_client_state(), "carry": stored_bytes(parts)}
+        # The rows of this rank are among those of all ranks.
+        without_rows = replace(self.memory, in_flight=InFlight(flight.num_requests))
+        return {**without_rows.to_client_state(), "carry": stored_bytes(parts)}
 
     def update(self, batch: PolicyBatch, step: Step) -> Work:
         """Take all optimizer steps of one step; none if there is nothing to learn from."""
