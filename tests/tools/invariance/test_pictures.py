@@ -58,10 +58,10 @@ def work_of(path, cells):
     return [(cell, str(path), f"{path}.{cell.role}") for cell in cells]
 
 
-def violations(cells, found):
+def violations(cells, results):
     return [
         f"{cell}: " + ", ".join(f"{name}={each.value(name):.3g}" for name in names)
-        for cell, each in zip(cells, found, strict=True)
+        for cell, each in zip(cells, results, strict=True)
         if (names := each.above(FP32_BOUNDS))
     ]
 
@@ -96,6 +96,8 @@ def test_planted_faults_are_caught(planted, models, monkeypatch):
     from lightrft.tools.invariance import measure
 
     cell = Cell(micro_batch_size=4)
+    # The references are written before the fault is planted.
+    work = work_of(models("tiny-qwen2.5-vl"), [cell])
     if planted == "exchanged pictures":
         draw = measure.draw_prompts
 
@@ -112,8 +114,8 @@ def test_planted_faults_are_caught(planted, models, monkeypatch):
             return ready
 
         monkeypatch.setattr(measure, "prepare", frozen)
-    (found,) = measure_cells(0, 1, work_of(models("tiny-qwen2.5-vl"), [cell]))
-    assert "gradient" in found.above(FP32_BOUNDS)
+    (measured,) = measure_cells(0, 1, work)
+    assert "gradient" in measured.above(FP32_BOUNDS)
 
 
 def test_the_tower_takes_part_in_the_reference(models):
@@ -138,6 +140,6 @@ def test_every_family_gives_the_reference_alone(preset, models):
 def test_every_family_gives_the_reference_on_two_ranks(backend, preset, models):
     cells = [cell for cell in TOGETHER if cell.backend == backend]
     work = work_of(models(preset), cells)
-    found = run_multiprocess(measure_on_ranks, 2, timeout_seconds=1100, args=(work,))
-    assert found[0] == found[1]
-    assert not violations(cells, found[0])
+    first, second = run_multiprocess(measure_on_ranks, 2, timeout_seconds=1100, args=(work,))
+    assert first == second
+    assert not violations(cells, first)
