@@ -136,14 +136,6 @@ def test_the_gradient_of_each_estimator_is_that_of_a_closed_form(estimator, plac
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_every_estimator_has_a_closed_form_in_every_placement():
-    assert all(form.keys() == KL_ESTIMATORS.keys() for form in FORMS.values())
-
-
-def test_k3_in_the_loss_is_not_the_gradient_of_the_divergence():
-    assert share(POLICIES["twice"], "k3", "loss") > 1.1
-
-
 # ---- responses of two tokens: what the first does to the state of the second ----
 
 
@@ -205,23 +197,3 @@ def test_in_the_reward_only_k1_is_accepted(estimator):
     assert re.search(message, problem)
     assert len(problem.splitlines()) == 1
     assert algorithm_problems(TrainConfig(**grouped, use_kl_loss=True)) == []
-
-
-def descend(estimator, placement):
-    """The divergence after 400 steps of the penalty alone, from a policy twice as peaked."""
-    logits = (2 * reference()).requires_grad_()
-    for _ in range(400):
-        (slope,) = torch.autograd.grad(objective(logits, estimator, placement), logits)
-        logits = (logits - 0.1 * slope).detach().requires_grad_()
-    return float(divergence(logits.detach(), reference()))
-
-
-def test_the_penalty_alone_leads_back_to_the_reference():
-    begin = float(divergence(2 * reference(), reference()))
-    assert descend("k1", "reward") < 0.5 * begin
-    assert descend("k3+", "loss") < 0.5 * begin
-    assert descend("k3", "reward") > begin
-
-
-def test_no_reference_model_is_loaded_unless_it_is_asked_for():
-    assert TrainConfig().init_kl_coef == 0

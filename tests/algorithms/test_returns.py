@@ -20,33 +20,6 @@ REWARDS = torch.tensor([[0.0, 0.0, 0.0, 1.0]]).double()
 ALL = torch.ones(1, 4, dtype=torch.bool)
 
 
-def _gae(gamma: float, lambd: float, mask: torch.Tensor = ALL):
-    return generalized_advantages(REWARDS, VALUES, mask, gamma=gamma, lambd=lambd)
-
-
-def test_gae_worked_numbers() -> None:
-    result = _gae(0.9, 0.8)
-    assert result.advantages[0].tolist() == pytest.approx([0.00279, 0.19832, 0.456, 0.8], abs=1e-6)
-    assert result.returns[0].tolist() == pytest.approx([0.50279, 0.59832, 0.756, 1.0], abs=1e-6)
-
-
-def test_gae_with_lambda_one_equals_discounted_return_minus_value() -> None:
-    returns = discounted_returns(REWARDS, ALL, gamma=0.9)
-    torch.testing.assert_close(_gae(0.9, 1.0).advantages, returns - VALUES)
-    assert _gae(0.9, 1.0).advantages[0].tolist() == pytest.approx([0.229, 0.41, 0.6, 0.8])
-
-
-def test_gae_with_lambda_zero_is_the_one_step_error() -> None:
-    assert _gae(0.9, 0.0).advantages[0].tolist() == pytest.approx([-0.14, -0.13, -0.12, 0.8])
-
-
-def test_gae_carries_over_masked_tokens_inside_a_response() -> None:
-    mask = torch.tensor([[True, True, False, True]])
-    result = _gae(0.9, 0.8, mask)
-    assert result.advantages[0].tolist() == pytest.approx([0.11632, 0.356, 0.0, 0.8], abs=1e-6)
-    assert result.returns[0].tolist() == pytest.approx([0.61632, 0.756, 0.0, 1.0], abs=1e-6)
-
-
 @pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 1.0), (0.9, 0.8), (0.0, 0.5), (1.0, 0.0)])
 def test_gae_and_returns_equal_a_loop_over_the_sampled_tokens(gamma, lambd, ragged) -> None:
     batch = ragged(2)
@@ -136,7 +109,7 @@ def test_discounts_outside_the_unit_interval_are_errors() -> None:
     with pytest.raises(ValueError, match="gamma must lie in"):
         discounted_returns(REWARDS, ALL, gamma=1.5)
     with pytest.raises(ValueError, match="lambd must lie in"):
-        _gae(0.9, -0.1)
+        generalized_advantages(REWARDS, VALUES, ALL, gamma=0.9, lambd=-0.1)
 
 
 def test_the_reward_lands_on_the_last_sampled_token_and_kl_on_every_one(worked) -> None:
