@@ -5,7 +5,7 @@ import pytest
 import torch
 from tests.update_inputs import sample_table
 
-from lightrft.algorithms.interface import RowAdvantageInputs, advantage_estimator
+from lightrft.algorithms.interface import advantage_estimator
 from lightrft.algorithms.moments import Moments
 from lightrft.config import TrainConfig
 from lightrft.config.registry import ADVANTAGE_ESTIMATORS
@@ -199,23 +199,3 @@ def test_greedy_rewards_are_shaped_like_those_they_are_compared_with(minus_mean)
     for found, raw in ((shaped.rewards, rewards), (shaped.greedy_rewards, greedy.numpy())):
         expected = ((raw - shift) / seen.std(ddof=1)).clip(-1.2, 1.2)
         np.testing.assert_allclose(found, expected, rtol=1e-12)
-
-
-def test_remax_of_normalised_rewards_is_a_multiple_of_remax():
-    """Rewards 10, 12, 10, 8 with greedy 10 are 0, 2, 0, -2, over one standard deviation."""
-    table = make_table([2] * 4, [10.0, 12.0, 10.0, 8.0])
-    config = TrainConfig(
-        advantage_estimator="remax", reward_running_norm=True, reward_running_norm_minus_mean=True
-    )
-    greedy = torch.full((4,), 10.0, dtype=torch.float64)
-    shaped = shape_rewards(table, Moments(), config, greedy_rewards=greedy)
-    found = ADVANTAGE_ESTIMATORS.load("remax")(
-        RowAdvantageInputs(
-            shaped.rewards,
-            torch.from_numpy(table.group_ids),
-            torch.from_numpy(table.sampled_lengths),
-            greedy_rewards=shaped.greedy_rewards,
-        )
-    )
-    std = np.std([10, 12, 10, 8], ddof=1)
-    np.testing.assert_allclose(found, np.array([0, 2, 0, -2]) / std, atol=1e-12)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tests.engines.fake_engine import FakeEngine
+from tests.records.exchange_cases import ledger_of
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import Ledger, hash_context
@@ -16,7 +17,6 @@ from lightrft.models import layout as layout_module
 from lightrft.models.layout import LayoutPolicy
 from lightrft.records.batch import collate
 from lightrft.records.rollout import Rollout, TurnSegment
-from lightrft.records.sample_ledger import FUNCTION, SampleLedger
 from lightrft.records.table import tabulate
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.ledger_records import LedgerError, deliver_evidence, take_evidence
@@ -131,17 +131,6 @@ def evidence_of(scored, strategy, ledger=None):
         special_ids=SPECIAL,
     )
     return deliver_evidence(taken, [[item.rollout.sample_id for item in scored]], strategy)
-
-
-def ledger_of(scored):
-    """What prompts and scorer write down of sound samples."""
-    ledger = SampleLedger()
-    for item in scored:
-        rollout, entry = item.rollout, ledger.of(item.rollout.sample_id)
-        entry.group_id, entry.prompt = rollout.group_id, rollout.prompt
-        entry.has_failed = item.is_masked
-        entry.reward_is(FUNCTION, RewardResult(item.reward, item.components), rollout.token_ids)
-    return ledger
 
 
 @pytest.mark.full

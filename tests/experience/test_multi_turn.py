@@ -1,13 +1,11 @@
 """Observations between turns are context: they enter no loss, no denominator and no statistic."""
 
-import importlib.util
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tests.experience.multi_turn import VOCAB, Program, in_float64, random_step
 from tests.models.tiny import tiny_model
 
 from lightrft.config import TrainConfig
@@ -22,18 +20,11 @@ from lightrft.rollout.scoring import overlong_penalty, score_rollouts
 from lightrft.rollout.source import Samples
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.algorithm import decide
-from lightrft.stages.policy.step_metrics import record_experience, table_metrics
+from lightrft.stages.policy.step_metrics import table_metrics
 from lightrft.stages.policy.updates import PolicyUpdate, TrainedModel
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.distributed.deadlines import StepTimer
 from lightrft.tools.report.sample_page import token_sample
-
-_SPEC = importlib.util.spec_from_file_location(
-    "multi_turn", Path(__file__).with_name("multi_turn.py")
-)
-multi_turn = sys.modules["multi_turn"] = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(multi_turn)
-VOCAB, Program, random_step = multi_turn.VOCAB, multi_turn.Program, multi_turn.random_step
 
 CPU = torch.device("cpu")
 
@@ -138,7 +129,7 @@ def models(seed=0):
     with torch.no_grad():
         torch.nn.init.normal_(critic.value_head.weight, std=0.3)
     plain_policy, plain_reference, plain_critic = (
-        multi_turn.in_float64(model) for model in (policy, reference, critic)
+        in_float64(model) for model in (policy, reference, critic)
     )
 
     def logits_of(model):
@@ -192,7 +183,7 @@ def deviation(found, expected):
 
 
 def take_step(items, trained, *, is_packed, micro_batch_size, **options):
-    """Gradients of actor and critic, loss, and the metrics of our own step."""
+    """Return the gradients of actor and critic of our own step, and its batch."""
     actor, reference, critic = trained
     for model in trained:
         model.pack_samples(is_packed)
@@ -218,13 +209,11 @@ def take_step(items, trained, *, is_packed, micro_batch_size, **options):
         step=0,
         timer=StepTimer(),
     )
-    metrics = StepMetrics()
-    record_experience(step, metrics, config)
     update = PolicyUpdate(
         config,
         algorithm.policy_loss,
         strategy.training,
-        metrics,
+        StepMetrics(),
         kl_coef=kl_coef if config.use_kl_loss else 0.0,
     )
     slices = step.plan.micro_slices(
@@ -240,7 +229,7 @@ def take_step(items, trained, *, is_packed, micro_batch_size, **options):
         found.append(
             gradients_of(optimizer, lambda a=advance, r=run: a(step.batch, r, slices=slices))
         )
-    return found, metrics.reduce(strategy.context), step
+    return found, step
 
 
 @pytest.mark.parametrize(
@@ -263,7 +252,7 @@ def test_loss_and_gradient_equal_a_float64_program(
     }
     if estimator != "gae":
         options["kl_estimator"] = "k3"
-    found, _, step = take_step(
+    found, step = take_step(
         items, trained, is_packed=is_packed, micro_batch_size=micro_batch_size, **options
     )
     loss = program.policy_loss(items)
@@ -285,7 +274,7 @@ def test_loss_and_gradient_equal_a_float64_program(
     first = next((i for i, flag in enumerate(planted.is_sampled) if not flag), 0)
     wrong = tuple(f != (i == first) for i, f in enumerate(planted.is_sampled))
     other = replace(items[0].rollout, completion=replace(planted, sampled=wrong))
-    moved, _, _ = take_step(
+    moved, _ = take_step(
         [replace(items[0], rollout=other), *items[1:]],
         trained,
         is_packed=is_packed,
@@ -293,87 +282,3 @@ def test_loss_and_gradient_equal_a_float64_program(
         **options,
     )
     assert deviation(moved[0], [g.double() for g in found[0]]) > 1e-3
-
-
-@pytest.mark.parametrize("estimator", ["group_norm", "gae"])
-def test_a_single_turn_has_the_bits_of_a_response_without_a_mask(estimator):
-    """Flags that say that all was sampled change no bit of the step, and no metric."""
-    items = random_step(5, num_turns=1)
-    several = [i for i in random_step(5) if len(i.rollout.segments) > 1]
-    assert several  # the control below is one
-
-    def with_flags(item, sampled):
-        completion = replace(item.rollout.completion, sampled=sampled)
-        return replace(item, rollout=replace(item.rollout, completion=completion))
-
-    def step(rows):
-        _, _, trained = models()
-        options = {"advantage_estimator": estimator, "use_kl_loss": estimator != "gae"}
-        gradients, metrics, made = take_step(
-            rows, trained, is_packed=False, micro_batch_size=4, **options
-        )
-        shown = {n: v for n, v in metrics.items() if "second" not in n and "memory" not in n}
-        return gradients, shown, made.batch
-
-    plain = [with_flags(i, None) for i in items]
-    marked = [with_flags(i, (True,) * len(i.rollout.completion.output_token_ids)) for i in items]
-    (expected, metrics, batch), (found, same, again) = step(plain), step(marked)
-    assert all(
-        torch.equal(a, b)
-        for e, f in zip(expected, found, strict=True)
-        for a, b in zip(e, f, strict=True)
-    )
-    assert same == metrics
-    assert torch.equal(batch.advantages, again.advantages)
-    assert torch.equal(batch.returns, again.returns)
-    # Positive control: one token less in the mask moves bits.
-    flags = (False, *(True,) * (len(items[0].rollout.completion.output_token_ids) - 1))
-    moved, _, _ = step([with_flags(items[0], flags), *marked[1:]])
-    assert not all(torch.equal(a, b) for a, b in zip(expected[0], moved[0], strict=True))
-
-
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_gradients_of_observation_logits_are_exactly_zero(is_packed):
-    items = random_step(7, num_turns=3)
-    _, _, (actor, _, _) = models()
-    actor.pack_samples(is_packed)
-    batch = collate(tabulate(items), temperature=1.0, device=CPU)
-    states = []
-
-    def keep(module, arguments, output):
-        output.last_hidden_state.retain_grad()
-        states.append(output.last_hidden_state)
-
-    actor.model.base_model.register_forward_hook(keep)
-    output = actor(batch.token_ids, batch.attention_mask, scored_mask=batch.response_mask)
-    output.logprobs.square().sum().backward()
-    # What reaches the head's input is what reaches the logits of the next token.
-    reached = states[0].grad.abs().sum(-1)
-    position = 0
-    for row, item in enumerate(items):
-        completion = item.rollout.completion
-        start, length = len(completion.prompt_token_ids), len(completion.output_token_ids)
-        own = reached[0, position:] if is_packed else reached[row]
-        position += start + length
-        for place, is_sampled in enumerate(completion.is_sampled):
-            gradient = float(own[start + place - 1])
-            assert (gradient > 0) == is_sampled, (row, place)
-            assert is_sampled or gradient == 0.0
-
-
-def test_what_an_observation_says_is_context_and_nothing_else():
-    """Other observation ids move later logprobs; their flags alone move no token's loss."""
-    items = random_step(9, num_rows=1, num_turns=2)
-    _, _, (actor, _, _) = models()
-    batch = collate(tabulate(items), temperature=1.0, device=CPU)
-    changed = batch.token_ids.clone()
-    observed = (~batch.response_mask & batch.attention_mask)[0].nonzero().flatten()
-    last = int(observed[-1])  # of the observation: prompt positions come before it
-    changed[0, last] = (changed[0, last] + 1) % VOCAB
-    before, after = (
-        actor(ids, batch.attention_mask, scored_mask=batch.response_mask).logprobs[0].detach()
-        for ids in (batch.token_ids, changed)
-    )
-    assert torch.equal(before[: last + 1], after[: last + 1])
-    assert (before - after).abs()[last + 1 :].max() > 1e-4
-    assert before[last] == 0

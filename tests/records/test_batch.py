@@ -1,7 +1,6 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 import torch
 from tests.update_inputs import sample_table
 
@@ -43,18 +42,6 @@ def test_rows_are_right_padded_and_the_mask_covers_the_sampled_tokens():
     assert batch.temperature == 0.7
 
 
-# The ids 2 (end of sequence) and 0 (padding) inside a response are tokens like any other.
-@pytest.mark.parametrize(
-    "response", [(5, 2), (5, 5), (2, 5, 2, 5), (0, 0), ()], ids=lambda r: f"response{r}"
-)
-def test_mask_length_equals_the_number_of_generated_tokens(response):
-    samples = table([(1, 0), (1,)], [response, (3,)])
-    batch = collate(samples, temperature=1.0, device=torch.device("cpu"))
-    assert int(batch.response_mask[0].sum()) == len(response)
-    assert batch.token_ids[0][batch.response_mask[0]].tolist() == list(response)
-    assert int(batch.attention_mask[0].sum()) == 2 + len(response)
-
-
 def test_a_cut_row_is_excluded_where_it_is_asked():
     samples = table([(1,), (2,)], [(3, 4), (5,)])
     samples = replace(samples, is_truncated=np.array([True, False]))
@@ -64,13 +51,6 @@ def test_a_cut_row_is_excluded_where_it_is_asked():
         assert batch.response_mask.sum(dim=1).tolist() == tokens
         assert batch.compared_mask.sum(dim=1).tolist() == tokens
         assert batch.rewards.tolist() == [0.0, 1.0]
-
-
-def test_an_excluded_row_keeps_its_tokens_and_loses_its_mask():
-    batch = collated(table([(1,), (2,)], [(3, 4), (5,)], masked=[True, False]))
-    assert batch.token_ids[0].tolist() == [1, 3, 4]
-    assert batch.response_mask.int().tolist() == [[0, 0, 0], [0, 1, 0]]
-    assert batch.rollout_logprobs[0].abs().sum() == 0
 
 
 def test_selected_rows_lose_common_padding():

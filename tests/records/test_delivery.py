@@ -1,28 +1,18 @@
 """Tokens reach the rank that trains them, and nobody else, as if everybody had had them."""
 
-import importlib.util
-import sys
 from dataclasses import fields, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tests.exchange_bytes import ROW_BYTES, StepSamples, predict_exchange
+from tests.records import exchange_cases as cases
 
 from lightrft.experience.ledger_gate import rebuild
 from lightrft.experience.minibatches import plan_minibatches
 from lightrft.records.batch import collate
-from lightrft.records.columns import columns
-from lightrft.records.table import deliver_rows, exchange, row_table, tabulate
+from lightrft.records.table import deliver_rows, exchange, tabulate
 from lightrft.rollout.dynamic import apply_selection, select_groups
 from lightrft.rollout.ledger_records import Account, Evidence, deliver_evidence
-
-_SPEC = importlib.util.spec_from_file_location(
-    "exchange_cases", Path(__file__).with_name("exchange_cases.py")
-)
-cases = sys.modules["exchange_cases"] = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(cases)
 
 KINDS = ("plain", "turns", "versions")
 
@@ -150,7 +140,7 @@ def long_samples(world_size, num_rows, *, prompt, response, num_turns=1):
     return [[item for item, _ in share] for share in shares], evidence
 
 
-def measured_bytes(world_size, num_rows, *, sp_size=1, **lengths):
+def measured_bytes(world_size, num_rows, **lengths):
     """By rank: rows, tokens and evidence, counted where they arrive."""
     shares, evidence = long_samples(world_size, num_rows, **lengths)
     world = cases.ThreadWorld(world_size)
@@ -159,11 +149,10 @@ def measured_bytes(world_size, num_rows, *, sp_size=1, **lengths):
         counts = [0]
         table = exchange(shares[strategy.rank], strategy)
         counts.append(world.received[strategy.rank])
-        num_data = world_size // sp_size
         plan = plan_minibatches(
-            table.lengths, train_batch_size=num_rows, world_size=num_data, seed=1, step=2
+            table.lengths, train_batch_size=num_rows, world_size=world_size, seed=1, step=2
         )
-        wanted = [plan.row_index(rank // sp_size) for rank in range(world_size)]
+        wanted = [plan.row_index(rank) for rank in range(world_size)]
         rows = deliver_rows(table, tabulate(shares[strategy.rank]), wanted, strategy)
         counts.append(world.received[strategy.rank])
         ids = [table.sample_ids[each].tolist() for each in wanted]
@@ -179,48 +168,12 @@ def measured_bytes(world_size, num_rows, *, sp_size=1, **lengths):
     return world.run(one_rank)
 
 
-@pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_a_rank_gets_little_more_than_the_rows_it_trains_need(world_size):
-    shape = {"prompt": 100, "response": 500}
+@pytest.mark.parametrize(("world_size", "num_turns"), [(2, 1), (4, 3), (8, 1)])
+def test_a_rank_gets_little_more_than_the_rows_it_trains_need(world_size, num_turns):
+    shape = {"prompt": 100, "response": 500, "num_turns": num_turns}
     for rows, tokens, evidence, needed in measured_bytes(world_size, 8 * world_size, **shape):
         assert rows + tokens <= 1.3 * needed
         # The gate has a source of its own: as much again, and no more.
         assert rows + tokens + evidence <= 1.3 * 2 * needed
         # The gathered form moves the tokens of all; beside them there are some numbers of each row.
         assert tokens <= 1.01 * needed
-
-
-@pytest.mark.parametrize(
-    ("world_size", "sp_size", "turns"), [(2, 1, 1), (4, 2, 1), (8, 1, 3), (8, 4, 1)]
-)
-def test_the_predicted_bytes_are_the_measured_ones(world_size, sp_size, turns):
-    shape = {"prompt": 60, "response": 240}
-    found = measured_bytes(world_size, 64, sp_size=sp_size, num_turns=turns, **shape)
-    rows, tokens, evidence, needed = np.mean(found, axis=0)
-    observed = 10 * (turns - 1)
-    samples = StepSamples(64, 60, 240, observed, turns)
-    expected = predict_exchange(samples, world_size=world_size, sp_size=sp_size)
-    assert needed == 64 * sp_size / world_size * samples.token_bytes
-    assert rows == pytest.approx(expected.rows, rel=0.05)
-    # Which ranks sampled what a rank trains is drawn.
-    assert tokens == pytest.approx(expected.tokens, rel=0.12)
-    assert evidence == pytest.approx(expected.evidence, rel=0.15)
-    without = predict_exchange(samples, world_size=world_size, ledger_gate=False)
-    assert without.evidence == 0
-
-
-@pytest.mark.parametrize(
-    ("world_size", "count", "tokens"), [(64, 8192, 16_000), (512, 8192, 16_000), (64, 1024, 2000)]
-)
-def test_at_scale_a_rank_gets_little_more_than_it_trains(world_size, count, tokens):
-    samples = StepSamples(count, 200, tokens - 200)
-    found = predict_exchange(samples, world_size=world_size)
-    assert found.rows + found.tokens <= 1.3 * count / world_size * samples.token_bytes
-    # The form that gathers: int64 ids would be more still.
-    assert found.total < count * samples.token_bytes / (10 if world_size == 64 else 80)
-
-
-def test_a_row_on_the_wire_has_the_size_that_predictions_use():
-    sample, _ = cases.long_sample(np.random.default_rng(0), 0, prompt=3, response=5, turns=1)
-    one = row_table([sample])
-    assert sum(len(each.to_wire(one[each.name])) for each in columns("exchange")) == ROW_BYTES
