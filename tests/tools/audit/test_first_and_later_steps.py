@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from itertools import product
 
 import pytest
 
+from lightrft.config.registry import AGGREGATIONS
 from lightrft.tools.audit.advantages import ESTIMATORS
 from lightrft.tools.audit.corrections import PRESETS
 from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED
@@ -31,15 +33,25 @@ SETTINGS = (
 )
 RUNNING = {"reward_running_norm": True, "reward_running_norm_minus_mean": True, "reward_clip": 1.0}
 CELLS = [
-    (name, loss, CORRECTIONS[(i + 5 * j) % len(CORRECTIONS)], (2 * i + 3 * j) % len(SETTINGS))
+    (
+        name,
+        loss,
+        AGGREGATIONS[(i + j) % len(AGGREGATIONS)],
+        CORRECTIONS[(i + 5 * j) % len(CORRECTIONS)],
+        (2 * i + 3 * j) % len(SETTINGS),
+    )
     for i, name in enumerate(NAMES)
     for j, loss in enumerate(LOSSES)
 ]
 
 
-def options(name, loss, correction, number):
+def options(name, loss, mode, correction, number):
     found = {"advantage_estimator": name, "policy_loss": loss, "max_epochs": 1}
-    found |= {"off_policy_correction": correction or None, **SETTINGS[number]}
+    found |= {
+        "loss_agg_mode": mode,
+        "off_policy_correction": correction or None,
+        **SETTINGS[number],
+    }
     if loss in ("clip_cov", "kl_cov"):
         found["policy_loss_args"] = {"cov_ratio": 0.2}
     if loss == "clip_cov":
@@ -69,8 +81,10 @@ def alarms(cell, world, model, run, **changes):
 
 def test_the_cells_are_all_pairs_and_two_hundred_steps():
     assert len({cell[:2] for cell in CELLS}) == len(NAMES) * len(LOSSES) > 100
-    assert {cell[2] for cell in CELLS} == set(CORRECTIONS)
-    assert {cell[3] for cell in CELLS} == set(range(len(SETTINGS)))
+    for position, values in enumerate((AGGREGATIONS, CORRECTIONS, range(len(SETTINGS))), start=2):
+        assert {cell[position] for cell in CELLS} == set(values)
+    for position, names in enumerate((NAMES, LOSSES)):
+        assert {(cell[position], cell[2]) for cell in CELLS} == {*product(names, AGGREGATIONS)}
 
 
 @pytest.mark.parametrize("cell", CELLS[:: len(CELLS) // 5], ids=str)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -25,19 +24,11 @@ pytestmark = pytest.mark.shard("audit")
 ALIASES = {"clipped", "grpo"}
 LOSSES = [name for name in POLICY_LOSSES if name not in ALIASES]
 NAMES = [name for name in ESTIMATORS if name not in ALIASES]
-PRODUCT = list(itertools.product(NAMES, LOSSES, AGGREGATIONS))
 # Every loss, estimator and aggregation at least once.
 COVER = [
     (NAMES[i % len(NAMES)], LOSSES[i % len(LOSSES)], AGGREGATIONS[i % len(AGGREGATIONS)])
     for i in range(max(map(len, (NAMES, LOSSES, AGGREGATIONS))))
 ]
-# Every pair of a loss or an estimator with an aggregation comes, too.
-PAIRS = [
-    (name, loss, AGGREGATIONS[(i + j) % len(AGGREGATIONS)])
-    for i, name in enumerate(NAMES)
-    for j, loss in enumerate(LOSSES)
-]
-
 # The engine's logprobs as old ones: the ratios of the first update leave every clip range.
 ONE_UPDATE = {
     "max_epochs": 1,
@@ -50,14 +41,6 @@ ONE_UPDATE = {
 def test_every_name_of_the_registries_is_audited():
     assert set(LOSS_NAMES) == set(POLICY_LOSSES)
     assert set(ADVANTAGE_ESTIMATORS) == set(ESTIMATORS)
-
-
-def test_the_cover_has_every_name_and_the_pairs_every_pair():
-    for position, names in enumerate((NAMES, LOSSES, AGGREGATIONS)):
-        assert {cell[position] for cell in COVER} == set(names)
-    for first, second in itertools.combinations(range(3), 2):
-        everything = {(cell[first], cell[second]) for cell in PRODUCT}
-        assert {(cell[first], cell[second]) for cell in PAIRS} == everything
 
 
 def assert_equal(report):
@@ -82,26 +65,6 @@ def algorithm(name, loss, mode):
 def test_every_estimator_loss_and_aggregation(cell, audited, world):
     changes = {**algorithm(*cell), **ONE_UPDATE}
     assert_equal(audited(changes, sgd=True, shape=world.shape_of(cell[0])))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_estimators_losses_and_aggregations_in_pairs(name, audited, world):
-    for cell in PAIRS:
-        if cell[0] == name:
-            changes = {**algorithm(*cell), **ONE_UPDATE}
-            assert_equal(audited(changes, sgd=True, shape=world.shape_of(name)))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", NAMES)
-def test_the_whole_product(name, audited, world):
-    for number, cell in enumerate(PRODUCT):
-        if cell[0] == name:
-            changes = {**algorithm(*cell), "init_kl_coef": 0.1, "max_epochs": 1}
-            is_sgd = (number + number // len(AGGREGATIONS)) % 2 == 0
-            assert_equal(audited(changes, sgd=is_sgd, shape=world.shape_of(name)))
 
 
 # Bounds between what the few tokens of these samples have.
@@ -270,7 +233,8 @@ def test_a_group_without_baseline_is_left_out(audited):
         ]
         return replace(samples, greedy=greedy, scored=scored, table=row_table(scored))
 
-    changes = {"advantage_estimator": "remax", "reward_running_norm": True}
+    norm = {"reward_running_norm": True, "reward_running_norm_minus_mean": True, "reward_clip": 1.0}
+    changes = {"advantage_estimator": "remax", **norm}
     report = audited(changes, shape=without, steps=2)
     assert_equal(report)
     mask = next(row for row in report.rows if row.quantity == "response mask")
