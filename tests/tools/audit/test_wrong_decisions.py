@@ -6,14 +6,14 @@ in the record of a single step.
 
 from __future__ import annotations
 
-import functools
 import shutil
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from tests.tools.audit import world
+from tests.tools.audit.faults import calls
 
 from lightrft.algorithms.kl import KlController
 from lightrft.algorithms.moments import moments_of
@@ -30,19 +30,6 @@ pytestmark = pytest.mark.shard("audit_decisions")
 
 # Relative to the right change of the weights.
 MIN_EFFECT = 1e-3
-
-
-def wrap(patch, owner, name, change):
-    """Replaces owner.name by change(original)."""
-    original = getattr(owner, name)
-    patch.setattr(owner, name, functools.wraps(original)(change(original)))
-
-
-def calls(owner, name, change):
-    """What calls `change(original, *args, **kwargs)` in place of owner.name."""
-    return lambda patch: wrap(
-        patch, owner, name, lambda original: lambda *a, **k: change(original, *a, **k)
-    )
 
 
 def changed(config, options):
@@ -79,7 +66,7 @@ def strategy_reads(**options):
         found.config.__dict__.update(options)
         return found
 
-    return lambda patch: calls(sys.modules["audit_world"], "get_fake_strategy", change)(patch)
+    return calls(world, "get_fake_strategy", change)
 
 
 def memory_reads(**options):
@@ -402,7 +389,7 @@ SAMPLED = (
 )
 
 
-def plan(name, world):
+def plan(name):
     """What plants a fault, options, further arguments of the record, and whether steps link."""
     plant, changes = FAULTS[name]
     changes = {"max_epochs": 1, **changes}
@@ -418,8 +405,8 @@ def audited_alone(run, is_linked):
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-def test_a_sample_of_them_is_found(name, world, micro_model, tmp_path, monkeypatch):
-    plant, changes, how, is_linked = plan(name, world)
+def test_a_sample_of_them_is_found(name, micro_model, tmp_path, monkeypatch):
+    plant, changes, how, is_linked = plan(name)
     plant(monkeypatch)
     world.record_step(micro_model, tmp_path, changes, **how)
     assert audited_alone(tmp_path, is_linked) is not None
@@ -427,8 +414,8 @@ def test_a_sample_of_them_is_found(name, world, micro_model, tmp_path, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_wrong_decision_is_found(name, world, micro_model, tmp_path, monkeypatch):
-    plant, changes, how, is_linked = plan(name, world)
+def test_a_wrong_decision_is_found(name, micro_model, tmp_path, monkeypatch):
+    plant, changes, how, is_linked = plan(name)
     effect = world.effect_of(lambda: plant(monkeypatch), micro_model, tmp_path, changes, **how)
     assert effect > MIN_EFFECT
     first = audited_alone(tmp_path / "wrong", is_linked)
