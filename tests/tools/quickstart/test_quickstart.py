@@ -16,8 +16,16 @@ from tests.tools.quickstart.dice import Dice
 
 from lightrft.cli.main import main
 from lightrft.reporting.metric_table import metric_row
-from lightrft.tools.quickstart.arithmetic import ADDITION, Addition, demonstrate, draw_additions
+from lightrft.tools.quickstart.arithmetic import (
+    ADDITION,
+    CALCULATOR,
+    CALCULATOR_AGENT,
+    Addition,
+    demonstrate,
+    draw_additions,
+)
 from lightrft.tools.quickstart.boxed_sum import score
+from lightrft.tools.quickstart.colours import SHAPES
 from lightrft.tools.quickstart.quickstart_command import (
     ESTIMATORS,
     STRATEGIES,
@@ -26,6 +34,7 @@ from lightrft.tools.quickstart.quickstart_command import (
     training_config,
 )
 from lightrft.tools.quickstart.task import HELD_OUT_SHARE, is_held_out, write_exercises
+from lightrft.tools.quickstart.tones import TONES
 
 pytestmark = pytest.mark.shard("quickstart")
 
@@ -38,25 +47,6 @@ def test_careful_and_careless_demonstrations():
     assert careful == r"<think>ones 7+6+0=13 tens 5+8+1=14 hundreds 4+3+1=8</think>\boxed{843}"
     careless = demonstrate(addition, Dice(0.0))
     assert careless == r"<think>ones 7+6+0=13 tens 5+8+0=13 hundreds 4+3+0=7</think>\boxed{733}"
-
-
-def test_the_last_carry_is_never_forgotten():
-    assert demonstrate(Addition(900, 300), Dice(0.0)).endswith(r"\boxed{1200}")
-
-
-def test_a_careful_teacher_is_always_right_and_a_careless_one_as_often_as_no_carry_counts():
-    rng = random.Random(0)
-    additions = list(islice(draw_additions(rng, False), 4000))
-    careful = [demonstrate(item, rng, p_forget=0.0) for item in additions]
-    careless = [demonstrate(item, rng, p_forget=1.0) for item in additions]
-    labels = [item.answer for item in additions]
-    assert score([], careful, labels) == [1.0] * len(labels)
-    without_carry = sum(
-        item.first % 10 + item.second % 10 < 10
-        and item.first // 10 % 10 + item.second // 10 % 10 < 10
-        for item in additions
-    )
-    assert sum(score([], careless, labels)) == without_carry
 
 
 def test_training_and_held_out_sums_never_meet(tmp_path):
@@ -139,17 +129,6 @@ def test_the_digits_of_the_box_keep_their_places_with_a_leading_one_and_without(
     ]
 
 
-def test_the_chat_template_writes_the_prompts_of_the_demonstrations():
-    from lightrft.tools.quickstart.warm_start import build_tokenizer
-
-    text = build_tokenizer(ADDITION).apply_chat_template(
-        [{"role": "user", "content": "What is 457+386?"}],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    assert text == "<|user|>What is 457+386?<|assistant|>"
-
-
 def test_imitation_lowers_the_loss_and_depends_on_the_seed_alone():
     from lightrft.tools.quickstart.warm_start import build_student, imitate
 
@@ -170,17 +149,18 @@ def test_imitation_lowers_the_loss_and_depends_on_the_seed_alone():
     assert curves[0][-1] < 0.8 * curves[0][0]
 
 
-@pytest.mark.parametrize("algorithm", ESTIMATORS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_recipe_is_a_legal_configuration_without_unused_options(
-    tmp_path, algorithm, strategy
-):
-    recipe = Recipe(algorithm=algorithm, strategy=strategy)
+RECIPES = [Recipe(algorithm=a, strategy=s) for a in ESTIMATORS for s in STRATEGIES]
+TASKS = (CALCULATOR, CALCULATOR_AGENT, SHAPES, TONES)
+
+
+@pytest.mark.parametrize(
+    "recipe", [*RECIPES, *(Recipe(task=task, **task.numbers) for task in TASKS)]
+)
+def test_every_recipe_is_a_legal_configuration_without_unused_options(tmp_path, recipe):
     config = training_config(recipe, tmp_path)
     config.check_world_size(1)
     assert config.unused_options() == []
     assert config.rollout_batch_size * recipe.num_steps == recipe.num_prompts
-    assert config.rollout_batch_size * config.n_samples_per_prompt == 128
 
 
 def test_the_display_shows_reward_and_accuracy(tmp_path):
