@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from lightrft.algorithms import reward_losses
+from lightrft.algorithms.interface import preference_loss_traits
 from lightrft.config import TrainConfig
-from lightrft.config.registry import REWARD_LOSSES
+from lightrft.config.registry import PREFERENCE_LOSSES, REWARD_LOSSES
 from lightrft.tools.audit import advantages as adv, reward_updates
 from lightrft.tools.audit.optimizers import learning_rate
 from lightrft.tools.audit.pairs import Borders, Pair, differentiated
@@ -75,6 +76,12 @@ def test_equal_margins_keep_the_order_of_the_run():
     forward, backward = slopes((-5.0, -5.0)), slopes((-5.0, -5.0 - 1e-6))
     assert abs(forward[0] - backward[1]) < 1e-6
     assert abs(forward[0] - forward[1]) > 1e-3
+
+
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_every_preference_loss_of_the_stage_is_audited(name):
+    loss, traits = preference_loss_named(name), preference_loss_traits(PREFERENCE_LOSSES.load(name))
+    assert (loss.of_answers, loss.has_reference) == (traits.is_of_answers, traits.uses_reference)
 
 
 @pytest.mark.parametrize("name", REWARD_LOSSES)

@@ -23,9 +23,7 @@ from lightrft.tools.rewards.http import (
     HttpClient,
     RequestError,
     RequestLimits,
-    finite_numbers,
     is_loopback,
-    parse_json,
     shown_address,
 )
 from lightrft.tools.rewards.remote import RemoteReward
@@ -436,11 +434,3 @@ def test_every_bad_answer_is_one_printable_line(serve, name):
         reward.close()
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 500
-
-
-def test_json_of_strangers():
-    assert parse_json(b'{"a": [1, 2.5, -0.0, "\\ud83d\\ude00"]}') == {"a": [1, 2.5, -0.0, "😀"]}
-    assert parse_json("[" * 50 + "]" * 50) != []
-    assert finite_numbers([1, 2.5], 2) == [1.0, 2.5]
-    assert finite_numbers([10**400, 1], 2) is None
-    assert finite_numbers([True, 1], 2) is None

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from functools import partial
 
 import pytest
-from tests.ranks import RankFailure, run_multiprocess
+from tests.ranks import run_multiprocess
 from tests.rewards.asking import numbers_of
 from tests.runs import train
 from tests.tools.rewards import judge_world
@@ -15,7 +15,7 @@ from tests.tools.rewards.judge_world import TEXTS, rewards_of, run_options
 from lightrft.config import ConfigError
 from lightrft.engines.factory import build_engine
 from lightrft.engines.types import EngineConfig
-from lightrft.rewards import RewardError, build_reward
+from lightrft.rewards import RewardError
 
 config_of = partial(judge_world.config_of, model="policy")
 judge_of = partial(judge_world.judge_of, model="policy")
@@ -84,13 +84,6 @@ def test_what_leaves_no_engine_free_is_refused(folder, options, message):
         config_of(folder, **options)
 
 
-def test_a_field_without_effect_is_refused_before_a_model_is_built(folder):
-    config = config_of(folder)
-    config.judge_args = {"n": 2}
-    with pytest.raises(ConfigError, match="judge_args: n, stream and logprobs"):
-        build_reward(["judge"], config=config)
-
-
 def train_apart(rank, world_size, options):
     """Where some ranks only generate, each side has a group of its own."""
     return asdict(train(options))["last_metrics"]
@@ -130,11 +123,3 @@ def test_a_policy_that_vllm_samples_judges_through_it(folder):
     metrics, rewards = run(folder, 1, "vllm", engine_type="vllm", max_len=1024)
     assert set(rewards.values()) == {0.3, 0.7}
     assert 0 < metrics["judge/requests"] <= 16
-
-
-@pytest.mark.full
-@pytest.mark.multiprocess
-@pytest.mark.timeout(600)
-def test_a_policy_without_a_usable_answer_ends_the_run(folder):
-    with pytest.raises(RankFailure, match="the reward failed for all 16 samples of the step"):
-        run(folder, 1, "mute", pretrain=str(folder / "policy"), reward_failure="mask")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import re
-import subprocess
 import sys
 import time
 
@@ -75,25 +72,6 @@ def test_the_grader_decides_by_value(boxed_math) -> None:
     assert numbers_of(boxed_math, responses, [gold for _, gold, _ in cases]) == expected
 
 
-@pytest.fixture
-def busy_machine():
-    """Eight programs that compute beside the test."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
-    yield
-    for other in others:
-        other.kill()
-        other.wait()
-
-
-@pytest.mark.full
-def test_a_busy_machine_changes_no_reward(boxed_math, busy_machine) -> None:
-    responses = [f"\\boxed{{{i}x+{i + 1}}}" for i in range(40)]
-    assert numbers_of(boxed_math, responses, [f"{i + 1}+{i}x" for i in range(40)]) == [1.0] * 40
-    responses = [f"\\boxed{{\\frac{{x+{i}}}{{y}}}}" for i in range(1, 9)]
-    labels = [f"\\frac{{x}}{{y}}+\\frac{{{i}}}{{y}}" for i in range(1, 9)]
-    assert numbers_of(boxed_math, responses, labels) == [1.0] * 8
-
-
 @pytest.mark.full
 def test_an_answer_that_hangs_the_grader_is_undecided_and_harms_no_other() -> None:
     reward = MathReward(BOXED_MATH, grading_seconds=2.0, num_workers=1)
@@ -147,33 +125,6 @@ def test_the_work_on_a_response_grows_with_its_length_and_no_faster(piece) -> No
     short, long = (steps(piece * (n // len(piece)) + "}") for n in (4_000, 32_000))
     assert long <= 9 * short
     assert long <= 8 * 32_000
-
-
-def slow_last_boxed(text: str) -> str | None:
-    """Every box in turn from the last one, its braces counted anew."""
-    for match in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))):
-        depth, position = 1, match.end()
-        while position < len(text):
-            if text[position] == "\\":
-                position += 2
-                continue
-            depth += (text[position] == "{") - (text[position] == "}")
-            if depth == 0:
-                return text[match.end() : position].strip()
-            position += 1
-    return None
-
-
-def test_the_last_box_is_that_of_the_slow_search() -> None:
-    pieces = ["\\boxed{", "\\fbox {", "{", "}", "\\{", "\\}", "\\\\", "\\", "a", " ", "\n"]
-    numbers = random.Random(7)
-    found = 0
-    for _ in range(3_000):
-        text = "".join(numbers.choices(pieces, k=numbers.randrange(1, 14)))
-        expected = slow_last_boxed(text)
-        found += expected is not None
-        assert last_boxed(text) == expected, text
-    assert found > 500
 
 
 HOSTILE = [
