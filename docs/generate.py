@@ -19,7 +19,7 @@ from lightrft.algorithms.interface import AdvantageTraits, PolicyLossTraits
 from lightrft.cli.options import UNAVAILABLE, available_options
 from lightrft.config import TrainConfig
 from lightrft.config.options import OptionInfo, options_of, type_hints
-from lightrft.config.other_names import OTHER_NAMES
+from lightrft.config.other_names import OTHER_NAMES, option_hint
 from lightrft.config.registry import REGISTRIES, keyword_options
 from lightrft.config.train_config import command_options
 from lightrft.reporting.metric_table import METRICS
@@ -125,13 +125,13 @@ def configuration() -> str:
         "",
         NOTE,
         "",
-        "Every option is a flag of `lightrft train`, those under Supervised of `lightrft sft` "
-        "and others that train on given rows, those under Preference of `lightrft prefer` "
-        "(`--name value`; booleans have `--no_name`), a key of a TOML file "
-        "(`--config run.toml`), and a field of `lightrft.config.TrainConfig`. "
+        "After this page you know every option. It is a flag of `lightrft train` (under Supervised "
+        "of `lightrft sft` and others that train on rows, under Preference of `lightrft prefer`): "
+        "`--name value`, and `--no_name` for booleans. It is also a key of a TOML file "
+        "(`--config run.toml`) and a field of `lightrft.config.TrainConfig`. "
         "Later files win over earlier ones, flags over files. Unknown names and wrong values are "
-        "errors, all reported at once; options that act in no run like the given one are listed at "
-        "the start, or refused with `--strict`.",
+        "errors, all reported at once; options that do not act in the run are listed at the start, "
+        "or refused with `--strict`.",
         "",
     ]
     for group in GROUPS:
@@ -167,10 +167,11 @@ def metrics() -> str:
         "",
         NOTE,
         "",
-        "`metrics.jsonl` has one line a step with these names; the report and the trackers use the "
-        "same ones. A name that ends in `/*` stands for all of its group. Outside the healthy "
-        "range the report raises an alarm: look there first, not at the loss. `--best_metric` "
-        "keeps the model with the better value, and refuses metrics of evaluations without one.",
+        "After this page you know what a metric means. `metrics.jsonl` has one line a step with "
+        "these names; the report and the trackers use the same ones. A name that ends in `/*` "
+        "stands for all of its group. Outside the healthy range the report raises an alarm: look "
+        "there first, not at the loss. `--best_metric` keeps the model with the better value, and "
+        "refuses metrics of evaluations without one.",
         "",
         "| metric | unit | meaning | healthy | better |",
         "|---|---|---|---|---|",
@@ -228,7 +229,7 @@ def _formula(names: list[str], entry: object) -> str:
     documented = re.split(r"\n\n(?:Args|Returns|Raises):", inspect.getdoc(function) or "")[0]
     lines = [f"### {', '.join(f'`{name}`' for name in names)}", ""]
     for paragraph in documented.split("\n\n"):
-        is_formula = re.match(r"[\w()\[\]^* ]{1,24} = ", paragraph)
+        is_formula = re.match(r"(?!Return )[\w()\[\]^* ]{1,24} = ", paragraph)
         lines += ["```text", paragraph, "```", ""] if is_formula else [paragraph, ""]
     bound = entry.keywords if isinstance(entry, partial) else {}
     options = {
@@ -251,6 +252,18 @@ def _corrections() -> str:
     lines = ["| preset | terms |", "|---|---|"]
     lines += [f"| `{name}` | `{terms}` |" for name, terms in CORRECTION_PRESETS.items()]
     return "\n".join(lines)
+
+
+def renamed(page: str) -> str:
+    """Return a page of another library with what each of its options is here."""
+    known = available_options()
+
+    def row(match: re.Match[str]) -> str:
+        here = option_hint(match[1], known).removeprefix("; here it is ").split(",")[0]
+        return f"| `{match[1]}` | `{here}` |"
+
+    text = (FOLDER / page).read_text(encoding="utf-8")
+    return re.sub(r"^\| `([^`]+)` \| `\w*` \|$", row, text, flags=re.MULTILINE)
 
 
 FORMULAS = {
@@ -325,11 +338,13 @@ PUBLIC = (
 def api() -> str:
     """Return the page that mkdocstrings fills: the public names of each package."""
     lines = [
+        "---\nsearch: {boost: 0.2}\n---\n",
         "# Python",
         "",
         NOTE,
         "",
-        "Look up a class or function here. Import it from the package under which it stands; "
+        "After this page you know a public class or function of Python: its arguments and results. "
+        "Import it from the package under which it stands; "
         "[training from Python](library.md) shows them at work.",
     ]
     for package in PUBLIC:
@@ -353,6 +368,8 @@ PAGES = {
     "api.md": api,
     "algorithms.md": algorithms,
     "configuration.md": configuration,
+    "from_openrlhf.md": partial(renamed, "from_openrlhf.md"),
+    "from_verl.md": partial(renamed, "from_verl.md"),
     "metrics.md": metrics,
     "scaling.md": scaling,
 }

@@ -80,18 +80,6 @@ def test_what_a_command_does_not_take_is_not_named() -> None:
     assert "n_samples_per_prompt" not in unknown_flags(["--num_generations"], "sft")[0]
 
 
-PAGE = re.compile(r"^\| `([^`]+)` \| `(\w+)` \|$", re.MULTILINE)
-
-
-@pytest.mark.parametrize("page", ["from_verl.md", "from_openrlhf.md"])
-def test_the_tables_of_the_pages_say_what_the_command_line_says(page: str) -> None:
-    text = (Path(__file__).parents[2] / "docs" / page).read_text("utf-8")
-    rows, known = PAGE.findall(text), available_options()
-    assert len(rows) == text.count("\n| ") - 1 >= 30
-    found = {name: option_hint(name, known).removeprefix("; here it is ") for name, _ in rows}
-    assert {name: there.split(",")[0] for name, there in found.items()} == dict(rows)
-
-
 SAME = [
     ("train", "--learning_rate 2e-5", {"actor_learning_rate": 2e-5}),
     ("train", "--model_name_or_path=tiny", {"pretrain": "tiny"}),
