@@ -150,17 +150,6 @@ def test_b8_predicted_seconds_are_near_those_of_published_runs(generate):
         assert 0.65 < generate.published_prediction(name) / seconds_of_a_step < 1.2, name
 
 
-def test_pictures_follow_from_their_script():
-    spec = importlib.util.spec_from_file_location("draw", DOCS / "draw.py")
-    draw = importlib.util.module_from_spec(spec)
-    sys.modules["draw"] = draw
-    spec.loader.exec_module(draw)
-    for name, picture in draw.PICTURES.items():
-        written = (draw.FOLDER / name).read_text(encoding="utf-8")
-        assert written == picture().svg(), "run: python docs/draw.py"
-        assert any(f"pictures/{name}" in text for text in PAGES.values())
-
-
 def test_every_exit_code_is_explained():
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", PAGES["errors.md"], flags=re.MULTILINE)
     assert rows == [(str(int(code)), code.name) for code in ExitCode]

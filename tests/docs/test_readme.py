@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from tests.programs import run_program, run_python
 
 pytestmark = pytest.mark.shard("quickstart")
@@ -179,6 +180,22 @@ def test_the_report_of_quickstart_opens_offline(quickstart_run):
         assert page.locator("#token-samples .token").count() > 20
         assert (requests, complaints) == ([(quickstart_run / "report.html").as_uri()], [])
         browser.close()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1500)
+def test_the_report_of_quickstart_is_photographed(quickstart_run, tmp_path):
+    pytest.importorskip("playwright", reason="package playwright is not installed")
+    docs = README.with_name("docs")
+    done = run_python(docs / "photograph.py", quickstart_run, tmp_path)
+    assert done.returncode == 0, done.stderr
+    taken = sorted(path.name for path in tmp_path.iterdir())
+    assert taken == sorted(path.name for path in (docs / "pictures").glob("*.png"))
+    for name in taken:
+        with Image.open(tmp_path / name) as new, Image.open(docs / "pictures" / name) as old:
+            assert (new.mode, new.width) == (old.mode, old.width)
+            assert 0.8 < new.height / old.height < 1.25, name
+            assert len(new.convert("RGB").getcolors()) > 20, name
 
 
 @pytest.mark.slow
