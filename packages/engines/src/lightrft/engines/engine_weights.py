@@ -427,7 +427,7 @@ class ParameterStore(EngineWeights):
         self.is_resident = True
 
     def _stored_hashes(self, names: Sequence[str]) -> list[int]:
-        from lightrft.kernels import hash_tensors
+        from lightrft.kernels.weight_bucket.operations import hash_tensors
 
         return hash_tensors([self.tensors[name].detach() for name in names])
 

@@ -231,11 +231,6 @@ class RewardModel(SequenceModel):
         return self.model if self.is_beside else self.model.base_model
 
     @property
-    def reads_media(self) -> bool:
-        """Whether rows may have images or videos."""
-        return family_of(self.config) is not None
-
-    @property
     def config(self) -> PretrainedConfig:
         """Configuration of the wrapped model."""
         return self.model.config

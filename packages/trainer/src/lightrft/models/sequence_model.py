@@ -6,6 +6,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -52,6 +53,11 @@ class SequenceModel(nn.Module):
         """Configuration of the wrapped model."""
         return self.pretrained.config
 
+    @cached_property
+    def reads_media(self) -> bool:
+        """Whether rows may have images or videos."""
+        return family_of(self.config) is not None
+
     def lay_out(
         self, token_ids: Tensor, attention_mask: Tensor, scored_mask: Tensor | None = None
     ) -> TokenLayout:
@@ -61,7 +67,7 @@ class SequenceModel(nn.Module):
             attention_mask,
             scored_mask,
             # Features of media are put between the tokens of the whole stream.
-            is_cut_late=family_of(self.config) is not None,
+            is_cut_late=self.reads_media,
         )
 
     def gradient_checkpointing_enable(self) -> None:

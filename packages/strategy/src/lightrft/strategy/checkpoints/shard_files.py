@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard as ShardPlacement
+from torch.distributed.tensor import DTensor
 
 from lightrft.config.files import make_folder, regular_file
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter, StoredTensor
 from lightrft.strategy.distributed.collectives import ALONE, nonfinite_names, require_finite
-from lightrft.strategy.weight_sync.parameter_source import chunk_ranges
+from lightrft.strategy.weight_sync.parameter_source import chunk_ranges, shard_dims
 
 
 class Shard(NamedTuple):
@@ -152,21 +152,6 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int, int]:
         return local, 0, tensor.shape[0]
     rows = chunk_ranges((tensor.shape[0],), tensor.device_mesh.size(dims[0]))
     return local, *rows[tensor.device_mesh.get_local_rank(dims[0])]
-
-
-def shard_dims(tensor: DTensor) -> list[int]:
-    """Return the one dimension of the mesh over which a tensor is sharded, if it is.
-
-    Raises:
-        ValueError: It is sharded over several, or along another dimension than its first.
-    """
-    dims = [d for d, place in enumerate(tensor.placements) if not place.is_replicate()]
-    if len(dims) > 1 or any(tensor.placements[d] != ShardPlacement(0) for d in dims):
-        raise ValueError(
-            "expected a tensor sharded once, along its first dimension: got "
-            f"{tensor.placements}; leave shard_placement_fn unset"
-        )
-    return dims
 
 
 def is_written_by(tensor: Tensor, rank: int) -> bool:

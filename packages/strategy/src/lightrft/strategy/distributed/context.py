@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Protocol, Self, TypeVar, cast, overload
 
 import numpy as np
@@ -170,7 +171,7 @@ class DistributedContext:
         """Whether this rank computes on a GPU."""
         return self.device.type == "cuda"
 
-    @property
+    @cached_property
     def computes_in_bf16(self) -> bool:
         """Whether forward and backward passes are in bfloat16."""
         return self.config.computes_in_bf16(has_gpu=self.has_gpu)

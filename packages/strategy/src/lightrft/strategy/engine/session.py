@@ -135,6 +135,7 @@ class EngineSession:
         self.num_calls = 0
         self._work = GenerationWork()
         self._engine: RolloutEngine | None = None
+        self._has_adapters: bool | None = None  # not asked yet
         self._next_request_id = 0
         self.weight_sync: WeightSync | None = None
         self.last_weight_sync: WeightSyncReport | None = None
@@ -147,6 +148,7 @@ class EngineSession:
     @engine.setter
     def engine(self, engine: RolloutEngine | None) -> None:
         self._engine = engine
+        self._has_adapters = None
         self.weight_sync = None
 
     @property
@@ -262,7 +264,9 @@ class EngineSession:
 
     @property
     def _holds_adapters(self) -> bool:
-        return holds_adapters(self.running.parameter_manifest())
+        if self._has_adapters is None:
+            self._has_adapters = holds_adapters(self.running.parameter_manifest())
+        return self._has_adapters
 
     def _wake_up(self, tags: tuple[str, ...] | None = None) -> bool:
         """Wake a sleeping engine, or a part of it; return whether it slept."""
@@ -302,7 +306,7 @@ class EngineSession:
                 canary = actor_canary(
                     model,
                     module,
-                    dtypes=compute_dtypes(config, self.running, source),
+                    dtypes=compute_dtypes(self.context.compute_dtype, self.running, source),
                     max_length=config.max_len,
                     device=self.context.device,
                     media=media_seen(self.running, self._training.world_group),

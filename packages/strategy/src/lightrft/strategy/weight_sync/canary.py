@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lightrft.config import TrainingOptions
 from lightrft.engines.base import RolloutEngine, StaleEngineError
 from lightrft.engines.media.media import EncodedPrompt, RowMedia
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams, Vocabulary
@@ -297,14 +296,16 @@ def media_seen(engine: RolloutEngine, world: Group) -> EncodedPrompt | None:
 
 
 def compute_dtypes(
-    config: TrainingOptions, engine: RolloutEngine, source: ParameterSource
+    dtype: torch.dtype, engine: RolloutEngine, source: ParameterSource
 ) -> frozenset[torch.dtype]:
-    """Return the dtypes in which trainer or engine compute."""
-    dtypes = {parameter.dtype for parameter in engine.parameter_manifest()}
-    dtypes.update(parameter.local_shard.dtype for parameter in source.parameters())
-    if config.computes_in_bf16(has_gpu=torch.cuda.is_available()):
-        dtypes.add(torch.bfloat16)
-    return frozenset(dtypes)
+    """Return the dtypes in which trainer or engine compute.
+
+    Args:
+        dtype: Type of the trainer's passes.
+        engine, source: Weights of both sides.
+    """
+    stored = {parameter.dtype for parameter in engine.parameter_manifest()}
+    return frozenset({dtype, *stored, *(each.local_shard.dtype for each in source.parameters())})
 
 
 def score_with_actor(

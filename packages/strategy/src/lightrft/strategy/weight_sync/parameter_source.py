@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard as ShardPlacement
 
 from lightrft.config import EngineOptions
 from lightrft.engines.engine_weights import tied_names
@@ -193,6 +194,21 @@ def chunk_ranges(shape: tuple[int, ...], num_ranks: int) -> tuple[FlatRange, ...
     rows_per_rank = -(-num_rows // num_ranks)
     bounds = [min(rank * rows_per_rank, num_rows) * row_size for rank in range(num_ranks + 1)]
     return tuple(itertools.pairwise(bounds))
+
+
+def shard_dims(tensor: DTensor) -> list[int]:
+    """Return the one dimension of the mesh over which a tensor is sharded, if it is.
+
+    Raises:
+        ValueError: It is sharded over several, or along another dimension than its first.
+    """
+    dims = [d for d, place in enumerate(tensor.placements) if not place.is_replicate()]
+    if len(dims) > 1 or any(tensor.placements[d] != ShardPlacement(0) for d in dims):
+        raise ValueError(
+            "expected a tensor sharded once, along its first dimension: got "
+            f"{tensor.placements}; leave shard_placement_fn unset"
+        )
+    return dims
 
 
 @runtime_checkable

@@ -46,14 +46,8 @@ class AgentEnd:
     failure: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class AgentRestart:
-    """The restart of an agent whose worker process had to be replaced."""
-
-    number: int
-
-
-Tell = Callable[[AgentEnd | AgentRestart], None]
+# Receives the end of an episode, or the number of one that begins again in another process.
+Tell = Callable[[AgentEnd | int], None]
 
 
 class AgentPool:
@@ -108,7 +102,7 @@ class AgentPool:
                 workers.started()
             for num_crashes in range(_MAX_CRASHES):
                 for number in share if num_crashes else ():
-                    tell(AgentRestart(number))
+                    tell(number)
                 failure, may_repeat = self._attempt(workers, share, tell)
                 if not (share and may_repeat):
                     break

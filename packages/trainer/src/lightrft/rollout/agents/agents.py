@@ -23,7 +23,6 @@ from lightrft.rewards.types import RewardError, RewardResult
 from lightrft.rollout.agents.agent_pool import (
     AgentEnd,
     AgentPool,
-    AgentRestart,
     has_other_rewards,
 )
 from lightrft.rollout.agents.agent_worker import MAX_OPEN_FILES
@@ -428,8 +427,8 @@ class _AgentRun:
             if event.holder.is_open:  # otherwise the call is from an earlier step
                 self.waiting.append(event)
             return
-        if isinstance(event, AgentRestart):
-            self.all_episodes[event.number].restart()
+        if isinstance(event, int):
+            self.all_episodes[event].restart()
         elif isinstance(event, AgentEnd):
             self._end(self.all_episodes[event.number], event)
 

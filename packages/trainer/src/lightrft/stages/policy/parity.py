@@ -160,7 +160,7 @@ def check_parity(
             embedded engine also the first layer whose outputs differ.
     """
     engine, context = session.running, backend.context
-    dtypes = compute_dtypes(backend.config, engine, backend.parameter_source(actor))
+    dtypes = compute_dtypes(context.compute_dtype, engine, backend.parameter_source(actor))
     limits = parity_limits(dtypes)
     if mean_limit is not None:
         limits = ParityLimits(mean_limit, max(limits.largest, mean_limit), limits.hidden)

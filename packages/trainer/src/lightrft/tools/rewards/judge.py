@@ -48,15 +48,6 @@ MAX_ANSWER_BYTES, CONCURRENCY = 1 << 20, 16
 _PRICES = ("input", "output")
 
 
-@dataclass(frozen=True, slots=True)
-class JudgeReply:
-    """Text of an answer, and the server's token counts (0 if it counts none)."""
-
-    content: str
-    prompt_tokens: int
-    completion_tokens: int
-
-
 @dataclass(slots=True)
 class _Costs:
     """Costs of the judge since they were last taken; several threads add to them."""
@@ -290,15 +281,15 @@ class JudgeReward:
                 problems[key] = str(answer)
                 continue
             try:
-                reply = read_completion(answer)
+                content, prompt_tokens, completion_tokens = read_completion(answer)
                 with self._costs.lock:
-                    self._costs.prompt_tokens += reply.prompt_tokens
-                    self._costs.completion_tokens += reply.completion_tokens
-                question.read(reply.content)
+                    self._costs.prompt_tokens += prompt_tokens
+                    self._costs.completion_tokens += completion_tokens
+                question.read(content)
             except ValueError as err:
                 problems[key] = str(err)
             else:
-                self._cache.put(key, reply.content)
+                self._cache.put(key, content)
         return problems
 
 
@@ -314,8 +305,8 @@ def _checked_prices(prices: Mapping[str, object]) -> dict[str, float]:
     return {name: float(str(price)) for name, price in prices.items()}
 
 
-def read_completion(answer: bytes) -> JudgeReply:
-    """Return the text of a chat completion and its token counts.
+def read_completion(answer: bytes) -> tuple[str, int, int]:
+    """Return the text of a chat completion, its prompt's tokens and its own; 0 if not counted.
 
     Raises:
         ValueError: The body is no chat completion, is incomplete, or has no text; one line.
@@ -335,12 +326,13 @@ def read_completion(answer: bytes) -> JudgeReply:
     if not isinstance(content, str):
         raise ValueError(f"the answer has no text: content is {type(content).__name__}")
     usage = completion.get("usage") if isinstance(completion, dict) else None
-    counts = [
-        count if isinstance(count, int) else 0
-        for name in ("prompt_tokens", "completion_tokens")
-        for count in ((usage.get(name) if isinstance(usage, dict) else 0),)
-    ]
-    return JudgeReply(content, *counts)
+    counts = usage if isinstance(usage, dict) else {}
+    prompt_tokens, completion_tokens = counts.get("prompt_tokens"), counts.get("completion_tokens")
+    return (
+        content,
+        prompt_tokens if isinstance(prompt_tokens, int) else 0,
+        completion_tokens if isinstance(completion_tokens, int) else 0,
+    )
 
 
 class AnswerCache:
