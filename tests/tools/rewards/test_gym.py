@@ -49,7 +49,7 @@ def test_options_may_be_lists_and_signs() -> None:
         ("reasoning_gym:gcd?size=0", "train", "size must be a whole number"),
         ("reasoning_gym:gcd?seed=null", "train", "seed must be a whole number"),
         ("reasoning_gym:gcd?min_value=9&max_value=3", "train", "refuses it"),
-        ("reasoning_gym:gcd", "validation", "found train, test"),
+        ("reasoning_gym:gcd", "validation", "expected train or test"),
     ],
 )
 def test_what_is_wrong_with_a_source_is_named(source, split, message: str) -> None:
