@@ -20,7 +20,6 @@ from lightrft.reporting.console import (
     fitted,
     is_terminal,
     step_line,
-    work_text,
 )
 from lightrft.reporting.files import rank_log
 from lightrft.reporting.loggers import ConsoleLogger
@@ -31,7 +30,7 @@ from lightrft.strategy.distributed.console_sink import (
     with_progress,
 )
 from lightrft.strategy.distributed.context import print_on_first_rank, report_memory
-from lightrft.strategy.distributed.deadlines import current_phase, phase
+from lightrft.strategy.distributed.deadlines import phase
 
 METRICS = {
     "reward": 0.5,
@@ -264,25 +263,6 @@ def test_silence_is_broken_by_the_name_of_the_phase():
     shown = stream.getvalue()
     time.sleep(0.2)
     assert stream.getvalue() == shown
-
-
-def test_who_speaks_needs_no_heartbeat():
-    stream = io.StringIO()
-    screen = PlainScreen(stream, lambda: "start", seconds=30)
-    for _ in range(5):
-        screen.line("x")
-    screen.close()
-    assert stream.getvalue() == "x\n" * 5
-
-
-def test_the_innermost_phase_is_the_current_one():
-    assert current_phase() is None
-    assert work_text(None, None) == ""
-    assert work_text(("rows", 1, 2), ("score", 41.2)) == ": score, rows 1 of 2, 41 s"
-    with phase("outer", 60), phase("inner", 60):
-        name, seconds = current_phase()
-        assert name == "inner"
-        assert 0 <= seconds < 60
 
 
 def test_each_rank_has_a_log_with_warnings_phases_and_its_end(tmp_path, capsys):

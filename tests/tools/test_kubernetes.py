@@ -143,15 +143,6 @@ def test_one_node_has_no_workers(capsys):
     assert list(job["spec"]["pytorchReplicaSpecs"]) == ["Master"]
 
 
-def test_the_table_refuses_what_is_no_field(capsys):
-    job = manifest_of(capsys, "--", "--pretrain", "m")
-    job["spec"]["nProcPerNode"] = "8"
-    job["spec"]["runPolicy"]["cleanPodPolicy"] = "Always"
-    pod = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
-    pod["containers"][0]["name"] = "trainer"
-    assert len(problems(job, SCHEMA)) == 3
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -55,19 +55,6 @@ def test_the_steps_use_every_loss_and_estimator(mutation):
         assert {step.get(option) for step in steps} - {None} == set(names) - same
 
 
-def test_a_planted_module_is_taken_out_again(mutation):
-    from lightrft.algorithms import kl
-    from lightrft.experience import maker
-
-    own, path = kl.estimate_kl, mutation.ALGORITHMS / "kl.py"
-    code = path.read_text().replace("MAX_K3 = 10.0", "MAX_K3 = 11.0")
-    with mutation.planted(path, compile(code, str(path), "exec")):
-        assert kl.MAX_K3 == 11.0
-        assert maker.estimate_kl is kl.estimate_kl is not own
-    assert kl.MAX_K3 == 10.0
-    assert maker.estimate_kl is kl.estimate_kl is own
-
-
 def test_a_call_is_repeated_with_the_planted_module(mutation):
     import torch
 
@@ -85,14 +72,6 @@ def test_a_call_is_repeated_with_the_planted_module(mutation):
     with mutation.planted(path, compile(code, str(path), "exec")):
         assert call.replayed() != call.result
     assert call.replayed() == call.result
-
-
-def test_a_process_of_its_own_that_hangs_or_raises_is_told_apart(mutation):
-    import time
-
-    assert mutation.forked(lambda: "found", 60) == "found"
-    assert mutation.forked(lambda: 1 / 0, 60) == "raises"
-    assert mutation.forked(lambda: time.sleep(60), 0.1) == ""
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import time
@@ -31,23 +30,8 @@ def model(tmp_path_factory):
     return str(path)
 
 
-@pytest.fixture
-def check(tmp_path, capsys, monkeypatch):
-    """`check(rows, *flags)`: the exit code, what was printed and what was complained about."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(rows, *flags):
-        text = "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
-        (tmp_path / "p.jsonl").write_text(text)
-        code = main(["data", "check", "p.jsonl", *flags])
-        shown = capsys.readouterr()
-        return code, shown.out, shown.err
-
-    return run
-
-
-def test_good_rows_are_described_and_pass(check, model):
-    code, out, err = check(GOOD, "--pretrain", model, "--reward_fn", "gsm8k")
+def test_good_rows_are_described_and_pass(checked, model):
+    code, out, err = checked(GOOD, "--pretrain", model, "--reward_fn", "gsm8k")
     assert (code, err) == (0, "")
     for line in (
         "p.jsonl: 3 rows, 3 of them readable",
@@ -66,10 +50,10 @@ def test_good_rows_are_described_and_pass(check, model):
     assert re.search("tokens of a prompt: shortest 12, median .*, longest 18\n", out)
 
 
-def test_every_bad_row_is_named_and_none_is_skipped(check, model):
+def test_every_bad_row_is_named_and_none_is_skipped(checked, model):
     rows = [*GOOD, GOOD[0], {"question": " ", "answer": "1"}, '{"question": ', {"answer": "2"}]
     rows += [{"question": "unlabelled"}, {"question": "wrong", "answer": "six"}, {"question": 7}]
-    code, out, _ = check(
+    code, out, _ = checked(
         rows, "--pretrain", model, "--reward_fn", "gsm8k", "--prompt_max_len", "13"
     )
     assert code == 4
@@ -84,49 +68,49 @@ def test_every_bad_row_is_named_and_none_is_skipped(check, model):
     assert out.endswith("\n6 bad rows\n")
 
 
-def test_many_bad_rows_are_counted_and_the_first_twenty_shown(check):
-    code, out, _ = check([{"question": " ", "answer": "1"}] * 23)
+def test_many_bad_rows_are_counted_and_the_first_twenty_shown(checked):
+    code, out, _ = checked([{"question": " ", "answer": "1"}] * 23)
     assert code == 4
     assert "rows that cannot be used: 23\n" in out
     assert [f"\n  p.jsonl:{n}: " in out for n in range(1, 24)] == [True] * 20 + [False] * 3
     assert "\n  and 3 more\n" in out
 
 
-def test_a_hanging_reward_ends_at_its_deadline_in_one_call(check, tmp_path):
+def test_a_hanging_reward_ends_at_its_deadline_in_one_call(checked, tmp_path):
     (tmp_path / "r.py").write_text("def hangs(responses):\n    while True: pass\n")
     start = time.monotonic()
-    code, out, err = check(GOOD, "--reward_fn", "r.py:hangs", "--reward_timeout_seconds", "1")
+    code, out, err = checked(GOOD, "--reward_fn", "r.py:hangs", "--reward_timeout_seconds", "1")
     assert time.monotonic() - start < seconds(60)
     assert code == 5
     assert "scoring 16 answers by hangs, at most 1 s" in out
     assert "did not return within 1 s for 16 responses" in err
 
 
-def test_a_hanging_function_of_this_process_is_interrupted(check, tmp_path, monkeypatch):
+def test_a_hanging_function_of_this_process_is_interrupted(checked, tmp_path, monkeypatch):
     (tmp_path / "slow_rewards.py").write_text("def hangs(responses):\n    while True: pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(certificate, "GRACE_SECONDS", 0.5)
-    code, _, err = check(
+    code, _, err = checked(
         GOOD, "--reward_fn", "slow_rewards:hangs", "--reward_timeout_seconds", "0.5"
     )
     assert code == 5
     assert "did not return within 1 s" in err
 
 
-def test_a_reward_of_another_length_is_noticed(check, tmp_path):
+def test_a_reward_of_another_length_is_noticed(checked, tmp_path):
     (tmp_path / "r.py").write_text("def one(responses):\n    return [1.0]\n")
-    code, _, err = check(GOOD[:1], "--reward_fn", "r.py:one")
+    code, _, err = checked(GOOD[:1], "--reward_fn", "r.py:one")
     assert code == 5
     assert "one result per response, 6 in all, got 1" in err
 
 
-def test_rows_that_a_run_leaves_out_are_not_counted_as_usable(check, model):
+def test_rows_that_a_run_leaves_out_are_not_counted_as_usable(checked, model):
     flags = ("--pretrain", model, "--reward_fn", "gsm8k", "--prompt_max_len")
-    code, out, _ = check(GOOD, *flags, "13")
+    code, out, _ = checked(GOOD, *flags, "13")
     assert code == 0
     assert out.endswith("\n1 prompts can be trained on, 2 are left out as too long\n")
     assert "reference answers of the first 1 rows" in out
-    code, out, _ = check(GOOD, *flags, "3")
+    code, out, _ = checked(GOOD, *flags, "3")
     assert code == 4
     assert out.endswith("\n0 prompts can be trained on, 3 are left out as too long\n")
 
@@ -177,28 +161,12 @@ NUMBERS = [{"input": f"What is {n}?", "label": str(n)} for n in (31, 42, 57)]
         ("any_box", ["all boxed", "all in turn"]),
     ],
 )
-def test_the_certificate_says_what_a_reward_lets_pass(check, tmp_path, name, kinds):
+def test_the_certificate_says_what_a_reward_lets_pass(checked, tmp_path, name, kinds):
     (tmp_path / "r.py").write_text(REWARDS)
-    code, out, _ = check(NUMBERS, "--reward_fn", f"r.py:{name}")
+    code, out, _ = checked(NUMBERS, "--reward_fn", f"r.py:{name}")
     assert code == 0
     doubts = [line for line in out.splitlines() if line.startswith("warning")]
     assert [re.search("3 of 3 (.*) answers get", line)[1] for line in doubts] == kinds
-
-
-@pytest.mark.full
-def test_a_bonus_for_nothing_in_a_box_is_noticed(check, tmp_path):
-    (tmp_path / "r.py").write_text(REWARDS)
-    out = check(NUMBERS, "--reward_fn", "r.py:pays_boxes")[1]
-    assert "warning: 3 of 3 empty boxes get more than an empty answer (p.jsonl:1)" in out
-    assert "warning" not in check(NUMBERS, "--reward_fn", "r.py:right")[1]
-
-
-def test_of_worked_solutions_the_final_answer_is_put_into_boxes(check, tmp_path):
-    (tmp_path / "r.py").write_text(REWARDS.replace("[l]", "[l.split()[-1]]"))
-    rows = [{**row, "label": f"2 + 3 is\n#### {row['label']}"} for row in NUMBERS]
-    out = check(rows, "--reward_fn", "r.py:thinks")[1]
-    assert "  as \\boxed{...}: 1.000" in out
-    assert "3 of 3 only thought answers" in out
 
 
 @pytest.mark.parametrize(
@@ -211,36 +179,23 @@ def test_of_worked_solutions_the_final_answer_is_put_into_boxes(check, tmp_path)
         ("f(responses, labels): return [float(l == r) for r, l in zip(responses, labels)]", 1),
     ],
 )
-def test_a_reward_that_reads_no_labels_is_not_certified(check, tmp_path, function, is_certified):
+def test_a_reward_that_reads_no_labels_is_not_certified(checked, tmp_path, function, is_certified):
     (tmp_path / "r.py").write_text(f"def {function}\n")
     rows = [{"input": "Name a thing with this letter.", "letter": f"{each}!"} for each in "abc"]
-    out = check(rows, "--reward_fn", "r.py:f", "--label_key", "letter")[1]
+    out = checked(rows, "--reward_fn", "r.py:f", "--label_key", "letter")[1]
     assert ("nothing to certify" not in out) == is_certified
     assert is_certified or "warning" not in out
     assert ("best of what is no reference answer" in out) == is_certified
 
 
-def test_a_score_that_drifts_is_noticed(check, tmp_path):
+def test_a_score_that_drifts_is_noticed(checked, tmp_path):
     (tmp_path / "r.py").write_text(REWARDS)
-    out = check(NUMBERS, "--reward_fn", "r.py:drifts")[1]
+    out = checked(NUMBERS, "--reward_fn", "r.py:drifts")[1]
     assert "warning: the same input gets another score within one call (p.jsonl:1)" in out
-    assert "the same input" not in check(NUMBERS, "--reward_fn", "r.py:counts")[1]
+    assert "the same input" not in checked(NUMBERS, "--reward_fn", "r.py:counts")[1]
 
 
-@pytest.mark.parametrize("rule", ["boxed_math", "gsm8k"])
-def test_the_built_in_rules_are_certified(check, rule):
-    rows = [
-        {**row, "label": row["label"] if rule == "boxed_math" else f"so #### {row['label']}"}
-        for row in NUMBERS
-    ]
-    code, out, _ = check(rows, "--reward_fn", rule)
-    assert code == 0
-    assert "warning" not in out
-    for kind in ("empty", "echoed", "truncated", "all boxed", "injected"):
-        assert f"  {kind}: 0.000" in out
-
-
-def test_answers_that_cannot_be_decided_are_counted_and_do_not_pass(check, monkeypatch):
+def test_answers_that_cannot_be_decided_are_counted_and_do_not_pass(checked, monkeypatch):
     def score(self, prompts, responses, labels, columns):
         return [
             None if "3" in text else RewardResult(text == label)
@@ -249,7 +204,7 @@ def test_answers_that_cannot_be_decided_are_counted_and_do_not_pass(check, monke
 
     monkeypatch.setattr("lightrft.tools.rewards.math_rules.MathReward.score", score)
     rows = [{"question": "1+2?", "answer": "3"}, {"question": "1+4?", "answer": "5"}]
-    code, out, _ = check(rows, "--reward_fn", "boxed_math", "--label_key", "answer")
+    code, out, _ = checked(rows, "--reward_fn", "boxed_math", "--label_key", "answer")
     assert code == 4
     assert "'3' cannot be decided by boxed_math: expected 1" in out
     assert "answers cannot be decided, and would be left out of the loss" in out
@@ -257,9 +212,9 @@ def test_answers_that_cannot_be_decided_are_counted_and_do_not_pass(check, monke
 
 
 @pytest.mark.full
-def test_labels_that_are_tests_are_not_taken_for_answers(check):
+def test_labels_that_are_tests_are_not_taken_for_answers(checked):
     rows = [{"input": "Write f.", "label": label} for label in (["assert f() == 1"], "x = 1")]
-    code, out, _ = check(rows, "--reward_fn", "unit_tests")
+    code, out, _ = checked(rows, "--reward_fn", "unit_tests")
     assert code == 0
     doubts = [line for line in out.splitlines() if line.startswith("warning")]
     # The second row tests nothing: any program passes, also one without a line of code.
@@ -267,12 +222,12 @@ def test_labels_that_are_tests_are_not_taken_for_answers(check):
     assert all("answers get a reward (p.jsonl:2)" in line for line in doubts)
 
 
-def test_a_service_is_certified_like_a_function(check):
+def test_a_service_is_certified_like_a_function(checked):
     server = RewardServer(Same())
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         url = f"http://127.0.0.1:{server.server_port}"
-        code, out, _ = check(NUMBERS, "--remote_rm_url", url)
+        code, out, _ = checked(NUMBERS, "--remote_rm_url", url)
     finally:
         server.shutdown()
         server.server_close()
@@ -292,7 +247,7 @@ class Same:
         pass
 
 
-def test_no_terminal_escape_of_the_data_reaches_the_console(check, model):
+def test_no_terminal_escape_of_the_data_reaches_the_console(checked, model):
     evil = "\x1b]0;owned\x07\x1b[2Jx\u202ey\r\u2028\x85z"
     rows = [
         {"question": evil, "answer": evil, evil: evil},
@@ -301,7 +256,7 @@ def test_no_terminal_escape_of_the_data_reaches_the_console(check, model):
         {"question": evil, "answer": "#### 1"},
         '{"question": "\x1b[31m',
     ]
-    code, out, err = check(
+    code, out, err = checked(
         rows, "--reward_fn", "gsm8k", "--label_key", "answer", "--pretrain", model
     )
     assert code == 4
@@ -315,20 +270,20 @@ def test_progress_is_said(capsys, monkeypatch):
     assert capsys.readouterr().err.splitlines()[-1] == "2 of 3 rows checked"
 
 
-def test_keys_that_are_given_are_not_guessed(check):
-    code, out, _ = check(GOOD, "--input_key", "questions")
+def test_keys_that_are_given_are_not_guessed(checked):
+    code, out, _ = checked(GOOD, "--input_key", "questions")
     assert code == 4
     assert "no column 'questions'" in out
     assert "set --input_key question" in out
-    code, out, _ = check([{"input": "x", "label": "y"}])
+    code, out, _ = checked([{"input": "x", "label": "y"}])
     assert code == 0
     assert "proposed options: none, the keys fit" in out
     assert "in characters" in out
 
 
-def test_chat_messages_need_the_template(check, model):
+def test_chat_messages_need_the_template(checked, model):
     rows = [{"messages": [{"role": "user", "content": "hi"}], "label": "x"}]
-    code, out, _ = check(rows, "--pretrain", model)
+    code, out, _ = checked(rows, "--pretrain", model)
     assert code == 0
     assert "proposed options: --input_key messages --apply_chat_template" in out
     assert "    ⟦<|user|>⟧hi⟦<|assistant|>⟧" in out
@@ -341,43 +296,26 @@ def test_chat_messages_need_the_template(check, model):
         "{% for a in range(10**5) %}{% for b in range(10**5) %}{% endfor %}{% endfor %}",
     ],
 )
-def test_a_chat_template_without_end_is_one_line(check, model, monkeypatch, tmp_path, template):
+def test_a_chat_template_without_end_is_one_line(checked, model, monkeypatch, tmp_path, template):
     monkeypatch.setattr(data_command, "TEMPLATE_SECONDS", 2.0)
     (tmp_path / "t.jinja").write_text(template)
     flags = ("--pretrain", model, "--apply_chat_template", "--chat_template", "t.jinja")
-    code, _, err = check([{"input": "a"}], *flags)
+    code, _, err = checked([{"input": "a"}], *flags)
     assert code == 4
     (line,) = err.splitlines()
     assert "p.jsonl:1: the chat template takes more than 2 seconds" in line
 
 
-def test_a_prompt_beyond_any_model_is_one_bad_row(check, monkeypatch):
+def test_a_prompt_beyond_any_model_is_one_bad_row(checked, monkeypatch):
     monkeypatch.setattr("lightrft.datasets.render.MAX_PROMPT_CHARACTERS", 9)
-    code, out, _ = check([{"input": "a"}, {"input": "a" * 10}])
+    code, out, _ = checked([{"input": "a"}, {"input": "a" * 10}])
     assert code == 4
     assert "p.jsonl:2: the prompt has 10 characters: expected at most 9" in out
 
 
-@pytest.mark.full
-def test_an_own_reward_is_shown_without_a_verdict(check, tmp_path):
-    code = (
-        "def half(responses, labels):\n"
-        "    return [0.5 * (r == l) for r, l in zip(responses, labels)]\n"
-    )
-    (tmp_path / "r.py").write_text(code)
-    status, out, _ = check(GOOD, "--reward_fn", "r.py:half")
-    assert status == 0
-    assert "  as it is: 0.500" in out
-    assert "  as \\boxed{...}: 0.000" in out
-    (tmp_path / "r.py").write_text("def half(responses):\n    return 1 / 0\n")
-    status, out, err = check(GOOD, "--reward_fn", "r.py:half")
-    assert status == 5  # a bug of the reward, not of the data
-    assert "ZeroDivisionError" in err
-
-
-def test_options_of_a_run_may_come_from_its_file(check, tmp_path, capsys):
+def test_options_of_a_run_may_come_from_its_file(checked, tmp_path, capsys):
     (tmp_path / "run.toml").write_text('prompt_data = "p.jsonl"\ninput_key = "question"\n')
-    assert check(GOOD, "--config", "run.toml")[0] == 0
+    assert checked(GOOD, "--config", "run.toml")[0] == 0
     assert main(["data", "check", "--config", "run.toml"]) == 0
     assert parse(["--config", "run.toml"]).given == {"input_key"}
 

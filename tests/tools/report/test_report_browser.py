@@ -113,20 +113,6 @@ def test_a_page_draws_with_the_library_beside_it_and_says_where_it_is_missing(tm
         visit.context.close()
 
 
-def test_the_response_has_the_width_and_numbers_stay_whole(tmp_path, browser):
-    seen = Visit(browser, write_report(write_run(tmp_path / "run", 1, label="521020")), width=1400)
-    for width in (400, 1000, 1400):
-        seen.page.set_viewport_size({"width": width, "height": 900})
-        box = seen.page.locator(".samples .reply").first.bounding_box()
-        assert box["width"] > 0.5 * width
-        lines = seen.page.locator(".samples .label pre").first.evaluate(
-            "pre => { const range = document.createRange(); range.selectNodeContents(pre);"
-            " return range.getClientRects().length }"
-        )
-        assert lines == 1
-    seen.context.close()
-
-
 @pytest.mark.full
 def test_tokens_are_shaded_by_the_quantity_that_is_chosen(run_folder, visit):
     page = visit(run_folder).page

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-from pathlib import Path
 
 import pytest
 from tests.tools.report.report_runs import append, change_lines, write_run
 
 from lightrft.cli.main import main
 from lightrft.reporting.files import note_interruption, write_event
-from lightrft.tools import report
 from lightrft.tools.report import report_command
 from lightrft.tools.report.comparison import (
     MAX_RUNS,
@@ -61,40 +58,6 @@ def test_a_solved_run_is_no_alarm_and_a_run_of_equal_failures_is(tmp_path):
     change_lines(tmp_path / "a", "metrics", lambda row: row | (nothing if row["step"] > 6 else {}))
     (alarm,) = find_alarms(read_run(tmp_path / "a"))
     assert alarm.startswith("4 steps from 7 on: constant_group_share")
-
-
-def lightness_and_colour(colour):
-    """CIE L*a*b* of #rrggbb or #rgb, white D65."""
-    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
-    linear = [
-        value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
-        for value in (int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4))
-    ]
-    rows = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
-    x, y, z = (
-        value ** (1 / 3) if value > 0.008856 else 7.787 * value + 16 / 116
-        for value in (
-            sum(a * b for a, b in zip(row, linear, strict=True)) / white
-            for row, white in zip(rows, (0.9505, 1.0, 1.089), strict=True)
-        )
-    )
-    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
-
-
-def distance(one, other):
-    pairs = zip(lightness_and_colour(one), lightness_and_colour(other), strict=True)
-    return sum((a - b) ** 2 for a, b in pairs) ** 0.5
-
-
-def test_colours_of_curves_are_far_apart_in_both_schemes():
-    text = (Path(report.__file__).parent / "base.html.jinja").read_text()
-    schemes = re.findall(r"--c0: .*?--c5: #\w+", text)
-    assert len(schemes) == 2
-    for scheme in schemes:
-        colours = re.findall(r"#\w+", scheme)
-        assert len(colours) == 6
-        assert min(distance(*pair) for pair in itertools.combinations(colours, 2)) > 30
-    assert distance("#c2410c", "#b45309") < 20  # reds and ambers that were taken for each other
 
 
 def test_an_interruption_is_told(tmp_path):

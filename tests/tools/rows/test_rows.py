@@ -88,13 +88,6 @@ def test_choices_are_those_of_the_definition_and_every_sample_is_counted_once(na
         assert fates["held_out"] == sum(each.excluded == "held_out" for each in samples)
 
 
-def test_of_equal_rewards_the_earlier_sample_is_the_best():
-    samples = [Sample(place, b"p", bytes([place]), 1.0, 1.0) for place in range(3)]
-    (row,) = choose(samples, CHOICES["best"], threshold=1.0, max_per_prompt=1)
-    assert row.chosen.place == 0
-    assert choose(samples, CHOICES["best_worst"], threshold=1.0, max_per_prompt=1) == []
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_samples_of_all_ranks_are_written_in_one_order_whatever_the_ranks(tmp_path, world_size):
     rng = np.random.default_rng(0)
@@ -324,29 +317,6 @@ def test_scores_are_read_back_to_the_bit(run_folder, model):
     for each, origin in zip(data.rows, recorded, strict=True):
         assert each.answer.token_ids.tolist() == [*origin.prompt_ids, *origin.response_ids]
         assert each.score == origin.reward
-
-
-@pytest.mark.parametrize(
-    ("command", "choice", "arguments"),
-    [
-        ("prefer", "right_wrong", []),
-        ("reward", "best_worst", ["--reward_loss", "hps"]),
-        ("reward", "all", ["--reward_loss", "mse"]),
-    ],
-)
-def test_two_steps_are_trained_on_pairs_and_scores(
-    run_folder, model, tmp_path, monkeypatch, command, choice, arguments
-):
-    monkeypatch.chdir(tmp_path)
-    write_ragged(run_folder, prompts=4)
-    written(run_folder, use=command, choice=choice, max_per_prompt=1)
-    argv = ["--fsdp", "--pretrain", str(model), "--prompt_data", "rows.jsonl"]
-    argv += ["--train_batch_size", "2", "--actor_learning_rate", "1e-3", "--output_dir", "again"]
-    assert main([command, *argv, "--micro_train_batch_size", "1", *arguments]) == 0
-    steps = [json.loads(text) for text in Path("again/metrics.jsonl").read_text().splitlines()]
-    assert [each["step"] for each in steps if "loss" in each] == [1, 2]
-    origin = read_object(Path("again/run.json"))["inputs"]["rows.jsonl"]["origin"]
-    assert origin.startswith(f"run of {model} (config ")
 
 
 def other_tokens(model, folder):

@@ -1,22 +1,25 @@
-"""`lightrft data check --stage prefer|reward|distill`: what it says is what the stages do."""
+"""`lightrft data check` on rows of the stages: what it says is what the stages do."""
 
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
+from tests.runs import write
 
-from lightrft.cli.main import main
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import scan_rows
 from lightrft.datasets.preference_rows import PreferenceReader, load_preferences
+from lightrft.datasets.supervised_rows import RowEncoder, load_supervised
 from lightrft.models.loading import load_tokenizer
 from lightrft.stages.reward.reward_inputs import judgement_reader, load_rows
-from lightrft.tools.data.stored_check import check_rows, length_bias
+from lightrft.tools.data.stored_check import check_rows
 from lightrft.tools.model_presets import write_tiny_model
 
 VOCABULARY = 320
+GOOD = [{"prompt": f"{n}+1=", "completion": f"{n + 1}"} for n in range(6)]
 
 
 def pair(prompt, chosen, rejected, **more):
@@ -32,19 +35,13 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture
-def check(tmp_path, capsys, monkeypatch, models):
-    """`check(stage, rows, *flags)`: exit code, printed lines, complaint."""
-    monkeypatch.chdir(tmp_path)
+def check(checked, models):
+    """Check rows of a stage."""
 
-    def run(stage, rows, *flags):
-        text = "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
-        (tmp_path / "p.jsonl").write_text(text)
-        argv = ["data", "check", "p.jsonl", "--stage", stage, "--pretrain", str(models / "0")]
-        code = main([*argv, *flags])
-        shown = capsys.readouterr()
-        return code, shown.out, shown.err
+    def of_stage(stage, rows, *flags):
+        return checked(rows, "--stage", stage, "--pretrain", str(models / "0"), *flags)
 
-    return run
+    return of_stage
 
 
 @pytest.mark.parametrize("stage", ["prefer", "reward"])
@@ -157,54 +154,74 @@ def test_rankings_of_several_scores_are_counted_by_name(check):
     assert "longer one in 50.0% of the pairs" in out  # good prefers it, short does not
 
 
-def test_length_bias_is_that_of_all_pairs_one_by_one(tmp_path, models):
-    rng = np.random.default_rng(3)
-    rows = [
-        {
-            "prompt": "a",
-            "answers": [f"{'b' * n}{k}" for k, n in enumerate(rng.integers(1, 5, size))],
-            "ranks": rng.integers(0, 3, size).tolist(),
-        }
-        for size in rng.integers(2, 6, 20)
-    ]
-    path = tmp_path / "p.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = str(models / "0")
-    tokenizer, config = load_tokenizer(model), TrainConfig(pretrain=model)
-    data = load_rows(
-        str(path), tokenizer, config, max_samples=99, split="train", vocab_size=VOCABULARY
-    )
-    wins = total = 0.0
-    for row in rows:
-        pairs = [
-            (len(a), len(b))
-            for a, rank in zip(row["answers"], row["ranks"], strict=True)
-            for b, other in zip(row["answers"], row["ranks"], strict=True)
-            if rank < other
-        ]
-        weight = 2 / (len(row["answers"]) * (len(row["answers"]) - 1))
-        wins += weight * sum((a > b) + (a == b) / 2 for a, b in pairs)
-        total += weight * len(pairs)
-    assert length_bias(data.rows) == pytest.approx(wins / total, abs=1e-12)
+def test_good_rows_are_shown_with_their_mask_and_counted(check):
+    rows = [*GOOD, GOOD[1], {"prompt": "say a line\n" * 9, "completion": "a"}]
+    flags = ("--max_row_tokens", "20", "--train_batch_size", "2", "--max_epochs", "3")
+    code, out, err = check("sft", rows, *flags)
+    assert (code, err) == (0, "")
+    for line in (
+        "p.jsonl: 8 rows, 8 of them readable",
+        "rows with prompt and completion, trained: completion",
+        "p.jsonl:1: 6 tokens, 2 trained (>>...<<)",
+        "    0+1=>>1<|end|><<",
+        "tokens of a row: shortest 6, median 6, 90 % 6, 99 % 6, longest 6",
+        "over 20 tokens (a run leaves them out; --max_row_tokens): 1, first: p.jsonl:8",
+        "duplicate rows (a run uses them all): 1, first: p.jsonl:7 = p.jsonl:2",
+        "a run on 1 process: 9 steps of 2 rows; on average 12 tokens a step, 4 of them trained; "
+        "108 and 36 in all",
+        "rows that cannot be used: 0",
+        "7 rows can be trained on",
+    ):
+        assert f"{line}\n" in out, out
 
 
-@pytest.mark.parametrize("stage", ["prefer", "reward"])
+def test_every_bad_row_has_its_line(check):
+    empty = {"token_ids": [1, 2], "is_trained": [1, 0]}
+    rows = [{"token_ids": [1, 2], "is_trained": [0, 1]}, empty, "{", *[{"text": "a"}] * 30]
+    code, out, _ = check("sft", rows)
+    assert code == 4
+    assert "rows without a trained token: 1\n" in out
+    assert "rows that cannot be used: 32\n" in out
+    for place in range(2, 34):
+        assert f"\n  p.jsonl:{place}: " in out
+    assert out.endswith("\n32 bad rows\n")
+
+
+def test_a_damaged_generation_config_is_refused_as_by_a_run(check, models, tmp_path):
+    damaged = shutil.copytree(models / "0", tmp_path / "damaged")
+    (damaged / "generation_config.json").write_text("{")
+    assert check("sft", GOOD, "--pretrain", str(damaged))[0] == 2
+
+
+def test_a_run_that_has_no_step_is_said(check):
+    assert "a run takes 128 rows a step, and has 6: set --train_batch_size" in check("sft", GOOD)[1]
+
+
+READERS = {
+    "sft": (load_supervised, lambda *given: RowEncoder(*given[:2], "text").rows),
+    "prefer": (load_preferences, lambda *given: PreferenceReader(*given)),
+    "reward": (load_rows, lambda *given: judgement_reader(*given)),
+}
+
+
+@pytest.mark.parametrize("stage", READERS)
 def test_rows_and_counts_are_those_of_the_stage(tmp_path, models, stage):
-    rng = np.random.default_rng(7)
-    rows = [pair("a", "b" * n, "c" * m) for n, m in rng.integers(1, 30, (30, 2)).tolist()]
-    path = tmp_path / "p.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lengths = np.random.default_rng(7).integers(1, 30, (30, 2)).tolist()
+    rows = [pair("a", "b" * n, "c" * m) for n, m in lengths]
+    if stage == "sft":
+        rows = [{"text": "a" * n} for n, _ in lengths]
+    path = write(tmp_path / "p.jsonl", rows)
     model = str(models / "0")
     tokenizer, config = load_tokenizer(model), TrainConfig(pretrain=model, max_row_tokens=25)
-    load = {"prefer": load_preferences, "reward": load_rows}[stage]
-    build = {"prefer": PreferenceReader, "reward": judgement_reader}[stage]
-    data = load(str(path), tokenizer, config, max_samples=99, split="train", vocab_size=VOCABULARY)
+    load, reader_of = READERS[stage]
+    vocabulary = {} if stage == "sft" else {"vocab_size": VOCABULARY}
+    data = load(path, tokenizer, config, max_samples=99, split="train", **vocabulary)
     items = list(scan_rows(path))
-    judge = build(tokenizer, config, items[0], None)
-    found = check_rows(items, lambda row: [judge(row)], 25)
+    read = reader_of(tokenizer, config, items[0], None)
+    found = check_rows(items, read if stage == "sft" else lambda row: [read(row)], 25)
     assert 0 < len(found.too_long) == len(rows) - len(data)
-    for mine, each in zip(found.made, data.rows, strict=True):
-        for answer, other in zip(mine.rows, each.rows, strict=True):
+    for made, row in zip(found.made, data.rows, strict=True):
+        for answer, other in zip(made.rows, row.rows, strict=True):
             assert answer.token_ids.tobytes() == other.token_ids.tobytes()
             assert answer.is_trained.tobytes() == other.is_trained.tobytes()
 
@@ -244,12 +261,28 @@ WRONG = {
     "loss of pairs": ("reward", [pair("a", "b", "c")], ["--reward_loss", "bce"], 2, "bce"),
     "option of sft": ("prefer", [pair("a", "b", "c")], ["--train_on", "all"], 2, "train_on"),
     "nothing readable": ("reward", ["{"], [], 4, "no row of 1 can be read"),
+    "no such stage": ("dpo", GOOD, [], 2, "argument --stage: invalid choice: 'dpo'"),
+    "of train": ("sft", GOOD, ["--reward_fn", "gsm8k"], 2, "not of lightrft data check"),
+    "no model": ("sft", GOOD, ["--pretrain", "nothing"], 2, "--pretrain: no model directory at"),
+    "no number": ("sft", GOOD, ["--max_row_tokens", "1"], 2, "max_row_tokens: got 1, expected"),
+    "wrong mask": ("sft", GOOD, ["--train_on", "assistant"], 4, "train_on assistant: rows with"),
+    "no template": ("sft", GOOD, ["--chat_template", "a.jinja"], 2, "a.jinja"),
+    "no kind": ("sft", [{"question": "a"}], [], 4, "p.jsonl:1: expected a column messages"),
+    "no rows": ("sft", [], [], 4, "p.jsonl holds no rows"),
+    "endless": (
+        "sft",
+        [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}],
+        ["--chat_template", "loop.jinja"],
+        4,
+        "p.jsonl:1: the chat template takes more than 20 seconds or 1024 MiB for one row",
+    ),
     "no teacher there": ("distill", [{"text": "a"}], ["--teacher", "nothing"], 2, "--teacher"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_input_is_one_line(check, name):
+def test_a_wrong_input_is_one_line(check, tmp_path, name):
+    (tmp_path / "loop.jinja").write_text("{{ 'x' * 10**10 }}")
     stage, rows, flags, code, said = WRONG[name]
     found, _, err = check(stage, rows, *flags)
     assert found == code
