@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
-from tests.machine import seconds
 from tests.models.vision.tiny_families import write_tiny_vision_model
-from tests.ranks import RankFailure, run_multiprocess
+from tests.ranks import RankFailure
+from tests.runs import rollout_options, row_options, train_on_ranks, write_inputs
 
 from lightrft.config import TrainConfig
 from lightrft.config.files import file_sha256
@@ -24,28 +23,12 @@ from lightrft.datasets.supervised_rows import load_supervised
 from lightrft.datasets.types import DataError
 from lightrft.models import load_tokenizer
 from lightrft.reporting.rollouts import read_rollout
-from lightrft.rollout.sampler import training_params
 from lightrft.run.run_inputs import media_sha256
 from lightrft.stages.opening import load_modality
 from lightrft.tools.rows.row_file import RowRequest, write_rows
 
 pytestmark = pytest.mark.multiprocess
-REWARD = "def even(responses):\n    return [float(ord(r[-1:] or 'a') % 2) for r in responses]\n"
-
-
-def with_stops(config):
-    """Random models seldom end: here the first ids do."""
-    return replace(training_params(config), stop_token_ids=tuple(range(90)))
-
-
-def train(rank, world_size, values):
-    import lightrft.rollout.sampler as sampling
-    from lightrft.run.assembly import run_training
-    from lightrft.strategy.distributed.process_groups import start_process_group
-
-    sampling.training_params = with_stops
-    start_process_group(None)
-    run_training(TrainConfig(**values))
+REWARD = "def score(responses):\n    return [float(ord(r[-1:] or 'a') % 2) for r in responses]\n"
 
 
 @pytest.fixture(scope="module")
@@ -60,36 +43,27 @@ def folder(tmp_path_factory):
     images = ["a.png", {"base64": held}]
     rows = [{"input": "<image>which?", "images": [image]} for image in images]
     rows += [{"input": "a text"}, {"input": "another"}]
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "held_out.jsonl").write_text(json.dumps(rows[0]))
-    (folder / "reward.py").write_text(REWARD)
-    return folder
+    return write_inputs(folder, rows, reward=REWARD)
 
 
 @pytest.fixture(scope="module", params=[1, 2])
 def run_folder(folder, request):
-    output = folder / f"run_{request.param}"
-    values = {
-        "pretrain": str(folder / "model"),
-        "prompt_data": str(folder / "train.jsonl"),
-        "reward_fn": (f"{folder}/reward.py:even",),
-        "output_dir": str(output),
-        "apply_chat_template": True,
-        "engine_type": "hf",
-        "fsdp": True,
-        "bf16": False,
-        "rollout_batch_size": 4,
-        "n_samples_per_prompt": 4,
-        "train_batch_size": 16,
-        "micro_train_batch_size": 4,
-        "generate_max_len": 6,
-        "prompt_max_len": 128,
-        "init_kl_coef": 0.0,
-        "max_steps": 1,
-        "save_rollouts": True,
-    }
-    run_multiprocess(train, request.param, timeout_seconds=seconds(300), args=(values,))
-    return output
+    name = f"run_{request.param}"
+    options = rollout_options(
+        folder,
+        name,
+        input_key="input",
+        apply_chat_template=True,
+        train_batch_size=16,
+        micro_train_batch_size=4,
+        generate_max_len=6,
+        prompt_max_len=128,
+        max_steps=1,
+        save_rollouts=True,
+    )
+    # Random models seldom end a turn: here the first ids do.
+    train_on_ranks(request.param, [options], calls=())
+    return folder / name
 
 
 def recorded(run_folder):
@@ -195,35 +169,26 @@ def test_a_run_names_its_images_and_is_not_continued_with_others(folder, tmp_pat
     path = folder / "alone.jsonl"
     path.write_text(json.dumps({"prompt": "<image>?", "completion": "a", "images": "c.png"}))
     (folder / "c.png").write_bytes((folder / "a.png").read_bytes())
-    values = {
-        "pretrain": str(folder / "model"),
-        "prompt_data": str(path),
-        "output_dir": str(tmp_path / "run"),
-        "fsdp": True,
-        "bf16": False,
-        "apply_chat_template": True,
-        "train_batch_size": 1,
-        "micro_train_batch_size": 1,
-        "max_epochs": 2,
-        "max_steps": 1,
-        "save_steps": 1,
-    }
-    run_multiprocess(supervise, 1, timeout_seconds=seconds(300), args=(values,))
+    options = row_options(
+        folder / "model",
+        path,
+        tmp_path / "run",
+        stage="sft",
+        fsdp=True,
+        bf16=False,
+        apply_chat_template=True,
+        train_batch_size=1,
+        micro_train_batch_size=1,
+        max_epochs=2,
+        max_steps=1,
+        save_steps=1,
+    )
+    train_on_ranks(1, [options])
     digest = file_sha256(folder / "c.png")
     inputs = json.loads((tmp_path / "run" / "run.json").read_text())["inputs"]
     assert inputs["media of prompt_data"] == {"sha256": media_sha256([digest.encode()])}
     (folder / "c.png").write_bytes((folder / "b.png").read_bytes())
-    more = values | {"max_steps": 2, "load_checkpoint": True}
+    more = options | {"max_steps": 2, "load_checkpoint": True}
     with pytest.raises(RankFailure, match=r"this changed: media of prompt_data: contents \w+ ->"):
-        run_multiprocess(supervise, 1, timeout_seconds=seconds(300), args=(more,))
-    run_multiprocess(
-        supervise, 1, timeout_seconds=seconds(300), args=(more | {"allow_changes": True},)
-    )
-
-
-def supervise(rank, world_size, values):
-    from lightrft.run.assembly import run_training
-    from lightrft.strategy.distributed.process_groups import start_process_group
-
-    start_process_group(None)
-    run_training(TrainConfig(**values), stage="sft")
+        train_on_ranks(1, [more])
+    train_on_ranks(1, [more | {"allow_changes": True}])

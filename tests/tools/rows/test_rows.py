@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.ranks import run_multiprocess
 from tests.records.exchange_cases import ThreadWorld, ragged_sample
+from tests.runs import rollout_options, train_on_ranks, write, write_inputs
 
 from lightrft.cli.main import main
 from lightrft.config import TrainConfig
@@ -95,13 +95,13 @@ def test_samples_of_all_ranks_are_written_in_one_order_whatever_the_ranks(tmp_pa
     held_out = scored[3].rollout.prompt.key
     path = tmp_path / "rollouts.jsonl"
 
-    def write(context):
+    def record(context):
         log = RolloutLog(path, held_out=[held_out])
         for step in (1, 2):
             log.log(step, scored[context.rank :: world_size][::-1], context)
         log.close()
 
-    ThreadWorld(world_size).run(write)
+    ThreadWorld(world_size).run(record)
     lines = path.read_bytes().splitlines()
     found = [read_rollout(line, "a line") for line in lines]
     assert [(each.step, each.sample_id) for each in found] == [
@@ -427,45 +427,26 @@ def test_a_wrong_input_is_one_line_and_writes_nothing(run_folder, capsys, monkey
     assert sorted(run_folder.parent.rglob("*")) == before
 
 
-def train(rank, world_size, values):
-    from lightrft.run.assembly import run_training
-
-    del rank, world_size
-    run_training(TrainConfig(**values))
-
-
 @pytest.mark.full
 @pytest.mark.multiprocess
 def test_chosen_ids_are_the_sampled_ones_and_supervised_rows_take_them(tmp_path, model, capsys):
-    prompts = [{"input": f"say {'aeiou'[i]}", "label": ""} for i in range(4)]
-    for name, rows in (("prompts", prompts), ("held", prompts[:1])):
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / f"{name}.jsonl").write_text(text)
-    (tmp_path / "r.py").write_text(
-        "def length(responses):\n    return [float(len(r) % 7) for r in responses]\n"
+    prompts = [{"prompt": f"say {letter}"} for letter in "aeio"]
+    inputs = write_inputs(tmp_path, prompts)
+    options = rollout_options(
+        inputs,
+        pretrain=str(model),
+        eval_data=write(tmp_path / "held.jsonl", prompts[:1]),
+        train_batch_size=16,
+        micro_train_batch_size=8,
+        generate_max_len=96,
+        num_episodes=2,
+        num_threads=1,
+        save_rollouts=True,
+        save_trajectories=True,
+        trajectory_steps=1,
+        num_trajectories_to_save=100,
     )
-    values = {
-        "pretrain": str(model),
-        "prompt_data": str(tmp_path / "prompts.jsonl"),
-        "eval_data": str(tmp_path / "held.jsonl"),
-        "output_dir": str(tmp_path / "run"),
-        "reward_fn": (f"{tmp_path / 'r.py'}:length",),
-        "engine_type": "hf",
-        "bf16": False,
-        "rollout_batch_size": 4,
-        "n_samples_per_prompt": 4,
-        "train_batch_size": 16,
-        "micro_train_batch_size": 8,
-        "generate_max_len": 96,
-        "prompt_max_len": 32,
-        "num_episodes": 2,
-        "num_threads": 1,
-        "save_rollouts": True,
-        "save_trajectories": True,
-        "trajectory_steps": 1,
-        "num_trajectories_to_save": 100,
-    }
-    run_multiprocess(train, 2, timeout_seconds=240, args=(values,))
+    train_on_ranks(2, [options])
     # Another recorder of the rows that the first rank trains on, after they were delivered.
     seen = {
         (each["step"], each["sample_id"]): each["token_ids"]
