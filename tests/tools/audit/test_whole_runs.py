@@ -7,7 +7,7 @@ import json
 import shutil
 
 import pytest
-from tests.ranks import run_multiprocess
+from tests.runs import rollout_options, say_rows, train_on_ranks, write_inputs
 
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
@@ -57,54 +57,11 @@ MORE_RUNS = {
 }
 
 
-def train_each(rank, world_size, runs):
-    import torch.distributed as dist
-
-    from lightrft.config import TrainConfig
-    from lightrft.run.assembly import run_training
-
-    # Kept over all runs: to end one and start the next at the same address is a race.
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    for values in runs:
-        run_training(TrainConfig(**values))
-
-
-def options(folder, name, changes):
-    return {
-        "pretrain": str(folder / "model"),
-        "prompt_data": str(folder / "train.jsonl"),
-        "input_key": "prompt",
-        "reward_fn": (f"{folder / 'reward.py'}:score",),
-        "bf16": False,
-        "engine_type": "hf",
-        "output_dir": str(folder / name),
-        "rollout_batch_size": 4,
-        "n_samples_per_prompt": 4,
-        "train_batch_size": 8,
-        "micro_train_batch_size": 2,
-        "generate_max_len": 8,
-        "prompt_max_len": 32,
-        "init_kl_coef": 0.0,
-        "actor_learning_rate": 1e-3,
-        "critic_learning_rate": 1e-3,
-        "lr_warmup_ratio": 0.0,
-        "max_steps": 2,
-        "audit_every": 2,
-        **changes,
-    }
-
-
-def write_inputs(folder):
+def train(folder, runs, **how):
     write_tiny_model(folder / "model", "tiny-qwen3", seed=1)
-    rows = [{"prompt": f"say {'aeiou'[i % 5] * (1 + i % 3)}", "kind": i} for i in range(32)]
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "reward.py").write_text(REWARD)
-
-
-def train(folder, runs, *, timeout_seconds):
-    write_inputs(folder)
-    values = [options(folder, name, changes) for name, changes in runs.items()]
-    run_multiprocess(train_each, 2, timeout_seconds=timeout_seconds, args=(values,))
+    write_inputs(folder, say_rows(32, kind=lambda number: number), reward=REWARD)
+    rates = {"critic_learning_rate": 1e-3, "audit_every": 2, "fsdp": False}
+    train_on_ranks(2, [rollout_options(folder, n, **rates | own) for n, own in runs.items()], **how)
 
 
 @pytest.fixture(scope="module")

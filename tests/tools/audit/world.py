@@ -22,7 +22,6 @@ from lightrft.records.table import row_table
 from lightrft.rollout.scoring import overlong_penalty
 from lightrft.rollout.source import Samples
 from lightrft.strategy import get_fake_strategy
-from lightrft.tools.audit.record import read_record
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 
 VOCAB = 23
@@ -279,33 +278,3 @@ def record_step(
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.fit({"max_steps": steps, "num_episodes": steps}, prompts_dataloader=[prompts])
     return trainer
-
-
-def weights_of(run, step, when):
-    found = read_record(run, step)
-    return {
-        f"{model}/{name}": value.double()
-        for model in found.facts.optimizers
-        for name, value in found.state(when, model).items()
-        if name.startswith("weight/")
-    }
-
-
-def distance(one, other):
-    return float(sum(((one[name] - other.get(name, 0)) ** 2).sum() for name in one) ** 0.5)
-
-
-def effect_of(plant, model_path, folder, changes, *, steps=1, **how):
-    """How far a fault moves the weights of the last step, relative to their right change.
-
-    Args:
-        plant: Plants it.
-        folder: Gets the runs `right` and `wrong`.
-    """
-    for name in ("right", "wrong"):
-        torch.manual_seed(5)
-        if name == "wrong":
-            plant()
-        record_step(model_path, folder / name, changes, steps=steps, **how)
-    right, wrong = (weights_of(folder / name, steps, "after") for name in ("right", "wrong"))
-    return distance(right, wrong) / distance(right, weights_of(folder / "right", 1, "before"))
