@@ -110,23 +110,11 @@ def test_what_is_gone_changed_or_another_one_is_said(pipeline):
     assert any(line.endswith(", another run is in its folder now") for line in lines)
 
 
-def test_rows_that_were_changed_are_of_no_run(pipeline):
-    (pipeline / "pairs.jsonl").write_text("others\n")
-    entry = describe_inputs(TrainConfig(prompt_data=str(pipeline / "pairs.jsonl")))
-    assert "run" not in entry[str(pipeline / "pairs.jsonl")]
-
-
 def test_a_run_that_names_itself_ends(tmp_path):
     run = {"path": str(tmp_path), "run_sha256": "a" * 64, "stage": "sft", "is_unchanged": True}
     models = {"pretrain": {"path": "m", "run": run}}
     write_start(tmp_path / START_FILE, world_size=1, models=models, run_sha256="a" * 64)
     assert chain_of(tmp_path)[-1].endswith(", as above")
-
-
-def test_a_run_without_hashes_is_one_line(tmp_path):
-    write_start(tmp_path / START_FILE, world_size=1)
-    assert len(chain_of(tmp_path)) == 1
-    assert len(chain_of(tmp_path / "nothing")) == 1
 
 
 def test_fingerprints_follow_names_sizes_and_contents(tmp_path):

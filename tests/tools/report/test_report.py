@@ -15,7 +15,7 @@ import lightrft.tools.report.page as report_module
 from lightrft.reporting.files import drop_steps_after
 from lightrft.reporting.metric_table import METRICS, STAGES
 from lightrft.tools.report.charts import MAX_BUCKETS, Chart, downsample
-from lightrft.tools.report.page import find_alarms, format_seconds, render_report, write_report
+from lightrft.tools.report.page import find_alarms, render_report, write_report
 from lightrft.tools.report.run_data import NotARunError, read_run
 from lightrft.tools.report.sample_page import (
     BYTE_BUDGET,
@@ -267,13 +267,6 @@ def test_a_missing_or_broken_file_becomes_a_note(run, name, content):
         assert Page(render_report(folder)).open == []
 
 
-def test_a_run_that_has_only_just_started(tmp_path):
-    (tmp_path / "config.toml").write_text('pretrain = "some/model"\n')
-    page = Page(render_report(tmp_path))
-    assert "No step has been recorded." in page.texts
-    assert "running" in page.texts
-
-
 def test_finished_running_and_crashed_are_told_apart(run):
     folder = run(has_ended=False)
     written = last_write(folder)
@@ -353,11 +346,6 @@ def test_a_single_response_per_prompt_raises_no_alarm_of_equal_rewards(run):
     assert len(find_alarms(read_run(folder))) == 1
     (folder / "config.toml").write_text("n_samples_per_prompt = 1\n")
     assert find_alarms(read_run(folder)) == []
-
-
-def test_durations_in_words():
-    shown = [format_seconds(value) for value in (0.1234, 59.0, 61, 3600, 22332, 180000)]
-    assert shown == ["0.123 s", "59 s", "1 min 1 s", "1 h 0 min", "6 h 12 min", "2 d 2 h"]
 
 
 def test_every_curve_and_stage_has_a_row():

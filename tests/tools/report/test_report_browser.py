@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 
 import pytest
 from PIL import Image
 from tests.tools.report.browser import faults, needs_browser, open_browser, take_picture
-from tests.tools.report.report_runs import write_run
+from tests.tools.report.report_runs import append, change_lines, write_run
 
 from lightrft.reporting.files import write_event
 from lightrft.reporting.metric_table import STAGES
@@ -26,23 +25,17 @@ HOSTILE = "</script><script>window.hacked = true</script><img src=http://192.0.2
 def run_folder(tmp_path_factory):
     """A run that was killed: the last line of each file is cut off."""
     folder = tmp_path_factory.mktemp("runs") / HOSTILE.replace("/", "_")[:80]
-    folder.mkdir()
-    metrics, samples, tokens = [], [], []
-    for step in range(1, 61):
-        row = {f"{stage}_seconds": 0.1 for stage in STAGES}
-        row |= {"step": step, "reward": step / 60, "reward_std": 0.2, "constant_group_share": 0.3}
-        row |= {"response_length": 20.0, "kl": 0.01 * step, "entropy": 1.0, "grad_norm": 0.5}
-        row |= {"clip_fraction_low": 0.0, "clip_fraction_high": 0.1, "step_seconds": 0.6}
-        metrics.append(row | {f"reward/{HOSTILE}": 1.0})
-        shared = {"step": step, "prompt": HOSTILE, "reward": 1.0}
-        samples.append({**shared, "response": HOSTILE, "label": HOSTILE, "response_length": 2})
-        numbers = {"logprobs": [-0.1, -2.0], "rollout_logprobs": [-0.1, -1.0]}
-        numbers |= {"advantages": [1.0, -1.0], "entropy": [0.5, 0.0]}
-        tokens.append({**shared, "tokens": ["\n", HOSTILE], **numbers})
-    for name, rows in (("metrics", metrics), ("samples", samples), ("trajectories", tokens)):
-        whole = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(whole + json.dumps(rows[0])[:40])
-    (folder / "config.toml").write_text(f"pretrain = '{HOSTILE}'\n")
+    write_run(folder, 60, said=HOSTILE, label=HOSTILE, pretrain=HOSTILE, has_ended=False)
+    rising = {f"reward/{HOSTILE}": 1.0}
+    change_lines(folder, "metrics", lambda row: row | rising | {"reward": row["step"] / 60})
+    tokens = {"tokens": ["\n", HOSTILE], "advantages": [1.0, -1.0], "entropy": [0.5, 0.0]}
+    tokens |= {"rollout_logprobs": [-0.1, -1.0]}
+    change_lines(folder, "trajectories", lambda row: row | tokens)
+    for name in ("metrics", "samples", "trajectories"):
+        with (folder / f"{name}.jsonl").open("r+") as file:
+            first = file.readline()
+            file.seek(0, 2)
+            file.write(first[:40])
     write_report(folder)
     return folder
 
@@ -86,8 +79,8 @@ def test_charts_are_drawn_without_a_request_or_a_complaint(run_folder, visit):
     assert seen.complaints == []
     assert seen.requests == [(run_folder / "report.html").as_uri()]
     plots = page.locator(".plot")
-    assert plots.count() == 9
-    assert page.locator(".plot .scatterlayer .trace path.js-line").count() == 9
+    assert plots.count() == 11
+    assert page.locator(".plot .scatterlayer .trace path.js-line").count() == 11
     assert page.locator(".plot .barlayer .trace").count() == len(STAGES)
     # The reward rises all the way from the lower left to the upper right corner.
     shape = page.locator(".plot path.js-line").first.get_attribute("d")
@@ -117,7 +110,7 @@ def test_a_page_draws_with_the_library_beside_it_and_says_where_it_is_missing(tm
 def test_tokens_are_shaded_by_the_quantity_that_is_chosen(run_folder, visit):
     page = visit(run_folder).page
     tokens = page.locator("#token-samples .token")
-    assert tokens.count() == 2
+    assert tokens.count() == 8
     assert tokens.nth(1).text_content() == HOSTILE
     assert "advantage -1\nprobability 0.13534\nratio 0.36788\nentropy 0" in (
         tokens.nth(1).get_attribute("title")
@@ -134,7 +127,7 @@ def test_tokens_are_shaded_by_the_quantity_that_is_chosen(run_folder, visit):
     assert len({tuple(pair) for pair in seen.values()}) == 4
     assert seen["advantage"][0] != seen["advantage"][1]
     page.select_option("#token-step", "1")
-    assert tokens.count() == 2
+    assert tokens.count() == 8
 
 
 def test_a_zoom_of_one_chart_moves_the_others(run_folder, visit):
@@ -172,13 +165,10 @@ def write_troubled_run(folder):
     buffer = io.BytesIO()
     picture.save(buffer, "JPEG")
     image = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-    for name, changes in (
-        ("samples", {"turns": turns, "images": [image] * 4, "truncated": True}),
-        ("metrics", {"truncated_share": 0.9, "reward/" + "long_part_" * 9: 1.0, "entropy": None}),
-    ):
-        path = folder / f"{name}.jsonl"
-        rows = [json.loads(line) | changes for line in path.read_text().splitlines()]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = {"turns": turns, "images": [image] * 4, "truncated": True}
+    change_lines(folder, "samples", lambda row: row | shown)
+    bad = {"truncated_share": 0.9, "reward/" + "long_part_" * 9: 1.0, "entropy": None}
+    change_lines(folder, "metrics", lambda row: row | bad)
     (folder / "summary.json").unlink()
     for name, step in (("started", 0), ("interrupted", 4), ("resumed", 4), ("interrupted", 12)):
         change = {"name": "generate_max_len", "before": "x" * 90, "after": "y" * 90}
@@ -277,9 +267,7 @@ def test_a_followed_page_shows_a_new_step_by_itself_and_stays_where_it_was(tmp_p
     page.wait_for_selector("html[data-drawn=true]", timeout=120_000)
     page.select_option("#token-step", "7")
     page.evaluate("scrollTo(0, 900)")
-    line = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
-    with (folder / "samples.jsonl").open("a") as stream:
-        stream.write(json.dumps(line | {"step": 13}) + "\n")
+    append(folder, "samples", {"step": 13, "prompt": "p", "response": "r", "reward": 1.0})
     write_report(folder, follows=True)
     page.wait_for_selector("summary:has-text('step 13:')", timeout=60_000)
     page.wait_for_selector("html[data-drawn=true]", timeout=120_000)
