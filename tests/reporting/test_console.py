@@ -282,3 +282,69 @@ def test_each_rank_has_a_log_with_warnings_phases_and_its_end(tmp_path, capsys):
     assert capsys.readouterr().err == "shown\n"
     assert "not shown" in (tmp_path / "logs" / "rank_0.log").read_text()
     assert logging.getLogger("lightrft").handlers == []
+
+
+LABELS = ("reward", "held-out", "len", "tok/s", "left")
+LONG = "a_folder_with_a_name_that_does_not_fit_" * 3
+# What steps say: usual, negative, huge, not a number; without an evaluation; and of a slow run.
+STEPS = (
+    {"reward": 0.5, "eval/reward": 0.25, "response_length": 31.25, "tokens_per_second": 414.0},
+    {"reward": -0.0384, "response_length": 1024.5, "tokens_per_second": 12345.6},
+    {"reward": -123456.789, "eval/reward": -1e9, "response_length": 32768.0},
+    {"reward": float("nan"), "eval/reward": 1.0, "response_length": 8.0, "tokens_per_second": 2e6},
+)
+
+
+def tell_of_a_run(stream, num_steps, step_seconds):
+    """Writes what a run says; returns all that was written while either bar was shown."""
+    # As libraries do, a logger takes the stream that there is when it is made.
+    handler = logging.StreamHandler(sys.stderr)
+    logging.getLogger("a_library").addHandler(handler)
+    report_progress("", 0, 0)  # what a part that failed in another test has left
+    console = RunConsole(heartbeat_seconds=60)
+    pictures = []
+    console.plan(num_steps)
+    console.tell("memory: largest phase train: 0.015 GB of 18.1 GB " * 3, False)
+    console.log(0, {"eval/reward": 0.125})
+    with phase(f"load {LONG}", 600):
+        wait_for(lambda: f"load {LONG}"[:20] in stream.seen())
+        pictures.append(stream.seen())
+    for step, metrics in enumerate(STEPS, num_steps - len(STEPS) - 2):
+        console.log(step, {**metrics, "step_seconds": step_seconds})
+    report_progress(f"train {LONG}", 99_999, 100_000)
+    wait_for(lambda: "99999/100000" in stream.seen())
+    logging.getLogger("a_library").warning("of a library")
+    print("of a print", file=sys.stderr)
+    console.tell("the bar is below all of it", False)
+    wait_for(lambda: "99999/100000" in stream.seen().partition("below all of it")[2])
+    pictures.append(stream.seen())
+    report_progress("", 0, 0)
+    console.close()
+    assert handler.stream is stream
+    logging.getLogger("a_library").removeHandler(handler)
+    return pictures
+
+
+@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize(("num_steps", "step_seconds"), [(40, 1.5), (100_000, 90_000.0)])
+def test_nothing_breaks_and_columns_stand_below_each_other(
+    terminal, monkeypatch, width, num_steps, step_seconds
+):
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setattr("sys.stderr", terminal)
+    for written in tell_of_a_run(terminal, num_steps, step_seconds):
+        screen = Screen(width)
+        screen.feed(written)
+        assert screen.wrapped == []
+        rows = screen.shown()
+        assert rows[-1].startswith("step ")  # the bar
+    lines = [row for row in rows[:-1] if row.startswith("step") and "reward" in row]
+    assert [line.split()[1] for line in lines][-1] == f"{num_steps - 3}/{num_steps}"
+    assert len(lines) == len(STEPS)
+    for label in LABELS:
+        assert len({line.index(label) for line in lines if label in line}) <= 1, label
+    said = ["of a library", "of a print", "the bar is below all of it"]
+    assert rows[-4:-1] == said
+    assert "####" in rows[-1]
+    assert any(re.search(r" \d+d\d\dh left$", line) for line in lines) == (step_seconds > 86400)

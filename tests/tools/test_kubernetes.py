@@ -98,26 +98,9 @@ def manifest_of(capsys, *argv):
 
 def test_the_manifest_is_one_of_the_published_schema(capsys):
     prompt = 'it\'s $(HOME); {} "now"'
-    job = manifest_of(
-        capsys,
-        "--nodes",
-        "3",
-        "--gpus_per_node",
-        "4",
-        "--claim",
-        "shared",
-        "--namespace",
-        "ours",
-        "--",
-        "--pretrain",
-        "/data/m",
-        "--rollout_batch_size",
-        "24",
-        "--train_batch_size",
-        "96",
-        "--input_template",
-        prompt,
-    )
+    asked = "--nodes 3 --gpus_per_node 4 --claim shared --namespace ours -- --pretrain /data/m"
+    asked += " --rollout_batch_size 24 --train_batch_size 96 --input_template"
+    job = manifest_of(capsys, *asked.split(), prompt)
     assert not problems(job, SCHEMA)
     assert set(REQUIRED) <= set(job)
     replicas = job["spec"]["pytorchReplicaSpecs"]

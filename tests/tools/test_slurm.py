@@ -43,22 +43,8 @@ def script_of(capsys, *argv):
 
 
 def test_the_script_asks_for_the_machines(capsys):
-    text = script_of(
-        capsys,
-        "--nodes",
-        "2",
-        "--gpus_per_node",
-        "4",
-        "--time",
-        "2-00:00:00",
-        "--job_name",
-        "big",
-        "--partition",
-        "gpu,long",
-        "--",
-        "--pretrain",
-        "m",
-    )
+    asked = "--nodes 2 --gpus_per_node 4 --time 2-00:00:00 --job_name big --partition gpu,long"
+    text = script_of(capsys, *asked.split(), "--", "--pretrain", "m")
     directives = [line for line in text.splitlines() if line.startswith("#SBATCH")]
     for wanted in (
         "--job-name=big",

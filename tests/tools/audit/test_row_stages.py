@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.ranks import run_multiprocess
+from tests.runs import interrupted
 from tests.tools.audit.faults import calls, fields, instead, results
 
 from lightrft.algorithms.preference_losses import AnswerSums
@@ -22,7 +23,7 @@ from lightrft.models import head, lora, reward_model
 from lightrft.stages.distillation import divergence_inputs, divergence_objective
 from lightrft.stages.preference import preference_inputs, preference_objective
 from lightrft.stages.reward import comparisons, reward_objective
-from lightrft.stages.rows import row_passes
+from lightrft.stages.rows import row_passes, row_stage
 from lightrft.stages.supervised import supervised_objective
 from lightrft.strategy import model_training, optimizers
 from lightrft.strategy.distributed.context import DistributedContext
@@ -41,7 +42,8 @@ TRAINERS = {
     "distill": DistillationTrainer,
 }
 DATA = {"sft": "chats", "prefer": "pairs", "reward": "pairs", "distill": "rows"}
-LENGTHS = (1, 4, 2, 30, 3, 9, 1, 14)
+# Two steps of four rows a pass; one row is left out.
+LENGTHS = (1, 4, 2, 30, 3, 9, 1, 14, 5)
 
 
 def chat(n, size):
@@ -85,7 +87,7 @@ def folder(tmp_path_factory):
 
 
 def options(folder, stage, run, data=None, **changes):
-    """Two recorded steps; the same rows twice where a stage reads rows of four."""
+    """Give options of two recorded steps."""
     given = {
         "pretrain": str(folder / "model"),
         "output_dir": str(run),
@@ -202,6 +204,26 @@ def test_the_options_of_the_run_count_and_not_those_of_the_record(recorded, tmp_
     assert "learning rate" in first.quantity
 
 
+def verdict_on_drawn_rows(report):
+    assert report.first_difference is None, verdict(report)
+    return next(row.verdict for row in report.rows if row.quantity == "rows of the data")
+
+
+@pytest.mark.cover(1)
+@pytest.mark.parametrize("stage", TRAINERS)
+def test_a_second_pass_after_a_resume_raises_no_alarm(folder, tmp_path, stage):
+    more = {"max_epochs": 2, "max_steps": 3, "save_steps": 1, "fsdp": True}
+    config = TrainConfig(**options(folder, stage, tmp_path / "run", **more))
+    interrupted(TRAINERS[stage], config, 3)
+    TRAINERS[stage](config).train()
+    assert verdict_on_drawn_rows(audit_step(tmp_path / "run", 3)) == "equal"
+
+
+@pytest.mark.full
+def test_the_rows_of_a_run_that_went_on_with_other_options_are_not_audited(recorded):
+    assert verdict_on_drawn_rows(recorded("sft", allow_changes=True)) == "not audited"
+
+
 @pytest.mark.parametrize(
     ("stage", "name", "code"),
     [
@@ -247,6 +269,11 @@ def count_rows(mask, mode):
     return torch.tensor(float(len(mask)), dtype=torch.float64)
 
 
+def of_the_next_step(original, step, strategy):
+    step.data.next_batch()
+    return original(step, strategy)
+
+
 LOSS, SCORES = "policy loss, actor update 1", "scores, actor update 1"
 DENOMINATOR = "denominator, actor update 1"
 OF_SFT = {
@@ -280,6 +307,11 @@ OF_SFT = {
         "learning rate, actor update 1",
         {},
         fields(optimizers.AdamSettings, "read", lr=lambda settings: 2 * settings.lr),
+    ),
+    "rows are those of the next step": (
+        "rows of the data",
+        {},
+        calls(row_stage, "drawn_places", of_the_next_step),
     ),
     "rows are trained twice": (
         "rows of the step",
@@ -477,6 +509,8 @@ halves_gradients = calls(
     "backward",
     lambda original, self, loss, *args: original(self, loss / 2, *args),
 )
+OF_DATA = "rows of the data"
+row_is_drawn_twice = results(row_stage, "drawn_places", lambda places: [places[0], *places[:-1]])
 # What the audit names first, the stage, options of the run, and what plants the fault.
 BUGS = {}
 for stage, table in zip(
@@ -488,6 +522,7 @@ for stage, table in zip(
             {},
             misses_a_step_of_its_schedule,
         ),
+        f"{stage} draws a row twice and another never": (OF_DATA, {}, row_is_drawn_twice),
         f"{stage} halves gradients": ("gradient norm, actor update 1", {}, halves_gradients),
     }
     BUGS |= {name: (first, stage, *others) for name, (first, *others) in table.items()}
@@ -548,7 +583,9 @@ def test_two_ranks_are_sound_and_a_mean_of_each_is_found(folder, tmp_path):
         stage = name.partition(" ")[0].rstrip(",")
         given.append((stage, options(folder, stage, tmp_path / name, **way), "by" in name))
     run_multiprocess(in_ranks, 2, timeout_seconds=400, args=(given,))
-    firsts = {name: audit_step(tmp_path / name, 2).first_difference for name in runs}
+    reports = {name: audit_step(tmp_path / name, 2) for name in runs}
+    assert verdict_on_drawn_rows(reports["sft"]) == "equal"
+    firsts = {name: report.first_difference for name, report in reports.items()}
     found = {name: None if first is None else first.quantity for name, first in firsts.items()}
     wrong = {"prefer by rank": LOSS, "sft by rank": DENOMINATOR}
     assert found == dict.fromkeys(runs) | wrong

@@ -75,13 +75,6 @@ def test_rounding_of_zero_is_no_alarm(name, audited, monkeypatch):
     assert sum(row.verdict != NOT_AUDITED for row in report.rows) > 10
 
 
-def test_entropy_and_value_losses_of_certain_models_are_no_alarm(audited, monkeypatch):
-    round_scores(monkeypatch)
-    changes = {"advantage_estimator": "gae", "lambd": 1.0, "gamma": 1.0, "entropy_coef": 0.1}
-    report = audited({**BASE, **changes}, shape=equal_rewards)
-    assert [row for row in report.rows if row.verdict == DIFFERS] == []
-
-
 def with_update(change):
     def alter(record):
         updates = [change(update) for update in record.facts.updates]

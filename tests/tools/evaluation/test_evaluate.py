@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from tests.ranks import run_multiprocess
+from tests.runs import words, write
 
 from lightrft.cli.main import main
 from lightrft.config import TrainConfig
-from lightrft.datasets.preference_rows import load_preferences
 from lightrft.models.loading import load_tokenizer
 from lightrft.run.provenance import write_model_run
 from lightrft.stages.policy.inputs import load_run_prompts
@@ -38,33 +38,21 @@ def folder(tmp_path_factory):
 
 
 def arguments(folder, name, *further):
-    return [
-        str(folder / "model"),
-        "--eval_data",
-        str(folder / "eval.jsonl"),
-        "--reward_fn",
-        f"{folder / 'r.py'}:short",
-        "--generate_max_len",
-        "6",
-        "--seed",
-        "5",
-        "--num_samples",
-        str(NUM_SAMPLES),
-        "--pass_k",
-        "1",
-        "3",
-        "--temperature",
-        "0.8",
-        "--engine_type",
-        "hf",
-        "--no_bf16",
-        "--save_rollouts",
-        "--held_out",
-        str(folder / "held.jsonl"),
-        "--output_dir",
-        str(folder / name),
-        *further,
-    ]
+    options = {
+        "eval_data": folder / "eval.jsonl",
+        "reward_fn": f"{folder / 'r.py'}:short",
+        "generate_max_len": 6,
+        "seed": 5,
+        "num_samples": NUM_SAMPLES,
+        "pass_k": (1, 3),
+        "temperature": 0.8,
+        "engine_type": "hf",
+        "bf16": False,
+        "save_rollouts": True,
+        "held_out": folder / "held.jsonl",
+        "output_dir": folder / name,
+    }
+    return [str(folder / "model"), *words(options), *further]
 
 
 def evaluate(rank, world_size, argv):
@@ -119,15 +107,12 @@ def test_samples_make_rows_without_held_out_prompts(folder, results, tmp_path, c
     assert "no prompt is held out" not in said
     counts = [int(line.split()[0]) for line in said.splitlines()[1:-1]]
     assert counts[0] == sum(counts[1:]) == len(samples)
-    tokenizer = load_tokenizer(str(folder / "model"))
-    given = {"max_samples": 100, "split": "train"}
-    data = load_preferences(str(path), tokenizer, TrainConfig(), **given)
-    rewards = {tuple(e["prompt_ids"] + e["response_ids"]): e for e in samples}
-    assert not data.is_paired
-    for answer in data.rows:
-        found = rewards[tuple(answer.answer.token_ids.tolist())]
-        assert (answer.is_good, found["held_out"]) == (found["reward"] >= 1, False)
-        assert not (answer.is_good and found["truncated"])
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rewards = {(*e["prompt_ids"], *e["response_ids"]): e for e in samples}
+    for row in rows:
+        sample = rewards[*row["prompt_ids"], *row["response_ids"]]
+        assert (row["label"], sample["held_out"]) == (sample["reward"] >= 1, False)
+        assert not (row["label"] and sample["truncated"])
 
 
 def test_held_out_prompts_are_those_of_the_run_of_the_model(folder, tmp_path):
@@ -207,19 +192,17 @@ def test_a_missing_model_and_missing_options_come_together(tmp_path, capsys, mon
 def test_prompts_of_responses_are_those_of_the_rows_and_render_again_alike(tmp_path, folder):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     rows = [{"q": "2+2?"}, {"q": chat}, {"q": "<|user|>2+2?"}]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = TrainConfig(eval_data=str(path), input_key="q", apply_chat_template=True)
+    path = write(tmp_path / "rows.jsonl", rows)
+    config = TrainConfig(eval_data=path, input_key="q", apply_chat_template=True)
     tokenizer = load_tokenizer(str(folder / "model"))
     prompts = load_run_prompts(config, tokenizer, for_evaluation=True).prompts
     own = own_prompts(config, prompts)
     assert own == [row["q"] for row in rows]
     assert own[0] != prompts[0].text
-    again = tmp_path / "again.jsonl"
-    again.write_text("".join(json.dumps({"q": each}) + "\n" for each in own))
-    config = replace(config, eval_data=str(again))
+    again = write(tmp_path / "again.jsonl", [{"q": each} for each in own])
+    config = replace(config, eval_data=again)
     found = load_run_prompts(config, tokenizer, for_evaluation=True).prompts
     assert [prompt.token_ids for prompt in found] == [prompt.token_ids for prompt in prompts]
     # A column that a response cannot hold, and a row whose environment brings the prompt.
-    config = replace(config, eval_data=str(path), input_key="other")
+    config = replace(config, eval_data=path, input_key="other")
     assert own_prompts(config, prompts) == [prompt.text for prompt in prompts]

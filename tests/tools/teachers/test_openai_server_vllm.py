@@ -10,7 +10,6 @@ import torch
 from tests.vllm_server import serving_model
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.experience.teachers import TeacherError
 from lightrft.models import Actor, load_tokenizer
 from lightrft.stages.teachers import prove_teachers
 from lightrft.tools.model_presets import write_tiny_model
@@ -63,23 +62,6 @@ def test_the_proofs_of_the_start_hold_and_find_another_tokenizer(served):
     tokenizer.batch_decode = exchanged
     with pytest.raises(ConfigError, match="token 70 is 'Z' to the student and 'F' to http://127"):
         prove_teachers(config(url), tokenizer, TEXTS)
-
-
-@pytest.mark.parametrize(
-    ("model", "text", "top_k", "said"),
-    [
-        ("small", [1, 2], 0, "status 404"),
-        ("big", [1, 9999], 0, "out of vocabulary"),
-        ("big", [1, 2], 25, "greater than max allowed: 20"),
-        ("big", [70] * 600, 0, "status 400"),
-    ],
-)
-def test_a_refusal_is_passed_on(served, model, text, top_k, said):
-    _, url = served
-    server = OpenAIServer(f"{url}#{model}", config(url))
-    with pytest.raises(TeacherError, match=said):
-        server.score([text], top_k=top_k)
-    server.close()
 
 
 @pytest.mark.parametrize("form", ["sampled", "reverse"])

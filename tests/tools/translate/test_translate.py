@@ -268,21 +268,6 @@ def test_a_script_in_the_style_of_trls_pages_leaves_two_lines_to_look_at(folder,
     assert "Watch" not in rewards
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("adam_betas", None),
-        ("target_modules", ["q_proj", "v_proj"]),
-        ("stop", ["</s>", "\n"]),
-    ],
-)
-def test_lists_are_tuples_wherever_an_option_takes_several(folder, capsys, option, value):
-    given = "" if value is None else f", {option}={value!r}"
-    text = f"GRPOConfig(output_dir='o'{given})\nLoraConfig()\n"
-    config, _ = translated(folder, capsys, text)
-    assert config.__dict__[option] == tuple(value or (0.9, 0.999))
-
-
 def test_the_first_row_of_a_file_says_whether_prompts_are_messages(folder, capsys):
     (folder / "a.jsonl").write_text('{"prompt": [{"role": "user", "content": "a"}]}\n')
     (folder / "b.jsonl").write_text('{"prompt": "a"}\n')
