@@ -94,7 +94,7 @@ def test_wandb_gets_the_options_without_secrets_and_one_id_for_all_parts(tmp_pat
 
     def begin_another(**keywords):
         ids.append(keywords["id"])
-        return SimpleNamespace()
+        return SimpleNamespace(log=None, finish=None)
 
     monkeypatch.setattr(wandb, "init", begin_another)
     build_trackers(config)
