@@ -26,7 +26,6 @@ from tests.kernels.logprob_world import (
 )
 
 from lightrft.kernels import Workspace, linear_logprob
-from lightrft.kernels.logprob.chunked_engine import ChunkedEngine
 from lightrft.kernels.logprob.operators import logprob_forward
 from lightrft.kernels.logprob.policy_loss import LinearPolicyLoss, PolicyLossOptions
 from lightrft.kernels.logprob.product_engine import ProductEngine
@@ -115,29 +114,35 @@ def check_inside(engine, parts, budget, leaves, targets, upstream, entropy="grad
     )
 
 
-@pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("softcap", [None, 5.0, 30.0])
-def test_a_temperature_of_one_hundredth(name, softcap):
-    transform = LogitsTransform(0.01, softcap)
-    check(ENGINES[name], *inputs(20, 300, has_bias=False), transform=transform)
+SIZES = [(1, 255), (127, 256), (129, 257), (3, 1), (128, 1408)]
+NO_BIAS = {"has_bias": False}
+# Tokens, vocabulary, how inputs are made, and what is done to logits.
+CASES = {
+    **{f"{tokens} x {vocab}": (tokens, vocab, {}, HARD) for tokens, vocab in SIZES},
+    **{f"{size} hidden": (20, 50, {"size": size}, HARD) for size in (9, 100)},
+    **{
+        f"temperature 0.01, softcap {softcap}": (20, 300, NO_BIAS, LogitsTransform(0.01, softcap))
+        for softcap in (None, 5.0, 30.0)
+    },
+    "plain": (65, 700, NO_BIAS, PLAIN),
+    "bfloat16": (128, 600, {"dtype": torch.bfloat16}, HARD),
+}
 
 
 @pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize(
-    ("num_tokens", "vocab"), [(1, 255), (127, 256), (129, 257), (3, 1), (128, 1408)]
-)
-def test_values_and_gradients_equal_float64(name, num_tokens, vocab):
-    check(ENGINES[name], *inputs(num_tokens, vocab))
-
-
-@pytest.mark.parametrize("name", ["fused", "products"])
-def test_without_bias_softcap_and_temperature(name):
-    check(ENGINES[name], *inputs(65, 700, has_bias=False), transform=PLAIN)
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_equal_float64(case, name):
+    num_tokens, vocab, how, transform = CASES[case]
+    check(ENGINES[name], *inputs(num_tokens, vocab, **how), transform=transform)
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_bfloat16_inputs(name):
-    check(ENGINES[name], *inputs(128, 600, dtype=torch.bfloat16))
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_a_forbidden_token_has_no_probability_and_no_gradient(name, softcap):
+    leaves, targets, upstream = inputs(20, 300)
+    leaves[2] = leaves[2].detach().index_fill(0, torch.tensor([5, 299]), -math.inf).requires_grad_()
+    transform = LogitsTransform(0.7, softcap)
+    check(ENGINES[name], leaves, targets.clamp(6, 298), upstream, transform=transform)
 
 
 def test_float16_inputs_are_widened():
@@ -161,12 +166,6 @@ def test_float16_gradients_of_any_size(size):
             # Stored in 16 bits once before: 1e-3 of the norm.
             rounding = float((rounded - reference).norm() / reference.norm())
             assert relative_error(value, reference) < 1.2 * rounding + 1e-3
-
-
-@pytest.mark.parametrize("name", ["fused", "products"])
-@pytest.mark.parametrize("size", [9, 100])
-def test_hidden_sizes_that_fill_no_tile(name, size):
-    check(ENGINES[name], *inputs(20, 50, size=size))
 
 
 def test_partials_merge_as_one_pass():
@@ -320,20 +319,6 @@ def test_b2_one_chunk_writes_the_gradient_of_a_bfloat16_weight_rounded_once(coun
     )
 
 
-def test_stored_products_give_the_same_as_chunks_of_logits():
-    leaves, targets, upstream = inputs(130, 1500, dtype=torch.float16)
-    results = []
-    for engine in (ENGINES["products"], ChunkedEngine(1024)):
-        output = engine_logprob(*leaves, targets, engine, HARD, "grad")
-        loss = weighted((output.logprobs, output.entropy), upstream)
-        gradients = torch.autograd.grad(loss, leaves)
-        results.append((output.logprobs, output.entropy, *gradients))
-    assert (results[0][0] - results[1][0]).abs().max() < 1e-5
-    assert (results[0][1] - results[1][1]).abs().max() < 2e-5
-    for value, reference in zip(results[0][2:], results[1][2:], strict=True):
-        assert relative_error(value, reference) < 1e-3
-
-
 def test_a_split_weight_gives_float32_logprobs_and_gradients():
     leaves, targets, upstream = inputs(60, 700, has_bias=False)
     leaves[0] = leaves[0].detach().bfloat16().requires_grad_()
@@ -358,29 +343,7 @@ def test_no_row_at_all():
     assert all(not g.any() for g in torch.autograd.grad(loss, (hidden, weight, bias)))
 
 
-def test_repeated_runs_are_bitwise_equal():
-    (hidden, weight, bias), targets, upstream = inputs(60, 600)
-    runs = []
-    for _ in range(3):
-        output = linear_logprob(hidden, weight, targets, bias=bias, entropy="grad", impl="triton")
-        loss = weighted((output.logprobs, output.entropy), upstream)
-        gradients = torch.autograd.grad(loss, (hidden, weight, bias))
-        runs.append((output.logprobs, output.entropy, *gradients))
-    for run in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
-
-
 def test_float64_is_refused():
     (hidden, weight, _), targets, _ = inputs(4, 20, dtype=torch.float64)
     with pytest.raises(ValueError, match="impl='triton' is not available here: it needs hidden"):
         linear_logprob(hidden, weight, targets, impl="triton")
-
-
-@pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("softcap", [None, 20.0])
-def test_a_forbidden_token_has_no_probability_and_no_gradient(name, softcap):
-    leaves, targets, upstream = inputs(20, 300)
-    forbidden, targets = torch.tensor([5, 299]), targets.clamp(6, 298)
-    leaves[2] = leaves[2].detach().index_fill(0, forbidden, -math.inf).requires_grad_()
-    transform = LogitsTransform(0.7, softcap)
-    check(ENGINES[name], leaves, targets, upstream, transform=transform)

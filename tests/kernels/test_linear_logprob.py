@@ -46,37 +46,6 @@ def test_vocabularies_of_models(vocab):
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_gradcheck_in_float64(impl, softcap):
-    leaves, targets, _ = make_inputs(6, 23, size=5, dtype=torch.float64)
-    targets[2] = -100
-    workspace = workspace_of(impl, 7)
-
-    def function(hidden, weight, bias):
-        output = linear_logprob(
-            hidden,
-            weight,
-            targets,
-            bias=bias,
-            temperature=1.3,
-            softcap=softcap,
-            entropy="grad",
-            impl=impl,
-            workspace=workspace,
-        )
-        return output.logprobs, output.entropy
-
-    assert torch.autograd.gradcheck(function, leaves)
-
-
-@pytest.mark.parametrize("chunk_columns", [1, 100, 300, 4096])
-def test_only_the_entropy_gradient(chunk_columns):
-    leaves, targets, upstream = make_inputs(40, 300)
-    upstream[0] = 0
-    check_logprob(leaves, targets, upstream, workspace=Workspace(chunk_columns))
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_entropy_value_is_detached_and_none_is_none(impl):
     (hidden, weight, _), targets, _ = make_inputs(9, 50)
     value = linear_logprob(hidden, weight, targets, entropy="value", impl=impl)
@@ -154,24 +123,19 @@ def test_bfloat16_inputs_are_computed_in_float32(impl):
     assert (naive.double() - exact).abs().max() > 1e-3  # bf16 logits would be noticed
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_autocast_changes_no_value(impl):
-    (hidden, weight, _), targets, _ = make_inputs(30, 200)
-    plain = linear_logprob(hidden, weight, targets, entropy="grad", impl=impl)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = linear_logprob(hidden, weight, targets, entropy="grad", impl=impl)
-    assert torch.equal(output.logprobs, plain.logprobs)
-    assert torch.equal(output.entropy, plain.entropy)
-
-
-def test_backward_recomputes_outside_autocast():
+# Of the reference, autograd's own products are left to autocast.
+@pytest.mark.parametrize(("impl", "num_exact"), [("reference", 2), ("chunked", 4)])
+def test_autocast_changes_neither_values_nor_gradients(impl, num_exact):
     (hidden, weight, _), targets, upstream = make_inputs(30, 200)
-    output = linear_logprob(hidden, weight, targets)
-    want = torch.autograd.grad((output.logprobs * upstream[0]).sum(), (hidden, weight))
+
+    def run():
+        output = linear_logprob(hidden, weight, targets, entropy="grad", impl=impl)
+        outputs = (output.logprobs, output.entropy)
+        return *outputs, *torch.autograd.grad(weighted(outputs, upstream), (hidden, weight))
+
+    plain = run()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = linear_logprob(hidden, weight, targets)
-        got = torch.autograd.grad((output.logprobs * upstream[0]).sum(), (hidden, weight))
-    assert all(torch.equal(value, reference) for value, reference in zip(got, want, strict=True))
+        assert all(map(torch.equal, run()[:num_exact], plain))
 
 
 def test_frozen_weight_and_frozen_hidden_get_no_gradient():
@@ -200,20 +164,6 @@ def test_rows_without_upstream_gradient_cost_and_change_nothing():
     want = torch.autograd.grad((few.logprobs * sparse[:10]).sum(), (hidden, weight))
     for value, reference in zip(got, want, strict=True):
         assert relative_error(value, reference) < 1e-6
-
-
-def test_runs_are_bitwise_repeatable():
-    (hidden, weight, bias), targets, upstream = make_inputs(60, 1000)
-    runs = []
-    for _ in range(5):
-        output = linear_logprob(
-            hidden, weight, targets, bias=bias, entropy="grad", workspace=Workspace(300)
-        )
-        pair = (output.logprobs, output.entropy)
-        loss = weighted(pair, upstream)
-        runs.append((*pair, *torch.autograd.grad(loss, (hidden, weight, bias))))
-    for run in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
 
 
 def test_logprobs_are_never_positive():

@@ -17,7 +17,6 @@ from lightrft.kernels import linear_logprob, linear_policy_loss
 from lightrft.kernels.logprob import stored_logits
 from lightrft.kernels.logprob.policy_loss import plan_loss
 from lightrft.kernels.logprob.products import split_product
-from lightrft.kernels.logprob.rows import RunningRows
 from lightrft.kernels.logprob.selection import automatic_choice
 
 NUM_TOKENS, VOCAB = 37, 5000
@@ -116,26 +115,6 @@ def test_a_gradient_for_an_entropy_that_has_none_is_refused():
     leaves, targets, upstream = inputs()
     with pytest.raises(ValueError, match="pass entropy='grad', got 'value'"):
         linear_policy_loss(*leaves[:2], targets, weighted_tokens(upstream), entropy="value")
-
-
-@pytest.mark.parametrize("rises", [False, True])
-def test_running_statistics_equal_those_of_all_columns(rises):
-    generator = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(20, 300, generator=generator)
-    if rises:
-        logits += torch.arange(300) / 4  # each block far above the one before
-    logits[3, :100] = -torch.inf
-    targets = torch.randint(0, 300, (20,), generator=generator)
-    exact = torch.log_softmax(logits.double(), 1)
-    running, changes = RunningRows.empty(targets, torch.float32), []
-    for start in range(0, 300, 50):
-        block = logits[:, start : start + 50].clone()
-        changes.append(running.add(block, start, scratch=torch.empty_like(block)))
-    found = running.statistics()
-    assert all(changes[1:]) if rises else sum(changes) < 4
-    logprobs, entropy = exact.gather(1, targets[:, None])[:, 0], -(exact.exp() * exact).nansum(1)
-    assert torch.allclose(found.logprobs.double(), logprobs, atol=2e-5)
-    assert torch.allclose(found.entropy.double(), entropy, atol=2e-5)
 
 
 def test_three_parts_hold_a_float32_weight():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
@@ -12,17 +9,8 @@ from torch._subclasses import FakeTensorMode
 from lightrft.kernels.logprob.policy_loss import plan_loss, up_to_multiple
 from lightrft.kernels.logprob.product_engine import ProductEngine
 
-TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "compiled_kernels.json"
 # (vocabulary, hidden) of 0.5B, 7B, 72B, a wider vocabulary than theirs, and a small one.
 SHAPES = ((151_936, 896), (152_064, 3584), (152_064, 8192), (262_144, 5376), (32_000, 4096))
-KERNELS = ("fold_products", "grad_of_stored_products")
-
-
-def row_of(target, kernel, *, is_aligned):
-    """Of the table; there is none for rows that are no whole vectors."""
-    rows = json.loads(TABLE.read_text())["rows"]
-    odd = "" if is_aligned else " (stride, num_rows not aligned)"
-    return next(r for r in rows if r["case"] == f"sm_{target} {kernel} fp32 plain{odd}")
 
 
 def launched_rows(num_tokens, hidden, weight):
@@ -48,16 +36,3 @@ def test_b1_every_number_of_tokens_is_multiplied_in_rows_that_the_table_has(voca
         assert max(rows) * vocab * 4 <= 2**31 or max(rows) <= 1024
         seen |= {(r % 16 == 0, r % 8 == 0) for r in rows}
     assert seen == {(True, True)}
-
-
-@pytest.mark.parametrize("target", [80, 90, 100, 120])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_b1_the_kernels_of_those_rows_use_whole_vectors_and_spill_nothing(target, kernel):
-    row = row_of(target, kernel, is_aligned=True)
-    assert row["spills"] == row["stack_bytes"] == 0
-    assert row["registers"] <= 128
-    widths = row["accesses"]
-    assert widths["LDG.128"] >= 8
-    assert "LDG.16" not in widths
-    if kernel == "grad_of_stored_products":
-        assert [w for w in widths if w.startswith("STG")] == ["STG.128"]
