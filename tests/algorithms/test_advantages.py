@@ -12,10 +12,8 @@ from lightrft.algorithms.advantages.token_level import (
     broadcast_to_tokens,
     estimate_token_advantages,
 )
-from lightrft.algorithms.aggregation import aggregate, local_normalizer
 from lightrft.algorithms.interface import advantage_traits
 from lightrft.algorithms.moments import Moments, masked_moments, moments_of, whiten
-from lightrft.algorithms.policy.token_level import reinforce_policy_loss
 from lightrft.config.registry import ADVANTAGE_ESTIMATORS, bind
 
 
@@ -42,10 +40,6 @@ def _inputs(rewards, groups=None, lengths=None, **more) -> RowAdvantageInputs:
 
 def _estimate(name: str, inputs: RowAdvantageInputs, options=None) -> torch.Tensor:
     return estimate_row_advantages(build_advantage_estimator(name, options or {}), inputs)
-
-
-def _mask(lengths) -> torch.Tensor:
-    return torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
 
 
 # Estimator, its options, and the advantage of one row whose group has rewards that differ: of its
@@ -133,7 +127,8 @@ def test_remax_subtracts_the_greedy_reward() -> None:
         _estimate("remax", _inputs(REWARDS))
 
 
-def test_raft_is_supervised_training_on_the_best_row_of_each_prompt() -> None:
+def test_raft_weighs_the_best_row_of_each_prompt_as_if_its_tokens_were_all() -> None:
+    """So a mean over the tokens of all rows is one over those of the best rows."""
     rng = np.random.default_rng(7)
     lengths, groups = rng.integers(1, 12, 24), rng.permutation(np.repeat(np.arange(6), 4))
     rewards, scored = rng.integers(0, 4, 24).astype(float), rng.random(24) > 0.2
@@ -144,28 +139,10 @@ def test_raft_is_supervised_training_on_the_best_row_of_each_prompt() -> None:
         if len({rewards[i] for i in own}) > 1:
             best.append(max(own, key=lambda i: (rewards[i], -i)))
     assert 0 < len(best) < 6
-    advantages = _estimate(
-        "raft",
-        _inputs(
-            rewards.tolist(),
-            groups.tolist(),
-            lengths.tolist(),
-            is_scored=torch.tensor(scored.tolist()),
-        ),
-    )
-    mask = _mask(lengths.tolist()) & torch.tensor(scored.tolist())[:, None]
-    logprobs = torch.tensor(rng.normal(size=mask.shape), requires_grad=True)
-    per_token = advantages[:, None].expand(mask.shape)
-    loss = reinforce_policy_loss(logprobs, logprobs.detach(), per_token, mask).loss
-    total = aggregate(loss, mask, "token-mean", local_normalizer(mask, "token-mean"))
-    num_tokens = sum(int(lengths[i]) for i in best)
-    slow = -sum(float(logprobs[i, t]) for i in best for t in range(lengths[i])) / num_tokens
-    assert float(total) == pytest.approx(slow, rel=1e-12)
-    (found,) = torch.autograd.grad(total, logprobs)
-    expected = torch.zeros_like(found)
-    for i in best:
-        expected[i, : lengths[i]] = -1 / num_tokens
-    assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+    expected = np.zeros(24)
+    expected[best] = lengths[scored].sum() / lengths[best].sum()
+    inputs = _inputs(rewards, groups, lengths, is_scored=torch.tensor(scored))
+    assert _estimate("raft", inputs).tolist() == pytest.approx(expected, rel=1e-12)
     assert _estimate("raft", _inputs([1.0, 1.0])).tolist() == [0.0, 0.0]
 
 

@@ -134,6 +134,18 @@ def test_gae_uses_values_gamma_and_lambda():
     )
 
 
+@pytest.mark.parametrize(
+    ("turn_credit", "expected"), [("last", [0.81, 0.9, 1.0]), ("discounted", [0.9, 0.9, 1.0])]
+)
+def test_tokens_or_turns_are_discounted_and_observations_take_no_time(turn_credit, expected):
+    table = make_table([4], [1.0], group_size=1)
+    table = replace(table, is_sampled=np.array([True, True, False, True]))
+    how = settings("gae", gamma=0.9, lambd=1.0, turn_credit=turn_credit)
+    how = replace(how, estimator=unwhitened_gae)
+    result, mask = run(table, [0], how, values=torch.zeros)
+    np.testing.assert_allclose(per_row(result, mask)[0], expected, atol=1e-6)
+
+
 def test_an_excluded_row_has_no_advantage_and_no_vote():
     table = make_table([2, 2, 2, 2], [1.0, 0.0, 0.5, 100.0], masked=[3])
     result, mask = run(table, [0, 1, 2, 3], settings("dr_grpo"))

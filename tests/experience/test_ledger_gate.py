@@ -169,59 +169,15 @@ def other_ids_of_a_turn(scored, row):
     return edit(scored, row, output_token_ids=tuple(ids))
 
 
-def mask_off_by_one(scored, row):
-    sampled = scored[row].rollout.completion.sampled
-    return edit(scored, row, sampled=(*sampled[1:], True))
-
-
 def mask_over_all(scored, row):
     sampled = scored[row].rollout.completion.sampled
     return edit(scored, row, sampled=(True,) * len(sampled))
-
-
-def doubled_first_token(scored, row):
-    prompt = scored[row].rollout.completion.prompt_token_ids
-    return edit(scored, row, prompt_token_ids=(prompt[0], *prompt))
 
 
 def wrong_turns_version(scored, row):
     versions = list(scored[row].rollout.token_versions)
     end = versions.index(-1)
     return edit(scored, row, token_versions=tuple([v + 1 for v in versions[:end]] + versions[end:]))
-
-
-def truncated_observation(scored, row):
-    rollout = scored[row].rollout
-    place = rollout.completion.sampled.index(False)
-
-    def without(values):
-        return (*values[:place], *values[place + 1 :])
-
-    completion = rollout.completion
-    return edit(
-        scored,
-        row,
-        output_token_ids=without(completion.output_token_ids),
-        output_logprobs=without(completion.output_logprobs),
-        sampled=without(completion.sampled),
-        token_versions=without(rollout.token_versions),
-    )
-
-
-def swapped_rows(scored, row):
-    other = (row + 1) % len(scored)
-    items = list(scored)
-    for here, there in ((row, other), (other, row)):
-        theirs = scored[there].rollout
-        items[here] = replace(
-            scored[here],
-            rollout=replace(
-                scored[here].rollout,
-                completion=theirs.completion,
-                token_versions=theirs.token_versions,
-            ),
-        )
-    return items
 
 
 def logprob_of_another_turn(scored, row):
@@ -245,12 +201,8 @@ def first_row_of_turns(scored):
     [
         (retokenised_turn, "token ids differ|tokens, expected"),
         (other_ids_of_a_turn, "turn 0, token .*: token ids differ"),
-        (mask_off_by_one, "sampled mask differ"),
         (mask_over_all, "sampled mask differ"),
-        (doubled_first_token, "token ids differ|tokens, expected"),
         (wrong_turns_version, "turn 0, token .*: weights versions differ"),
-        (truncated_observation, "token ids differ|tokens, expected"),
-        (swapped_rows, "token ids differ|tokens, expected"),
         (logprob_of_another_turn, r"rollout_logprobs \(bits\) differ"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -262,8 +214,7 @@ def test_faults_behind_the_adapter_are_found(fault, named, seed):
     row = first_row_of_turns(scored)
     with pytest.raises(LedgerError, match=named) as found:
         check(fault(scored, row), strategy, evidence=evidence)
-    if fault is not swapped_rows:
-        assert f"sample {row}" in str(found.value)
+    assert f"sample {row}" in str(found.value)
 
 
 def test_special_tokens_in_the_text_of_an_observation_are_found():

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightrft.kernels import linear_logprob, linear_policy_loss
 from lightrft.kernels.logprob import policy_loss
-from lightrft.kernels.logprob.products import product_of_parts, wide_product
+from lightrft.kernels.logprob.products import wide_product
 from lightrft.kernels.logprob.rows import select_rows
 
 pytestmark = pytest.mark.shard("strategies")
@@ -138,29 +138,6 @@ def test_float32_products_keep_their_digits_whatever_the_program_allows(precisio
     finally:
         torch.set_float32_matmul_precision(before)
     assert (product - exact).norm() < 2e-6 * exact.norm()
-
-
-def round_to_tf32(x):
-    """To 11 significant digits, to the nearest."""
-    bits = x.contiguous().view(torch.int32)
-    return ((bits + 2**12) & -(2**13)).view(torch.float32)
-
-
-def test_three_tf32_products_make_a_float32_one(monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    left = torch.randn(64, 512, generator=generator)
-    right = torch.randn(512, 64, generator=generator)
-    exact = left.double() @ right.double()
-
-    def tensor_core(a, b):
-        return torch.mm(round_to_tf32(a).double(), round_to_tf32(b).double()).float()
-
-    rounded = (tensor_core(left, right) - exact).norm() / exact.norm()
-    assert rounded > 1e-4  # the product that TF32 would give
-    monkeypatch.setattr(torch.Tensor, "__matmul__", tensor_core)
-    product = product_of_parts(left, right)
-    monkeypatch.undo()
-    assert (product - exact).norm() < 1e-6 * exact.norm()
 
 
 @pytest.mark.parametrize("is_static", [False, True])

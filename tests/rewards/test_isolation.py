@@ -110,14 +110,19 @@ def test_a_child_with_a_session_of_its_own_ends_with_its_reward(file, tmp_path, 
     assert wait_for_end(int((tmp_path / "pid").read_text()))
 
 
-@pytest.mark.full
 def test_no_child_outlives_a_killed_trainer(file, tmp_path):
+    """Neither its busy worker, nor what that started."""
     program = (
-        "import os, signal\n"
+        "import os, signal, threading, time\n"
+        "from pathlib import Path\n"
         "from lightrft.rewards import build_reward\n"
         f"reward = build_reward([{str(file) + ':leaves'!r}])\n"
-        f"columns = {{'how': ['twice'], 'file': [{str(tmp_path / 'pid')!r}]}}\n"
-        "reward.score(['p'], ['a'], [None], columns)\n"
+        f"file = Path({str(tmp_path / 'pid')!r})\n"
+        "columns = {'how': ['hang'], 'file': [str(file)]}\n"
+        "call = lambda: reward.score(['p'], ['a'], [None], columns)\n"
+        "threading.Thread(target=call, daemon=True).start()\n"
+        "while not file.exists() or not file.read_text():\n"
+        "    time.sleep(0.01)\n"
         "print(reward.functions[0].workers.workers[0].pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -166,36 +165,6 @@ def test_faults_are_found_before_the_first_call(file, name: str, kind, message: 
     (file.parent / "imports.py").write_text("import no_such_module\n")
     with pytest.raises(kind, match=message):
         build_reward([name.format(file=file, folder=file.parent)])
-
-
-def test_an_endless_worker_ends_with_its_killed_parent(file) -> None:
-    program = (
-        "import sys, threading\n"
-        "from lightrft.rewards import build_reward\n"
-        f"reward = build_reward([{str(file) + ':hangs'!r}])\n"
-        "call = lambda: reward.score(['p'], ['hang'], [None], {})\n"
-        "threading.Thread(target=call, daemon=True).start()\n"
-        "print(reward.functions[0].workers.workers[0].pid, flush=True)\n"
-        "threading.Event().wait(60)\n"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    worker = int(parent.stdout.readline())
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    deadline = time.monotonic() + seconds(20)
-    while _is_running(worker) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not _is_running(worker)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False
 
 
 def test_an_unguarded_script_is_not_run_again_by_its_workers(file, tmp_path) -> None:

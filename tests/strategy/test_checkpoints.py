@@ -21,7 +21,6 @@ from lightrft.strategy.checkpoints.folders import (
     SaveRequest,
     find_checkpoint,
     find_checkpoints,
-    rotate,
     write_checkpoint,
 )
 from lightrft.strategy.checkpoints.manifest import MANIFEST_NAME, list_checkpoints
@@ -259,12 +258,6 @@ def save_where_one_rank_fails(rank, world_size, folder):
 @pytest.mark.multiprocess
 def test_one_failing_rank_is_named_on_every_rank_and_nothing_is_left(tmp_path):
     assert run_multiprocess(save_where_one_rank_fails, 2, args=(tmp_path,)) == [[], []]
-
-
-def test_rotate_returns_what_it_deleted(tmp_path):
-    for step in range(3):
-        save(tmp_path, f"s{step}")
-    assert rotate(tmp_path, max_num=1, max_mem=1000) == [tmp_path / "s0", tmp_path / "s1"]
 
 
 def test_client_state_keeps_types_and_values(tmp_path):

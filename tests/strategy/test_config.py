@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import pytest
 
-from lightrft.config.options import options_of
 from lightrft.strategy.config import ConfigError, StrategyConfig, option
 
 
@@ -144,10 +143,3 @@ def test_precision_follows_the_device_unless_set():
     assert StrategyConfig().computes_in_bf16(has_gpu=True)
     assert not StrategyConfig().computes_in_bf16(has_gpu=False)
     assert StrategyConfig(bf16=True).computes_in_bf16(has_gpu=False)
-
-
-def test_every_field_has_help():
-    options = options_of(StrategyConfig)
-    no_options = {"extra_args", "explicit"}
-    assert set(options) == {entry.name for entry in fields(StrategyConfig)} - no_options
-    assert all(info.help.endswith(".") and info.group for _, info in options.values())

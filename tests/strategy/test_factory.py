@@ -29,26 +29,6 @@ def _is_installed(package: str) -> bool:
     return find_spec(package) is not None
 
 
-def test_all_backends_have_the_same_interface():
-    public = {
-        name: member
-        for name, member in inspect.getmembers(StrategyBase, inspect.isroutine)
-        if not name.startswith("_")
-    }
-    assert {"prepare", "backward", "save_ckpt", "gather_and_generate"} <= set(public)
-    for backend in backends():
-        assert not inspect.isabstract(backend), backend
-        for name, method in public.items():
-            own = inspect.signature(getattr(backend, name)).parameters
-            common = inspect.signature(method).parameters
-            extra = list(own)[len(common) :]
-            assert list(own)[: len(common)] == list(common), (backend, name)
-            assert all(own[p].default is not inspect.Parameter.empty for p in extra)
-            for parameter in common:
-                same = own[parameter].default == common[parameter].default
-                assert same, (backend, name, parameter)
-
-
 def test_no_backend_has_methods_of_its_own():
     """A program that runs on one backend finds all that it calls on the others."""
     common = {name for name, _ in inspect.getmembers(StrategyBase, inspect.isroutine)}

@@ -109,18 +109,6 @@ def test_interleaved_optimizers_count_and_clip_for_themselves():
     assert torch.equal(weights(actor.model), weights(alone.model))
 
 
-def test_prepare_models_and_optimizers_returns_four_items():
-    single, several = TinyModel(2), [TinyModel(3), TinyModel(4)]
-    for given in (several, single):
-        actor, critic, rewards, initial = strategy_with().prepare_models_and_optimizers(
-            TinyModel(0), None, given, None, None, 10
-        )
-        assert actor.model.is_actor is True
-        assert critic == (None, None, None)
-        assert (rewards, initial) == (given, None)
-    assert not any(p.requires_grad for model in (single, *several) for p in model.parameters())
-
-
 def test_prepare_takes_each_form():
     strategy = strategy_with()
     model = TinyModel()
@@ -182,31 +170,11 @@ def test_seed_makes_all_generators_repeat():
     assert drawn[0] == drawn[1]
 
 
-def test_setup_dataloader_resumes_after_consumed_samples():
-    strategy = strategy_with(seed=5)
-    data = list(range(10))
-    whole = [x for b in strategy.setup_dataloader(data, 2) for x in b.tolist()]
-    rest = [x for b in strategy.setup_dataloader(data, 2, consumed_samples=4) for x in b.tolist()]
-    assert sorted(whole) == data
-    assert rest == whole[4:]
-    ordered = strategy.setup_dataloader(data, 4, shuffle=False, drop_last=False, collate_fn=list)
-    assert list(ordered) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-
-
 def test_options_without_effect_warn_or_with_strict_fail(capsys):
     strategy_with(use_mp_opt=True)
     assert "use_mp_opt acts only with fsdp" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="use_mp_opt"):
         strategy_with(use_mp_opt=True, strict=True)
-
-
-def test_misspelt_options_are_refused():
-    strategy = strategy_with()
-    ready = prepared(strategy)
-    with pytest.raises(TypeError, match="retain"):
-        strategy.backward(torch.ones(()), ready, ready.optimizer, retain=True)
-    with pytest.raises(TypeError, match="learning_rate"):
-        strategy.create_optimizer(ready.model, learning_rate=1.0)
 
 
 class SmallCritic(nn.Module):

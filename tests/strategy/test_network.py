@@ -34,25 +34,26 @@ def host(monkeypatch):
 LOOPBACK, ONE, TWO = {"lo": "127.0.0.1"}, {"eth0": "10.0.0.7"}, {"ib0": "10.1.0.7"}
 
 
-def test_nothing_is_chosen_on_one_node(host):
-    host({**LOOPBACK, **ONE}, own="127.0.1.1")
-    assert network.choose_gloo_interface({}) is None
-    assert network.choose_gloo_interface({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}) is None
+ONE_NODE = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 
 
-def test_nothing_is_chosen_where_the_hosts_name_leads_to_it(host):
-    host({**LOOPBACK, **ONE, **TWO}, own="10.0.0.7")
-    assert network.choose_gloo_interface(TWO_NODES) is None
-
-
-def test_the_interface_towards_the_first_node_replaces_the_loopback(host):
-    host({**LOOPBACK, **ONE, **TWO}, own="127.0.1.1", towards="10.1.0.7")
-    assert network.choose_gloo_interface(TWO_NODES) == "ib0"
-
-
-def test_the_first_node_itself_takes_its_only_interface(host):
-    host({**LOOPBACK, **ONE}, own="127.0.1.1", towards="127.0.0.1")
-    assert network.choose_gloo_interface(TWO_NODES) == "eth0"
+@pytest.mark.parametrize(
+    ("interfaces", "own", "towards", "environment", "chosen"),
+    [
+        pytest.param(ONE, "127.0.1.1", "127.0.0.1", {}, None, id="no launcher"),
+        pytest.param(ONE, "127.0.1.1", "127.0.0.1", ONE_NODE, None, id="one node"),
+        pytest.param(
+            ONE | TWO, "10.0.0.7", "127.0.0.1", TWO_NODES, None, id="its name leads to it"
+        ),
+        pytest.param(ONE | TWO, "127.0.1.1", "10.1.0.7", TWO_NODES, "ib0", id="towards the first"),
+        pytest.param(ONE, "127.0.1.1", "127.0.0.1", TWO_NODES, "eth0", id="the only one"),
+    ],
+)
+def test_gloo_takes_the_interface_that_other_nodes_reach(
+    host, interfaces, own, towards, environment, chosen
+):
+    host({**LOOPBACK, **interfaces}, own=own, towards=towards)
+    assert network.choose_gloo_interface(environment) == chosen
 
 
 def test_a_choice_that_cannot_be_made_is_the_users(host):

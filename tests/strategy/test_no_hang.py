@@ -11,20 +11,15 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from tests.strategy.lone_ranks import note_fault, scaled, seconds_since_fault, texts, two_programs
 
 pytestmark = pytest.mark.shard("strategies")
 
 DEADLINE_SECONDS = 10.0
 GRACE_SECONDS = 10.0
 START_SECONDS = 180.0
-
-
-def scaled(nominal: float) -> float:
-    """The same on a busy machine; `tests.machine` cannot be imported where this is a program."""
-    return nominal * float(os.environ.get("LIGHTRFT_TEST_TIME_FACTOR", "1"))
 
 
 PHASES = {
@@ -41,7 +36,7 @@ PHASES = {
 
 def fail(kind: str, folder: str) -> None:
     """Ends this process without a word, or stops it from doing anything."""
-    Path(folder, "fault").write_text(str(time.time()))
+    note_fault(folder)
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(10 * scaled(START_SECONDS))
@@ -122,34 +117,6 @@ def run_rank(place: str, kind: str, folder: str) -> None:
     print("the fault never happened", flush=True)
 
 
-def start(place: str, kind: str, folder: Path) -> list[subprocess.Popen]:
-    from tests.ranks import find_free_port
-
-    port = str(find_free_port())
-    processes = []
-    for rank in range(2):
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(Path(__file__).parents[2]),
-        }
-        with (folder / f"rank{rank}.log").open("w") as log:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, __file__, place, kind, str(folder)],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                )
-            )
-    return processes
-
-
 def wait_for_error(processes: list[subprocess.Popen], limit: float) -> dict[int, int]:
     """Exit codes of those that ended with an error of their own."""
     while time.monotonic() < limit:
@@ -179,23 +146,17 @@ def wait_for_error(processes: list[subprocess.Popen], limit: float) -> dict[int,
     ],
 )
 def test_a_lost_rank_ends_the_job_with_rank_and_phase(place, kind, tmp_path):
-    processes = start(place, kind, tmp_path)
-    try:
+    with two_programs(__file__, tmp_path, place, kind) as processes:
         ended = wait_for_error(processes, time.monotonic() + scaled(START_SECONDS))
-        end_time = time.time()
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    texts = [(tmp_path / f"rank{rank}.log").read_text() for rank in range(2)]
-    assert ended, f"no process ended\n{texts[0][-2000:]}\n{texts[1][-2000:]}"
-    took = end_time - float((tmp_path / "fault").read_text())
-    assert took <= scaled(DEADLINE_SECONDS) + scaled(GRACE_SECONDS), texts
+        took = seconds_since_fault(tmp_path, time.time())
+    said = texts(tmp_path)
+    assert ended, f"no process ended\n{said[0][-2000:]}\n{said[1][-2000:]}"
+    assert took <= scaled(DEADLINE_SECONDS) + scaled(GRACE_SECONDS), said
     rank = next(rank for rank, code in ended.items() if code != -signal.SIGKILL)
     # A watchdog's own line, or the note on the exception of a rank that lost its peer.
     told = (f"deadline: rank {rank} spent more than", f"on rank {rank} of 2")
-    assert any(text in texts[rank] for text in told), texts[rank][-3000:]
-    assert f"in phase {PHASES[place]!r}" in texts[rank], texts[rank][-3000:]
+    assert any(text in said[rank] for text in told), said[rank][-3000:]
+    assert f"in phase {PHASES[place]!r}" in said[rank], said[rank][-3000:]
 
 
 if __name__ == "__main__":

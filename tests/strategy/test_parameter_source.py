@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.models.tiny import tiny_model
+from tests.strategy.backend_world import OddShapes
 from torch import nn
 
 from lightrft.strategy.fsdp2.sharding import chunk_ranges
@@ -14,19 +15,6 @@ from lightrft.strategy.weight_sync.parameter_source import (
     module_parameter_source,
     tied_parameter_names,
 )
-
-SHAPES = {"odd": (7, 3), "one_row": (1, 5), "vector": (5,), "cube": (4, 2, 3), "even": (6, 2)}
-
-
-class OddShapes(nn.Module):
-    """Parameters that no number of ranks divides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(3)
-        for name, shape in SHAPES.items():
-            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
-        self.cube.requires_grad_(False)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
@@ -39,18 +27,6 @@ def test_chunk_ranges_are_those_of_torch_chunk(num_rows: int, num_ranks: int) ->
     assert len(ranges) == num_ranks
     for (start, stop), chunk in zip(ranges, chunks, strict=True):
         assert torch.equal(values.view(-1)[start:stop], chunk.reshape(-1))
-
-
-@pytest.mark.parametrize(("numel", "num_ranks"), [(1, 3), (5, 2), (6, 3), (7, 4), (9, 4)])
-def test_partition_ranges_cut_the_padding_off(numel: int, num_ranks: int) -> None:
-    partition_size = -(-numel // num_ranks)
-    padded = torch.full((partition_size * num_ranks,), -1)
-    padded[:numel] = torch.arange(numel)
-    parts = [
-        padded[rank * partition_size : (rank + 1) * partition_size][: stop - start]
-        for rank, (start, stop) in enumerate(chunk_ranges((numel,), num_ranks))
-    ]
-    assert torch.equal(torch.cat(parts), torch.arange(numel))
 
 
 def test_names_are_those_of_the_checkpoint_for_an_actor_and_for_a_bare_model() -> None:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import gc
-import importlib
-import inspect
-import pkgutil
 import weakref
-from abc import ABC
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.engines.fake_engine import FakeEngine
+from tests.models.tiny import tiny_model
 from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
-import lightrft.strategy
 from lightrft.engines.types import EngineConfig, SamplingParams
 from lightrft.strategy import get_fake_strategy, get_strategy
 from lightrft.strategy.backend import NO_MODEL
@@ -24,38 +19,6 @@ from lightrft.strategy.engine.generation import as_sampling_params
 from lightrft.strategy.weight_sync.sync import WeightSync
 
 SMALL = {"train_batch_size": 1, "micro_train_batch_size": 1}
-
-
-def tiny_model() -> Qwen2ForCausalLM:
-    torch.manual_seed(0)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=32,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-        )
-    )
-
-
-def strategy_classes():
-    for found in pkgutil.walk_packages(lightrft.strategy.__path__, "lightrft.strategy."):
-        module = importlib.import_module(found.name)
-        for _, kind in inspect.getmembers(module, inspect.isclass):
-            if kind.__module__ == module.__name__:
-                yield kind
-
-
-def test_no_class_has_a_grandparent_among_ours():
-    for kind in strategy_classes():
-        ours = [
-            base
-            for base in kind.__mro__[1:]
-            if base.__module__.startswith("lightrft.strategy") and base is not ABC
-        ]
-        assert len(ours) <= 1, (kind, ours)
 
 
 @pytest.mark.multiprocess
