@@ -129,21 +129,6 @@ def test_every_test_of_every_statistic_and_pair_equals_a_loop(
         assert 0 < expected.sum() < batch.mask.sum()
 
 
-def test_weight_and_rejections_by_different_statistics_at_once(ragged) -> None:
-    batch = ragged(13, rows=12)
-    weight = "weight:ratio:token:low=0.8:high=1.2"
-    result = _weights(batch, [weight, "reject:k3:geometric:high=0.1", "token-veto:low=0.5"])
-    rejected = _slow_rejection(batch, "reject", "k3", "geometric", -np.inf, 0.1)
-    rejected |= _slow_rejection(batch, "veto", "ratio", "token", 0.5, np.inf)
-    ratio = np.exp(batch.old - batch.rollout)
-    expected = np.where(batch.mask & ~rejected, ratio.clip(0.8, 1.2), 0.0)
-    np.testing.assert_allclose(result.weights.numpy(), expected, atol=1e-12)
-    is_capped = batch.mask & ~rejected & ((ratio < 0.8) | (ratio > 1.2))
-    np.testing.assert_array_equal(result.is_capped.numpy(), is_capped)
-    assert is_capped.any()
-    assert 0 < rejected.sum() < batch.mask.sum()
-
-
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_weights_of_mean_one_over_ranks(level: str, ragged) -> None:
     batch = ragged(14, rows=6)

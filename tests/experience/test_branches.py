@@ -64,11 +64,15 @@ def test_ids_have_bounds():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("counts_tokens", [False, True])
-def test_episodes_stay_whole_and_ranks_take_equally_many_passes(world_size, seed, counts_tokens):
-    table = table_of(np.random.default_rng(seed))
-    episodes = episode_places(table)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("most_branches", [1, 4])
+@pytest.mark.parametrize("budget_tokens", [None, 12])
+def test_episodes_stay_whole_and_ranks_take_equally_many_passes(
+    world_size, seed, most_branches, budget_tokens
+):
+    table = table_of(np.random.default_rng(seed), most=most_branches)
+    places = episode_places(table)
+    episodes = places if most_branches > 1 else None
 
     def plan(ranks):
         return plan_minibatches(
@@ -86,12 +90,10 @@ def test_episodes_stay_whole_and_ranks_take_equally_many_passes(world_size, seed
     for index in range(2):
         dealt = sorted(row for hand in found.rows[index] for row in hand)
         assert dealt == sorted(alone.rows[index][0])
-        assert len({int(episodes[row]) for row in dealt}) == 4
+        assert len({int(places[row]) for row in dealt}) == 4
         sizes = [len(hand) for hand in found.rows[index]]
         assert max(sizes) - min(sizes) <= 1
-    config = TrainConfig(
-        bf16=False, micro_rollout_batch_size=2, micro_batch_tokens=12 if counts_tokens else None
-    )
+    config = TrainConfig(bf16=False, micro_rollout_batch_size=2, micro_batch_tokens=budget_tokens)
     for index in range(2):
         cuts = [
             found.micro_slices(
@@ -102,7 +104,11 @@ def test_episodes_stay_whole_and_ranks_take_equally_many_passes(world_size, seed
         assert len({len(cut) for cut in cuts}) == 1
         for rank, cut in enumerate(cuts):
             covered = [row for part in cut for row in range(part.start, part.stop)]
-            assert covered == list(range(len(found.rows[index][rank])))
+            rows = found.rows[index][rank]
+            assert covered == list(range(len(rows)))
+            for part in cut if budget_tokens else ():
+                longest = max(table.lengths[row] for row in rows[part])
+                assert len(rows[part]) == 1 or len(rows[part]) * longest <= budget_tokens
     passes = [
         found.forward_slices(table.lengths, rank=rank, config=config) for rank in range(world_size)
     ]
@@ -110,8 +116,8 @@ def test_episodes_stay_whole_and_ranks_take_equally_many_passes(world_size, seed
     for rank, each in enumerate(passes):
         covered = [row for part in each for row in range(part.start, part.stop)]
         assert covered == list(range(len(found.row_index(rank))))
-        places = [found.places(index, rank) for index in range(2)]
-        assert (places[0].stop, places[1].stop) == (places[1].start, len(covered))
+        first, second = (found.places(index, rank) for index in range(2))
+        assert (first.stop, second.stop) == (second.start, len(covered))
 
 
 def slow_loss(losses, table, mode, budget):

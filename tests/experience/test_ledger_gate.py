@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tests.engines.fake_engine import FakeEngine
-from tests.records.exchange_cases import ledger_of
+from tests.records.exchange_cases import ThreadWorld, ledger_of
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import Ledger, hash_context
@@ -321,66 +321,42 @@ def test_a_context_the_engine_never_saw_is_found():
         check(told, strategy, evidence=evidence)
 
 
-def test_a_request_with_two_answers_is_named_by_what_differs_in_them():
-    _, strategy = sampled_step(2)
-    entries = strategy.inference_engine.ledger.take()
-    other = replace(entries[0], token_ids=tuple(i + 1 for i in entries[0].token_ids))
-    session = SimpleNamespace(
-        engine=SimpleNamespace(ledger=SimpleNamespace(take=lambda: [*entries, other])),
-        context=SimpleNamespace(engine_mp_group=None),
-    )
-    with pytest.raises(LedgerError, match="twice in one context, with different tokens: the ranks"):
-        take_evidence([], session)
-    session.engine.ledger.take = lambda: entries
-    session.context = SimpleNamespace(
-        engine_mp_group="ranks of one engine",
-        gather_objects=lambda own, group: [own, dict.fromkeys(own, (b"", b""))],
-    )
-    with pytest.raises(LedgerError, match="twice in one context, with different tokens: the ranks"):
-        take_evidence([], session)
+def evidence_of_two_ranks(*entries):
+    """What both ranks of one engine make of the entries that each has written down."""
+
+    def one_rank(context):
+        context.engine_mp_group = "ranks of one engine"
+        own = SimpleNamespace(take=lambda: entries[context.rank])
+        engine = SimpleNamespace(weights_version=0, ledger=own)
+        return take_evidence([], SimpleNamespace(engine=engine, context=context))
+
+    return ThreadWorld(2).run(one_rank)
 
 
-def test_ranks_of_one_engine_that_disagree_are_found():
-    _, strategy = sampled_step(2)
-    entries = strategy.inference_engine.ledger.take()
-    moved = replace(entries[0], logprobs=tuple(x - 1 for x in entries[0].logprobs))
-    engine = SimpleNamespace(
-        weights_version=0, ledger=SimpleNamespace(take=lambda: [moved, *entries[1:]])
-    )
-    told = []
-    for agrees in (True, False):
-        peer = take_evidence_of(entries if agrees else [moved, *entries[1:]], told)
-        assert len(peer.entries) == len(entries)
-    world = SimpleNamespace(
-        engine_mp_group="ranks of one engine",
-        gather_objects=lambda own, group: [own, told[0]],
-    )
-    session = SimpleNamespace(engine=engine, context=world)
-    rounded = "twice in one context, with equal tokens and other log-probabilities or weights"
-    with pytest.raises(LedgerError, match=rounded):
-        take_evidence([], session)
-    world.gather_objects = lambda own, group: [own, told[1]]
-    assert len(take_evidence([], session).entries) == len(entries)
-    engine.ledger.take = lambda: [*entries, moved]
-    with pytest.raises(LedgerError, match=rounded):
-        take_evidence([], session)
-
-
-def take_evidence_of(entries, told):
-    """One rank's evidence; what it tells its peers is added to `told`."""
-
-    def gather(own, group):
-        told.append(own)
-        return [own]
-
-    engine = SimpleNamespace(weights_version=0, ledger=SimpleNamespace(take=lambda: entries))
-    return take_evidence(
-        [],
-        SimpleNamespace(
-            engine=engine,
-            context=SimpleNamespace(engine_mp_group="ranks of one engine", gather_objects=gather),
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        (
+            lambda entry: {"token_ids": tuple(i + 1 for i in entry.token_ids)},
+            "different tokens: the ranks",
         ),
-    )
+        (
+            lambda entry: {"logprobs": tuple(x - 1 for x in entry.logprobs)},
+            "equal tokens and other log-probabilities or weights",
+        ),
+    ],
+    ids=["tokens", "logprobs"],
+)
+def test_two_answers_to_one_request_are_named_by_what_differs_in_them(change, difference):
+    _, strategy = sampled_step(2)
+    entries = strategy.inference_engine.ledger.take()
+    assert [len(each.entries) for each in evidence_of_two_ranks(entries, entries)] == [
+        len(entries)
+    ] * 2
+    other = replace(entries[0], **change(entries[0]))
+    for answers in ((entries, [other, *entries[1:]]), ([*entries, other], entries)):
+        with pytest.raises(LedgerError, match=f"twice in one context, with {difference}"):
+            evidence_of_two_ranks(*answers)
 
 
 def test_every_rank_raises_what_one_rank_found():

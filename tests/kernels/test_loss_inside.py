@@ -16,7 +16,6 @@ from tests.kernels.logprob_world import (
 from lightrft.kernels import linear_logprob, linear_policy_loss
 from lightrft.kernels.logprob import stored_logits
 from lightrft.kernels.logprob.policy_loss import plan_loss
-from lightrft.kernels.logprob.products import split_product
 from lightrft.kernels.logprob.selection import automatic_choice
 
 NUM_TOKENS, VOCAB = 37, 5000
@@ -115,17 +114,6 @@ def test_a_gradient_for_an_entropy_that_has_none_is_refused():
     leaves, targets, upstream = inputs()
     with pytest.raises(ValueError, match="pass entropy='grad', got 'value'"):
         linear_policy_loss(*leaves[:2], targets, weighted_tokens(upstream), entropy="value")
-
-
-def test_three_parts_hold_a_float32_weight():
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(96, 64, generator=generator)
-    hidden = torch.randn(64, 33, generator=generator).bfloat16()
-    exact = weight.double() @ hidden.double()
-    assert relative_error(split_product(weight, hidden), exact) < 5e-7
-    assert relative_error(split_product(hidden.T, weight.T), exact.T) < 5e-7
-    # Positive control: a weight that was rounded once.
-    assert relative_error(split_product(weight, hidden, num_parts=1), exact) > 1e-3
 
 
 def test_bfloat16_products_of_a_cpu_are_exact():

@@ -94,26 +94,10 @@ def test_results_are_read_by_attribute_or_by_name():
         found["output_ids"]
 
 
-class Foreign:
-    """Sampling parameters in vLLM's form."""
-
-    def __init__(self, temperature=1.0, max_tokens=16, n=1, stop=None, repetition_penalty=1.0):
-        self.temperature = temperature
-        self.max_tokens = max_tokens
-        self.n = n
-        self.stop = stop
-        self.repetition_penalty = repetition_penalty
-
-
 def test_every_engine_takes_sampling_parameters_in_the_form_of_another():
     engine = FakeEngine(EngineConfig("fake", ""))
-    given = Foreign(temperature=0.5, max_tokens=3, n=2, stop="x")
-    expected = SamplingParams(temperature=0.5, max_tokens=3, n=2, stop=("x",))
-    assert as_sampling_params(given, engine) == expected
     sglang = SimpleNamespace(temperature=0.5, max_new_tokens=3, sampling_seed=7)
     expected = SamplingParams(temperature=0.5, max_tokens=3, seed=7)
     assert as_sampling_params(sglang, engine) == expected
-    with pytest.raises(ValueError, match=r"repetition_penalty=1\.3"):
-        as_sampling_params(Foreign(repetition_penalty=1.3), engine)
     with pytest.raises(TypeError, match="SamplingParams or a mapping"):
         as_sampling_params(object(), engine)

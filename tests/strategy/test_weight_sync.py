@@ -8,7 +8,7 @@ from tests.engines.fake_engine import FakeEngine
 from tests.models.tiny import tiny_model
 from torch import nn
 
-from lightrft.engines import EngineConfig, EngineParameter, GenerationRequest, SamplingParams
+from lightrft.engines import EngineConfig, EngineParameter
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.kernels import hash_tensor
 from lightrft.models import Actor
@@ -202,15 +202,6 @@ def test_without_verification_what_was_trained_until_it_was_frozen_is_sent_once_
     assert sync.sync(module_parameter_source(actor)).num_bytes == num_bytes
     assert_holds(engine, actor)
     assert sync.sync(module_parameter_source(actor)).num_bytes == 0
-
-
-def test_generated_rows_know_the_version_that_an_update_set():
-    module = nn.Linear(4, 3)
-    engine = fake_engine(module)
-    report = WeightSync(engine, allow_alias=False).sync(module_parameter_source(module))
-    assert report.summary().startswith("weights version 0: 0.0 MB in 1 buckets")
-    request = GenerationRequest((5, 6, 7))
-    assert engine.generate([request], SamplingParams(max_tokens=2))[0].weights_version == 0
 
 
 def test_an_engine_with_another_law_is_not_asked_for_the_canary():
