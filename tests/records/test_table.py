@@ -38,24 +38,6 @@ def scored(
     return ScoredRollout(rollout, float(sample_id), components or {}, masked)
 
 
-def rows_of(table):
-    """Slow view of a table: one tuple a row, by running pointers."""
-    rows, token, logprob = [], 0, 0
-    for i in range(len(table)):
-        length = int(table.prompt_lengths[i] + table.response_lengths[i])
-        stop = logprob + int(table.response_lengths[i])
-        rows.append(
-            (
-                int(table.sample_ids[i]),
-                tuple(table.token_ids[token : token + length].tolist()),
-                tuple(table.rollout_logprobs[logprob:stop].tolist()),
-                float(table.rewards[i]),
-            )
-        )
-        token, logprob = token + length, stop
-    return rows
-
-
 def random_items(seed, count):
     rng = np.random.default_rng(seed)
     return [
@@ -94,10 +76,10 @@ def test_every_rank_knows_the_rows_of_one_process_in_sample_order(world_size):
 
 def test_rows_with_an_empty_response_keep_their_neighbours_tokens_apart():
     items = [scored(0, response=()), scored(1, response=(7, 8)), scored(2, response=())]
-    rows = rows_of(tabulate(items).take(np.array([2, 1, 0])))
-    assert [row[0] for row in rows] == [2, 1, 0]
-    assert rows[1][1] == (1, 2, 7, 8)
-    assert rows[0][2] == ()
+    table = tabulate(items).take(np.array([2, 1, 0]))
+    assert table.sample_ids.tolist() == [2, 1, 0]
+    assert table.token_ids.tolist() == [1, 2, 1, 2, 7, 8, 1, 2]
+    assert table.rollout_logprobs.tolist() == [-1.5, -2.0]
 
 
 def test_a_component_that_only_one_rank_has_is_missing_elsewhere():

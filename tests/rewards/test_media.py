@@ -179,13 +179,16 @@ def test_a_judge_gets_every_kind_of_media(tmp_path, monkeypatch):
     samples = np.sin(np.arange(8000) / 9).astype(np.float32)
     sound = as_audio({"array": samples, "sampling_rate": 16000}, name="s", folder=tmp_path)
     kinds = {"image": list(media_of(tmp_path, 10)), "video": [video], "audio": [sound]}
-    (item, *_) = rollouts(tmp_path)
+    item, _, of_text, *_ = rollouts(tmp_path)
     for given in ({"image"}, {"video"}, {"audio"}, {"image", "video", "audio"}):
         media = Media({kind: kinds[kind] for kind in given})
         shown = replace(item, prompt=replace(item.prompt, media=media))
-        (content,) = asked_of_judge(tmp_path / "-".join(sorted(given)), monkeypatch, [shown])
+        folder = tmp_path / "-".join(sorted(given))
+        asked = asked_of_judge(folder, monkeypatch, [shown, of_text])
+        (content,) = (each for each in asked if not isinstance(each, str))
         *parts, question = content
         assert question["type"] == "text"
+        assert "r0.0" in question["text"]
         pictures = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
         expected = [10] * ("image" in given) + [*SHADES] * ("video" in given)
         assert shades_of(pictures) == expected
@@ -197,17 +200,7 @@ def test_a_judge_gets_every_kind_of_media(tmp_path, monkeypatch):
             assert np.abs(heard / 32767 - samples).max() < 1e-4
 
 
-def test_a_judge_and_a_service_get_the_files(tmp_path, monkeypatch):
-    contents = asked_of_judge(tmp_path, monkeypatch, rollouts(tmp_path))
-    assert len({json.dumps(content) for content in contents}) == 6
-    shown = [
-        shades_of([part["image_url"]["url"] for part in content if part["type"] == "image_url"])
-        if isinstance(content, list)
-        else []
-        for content in contents
-    ]
-    assert sorted(shown) == sorted(2 * [[10, 200], [], [90]])
-
+def test_a_service_gets_the_files_of_each_response(tmp_path, monkeypatch):
     service, sent = RemoteReward("http://127.0.0.1:9"), []
 
     def answer(client, request):

@@ -12,11 +12,6 @@ PROMPTS, RESPONSES, LABELS = ["2+2=", "3+3="], ["4", "seven"], ["4", "6"]
 COLUMNS = {"kind": ["a", "b"], "data_source": ["sums", "sums"], "extra_info": [{"n": 1}, None]}
 # Source, rewards, and the components beside the function's own.
 SIGNATURES = {
-    "TRL, texts": (
-        "def f(completions, **kwargs):\n    return [float(len(c)) for c in completions]",
-        [1.0, 5.0],
-        {},
-    ),
     "TRL, prompts and a column": (
         "def f(prompts, completions, kind, **kwargs):\n"
         "    return [float(p + c == '2+2=4' and k == 'a')\n"
@@ -26,12 +21,6 @@ SIGNATURES = {
     ),
     "TRL, ground_truth": (
         "def f(completions, ground_truth, **kwargs):\n"
-        "    return [float(c == g) for c, g in zip(completions, ground_truth)]",
-        [1.0, 0.0],
-        {},
-    ),
-    "TRL, ground_truth alone": (
-        "def f(completions, ground_truth):\n"
         "    return [float(c == g) for c, g in zip(completions, ground_truth)]",
         [1.0, 0.0],
         {},

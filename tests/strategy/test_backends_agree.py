@@ -25,9 +25,13 @@ from transformers import AutoModelForCausalLM
 
 from lightrft.models import Actor
 
-# A schedule and a decay that show.
-OPTIONS = {"lr_scheduler": "cosine_with_min_lr", "lr_warmup_ratio": 0.2, "l2": 0.1}
-FACTORS = {"learning_rate_factors": {"self_attn": 0.25, ".*norm.*": 3.0}}
+# A schedule, a decay and rates of parts that show.
+OPTIONS = {
+    "lr_scheduler": "cosine_with_min_lr",
+    "lr_warmup_ratio": 0.2,
+    "l2": 0.1,
+    "learning_rate_factors": {"self_attn": 0.25, ".*norm.*": 3.0},
+}
 
 
 def weight_norm(strategy, model):
@@ -197,40 +201,14 @@ def export_cell(strategy, folder):
     return results
 
 
-def first_changes(strategy):
-    """Change of every weight in a first step by its name, and the learning rate that is told."""
-    ready = prepared(strategy)
-    before = weights(strategy, ready.model)
-    rate = train_step(strategy, ready, 0)[1].learning_rate
-    parameters = strategy.parameter_source(ready.model).parameters()
-    pairs = zip(parameters, before, strict=True)
-    return {p.checkpoint_name: p.local_shard.double() - old.double() for p, old in pairs}, rate
-
-
-def factor_cell(backend, folder):
-    """A first step of Adam with factors of the learning rate beside one without."""
-    with make(backend, **OPTIONS) as strategy:
-        plain, rate = first_changes(strategy)
-    with make(backend, **OPTIONS, **FACTORS) as strategy:
-        changed, changed_rate = first_changes(strategy)
-        checks = checkpoint_cell(strategy, folder)["checks"]
-    off = {}
-    for name, change in plain.items():
-        factor = 0.25 if "self_attn" in name else 3.0 if "norm" in name else 1.0
-        error = (changed[name] - factor * change).abs().max() if change.numel() else 0.0
-        off[factor] = max(off.get(factor, 0.0), float(error))
-    return {"off": off, "rates": [rate, changed_rate], "checks": checks}
-
-
 def short_cells(backend):
     with make(backend, **OPTIONS) as strategy:
         return {"tied": agreement_cell(strategy), "skip": skip_cell(strategy)}
 
 
 def all_cells(backend, folder):
-    results = {"factors": factor_cell(backend, f"{folder}/factors")}
     with make(backend, **OPTIONS) as strategy:
-        return results | {
+        return {
             "tied": agreement_cell(strategy),
             "untied": agreement_cell(strategy, is_tied=False),
             "skip": skip_cell(strategy),
@@ -392,16 +370,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(results, bac
         assert result["checks"] == dict.fromkeys(result["checks"], True)
         assert result["client_state"] == [1, 0.25, [0.0, 1.0, 2.0]]
         assert result["path"].endswith("global_step1")
-
-
-@on_every_backend
-def test_parts_with_a_factor_change_by_so_much_more_or_less(results, backend, world_size):
-    for result in results(backend, world_size, "factors"):
-        # The rate is 0.01 and Adam's first change is nearly that; rounding is of weights below 2.
-        assert set(result["off"]) == {0.25, 3.0, 1.0}
-        assert max(result["off"].values()) < 1e-6
-        assert result["rates"] == [pytest.approx(result["rates"][1], rel=1e-12)] * 2
-        assert result["checks"] == dict.fromkeys(result["checks"], True)
 
 
 @on_every_backend

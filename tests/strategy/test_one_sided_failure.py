@@ -32,47 +32,6 @@ def fail_if_faulty(folder):
         raise MemoryError(CAUSE)
 
 
-def wait_inside(folder):
-    """What an engine does: the ranks agree on something, and one of them fails before."""
-    import torch
-    import torch.distributed as dist
-
-    fail_if_faulty(folder)
-    dist.all_reduce(torch.zeros(1))
-
-
-def run_fake(place, folder):
-    from tests.engines.fake_engine import FakeEngine
-    from torch import nn
-
-    from lightrft.engines import factory
-    from lightrft.engines.facts import EngineFacts
-    from lightrft.strategy import get_strategy
-
-    class Shared(FakeEngine):
-        runs_on_every_rank = True
-
-        def generate(self, requests, sampling_params, **options):
-            if place == "generate":
-                wait_inside(folder)
-            return super().generate(requests, sampling_params, **options)
-
-    def build(config, *, module=None):
-        if place == "start":
-            wait_inside(folder)
-        if place == "alone":  # nobody waits inside
-            fail_if_faulty(folder)
-        return Shared.for_module(config, module)
-
-    build.facts = EngineFacts(spans_ranks=True)
-    factory.ENGINES["fake"] = build
-    with get_strategy({**SETTINGS, "engine_tp_size": 2, "enable_engine_sleep": False}) as strategy:
-        actor = nn.Linear(4, 3)
-        strategy.setup_inference_engine(None, "fake", actor)
-        strategy.update_engine_weights(actor)
-        strategy.gather_and_generate({"max_tokens": 2}, [[1, 2]])
-
-
 def run_vllm(place, folder):
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -113,24 +72,6 @@ def run_vllm(place, folder):
         strategy.update_engine_weights(model)
         is_faulty = True
         strategy.gather_and_generate({"max_tokens": 2}, [[1, 2]])
-
-
-def check(engine, place, folder):
-    limit = time.monotonic() + scaled(START_SECONDS)
-    with two_programs(__file__, folder, engine, place) as processes:
-        while time.monotonic() < limit and None in [process.poll() for process in processes]:
-            time.sleep(0.1)
-        took = seconds_since_fault(folder, time.time())
-        codes = [process.poll() for process in processes]
-    first, second = texts(folder)
-    shown = f"{first[-3000:]}\n--- rank 1\n{second[-3000:]}"
-    assert codes == [1, 1], shown
-    assert took <= scaled(LIMIT_SECONDS), shown
-    told = {"generate": "generation failed", "canary": "the weight sync failed"}
-    what = told.get(place, "the engine did not start")
-    assert f"{what} on rank 1: MemoryError: {CAUSE}" in first, shown
-    assert f"MemoryError: {CAUSE}" in second, shown
-    assert "on rank 1 of 2" in second, shown
 
 
 def fail_on_rank_1(rank, world_size, place, stays):
@@ -181,14 +122,6 @@ def test_without_a_failure_every_rank_has_all_results():
     assert ranks == [[0, 1], [0, 1]]
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.timeout(1000)
-@pytest.mark.parametrize("place", ["start", "alone", "generate"])
-def test_all_ranks_end_with_the_cause_when_one_fails_in_its_engine(place, tmp_path):
-    check("fake", place, tmp_path)
-
-
 @pytest.mark.vllm
 @pytest.mark.multiprocess
 @pytest.mark.timeout(1000)
@@ -202,8 +135,22 @@ def test_all_ranks_end_with_the_cause_when_one_fails_in_its_engine(place, tmp_pa
     ],
 )
 def test_all_ranks_end_when_one_fails_inside_vllms_collectives(place, tmp_path):
-    check("vllm", place, tmp_path)
+    limit = time.monotonic() + scaled(START_SECONDS)
+    with two_programs(__file__, tmp_path, place) as processes:
+        while time.monotonic() < limit and None in [process.poll() for process in processes]:
+            time.sleep(0.1)
+        took = seconds_since_fault(tmp_path, time.time())
+        codes = [process.poll() for process in processes]
+    first, second = texts(tmp_path)
+    shown = f"{first[-3000:]}\n--- rank 1\n{second[-3000:]}"
+    assert codes == [1, 1], shown
+    assert took <= scaled(LIMIT_SECONDS), shown
+    told = {"generate": "generation failed", "canary": "the weight sync failed"}
+    what = told.get(place, "the engine did not start")
+    assert f"{what} on rank 1: MemoryError: {CAUSE}" in first, shown
+    assert f"MemoryError: {CAUSE}" in second, shown
+    assert "on rank 1 of 2" in second, shown
 
 
 if __name__ == "__main__":
-    {"fake": run_fake, "vllm": run_vllm}[sys.argv[1]](*sys.argv[2:])
+    run_vllm(*sys.argv[1:])
