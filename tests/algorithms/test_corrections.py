@@ -293,15 +293,6 @@ def test_weights_of_the_new_policy_are_detached(worked) -> None:
         correction_weights(worked.old, worked.rollout, worked.mask, terms=terms)
 
 
-def test_a_pair_of_a_preset_is_that_of_all_its_terms() -> None:
-    assert {term.pair for term in parse_correction("dppo")} == {"new/engine"}
-    assert {term.pair for term in parse_correction("off-policy-mask")} == {"new/engine"}
-    assert {term.pair for term in parse_correction("dppo:old/engine")} == {"old/engine"}
-    assert {term.pair for term in parse_correction("icepop:new/old")} == {"new/old"}
-    others = set(CORRECTION_PRESETS) - {"dppo", "off-policy-mask"}
-    assert not any(term.follows_policy for name in others for term in parse_correction(name))
-
-
 def test_text_becomes_terms() -> None:
     assert parse_correction("weight:ratio:token:high=2") == parse_correction("tis")
     assert parse_correction("tis") == (CorrectionTerm("weight", "ratio", "token", None, 2.0),)
@@ -317,8 +308,16 @@ def test_text_becomes_terms() -> None:
     assert (capped.low, capped.high) == (0.5, 4.0)
     for sign in ("negative", "towards"):
         assert parse_correction(f"reject:k1:geometric:high=1:{sign}")[0].sign == sign
-    for mode in CORRECTION_PRESETS:
-        assert parse_correction(mode)
+    # A pair is that of all terms of a preset.
+    pairs = {"dppo": "new/engine", "dppo:old/engine": "old/engine", "icepop:new/old": "new/old"}
+    for text, pair in pairs.items():
+        assert {term.pair for term in parse_correction(text)} == {pair}
+    following = {
+        name
+        for name in CORRECTION_PRESETS
+        if any(term.follows_policy for term in parse_correction(name))
+    }
+    assert following == {"dppo", "off-policy-mask"}
 
 
 @pytest.mark.parametrize(

@@ -143,8 +143,6 @@ def test_k1_in_the_loss_is_named_without_effect():
 
 @pytest.mark.parametrize("estimator", [name for name in KL_ESTIMATORS if name != "k1"])
 def test_in_the_reward_only_k1_is_accepted(estimator):
-    shares = [share(policy, estimator, "reward") for policy in POLICIES.values()]
-    assert (min(shares) > 0.999) if AS_REWARD[estimator] is forward else (min(shares) < 0.5)
     message = f"kl_estimator {re.escape(estimator)} .* leave kl_estimator out .* use_kl_loss"
     grouped = {"init_kl_coef": 0.1, "kl_estimator": estimator, "n_samples_per_prompt": 2}
     (problem,) = algorithm_problems(TrainConfig(**grouped))

@@ -188,14 +188,6 @@ def test_rewards_are_normalised_by_all_rewards_so_far_then_clipped():
         moments = shaped.moments
 
 
-def test_without_shaping_rewards_are_untouched():
-    table = make_table([1, 1], [5.0, -7.0])
-    shaped = shape_rewards(table, None, TrainConfig())
-    assert shaped.rewards.tolist() == [5.0, -7.0]
-    assert not shaped.is_clipped.any()
-    assert shaped.moments is None
-
-
 @pytest.mark.parametrize("minus_mean", [False, True])
 def test_greedy_rewards_are_shaped_like_those_they_are_compared_with(minus_mean):
     rewards, before = np.array([10.0, 12.0, 10.0, 8.0]), np.array([7.0, 9.0, 14.0])

@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import sys
-import tarfile
 import threading
 import time
 
@@ -65,15 +64,6 @@ def test_a_step_that_meets_its_limit_keeps_what_it_has_measured(gpu, runner, rep
 def test_a_line_that_was_cut_in_the_middle_takes_no_other_with_it(gpu, tmp_path):
     (tmp_path / "t").write_text('{"part": "a", "name": "b"}\n{"part": "a", "na')
     assert gpu("lines").read(tmp_path / "t") == [{"part": "a", "name": "b"}]
-
-
-def test_a_folder_has_three_files_that_are_renewed(gpu, runner, repository):
-    step = gpu("steps").Step("quick", 60, (planted(repository, 'print("hello")'),))
-    assert runner.run((step, step))
-    names = ["raw.tgz", "table.jsonl", "table.md"]
-    assert sorted(file.name for file in runner.folder.iterdir()) == names
-    with tarfile.open(runner.folder / "raw.tgz") as archive:
-        assert archive.getnames() == ["raw/quick.0.txt", "raw/quick.1.txt"]
 
 
 @pytest.mark.parametrize(

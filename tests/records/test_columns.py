@@ -235,23 +235,10 @@ def unmasked_on(rank):
     return change
 
 
-def exchanged_groups(table, rank):
-    groups = table.group_ids.copy()
-    groups[[3, 4]] = groups[[4, 3]]
-    return replace(table, group_ids=groups)
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        (unmasked_on(0), "sample 3: is_masked differ: True was written down .*, False"),
-        (unmasked_on(1), "sample 3: is_masked differ: True was written down .*, False"),
-        (exchanged_groups, "sample 4: group_ids differ: 1 was written down as it arose, 0 is"),
-    ],
-)
-def test_the_gate_finds_rows_that_one_rank_knows_otherwise(fault, message):
-    with pytest.raises(LedgerError, match=message):
-        both_ranks(change_table=fault)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_gate_finds_rows_that_one_rank_knows_otherwise(rank):
+    with pytest.raises(LedgerError, match=r"sample 3: is_masked differ: True was .*, False"):
+        both_ranks(change_table=unmasked_on(rank))
 
 
 def test_the_gate_does_not_look_at_what_the_ledger_does_not_vouch_for(monkeypatch):

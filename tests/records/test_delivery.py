@@ -102,20 +102,6 @@ def test_a_token_that_is_changed_on_the_way_is_seen():
         assert_same_table(replace(found, token_ids=ids), expected)
 
 
-def test_rows_that_nobody_wants_stay_where_they_are():
-    shares = samples_of("plain", 2)
-    world = cases.ThreadWorld(2)
-
-    def one_rank(strategy):
-        table = exchange(shares[strategy.rank], strategy)
-        before = world.received[strategy.rank]
-        nobody = [np.arange(0)] * 2
-        rows = deliver_rows(table, tabulate(shares[strategy.rank]), nobody, strategy)
-        return len(rows), world.received[strategy.rank] - before
-
-    assert world.run(one_rank) == [(0, 0), (0, 0)]
-
-
 def long_samples(world_size, num_rows, *, prompt, response, num_turns=1):
     """By rank; also the ledger entries and the journals behind them."""
     rng = np.random.default_rng(5)

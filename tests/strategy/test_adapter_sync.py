@@ -120,37 +120,30 @@ def test_in_bfloat16_parity_is_better_than_with_merged_weights():
     assert found[False] < 0.3 * found[True]
 
 
-def zero_adapter(engine):
-    """Nothing of the factors arrives: they stay 0."""
-    load = engine.load_weights
-
-    def loads(pieces):
-        load(
-            [
-                piece
-                if ".lora_" not in piece.name
-                else type(piece)(piece.name, piece.shape, piece.start, piece.tensor * 0)
-                for piece in pieces
-            ]
-        )
-
-    engine.load_weights = loads
-
-
-def doubled_scale(engine):
-    """A loader folds the scale in that the sender has folded in."""
+def scale_on_the_way(engine, part, factor):
+    """Weights whose names have a part arrive multiplied."""
     load = engine.load_weights
 
     def loads(pieces):
         scaled = [
-            piece
-            if not piece.name.endswith(SECOND)
-            else type(piece)(piece.name, piece.shape, piece.start, piece.tensor * ALPHA / RANK)
+            type(piece)(piece.name, piece.shape, piece.start, piece.tensor * factor)
+            if part in piece.name
+            else piece
             for piece in pieces
         ]
         load(scaled)
 
     engine.load_weights = loads
+
+
+def zero_adapter(engine):
+    """Nothing of the factors arrives: they stay 0."""
+    scale_on_the_way(engine, ".lora_", 0)
+
+
+def doubled_scale(engine):
+    """A loader folds the scale in that the sender has folded in."""
+    scale_on_the_way(engine, SECOND, ALPHA / RANK)
 
 
 def gate_in_up(engine):

@@ -7,7 +7,7 @@ import sys
 import pytest
 from tests.ranks import run_multiprocess
 
-from lightrft.strategy import FakeStrategy, StrategyBase, StrategyConfig, get_strategy, is_engine
+from lightrft.strategy import FakeStrategy, StrategyBase, StrategyConfig, get_strategy
 
 SETTINGS = {"train_batch_size": 4, "seed": 3, "max_norm": 0.5, "custom": "kept"}
 
@@ -82,7 +82,3 @@ def choose_installed(rank, world_size):
 @pytest.mark.multiprocess
 def test_a_plain_install_trains_with_fsdp():
     run_multiprocess(choose_installed, 1)
-
-
-def test_is_engine():
-    assert not is_engine(object())

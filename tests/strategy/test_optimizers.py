@@ -138,10 +138,6 @@ def test_a_longer_run_leaves_the_end_of_the_old_schedule_without_a_jump(name):
     assert min(rates) > 0
     planned = rates_of(new_schedule(name, 80, warmup=0.1), 80)
     assert rates[48:] == pytest.approx(planned[48:])
-    # The naive way, the new schedule from the old end on, is what this test is there to catch.
-    naive = [*before, before[-1], *planned[41:]]
-    jumps = [abs(a - b) for a, b in itertools.pairwise(naive)]
-    assert name == "constant" or max(jumps) > 2.0 / 5
 
 
 def test_a_continued_run_of_the_same_length_has_the_same_rates():

@@ -13,7 +13,7 @@ from tests.engines.fake_engine import FakeEngine
 from tests.ranks import run_multiprocess
 
 from lightrft.engines.types import EngineConfig
-from lightrft.strategy import get_fake_strategy, get_strategy
+from lightrft.strategy import get_strategy
 from lightrft.strategy.distributed.deadlines import current_phase, phase
 
 
@@ -119,8 +119,3 @@ def test_groups_of_rollouts_have_the_ranks_of_those_of_training():
     assert run_multiprocess(groups, 4, timeout_seconds=150) == [
         [[rank], [rank // 2 * 2, rank // 2 * 2 + 1], [0, 1, 2, 3]] for rank in range(4)
     ]
-
-
-def test_one_process_needs_no_second_context():
-    strategy = get_fake_strategy()
-    assert strategy.session.context is strategy.context

@@ -14,7 +14,6 @@ from torch import nn
 
 from lightrft.engines.types import EngineConfig, SamplingParams
 from lightrft.strategy import get_fake_strategy, get_strategy
-from lightrft.strategy.backend import NO_MODEL
 from lightrft.strategy.engine.generation import as_sampling_params
 from lightrft.strategy.weight_sync.sync import WeightSync
 
@@ -45,19 +44,6 @@ def test_a_prepared_model_is_called_like_its_model():
         assert torch.equal(actor(inputs), actor.model(inputs))
         with pytest.raises(ValueError, match="no model"):
             critic(inputs)
-
-
-@pytest.mark.parametrize("pretrain", [None, "some/critic"])
-def test_only_a_critic_gets_an_optimizer_for_one(pretrain):
-    with get_fake_strategy({**SMALL, "critic_pretrain": pretrain}) as strategy:
-        _, critic, *_ = strategy.prepare_models_and_optimizers(
-            nn.Linear(2, 1), None, None, None, None, 4
-        )
-        assert critic == NO_MODEL
-        _, critic, *_ = strategy.prepare_models_and_optimizers(
-            nn.Linear(2, 1), nn.Linear(2, 1), None, None, None, 4
-        )
-        assert critic.optimizer is not None
 
 
 @pytest.mark.parametrize("engine_type", ["hf", "fake"])
