@@ -61,11 +61,6 @@ def test_a_step_that_meets_its_limit_keeps_what_it_has_measured(gpu, runner, rep
     assert "0.3" in (runner.folder / "table.md").read_text()
 
 
-def test_a_line_that_was_cut_in_the_middle_takes_no_other_with_it(gpu, tmp_path):
-    (tmp_path / "t").write_text('{"part": "a", "name": "b"}\n{"part": "a", "na')
-    assert gpu("lines").read(tmp_path / "t") == [{"part": "a", "name": "b"}]
-
-
 @pytest.mark.parametrize(
     ("runs_with", "culprit"),
     [("enforce_eager=true", "CUDA graphs"), ("TRITON_ATTN", "FlashAttention"), ("x", "binaries")],

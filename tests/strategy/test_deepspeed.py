@@ -13,7 +13,6 @@ from tests.strategy.backend_world import (
     largest_difference,
     logprobs,
     make,
-    micro_batches,
     near,
     prepared,
     refusal,
@@ -38,20 +37,6 @@ PLAIN = {
 def plain_cell(name):
     with make(name[:5], **PLAIN[name]) as strategy:
         return train(strategy, prepared(strategy), range(3))
-
-
-def checkpointed_cell(backend):
-    """Gradient checkpointing: the same numbers from activations that are computed again."""
-    with make(backend) as strategy:
-        model = build()
-        model.gradient_checkpointing_enable()
-        calls = []
-        model.model.base_model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
-        ready = prepared(strategy, model)
-        ready.model.train()
-        losses = train(strategy, ready, range(3))
-        # Every micro-batch ran the layer twice: forward, and again in the backward pass.
-        return losses, len(calls) == 2 * sum(len(micro_batches(strategy, n)) for n in range(3))
 
 
 def bfloat16_cell(backend):
@@ -100,7 +85,6 @@ def two_rank_program(rank, world_size, folder):
     results = {
         "padding": padding_cell(rank),
         "plain": {name: plain_cell(name) for name in PLAIN},
-        "checkpointed": {name: checkpointed_cell(name) for name in ("zero2", "zero3")},
         "bf16": {name: bfloat16_cell(name) for name in ("zero1", "zero3")},
     }
     with make("zero2", bf16=True) as strategy:
@@ -201,16 +185,6 @@ def test_actors_train_like_one_process_at_every_stage(two_ranks, expected, name)
 def test_padding_of_partitions_is_not_what_memory_held(two_ranks):
     # Three weights and one bias over two ranks: the second one's last places are padding.
     assert [result["padding"] for result in two_ranks] == [[[]] * 4, [[0.0]] * 4]
-
-
-@pytest.mark.multiprocess
-@pytest.mark.deepspeed
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
-def test_gradient_checkpointing_changes_no_number(two_ranks, expected, stage):
-    for result in two_ranks:
-        losses, has_recomputed = result["checkpointed"][stage]
-        assert losses == near(expected)
-        assert has_recomputed
 
 
 @pytest.mark.multiprocess
