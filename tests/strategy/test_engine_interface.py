@@ -43,10 +43,8 @@ def outputs(completions):
     return [c.output_token_ids for c in completions]
 
 
-def test_local_generation_takes_one_prompt_or_many(echoing):
+def test_local_generation_takes_one_prompt_and_gathered_generation_needs_one(echoing):
     assert outputs(echoing.engine_generate_local({}, [4, 5])) == [(9, 2, 0)]
-    found = echoing.engine_generate_local({"n": 2}, [[4], [5, 6]])
-    assert outputs(found) == [(4, 1, 0), (4, 1, 1), (11, 2, 0), (11, 2, 1)]
     with pytest.raises(ValueError, match="all_prompt_token_ids or all_prompts"):
         echoing.gather_and_generate({})
 

@@ -39,13 +39,6 @@ def test_consumed_samples_are_exactly_the_first_ones(ranks, consumed):
     assert epoch(20, ranks, number=3, consumed=consumed) == whole[consumed:]
 
 
-def test_resuming_at_construction_equals_set_epoch():
-    sampler = DistributedSampler(range(10), 2, 1, consumed_samples=4)
-    assert len(sampler) == 3
-    sampler.set_epoch(1)
-    assert len(sampler) == 5
-
-
 @pytest.mark.parametrize("consumed", [-1, 11])
 def test_consuming_more_than_an_epoch_is_an_error(consumed):
     with pytest.raises(ValueError, match="consumed_samples"):
