@@ -7,8 +7,8 @@ vague_words: found, told, given and own as words or parts of names, in Python fi
 noun_docstrings: docstrings of functions that begin with no verb: with an article, a pronoun, a
     preposition, a question word or a number.
 vague_parameters: parameters whose description begins with Of, Those, Whether these or The same.
-documented_words: words of README and docs, without code, tables of options and metrics, and what
-    `docs/generate.py` writes.
+documented_words: words of README, docs and notebooks, without code, tables of options and metrics,
+    and what `docs/generate.py` writes.
 words_per_sentence: mean of the running text of README and docs, in tenths.
 architecture_words: words of ARCHITECTURE.md.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import re
 import tomllib
 from collections.abc import Iterator
@@ -71,6 +72,10 @@ def pages(root: Path) -> dict[str, str]:
     """Return the text of README and the pages of docs, without code and generated parts."""
     files = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     texts = {path.name: path.read_text(encoding="utf-8") for path in files if path.exists()}
+    for path in sorted((root / "docs").rglob("*.ipynb")):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        words = ["".join(each["source"]) for each in cells if each["cell_type"] == "markdown"]
+        texts[path.name] = "\n\n".join(words)
     return {
         name: _CODE.sub("", _GENERATED.sub("", text))
         for name, text in texts.items()

@@ -43,7 +43,7 @@ system prompt: data_formats
 out of memory: one_gpu
 multi-turn: environments
 fp16: troubleshooting
-notebook: library
+notebook: notebooks/first_reward
 """
 
 
@@ -59,7 +59,8 @@ def site(tmp_path_factory):
 
 def test_every_page_is_there_and_can_be_searched(site):
     docs = ROOT / "docs"
-    pages = {path.relative_to(docs).with_suffix("") for path in docs.rglob("*.md")}
+    files = [*docs.rglob("*.md"), *docs.rglob("*.ipynb")]
+    pages = {path.relative_to(docs).with_suffix("") for path in files}
     folders = {path.relative_to(site).parent for path in site.rglob("index.html")}
     assert {path.parent if path.name == "index" else path for path in pages} == folders
     index = (site / "search" / "search_index.json").read_text()
@@ -94,3 +95,39 @@ def test_pages_load_nothing_from_other_hosts_and_show_no_markup(site):
         assert loaded == [], page
         assert r"\|" not in text, page
         assert "::: lightrft" not in text, page
+
+
+BROKEN = """() => {
+  const body = document.documentElement;
+  const texts = document.createTreeWalker(document.querySelector("article"), NodeFilter.SHOW_TEXT);
+  const broken = body.scrollWidth > body.clientWidth ? ["the page is too wide"] : [];
+  for (let text = texts.nextNode(); text; text = texts.nextNode()) {
+    const pre = text.parentElement.closest("pre > code");
+    if (pre && pre.scrollWidth > pre.clientWidth + 1) broken.push(pre.textContent);
+    if (!text.parentElement.closest("td, th, .option")) continue;
+    for (const word of text.data.matchAll(/[\\w.:]+/g)) {
+      const range = document.createRange();
+      range.setStart(text, word.index);
+      range.setEnd(text, word.index + word[0].length);
+      if (new Set([...range.getClientRects()].map((box) => box.top)).size > 1) broken.push(word[0]);
+    }
+  }
+  return broken;
+}"""
+LOOKED_AT = ("after_a_run", "configuration", "environments", "errors", "notebooks/sft_to_grpo")
+
+
+@pytest.mark.full
+def test_no_command_is_cut_and_no_name_of_a_table_broken(site):
+    from tests.tools.report.browser import open_browser
+
+    with open_browser() as browser:
+        for width in (1280, 400):
+            page = browser.new_page(viewport={"width": width, "height": 900})
+            for name in LOOKED_AT:
+                page.goto((site / name / "index.html").as_uri())
+                assert page.evaluate(BROKEN) == [], (name, width)
+        page.goto((site / "errors" / "index.html").as_uri())
+        page.add_style_tag(content=".md-typeset td code {word-break: break-all}")
+        page.add_style_tag(content=".md-typeset table {table-layout: fixed; width: 100%}")
+        assert "UNEXPECTED" in page.evaluate(BROKEN)
