@@ -123,42 +123,6 @@ def test_what_is_under_way():
     assert bar.endswith("32/128")
 
 
-@pytest.mark.parametrize("width", [80, 200])
-def test_a_terminal_shows_lines_and_below_them_a_bar(terminal, monkeypatch, width):
-    monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setattr("sys.stdout", terminal)
-    console = RunConsole(heartbeat_seconds=60)
-    assert console.is_live
-    console.plan(4)
-    console.tell("8 prompts", False)
-    console.tell("Sleeped inference engine", True)
-    console.log(0, {"eval/reward": 0.125})
-    report_progress("generate", 3, 12)
-    wait_for(lambda: "3/12" in terminal.seen())
-    console.log(1, METRICS)
-    report_progress("train actor", 5, 6)
-    wait_for(lambda: "5/6" in terminal.seen())
-    report_progress("train actor", 0, 0)
-    console.log(2, METRICS)
-    console.close()
-    # What follows shows that the bar is gone and all before has been read.
-    terminal.write("the end\n")
-    terminal.flush()
-    wait_for(lambda: "the end" in terminal.seen())
-    screen = Screen(width)
-    screen.feed(terminal.seen())
-    assert screen.wrapped == []
-    rows = screen.shown()
-    assert [row[:12] for row in rows] == [
-        "8 prompts",
-        "step 0/4    ",
-        "step 1/4  re",
-        "step 2/4  re",
-        "the end",
-    ]
-    assert rows[-2].endswith("left")
-
-
 def test_errors_that_go_to_a_file_stay_there(terminal, monkeypatch):
     errors = io.StringIO()
     monkeypatch.setattr("sys.stdout", terminal)
@@ -346,5 +310,12 @@ def test_nothing_breaks_and_columns_stand_below_each_other(
         assert len({line.index(label) for line in lines if label in line}) <= 1, label
     said = ["of a library", "of a print", "the bar is below all of it"]
     assert rows[-4:-1] == said
+    # What follows shows that the bar is gone.
+    terminal.write("the end\n")
+    terminal.flush()
+    wait_for(lambda: "the end" in terminal.seen())
+    screen = Screen(width)
+    screen.feed(terminal.seen())
+    assert screen.shown() == [*rows[:-1], "the end"]
     assert "####" in rows[-1]
     assert any(re.search(r" \d+d\d\dh left$", line) for line in lines) == (step_seconds > 86400)

@@ -89,20 +89,24 @@ def write_gguf(path, model, *, quantization=None, permutes=True, architecture=No
     config = model.config
     kind = config.model_type
     writer = gguf.GGUFWriter(str(path), architecture or kind)
-    writer.add_name("tiny")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(50000.0)
-    writer.add_vocab_size(config.vocab_size)
-    add_tokenizer(writer, pre)
+    header = {
+        "name": "tiny",
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads,
+        "head_count_kv": config.num_key_value_heads,
+        "key_length": config.head_dim,
+        "value_length": config.head_dim,
+        "rope_dimension_count": config.head_dim,
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "rope_freq_base": 50000.0,
+        "vocab_size": config.vocab_size,
+        **tokenizer_header(pre),
+    }
+    for field, value in header.items():
+        getattr(writer, f"add_{field}")(value)
     names = gguf.get_tensor_name_map(
         {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[kind], config.num_hidden_layers
     )
@@ -127,20 +131,22 @@ def write_gguf(path, model, *, quantization=None, permutes=True, architecture=No
     writer.close()
 
 
-def add_tokenizer(writer, pre):
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(VOCAB)
+def tokenizer_header(pre):
     control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
-    writer.add_token_types([control if token in MARKS else normal for token in VOCAB])
-    writer.add_token_merges([" ".join(pair) for pair in MERGES])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(2)
-    writer.add_add_bos_token(False)
-    writer.add_eot_token_id(0)
-    writer.add_chat_template(TEMPLATE)
+    return {
+        "tokenizer_model": "gpt2",
+        "tokenizer_pre": pre,
+        "token_list": VOCAB,
+        "token_types": [control if token in MARKS else normal for token in VOCAB],
+        "token_merges": [" ".join(pair) for pair in MERGES],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unk_token_id": 0,
+        "pad_token_id": 2,
+        "add_bos_token": False,
+        "eot_token_id": 0,
+        "chat_template": TEMPLATE,
+    }
 
 
 TEXTS = (

@@ -31,18 +31,9 @@ def soak(tmp_path):
         temporary = tmp_path / "temporary"
         temporary.mkdir()
         environment = {**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+        options = f"--engine {engine} --steps {steps} --leak {leak_kib}"
         done = subprocess.run(
-            [
-                sys.executable,
-                str(SCRIPT),
-                str(tmp_path / "soak"),
-                "--engine",
-                engine,
-                "--steps",
-                str(steps),
-                "--leak",
-                str(leak_kib),
-            ],
+            [sys.executable, SCRIPT, tmp_path / "soak", *options.split()],
             capture_output=True,
             text=True,
             timeout=3400,

@@ -6,19 +6,15 @@ import shutil
 from itertools import product
 
 import pytest
+from tests.tools.audit.test_no_false_alarm import LOSSES, NAMES, algorithm
 
 from lightrft.config.registry import AGGREGATIONS
-from lightrft.tools.audit.advantages import ESTIMATORS
 from lightrft.tools.audit.corrections import PRESETS
 from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED
-from lightrft.tools.audit.losses import POLICY_LOSSES
 from lightrft.tools.audit.report import audit_step
 
 pytestmark = pytest.mark.shard("audit_decisions")
 
-ALIASES = {"clipped", "grpo"}
-LOSSES = [name for name in POLICY_LOSSES if name not in ALIASES]
-NAMES = [name for name in ESTIMATORS if name not in ALIASES]
 CORRECTIONS = ("", *PRESETS)
 # Settings that a step takes from the one before, or from its options alone.
 SETTINGS = (
@@ -46,20 +42,11 @@ CELLS = [
 
 
 def options(name, loss, mode, correction, number):
-    found = {"advantage_estimator": name, "policy_loss": loss, "max_epochs": 1}
-    found |= {
-        "loss_agg_mode": mode,
-        "off_policy_correction": correction or None,
-        **SETTINGS[number],
-    }
-    if loss in ("clip_cov", "kl_cov"):
-        found["policy_loss_args"] = {"cov_ratio": 0.2}
-    if loss == "clip_cov":
-        found["policy_loss_args"] |= {"cov_low": 0.01}
+    found = {**algorithm(name, loss, mode), "max_epochs": 1}
+    found |= {"off_policy_correction": correction or None, **SETTINGS[number]}
     if name == "gae" and loss == "gspo":
         found["freezing_actor_steps"] = 1
     if name == "zero":
-        found["teacher"] = ""
         found.pop("top_k", None)  # which teachers refuse
     if number % 2 == 0 and name not in ("maxrl", "gdpo"):
         found |= RUNNING

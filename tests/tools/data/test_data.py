@@ -141,32 +141,7 @@ def right(responses, labels):
     return [float(f[-1:] == [l] and r.count("####") == 1)
             for f, r, l in zip(found, responses, labels)]
 """
-LISTS = ("only thought", "all boxed", "listed", "listed by lines", "all in turn")
-INSIDE = ("other sign", "digits before it", "digits behind it")
 NUMBERS = [{"input": f"What is {n}?", "label": str(n)} for n in (31, 42, 57)]
-
-
-@pytest.mark.parametrize(
-    ("name", "kinds"),
-    [
-        ("right", []),
-        ("contains", ["echoed", *LISTS, *INSIDE]),
-        ("counts", ["echoed", *LISTS, *INSIDE, "repeated"]),
-        ("same", ["empty"]),
-        ("trusts", ["injected"]),
-        ("starts", ["empty"]),
-        ("copies", ["empty"]),
-        ("thinks", ["only thought"]),
-        ("forgets", ["truncated", "unclosed box"]),
-        ("any_box", ["all boxed", "all in turn"]),
-    ],
-)
-def test_the_certificate_says_what_a_reward_lets_pass(checked, tmp_path, name, kinds):
-    (tmp_path / "r.py").write_text(REWARDS)
-    code, out, _ = checked(NUMBERS, "--reward_fn", f"r.py:{name}")
-    assert code == 0
-    doubts = [line for line in out.splitlines() if line.startswith("warning")]
-    assert [re.search("3 of 3 (.*) answers get", line)[1] for line in doubts] == kinds
 
 
 @pytest.mark.parametrize(

@@ -213,19 +213,3 @@ def test_the_engines_steps_find_report_runner_and_parity():
     assert gpu_checks.sleep_of(probe).verdict is Verdict.UNCHECKED
     # The last sync would send only the norms' weights.
     assert probe.empty_report.num_resident_bytes > 0.95 * probe.report.num_verified_bytes
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.timeout(1500)
-def test_the_engines_steps_run_with_vllm():
-    probe = gpu_checks.EngineProbe()
-    gpu_checks.run_probe(probe, "vllm", hidden=128, layers=2)
-    assert probe.problem == ""
-    assert 0 < probe.empty_report.num_bytes < 0.05 * probe.report.num_bytes
-    assert probe.runner.startswith("vllm.v1.worker.")
-    assert gpu_checks.canary_of(probe).verdict is Verdict.OK
-    assert gpu_checks.parity_of(probe).verdict is Verdict.OK
-    assert gpu_checks.sleep_of(probe).verdict is Verdict.UNCHECKED
-    assert probe.parity < 1e-2

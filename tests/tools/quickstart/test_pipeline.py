@@ -1,20 +1,13 @@
 """The quick start of all stages: its refusals, its pairs, its table, and the whole."""
 
 import json
-import random
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from lightrft.cli.main import main
-from lightrft.config import TrainConfig
-from lightrft.datasets.files import Row
-from lightrft.datasets.supervised_rows import RowEncoder
-from lightrft.tools.model_presets import END
-from lightrft.tools.quickstart.arithmetic import ADDITION, demonstrate
 from lightrft.tools.quickstart.pipeline import pairs
-from lightrft.tools.quickstart.warm_start import build_tokenizer
 from lightrft.tools.report.chain import chain_of
 
 pytestmark = pytest.mark.shard("quickstart")
@@ -58,19 +51,6 @@ def test_pairs_hold_whole_right_and_wrong_samples_of_one_prompt_none_twice():
     assert pairs(samples) == [{"prompt": "p", "chosen": "right", "rejected": "wrong"}]
     many = [sample("p", f"{kind}{i}", kind) for i in range(5) for kind in (0.0, 1.0)]
     assert [row["chosen"] for row in pairs(many)] == ["1.00", "1.01", "1.02", "1.03"]
-
-
-def test_answers_behind_their_own_prompts_are_the_tokens_that_were_sampled():
-    tokenizer = build_tokenizer(ADDITION)
-    exercise = next(ADDITION.draw(random.Random(0), False))
-    answer = demonstrate(exercise, random.Random(0))
-    row = Row({"prompt": exercise.question, "completion": answer}, "row")
-    config = TrainConfig(apply_chat_template=True)
-    (found,) = RowEncoder(tokenizer, config, "prompt and completion").rows(row)
-    rendered = f"<|user|>{exercise.question}<|assistant|>{answer}{END}"
-    assert found.token_ids.tolist() == tokenizer(rendered)["input_ids"]
-    start = len(tokenizer(f"<|user|>{exercise.question}<|assistant|>")["input_ids"])
-    assert found.is_trained.tolist() == [n >= start for n in range(len(found.token_ids))]
 
 
 class Killed(BaseException):

@@ -113,22 +113,6 @@ def test_only_the_response_is_imitated():
         assert re.fullmatch(r"<think>.*</think>\\boxed\{\d+\}<\|end\|>", shown)
 
 
-@pytest.mark.parametrize("second", [386, 986])
-def test_the_digits_of_the_box_keep_their_places_with_a_leading_one_and_without(second):
-    from lightrft.tools.quickstart.warm_start import build_tokenizer
-
-    tokenizer = build_tokenizer(ADDITION)
-    text = demonstrate(Addition(457, second), Dice(0.99))
-    tokens = tokenizer.tokenize(text)
-    assert "".join(tokens) == text
-    assert tokens.count("+0=") + tokens.count("+1=") == 3
-    assert tokens[-5:] == [
-        "\\boxed{1" if second > 900 else "\\boxed{",
-        *f"{457 + second}"[-3:],
-        "}",
-    ]
-
-
 def test_imitation_lowers_the_loss_and_depends_on_the_seed_alone():
     from lightrft.tools.quickstart.warm_start import build_student, imitate
 
@@ -203,17 +187,10 @@ def test_a_short_quick_start_leaves_a_complete_run(tmp_path, capsys, algorithm):
     assert max(map(len, (*steps, *ADDITION.flaw, *ADDITION.outlook))) <= 78
     summary = json.loads((folder / "summary.json").read_text())
     assert 0.0 <= summary["accuracy_before"] <= 1.0
-    assert 0.0 <= summary["accuracy_after"] <= 1.0
     assert set(summary["seconds"]) == {"warm_start", "reinforcement", "total"}
-    assert summary["versions"]["torch"] == torch.__version__.split("+")[0]
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in steps] == [0, 1, 2]
     assert [entry["weights_version"] for entry in steps[1:]] == [1, 2]
-    from transformers import AutoModelForCausalLM
-
-    trained = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
-    started = AutoModelForCausalLM.from_pretrained(folder / "warm_start").state_dict()
-    assert set(trained) == set(started)
     unknown = {name for entry in steps for name in entry if metric_row(name) is None}
     assert unknown == {"step"}
     assert f"open {folder / 'report.html'} in a browser" in shown
@@ -228,22 +205,10 @@ def test_a_short_quick_start_leaves_a_complete_run(tmp_path, capsys, algorithm):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("strategy", "algorithm", "seed"),
-    [
-        ("fsdp", "grpo", 0),
-        ("fsdp", "grpo", 1),
-        ("fsdp", "grpo", 2),
-        ("fsdp", "grpo", 3),
-        ("fsdp", "grpo", 4),
-        ("fsdp", "ppo", 0),
-        ("fsdp", "reinforce++", 0),
-        pytest.param("deepspeed", "grpo", 0, marks=pytest.mark.deepspeed),
-    ],
-)
-def test_reinforcement_finds_the_carry(tmp_path, strategy, algorithm, seed):
-    argv = ["--strategy", strategy, "--algorithm", algorithm, "--seed", str(seed)]
-    assert main(["quickstart", "--output_dir", str(tmp_path / "run"), *argv]) == 0
+@pytest.mark.parametrize("algorithm", ESTIMATORS)
+def test_reinforcement_finds_the_carry(tmp_path, algorithm):
+    argv = ["--algorithm", algorithm, "--output_dir", str(tmp_path / "run")]
+    assert main(["quickstart", *argv]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["accuracy_before"] < 0.4
     assert summary["accuracy_after"] >= max(0.95, summary["accuracy_before"] + 0.6)

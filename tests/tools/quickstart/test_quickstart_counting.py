@@ -19,7 +19,6 @@ from lightrft.engines.media.media import Media
 from lightrft.engines.media.sounds import as_audio, as_wav
 from lightrft.engines.media.sources import as_image
 from lightrft.engines.types import MediaBounds
-from lightrft.tools.quickstart.boxed_sum import score
 from lightrft.tools.quickstart.colours import COLOURS, SHAPES, SIGHT, picture
 from lightrft.tools.quickstart.counting import Counted, describe
 from lightrft.tools.quickstart.quickstart_command import Recipe, prepare, reinforce
@@ -98,15 +97,6 @@ def test_the_teacher_is_keen_or_mistakes_one_for_another(sense, parts, question,
     assert (counted.question, counted.answer) == (question, keen)
     assert describe(counted, Dice(0.99)) == rf"<think>{parts}</think>\boxed{{{keen}}}"
     assert describe(counted, Dice(0.0)) == rf"<think>{mistaken}</think>\boxed{{0}}"
-
-
-def test_a_colour_blind_teacher_is_right_one_time_in_three_and_so_is_a_guess():
-    drawn = list(islice(SIGHT.draw(random.Random(0), True), 4000))
-    labels = [item.answer for item in drawn]
-    said = [describe(item, random.Random(1), p_mistake=1.0) for item in drawn]
-    assert abs(sum(score([], said, labels)) / len(drawn) - 0.3) < 0.03
-    best = max(labels.count(answer) for answer in "01234")
-    assert abs(best / len(labels) - CHANCE) < 0.03
 
 
 def test_arrangements_are_for_training_or_held_out(kind):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-from itertools import islice
 
 import pytest
 from tests.tools.quickstart.dice import Dice
@@ -19,13 +17,11 @@ from lightrft.rollout.environments.worker import HostedEnvironments
 from lightrft.tools.quickstart.arithmetic import (
     CALCULATOR,
     CALCULATOR_AGENT,
-    P_COMPUTE,
     Product,
-    draw_products,
 )
 from lightrft.tools.quickstart.calculator_environment import Calculator
 from lightrft.tools.quickstart.quickstart_command import Recipe, prepare, reinforce
-from lightrft.tools.quickstart.task import HERE, is_held_out
+from lightrft.tools.quickstart.task import HERE
 from lightrft.tools.quickstart.warm_start import IGNORED, build_tokenizer, demonstration_batch
 
 pytestmark = pytest.mark.shard("quickstart_environment")
@@ -67,14 +63,6 @@ def test_the_teacher_asks_or_guesses():
     assert product.demonstration(Dice(0.31)) == [*asked, ("assistant", r"\boxed{400000}")]
     told = Product(457, 786, "Compute {}.").demonstration(Dice(0.69))
     assert [role for role, _ in told] == ["system", "user", "assistant", "tool", "assistant"]
-
-
-def test_products_have_six_digits_and_are_mostly_not_told_to_be_computed():
-    products = list(islice(draw_products(random.Random(0), False), 4000))
-    assert {len(item.answer) for item in products} == {6}
-    assert not any(is_held_out(item.first, item.second) for item in products)
-    told = sum(item.question.startswith("Compute") for item in products) / len(products)
-    assert abs(told - P_COMPUTE) < 0.03
 
 
 def test_the_calculator_answers_whole_numbers_and_refuses_all_else():
@@ -152,32 +140,15 @@ def test_a_short_run_holds_conversations(tmp_path, capsys):
     assert list((folder / "journal").glob("step-000002*"))
 
 
-def run_to_the_end(folder, *, seed):
-    assert (
-        main(
-            [
-                "quickstart",
-                "--environment",
-                "--threads",
-                "1",
-                "--seed",
-                str(seed),
-                "--output_dir",
-                str(folder),
-            ]
-        )
-        == 0
-    )
-    return json.loads((folder / "summary.json").read_text())
-
-
 @pytest.mark.full
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 )
 def test_asking_the_calculator_is_learnt(tmp_path, seed):
-    summary = run_to_the_end(tmp_path / "run", seed=seed)
+    argv = ["--environment", "--threads", "1", "--seed", str(seed)]
+    assert main(["quickstart", *argv, "--output_dir", str(tmp_path / "run")]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["accuracy_before"] < 0.45
     assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.5
     last = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]

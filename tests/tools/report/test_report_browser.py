@@ -259,12 +259,8 @@ def test_what_is_pushed_over_its_neighbour_or_out_of_its_box_is_found(views, bro
 def test_a_followed_page_shows_a_new_step_by_itself_and_stays_where_it_was(tmp_path, browser):
     folder = write_run(tmp_path / "run", 12)
     path = write_report(folder, follows=True)
-    context = browser.new_context(viewport={"width": 1000, "height": 700})
-    page = context.new_page()
-    complaints = []
-    page.on("console", lambda message: complaints.append(message.text))
-    page.goto(path.as_uri())
-    page.wait_for_selector("html[data-drawn=true]", timeout=120_000)
+    seen = Visit(browser, path, width=1000)
+    page = seen.page
     page.select_option("#token-step", "7")
     page.evaluate("scrollTo(0, 900)")
     append(folder, "samples", {"step": 13, "prompt": "p", "response": "r", "reward": 1.0})
@@ -273,5 +269,5 @@ def test_a_followed_page_shows_a_new_step_by_itself_and_stays_where_it_was(tmp_p
     page.wait_for_selector("html[data-drawn=true]", timeout=120_000)
     assert page.input_value("#token-step") == "7"
     assert abs(page.evaluate("scrollY") - 900) < 100
-    assert [text for text in complaints if "favicon" not in text] == []
-    context.close()
+    assert seen.complaints == []
+    seen.context.close()

@@ -136,15 +136,6 @@ def test_a_prompt_stands_once_above_its_responses(tmp_path):
     assert rows == ['<tr class="prompt">', "the sum is 0", '<tr class="prompt">', "the sum is 10"]
 
 
-def test_a_run_without_a_metric_keeps_the_colour_of_its_place(tmp_path):
-    one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two")
-    change_lines(one, "metrics", lambda row: {n: v for n, v in row.items() if n != "kl"})
-    text = render_comparison([one, two])
-    figure = text.split("KL to the reference model")[1].split("</figure>")[0]
-    assert 'line1"></span><b>two</b>' in figure
-    assert "<b>one</b>" not in figure
-
-
 def test_names_of_runs_are_as_long_as_they_must_be(tmp_path):
     folders = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "b" / "other"]
     assert distinct_names(folders) == ["a/run", "b/run", "b/other"]

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -310,23 +307,6 @@ def test_what_a_short_credential_spells_elsewhere_is_no_credential(serve, client
     server = serve(b'HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\n{"rewards":[1]}')
     request = ClientRequest(server.url, b"{}", headers={"authorization": "Bearer 1"})
     assert client().fetch(request) == b'{"rewards":[1]}'
-
-
-@pytest.mark.full
-def test_the_import_of_httpx_is_no_part_of_a_deadline(serve, tmp_path):
-    limit = seconds(1.0)
-    (tmp_path / "httpx.py").write_text(
-        f"import sys, time\ntime.sleep({limit + 0.2})\nsys.path.remove({str(tmp_path)!r})\n"
-        "del sys.modules['httpx']\nimport httpx\n"
-    )
-    code = (
-        "from lightrft.tools.rewards.http import HttpClient, RequestLimits, ClientRequest\n"
-        f"print(HttpClient(RequestLimits({limit})).fetch(ClientRequest({serve(OK).url!r}, b'')))"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-c", code]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert found.stdout == "b'{}'\n", found.stderr
 
 
 def test_proxies_of_the_environment_do_not_stand_before_this_machine(serve, client, monkeypatch):

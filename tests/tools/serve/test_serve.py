@@ -11,7 +11,6 @@ from tests.rollout.image_environments import squares
 
 from lightrft.cli.errors import UsageError
 from lightrft.config import TrainConfig
-from lightrft.rollout.agents.endpoint import Endpoint
 from lightrft.tools.model_presets import write_tiny_model
 from lightrft.tools.serve.serve_command import Service, build_parser, run, served
 
@@ -176,8 +175,3 @@ def test_wrong_calls_are_usage_errors(model, monkeypatch):
         UsageError, match="--port: got '70000', expected a number >= 0 and <= 65535"
     ):
         run([str(model), "--port", "70000"])
-
-
-def test_whatever_keeps_the_endpoint_from_starting_is_its_caller_s():
-    with pytest.raises(OverflowError):
-        Endpoint(None, port=70_000)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
+from tests.runs import row_options, write
 from tests.vllm_server import serving_model
 
 from lightrft.config import ConfigError, TrainConfig
@@ -64,39 +63,25 @@ def test_the_proofs_of_the_start_hold_and_find_another_tokenizer(served):
         prove_teachers(config(url), tokenizer, TEXTS)
 
 
-@pytest.mark.parametrize("form", ["sampled", "reverse"])
-def test_a_run_is_that_of_a_teacher_from_a_folder(served, tmp_path, form):
+def test_a_run_is_that_of_a_teacher_from_a_folder(served, tmp_path):
     folder, url = served
-    rows = [{"input": f"say {c}", "prompt": f"say {c}", "completion": c * 4} for c in "aeiou123"]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    of_samples = {
-        "rollout_batch_size": 8,
-        "n_samples_per_prompt": 2,
-        "train_batch_size": 16,
-        "generate_max_len": 5,
-        "engine_type": "hf",
-    }
-    found = []
-    for name, teacher, top_k in (
-        ("local", str(folder / "teacher"), None),
-        ("served", f"{url}#big", 20),
-    ):
-        options = {
-            "pretrain": str(folder / "student"),
-            "teacher": teacher,
-            "teacher_form": form,
-            "prompt_data": str(tmp_path / "rows.jsonl"),
-            "output_dir": str(tmp_path / name),
-            "train_batch_size": 8,
-            "micro_train_batch_size": 4,
-            "num_threads": 1,
-            "fsdp": True,
-            "max_steps": 1,
-        }
-        options |= of_samples if form == "sampled" else {"teacher_top_k": top_k}
-        found.append(DistillationTrainer(TrainConfig(**options)).train().last_metrics)
-    if form == "sampled":
-        assert found[1]["teacher_kl"] == pytest.approx(found[0]["teacher_kl"], rel=1e-3)
-        assert found[1]["grad_norm"] == pytest.approx(found[0]["grad_norm"], rel=1e-3)
-    else:  # 20 of 261 tokens: coarser
-        assert 0 < found[1]["loss"] < found[0]["loss"]
+    rows = write(
+        tmp_path / "rows.jsonl", [{"prompt": f"say {c}", "completion": c * 4} for c in "aeiou123"]
+    )
+    losses = []
+    for teacher, top_k in ((str(folder / "teacher"), None), (f"{url}#big", 20)):
+        options = row_options(
+            folder / "student",
+            rows,
+            tmp_path / str(top_k),
+            teacher=teacher,
+            teacher_form="reverse",
+            teacher_top_k=top_k,
+            train_batch_size=8,
+            micro_train_batch_size=4,
+            fsdp=True,
+            max_steps=1,
+        )
+        losses.append(DistillationTrainer(TrainConfig(**options)).train().last_metrics["loss"])
+    # 20 of 261 tokens: coarser.
+    assert 0 < losses[1] < losses[0]
