@@ -373,17 +373,3 @@ def test_a_script_of_two_trainers_is_two_scripts(folder, capsys):
     (folder / "both.py").write_text("SFTConfig(seed=1)\nDPOConfig(seed=1)\n")
     assert main(["config", "translate", "both.py", "made"]) == 2
     assert "expected one trainer, found DPOTrainer and SFTTrainer" in capsys.readouterr().err
-
-
-@pytest.mark.full
-def test_rewards_of_chats_run_in_the_translation(folder, capsys):
-    text = SCRIPT.replace('f"say {c}"', '[{"role": "user", "content": c}]').replace("each))", "x))")
-    text = text.replace('"say a"', '[{"role": "user", "content": "a"}]').replace(
-        "for each in completions", 'for x in (each[0]["content"] for each in completions)'
-    )
-    text = text.replace('{"prompt": "say b"}, {"prompt": "say c"}', "")
-    config, _ = translated(folder, capsys, text)
-    assert config.apply_chat_template
-    write_tiny_model(folder / "tiny", "tiny-qwen3")
-    sizes = ["--rollout_batch_size", "1", "--train_batch_size", "4", "--max_steps", "1"]
-    assert main(["train", "--config", "made/run.toml", "--fsdp", *sizes]) == 0
