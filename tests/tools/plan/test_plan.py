@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,7 @@ from lightrft.config.files import FileError
 from lightrft.reporting.files import write_start
 from lightrft.run.gpus import GPUS, find_gpu, gpu_of
 from lightrft.tools.model_presets import write_tiny_model
-from lightrft.tools.plan.advice import advise, remedies
+from lightrft.tools.plan.advice import remedies
 from lightrft.tools.plan.constants import CONSTANTS, with_measured
 from lightrft.tools.plan.duration import (
     efficiency,
@@ -25,7 +24,6 @@ from lightrft.tools.plan.duration import (
     step_seconds,
 )
 from lightrft.tools.plan.memory import plan_memory
-from lightrft.tools.plan.plan_command import COUNTS
 from lightrft.tools.plan.setup import (
     SHAPES,
     WITHOUT_REFERENCE,
@@ -38,26 +36,6 @@ from lightrft.tools.plan.start_check import settle
 def setup_of(name, gpus, gpu, **options):
     config, size = TrainConfig(engine_type="vllm", **options), SHAPES.get(name, name)
     return Setup(config, size, gpus, min(8, gpus), True, GPUS[gpu].memory_bytes, "vllm")
-
-
-@pytest.mark.parametrize(
-    ("name", "gpus", "gpu"),
-    [
-        ("qwen2.5-7b", 8, "h100-80g"),
-        ("qwen2.5-32b", 8, "h200-141g"),
-        ("qwen2.5-0.5b", 1, "rtx4090-24g"),
-    ],
-)
-def test_common_machines_get_settings_that_fit(name, gpus, gpu, capsys):
-    code = main(["plan", "--pretrain", name, "--gpus", str(gpus), "--gpu", gpu])
-    text = capsys.readouterr().out
-    fits = "fits: these settings are feasible" in text
-    assert code == (ExitCode.OK if fits else ExitCode.OUT_OF_MEMORY)
-    assert fits or "feasible settings: --" in text
-    advice = advise(setup_of(name, gpus, gpu))
-    assert advice.plan.fits
-    # What is recommended is a configuration that the program takes.
-    assert TrainConfig(**advice.changes)
 
 
 def test_what_cannot_fit_is_said_by_the_exit_code(capsys):
@@ -90,14 +68,6 @@ def test_7b_full_fine_tuning_on_one_h100_is_refused_with_what_would_fit(options)
         settle(setup, lambda text: None)
     assert "--lora_rank 16: " in str(caught.value)
     assert ("--fsdp_cpu_offload: " in str(caught.value)) is ("fsdp" in options)
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_no_number_of_gpus_does_more_work_than_all_of_it(name):
-    for options in ({}, {"fsdp_cpu_offload": True}):
-        setup = setup_of(name, 8, "h100-80g", fsdp=True, gradient_checkpointing=True, **options)
-        shares = [x for x in efficiency(scale(setup, GPUS["h100-80g"], COUNTS)) if x is not None]
-        assert shares == [] or max(shares) == 1
 
 
 def test_seconds_are_called_estimates_for_as_long_as_nothing_is_measured(tmp_path, capsys):
@@ -155,23 +125,6 @@ def test_a_device_is_found_by_its_name():
     assert gpu_of("NVIDIA L40S") is GPUS["l40s-48g"]
     assert gpu_of("NVIDIA L4") is GPUS["l4-24g"]
     assert gpu_of("A card of tomorrow") is None
-
-
-@pytest.mark.parametrize("name", GPUS)
-def test_a_preset_has_the_numbers_of_its_data_sheet(name):
-    gpu = GPUS[name]
-    number = r"([\d,.]+)"
-    peak, kind = re.search(rf"{number} TFLOPS (sparse|dense)", gpu.source).groups()
-    bandwidth, unit = re.search(rf", {number} (GB/s|TB/s),", gpu.source).groups()
-    link, link_unit = re.search(
-        rf"(?:NVLink|PCIe Gen\d) {number} (GB/s|TB/s)$", gpu.source
-    ).groups()
-    scale = {"GB/s": 1, "TB/s": 1000, "sparse": 0.5, "dense": 1}
-    values = [float(text.replace(",", "")) for text in (peak, bandwidth, link)]
-    assert gpu.tflops == pytest.approx(values[0] * scale[kind], rel=1e-3)
-    assert gpu.memory_gb_per_second == values[1] * scale[unit]
-    assert gpu.link_gb_per_second == values[2] * scale[link_unit] / 2
-    assert f"{gpu.memory_bytes / 1e9:g}g" == name.rpartition("-")[2]
 
 
 def test_options_change_what_they_should():

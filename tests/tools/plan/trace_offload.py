@@ -36,7 +36,7 @@ class Copies(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
-def main() -> None:
+def main():
     torch.cuda.init()
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     mesh = init_device_mesh("cuda", (8,))
