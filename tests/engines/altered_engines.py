@@ -11,7 +11,7 @@ from lightrft.engines.hf.engine import HFEngine
 class CopyingEngine(HFEngine):
     """Has storage of its own, as every engine has whose weights are not the trainer's."""
 
-    def alias_weights(self, tensors) -> bool:
+    def alias_weights(self, tensors):
         del tensors
         return False
 
@@ -19,14 +19,14 @@ class CopyingEngine(HFEngine):
 class EditingEngine(CopyingEngine):
     """Base of engines whose fault is in what happens to the pieces of a sync, see `edit`."""
 
-    def load_weights(self, pieces) -> None:
+    def load_weights(self, pieces):
         super().load_weights([edited for piece in pieces for edited in self.edit(piece)])
 
 
 class ShiftedEngine(HFEngine):
     """Fault: what it samples comes with the logprobs of other weights."""
 
-    def shift(self, completion, place) -> float:
+    def shift(self, completion, place):
         del completion, place
         return 0.5
 

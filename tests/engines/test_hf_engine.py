@@ -22,7 +22,6 @@ from transformers import (
 from lightrft.engines import (
     EngineConfig,
     GenerationRequest,
-    MultiModalInputs,
     SamplingParams,
     StaleEngineError,
     WeightPiece,
@@ -33,14 +32,14 @@ CONFIG = EngineConfig("hf", "")
 FAMILIES = [("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False)]
 
 
-def prompts(*lengths: int) -> list[GenerationRequest]:
+def prompts(*lengths):
     return [
         GenerationRequest(tuple(2 + (11 * i + 5 * j) % 90 for j in range(length)), i)
         for i, length in enumerate(lengths)
     ]
 
 
-def plain_logprobs(model, completion, temperature=1.0) -> torch.Tensor:
+def plain_logprobs(model, completion, temperature=1.0):
     """Logprobs of a completion's tokens from one forward without cache or padding."""
     ids = torch.tensor([completion.prompt_token_ids + completion.output_token_ids])
     with torch.no_grad():
@@ -49,7 +48,7 @@ def plain_logprobs(model, completion, temperature=1.0) -> torch.Tensor:
     return logprobs[len(completion.prompt_token_ids) - 1 :, 0]
 
 
-def greedy_generate(model, request: GenerationRequest, max_tokens: int) -> tuple[int, ...]:
+def greedy_generate(model, request, max_tokens):
     ids = torch.tensor([request.prompt_token_ids])
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False
@@ -57,7 +56,7 @@ def greedy_generate(model, request: GenerationRequest, max_tokens: int) -> tuple
     return tuple(output[0, ids.shape[1] :].tolist())
 
 
-def largest_error(model, completions, temperature=1.0) -> float:
+def largest_error(model, completions, temperature=1.0):
     return max(
         (plain_logprobs(model, c, temperature) - torch.tensor(c.output_logprobs)).abs().max().item()
         for c in completions
@@ -121,28 +120,6 @@ def test_rows_that_end_at_different_times_do_not_disturb_the_others(tiny_model):
     assert largest_error(model, completions) < 1e-5
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_micro_batches_change_nothing(tiny_model, size):
-    model = tiny_model()
-    params = SamplingParams(max_tokens=12, n=2)
-    requests = prompts(7, 2, 5, 2)
-    engine = HFEngine(CONFIG, module=model)
-    expected = engine.generate(requests, params)
-    parts = [requests[start : start + size] for start in range(0, len(requests), size)]
-    completions = [found for part in parts for found in engine.generate(part, params)]
-    for one, other in zip(expected, completions, strict=True):
-        assert one.request_id == other.request_id
-        assert one.output_token_ids == other.output_token_ids
-        assert one.output_logprobs == pytest.approx(other.output_logprobs, abs=1e-5)
-
-
-def test_requests_with_equal_prompts_are_still_drawn_apart(tiny_model):
-    engine = HFEngine(CONFIG, module=tiny_model())
-    requests = [GenerationRequest((5, 6, 7), i) for i in range(6)]
-    completions = engine.generate(requests, SamplingParams(max_tokens=8, ignore_eos=True))
-    assert len({c.output_token_ids for c in completions}) == 6
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_other_attention_implementations_agree(tiny_model, attention):
     model = tiny_model()
@@ -171,7 +148,7 @@ def test_a_failing_model_is_reported_not_sampled(tiny_model):
 # Models whose cache cannot be padded or cut
 
 
-def sliding_model() -> Qwen3ForCausalLM:
+def sliding_model():
     return tiny_model(
         vocab_size=97,
         use_sliding_window=True,
@@ -211,7 +188,7 @@ def test_a_state_space_model_decodes_whole_batches():
 # Stopping
 
 
-def word_tokenizer() -> PreTrainedTokenizerFast:
+def word_tokenizer():
     """One character a token, the special ones included."""
     words = ["␀", "␄", *(chr(ord("!") + i) for i in range(94)), " "]
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="?"))
@@ -269,13 +246,6 @@ def test_every_end_of_sequence_id_of_the_generation_config_stops(tiny_model):
 
 
 # Requests
-
-
-def test_images_are_refused_by_a_text_model(tiny_model):
-    engine = HFEngine(CONFIG, module=tiny_model())
-    request = GenerationRequest((3,), 12, multi_modal=MultiModalInputs(images=("img",)))
-    with pytest.raises(ValueError, match="request 12 has images or videos"):
-        engine.generate([request], SamplingParams())
 
 
 def test_token_ids_outside_the_vocabulary_are_refused(tiny_model):

@@ -90,10 +90,6 @@ def test_the_mean_is_that_of_what_a_person_sees(mode, form, tmp_path):
         assert np.asarray(decoded).mean() == pytest.approx(expected, abs=1.5), way
 
 
-def test_there_are_eighty_forms():
-    assert len(FORMS) * 4 >= 80
-
-
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
 def test_a_turned_camera_gives_one_picture_however_it_comes_in(orientation, form, tmp_path):

@@ -6,7 +6,6 @@ import torch
 from lightrft.engines.sampling import (
     draw_tokens,
     invert_cumulative,
-    keep_top_p,
     row_keys,
     sampling_logprobs,
     uniforms,
@@ -78,10 +77,6 @@ def test_equal_logits_are_kept_from_the_lowest_id_on():
     assert kept_by_p[0, :4].all()
     greedy, _ = draw_tokens(logits, torch.zeros(1).double(), SamplingParams(temperature=0))
     assert greedy.tolist() == [1]
-
-
-def test_top_p_keeps_one_token_at_least():
-    assert keep_top_p(torch.tensor([[0.0, 9.0]]), 1e-9).isfinite().tolist() == [[False, True]]
 
 
 def test_a_draw_inverts_the_cumulative_distribution():
