@@ -55,14 +55,3 @@ def test_save_and_load_keeps_the_value_head(checkpoint, tmp_path):
     states = zip(loaded.state_dict().values(), critic.state_dict().values(), strict=True)
     assert all(torch.equal(value, written) for value, written in states)
     torch.testing.assert_close(loaded(*make_batch()), critic(*make_batch()), rtol=0, atol=1e-5)
-
-
-def test_gradient_checkpointing_changes_no_gradient(checkpoint):
-    critic = Critic.from_pretrained(checkpoint).train()
-    randomise_head(critic)
-    parameters = list(critic.parameters())
-    want = torch.autograd.grad(critic(*make_batch()).square().sum(), parameters)
-    critic.gradient_checkpointing_enable()
-    got = torch.autograd.grad(critic(*make_batch()).square().sum(), parameters)
-    for value, reference in zip(got, want, strict=True):
-        assert torch.allclose(value, reference, rtol=1e-5, atol=1e-6)

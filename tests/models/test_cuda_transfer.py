@@ -164,19 +164,6 @@ def check_order(events, layout):
     assert fills[1] < uses[0]
 
 
-def test_a_bucket_in_host_memory_is_seen(world, monkeypatch):
-    """Positive control: the slow way over the host."""
-    import lightrft.strategy.weight_sync.sync as module
-
-    group, gpu = world
-    monkeypatch.setattr(module, "transfer_device", lambda group: torch.device("cpu"))
-    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", lambda *a, **k: None)
-    source = ParameterSource(nn.Module(), (entry("norm", (64,), is_whole=True),), group)
-    pieces, _, _, on_host = transferred(source, gpu)
-    assert on_host
-    assert {piece.tensor.device.type for piece in pieces} == {"cpu"}
-
-
 def test_adapters_are_added_on_the_gpu(world):
     group, gpu = world
     rank, shape = 4, (40, 50)

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from lightrft.config import TrainConfig
 from lightrft.models import Actor, Critic, ModelLoadError, load_causal_lm, load_trunk
-from lightrft.models.reward_model import RewardModel
 from lightrft.stages.models import require_equal_start
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.checkpoints.errors import CheckpointError
@@ -116,10 +115,6 @@ def test_a_head_of_another_model_is_named(checkpoint, tmp_path):
     path = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     save_file({"weight": torch.ones(1, 3), "bias": torch.ones(1)}, path / "value_head.safetensors")
     refused(Critic.from_pretrained, str(path), "value_head.safetensors", "size mismatch")
-
-
-def test_a_reward_model_is_never_new(checkpoint):
-    refused(RewardModel.from_pretrained, checkpoint, "num_labels")
 
 
 class Evil:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -76,7 +75,7 @@ def test_unknown_dtype(checkpoint):
 THINKING = "{% if enable_thinking | default(true) %}<think>{% endif %}{{ messages[0].content }}"
 
 
-def rendered(folder: Path, **options: object) -> str:
+def rendered(folder, **options):
     tokenizer = load_tokenizer(str(folder), TrainConfig(**options))
     messages = [{"role": "user", "content": "2+2?"}]
     return str(tokenizer.apply_chat_template(messages, tokenize=False))

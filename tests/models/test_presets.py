@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightrft.models import load_causal_lm, load_tokenizer
+from lightrft.models import load_tokenizer
 from lightrft.tools.model_presets import byte_level_tokenizer, write_tiny_model
 
 
@@ -15,14 +15,6 @@ def test_every_byte_is_its_own_token_id():
     assert tokenizer.decode(list(text.encode())) == text
 
 
-def test_special_tokens_are_single_ids_after_the_bytes(checkpoint):
-    tokenizer = load_tokenizer(checkpoint)
-    names = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
-    assert tokenizer("".join(names))["input_ids"] == [256, 257, 258, 259, 260]
-    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (256, 257)
-    assert tokenizer.decode([104, 105, 257], skip_special_tokens=True) == "hi"
-
-
 def test_chat_template(checkpoint):
     tokenizer = load_tokenizer(checkpoint)
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
@@ -31,15 +23,6 @@ def test_chat_template(checkpoint):
     messages.append({"role": "assistant", "content": "a"})
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     assert whole == prompt + "a<|end|>"
-
-
-def test_model_has_the_shape_and_spread_of_its_recipe(checkpoint):
-    model = load_causal_lm(checkpoint)
-    assert model.config.hidden_size == 128
-    assert model.config.head_dim == 32
-    assert model.config.vocab_size % 64 != 0
-    assert model.config.eos_token_id == 257
-    assert model.get_input_embeddings().weight.std().item() == pytest.approx(0.1, rel=0.05)
 
 
 def test_the_seed_alone_fixes_the_weights(tmp_path):

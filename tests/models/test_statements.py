@@ -259,10 +259,6 @@ def test_a_contradiction_without_a_rule_is_refused(model, name):
     assert str(caught.value) == line.replace("{path}", str(model))
 
 
-def test_twenty_five_pairs_are_planted():
-    assert len(DECIDED) + len(REFUSED) >= 25
-
-
 def test_the_doctor_says_the_same(model, capsys):
     only_tokenizer_ends(model)
     assert main(["doctor", "--pretrain", str(model)]) == 0
