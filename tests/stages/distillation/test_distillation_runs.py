@@ -6,10 +6,7 @@ import json
 import shutil
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from tests.ranks import run_multiprocess
-from tests.runs import continued, in_ranks, steps, write
+from tests.runs import steps, write
 from tests.stages.distillation import distillation_world
 from tests.stages.distillation.distillation_world import write_rows
 
@@ -89,68 +86,6 @@ def test_a_teacher_equal_to_the_student_gives_0(tmp_path, models):
     assert abs(metrics["teacher_kl"]) < 1e-6
     assert metrics["advantage_abs"] < 1e-5
     assert "teacher = student gives 0" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
-
-
-@pytest.mark.full
-def test_an_interrupted_run_continues_to_the_bit(tmp_path, models):
-    write_rows(tmp_path)
-
-    def settings(folder):
-        changes = {"save_steps": 1, "max_steps": 3, "num_episodes": 3}
-        return options(models, tmp_path, folder.name, **changes)
-
-    summary = continued(DistillationTrainer, tmp_path, settings, 3)
-    assert (summary.num_resumed_steps, summary.num_steps) == (2, 3)
-
-
-PADDED = {"fsdp": True, "micro_train_batch_size": 4}
-PACKED = {"packing_samples": True, "fused_linear_logprob": True}
-ADAPTERS = {"lora_rank": 2, "target_modules": ("q_proj", "down_proj")}
-ALONE = (PADDED, {**PADDED, **PACKED}, {**PADDED, "micro_train_batch_size": 16}, ADAPTERS)
-TWO = (
-    PADDED,
-    {**PADDED, **PACKED, "sp_size": 2},
-    {"fsdp": False, "zero_stage": 2, "micro_train_batch_size": 2},
-    {**PADDED, **PACKED, **ADAPTERS},
-)
-
-
-def trained(models, summary):
-    """How far a run has moved the weights, one after the other."""
-    before, after = (
-        load_file(f"{folder}/model.safetensors")
-        for folder in (models / "student", summary["model_dir"])
-    )
-    return torch.cat([(after[n].double() - before[n].double()).flatten() for n in before])
-
-
-@pytest.mark.full
-@pytest.mark.multiprocess
-@pytest.mark.deepspeed
-def test_a_step_is_equal_in_every_layout_on_one_rank_and_on_two(tmp_path, models):
-    """Lengths differ: a quarter of the prompts is much longer."""
-    rows = [{"input": "say " + "abcdef" * (n % 4 // 3)} for n in range(8)]
-    write(tmp_path / "rows.jsonl", rows)
-    base = {"max_steps": 1, "train_batch_size": 16}
-    found = []
-    for world_size, ways in ((1, ALONE), (2, TWO)):
-        runs = [
-            options(models, tmp_path, f"{world_size}_{n}", **base, **way)
-            for n, way in enumerate(ways)
-        ]
-        args = ("DistillationTrainer", runs)
-        ranks = run_multiprocess(in_ranks, world_size, timeout_seconds=500, args=args)
-        found += zip(ways, ranks[0], strict=True)
-    names = ("teacher_kl", "policy_loss", "grad_norm", "advantage_abs", "response_length")
-    for has_adapters in (False, True):
-        plain, *others = [each for way, each in found if ("lora_rank" in way) == has_adapters]
-        expected = {n: pytest.approx(plain["last_metrics"][n], rel=1e-4) for n in names}
-        moved = trained(models, plain)
-        assert len(others) == (1 if has_adapters else 5)
-        assert moved.norm() > 1e-2
-        for other in others:
-            assert {name: other["last_metrics"][name] for name in names} == expected
-            assert (trained(models, other) - moved).norm() <= 1e-3 * moved.norm()
 
 
 def with_two_tokens_exchanged(folder, models):

@@ -68,15 +68,6 @@ def test_the_tail_makes_a_divergence_of_all_but_one_token_that_of_all(models, tr
     assert 0 < coarse["loss"] < local["loss"]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("form", ["reverse", "forward", "jsd"])
-def test_the_student_moves_to_a_teacher_of_few_tokens(train, served, tmp_path, form):
-    changes = {"teacher_form": form, "teacher_top_k": 20, "max_epochs": 25}
-    train(teacher=served.url, lr_scheduler="constant", **changes)
-    losses = [entry["loss"] for entry in steps(tmp_path / "run") if "loss" in entry]
-    assert losses[-1] < 0.3 * losses[0]
-
-
 def test_a_noisy_server_is_refused_before_anything_is_written(train, served, tmp_path):
     def noisy(entries, number):
         # Whichever of two rounds of questions a text is in: never the same twice.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -128,32 +127,6 @@ def test_steps_have_the_mean_loss_over_all_steps_and_no_later_text_is_seen():
         again, others = step(STEPS, **way)
         assert distance(again, gradient) <= 1e-6
         assert others["loss"] == pytest.approx(metrics["loss"], rel=1e-6)
-
-
-def test_worked_numbers_of_pairs_with_margins_and_centring():
-    scores = torch.tensor([1.2, 0.5, -0.3, 0.4], dtype=torch.float64)
-    for margin, coefficient, expected in [
-        (None, 0.0, 0.7531860489),
-        (0.5, 0.0, 0.8506624591),
-        (None, 0.01, 0.7531860489 + 0.0145),
-    ]:
-        pairs = (replace(PAIRS[0], margin=margin), replace(PAIRS[1], margin=None))
-        stage = build_stage(get_fake_strategy(STILL), pairs, centering_coef=coefficient)
-        found = stage.objective.sum_of_losses(pairs, scores).item() / 2
-        assert found == pytest.approx(expected, abs=1e-9)
-
-
-@pytest.mark.parametrize("packs", [False, True])
-def test_scores_are_those_of_transformers_row_by_row(packs):
-    stage = build_stage(get_fake_strategy(STILL), PAIRS, packing_samples=packs)
-    with torch.no_grad():
-        expected = slow_scores(tiny_classifier(), PAIRS).double()
-        torch.testing.assert_close(
-            stage.objective.score(PAIRS, stage.passes), expected, rtol=0, atol=2e-5
-        )
-        changed = replace(PAIRS[0], chosen=PAIRS[1].rejected)
-        after = stage.objective.score([changed, *PAIRS[1:]], stage.passes)
-    torch.testing.assert_close(after[1:], expected[1:], rtol=0, atol=2e-5)
 
 
 def test_the_start_proves_where_scores_are_read():

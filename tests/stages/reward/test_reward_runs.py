@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from tests.stages.reward.reward_world import answers_of, pairs, run, scores_of
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lightrft.models import RewardModel
-from lightrft.models.loading import ModelLoadError
 from lightrft.run import assembly
 from lightrft.tools.model_presets import write_tiny_model
 
@@ -86,15 +84,6 @@ def test_padding_that_ends_texts_is_not_taken_for_padding(tmp_path, model, rows)
 
 
 @pytest.mark.full
-def test_a_reward_model_is_trained_on_from_where_it_was(tmp_path, model, rows):
-    first = run(model, rows, tmp_path / "one", max_epochs=4, eval_data=rows)
-    second = run(first.model_dir, rows, tmp_path / "two", max_steps=1, eval_data=rows)
-    loss = second.first_eval["eval/loss"]
-    assert loss == pytest.approx(first.last_eval["eval/loss"], abs=1e-5)
-    assert loss < 0.3
-
-
-@pytest.mark.full
 def test_a_run_that_ends_behind_its_last_checkpoint_exports_the_same_model(
     tmp_path, model, rows, monkeypatch
 ):
@@ -111,58 +100,3 @@ def test_a_run_that_ends_behind_its_last_checkpoint_exports_the_same_model(
     configs = [(tmp_path / name / "model/config.json").read_text() for name in ("whole", "parts")]
     assert "score_std" in configs[0]
     assert configs[0] == configs[1]
-
-
-@pytest.mark.full
-def test_labelled_answers_are_learned(tmp_path, model):
-    rows = [
-        {"prompt": each["prompt"], "completion": each[name], "label": name == "chosen"}
-        for each in pairs(16)
-        for name in ("chosen", "rejected")
-    ]
-    path = write(tmp_path / "labelled.jsonl", rows)
-    summary = run(model, path, tmp_path / "run", max_epochs=6, eval_data=path)
-    assert summary.last_eval["eval/accuracy"] == 1.0
-    assert summary.last_eval["eval/loss"] < summary.first_eval["eval/loss"]
-
-
-@pytest.mark.full
-def test_labelled_steps_are_learned_and_the_last_one_is_what_others_read(tmp_path, model):
-    draw, rows = random.Random(5), []
-    for number in range(24):
-        labels = [draw.random() < 0.5 for _ in range(3)]
-        steps = [f"{draw.randrange(1000)} {'please' if good else 'at once'}" for good in labels]
-        rows.append({"prompt": f"name {number}: ", "completions": steps, "labels": labels})
-    path = write(tmp_path / "steps.jsonl", rows)
-    summary = run(model, path, tmp_path / "run", max_epochs=8, eval_data=path)
-    assert summary.last_eval["eval/accuracy"] == 1.0
-    texts = [row["prompt"] + "\n".join(row["completions"]) for row in rows]
-    is_good = scores_of(summary.model_dir, texts) > 0
-    assert is_good.tolist() == [row["labels"][-1] for row in rows]
-
-
-@pytest.mark.full
-def test_rankings_are_learned_beside_held_out_pairs(tmp_path, model, rows):
-    ranked = [
-        {
-            "prompt": each["prompt"],
-            "answers": [each["rejected"], each["chosen"], f"{each['chosen']} please"],
-            "ranks": [2, 1, 1],
-        }
-        for each in pairs(16, seed=3)
-    ]
-    path = write(tmp_path / "ranked.jsonl", ranked)
-    changes = {"reward_loss": "rao_kupper", "max_epochs": 6, "eval_data": rows}
-    summary = run(model, path, tmp_path / "run", micro_train_batch_size=4, **changes)
-    assert summary.verdict.startswith("trained: 12 of 12")
-    assert summary.last_eval["eval/accuracy"] == 1.0
-    assert 0 < summary.last_metrics["accuracy"] <= 1
-
-
-def test_a_classifier_of_several_kinds_is_not_trained(tmp_path, model, rows):
-    path = tmp_path / "three"
-    classifier = AutoModelForSequenceClassification.from_pretrained(model, num_labels=3)
-    classifier.save_pretrained(path)
-    AutoTokenizer.from_pretrained(model).save_pretrained(path)
-    with pytest.raises(ModelLoadError, match="must have one label: got num_labels = 3"):
-        run(str(path), rows, tmp_path / "run")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from functools import partial
 
 import pytest
 import torch
-from tests.runs import continued, row_options, steps, train_on_ranks, write
+from tests.runs import row_options, steps, train_on_ranks, write
 from tests.stages.reward.reward_world import PAIRS, build_stage, run, tiny_classifier
 from tests.stages.stage_world import distance, row, step_of
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
@@ -18,7 +17,6 @@ from lightrft.datasets.ranked_rows import RankedAnswers
 from lightrft.models import RewardModel
 from lightrft.models.score_heads import AttentionHead, describe_head, initialise
 from lightrft.stages.reward.reward_inputs import plan_scores
-from lightrft.trainer import RewardTrainer
 
 NAMES = {"taste": 1.0, "truth": 0.5}
 PACKED = {"micro_train_batch_size": 4, "packing_samples": True, "max_row_tokens": 110}
@@ -212,16 +210,3 @@ def test_two_ranks_train_the_heads_of_one(tmp_path, model, changes):
     weights = [RewardModel.from_pretrained(str(tmp_path / n / "model")) for n in ("one", "two")]
     heads = [each.head.state_dict() for each in weights]
     assert all((heads[0][n] - heads[1][n]).abs().max() < 1e-3 for n in heads[0])
-
-
-@pytest.mark.full
-def test_an_interrupted_run_of_several_heads_continues_to_the_bit(tmp_path, model):
-    path = write(tmp_path / "rows.jsonl", named_rankings(8))
-    changes = {"reward_heads": tuple(NAMES), "reward_pooling": "attention", "save_steps": 1}
-    changes |= {"max_epochs": 2, "lora_rank": 2, "packing_samples": True}
-    summary = continued(RewardTrainer, tmp_path, partial(row_options, model, path, **changes), 3)
-    assert summary.num_resumed_steps == 2
-    whole, parts = (
-        (tmp_path / name / "model/score.safetensors").read_bytes() for name in ("whole", "parts")
-    )
-    assert whole == parts

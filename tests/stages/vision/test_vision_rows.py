@@ -139,21 +139,6 @@ def test_a_family_that_cannot_be_packed_says_so(tmp_path):
         stage_of(model, data, packing_samples=True)
 
 
-def test_pixels_of_another_row_are_another_loss(tmp_path):
-    model, encoder = tiny("tiny-qwen2.5-vl")
-    path = write_rows(tmp_path, chat_rows([CHATS[0]]))
-    write_rows(tmp_path, chat_rows([(CHATS[0][0], ["d"])]), "other.jsonl")
-    from PIL import Image
-
-    Image.new("RGB", (84, 84), (200, 10, 10)).save(tmp_path / "d.png")
-    reader = reader_of(model, encoder)
-    losses = []
-    for name in (path, str(tmp_path / "other.jsonl")):
-        data = load(load_supervised, name, encoder, reader)
-        losses.append(stage_of(tiny("tiny-qwen2.5-vl")[0], data).evaluate()["eval/loss"])
-    assert abs(losses[0] - losses[1]) > 1e-3
-
-
 def test_texts_have_their_images_where_their_marks_are(tmp_path):
     model, encoder = tiny("tiny-llava")
     rows = [

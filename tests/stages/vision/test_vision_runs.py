@@ -114,20 +114,6 @@ def test_preferences_are_learned_packed_and_padded(tmp_path, model):
     assert found[0] == pytest.approx(found[1], rel=1e-2)
 
 
-@pytest.mark.parametrize("trainer", [SFTTrainer, PreferenceTrainer, RewardTrainer])
-def test_another_number_of_images_is_refused_before_anything_starts(tmp_path, model, trainer):
-    rows = pair_rows()
-    if trainer is SFTTrainer:
-        rows = [{"prompt": r["prompt"], "images": r["images"]} for r in rows]
-        rows = [{"messages": [*r["prompt"], assistant("a")], "images": r["images"]} for r in rows]
-    rows[5]["images"] = ["a.png", "b.png"]
-    path = write_rows(tmp_path, rows)
-    said = f"{path}:6.*names 1 images and 0 videos, and the row has 2 and 0"
-    with pytest.raises(DataError, match=said):
-        run(trainer, model, path, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 def test_images_without_a_model_that_reads_them_are_refused(tmp_path):
     from lightrft.tools.model_presets import write_tiny_model
 
