@@ -1,11 +1,13 @@
 """Requests with images and videos, and the trainer's scores of what engines made of them."""
 
+import pytest
 import torch
 from tests.models.vision.tiny_world import Batch, image, prompt
 
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import VideoSource
-from lightrft.engines.types import GenerationRequest
+from lightrft.engines.types import GenerationRequest, SamplingParams
+from lightrft.strategy.fake import get_fake_strategy
 
 
 def requests_of(prompts):
@@ -54,3 +56,38 @@ def logprob_error(actor, encoder, prompts, completions, n=1):
         float((torch.tensor(c.output_logprobs) - e).abs().max())
         for c, e in zip(completions, expected, strict=True)
     )
+
+
+def check_lists_of_a_strategy(engine, encoder):
+    """Take lists of images, bytes and none, nested and flat, as if the trainer had encoded them."""
+    strategy = get_fake_strategy({"train_batch_size": 1})
+    strategy.inference_engine = engine
+    texts = [prompt(encoder, "One?", 1), prompt(encoder, "None?"), prompt(encoder, "Two?", 2)]
+    sources = [image(84, 84, 0), image(112, 56, 1), image(56, 84, 2)]
+    pictures = [sources[0].decode(), sources[1].read(), sources[2].decode()]
+    params = SamplingParams(max_tokens=5, temperature=0.0, n=2, ignore_eos=True)
+    rest = {"all_prompts": texts, "sleep_engine": False}
+    nested = strategy.gather_and_generate(
+        params, all_images=[pictures[:1], [], pictures[1:]], **rest
+    )
+    flat = strategy.gather_and_generate(params, all_images=pictures, images_num=[1, 0, 2], **rest)
+    tokenizer = encoder.processor.tokenizer
+    expected = engine.generate(
+        [
+            GenerationRequest(
+                (), 0, encoded=encoder.encode(texts[0], Media({"image": sources[:1]}))
+            ),
+            GenerationRequest(tuple(tokenizer(texts[1], add_special_tokens=False)["input_ids"]), 1),
+            GenerationRequest(
+                (), 2, encoded=encoder.encode(texts[2], Media({"image": sources[1:]}))
+            ),
+        ],
+        params,
+    )
+    for found in (nested, flat):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.prompt_token_ids == theirs.prompt_token_ids
+            assert mine.output_token_ids == theirs.output_token_ids
+            assert mine.output_logprobs == pytest.approx(theirs.output_logprobs, abs=1e-5)
+    with pytest.raises(ValueError, match="images_num"):
+        strategy.gather_and_generate(params, all_images=pictures, images_num=[1, 1, 2], **rest)

@@ -3,7 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from tests.engines.media_requests import logprob_error, requests_of, video_prompt
+from tests.engines.media_requests import (
+    check_lists_of_a_strategy,
+    logprob_error,
+    requests_of,
+    video_prompt,
+)
 from tests.models.vision.tiny_families import TINY_FAMILIES, write_tiny_vision_model
 from tests.models.vision.tiny_world import Batch, image, prompt, set_window, tiny
 
@@ -97,6 +102,7 @@ def test_raw_images_are_read_by_the_model_s_own_processor(tmp_path):
     write_tiny_vision_model(tmp_path, "tiny-qwen2.5-vl")
     engine = HFEngine(EngineConfig("hf", str(tmp_path)))
     _, encoder = tiny("tiny-qwen2.5-vl")
+    check_lists_of_a_strategy(engine, encoder)
     text, picture = prompt(encoder, "How many?", 1), image(84, 84)
     encoded = encoder.encode(text, Media({"image": [picture]}))
     params = SamplingParams(max_tokens=4, seed=1)

@@ -6,8 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from tests.datasets.film_files import film
-from tests.engines.media_contract import CHECKS
-from tests.engines.media_requests import logprob_error, requests_of, video_prompt
+from tests.engines.media_requests import (
+    check_lists_of_a_strategy,
+    logprob_error,
+    requests_of,
+    video_prompt,
+)
 from tests.models.vision.tiny_world import encoded_prompts, image, prompt, tiny
 
 from lightrft.datasets.chat_ids import ChatIds
@@ -134,9 +138,8 @@ def test_rows_with_and_without_images_score_as_the_trainer_scores_them(world):
     assert logprob_error(world.actor, world.encoder, turned, completions, 2) > 1e-2
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_media(check, world):
-    check(world.engine, world.encoder, world.prompts)
+def test_a_strategy_takes_nested_and_flat_lists(world):
+    check_lists_of_a_strategy(world.engine, world.encoder)
 
 
 def test_a_minimum_continues_behind_the_pictures(world):

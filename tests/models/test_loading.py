@@ -39,21 +39,19 @@ def test_missing_directory(tmp_path):
         fails(function, tmp_path / "nowhere", "no model directory at")
 
 
-def test_missing_configuration(broken):
-    (broken / "config.json").unlink()
-    fails(load_causal_lm, broken, "no configuration in .* expected config.json")
-
-
-def test_missing_weights(broken):
-    (broken / "model.safetensors").unlink()
-    fails(load_causal_lm, broken, "no weights in .* expected")
-    fails(load_trunk, broken, "no weights in")
-
-
-def test_missing_tokenizer(broken):
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+@pytest.mark.parametrize(
+    ("files", "load", "said"),
+    [
+        (("config.json",), load_causal_lm, "no configuration in .* expected config.json"),
+        (("model.safetensors",), load_causal_lm, "no weights in .* expected"),
+        (("model.safetensors",), load_trunk, "no weights in"),
+        (("tokenizer.json", "tokenizer_config.json"), load_tokenizer, "no tokenizer in"),
+    ],
+)
+def test_missing_files_are_named(broken, files, load, said):
+    for name in files:
         (broken / name).unlink()
-    fails(load_tokenizer, broken, "no tokenizer in")
+    fails(load, broken, said)
 
 
 def test_unreadable_files(broken):

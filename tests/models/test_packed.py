@@ -8,7 +8,7 @@ from tests.models.batches import forget_window, gradients, make_batch, relative_
 from transformers import AutoModelForCausalLM
 
 from lightrft.engines.media.media import EncodedPrompt, RowMedia
-from lightrft.models import Actor, Critic, TokenLayout
+from lightrft.models import Actor, TokenLayout
 from lightrft.models.attention import PACKED
 
 
@@ -20,14 +20,6 @@ def actor_results(actor):
     )
     ((output.logprobs - 0.3 * output.entropy) * upstream).sum().backward()
     return output.logprobs.detach(), output.entropy.detach(), gradients(actor)
-
-
-def critic_results(critic):
-    token_ids, attention_mask, _, upstream = make_batch()
-    critic.zero_grad()
-    values = critic(token_ids, attention_mask)
-    (values * upstream).square().sum().backward()
-    return values.detach(), gradients(critic)
 
 
 def test_the_stream_has_the_real_tokens_and_positions_that_start_anew():
@@ -66,17 +58,6 @@ def test_packed_logprobs_entropies_and_gradients_equal_padded_ones(checkpoint, i
     assert relative_norm(packed_gradients, expected) <= 1e-6
     actor.pack_samples(False)
     assert torch.equal(actor_results(actor)[0], logprobs)
-
-
-def test_packed_values_and_gradients_equal_padded_ones(checkpoint):
-    critic = Critic.from_pretrained(checkpoint)
-    torch.manual_seed(3)
-    torch.nn.init.normal_(critic.value_head.weight)
-    values, expected = critic_results(critic)
-    critic.pack_samples()
-    packed_values, packed_gradients = critic_results(critic)
-    assert (packed_values - values).norm() <= 1e-6 * values.norm()
-    assert relative_norm(packed_gradients, expected) <= 1e-6
 
 
 def test_a_sliding_window_holds_inside_each_sequence():

@@ -16,7 +16,6 @@ from lightrft.models import actor as actor_module, attention, proof, reward_mode
 from lightrft.models.head import HeadTransform
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.sequence_model import trunk_output
-from lightrft.stages.machine_choices import ModelFacts, decide_by_machine
 from lightrft.strategy import get_fake_strategy
 from lightrft.tools.model_presets import byte_level_tokenizer, random_model, save_checked
 from lightrft.trainer import train
@@ -169,21 +168,3 @@ def test_packing_by_the_machine_is_switched_off_and_said_in_a_line(capsys):
         "packing_samples = false: RecurrentGemmaForCausalLM mixes packed sequences: max |d log p|"
     )
     assert line in capsys.readouterr().out
-
-
-def test_the_machines_choices_are_known_afterwards():
-    from lightrft.config import TrainConfig
-
-    context = get_fake_strategy({}).context
-    config = decide_by_machine(
-        TrainConfig(fused_linear_logprob=True, fsdp=True), context, facts=ModelFacts(1, True)
-    )
-    assert config.packing_samples is False
-    assert context.chosen_options.keys() == {"packing_samples", "meta_init"}
-
-
-def test_attention_with_caps_is_not_packed_and_says_so_at_the_start():
-    builder, items, options = CASES["sft"]
-    model = tiny("gemma2", {"attn_logit_softcapping": 2.0})
-    with pytest.raises(ConfigError, match="packing_samples: Gemma2Attention computes attention wi"):
-        builder(get_fake_strategy(STILL), items, model=model, packing_samples=True, **options)

@@ -1,44 +1,33 @@
-"""Whole runs of distillation: the student moves to the teacher, alike however a step is done."""
+"""Whole runs of distillation: what a teacher moves, and what it must be."""
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
 import pytest
 from tests.runs import steps, write
-from tests.stages.distillation import distillation_world
-from tests.stages.distillation.distillation_world import write_rows
+from tests.stages.distillation.distillation_world import SAMPLED, options, run, write_rows
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import DataError
+from lightrft.stages.parity_limits import ParityError
+from lightrft.stages.teachers import require_zero
+from lightrft.strategy import get_fake_strategy
 from lightrft.tools.rows import row_file
-from lightrft.trainer import DistillationTrainer
-
-SIZES = {
-    "rollout_batch_size": 8,
-    "n_samples_per_prompt": 4,
-    "train_batch_size": 32,
-    "micro_train_batch_size": 16,
-    "micro_rollout_batch_size": 16,
-    "generate_max_len": 6,
-    "lr_scheduler": "constant",
-}
-
-
-def options(models, folder, name="run", **changes):
-    return distillation_world.options(models, folder, name, **{**SIZES, **changes})
-
-
-def run(models, folder, name="run", **changes):
-    return DistillationTrainer(TrainConfig(**options(models, folder, name, **changes))).train()
 
 
 @pytest.mark.full
 def test_the_student_moves_to_the_teacher(tmp_path, models):
     write_rows(tmp_path)
     many = {"n_samples_per_prompt": 16, "generate_max_len": 3, "num_episodes": 40}
-    many |= {"train_batch_size": 128, "micro_train_batch_size": 128, "lr_scheduler": "linear"}
+    many |= {
+        "rollout_batch_size": 8,
+        "train_batch_size": 128,
+        "micro_train_batch_size": 128,
+        "lr_scheduler": "linear",
+    }
     many |= {"micro_rollout_batch_size": 128, "actor_learning_rate": 3e-3}
     summary = run(models, tmp_path, **many)
     assert summary.verdict.startswith("trained: 40 of 40")
@@ -53,8 +42,8 @@ def test_a_run_without_rewards_shows_none(tmp_path, models, capsys, rewards):
     """A reward of 0 that nobody measured is no reward; with one that is measured it is shown."""
     write_rows(tmp_path, label=["#### 2"] * 8)
     held_out = write(tmp_path / "held_out.jsonl", [{"input": "say z", "label": "#### 2"}])
-    changes = {"max_steps": 1, "save_rollouts": True, "save_trajectories": True}
-    changes |= {"eval_data": held_out, "rollout_batch_size": 4, "train_batch_size": 16}
+    changes = {**SAMPLED, "save_rollouts": True, "save_trajectories": True}
+    changes["eval_data"] = held_out
     summary = run(models, tmp_path, **changes, reward_fn=rewards)
     entries = steps(tmp_path / "run")
     shown = {name for entry in entries for name in entry if "reward" in name}
@@ -80,12 +69,25 @@ def test_a_run_without_rewards_shows_none(tmp_path, models, capsys, rewards):
         row_file.write_rows(request, tmp_path / "chosen.jsonl")
 
 
-def test_a_teacher_equal_to_the_student_gives_0(tmp_path, models):
+@pytest.mark.parametrize("form", ["sampled", "reverse", "forward", "jsd"])
+def test_a_teacher_equal_to_the_student_gives_0(tmp_path, models, form):
     write_rows(tmp_path)
-    metrics = run(models, tmp_path, teacher=str(models / "student"), max_steps=1).last_metrics
-    assert abs(metrics["teacher_kl"]) < 1e-6
-    assert metrics["advantage_abs"] < 1e-5
-    assert "teacher = student gives 0" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    is_sampled = form == "sampled"
+    same = {**(SAMPLED if is_sampled else {"max_steps": 1}), "teacher_form": form}
+    metrics = run(models, tmp_path, teacher=str(models / "student"), **same).last_metrics
+    assert abs(metrics["teacher_kl" if is_sampled else "loss"]) < 1e-6
+    assert metrics["advantage_abs" if is_sampled else "grad_norm"] < 1e-4
+    assert "teacher = student gives 0" in (tmp_path / "run/logs/rank_0.log").read_text()
+
+
+def test_a_model_that_differs_from_itself_is_named(models, tmp_path):
+    same = {"teacher": str(models / "student"), "teacher_form": "forward"}
+    config = TrainConfig(**options(models, tmp_path, **same))
+    with get_fake_strategy(config) as strategy:
+        require_zero(1e-6, config, strategy.context)
+        for mean in (1e-2, math.nan):
+            with pytest.raises(ParityError, match="student and teacher are one model"):
+                require_zero(mean, config, strategy.context)
 
 
 def with_two_tokens_exchanged(folder, models):
@@ -103,5 +105,5 @@ def test_another_tokenizer_is_refused_with_the_first_differing_id(tmp_path, mode
     first, second = with_two_tokens_exchanged(tmp_path / "other", models)
     write_rows(tmp_path)
     with pytest.raises(ConfigError, match=f"token 70 is '{first}' in .* and '{second}' in"):
-        run(models, tmp_path, teacher=str(tmp_path / "other"))
+        run(models, tmp_path, teacher=str(tmp_path / "other"), **SAMPLED)
     assert not (tmp_path / "run").exists()

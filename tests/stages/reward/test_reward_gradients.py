@@ -22,7 +22,6 @@ from tests.stages.stage_world import STILL, distance, require_formula, step_of
 
 from lightrft.config import ConfigError
 from lightrft.datasets.scored_rows import ScoredAnswer
-from lightrft.stages.reward.comparisons import calibration_error
 from lightrft.stages.reward.score_proofs import prove_pooling
 from lightrft.strategy import get_fake_strategy
 
@@ -145,10 +144,3 @@ def test_the_start_proves_where_scores_are_read():
         model.forward = wrong
         with pytest.raises(ConfigError, match="must come from its last token and not from padding"):
             prove_pooling(stage.models.main.model, stage.data.rows, stage.strategy.context)
-
-
-def test_calibration_is_the_mean_distance_of_confidence_and_accuracy():
-    # Two bins: 3 answers with confidence 0.9, of which 1 is right, and 1 right one with 0.6.
-    sums = torch.tensor([3.0, 1.0, 2.7, 0.6, 1.0, 1.0])
-    assert calibration_error(sums) == pytest.approx((1.7 + 0.4) / 4)
-    assert calibration_error(torch.zeros(6)) is None

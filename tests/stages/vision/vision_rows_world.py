@@ -12,7 +12,6 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.media import VisionPrompts
 from lightrft.datasets.row_media import RowMediaReader
 from lightrft.engines.media.families import placeholder_ids
-from lightrft.stages.stage import Step
 
 # Image files by name, with their sizes.
 SIZES = {"a": (84, 84), "b": (112, 56), "c": (56, 84)}
@@ -119,24 +118,3 @@ def seen_alone(encoder, folder, chat, names):
     is_trained = is_answer.copy()
     is_trained[1:] |= is_answer[:-1]
     return {k: v for k, v in whole.items() if isinstance(v, torch.Tensor)}, is_trained
-
-
-def train_step(stage, items):
-    """Gradient by name, and metrics, of one step; layers without a gradient are left out."""
-    trained = stage.models.main
-    named = dict(stage.strategy.unwrap_model(trained.model).named_parameters())
-    found = {}
-
-    def keep(*_):
-        for name, value in named.items():
-            if value.grad is not None:
-                grad = value.grad
-                whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-                found[name] = whole.detach().clone()
-
-    trained.optimizer.register_step_pre_hook(keep)
-    trained.model.train()
-    step = Step(1)
-    batch = stage.batch_of(tuple(items), 1)
-    stage.update(batch, step)
-    return found, stage.finish(batch, step.metrics.reduce(stage.strategy.context))
