@@ -1,7 +1,5 @@
 """Embedded engines with one changed part each, and how a strategy gets an engine, for tests."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from lightrft.engines import EngineConfig

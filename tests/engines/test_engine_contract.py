@@ -1,7 +1,5 @@
 """What every rollout engine must do, whatever it is made of."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib
@@ -351,31 +349,20 @@ def test_no_stop_is_honoured_before_min_tokens(engine):
 # Log-probabilities
 
 
-def test_logprobs_at_temperature_one_agree_with_score(engine):
-    params = SamplingParams(max_tokens=8, n=2)
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_logprobs_agree_with_score_and_greedy_takes_likely_tokens(engine, temperature):
+    params = SamplingParams(max_tokens=8, n=2, temperature=temperature, ignore_eos=True)
     for completion in engine.generate(prompts(1, 4, 9), params):
         assert completion.logprobs_mode == "temperature"
-        sequence = completion.prompt_token_ids + completion.output_token_ids
+        prompt = completion.prompt_token_ids
+        sequence = prompt + completion.output_token_ids
         scores = engine.score(sequence)
         assert scores[0] == 0
-        expected = scores[len(completion.prompt_token_ids) :]
-        torch.testing.assert_close(
-            torch.tensor(completion.output_logprobs), torch.tensor(expected), rtol=0, atol=1e-5
-        )
-
-
-def test_greedy_takes_likely_tokens_and_scores_them_at_temperature_one(engine):
-    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-    for completion in engine.generate(prompts(4, 2), params):
-        assert completion.logprobs_mode == "temperature"
-        prompt_length = len(completion.prompt_token_ids)
-        sequence = completion.prompt_token_ids + completion.output_token_ids
-        scores = engine.score(sequence)[prompt_length:]
-        torch.testing.assert_close(
-            torch.tensor(completion.output_logprobs), torch.tensor(scores), rtol=0, atol=1e-5
-        )
-        other = engine.score((*sequence[:prompt_length], (sequence[prompt_length] + 1) % VOCAB))
-        assert other[-1] < scores[0]
+        scores = scores[len(prompt) :]
+        assert completion.output_logprobs == pytest.approx(scores, rel=0, abs=1e-5)
+        if temperature == 0:
+            other = engine.score((*prompt, (sequence[len(prompt)] + 1) % VOCAB))
+            assert other[-1] < scores[0]
 
 
 def test_a_law_cut_to_one_token_has_logprob_zero(engine):

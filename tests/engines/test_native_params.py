@@ -1,7 +1,5 @@
 """A backend's own sampling parameters, turned into ours."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

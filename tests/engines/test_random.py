@@ -29,23 +29,3 @@ def test_uniforms_come_from_seed_request_sample_and_position():
         for column, position in enumerate((10, 11, 12)):
             bits = slow_mix64(key ^ slow_mix64(position))
             assert numbers[column, row].item() == (bits >> 12) / 2**52
-
-
-def test_a_block_of_positions_equals_single_positions():
-    keys = row_keys(0, [1, 2, 3], [0, 0, 1], device=CPU)
-    block = uniforms(keys, 0, 50)
-    assert torch.equal(block, torch.cat([uniforms(keys, i, i + 1) for i in range(50)]))
-    assert torch.equal(block[:, 1:2], uniforms(keys[1:2], 0, 50))
-
-
-def test_uniforms_are_uniform_and_uncorrelated():
-    keys = row_keys(0, range(500), [0] * 500, device=CPU)
-    numbers = uniforms(keys, 0, 200)
-    assert numbers.min() >= 0
-    assert numbers.max() < 1
-    shares = torch.histc(numbers, bins=20, min=0, max=1) / numbers.numel()
-    assert (shares - 0.05).abs().max() < 5 * (0.05 / numbers.numel()) ** 0.5
-    centred = numbers - 0.5
-    for neighbour in (centred[1:] * centred[:-1], centred[:, 1:] * centred[:, :-1]):
-        assert neighbour.mean().abs() < 5 / 12 / neighbour.numel() ** 0.5
-    assert len(set(numbers.flatten().tolist())) == numbers.numel()

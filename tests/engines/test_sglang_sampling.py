@@ -1,7 +1,5 @@
 """The parts of the SGLang adapter that need no SGLang."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.models.vision.tiny_families import build_tiny

@@ -1,7 +1,5 @@
 """Adapters in the real vLLM: written into its buffers, hashed there, and faults that are found."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest

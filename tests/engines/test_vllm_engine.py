@@ -1,7 +1,5 @@
 """The real vLLM against a plain forward of the same weights, in fp32."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.ranks import run_multiprocess

@@ -1,7 +1,5 @@
 """A mixture-of-experts model in the real vLLM: loaded from split files, updated as stacks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.models.tiny import SPECIAL, tiny_model

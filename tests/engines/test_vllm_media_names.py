@@ -92,21 +92,3 @@ def test_a_module_that_no_parameter_fills_is_named(preset):
     match = rf"into 1 modules of vLLM's model \(first: {re.escape(module)}\."
     with pytest.raises(ValueError, match=match):
         layout_of(root, without(shape, inner.rpartition(".")[0] + "."), lacking)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_tower_that_lies_elsewhere_is_named(preset):
-    """Names of a class that has no such level, or one more; even where parts may be left out."""
-    wrong = (
-        ("model.vision_tower.", "vision_tower.vision_model."),
-        ("model.visual.", "visual.visual."),
-    )
-    root, shape, lacking = vllm_like(preset, (*wrong, *HOMES))
-    expected = r"no tensor for \d+ checkpoint parameters \(first: model\.vis"
-    if lacking:
-        expected = r"no checkpoint parameter is loaded into \d+ modules.*first: vision_tower\."
-    with pytest.raises(ValueError, match=expected):
-        layout_of(root, shape, lacking)
-    root.hf_to_vllm_mapper = Mapper((("model.language_model.", "language_model."), *HOMES))
-    with pytest.raises(ValueError, match=r"no tensor for .*first: model\.language_model\."):
-        layout_of(root, shape, lacking)

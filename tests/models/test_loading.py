@@ -1,7 +1,5 @@
 """Errors of incomplete checkpoints name the path and what is missing, in one line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

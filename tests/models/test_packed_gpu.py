@@ -1,7 +1,5 @@
 """On a GPU packed sequences go through FlashAttention's kernel for sequences of unequal lengths."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.models.batches import gradients, make_batch, relative_norm

@@ -1,7 +1,5 @@
 """Ranks that share a sequence compute what one rank computes, each from its slice of the tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Tiny models for runs of all stages."""
 
-from __future__ import annotations
-
 import pytest
 from tests.runs import tiny_models
 

@@ -1,7 +1,5 @@
 """The stages that train on given rows: a new one is a row of this table, and tests go over it."""
 
-from __future__ import annotations
-
 from tests.runs import row_options, write
 
 from lightrft.config import TrainConfig

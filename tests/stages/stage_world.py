@@ -1,7 +1,5 @@
 """One optimizer step of any stage on given rows, around a tiny model, for tests."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

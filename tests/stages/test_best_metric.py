@@ -1,7 +1,5 @@
 """The best model is that of the better value: small losses and errors, large rewards."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightrft.config import ConfigError, TrainConfig

@@ -1,7 +1,5 @@
 """The token budget of micro-batches at the start of each stage, on GPUs that are planted."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ tests of each stage compare with formulas in float64. A cover of all pairs of op
 default, and with `-m slow` their whole product.
 """
 
-from __future__ import annotations
-
 import itertools
 from functools import cache
 from importlib.util import find_spec
@@ -187,23 +185,6 @@ def test_the_whole_product_of_options_gives_the_plain_step(tmp_path, case):
 
 def test_every_stage_on_given_rows_is_among_the_cases():
     assert {case.split()[0] for case in CASES} | {"policy"} == set(STAGES)
-
-
-@pytest.mark.parametrize("case", ["sft", "divergence"])
-def test_one_of_two_ranks_trains_no_token_and_a_mean_per_rank_would_be_found(case):
-    from lightrft.experience.minibatches import plan_minibatches
-
-    builder, rows, options = CASES[case]
-    lengths = [len(each.token_ids) for each in rows]
-    plan = plan_minibatches(lengths, train_batch_size=4, world_size=2, seed=42, step=1)
-    counts = [sum(rows[place].num_trained for place in plan.row_index(rank)) for rank in (0, 1)]
-    assert counts == [101, 0]
-    halves = []
-    for part in (rows[:1], rows[3:]):
-        stage = builder(get_fake_strategy(STILL), part, **options)
-        halves.append(train_step(stage, part)[0])
-    means = {name: (halves[0][name] + halves[1][name]) / 2 for name in halves[0]}
-    assert distance(means, plain(case, has_adapters=False)[0]) > 0.1
 
 
 @pytest.mark.parametrize("case", ["sft", "divergence", "prefer dpo", "reward"])

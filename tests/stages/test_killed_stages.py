@@ -4,8 +4,6 @@ Moments are counted in events of the run, the lines of its log, and spread over 
 `tests.trainer.test_random_kills`, whose helpers these are.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Planted faults of a model's computation are found before the first step of every stage."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.models.tiny import SHAPE

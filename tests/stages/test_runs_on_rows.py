@@ -1,7 +1,5 @@
 """What every stage on given rows promises of its runs, as tables over stages."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial

@@ -1,7 +1,5 @@
 """Prompts of an evaluation that are trained on are counted, in every stage by one function."""
 
-from __future__ import annotations
-
 from tests.runs import rollout_options, train, write, write_inputs
 
 from lightrft.stages.opening import shared_prompts

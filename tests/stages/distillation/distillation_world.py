@@ -1,7 +1,5 @@
 """Whole runs of distillation on rows, or on samples of prompts, for tests."""
 
-from __future__ import annotations
-
 from tests.runs import write
 
 from lightrft.config import TrainConfig

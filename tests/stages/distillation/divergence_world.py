@@ -1,7 +1,5 @@
 """Stages of distillation on rows, whose teacher is another tiny model, for tests."""
 
-from __future__ import annotations
-
 from tests.models.tiny import tiny_model
 from tests.stages.stage_world import configured, prepared
 from tests.stages.supervised.supervised_world import build_actor

@@ -1,7 +1,5 @@
 """Whole runs of distillation: what a teacher moves, and what it must be."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

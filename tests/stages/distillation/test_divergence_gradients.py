@@ -1,7 +1,5 @@
 """The gradient of a step on a divergence is that of the formula in float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

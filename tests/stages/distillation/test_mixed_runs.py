@@ -1,7 +1,5 @@
 """Whole runs with teachers by row, prompts of the teacher's own, and the student's samples."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from tests.ranks import run_multiprocess

@@ -1,7 +1,5 @@
 """Whole runs with served teachers: the numbers of a local one, and faults that end them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.runs import steps

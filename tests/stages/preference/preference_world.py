@@ -1,7 +1,5 @@
 """Preferences and stages on a tiny model whose reference is another one, for tests."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

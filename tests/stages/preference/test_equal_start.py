@@ -1,7 +1,5 @@
 """Before the first step the margin of every pair is 0, and what makes it another one is found."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.models.tiny import tiny_model

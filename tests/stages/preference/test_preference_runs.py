@@ -1,7 +1,5 @@
 """Whole runs of learning from preferences: what they learn, and losses of the user's own."""
 
-from __future__ import annotations
-
 import pytest
 from tests.stages.row_stages import run, write_rows
 

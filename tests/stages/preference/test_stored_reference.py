@@ -1,7 +1,5 @@
 """Log-probabilities of the reference from a file: the same run to the bit, and only the same."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial

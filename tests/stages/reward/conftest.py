@@ -1,7 +1,5 @@
 """Pairs for runs of reward models."""
 
-from __future__ import annotations
-
 import pytest
 from tests.runs import write
 from tests.stages.reward.reward_world import pairs

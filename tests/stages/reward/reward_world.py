@@ -1,7 +1,5 @@
 """Preferences and stages of reward models on a tiny model, for tests."""
 
-from __future__ import annotations
-
 import copy
 import random
 

@@ -1,7 +1,5 @@
 """Exported reward models whose scores have mean 0 and deviation 1, for every reader."""
 
-from __future__ import annotations
-
 import copy
 import json
 

@@ -1,7 +1,5 @@
 """The gradient of a reward model's step is that of the formula, however it is carried out."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Held-out numbers of a reward model in its metrics and its report, and scores of steps."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Whole runs of reward models: what they learn, and where they load."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Heads of reward models: pooling, several scores, where they load, and what is refused."""
 
-from __future__ import annotations
-
 import math
 import random
 

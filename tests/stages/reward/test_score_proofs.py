@@ -1,7 +1,5 @@
 """What a run has written scores as what it trained, and what does not is named."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

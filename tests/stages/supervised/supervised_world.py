@@ -1,7 +1,5 @@
 """Rows and stages of supervised training on a tiny model, for tests."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,7 +1,5 @@
 """Packed micro-batches: nothing is padded, and rows fill them as well as they can."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from tests.stages.stage_world import STILL, row

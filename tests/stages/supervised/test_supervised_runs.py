@@ -1,7 +1,5 @@
 """Whole runs of supervised fine-tuning: what they learn, decide and say."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

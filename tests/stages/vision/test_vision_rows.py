@@ -1,7 +1,5 @@
 """Rows with images: their tokens, their masks, their losses, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 

@@ -1,7 +1,5 @@
 """Whole runs on rows with images: what they learn, where they load, and what is refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows with and without images, read as a run reads them, and what the processor says of each."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What compiling a model's blocks gives on this machine is measured once, and runs say it."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

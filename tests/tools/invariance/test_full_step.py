@@ -2,8 +2,6 @@
 sync - gives the same metrics and weights on any number of processes and in any layout.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from importlib.util import find_spec

@@ -1,10 +1,7 @@
 """One training step gives the same loss, outputs, gradient and weights however it is carried out.
 
-The reference is one process with one padded micro-batch of all rows. By default a cover of all
-pairs of options runs, and with `-m slow` their whole product.
+The reference is one process with one padded micro-batch of all rows; every pair of options runs.
 """
-
-from __future__ import annotations
 
 import itertools
 from dataclasses import asdict, fields, replace
@@ -28,8 +25,6 @@ from lightrft.tools.invariance.cells import (
     doctor_cells,
 )
 from lightrft.tools.invariance.measure import measure_cells, write_reference
-
-pytestmark = pytest.mark.shard("invariance")
 
 MODELS = ("qwen3", "qwen3-tied", "llama", "llama-tied", "moe")
 BACKENDS = {
@@ -135,11 +130,6 @@ def available(choice):
     return find_spec("deepspeed") is not None or not choice["backend"].startswith("zero")
 
 
-def shard_of(model):
-    family = model.removesuffix("-tied")
-    return pytest.mark.shard("invariance" if family == "moe" else f"invariance_{family}")
-
-
 COVER = pairwise_cover(product())
 
 
@@ -158,18 +148,6 @@ def test_a_cover_of_all_pairs_of_options_gives_the_reference(world_size, models)
     found = run(choices, models, timeout_seconds=850)
     assert len(found) == len(choices)
     assert not violations(found)
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("model", [pytest.param(name, marks=shard_of(name)) for name in MODELS])
-@pytest.mark.parametrize("backend", list(BACKENDS))
-def test_the_whole_product_of_options_gives_the_reference(backend, model, models):
-    choices = [
-        c for c in product() if c["backend"] == backend and c["model"] == model and available(c)
-    ]
-    assert not violations(run(choices, models, timeout_seconds=7000))
 
 
 # Ways to compute in bfloat16, and to keep states on the host.

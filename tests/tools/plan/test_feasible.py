@@ -1,7 +1,5 @@
 """What a plan calls feasible against sums that are written down here once more."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
@@ -221,10 +219,7 @@ def random_setup(rng):
         "engine_tp_size": rng.choice([t for t in (1, 2, 4, 8) if t <= min(8, gpus)]),
         "engine_mem_util": rng.choice([0.1, 0.3, 0.5, 0.7]),
         "enable_engine_sleep": rng.random() < 0.8,
-        "advantage_estimator": rng.choice(["group_norm", "gae"]),
-        "enable_ema": rng.random() < 0.2,
         "generate_max_len": rng.choice([512, 2048, 8192]),
-        "adam_offload": rng.random() < 0.3,
     }
     host = rng.choice([None, 250e9, 1e12, 4e12])
     return setup_of(
@@ -235,34 +230,20 @@ def random_setup(rng):
 def least_needs(setup):
     """What a run needs at the very least, from nothing but parameters: (device, engine, host)."""
     config, size, world = setup.config, setup.actor_size, setup.world_size
-    vision = size.vision.parameters if size.vision else 0
+    numbers = size.vision.parameters if size.vision else 0
     layer = 2 * size.hidden * (size.num_heads + size.num_kv_heads) * size.head_dim
     layer += 3 * size.hidden * size.intermediate * size.num_experts
-    numbers = vision + size.num_layers * layer + size.vocab * size.hidden * (2 - size.is_tied)
-    divides = config.fsdp or config.zero_stage == 3
-    trained = 0.0 if config.lora_rank else 1.0
-    has_critic = config.advantage_estimator == "gae"
-    rank, host_states = 0.0, 0.0
-    for share in (trained, 1.0) if has_critic else (trained,):
-        own = numbers - (size.vocab * size.hidden if share and has_critic else 0)
-        stored = 4 if config.fsdp else 2
-        rank += stored * own / (world if divides else 1)
-        states = (8 if config.fsdp else 12) * share * own / world
-        if config.fsdp and config.fsdp_cpu_offload:
-            rank -= stored * own / world
-            host_states += states + stored * own / world
-        elif config.adam_offload:
-            host_states += states
-        else:
-            rank += states
-    others = (config.init_kl_coef > 0) + config.enable_ema
-    rank += others * 2 * numbers / (world if divides else 1)
+    numbers += size.num_layers * layer + size.vocab * size.hidden * (2 - size.is_tied)
+    shards = world if config.fsdp or config.zero_stage == 3 else 1
+    rank = (4 if config.fsdp else 2) * numbers / shards
+    rank += (config.init_kl_coef > 0) * 2 * numbers / shards
+    if not config.lora_rank:
+        rank += (8 if config.fsdp else 12) * numbers / world
     row = 2 * 2 * size.num_layers * size.num_kv_heads * size.head_dim / config.engine_tp_size
     longest = config.prompt_max_len + config.generate_max_len
     engine = 2 * numbers / config.engine_tp_size + row * longest
-    meta = config.fsdp and 2 * numbers > 2e9
-    host = 0.0 if meta else 4 * numbers
-    return rank, engine, max(host, host_states)
+    host = 0.0 if config.fsdp and 2 * numbers > 2e9 else 4 * numbers
+    return rank, engine, host
 
 
 @pytest.mark.full

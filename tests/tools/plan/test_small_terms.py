@@ -3,8 +3,6 @@
 A plan that is wrong by half in one of them would not pass its comparison, which is shown as well.
 """
 
-from __future__ import annotations
-
 import pytest
 from tests.ranks import run_multiprocess
 from tests.tools.plan import two_ranks

@@ -3,8 +3,6 @@
 Prints where they were, and how the host's memory was asked for.
 """
 
-from __future__ import annotations
-
 import json
 
 import torch
