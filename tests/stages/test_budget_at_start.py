@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.runs import interrupted, tiny_models, write
+from tests.runs import interrupted, rollout_options, row_options, tiny_models, write, write_inputs
 
 from lightrft.cli.errors import MemoryExhaustedError
 from lightrft.cli.train import lack_of_memory_explained
@@ -24,49 +24,26 @@ STAGES = ("sft", "prefer", "reward", "divergence", "policy")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tiny_models(tmp_path_factory.mktemp("budget"), "model", "teacher")
-    answers = ["word " * (1 + i % 3) for i in range(8)]
-    pairs = [{"chosen": text, "rejected": f"no {text}"} for text in answers]
-    rows = [
-        {"prompt": f"name {i}: ", "completion": text, **pair}
-        for i, (text, pair) in enumerate(zip(answers, pairs, strict=True))
-    ]
+    rows = []
+    for i in range(8):
+        answer = "word " * (1 + i % 3)
+        both = {"completion": answer, "chosen": answer, "rejected": f"no {answer}"}
+        rows.append({"prompt": f"name {i}: ", **both})
     write(folder / "rows.jsonl", rows)
-    write(folder / "prompts.jsonl", [{"prompt": f"say {i}"} for i in range(4)])
-    (folder / "reward.py").write_text(
-        "def score(responses, **_):\n    return [sum(map(ord, r)) % 7 for r in responses]\n"
-    )
-    return folder
+    return write_inputs(folder)
 
 
 def settings(folder, stage, output, **changes):
-    values = {
-        "pretrain": str(folder / "model"),
-        "prompt_data": str(folder / "rows.jsonl"),
-        "output_dir": str(output),
-        "train_batch_size": 8,
-        "max_epochs": 1,
-        "actor_learning_rate": 1e-3,
-        "num_threads": 1,
-        "fsdp": True,
-        "bf16": False,
-    }
-    if stage == "divergence":
-        values |= {"teacher": str(folder / "teacher"), "teacher_form": "forward"}
-    if stage != "policy":
-        values["max_row_tokens"] = 64
+    if stage == "policy":
+        options = rollout_options(folder, output, train_batch_size=16, max_steps=1)
     else:
-        values |= {
-            "prompt_data": str(folder / "prompts.jsonl"),
-            "input_key": "prompt",
-            "reward_fn": (f"{folder / 'reward.py'}:score",),
-            "engine_type": "hf",
-            "rollout_batch_size": 4,
-            "n_samples_per_prompt": 4,
-            "train_batch_size": 16,
-            "generate_max_len": 8,
-            "prompt_max_len": 16,
-        }
-    return TrainConfig(**{**values, **changes})
+        options = row_options(folder / "model", folder / "rows.jsonl", output, max_row_tokens=64)
+        options |= {"train_batch_size": 8, "fsdp": True, "bf16": False}
+    if stage == "divergence":
+        options |= {"teacher": str(folder / "teacher"), "teacher_form": "forward"}
+    # The size of a micro-batch is for the start to decide.
+    del options["micro_train_batch_size"]
+    return TrainConfig(**{**options, "max_epochs": 1, "actor_learning_rate": 1e-3, **changes})
 
 
 class Planted:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from tests.ranks import run_multiprocess
+from tests.runs import row_options, tiny_models
+from tests.stages.row_stages import write_rows
 from tests.trainer.test_random_kills import (
     NUM_STEPS,
     become_launcher,
@@ -32,39 +34,22 @@ ENDS = {"models": ("_actor",), "logs": ("metrics.jsonl",)}
 
 
 def settings(folder, way, name):
-    given = WAYS[way]
-    if given["stage"] == "divergence":
-        given = given | {"teacher": str(folder / "teacher")}
-    return {
-        "pretrain": str(folder / "model"),
-        "prompt_data": str(folder / "rows.jsonl"),
-        "output_dir": str(folder / f"{way}_{name}"),
-        "bf16": False,
-        "max_row_tokens": 64,
-        "train_batch_size": 4,
-        "micro_train_batch_size": 1,
-        "actor_learning_rate": 1e-3,
+    options = row_options(
+        folder / "model",
+        folder / "rows.jsonl",
+        folder / f"{way}_{name}",
+        bf16=False,
+        max_row_tokens=64,
+        micro_train_batch_size=1,
+        actor_learning_rate=1e-3,
         # The first batch of the second pass is the third step.
-        "max_epochs": 2,
-        "save_steps": 1,
-        "async_save": True,
-        "timeout_minutes": 2.0,
-        **given,
-    }
-
-
-def write_inputs(folder):
-    """Rows that every stage can read as its own."""
-    from lightrft.tools.model_presets import write_tiny_model
-
-    for seed, name in enumerate(("model", "teacher"), start=1):
-        write_tiny_model(folder / name, "tiny-qwen3", seed=seed)
-    rows = []
-    for i in range(2 * NUM_STEPS):
-        answer = "ab" * (1 + i)
-        both = {"chosen": answer, "rejected": f"no {i}"}
-        rows.append({"prompt": f"name {i} ", "completion": answer, **both})
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        max_epochs=2,
+        save_steps=1,
+        async_save=True,
+        timeout_minutes=2.0,
+    )
+    teacher = {"teacher": str(folder / "teacher")} if way == "distill" else {}
+    return options | teacher | WAYS[way]
 
 
 def end_of(options):
@@ -97,7 +82,8 @@ def kill_way(folder, way, num_kills, dice):
 def run_all(rank, world_size, folder, kills, seed):
     become_launcher()
     dice, folder = random.Random(seed), Path(folder)
-    write_inputs(folder)
+    tiny_models(folder, "model", "teacher")
+    write_rows(folder)
     return {way: kill_way(folder, way, number, dice) for way, number in kills.items()}
 
 

@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 from tests.models.vision.tiny_families import write_tiny_vision_model
-from tests.ranks import run_multiprocess
-from tests.runs import row_options, steps
+from tests.runs import row_options, steps, train, train_on_ranks
 from tests.stages.vision.vision_rows_world import assistant, chat_rows, seen_alone, user, write_rows
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -132,16 +131,6 @@ def test_steps_with_images_are_not_audited(tmp_path, model):
         run(SFTTrainer, model, path, tmp_path / "run", audit_every=1)
 
 
-def in_ranks(rank, world_size, kind, settings):
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", timeout=timedelta(seconds=200))
-    trainer = {"sft": SFTTrainer, "reward": RewardTrainer}[kind]
-    return trainer(TrainConfig(**settings)).train().num_steps
-
-
 @pytest.mark.slow
 @pytest.mark.shard("vision")
 @pytest.mark.multiprocess
@@ -160,9 +149,9 @@ def test_two_ranks_take_the_steps_of_one_with_one_image_in_a_step(tmp_path, mode
     path = write_rows(tmp_path, rows)
     changes = {"eval_data": path, "fsdp": True, "max_epochs": 3, "actor_learning_rate": 1e-3}
     settings = row_options(model, path, tmp_path / "one", **changes)
-    {"sft": SFTTrainer, "reward": RewardTrainer}[kind](TrainConfig(**settings)).train()
+    train({**settings, "stage": kind})
     settings = row_options(model, path, tmp_path / "two", **changes)
-    assert run_multiprocess(in_ranks, 2, timeout_seconds=300, args=(kind, settings)) == [3, 3]
+    train_on_ranks(2, [{**settings, "stage": kind}])
     one, two = steps(tmp_path / "one"), steps(tmp_path / "two")
     assert len(one) == len(two) == 4
     for expected, found in zip(one, two, strict=True):

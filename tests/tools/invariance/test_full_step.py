@@ -2,14 +2,11 @@
 sync - gives the same metrics and weights on any number of processes and in any layout.
 """
 
-import json
 import math
 from importlib.util import find_spec
 
 import pytest
-from tests.ranks import run_multiprocess
-
-from lightrft.tools.model_presets import write_tiny_model
+from tests.runs import OF_THE_MACHINE, rollout_options, tiny_models, train_on_ranks, write_inputs
 
 pytestmark = [pytest.mark.shard("invariance"), pytest.mark.multiprocess]
 
@@ -17,79 +14,55 @@ REWARD = """
 def score(responses):
     return [(sum(map(ord, text)) % 7) / 7 for text in responses]
 """
-PADDED = {"fsdp": True, "micro_train_batch_size": 2}
+PADDED = {}
 PACKED = {"packing_samples": True, "micro_batch_tokens": 70}
-ALONE = (PADDED, {**PADDED, "micro_train_batch_size": 4}, {"fsdp": True, **PACKED})
+ALONE = (PADDED, {"micro_train_batch_size": 4}, PACKED)
 TWO = (
-    {"fsdp": True, **PACKED, "gradient_checkpointing": True},
-    {"fsdp": True, "sp_size": 2, **PACKED, "fused_linear_logprob": True},
-    {"zero_stage": 2, "sp_size": 2, "micro_train_batch_size": 4},
+    {**PACKED, "gradient_checkpointing": True},
+    {"sp_size": 2, **PACKED, "fused_linear_logprob": True},
+    {"fsdp": False, "zero_stage": 2, "sp_size": 2, "micro_train_batch_size": 4},
 )
 FOUR = (
     PADDED,
-    {"fsdp": True, "packing_samples": True},
-    {"fsdp": True, "sp_size": 2, "micro_train_batch_size": 1},
-    {"zero_stage": 3, "sp_size": 2, "packing_samples": True},
-    {"fsdp": True, "sp_size": 4, "packing_samples": True},
+    {"packing_samples": True},
+    {"sp_size": 2, "micro_train_batch_size": 1},
+    {"fsdp": False, "zero_stage": 3, "sp_size": 2, "packing_samples": True},
+    {"sp_size": 4, "packing_samples": True},
 )
-
-
-def train_each(rank, world_size, runs):
-    from dataclasses import asdict
-
-    from lightrft.config import TrainConfig
-    from lightrft.run.assembly import run_training
-    from lightrft.strategy.distributed.process_groups import start_process_group
-
-    # Kept over all runs: to end one and start the next at the same address is a race.
-    start_process_group(None)
-    return [asdict(run_training(TrainConfig(**values)))["last_metrics"] for values in runs]
 
 
 def run(folder, world_size, variants):
     """Metrics and folder of the trained model of each variant."""
-    common = {
-        "pretrain": str(folder / "model"),
-        "prompt_data": str(folder / "train.jsonl"),
-        "input_key": "prompt",
-        "reward_fn": (f"{folder / 'reward.py'}:score",),
-        "bf16": False,
-        "engine_type": "hf",
-        "rollout_batch_size": 4,
-        "n_samples_per_prompt": 4,
-        "train_batch_size": 8,
-        "generate_max_len": 12,
-        "prompt_max_len": 32,
-        "max_steps": 1,
-        "advantage_estimator": "gae",
-        "init_kl_coef": 0.05,
-        "use_kl_loss": True,
-        "entropy_coef": 0.01,
-        "high_entropy_token_ratio": 0.6,
-        "off_policy_correction": "tis",
-        "loss_agg_mode": "token-mean",
-        "actor_learning_rate": 1e-3,
-        "critic_learning_rate": 1e-3,
-        "lr_warmup_ratio": 0.0,
-        "max_norm": 0.5,
-    }
-    outputs = [str(folder / f"run_{world_size}_{i}") for i in range(len(variants))]
-    runs = [{**common, **v, "output_dir": out} for v, out in zip(variants, outputs, strict=True)]
-    ranks = run_multiprocess(train_each, world_size, timeout_seconds=850, args=(runs,))
-    for metrics in zip(*ranks, strict=True):
+    names = [f"run_{world_size}_{i}" for i in range(len(variants))]
+    runs = [
+        rollout_options(
+            folder,
+            name,
+            generate_max_len=12,
+            max_steps=1,
+            advantage_estimator="gae",
+            init_kl_coef=0.05,
+            use_kl_loss=True,
+            entropy_coef=0.01,
+            high_entropy_token_ratio=0.6,
+            off_policy_correction="tis",
+            loss_agg_mode="token-mean",
+            critic_learning_rate=1e-3,
+            max_norm=0.5,
+            **variant,
+        )
+        for name, variant in zip(names, variants, strict=True)
+    ]
+    ranks = train_on_ranks(world_size, runs, timeout_seconds=850)
+    found = [[summary["last_metrics"] for summary in summaries] for summaries in ranks]
+    for metrics in zip(*found, strict=True):
         assert all(timeless(m) == timeless(metrics[0]) for m in metrics)
-    return list(zip(ranks[0], outputs, strict=True))
+    return list(zip(found[0], (str(folder / name) for name in names), strict=True))
 
 
 def timeless(metrics):
-    return {
-        name: value
-        for name, value in metrics.items()
-        if "second" not in name
-        and not name.startswith("memory/")
-        and name != "engine_hash"
-        and "mfu" not in name
-    }
+    machine = ("engine_hash", *OF_THE_MACHINE)
+    return {n: v for n, v in metrics.items() if not any(word in n for word in machine)}
 
 
 def update_of(folder, output):
@@ -116,12 +89,9 @@ def assert_same_step(folder, found, expected):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("full_step")
-    write_tiny_model(folder / "model", "tiny-qwen3", seed=1)
-    rows = [json.dumps({"prompt": f"say {'aeiou'[i % 5] * (1 + 3 * (i % 4))}"}) for i in range(8)]
-    (folder / "train.jsonl").write_text("\n".join(rows))
-    (folder / "reward.py").write_text(REWARD)
-    return folder
+    rows = [{"prompt": f"say {'aeiou'[i % 5] * (1 + 3 * (i % 4))}"} for i in range(8)]
+    folder = tiny_models(tmp_path_factory.mktemp("full_step"), "model")
+    return write_inputs(folder, rows, reward=REWARD)
 
 
 @pytest.fixture(scope="module")
