@@ -26,16 +26,20 @@ EOS = 1
 MAX_MODEL_LEN = 64
 
 
+def build_of(name, module):
+    return build_engine(EngineConfig(name, "", max_model_len=MAX_MODEL_LEN), module=module)
+
+
 class SharedEngine:
     """One engine for many tests: some take seconds to start. `fresh` undoes what tests did."""
 
-    def __init__(self, build):
-        self._build = build
+    def __init__(self, name, module):
+        self._name, self._module = name, module
         self._engine: RolloutEngine | None = None
 
     def fresh(self, weights):
         if self._engine is None:
-            self._engine = self._build()
+            self._engine = build_of(self._name, self._module)
         engine = self._engine
         engine.abort()
         engine.wake_up()
@@ -57,28 +61,20 @@ def shared_vllm(tiny_model):
     layers = importlib.import_module("vllm.model_executor.layers.utils")
     linear = torch.nn.functional.linear
 
-    def build():
-        config = EngineConfig("vllm", "", max_model_len=MAX_MODEL_LEN)
-        return build_engine(config, module=tiny_model("qwen3", is_tied=True))
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             layers,
             "dispatch_cpu_unquantized_gemm",
             lambda layer, remove_weight: setattr(layer, "cpu_linear", linear),
         )
-        shared = SharedEngine(build)
+        shared = SharedEngine("vllm", tiny_model("qwen3", is_tied=True))
         yield shared
         shared.close()
 
 
 @pytest.fixture(scope="module")
 def shared_sglang(tiny_model):
-    def build():
-        config = EngineConfig("sglang", "", max_model_len=MAX_MODEL_LEN)
-        return build_engine(config, module=tiny_model("qwen3", is_tied=True))
-
-    shared = SharedEngine(build)
+    shared = SharedEngine("sglang", tiny_model("qwen3", is_tied=True))
     yield shared
     shared.close()
 
@@ -99,8 +95,7 @@ def engine(request, tiny_model):
             {n: p.detach() for n, p in module.named_parameters()}
         )
         return
-    config = EngineConfig(name, "", max_model_len=MAX_MODEL_LEN)
-    engine = build_engine(config, module=module)
+    engine = build_of(name, module)
     yield engine
     engine.close()
 

@@ -45,23 +45,27 @@ def refused(load, path, *texts, **options):
 
 
 @pytest.mark.parametrize("load", LOADERS)
-def test_a_missing_tensor_is_named(change, load):
-    path = change(lambda tensors: tensors.pop(LAYER))
-    refused(load, path, "1 missing", LAYER.removeprefix("model."), "--allow_new_weights")
-
-
-@pytest.mark.parametrize("load", LOADERS)
-def test_an_unexpected_tensor_is_named_unless_allowed(change, load):
-    path = change(lambda tensors: tensors.update({"model.odd.weight": torch.ones(2)}))
-    refused(load, path, "1 unexpected (", "odd.weight")
-    load(path, allow_new_weights=("model.odd.*",))
-
-
-@pytest.mark.parametrize("load", LOADERS)
-def test_a_tensor_of_another_shape_is_named_with_both(change, load):
-    path = change(lambda tensors: tensors.update({LAYER: torch.ones(2, 3)}))
-    refused(load, path, "1 of another shape", "up_proj.weight is [2, 3] instead of [")
-    load(path, allow_new_weights=(LAYER,))
+@pytest.mark.parametrize(
+    ("edit", "words", "allowed"),
+    [
+        (lambda tensors: tensors.pop(LAYER), ("1 missing", LAYER[6:], "--allow_new"), LAYER),
+        (
+            lambda tensors: tensors.update({"model.odd.weight": torch.ones(2)}),
+            ("1 unexpected (", "odd.weight"),
+            "model.odd.*",
+        ),
+        (
+            lambda tensors: tensors.update({LAYER: torch.ones(2, 3)}),
+            ("1 of another shape", "up_proj.weight is [2, 3] instead of ["),
+            LAYER,
+        ),
+    ],
+    ids=["missing", "unexpected", "another shape"],
+)
+def test_a_tensor_that_does_not_fit_is_named_unless_allowed(change, load, edit, words, allowed):
+    path = change(edit)
+    refused(load, path, *words)
+    load(path, allow_new_weights=(allowed,))
 
 
 def test_many_are_counted_and_some_named(change):

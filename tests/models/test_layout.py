@@ -35,19 +35,6 @@ def test_select_takes_the_previous_hidden_state_and_scatter_puts_it_back():
     assert layout.scatter(selected.squeeze(1)).tolist() == [[0, 0, 1, 0], [0, 4, 0, 0]]
 
 
-def test_scatter_passes_gradients_to_the_scored_values_only():
-    layout = TokenLayout.padded(TOKENS, MASK)
-    values = torch.zeros(3, requires_grad=True)
-    (layout.scatter(values) * torch.arange(8.0).view(2, 4)).sum().backward()
-    assert values.grad.tolist() == [1, 2, 5]
-
-
-def test_rows_without_tokens_are_allowed():
-    layout = TokenLayout.padded(TOKENS, torch.zeros_like(MASK))
-    assert layout.targets.numel() == 0
-    assert not layout.scatter(torch.zeros(0)).any()
-
-
 @pytest.mark.parametrize(
     ("row", "column"), [pytest.param(0, 0, id="first token"), pytest.param(1, 2, id="padding")]
 )

@@ -4,7 +4,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightrft.models import load_tokenizer
 from lightrft.tools.model_presets import byte_level_tokenizer, write_tiny_model
 
 
@@ -13,16 +12,6 @@ def test_every_byte_is_its_own_token_id():
     text = "plain, ünïcode \u4e2d\u6587 \U0001f600\n\t\x00 two  spaces"
     assert tokenizer(text)["input_ids"] == list(text.encode())
     assert tokenizer.decode(list(text.encode())) == text
-
-
-def test_chat_template(checkpoint):
-    tokenizer = load_tokenizer(checkpoint)
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert prompt == "<|system|>s<|user|>u<|assistant|>"
-    messages.append({"role": "assistant", "content": "a"})
-    whole = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert whole == prompt + "a<|end|>"
 
 
 def test_the_seed_alone_fixes_the_weights(tmp_path):

@@ -185,11 +185,6 @@ DECIDED = {
         "generation_config.json of {path}: it has sampling options without do_sample: it is "
         "written with do_sample = true",
     ),
-    "top_k without do_sample": (
-        settings(GENERATION, top_k=20),
-        "generation_config.json of {path}: it has sampling options without do_sample: it is "
-        "written with do_sample = true",
-    ),
     "beams that are not searched": (
         settings(GENERATION, early_stopping=True, num_beams=1),
         "generation_config.json of {path}: transformers does not write early_stopping: left out",
@@ -205,12 +200,6 @@ REFUSED = {
         with_tokens("<tool>"),
         "pretrain: the tokenizer of {path} has ids up to 261 ('<tool>') and the model 261 rows: "
         "give the tokenizer of this model, or enlarge the model first (resize_token_embeddings)",
-    ),
-    "a smaller model": (
-        settings(vocab_size=200, pad_token_id=0),
-        "pretrain: the tokenizer of {path} has ids up to 260 ('<|system|>') and the model 200 "
-        "rows: give the tokenizer of this model, or enlarge the model first "
-        "(resize_token_embeddings)",
     ),
     "padding beyond the rows": (
         settings(pad_token_id=261),

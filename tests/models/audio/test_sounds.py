@@ -1,27 +1,14 @@
 """Sounds in particular; tests of pictures score rows with sounds, too."""
 
-from dataclasses import replace
-
 import pytest
 from tests.models.audio.sound_world import heard, prompt, sound, tiny
 
 from lightrft.engines.hf.engine import HFEngine
-from lightrft.engines.media.families import family_of
-from lightrft.engines.media.media import Media
 from lightrft.engines.types import EngineConfig, GenerationRequest, MultiModalInputs, SamplingParams
 from lightrft.engines.vllm.media import name_tower
 from lightrft.tools.tiny_audio_models import write_tiny_audio_model
 
 LOGPROB = 1e-5
-
-
-def test_a_sound_of_another_rate_is_refused_by_the_processor():
-    """A waveform is named with its rate, so that no fault in ours reaches the features."""
-    _, encoder = tiny()
-    own = sound(1.0)
-    wrong = own.by_rules(replace(heard(encoder, own).audios[0].rules, rate=8000))
-    with pytest.raises(ValueError, match="sampling rate of 16000"):
-        encoder.encode(prompt(encoder, "?", 1), Media({"audio": [wrong]}))
 
 
 def test_features_equal_places_or_the_row_is_refused(monkeypatch):
@@ -56,10 +43,3 @@ def test_raw_sounds_are_heard_by_the_engine_s_own_processor(tmp_path):
 def test_vllm_is_refused_before_it_loads_anything():
     with pytest.raises(ValueError, match=r"cannot take weights of 'qwen2_audio'.* engine_type hf"):
         name_tower("qwen2_audio")
-
-
-def test_models_that_hear_and_are_not_known_are_refused():
-    from transformers import VoxtralConfig
-
-    with pytest.raises(ValueError, match="type 'voxtral' are not supported"):
-        family_of(VoxtralConfig())

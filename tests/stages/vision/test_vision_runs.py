@@ -16,7 +16,7 @@ from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import family_of
 from lightrft.models import RewardModel, load_config, load_trunk
 from lightrft.models.loading import load_processor
-from lightrft.trainer import PreferenceTrainer, RewardTrainer, SFTTrainer
+from lightrft.trainer import RewardTrainer, SFTTrainer
 
 ASKED = [user("<image>which?")]
 
@@ -95,20 +95,6 @@ def test_a_reward_model_that_sees_images_is_trained_exported_and_loaded(tmp_path
     )
     expected = (plain - config["score_mean"]) / config["score_std"]
     torch.testing.assert_close(normal, expected, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.shard("vision")
-def test_preferences_are_learned_packed_and_padded(tmp_path, model):
-    path = write_rows(tmp_path, pair_rows())
-    found = []
-    for packs in (False, True):
-        folder = tmp_path / f"run{packs}"
-        summary = run(PreferenceTrainer, model, path, folder, max_epochs=4, packing_samples=packs)
-        assert summary.first_eval["eval/loss"] == pytest.approx(0.6931, abs=1e-3)
-        assert summary.last_eval["eval/accuracy"] == 1.0
-        found.append(summary.last_eval["eval/loss"])
-    assert found[0] == pytest.approx(found[1], rel=1e-2)
 
 
 def test_images_without_a_model_that_reads_them_are_refused(tmp_path):

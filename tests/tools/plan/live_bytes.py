@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from collections import Counter
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -27,7 +26,6 @@ class LiveBytes(TorchDispatchMode):
         self.device = device
         self.foreign = set()  # operators that gave a tensor of another device
         self.total = self.peak = 0
-        self.largest = {}  # sizes at the peak
         self._sizes = {}
         self._seen = WeakIdKeyDictionary()
         self._resize = torch.UntypedStorage.resize_
@@ -85,7 +83,5 @@ class LiveBytes(TorchDispatchMode):
                 self.add(tensor)
                 if tensor.device.type != self.device and tensor.dim() > 0:
                     self.foreign.add(str(function))
-        if self.total > self.peak:
-            self.peak = self.total
-            self.largest = Counter(self._sizes.values())
+        self.peak = max(self.peak, self.total)
         return output

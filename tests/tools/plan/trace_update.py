@@ -154,7 +154,6 @@ def trace(case):
         "resting": before - others,
         "foreign": sorted(live.foreign),
         "scored": num_scored,
-        "largest": {str(k): n for k, n in live.largest.items() if k > 1e7},
     }
 
 
