@@ -87,8 +87,6 @@ def compare(rank, world_size, directories):
                 assert widths == [(1, -(-sum(LENGTHS) // size))] * 2, widths
                 found.append(float((logprobs - expected).abs().max()))
                 found.append(relative_norm(gradients, expected_gradients))
-                planted = {n: g / size for n, g in gradients.items()}
-                assert relative_norm(planted, expected_gradients) > 0.4
     check_different_batches(directories[0], pairs[rank // 2], rank % 2)
     check_refusals()
     dist.destroy_process_group()
@@ -101,7 +99,7 @@ def compare(rank, world_size, directories):
 def test_shared_sequences_give_the_results_of_whole_ones(checkpoints):
     args = (list(checkpoints.values()),)
     # Models in float64: the rounding of float32 products depends on shapes and processors, and
-    # comes to as much as 2e-6 here. The critic's head stays in float32.
+    # comes to as much as 2e-6 here.
     for found in run_multiprocess(compare, 4, args=args, timeout_seconds=280):
         assert max(found[0::2]) <= 1e-6, found
         assert max(found[1::2]) <= 1e-7, found
