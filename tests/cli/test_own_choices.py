@@ -95,59 +95,6 @@ def test_own_choices_train_and_their_hyper_parameters_change_the_numbers(folder)
     assert other["reward"] == pytest.approx(plain["reward"] + 5)
 
 
-def refusal(capsys, folder, *flags):
-    argv = ["train", "--fsdp", "--pretrain", str(folder / "model"), "--reward_fn", "gsm8k"]
-    argv += ["--prompt_data", str(folder / "prompts.jsonl"), "--output_dir", str(folder / "none")]
-    argv += ["--generate_max_len", "8"]
-    assert main([*argv, *flags]) == 2
-    return capsys.readouterr().err
-
-
-BROKEN = """
-def no_gradient(logprobs, old_logprobs, advantages, response_mask):
-    return advantages
-
-def wrong_shape(logprobs, old_logprobs, advantages, response_mask):
-    return logprobs.sum()
-
-def wrong_arguments(logprobs):
-    return logprobs
-
-def one_number(inputs):
-    return 3.0
-
-def demanding(inputs, *, strength: float):
-    return inputs.rewards * strength
-"""
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--policy_loss", "{b}:no_gradient"), "no gradient flows"),
-        (("--policy_loss", "{b}:wrong_shape"), "fails on an example batch|has the shape"),
-        (("--policy_loss", "{b}:wrong_arguments"), "fails on an example batch"),
-        (("--policy_loss", "{b}:nothing"), "has no 'nothing'"),
-        (("--policy_loss", "no_such_file.py:f"), "cannot be imported"),
-        (("--policy_loss", "daop"), "did you mean 'dapo'"),
-        (
-            ("--policy_loss", "sapo", "--policy_loss_args", "temprature_positive=2"),
-            "did you mean temperature_positive",
-        ),
-        (("--policy_loss", "sapo", "--policy_loss_args", "temperature_positive=hot"), "got 'hot'"),
-        (("--policy_loss", "sapo", "--policy_loss_args", "temperature_positive=nan"), "got nan"),
-        (("--advantage_estimator", "{b}:one_number"), "it gives float"),
-        (("--advantage_estimator", "{b}:demanding"), "needs the option 'strength'"),
-        (("--off_policy_correction", "tsi"), "did you mean 'tis'"),
-    ],
-)
-def test_what_cannot_be_called_is_named_before_anything_is_built(capsys, folder, flags, message):
-    (folder / "broken.py").write_text(BROKEN)
-    text = refusal(capsys, folder, *[flag.format(b=folder / "broken.py") for flag in flags])
-    assert any(part in text for part in message.split("|")), text
-    assert not (folder / "none").exists()
-
-
 @pytest.mark.full
 def test_a_changed_file_of_an_own_loss_is_not_continued_silently(capsys, folder):
     train(folder, "again", "--save_steps", "1")

@@ -51,13 +51,21 @@ GOOD = {
     "distill": f"{ON_ROWS} --teacher model --teacher_form forward",
     "distill on samples": f"{ON_SAMPLES} --generate_max_len 4",
     "train on images": f"--pretrain vision --reward_fn reward.py:f {ON_MEDIA}",
+    "train on sounds": f"--pretrain hearing --reward_fn reward.py:f {ON_MEDIA}",
     "train on texts": f"--pretrain model --reward_fn reward.py:f {ON_MEDIA}",
 }
 SFT = '{"prompt": "a ", "completion": "b"}'
 PAIR = '{"prompt": "a ", "chosen": "b", "rejected": "c"}'
+STEPS = '{"prompt": "a", "completions": ["b", "c"], "labels": [true, false]}'
 LABELLED = '{"prompt": "a ", "completion": "b", "label": true}'
 GOOD_ROW = {"sft": SFT, "distill": SFT, "prefer": PAIR, "reward": PAIR}
-ANSWERED = '{"role": "assistant", "content": "b"}]'
+USER = '{"role": "user", "content": "a"}'
+ANSWER = '{"role": "assistant", "content": "b"}'
+ANSWERED = f"{ANSWER}]"
+TALK = f"{USER}, {ANSWER}, {USER}"
+WORSE = '{"role": "assistant", "content": "c"}]'
+UNTRAINED = '{"role": "assistant", "content": "c", "weight": 0}'
+IDS = '{"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [%s]}'
 DEEP = "[" * 10**5
 DIGITS = "9" * 5000
 A_FUNCTION = "def f(responses):\n    return [0.0 for _ in responses]\n"
@@ -98,6 +106,7 @@ FILES = {
     "reward.toml": "reward_fn = 'gsm8k'\n",
     "text.toml": "rollout_batch_size = '4'\n",
     "used/metrics.jsonl": "{}",
+    "turns.jinja": "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}",
     "folder": None,
     "half/config.json": "{}",
     "half/model.safetensors": "{}",
@@ -153,7 +162,7 @@ def contents(start, table, *, name="rows.jsonl", code=DATA):
     """Return mistakes in a file that a command line names: its content, and what is said."""
     option = "" if name.split("/")[0] in start else f" --prompt_data {name}"
     return {
-        f"{start}, {name} = {content[:50]!r}": Mistake(start + option, said, code, {name: content})
+        f"{start}, {name} = {content[:200]!r}": Mistake(start + option, said, code, {name: content})
         for content, said in table.items()
     }
 
@@ -379,8 +388,18 @@ ROWS = {
             bytes(range(256)): "rows.jsonl:1",
             '{"input": "a"}'.encode("utf-16"): "rows.jsonl:1",
             '{"input": []}': "rows.jsonl:1",
-            '{"input": 3}': "rows.jsonl:1 ... int",
+            '{"input": 3}': "column 'input' must hold a string or a list ... got int '3'",
+            f'{{"input": [{USER}]}}': "holds chat messages: add --apply_chat_template",
+            '{"prompt": "a", "prompt": "b"}': "rows.jsonl:1 has 'prompt' twice",
         },
+    ),
+    **contents(
+        "train --apply_chat_template --input_template 'a {}'",
+        {f'{{"input": [{USER}]}}': "fits string prompts only"},
+    ),
+    **contents(
+        "train --apply_chat_template --system_prompt c",
+        {f'{{"input": [{{"role": "system", "content": "b"}}, {USER}]}}': "drop one of them"},
     ),
     **contents(
         "train --reward_fn boxed_math",
@@ -397,13 +416,27 @@ ROWS = {
     **contents(
         "train",
         {
-            '{"input": "a"}': "d.json ... list",
+            '{"input": "a"}': "d.json: expected a list of objects, got an object ... .jsonl",
+            '[{"input": "a"}, "b"]': "d.json, row 2: expected an object ... got a string",
+            "[]": "holds no rows",
+            '[\n{"input": }]': "d.json: not valid JSON ( ... line 2",
+            '[{"m": [{"role": "user", "role": "tool"}]}]': "d.json has 'role' twice",
             f"{DEEP}{'1' * 10**5}": "d.json ... nested deeper",
             f"[{DIGITS}]": "d.json ... digits",
         },
         name="d.json",
     ),
     **contents("train", {"text": "c.parquet", b"PAR1\0\0": "c.parquet"}, name="c.parquet"),
+    **contents(
+        "train",
+        {
+            "input,label\nx\n": "d.csv:2: 1 cells, the header has 2",
+            'input\n"x\n': "d.csv is no table of comma-separated values",
+            "input\n": "holds no rows",
+            "input,label,input\na,4,b\n": "d.csv has 'input' twice",
+        },
+        name="d.csv",
+    ),
 }
 REWARDS = {
     **lines(
@@ -790,31 +823,66 @@ ROWS_OF_STAGES = {
         {
             f"{SFT}\n{{": "rows.jsonl:2: not valid JSON",
             "": "rows.jsonl holds no rows",
-            "[1, 2]": "rows.jsonl:1",
             b'{"text": "\xff\xfe"}\n': "rows.jsonl",
-            f'{{"text": {DEEP}': "rows.jsonl:1",
-            '{"text": "\\ud800"}': "rows.jsonl:1",
             f'{{"messages": [{{"role": "user", "content": [{{"type": "image"}}]}}, {ANSWERED}}}': (
                 "a part of type 'image'"
             ),
             '{"messages": []}': "'messages'",
-            '{"messages": "a"}': "'messages'",
-            '{"conversations": [{"from": "me", "value": "a"}]}': "message 1",
+            '{"messages": "a"}': "rows.jsonl:1: column 'messages' must hold a list",
+            '{"messages": [{"role": "user"}]}': "message 1 of ... must be an object",
+            '{"conversations": [{"from": "me", "value": "a"}]}': "message 1 of ... from (human",
             f'{{"messages": [{ANSWERED}, "tools": "{{\\"a\\": 1}}"}}': "'tools'",
-            f'{{"messages": [{ANSWERED}, "tools": "{{"}}': "'tools'",
-            '{"text": 5}': "'text'",
-            '{"text": NaN}': "rows.jsonl:1",
+            f'{{"messages": [{ANSWERED}, "tools": "{{"}}': "column 'tools' is no JSON",
+            '{"text": 5}': "column 'text' must hold a text: got '5'",
             '{"token_ids": [5, -1], "is_trained": [0, 1]}': "'token_ids' ... -1",
             f'{{"token_ids": [5, {10**30}], "is_trained": [0, 1]}}': "'token_ids'",
-            '{"token_ids": [5, 1.5], "is_trained": [0, 1]}': "'token_ids'",
+            '{"token_ids": [5, 261], "is_trained": [0, 1]}': "got 261, expected numbers from 0 to",
+            '{"token_ids": [5, 2.0], "is_trained": [0, 1]}': "'token_ids' must hold a list of numb",
+            '{"token_ids": "56", "is_trained": [0, 1]}': "'token_ids' must hold a list of numbers",
             '{"token_ids": [5, true], "is_trained": [0, 1]}': "'token_ids'",
-            '{"token_ids": [5, 6], "is_trained": [0, 2]}': "'is_trained'",
+            '{"token_ids": [5, 6], "is_trained": [0, 2]}': "got 2, expected numbers from 0 to 1",
             '{"token_ids": [5, 6], "is_trained": [1]}': "'is_trained' ... 1 for 2",
+            '{"token_ids": [], "is_trained": []}': "no token is trained",
             '{"question": "a"}': "rows.jsonl:1: expected a column messages",
             f'{SFT}\n{{"text": "a"}}': "rows.jsonl:2: expected prompt and completion",
             '{"messages": [{"role": "user", "content": "a"}]}': "rows.jsonl:1: no message of role",
             '{"prompt": "a ", "completion": ""}': "column 'completion' must",
+            '{"question": "a", "answer": "b"}': 'rename_columns({"question": "prompt", "answer": '
+            '"completion"})',
+            **{
+                f'{{"messages": [{USER}, {{"role": "assistant", {answer}]}}': said
+                for answer, said in {
+                    '"content": ""}': "rows.jsonl:1: message 2 is empty ... end at once",
+                    '"content": " \\n"}': "message 2 is empty",
+                    '"content": [{"type": "reasoning", "text": "b"}]}': "a part that is no text",
+                    '"content": "b", "weight": 0}': "message 2 is marked untrained, and no other",
+                    '"content": "b", "weight": 0.5}': "weight must be 0 or 1: got '0.5'",
+                    '"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}': "message 2 "
+                    "of ... calls that cannot be read",
+                    '"tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}': "cannot be r",
+                    '"tool_calls": [{"function": {"name": "f", "arguments": 5}}]}': "cannot be rea",
+                }.items()
+            },
+            f'{{"messages": [{{"train": true, "role": "user", "content": "a"}}, {ANSWERED}}}': (
+                "message 1 of ... train is True, and only an assistant"
+            ),
+            f'{{"system": "a", "messages": [{{"role": "system", "content": "c"}}, {USER}, '
+            f"{ANSWERED}}}": "the row has a system message and a column",
         },
+    ),
+    **contents(
+        "sft --train_on last_assistant",
+        {f'{{"messages": [{TALK}, {UNTRAINED}]}}': "message 4 is marked untrained"},
+    ),
+    **contents(
+        "sft --train_on all",
+        {f'{{"messages": [{USER}, {UNTRAINED}, {TALK}]}}': "is marked untrained, and train_on"},
+    ),
+    **contents("sft --train_on assistant", {'{"text": "a"}': "rows with text take"}),
+    **contents("sft --apply_chat_template", {'{"text": "a"}': "rows with text have no turns"}),
+    **contents(
+        "sft --chat_template turns.jinja",
+        {'{"text": "a"}': "chat_template: rows with text have no", SFT: "or add apply_chat_templ"},
     ),
     **contents("sft", {"PAR1": "p.parquet"}, name="p.parquet"),
     **contents(
@@ -852,15 +920,31 @@ ROWS_OF_STAGES = {
         {
             f"{PAIR}\n{{": "rows.jsonl:2: not valid JSON",
             f"{PAIR}\n{LABELLED}": ":2: expected rows like the first",
-            bytes(range(256)): "rows.jsonl",
-            '{"prompt": "a", "chosen": "\\udc00", "rejected": "b"}': "rows.jsonl:1",
-            '{"prompt": "a ", "chosen": 4, "rejected": "c"}': "rows.jsonl:1",
+            '{"prompt": "a ", "chosen": 4, "rejected": "c"}': "or a list of messages: got int",
             '{"prompt": "a ", "chosen": ["b"], "rejected": "c"}': "rows.jsonl:1",
             '{"chosen": "b", "rejected": "c"}': "rows.jsonl:1 ... prompt",
             '{"prompt": "a", "completion": "b", "label": NaN}': "rows.jsonl:1 ... 'label'",
             '{"prompt_ids": [], "chosen_ids": [5], "rejected_ids": [6]}': "'prompt_ids'",
-            f'{{"chosen": [{{"role": "user", "content": "a"}}, {ANSWERED}, "rejected": '
-            f'[{{"role": "user", "content": "c"}}, {ANSWERED}}}': "part",
+            f'{{"chosen": [{USER}, {ANSWERED}, "rejected": [{ANSWERED}}}': "part at message 1",
+            f'{{"chosen": [{USER}, {ANSWERED}, "rejected": [{TALK}]}}': "part at message 3",
+            f'{{"chosen": [{TALK}], "rejected": [{TALK}]}}': "are the same messages",
+            f'{{"chosen": [{ANSWERED}, "rejected": [{UNTRAINED}]}}': "need a prompt before them",
+            f'{{"prompt": "x", "chosen": [{USER}, {ANSWERED}, "rejected": [{USER}, {WORSE}}}': (
+                "rows.jsonl:1: chosen and rejected hold a prompt of"
+            ),
+            f'{{"prompt": [{USER}], "chosen": [], "rejected": [{ANSWERED}}}': "'chosen' must hold",
+            f'{{"prompt": [{USER}], "chosen": [{ANSWERED}, "rejected": [{{"role": 1}}]}}': (
+                "message 1 of column"
+            ),
+            f'{{"prompt": [{USER}], "completion": [{USER}], "label": true}}': "must begin",
+            '{"prompt": "a", "chosen": "b", "rejected": "c", "score_chosen": 1, "score_rejected": '
+            '"x"}': "column 'score_rejected' must",
+            IDS % 261: "column 'rejected_ids': got 261, expected numbers from 0 to 260",
+            IDS % -1: "got -1, expected numbers from 0",
+            IDS % "": "column 'rejected_ids' must hold a token or more",
+            IDS % '"7"': "column 'rejected_ids' must hold a list of numbers",
+            IDS % 6: "chosen and rejected are the same tokens",
+            f"{IDS % 7}\n{PAIR}": ":2: expected rows like the first: pairs only",
             '{"prompt": "a"}': ":1: expected columns chosen and rejected",
             '{"prompt": "a ", "chosen": "c", "rejected": "c"}': "rows.jsonl:1: chosen and rejected",
             '{"prompt": "a ", "chosen": "b", "rejected": ""}': "column 'rejected' must hold a te",
@@ -868,6 +952,8 @@ ROWS_OF_STAGES = {
             "is worse than",
         },
     ),
+    **contents("prefer --apply_chat_template", {IDS % 7: "rows with token ids have no turns"}),
+    **contents("reward --apply_chat_template", {STEPS: "leave apply_chat_template and chat_temp"}),
     **contents(
         "reward",
         {
@@ -884,12 +970,27 @@ ROWS_OF_STAGES = {
             "list",
             '{"prompt": "a", "answers": ["b", "b"], "ranks": [1, 2]}': "the same tokens",
             '{"prompt": "a", "answers": ["b", ""], "ranks": [1, 2]}': "each of the answers",
+            '{"prompt": null, "answers": ["b", "c"], "ranks": [1, 2]}': "must be a text after",
+            '{"prompt": [{"role": "user"}], "answers": ["b", "c"], "ranks": [1, 2]}': "of column "
+            "'prompt' must be an object with role and content",
+            '{"prompt": "a", "answers": "b", "ranks": [1, 2]}': "must hold a list: got 'b'",
+            '{"prompt": "a", "answers": ["b"], "ranks": [1]}': "expected two answers or more",
+            '{"prompt": "a", "answers": ["b", "c"], "ranks": [1, NaN]}': "ranks must be finite",
+            '{"prompt": "a", "completions": ["b", "c"], "labels": [true]}': "lists of one length",
+            '{"prompt": "a", "completions": "b", "labels": [true]}': "lists of one length",
+            '{"prompt": "a", "completions": [], "labels": []}': "texts that are not empty",
+            '{"prompt": null, "completions": ["b"], "labels": [true]}': "prompt must be a text",
             '{"prompt": "a", "completions": ["b", "c"], "labels": [1, 0]}': "labels must be true "
             "or false",
             '{"prompt": "a", "completions": ["b", ""], "labels": [true, false]}': "not empty",
             '{"prompt_ids": [5], "response_ids": [6], "score": 0.5}': "--reward_loss mse",
             '{"prompt_ids": [5], "response_ids": [6], "score": "1"}': "'score'",
             '{"prompt_ids": [5], "response_ids": [6]}': "score is missing",
+            '{"prompt_ids": [5], "response_ids": [6], "score": NaN}': "score is missing",
+            '{"prompt_ids": [5], "response_ids": [6], "score": true}': "a finite number: got True",
+            '{"prompt_ids": [5], "response_ids": [], "score": 1}': "must hold a token or more",
+            '{"prompt_ids": [261], "response_ids": [6], "score": 1}': "got 261, expected numbers f",
+            '{"prompt_ids": [0.5], "response_ids": [6], "score": 1}': "must hold a list of numbers",
             '{"text": "a"}': ":1: expected columns chosen and rejected",
             '{"prompt": "a ", "chosen": "c", "rejected": "c"}': "rows.jsonl:1: chosen and rejected "
             "are the same",
@@ -916,6 +1017,7 @@ ROWS_OF_STAGES = {
         },
     ),
 }
+LARGE = json.dumps(["large.png"] * 6)
 IMAGE_PART = '{"input": [{"role": "user", "content": [{"type": "image"%s}]}]}'
 MEDIA = {
     **contents(
@@ -924,10 +1026,37 @@ MEDIA = {
             '{"input": "?", "images": "none.png"}': ":1: image 1: no file",
             '{"input": "?", "images": "cut.jpg"}': "cut.jpg is a damaged image",
             '{"input": "?", "images": "bomb.png"}': "bomb.png",
+            '{"input": "?", "images": "text.png"}': "text.png is no image that can be read",
+            '{"input": "?", "images": "text_bomb.png"}': "text_bomb.png is",
+            '{"input": "?", "images": "https://example.org/a.png"}': "would have to be fetched",
+            '{"input": "?", "images": "data:image/png;base64,???"}': "not valid base64",
+            '{"input": "?", "images": 3}': "an image as path, bytes, base64 or a Pillow image, got "
+            "int",
+            '{"input": "?", "videos": "a.png"}': "has no frame rate",
+            '{"input": "?", "videos": "many.png"}': "5000 frames of 8 x 8 pixels: expected at most "
+            "4096 frames",
+            f'{{"input": "?", "videos": [{{"frames": {LARGE}, "fps": 2}}]}}': "has 6 frames of 60"
+            "0000000 pixels in all: expected at most 500000000",
+            '{"input": "?", "videos": [{"path": "a.mp4"}]}': "no file ... a.mp4",
+            '{"input": "?", "videos": "a.mp4"}': "no file ... a.mp4",
             '{"input": "<image><image>", "images": "a.png"}': "names 2 images",
             '{"input": "?", "videos": [{"frames": ["a.png", "a.png"]}]}': "fps must be",
-            '{"input": "<image>?"}': ":1: the prompt names 1 images",
+            '{"input": "<image>?"}': ":1: the prompt names 1 images ... found columns input",
+            '{"input": "<image>?", "images": []}': "names 1 images",
+            '{"input": "<image>?", "images": null}': "images or image",
+            '{"input": "<image>?", "images": [null]}': "names 1 images",
+            '{"input": "<image>?", "images": ["a.png", "a.png"]}': "has 2 and 0",
+            '{"input": "?", "image": "a.png", "images": "a.png"}': "both hold media",
             IMAGE_PART % "": ":1: the prompt names 1 images",
+            IMAGE_PART % ', "image": "none.png"': "image 1: no file ... none.png",
+            IMAGE_PART % ', "image": "a.png", "max_pixels": 9': "has max_pixels",
+            IMAGE_PART % '}, {"type": "text", "text": "<image>?"': "names 2",
+            IMAGE_PART % '}, {"type": "input_file", "input_file": "x"': "'input_file'",
+            IMAGE_PART % '}, {"type": "image_url", "image_url": {"url": "https://x"}': "would have",
+            IMAGE_PART.replace("]}]", ']}], "images": ["a.png"]') % ', "image": "a.png"': "names 1 "
+            "images and 0 videos, and the row has 2",
+            IMAGE_PART.replace("]}]", ']}], "images": ["a.png", "large.png"]')
+            % ', "index": 1}, {"type": "image", "index": 0': "has the index 1",
             '{"input": "what is <|image_pad|> ?"}': ":1: the text of message 1 holds "
             "'<|image_pad|>'",
         },
@@ -943,7 +1072,44 @@ MEDIA = {
         "train on texts --apply_chat_template",
         {IMAGE_PART % ', "image": "a.png"': ":1: a message has a part of type 'image'"},
     ),
+    **contents(
+        "train on images --apply_chat_template --limit_mm_image_per_prompt 1",
+        {'{"input": "?", "images": ["a.png", "a.png"]}': "2 images, more than --limit_mm_image_"},
+    ),
     **contents("train on texts", {'{"input": "?", "images": "a.png"}': "--text_only"}),
+    **contents("train on texts", {'{"input": "?", "audios": "a.wav"}': "--text_only"}),
+    **contents(
+        "train on sounds --apply_chat_template --limit_mm_audio_per_prompt 1",
+        {
+            f'{{"input": "?", "audios": {audios}}}': said
+            for audios, said in {
+                '"none.wav"': ":1: audio 1: no file ... none.wav",
+                '"empty.wav"': "empty.wav is an empty file",
+                '"text.png"': "text.png is a damaged sound, or none",
+                '"cut.wav"': "cut.wav is cut off: its header names 64044 bytes and",
+                '"film.mp4"': "film.mp4 has no sound",
+                '"long.wav"': "long.wav lasts more than 2.00 s: expected 0.1 to 2 s",
+                '"short.wav"': "short.wav lasts 0.05 s: expected 0.1",
+                '"nan.wav"': "nan.wav has samples that are not finite",
+                '"https://example.org/a.wav"': "would have to be fetched",
+                "3": "expected a sound as path, bytes or base64, got int",
+                '{"rate": 3}': "a sound object needs bytes or path, found ['rate']",
+                '{"array": [0.0], "sampling_rate": null}': "and a sampling_rate",
+                json.dumps({"array": [2e4] * 9000, "sampling_rate": 16000}): "up to 20000",
+                '["a.wav", "a.wav"]': "2 audios, more than --limit_mm_audio_per_prompt 1",
+            }.items()
+        },
+    ),
+    **contents(
+        "train on sounds --apply_chat_template",
+        {
+            '{"input": "<audio><audio>?", "audios": "a.wav"}': "names 0 images and 0 videos and 2 "
+            "audios, and the row has 0 and 0 and 1",
+            '{"input": "<audio>?"}': "names 0 images and 0 videos and 1 audios",
+            '{"input": "<|AUDIO|>?", "audios": "a.wav"}': "holds '<|AUDIO|>'",
+            '{"input": "?", "images": "a.png"}': "models of type qwen2_audio read no images",
+        },
+    ),
 }
 IN_A_RUN = OPTIONS_OF_STAGES | ROWS_OF_STAGES
 TABLE = BEFORE_A_RUN | IN_A_RUN | MEDIA
@@ -1060,10 +1226,12 @@ def models(tmp_path_factory):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     from lightrft.tools.model_presets import write_tiny_model
+    from lightrft.tools.tiny_audio_models import write_tiny_audio_model
 
     folder = tmp_path_factory.mktemp("stages")
     write_tiny_model(folder / "model", "tiny-qwen3")
     write_tiny_vision_model(folder / "vision", "tiny-qwen2.5-vl", seed=0)
+    write_tiny_audio_model(folder / "hearing")
     scorer = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
     scorer.save_pretrained(folder / "scorer")
     AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / "scorer")
@@ -1080,7 +1248,7 @@ def trained(tmp_path, models, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     write(tmp_path, FILES)
-    for link in ("model", "vision", "scorer", "pooler"):
+    for link in ("model", "vision", "hearing", "scorer", "pooler"):
         (tmp_path / link).symlink_to(models / link)
     return tmp_path
 
@@ -1096,8 +1264,8 @@ def test_a_mistake_that_a_run_finds_costs_one_line_and_writes_nothing(trained, c
 
 @pytest.fixture
 def media(trained, monkeypatch):
-    """Return that directory with images; a strategy, which models need, would be an error."""
-    from tests.datasets.media_files import write_bad_media
+    """Return that directory with media; a strategy, which models need, would be an error."""
+    from tests.datasets.media_files import write_bad_media, write_bad_sounds
 
     from lightrft.run import assembly
 
@@ -1106,6 +1274,7 @@ def media(trained, monkeypatch):
 
     monkeypatch.setattr(assembly, "get_strategy", refuse)
     write_bad_media(trained)
+    write_bad_sounds(trained)
     return trained
 
 

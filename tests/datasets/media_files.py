@@ -2,6 +2,7 @@
 
 import io
 import zlib
+from functools import cache
 
 import numpy as np
 from PIL import Image
@@ -39,6 +40,7 @@ def claiming_frames(count):
     return bytes(content)
 
 
+@cache
 def with_text(size):
     """A PNG with a compressed comment of so many bytes."""
     body = b"zTXtcomment\0\0" + zlib.compress(bytes(size))
@@ -56,3 +58,20 @@ def write_bad_media(folder):
     (folder / "large.png").write_bytes(claiming(10000))
     (folder / "text_bomb.png").write_bytes(with_text(20_000_000))
     (folder / "many.png").write_bytes(claiming_frames(5000))
+
+
+def write_bad_sounds(folder):
+    """Write one good sound, and files that no run may hear."""
+    from tests.datasets.film_files import film
+
+    from lightrft.engines.media.sounds import as_wav
+
+    tone = np.sin(np.arange(16000) / 5).astype(np.float32)
+    whole = as_wav(tone, 16000)
+    (folder / "a.wav").write_bytes(whole)
+    (folder / "empty.wav").write_bytes(b"")
+    (folder / "cut.wav").write_bytes(whole[: len(whole) // 2])
+    (folder / "film.mp4").write_bytes(film(num_frames=4))
+    (folder / "long.wav").write_bytes(as_wav(np.tile(tone, 7), 16000))
+    (folder / "short.wav").write_bytes(as_wav(tone[:800], 16000))
+    (folder / "nan.wav").write_bytes(as_wav(np.full(8000, np.nan, np.float32), 16000))

@@ -19,21 +19,6 @@ CHAT = [
     {"role": "assistant", "content": "all"},
 ]
 THOUGHT = [*CHAT[:1], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nok."}, *CHAT[2:]]
-# Family -> what is trained of each turn of CHAT. GLM ends a turn by the mark of the next role.
-TRAINED = {
-    "Qwen2.5": ["ok.<|im_end|>", "all<|im_end|>"],
-    "SmolLM2": ["ok.<|im_end|>", "all<|im_end|>"],
-    "Hermes": ["ok.<|im_end|>", "all<|im_end|>"],
-    "Qwen3": [
-        "ok.<|im_end|>",
-        "all<|im_end|>",
-    ],
-    "Llama 3": ["ok.<|eot_id|>", "all<|eot_id|>"],
-    "Mistral": [" ok.</s>", " all</s>"],
-    "Gemma": ["ok.<end_of_turn>", "all<end_of_turn>"],
-    "Phi": ["ok.<|end|>", "all<|end|>"],
-    "GLM": ["\nok.<|user|>", "\nall<|user|>"],
-}
 
 
 def family_tokenizer(family):
@@ -46,28 +31,15 @@ def trained_texts(tokenizer, turns):
     return [tokenizer.decode(turn.token_ids[turn.start :]) for turn in turns]
 
 
-@pytest.mark.parametrize("family", TRAINED)
-def test_a_turn_is_trained_from_behind_its_prompt_to_its_end(family):
-    tokenizer = family_tokenizer(family)
-    chat = ChatTurns(ChatIds(tokenizer))
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "DeepSeek"])
+def test_only_the_last_turn_is_trained_where_that_is_asked_for(family):
+    chat = ChatTurns(ChatIds(family_tokenizer(family)))
     turns = chat.turns(Conversation(CHAT))
-    assert trained_texts(tokenizer, turns) == TRAINED[family]
-    for turn, place in zip(turns, (1, 3), strict=True):
-        prompt = tokenizer.apply_chat_template(
-            CHAT[:place], tokenize=False, add_generation_prompt=True
-        )
-        prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        between = turn.token_ids[len(prompt_ids) : turn.start]
-        assert list(turn.token_ids[: len(prompt_ids)]) == prompt_ids
-        # Only a block of empty thinking stands between the two.
-        empty = "<think>\n\n</think>\n\n" if family == "Qwen3" else ""
-        assert tokenizer.decode(between) == empty
+    assert len(turns) == 2
     assert chat.turns(Conversation(CHAT), only_last=True) == turns[1:]
 
 
-def test_every_family_is_either_trained_or_refused():
-    """DeepSeek-R1's template asks for thinking that it never shows."""
-    assert FAMILIES.keys() - TRAINED.keys() == {"DeepSeek"}
+def test_a_template_that_asks_for_thinking_that_it_never_shows_is_refused():
     with pytest.raises(
         DataError, match=r"asks for it by .*<think>.* and shows it as .*begin otherwise"
     ):

@@ -32,36 +32,6 @@ def test_a_byte_order_mark_is_not_part_of_the_first_row(write) -> None:
         assert read_rows(write(name, text))[0].columns == {"input": "x"}
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", '{"input": "x"}\n{"input": "y",}\n', r"jsonl:2: not valid JSON \(.*column 15"),
-        ("a.jsonl", '{"input": "x"}\n["y"]\n', r"a\.jsonl:2: expected an object.*got a list"),
-        ("a.jsonl", '{"input": "x"}\n3\n', r"a\.jsonl:2: expected an object.*got a number"),
-        ("a.jsonl", "\n\n", "holds no rows"),
-        ("a.json", '{"input": "x"}', r"json: expected a list of objects, got an object.*\.jsonl"),
-        ("a.json", '[{"input": "x"}, "y"]', r"a\.json, row 2: expected an object.*got a string"),
-        ("a.json", "[]", "holds no rows"),
-        ("a.json", '[\n{"input": }]', r"a\.json: not valid JSON \(.*line 2"),
-        ("a.parquet", "not parquet", "is not a readable Parquet file"),
-        (
-            "a.xlsx",
-            "input\nx\n",
-            r"format '\.xlsx'.*\.jsonl, \.json, \.parquet, \.csv",
-        ),
-        ("a.csv", "input,label\nx\n", r"a\.csv:2: 1 cells, the header has 2"),
-        ("a.csv", 'input\n"x\n', "a.csv is no table of comma-separated values"),
-        ("a.csv", "input\n", "holds no rows"),
-    ],
-)
-def test_bad_content_is_located(name: str, content: str, message: str, write) -> None:
-    if name.endswith(".parquet"):
-        pytest.importorskip("pyarrow")
-    path = write(name, content)
-    with pytest.raises(DataError, match=message):
-        read_rows(path)
-
-
 def test_a_table_of_comma_separated_values_has_texts_numbers_and_labels(write) -> None:
     text = '\ufeffprompt,completion,label,score\n2+2=,4,true,0.5\n"a, ""b""\nc",05,false,1\n\n'
     rows = read_rows(write("a.csv", text))
@@ -70,19 +40,6 @@ def test_a_table_of_comma_separated_values_has_texts_numbers_and_labels(write) -
         {"prompt": 'a, "b"\nc', "completion": "05", "label": False, "score": 1.0},
     ]
     assert rows[1].location.endswith("a.csv:4")
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.csv", "prompt,completion,prompt\n2+2=,4,9+9=\n", r"a\.csv has 'prompt' twice"),
-        ("a.jsonl", '{"prompt": "a", "prompt": "b"}\n', r"a\.jsonl:1 has 'prompt' twice"),
-        ("a.json", '[{"m": [{"role": "user", "role": "tool"}]}]', r"a\.json has 'role' twice"),
-    ],
-)
-def test_a_name_that_comes_twice_is_refused(name: str, content: str, message: str, write) -> None:
-    with pytest.raises(DataError, match=message):
-        read_rows(write(name, content))
 
 
 def test_a_parquet_column_that_comes_twice_is_refused(tmp_path) -> None:

@@ -91,12 +91,6 @@ def test_a_template_that_takes_arguments_as_json_gets_them_so(tmp_path):
         assert '>><call>{"a": "b"}<|im_end|><<' in shown
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", 5])
-def test_arguments_that_are_no_object_are_refused(tmp_path, arguments):
-    with pytest.raises(DataError, match=r"rows.jsonl:1: message 2 of .*calls that cannot be read"):
-        trained(tmp_path, {"messages": [ASK, calling(arguments)]})
-
-
 def test_other_forms_of_calls_are_the_same_turn(tmp_path):
     value = json.dumps({"name": "weather", "arguments": {"a": 1}})
     said = {"name": "weather", "arguments": '{"a": 1}'}
@@ -154,19 +148,6 @@ def test_turns_that_the_row_excludes_are_context(tmp_path, mark, value):
         {"from": "gpt", "value": "good"},
     ]
     assert trained(tmp_path, {"conversations": spoken}) == shown
-
-
-def test_marks_that_cannot_be_followed_are_refused(tmp_path):
-    bad = {"role": "assistant", "content": "bad", "weight": 0}
-    for talk, options, said in (
-        ([ASK, bad], {}, "message 2 is marked untrained, and no other is left"),
-        ([ASK, SAID, ASK, bad], {"train_on": "last_assistant"}, "message 4 is marked untrained"),
-        ([ASK, bad, ASK, SAID], {"train_on": "all"}, "message 2 is marked untrained, and train_on"),
-        ([ASK, {**bad, "weight": 0.5}], {}, "message 2 of .*: weight must be 0 or 1: got '0.5'"),
-        ([{**ASK, "train": True}, SAID], {}, "message 1 of .*: train is True, and only an assist"),
-    ):
-        with pytest.raises(DataError, match=f"rows.jsonl:1: {said}"):
-            trained(tmp_path, {"messages": talk}, **options)
 
 
 def test_a_system_column_stands_before_the_messages_in_every_stage(tmp_path):
@@ -249,27 +230,10 @@ def test_unread_columns_and_keys_are_named_once(tmp_path):
     assert report.summary().endswith("not read: columns that are in no prompt: system")
 
 
-@pytest.mark.parametrize("content", ["", " \n"])
-def test_an_empty_trained_turn_is_refused(tmp_path, content):
-    empty = {"role": "assistant", "content": content}
-    with pytest.raises(DataError, match=r"rows.jsonl:1: message 2 is empty.*end at once"):
-        trained(tmp_path, {"messages": [ASK, empty, ASK, SAID]})
-    assert trained(tmp_path, {"messages": [ASK, {**empty, "weight": 0}, ASK, SAID]})
-
-
 def test_prompt_and_completion_may_be_messages(tmp_path):
     row = {"prompt": [ASK], "completion": [SAID, ASK, SAID]}
     expected = trained(tmp_path, {"messages": [ASK, SAID, ASK, SAID]})
     assert trained(tmp_path, row, apply_chat_template=True) == expected
-
-
-def test_a_part_of_another_kind_is_not_trained_as_what_is_said(tmp_path):
-    parts = [{"type": "reasoning", "text": "It is one."}, {"type": "output_text", "text": "1"}]
-    with pytest.raises(DataError, match="a part that is no text"):
-        trained(tmp_path, {"messages": [ASK, {"role": "assistant", "content": parts}]})
-    assert ">>1<|im_end|><<" in trained(
-        tmp_path, {"messages": [ASK, {"role": "assistant", "content": parts[1:]}]}
-    )
 
 
 def test_alpaca_is_read_as_turns(tmp_path):
@@ -285,13 +249,6 @@ def test_alpaca_is_read_as_turns(tmp_path):
     assert "user\nTranslate.\n\nHello<|im_end|>" in text
     with pytest.raises(DataError, match=r"rows.jsonl:1: .*Alpaca.*set --input_key instruction"):
         prompted(tmp_path, row)
-
-
-def test_other_layouts_are_named_with_what_to_type(tmp_path):
-    for prompt, answer in (("query", "response"), ("question", "answer")):
-        said = f'rename_columns\\({{"{prompt}": "prompt", "{answer}": "completion"}}\\)'
-        with pytest.raises(DataError, match=f"rows.jsonl:1: expected .*{said}"):
-            trained(tmp_path, {prompt: "a", answer: "b"})
 
 
 @pytest.mark.parametrize(
@@ -353,11 +310,6 @@ def test_a_parser_is_chosen_for_a_tokenizer_with_several_templates():
     one, several = tokenizer_of(chat_families.chatml()), tokenizer_of()
     several.chat_template = {"default": BARE, "tool_use": chat_families.chatml()}
     assert choose_parser("auto", several, ()) is choose_parser("auto", one, ())
-
-
-def test_read_messages_names_what_is_wrong():
-    with pytest.raises(DataError, match="column 'messages' must hold a list of messages: got str"):
-        read_messages({"messages": "hello"}, "messages")
 
 
 def test_arguments_that_json_does_not_have_are_refused():

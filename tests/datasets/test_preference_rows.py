@@ -118,11 +118,6 @@ def test_answers_may_be_labelled_one_by_one(tmp_path):
     assert shown(load(tmp_path, chats).rows[0].answer)[1] == "ok.<|im_end|>"
 
 
-def test_ids_and_a_chat_template_are_refused(tmp_path):
-    with pytest.raises(DataError, match="apply_chat_template: rows with token ids have no turns"):
-        load(tmp_path, [IDS], apply_chat_template=True)
-
-
 def test_a_pair_with_a_long_answer_is_left_out_as_a_whole(tmp_path):
     rows = [TEXTS, TEXTS | {"rejected": "a" * 50}, TEXTS | {"chosen": "more"}]
     data = load(tmp_path, rows, max_row_tokens=12)
@@ -137,50 +132,3 @@ def test_several_turns_with_stripped_thinking_are_refused(tmp_path):
     row = {"prompt": [ASK], "chosen": [thought, MORE, ALL], "rejected": [OK]}
     with pytest.raises(DataError, match=r"rows.jsonl:1, chosen: the chat template shows earlier"):
         load(tmp_path, [row], tokenizer=family_tokenizer("Qwen3", use_regex=True))
-
-
-LABELLED = {"prompt": "a", "completion": "b", "label": True}
-SWAPPED = {"score_chosen": 0.5, "score_rejected": 2}
-
-
-@pytest.mark.parametrize(
-    ("rows", "said"),
-    [
-        ([{"chosen": "a"}], ":1: expected columns chosen and rejected .*found 'chosen'"),
-        ([TEXTS, TEXTS | {"rejected": "ok"}], ":2: chosen and rejected are the same tokens"),
-        ([TEXTS, LABELLED], ":2: expected rows like the first: pairs"),
-        ([TEXTS | {"chosen": ""}], ":1: column 'chosen' must hold a text: got ''"),
-        ([TEXTS, TEXTS | {"chosen": [OK]}], ":2: column 'chosen' must hold a text: got "),
-        ([{"chosen": "a", "rejected": "b"}], ":1: the answers need a prompt before them"),
-        ([{"chosen": [OK], "rejected": [ALL]}], ":1: the answers need a prompt before them"),
-        (
-            [{"prompt": [ASK], "chosen": [], "rejected": [OK]}],
-            ":1: column 'chosen' must hold a st",
-        ),
-        ([{"chosen": CHAT, "rejected": CHAT}], ":1: chosen and rejected are the same messages"),
-        ([{"chosen": CHAT[:2], "rejected": CHAT}], ":1: chosen and rejected part at message 3"),
-        ([{"chosen": [ASK, OK], "rejected": [MORE, OK]}], ":1: chosen and rejected part at mess"),
-        ([CHATS["prompt as text"] | {"prompt": "x"}], ":1: chosen and rejected hold a prompt of"),
-        (
-            [{"prompt": [ASK], "chosen": [OK], "rejected": [{"role": 1}]}],
-            ":1: message 1 of column",
-        ),
-        ([TEXTS | {"margin": -1}], ":1: the chosen answer is worse than the rejected one, by 1"),
-        ([TEXTS | {"score_chosen": 1, "score_rejected": "x"}], ":1: column 'score_rejected' must"),
-        ([TEXTS | SWAPPED], ":1: score_chosen must be more than score_rejected: got 0.5 and 2; sw"),
-        ([IDS, IDS | {"score_chosen": 1, "score_rejected": 1}], ":2: score_chosen must be more"),
-        ([IDS, IDS | {"rejected_ids": [100]}], ":2: column 'rejected_ids': got 100, expected num"),
-        ([IDS | {"chosen_ids": [-1]}], ":1: column 'chosen_ids': got -1, expected numbers from 0"),
-        ([IDS | {"prompt_ids": []}], ":1: column 'prompt_ids' must hold a token or more"),
-        ([IDS | {"chosen_ids": []}], ":1: column 'chosen_ids' must hold a token or more"),
-        ([IDS | {"chosen_ids": "5 6"}], ":1: column 'chosen_ids' must hold a list of numbers"),
-        ([IDS | {"chosen_ids": [7]}], ":1: chosen and rejected are the same tokens"),
-        ([IDS, TEXTS], ":2: expected rows like the first: pairs only"),
-        ([LABELLED | {"label": "yes"}], ":1: column 'label' must be true or false: got 'yes'"),
-        ([LABELLED | {"prompt": [ASK], "completion": [ASK]}], ":1: column 'completion' must begin"),
-    ],
-)
-def test_a_wrong_row_is_named_with_its_place(tmp_path, rows, said):
-    with pytest.raises(DataError, match=f"rows.jsonl{said}") as error:
-        load(tmp_path, rows, vocab_size=100)
-    assert "\n" not in str(error.value)

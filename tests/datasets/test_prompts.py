@@ -122,37 +122,6 @@ def test_a_misspelt_label_key_is_an_error_but_the_default_may_be_absent(write, t
     assert unlabelled[0].columns == {"input": "one", "gold": "1"}
 
 
-@pytest.mark.parametrize(
-    ("row", "options", "message"),
-    [
-        ({"input": 3}, {}, r"a\.jsonl:1: column 'input' must hold a string or a list.*got int '3'"),
-        ({"input": None}, {}, "got NoneType"),
-        ({"input": "  "}, {}, "the prompt 'input' is empty"),
-        ({"input": []}, {"apply_chat_template": True}, "must hold a string or a list"),
-        ({"input": MESSAGES}, {}, "holds chat messages: add --apply_chat_template"),
-        (
-            {"input": [{"role": "user"}]},
-            {"apply_chat_template": True},
-            "message 1 of column 'input' must be an object with role and content",
-        ),
-        (
-            {"input": MESSAGES},
-            {"apply_chat_template": True, "input_template": "a {}"},
-            "fits string prompts only",
-        ),
-        (
-            {"input": [{"role": "system", "content": "x"}, *MESSAGES]},
-            {"apply_chat_template": True, "system_prompt": "y"},
-            "drop one of them",
-        ),
-        ({"input": "one"}, {"system_prompt": "y"}, "add (--)?apply_chat_template"),
-    ],
-)
-def test_unusable_rows_and_options(row, options, message: str, write, tokenizer) -> None:
-    with pytest.raises((DataError, ConfigError), match=message):
-        load_prompts(write("a.jsonl", [row]), tokenizer, TrainConfig(**options))
-
-
 def test_a_missing_or_refusing_chat_template_is_explained(write, tokenizer) -> None:
     path = write("a.jsonl", [{"input": "one"}])
     bare = copy.deepcopy(tokenizer)

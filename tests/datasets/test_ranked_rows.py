@@ -38,26 +38,3 @@ def test_rankings_with_a_long_answer_are_left_out_and_counted(tmp_path):
     assert found.summary.endswith("3 answers in 1 rankings; dropped 1 over-long")
     with pytest.raises(DataError, match="all 1 rows exceed max_row_tokens = 100"):
         load(tmp_path, long)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"answers": "4"}, "column 'answers' must hold a list: got '4'"),
-        ({"ranks": [1, 2]}, "a rank of each: got 3 answers and 2 ranks"),
-        ({"answers": ["4"], "ranks": [1]}, "expected two answers or more"),
-        ({"ranks": [1, 2, "3"]}, "ranks must be finite numbers"),
-        ({"ranks": [1, 2, float("nan")]}, "ranks must be finite numbers"),
-        ({"answers": ["4", "4", "5"]}, "two answers are the same tokens"),
-        ({"answers": ["4", "", "5"]}, "each of the answers must be a text after a prompt"),
-        ({"prompt": None}, "each of the answers must be a text after a prompt"),
-        (
-            {"prompt": [{"role": "user"}]},
-            "of column 'prompt' must be an object with role and content",
-        ),
-    ],
-)
-def test_what_cannot_be_used_is_named_with_its_place(tmp_path, changes, said):
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: ") as caught:
-        load(tmp_path, GOOD | changes)
-    assert said in str(caught.value)

@@ -39,21 +39,3 @@ def test_long_answers_are_left_out_and_counted(tmp_path):
     assert data.summary.endswith("1 scored answers; dropped 1 over-long")
     with pytest.raises(DataError, match="all 1 rows exceed max_row_tokens = 4"):
         load(tmp_path, [ROW], max_row_tokens=4)
-
-
-@pytest.mark.parametrize(
-    ("rows", "said"),
-    [
-        ([ROW, ROW | {"score": 0.5}], ":2: reward_loss bce takes scores of 0 and 1: got 0.5; give"),
-        ([ROW, ROW | {"score": float("nan")}], ":2: expected .*: score is missing"),
-        ([ROW | {"score": True}], ":1: column 'score' must hold a finite number: got True"),
-        ([ROW, {"prompt_ids": [1], "response_ids": [2]}], ":2: expected .*: score is missing"),
-        ([ROW | {"response_ids": []}], ":1: column 'response_ids' must hold a token or more"),
-        ([ROW | {"prompt_ids": [100]}], ":1: column 'prompt_ids': got 100, expected numbers from"),
-        ([ROW | {"prompt_ids": [0.5]}], ":1: column 'prompt_ids' must hold a list of numbers"),
-    ],
-)
-def test_a_wrong_row_is_named_with_its_place(tmp_path, rows, said):
-    with pytest.raises(DataError, match=f"rows.jsonl{said}") as error:
-        load(tmp_path, rows)
-    assert "\n" not in str(error.value)

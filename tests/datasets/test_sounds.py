@@ -8,18 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.datasets.film_files import film, sound_alone
+from tests.datasets.film_files import sound_alone
 from tests.datasets.row_files import prompts_of
 from tests.models.audio.sound_world import as_sound, sound, tiny, tone
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.media import VisionPrompts
-from lightrft.datasets.types import DataError
 from lightrft.engines.media.errors import MediaError
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sounds import SoundRules, as_audio, as_wav
 from lightrft.records.media import MediaSources, pack_sources, unpack_sources
-from lightrft.tools.model_presets import byte_level_tokenizer
 
 CONFIG = TrainConfig(apply_chat_template=True, prompt_max_len=400)
 load = partial(prompts_of, CONFIG)
@@ -146,64 +144,6 @@ def test_rows_name_their_sounds_by_columns_and_by_parts(tmp_path, reader):
     found = load(tmp_path, [{"input": "?", "speech": "a.wav"}], reader, audios_key="speech")
     assert len(found[0].media.audios) == 1
     assert len(load(tmp_path, rows[:1], reader, text_only=True)[0].media.audios) == 0
-
-
-WRONG = {
-    "missing": ({"audios": "none.wav"}, r"train\.jsonl:2: audio 1: no file .*none\.wav"),
-    "empty": ({"audios": "empty.wav"}, r"jsonl:2: .*empty\.wav is an empty file"),
-    "no sound": ({"audios": "text.wav"}, r"text\.wav is a damaged sound, or none"),
-    "cut": ({"audios": "cut.wav"}, r"cut\.wav is cut off: its header names 64044 bytes and"),
-    "silent film": ({"audios": "film.mp4"}, r"film\.mp4 has no sound"),
-    "long": ({"audios": "long.wav"}, r"long\.wav lasts more than 2.00 s: expected 0.1 to 2 s"),
-    "short": ({"audios": "short.wav"}, r"short\.wav lasts 0.05 s: expected 0.1"),
-    "not finite": ({"audios": "nan.wav"}, r"nan\.wav has samples that are not finite"),
-    "address": ({"audios": "https://example.org/a.wav"}, "would have to be fetched"),
-    "number": ({"audios": 3}, "expected a sound as path, bytes or base64, got int"),
-    "object": ({"audios": {"rate": 3}}, r"a sound object needs bytes or path, found \['rate'\]"),
-    "array": ({"audios": {"array": [0.0], "sampling_rate": None}}, "and a sampling_rate"),
-    "loud": ({"audios": {"array": [2e4] * 9000, "sampling_rate": 16000}}, "up to 20000"),
-    "two marks": (
-        {"input": "<audio><audio>?", "audios": "a.wav"},
-        "names 0 images and 0 videos and 2 audios, and the row has 0 and 0 and 1",
-    ),
-    "mark alone": ({"input": "<audio>?"}, "names 0 images and 0 videos and 1 audios"),
-    "placeholder": ({"input": "<|AUDIO|>?", "audios": "a.wav"}, r"holds '<\|AUDIO\|>'"),
-    "picture": ({"images": "a.png"}, "models of type qwen2_audio read no images"),
-    "limit": ({"audios": ["a.wav", "a.wav"]}, "2 audios, more than --limit_mm_audio_per_prompt 1"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_heard_is_one_line(name, tmp_path, reader):
-    from PIL import Image
-
-    row, message = WRONG[name]
-    whole = as_wav(tone(), 16000)
-    files = {
-        "a.wav": whole,
-        "empty.wav": b"",
-        "text.wav": b"la la la" * 30,
-        "cut.wav": whole[: len(whole) // 2],
-        "film.mp4": film(num_frames=4),
-        "long.wav": as_wav(tone(7.0), 16000),
-        "short.wav": as_wav(tone(0.05), 16000),
-        "nan.wav": as_wav(np.full(8000, np.nan, dtype=np.float32), 16000),
-    }
-    for file, content in files.items():
-        (tmp_path / file).write_bytes(content)
-    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    rows = [{"input": "?", "audios": "a.wav"}, {"input": "?", **row}]
-    with pytest.raises(DataError, match=message) as caught:
-        load(tmp_path, rows, reader, limit_mm_audio_per_prompt=1)
-    assert "\n" not in str(caught.value)
-    assert "train.jsonl:2" in str(caught.value)
-
-
-def test_a_model_of_text_or_pictures_is_not_left_deaf(tmp_path):
-    (tmp_path / "a.wav").write_bytes(as_wav(tone(), 16000))
-    rows = [{"input": "?", "audios": "a.wav"}]
-    with pytest.raises(DataError, match=r":1: column 'audios' holds audios.*--text_only"):
-        load(tmp_path, rows, byte_level_tokenizer())
 
 
 def test_damaged_sounds_end_in_one_error():

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from tests.datasets.row_files import written
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.types import DataError
 from lightrft.stages.reward.reward_inputs import load_rows
 from lightrft.tools.model_presets import byte_level_tokenizer
 
@@ -34,25 +32,3 @@ def test_steps_end_in_their_newline_and_the_last_one_with_the_row(tmp_path):
 def test_long_answers_are_left_out_and_counted(tmp_path):
     long = GOOD | {"completions": ["2+2 is 4.", "4+2 is 7." * 20]}
     assert load(tmp_path, GOOD, long).summary.endswith("in 1 answers; dropped 1 over-long")
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"labels": [True]}, "completions and labels must be lists of one length"),
-        ({"completions": "one"}, "completions and labels must be lists of one length"),
-        ({"labels": [True, 0.5]}, "labels must be true or false: got '[True, 0.5]'"),
-        ({"completions": ["a", ""]}, "completions texts that are not empty"),
-        ({"completions": [], "labels": []}, "completions texts that are not empty"),
-        ({"prompt": None}, "prompt must be a text"),
-    ],
-)
-def test_what_cannot_be_used_is_named_with_its_place(tmp_path, changes, said):
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: ") as caught:
-        load(tmp_path, GOOD | changes)
-    assert said in str(caught.value)
-
-
-def test_a_chat_template_is_refused(tmp_path):
-    with pytest.raises(DataError, match="leave apply_chat_template and chat_template out"):
-        load(tmp_path, GOOD, apply_chat_template=True)

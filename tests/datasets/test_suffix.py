@@ -123,23 +123,6 @@ def test_a_turn_that_ends_otherwise_gets_its_end_unsampled(name):
         assert other == (suffix.chat.end_of_turn, *ended)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_prompt_turn_and_suffix_read_like_one_conversation(name):
-    """Decoded text, never ids: encoding jointly would merge across the boundaries."""
-    tokenizer = family_tokenizer(name)
-    suffix = TurnSuffix(ChatIds(tokenizer))
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "hi."}], tokenize=False, add_generation_prompt=True
-    )
-    turn = ended_turn(name, tokenizer, "\nhello")
-    ids = [*ids_of(tokenizer, prompt), *turn, *suffix.after(turn, ["\nline.\n\n"]).token_ids]
-    text = tokenizer.decode(ids, skip_special_tokens=False)
-    assert text.startswith(prompt + "\nhello")
-    joint = ids_of(tokenizer, text)
-    if name in ("Qwen2.5", "Qwen3", "Gemma", "Phi"):  # one newline ends their header
-        assert len(joint) < len(ids)  # the merges that re-tokenising would make
-
-
 @pytest.mark.parametrize(
     "text",
     [

@@ -119,33 +119,6 @@ def test_rows_of_token_ids_are_taken_as_they_are(tmp_path, train_on, trained):
 
 
 @pytest.mark.parametrize(
-    ("token_ids", "is_trained", "said"),
-    [
-        ([7, 300], [0, 1], "column 'token_ids': got 300, expected numbers from 0 to 299"),
-        ([7, -1], [0, 1], "column 'token_ids': got -1, expected"),
-        ([7, 2.0], [0, 1], "column 'token_ids' must hold a list of numbers: got '.7, 2.0.'"),
-        ("78", [0, 1], "column 'token_ids' must hold a list of numbers: got '78'"),
-        ([7, 8], [0, 2], "column 'is_trained': got 2, expected numbers from 0 to 1"),
-        ([7, 8], [1], "must hold one 0 or 1 for each of token_ids: got 1 for 2"),
-        ([7, 8], [1, 0], "no token is trained: expected two tokens or more, one of them trained"),
-        ([], [], "no token is trained"),
-    ],
-)
-def test_a_wrong_row_of_token_ids_is_named_with_its_place(tmp_path, token_ids, is_trained, said):
-    path = written(tmp_path, [{"token_ids": token_ids, "is_trained": is_trained}])
-    with pytest.raises(DataError, match=f"rows.jsonl:1: .*{said}") as error:
-        load_supervised(
-            path,
-            family_tokenizer("Qwen2.5"),
-            TrainConfig(),
-            max_samples=1,
-            split="train",
-            vocab_size=300,
-        )
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
     ("pattern", "options", "trained"),
     [
         ("ok|l", {}, "okll"),
@@ -180,38 +153,6 @@ def test_long_rows_are_left_out_and_counted(tmp_path):
     assert data.summary.endswith(f"dropped 1 over-long (first: {tmp_path / 'rows.jsonl'}:2)")
     with pytest.raises(DataError, match="all 3 rows exceed max_row_tokens = 2 tokens"):
         load(tmp_path, rows, max_row_tokens=2)
-
-
-@pytest.mark.parametrize(
-    ("rows", "options", "said"),
-    [
-        ([{"question": "x"}], {}, r"rows.jsonl:1: expected a column messages, .*found 'question'"),
-        ([{"text": "ok"}, {"messages": CHAT}], {}, "rows.jsonl:2: expected text, as in the first"),
-        ([{"text": 7}], {}, "rows.jsonl:1: column 'text' must hold a text: got '7'"),
-        ([{"prompt": "a", "completion": ""}], {}, "rows.jsonl:1: column 'completion' must hold"),
-        ([{"messages": "hello"}], {}, "rows.jsonl:1: column 'messages' must hold a list"),
-        (
-            [{"messages": [{"role": "user"}]}],
-            {},
-            "rows.jsonl:1: message 1 of .* must be an obj",
-        ),
-        ([{"messages": CHAT[:1]}], {}, "rows.jsonl:1: no message of role assistant"),
-        (
-            [{"conversations": [{"from": "bot", "value": "x"}]}],
-            {},
-            "message 1 of .* from .human",
-        ),
-        ([{"messages": CHAT, "tools": "{"}], {}, "rows.jsonl:1: column 'tools' is no JSON"),
-        ([{"text": "ok"}], {"train_on": "assistant"}, "train_on assistant: rows with text take"),
-        ([{"text": "ok"}], {"apply_chat_template": True}, "rows with text have no turns"),
-        ([{"text": "ok"}], {"chat_template": "a.jinja"}, "chat_template: rows with text have no"),
-        ([{"prompt": "a", "completion": "b"}], {"chat_template": "a.jinja"}, "or add apply_chat_t"),
-    ],
-)
-def test_a_wrong_row_is_named_with_its_place(tmp_path, rows, options, said):
-    with pytest.raises(DataError, match=said) as error:
-        load(tmp_path, rows, **options)
-    assert "\n" not in str(error.value)
 
 
 def test_conversations_need_a_chat_template(tmp_path):
