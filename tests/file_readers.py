@@ -8,6 +8,7 @@ import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,28 @@ def helper(path):
     return module
 
 
+def by(reference, name=".", kind=str):
+    """Return a function that calls what is named with a path below its folder."""
+    module, _, names = reference.partition(":")
+
+    def read(folder):
+        function = attrgetter(names)(importlib.import_module(module))
+        return function(kind(folder / name))
+
+    return read
+
+
+def files(texts):
+    """Return a function that writes files of these texts into a folder."""
+
+    def make(folder):
+        for name, text in texts.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(text)
+
+    return make
+
+
 # ---- valid files and their readers ----
 
 
@@ -74,32 +97,27 @@ def audit(folder):
 RECORD = "run/audit/step_000001/"
 
 
-JOURNAL_HEADER = {
-    "step": 1,
-    "batch": 0,
-    "rank": 0,
-    "world_size": 1,
-    "weights": 3,
-    "sampling": [42, 1.0, 1.0, -1],
-    "environment": {"schemas": [], "answers_turns": False},
-}
+JOURNAL = """\
+{"event": "begin", "format": FORMAT, "step": 1, "batch": 0, "rank": 0, "world_size": 1, \
+"weights": 3, "sampling": [42, 1.0, 1.0, -1], "environment": {"schemas": [], \
+"answers_turns": false}}
+{"event": "reset", "sample_id": 0, "told": null, "prompt_token_ids": [1, 2]}
+{"event": "turn", "sample_id": 0, "turn": 0, "request_id": 5, "text": "a", "context_hash": "ab", \
+"token_ids": [4, 5], "logprobs": [-0.5, -0.25], "logprobs_mode": "temperature", \
+"finish_reason": "stop", "weights_version": 1}
+{"event": "round", "round": 0, "sample_ids": [0]}
+{"event": "observation", "sample_id": 0, "turn": 0, "token_ids": [3], "text_spans": []}
+{"event": "end", "sample_id": 0, "reward": 1.0, "failure": null}
+"""
 
 
 def make_journal(folder):
     from lightrft.rollout.environments.journal_lines import FORMAT
 
     (folder / "journal").mkdir()
-    turn = {"request_id": 5, "text": "a", "context_hash": "ab", "token_ids": [4, 5]}
-    turn |= {"logprobs": [-0.5, -0.25], "logprobs_mode": "temperature", "finish_reason": "stop"}
-    events = [
-        {"event": "begin", "format": FORMAT, **JOURNAL_HEADER},
-        {"event": "reset", "sample_id": 0, "told": None, "prompt_token_ids": [1, 2]},
-        {"event": "turn", "sample_id": 0, "turn": 0, **turn, "weights_version": 1},
-        {"event": "round", "round": 0, "sample_ids": [0]},
-        {"event": "observation", "sample_id": 0, "turn": 0, "token_ids": [3], "text_spans": []},
-        {"event": "end", "sample_id": 0, "reward": 1.0, "failure": None},
-    ]
-    (folder / "journal/step-000001.rank-0.jsonl").write_text(lines_of(events))
+    lines = JOURNAL.replace("FORMAT", json.dumps(FORMAT)).splitlines()
+    text = lines_of([json.loads(line) for line in lines])
+    (folder / "journal/step-000001.rank-0.jsonl").write_text(text)
 
 
 def seal_journal(folder):
@@ -137,12 +155,6 @@ def make_gguf(folder):
     writer.close()
 
 
-def read_gguf(folder):
-    from examples.smollm2.from_gguf import read_fields
-
-    return read_fields(folder / "m.gguf")
-
-
 def make_model(folder):
     from lightrft.tools.model_presets import write_tiny_model
 
@@ -155,22 +167,10 @@ def plan_size(folder):
     return read_model_size(str(folder / "m")).parameters
 
 
-def load_config(folder):
-    from lightrft.models.loading import load_config as load
-
-    return load(str(folder / "m"))
-
-
 def load_tokenizer(folder):
     from lightrft.models import load_tokenizer as load
 
     return load(str(folder / "m"))("hello 12")
-
-
-def count_weights(folder):
-    from lightrft.models.weight_files import count_model
-
-    return count_model(str(folder / "m"))
 
 
 def make_checkpoint(folder):
@@ -194,46 +194,36 @@ def make_checkpoint(folder):
     (path / "manifest.json").write_text(manifest.to_json())
 
 
-def scan(folder):
-    from lightrft.strategy.checkpoints.manifest import scan_checkpoints
-
-    return scan_checkpoints(folder)
-
-
-def read_state(folder):
-    from lightrft.strategy.checkpoints.client_state import load_state
-
-    return load_state(folder / "global_step1/client_state")
-
-
 def make_config(folder):
     from lightrft.config import TrainConfig
 
     TrainConfig(pretrain="m", policy_loss_args={"a": 1.0}).save(folder / "config.toml")
 
 
-def read_config(folder):
-    from lightrft.config import TrainConfig
-
-    return TrainConfig.load(folder / "config.toml")
+RUN = {
+    "metrics.jsonl": """\
+{"step": 1, "reward": 0.5, "kl": 0.1, "engine_hash": 1152921504606846977}
+{"step": 2, "reward": 1.0, "kl": 0.1, "engine_hash": 1152921504606846978}
+""",
+    "samples.jsonl": """\
+{"step": 1, "prompt": "p", "response": "r", "reward": 1.0, "group_id": 0, "tokens": ["a", "b"], \
+"token_ids": [1, 2], "logprobs": [-0.5, -1.0]}
+""",
+    "events.jsonl": """\
+{"unix_seconds": 1.7e9, "event": "started", "step": 0, "world_size": 1}
+""",
+    "run.json": '{"started_unix": 1.7e9, "world_size": 1, "versions": {"torch": "2"}}',
+    "summary.json": '{"num_steps": 2, "world_size": 1}',
+    "logs/timeline_0.jsonl": """\
+{"step": 1, "stage": "train", "start": 1.0, "end": 1.5}
+{"step": 2, "stage": "train", "start": 2.0, "end": 3.0}
+""",
+}
 
 
 def make_run(folder):
     make_config(folder)
-    lines = [{"step": i, "reward": 0.5 * i, "kl": 0.1, "engine_hash": 2**60 + i} for i in (1, 2)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    tokens = {"tokens": ["a", "b"], "token_ids": [1, 2], "logprobs": [-0.5, -1.0]}
-    sample = {"step": 1, "prompt": "p", "response": "r", "reward": 1.0, "group_id": 0, **tokens}
-    (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
-    event = {"unix_seconds": 1.7e9, "event": "started", "step": 0, "world_size": 1}
-    (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
-    start = {"started_unix": 1.7e9, "world_size": 1, "versions": {"torch": "2"}}
-    (folder / "run.json").write_text(json.dumps(start))
-    (folder / "summary.json").write_text(json.dumps({"num_steps": 2, "world_size": 1}))
-    (folder / "logs").mkdir(exist_ok=True)
-    spans = [{"step": i, "stage": "train", "start": 1.0 * i, "end": 1.5 * i} for i in (1, 2)]
-    timeline = "".join(json.dumps(span) + "\n" for span in spans)
-    (folder / "logs" / "timeline_0.jsonl").write_text(timeline)
+    files(RUN)(folder)
 
 
 def report(folder):
@@ -262,10 +252,6 @@ def read_rows(name):
         return read_rows(folder / name)
 
     return read
-
-
-def make_recipe(folder):
-    (folder / "recipe.toml").write_text("[math]\na = 1.0\n[chat]\nb = 0.5\n")
 
 
 def read_recipe(folder):
@@ -347,18 +333,14 @@ def media(*names, kind):
     )
 
 
-def make_rollouts(folder):
-    sample = {
-        "step": 1,
-        "sample_id": 0,
-        "group_id": 0,
-        "prompt_ids": [1, 2],
-        "response_ids": [3, 4],
-    }
-    sample |= {"sampled_spans": [[0, 2]], "reward": 0.5, "accuracy": 1.0, "weights_version": 1}
-    sample |= dict.fromkeys(("truncated", "masked", "held_out", "has_media"), False)
-    lines = [json.dumps({**sample, "sample_id": i}) + "\n" for i in range(3)]
-    (folder / "rollouts.jsonl").write_text("".join(lines))
+ROLLOUTS = "".join(
+    '{"step": 1, "sample_id": NUMBER, "group_id": 0, "prompt_ids": [1, 2], "response_ids": [3, 4], '
+    '"sampled_spans": [[0, 2]], "reward": 0.5, "accuracy": 1.0, "weights_version": 1, '
+    '"truncated": false, "masked": false, "held_out": false, "has_media": false}\n'.replace(
+        "NUMBER", str(number)
+    )
+    for number in range(3)
+)
 
 
 def read_rollouts(folder):
@@ -417,13 +399,13 @@ def read_stored(folder):
     return read(folder / "stored.json", ReferenceOrigin("data", "template"), (2, 0))
 
 
-def make_counted(folder):
-    make_config(folder)
-    rows = [json.dumps({"input": f"say {i}"}) for i in range(4)]
-    (folder / "d.jsonl").write_text("\n".join(rows))
-    lines = [{"step": i, "skipped_steps": 0.5, "reward": 0.1} for i in (1, 2, 3)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "run.json").write_text(json.dumps({"inputs": {"x": {"sha256": "0"}}}))
+COUNTED = {
+    "d.jsonl": "".join(f'{{"input": "say {number}"}}\n' for number in range(4)),
+    "metrics.jsonl": "".join(
+        f'{{"step": {step}, "skipped_steps": 0.5, "reward": 0.1}}\n' for step in (1, 2, 3)
+    ),
+    "run.json": '{"inputs": {"x": {"sha256": "0"}}}',
+}
 
 
 def count_steps(folder):
@@ -448,9 +430,10 @@ def cut_records(folder):
     damage_of_records(folder)
 
 
-def make_judge(folder):
-    (folder / "rubric.toml").write_text('[right]\nquestion = "Is it?"\nweight = 2.0\n')
-    (folder / "ask.txt").write_text("{question} {mark}{response}{mark} of {prompt}\n")
+JUDGE = {
+    "rubric.toml": '[right]\nquestion = "Is it?"\nweight = 2.0\n',
+    "ask.txt": "{question} {mark}{response}{mark} of {prompt}\n",
+}
 
 
 def load_judge(folder):
@@ -518,24 +501,10 @@ def load_weights(folder):
     return load_causal_lm(str(folder / "m"), dtype="float32")
 
 
-def make_phase(folder):
-    (folder / "0").write_text('["save a checkpoint", 1.5]')
-
-
 def read_phase(folder):
     from lightrft.strategy.distributed.process_end import read_phase as read
 
     return read(folder, 0)
-
-
-def make_template(folder):
-    (folder / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-
-
-def read_template(folder):
-    from lightrft.models.loading import read_template
-
-    return read_template(folder / "chat.jinja")
 
 
 CONFIG, LOADING = "lightrft.config.options:ConfigError", "lightrft.models.loading:ModelLoadError"
@@ -565,21 +534,46 @@ READERS = {
         ("lightrft.tools.report.run_data:NotARunError",),
         seal=seal_journal,
     ),
-    "gguf": Reader(("m.gguf",), make_gguf, read_gguf, (LOADING,)),
-    "plan": Reader(("m/config.json",), make_model, plan_size, (CONFIG, FILE)),
-    "model config": Reader(("m/config.json",), make_model, load_config, (LOADING,)),
-    "tokenizer": Reader(
-        ("m/tokenizer.json", "m/tokenizer_config.json"), make_model, load_tokenizer, (LOADING,)
+    "gguf": Reader(
+        ("m.gguf",),
+        make_gguf,
+        by("examples.smollm2.from_gguf:read_fields", "m.gguf", Path),
+        (LOADING,),
     ),
-    "weights": Reader(("m/model.safetensors",), make_model, count_weights),
-    "manifest": Reader(("global_step1/manifest.json",), make_checkpoint, scan),
+    "plan": Reader(("m/config.json",), make_model, plan_size, (CONFIG, FILE)),
+    "model config": Reader(
+        ("m/config.json",), make_model, by("lightrft.models.loading:load_config", "m"), (LOADING,)
+    ),
+    "tokenizer": Reader(
+        ("m/tokenizer.json", "m/tokenizer_config.json"),
+        make_model,
+        load_tokenizer,
+        (LOADING,),
+    ),
+    "weights": Reader(
+        ("m/model.safetensors",), make_model, by("lightrft.models.weight_files:count_model", "m")
+    ),
+    "manifest": Reader(
+        ("global_step1/manifest.json",),
+        make_checkpoint,
+        by("lightrft.strategy.checkpoints.manifest:scan_checkpoints", kind=Path),
+    ),
     "client state": Reader(
         ("global_step1/client_state.json", "global_step1/client_state.safetensors"),
         make_checkpoint,
-        read_state,
+        by(
+            "lightrft.strategy.checkpoints.client_state:load_state",
+            "global_step1/client_state",
+            Path,
+        ),
         ("lightrft.strategy.checkpoints.errors:CheckpointError",),
     ),
-    "options": Reader(("config.toml",), make_config, read_config, (CONFIG, FILE)),
+    "options": Reader(
+        ("config.toml",),
+        make_config,
+        by("lightrft.config:TrainConfig.load", "config.toml", Path),
+        (CONFIG, FILE),
+    ),
     "report": Reader(
         (
             "metrics.jsonl",
@@ -597,24 +591,36 @@ READERS = {
         name: Reader((name,), make_rows, read_rows(name), ("lightrft.datasets.types:DataError",), 4)
         for name in ("d.jsonl", "d.json", "d.parquet")
     },
-    "recipe": Reader(("recipe.toml",), make_recipe, read_recipe, (CONFIG, FILE)),
+    "recipe": Reader(
+        ("recipe.toml",),
+        files({"recipe.toml": "[math]\na = 1.0\n[chat]\nb = 0.5\n"}),
+        read_recipe,
+        (CONFIG, FILE),
+    ),
     "carried": Reader(("state.json",), make_carried, read_carried, ("builtins:ValueError",), 1),
     "answers": Reader(("answers/rank_9.jsonl",), make_answers, read_answers),
     "pictures": media("a.png", "a.jpg", "a.bmp", "a.tif", "a.ppm", kind="image"),
     "animations": media("moving.gif", "moving.webp", "moving.png", kind="video"),
     "films": media("film.mkv", "film.mp4", "film.avi", kind="video"),
     "sounds": media("a.wav", kind="audio"),
-    "rollouts": Reader(("rollouts.jsonl",), make_rollouts, read_rollouts, (DATA,), 4),
+    "rollouts": Reader(
+        ("rollouts.jsonl",), files({"rollouts.jsonl": ROLLOUTS}), read_rollouts, (DATA,), 4
+    ),
     "origin": Reader((ORIGIN,), make_origin, read_origin, (DATA,), 4, seal=seal_object(ORIGIN)),
     "stored reference": Reader(
         ("stored.json",), make_stored, read_stored, (CONFIG, FILE), 2, seal_object("stored.json")
     ),
-    "counted steps": Reader(("metrics.jsonl", "d.jsonl", "run.json"), make_counted, count_steps),
+    "counted steps": Reader(("metrics.jsonl", "d.jsonl", "run.json"), files(COUNTED), count_steps),
     "continued records": Reader(
         ("metrics.jsonl", "samples.jsonl", "events.jsonl", "run.json"), make_run, cut_records
     ),
-    "judge": Reader(("rubric.toml", "ask.txt"), make_judge, load_judge, (CONFIG,)),
-    "chat template": Reader(("chat.jinja",), make_template, read_template, (CONFIG,)),
+    "judge": Reader(("rubric.toml", "ask.txt"), files(JUDGE), load_judge, (CONFIG,)),
+    "chat template": Reader(
+        ("chat.jinja",),
+        files({"chat.jinja": "{% for m in messages %}{{ m.content }}{% endfor %}"}),
+        by("lightrft.models.loading:read_template", "chat.jinja", Path),
+        (CONFIG,),
+    ),
     "model weights": Reader(("m/model.safetensors",), make_model, load_weights, (LOADING,)),
     "heads": Reader(
         ("m/value_head.safetensors", "m/score.safetensors"), make_heads, read_heads, (LOADING,)
@@ -625,5 +631,5 @@ READERS = {
         read_adapters,
         (CONFIG,),
     ),
-    "phase": Reader(("0",), make_phase, read_phase),
+    "phase": Reader(("0",), files({"0": '["save a checkpoint", 1.5]'}), read_phase),
 }

@@ -19,7 +19,6 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from lightrft.cli.options import available_options, merge_options
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import alternatives, options_of, type_hints
-from lightrft.config.toml import format_toml, read_toml
 from lightrft.datasets.files import Row, read_rows, scan_rows
 from lightrft.datasets.render import tokenise
 from lightrft.datasets.types import DataError
@@ -129,17 +128,6 @@ def test_every_option_refuses_what_no_number_may_be():
             assert bool(problems) != allowed, (name, text)
             refused += bool(problems)
     assert refused > 100
-
-
-@FUZZ
-@given(st.text(max_size=30).filter(lambda t: "\0" not in t))
-def test_texts_survive_toml(tmp_path, text):
-    path = tmp_path / "t.toml"
-    try:
-        path.write_text(f"x = {format_toml(text)}", encoding="utf-8", newline="")
-    except UnicodeEncodeError:  # half of a pair, which the options refuse
-        return
-    assert read_toml(path) == {"x": text}
 
 
 @pytest.fixture(scope="module")

@@ -132,27 +132,10 @@ def test_a_small_module_for_one_importer_is_named(tmp_path):
     assert "small.py (1 lines, only for lightrft.trainer.spmd_ppo_trainer)" in text
 
 
-def test_imports_for_annotations_make_no_importer(tmp_path):
-    typing = (
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import lightrft.trainer.small"
-    )
-    found = tree(tmp_path, **{"trainer/other.py": typing})
-    assert found["small_modules"].value == 2  # `small`, and `other` for the tools
-
-
 def test_docstrings_comments_and_layout_cost_no_tokens(tmp_path):
     text = '"""Text.\n\nMore.\n"""\n\n# A comment.\n\n\nN = (\n    1\n)\n'
     before, after = tree(tmp_path), tree(tmp_path, **{"trainer/small.py": text})
     assert after["core_tokens"].value == before["core_tokens"].value + 2
-
-
-def test_tests_are_counted_for_themselves(tmp_path):
-    before = tree(tmp_path)
-    (tmp_path / "tests" / "area").mkdir(parents=True)
-    (tmp_path / "tests" / "area" / "test_x.py").write_text('"""Tests."""\n\nN = 1  # one\n')
-    after = measures.measure(tmp_path)
-    assert after.pop("tests_tokens").value == before.pop("tests_tokens").value + 3
-    assert after == before
 
 
 @pytest.mark.parametrize(
@@ -172,18 +155,6 @@ def test_tests_are_counted_for_themselves(tmp_path):
 def test_complexity_counts_ways(body, expected):
     function = ast.parse(f"def f():\n {body}\n").body[0]
     assert measures.complexity(function) == expected
-
-
-def test_kernels_may_be_wide_and_native_code_is_counted_beside(tmp_path):
-    kernel = "@triton.jit(do_not_specialize=A)\ndef k(a, b, c, d, e, f, g, h, i):\n"
-    found = tree(tmp_path, **{"trainer/small.py": SMALL + kernel + "    pass\n" * 60})
-    assert (found["wide_functions"].value, found["long_functions"].value) == (0, 0)
-    found = tree(tmp_path, **{"trainer/small.py": SMALL + kernel + "    pass\n" * 61})
-    assert found["long_functions"].value == 1
-    (tmp_path / "packages/a.cpp").write_text("int a = 1; // a comment\n/* more */")
-    (tmp_path / "packages/a.html.jinja").write_text("{{ a }}")
-    found = values(measures.measure(tmp_path))
-    assert (found["native_tokens"], found["page_tokens"]) == (5, 5)
 
 
 def test_classes_of_one_name_and_records_of_one_place_are_named(tmp_path):

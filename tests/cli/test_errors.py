@@ -48,6 +48,7 @@ def _no_launcher(monkeypatch):
 
 KNOWN_ERRORS = (
     ("lightrft.cli.errors", "UsageError", ("text",), 2),
+    ("lightrft.cli.errors", "PreflightError", ("text",), 3),
     ("lightrft.strategy.config", "ConfigError", ("text",), 2),
     ("lightrft.models.loading", "ModelLoadError", ("text",), 2),
     ("lightrft.models.ulysses", "LayoutRefusedError", ("text",), 2),
@@ -56,6 +57,7 @@ KNOWN_ERRORS = (
     ("lightrft.strategy.weight_sync.verification", "WeightSyncError", ("hash", "text"), 8),
     ("lightrft.strategy.distributed.process_end", "NonFiniteError", ("text",), 9),
     ("builtins", "FloatingPointError", ("text",), 9),
+    ("lightrft.strategy.distributed.process_end", "RunStoppedError", (3, "text"), 75),
     ("lightrft.cli.errors", "WorkerError", ("text", 77), 77),
 )
 
@@ -66,7 +68,7 @@ def test_errors_for_the_user_are_one_line(capsys, module, name, arguments, code)
     assert run_guarded("lightrft", raise_(error)) == code
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("lightrft: ")
-    assert line.endswith("text")
+    assert "text" in line
 
 
 def test_other_errors_show_where_they_come_from(capsys):
@@ -268,10 +270,6 @@ def test_a_service_that_refuses_a_connection_is_no_rank(capsys):
 
     assert run_guarded("lightrft", raise_(RewardError("Connection refused"))) == ExitCode.REWARD
     assert "another rank" not in capsys.readouterr().err
-
-
-def test_success_passes_its_code_on():
-    assert run_guarded("lightrft", lambda: 0) == 0
 
 
 @pytest.mark.parametrize(("module", "name"), [row[:2] for row in errors.ERROR_CODES])

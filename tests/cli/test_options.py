@@ -40,12 +40,6 @@ def test_engine_options_may_come_one_by_one():
     assert config.engine_args == {"a": 1, "b": "x", "c": 2.5}
 
 
-def test_booleans_have_a_negative_form():
-    config, problems = parse("--no_verify_weight_sync --no_bf16 --disable_engine_sleep")
-    assert problems == []
-    assert (config.verify_weight_sync, config.bf16, config.enable_engine_sleep) == (False,) * 3
-
-
 def test_hyphens_and_equals_signs_are_the_same_flag():
     config, problems = parse("--reward-fn a-b.py:f --output-dir=some-where=x --top-k -1")
     assert problems == []
@@ -63,14 +57,6 @@ def test_later_files_win_and_flags_win_over_files(tmp_path):
     assert (config.temperature, config.max_steps, config.top_k) == (1.0, 2, 3)
     assert isinstance(config.temperature, float)
     assert config.reward_fn == ("gsm8k",)
-
-
-def test_problems_of_flags_and_files_come_together(tmp_path):
-    file = tmp_path / "a.toml"
-    file.write_text("tempratur = 1\nmax_steps = 'many'\nload_in_4bit = true\n")
-    problems = "\n".join(parse("--foo 1 --topp 2", files=(file,))[1])
-    for text in ("tempratur", "max_steps", "load_in_4bit is not available", "foo", "top_p"):
-        assert text in problems
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
+from tests.runs import rollout_options, steps, tiny_models, words, write_inputs
 
 from lightrft.cli.main import main
-from lightrft.tools.model_presets import write_tiny_model
 
 OWN = """
 import json
@@ -44,35 +42,27 @@ class Lines:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("own")
-    write_tiny_model(path / "model", "tiny-qwen3", seed=0)
-    (path / "own.py").write_text(OWN)
-    rows = [json.dumps({"input": f"Say {n}.", "label": str(n)}) + "\n" for n in range(8)]
-    (path / "prompts.jsonl").write_text("".join(rows))
-    return path
+    return write_inputs(tiny_models(tmp_path_factory.mktemp("own"), "model"), files={"own.py": OWN})
 
 
 def run(folder, name, *flags):
     """The exit code of a run of one step with everything own."""
     own = folder / "own.py"
-    sizes = """--rollout_batch_size 2 --n_samples_per_prompt 2 --train_batch_size 4
-        --prompt_max_len 32 --generate_max_len 4 --max_steps 1 --init_kl_coef 0 --no_bf16"""
-    choices = f"""train --fsdp --engine_type hf --pretrain {folder / "model"}
-        --prompt_data {folder / "prompts.jsonl"} --output_dir {folder / name}
-        --policy_loss {own}:scaled --advantage_estimator {own}:shifted
-        --reward_fn {own}:short --loggers {own}:Lines"""
-    return main([*choices.split(), *sizes.split(), *flags])
+    sizes = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "train_batch_size": 4}
+    choices = {
+        "policy_loss": f"{own}:scaled",
+        "advantage_estimator": f"{own}:shifted",
+        "reward_fn": f"{own}:short",
+        "loggers": f"{own}:Lines",
+    }
+    options = rollout_options(folder, name, max_steps=1, **sizes, **choices)
+    return main(["train", *words(options), *flags])
 
 
 def train(folder, name, *flags):
     """The metrics of the one step of such a run."""
     assert run(folder, name, *flags) == 0
-    (line,) = [
-        entry
-        for entry in map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
-        if entry["step"] == 1
-    ]
-    return line
+    return steps(folder / name)[-1]
 
 
 @pytest.mark.full

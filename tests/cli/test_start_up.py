@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import resource
@@ -10,6 +9,8 @@ import subprocess
 import sys
 
 import pytest
+from tests.programs import run_python
+from tests.runs import rollout_options, tiny_models, words, write_inputs
 
 from lightrft.cli.main import COMMANDS, main, usage
 
@@ -129,8 +130,9 @@ def test_the_help_lists_each_command_once_below_a_heading_and_init_run_first():
     assert len(re.findall(r"^[a-z ]+:$", text, re.MULTILINE)) == 5
 
 
-_STACK = """
-import sys, traceback
+# Before a command imports them by name, functions are replaced by ones that note their calls.
+NOTED = """
+import sys
 from lightrft.cli.main import main
 from lightrft.datasets import files
 from lightrft.run import resume
@@ -138,51 +140,22 @@ from lightrft.run.loop import Loop
 
 calls = []
 
-def counted(module, name):
+def note(module, name):
     called = getattr(module, name)
     def call(*arguments, **keywords):
         calls.append(name)
         return called(*arguments, **keywords)
     setattr(module, name, call)
 
-counted(resume, "plan_run")
-counted(files, "read_rows")
-
-def stop(*_, **__):
-    frames = [f.name for f in traceback.extract_stack() if "/src/lightrft/" in f.filename]
-    print("frames:", *frames)
-    print("calls:", *sorted(calls))
-    sys.exit(0)
-
-Loop.run = stop
-sys.exit(main(sys.argv[1:]))
+note(resume, "plan_run")
+note(files, "read_rows")
+Loop.run = lambda loop: (print("calls:", *sorted(calls)), sys.exit(0))
+main(sys.argv[1:])
 """
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "command", [["sft"], ["train", "--reward_fn", "reward.py:zero", "--engine_type", "hf"]]
-)
-def test_a_start_is_five_frames_one_plan_and_one_reading_of_the_rows(tmp_path, command):
-    rows = [json.dumps({"prompt": f"{i} + {i}?", "completion": f"{i + i}"}) for i in range(8)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    (tmp_path / "reward.py").write_text("def zero(responses):\n    return [0.0 for _ in responses]")
-    assert main(["init-model", str(tmp_path / "tiny"), "--preset", "tiny-qwen3"]) == 0
-    options = ["--fsdp", "--pretrain", "tiny", "--prompt_data", "rows.jsonl", "--max_steps", "1"]
-    sizes = ["--train_batch_size", "8", "--output_dir", "run"]
-    if command[0] == "train":
-        sizes += ["--input_key", "prompt", "--rollout_batch_size", "8"]
-        sizes += ["--prompt_max_len", "64", "--generate_max_len", "8"]
-    ended = subprocess.run(
-        [sys.executable, "-c", _STACK, *command, *options, *sizes],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = ended.stdout.splitlines()
-    (line,) = [each for each in lines if each.startswith("frames:")]
-    begin, *between = line.removeprefix("frames:").split()
-    assert begin == "main"
-    assert len(between) <= 5, between
-    assert "calls: plan_run read_rows" in lines
+def test_a_start_plans_a_run_once_and_reads_its_rows_once(tmp_path):
+    options = rollout_options(write_inputs(tiny_models(tmp_path, "model")))
+    done = run_python("-c", NOTED, "train", *words(options))
+    assert "calls: plan_run read_rows" in done.stdout.splitlines(), done.stderr

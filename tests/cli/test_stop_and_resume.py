@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
@@ -12,33 +11,41 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
+from tests import runs
 from tests.machine import seconds
-
-from lightrft.tools.model_presets import write_tiny_model
+from tests.programs import run_program
+from tests.runs import (
+    digest,
+    lines,
+    rollout_options,
+    say_rows,
+    steps,
+    tiny_models,
+    words,
+    write_inputs,
+)
 
 pytestmark = pytest.mark.shard("command_line")
 
 SECONDS = 240
-REWARD = """
+REWARD = f"""
 import time
 from pathlib import Path
-
+{runs.REWARD.replace("def score", "def shares")}
 FOLDER = Path(__file__).parent
 
 
 def score(responses):
     if len(responses) == 4:  # rows on which functions are tried before a model is built
         return [0.0] * 4
-    calls = FOLDER / f"calls_{len(list(FOLDER.glob('calls_*')))}"
+    calls = FOLDER / f"calls_{{len(list(FOLDER.glob('calls_*')))}}"
     calls.touch()
     pause = FOLDER / "pause_at"
     if pause.exists() and int(calls.name.split("_")[1]) == int(pause.read_text()):
         (FOLDER / "paused").touch()
         while pause.exists():
             time.sleep(0.02)
-    return [sum(ord(c) % 2 for c in r) / max(len(r), 1) for r in responses]
+    return shares(responses)
 
 
 score.whole_batch = True  # one call a step
@@ -46,69 +53,35 @@ score.whole_batch = True  # one call a step
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    write_tiny_model(path, "tiny-qwen3", seed=1)
-    return path
-
-
 @pytest.fixture
 def folder(tmp_path):
-    rows = [json.dumps({"input": f"say {'aeiou'[i % 5] * 3}"}) for i in range(20)]
-    (tmp_path / "train.jsonl").write_text("\n".join(rows))
-    (tmp_path / "reward.py").write_text(REWARD)
-    return tmp_path
+    return write_inputs(tiny_models(tmp_path, "model"), say_rows(20), reward=REWARD)
 
 
 class Command:
     """`lightrft train` of five steps in a process of its own."""
 
-    def __init__(self, folder, model, name, *extra, launcher=(), save_steps=1, **changes):
+    def __init__(self, folder, name, *extra, launcher=(), **changes):
         self.folder, self.run = folder, folder / name
-        arguments = {
-            "pretrain": model,
-            "prompt_data": folder / "train.jsonl",
-            "reward_fn": f"{folder / 'reward.py'}:score",
-            "output_dir": self.run,
-            "engine_type": "hf",
-            "rollout_batch_size": 4,
-            "n_samples_per_prompt": 4,
-            "train_batch_size": 16,
-            "micro_train_batch_size": 8,
-            "generate_max_len": 6,
-            "prompt_max_len": 32,
-            "init_kl_coef": 0,
-            "actor_learning_rate": 1e-3,
-            "reward_running_norm": None,
-            "fsdp": None,
-            "save_steps": save_steps,
-            **changes,
-        }
-        given = [(f"--{k}", *([] if v is None else [str(v)])) for k, v in arguments.items()]
+        sizes = {"train_batch_size": 16, "micro_train_batch_size": 8, "generate_max_len": 6}
+        rules = {"reward_running_norm": True, "save_steps": 1, "max_steps": None, **changes}
+        options = rollout_options(folder, name, **{**sizes, **rules})
         start = launcher or (sys.executable, "-m", "lightrft.cli.main", "train")
-        self.words = [*start, *(word for pair in given for word in pair), *extra]
+        self.words = [*start, *words(options), *extra]
         self.environment = {k: v for k, v in os.environ.items() if k not in ENVIRONMENT}
         self.environment["OMP_NUM_THREADS"] = "1"
 
     def finish(self):
-        """Exit code and what was written to the terminal."""
-        done = subprocess.run(
-            self.words,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=seconds(SECONDS),
-            check=False,
-        )
+        """Return exit code and what was written to the terminal."""
+        done = run_program(*self.words, timeout_seconds=SECONDS, env=self.environment)
         return done.returncode, done.stdout, done.stderr
 
     def signal_in_rollout(self, number, call):
-        """Exit code and messages of a run that got a signal while call `call` was scored."""
+        """Return exit code and messages of a run that got a signal while call `call` was scored."""
         return self.act_in_rollout(lambda process: process.send_signal(number), call)
 
     def act_in_rollout(self, act, call):
-        """The same of a run to which something is done meanwhile."""
+        """Do the same of a run to which something is done meanwhile."""
         for path in (*self.folder.glob("calls_*"), self.folder / "paused"):
             path.unlink(missing_ok=True)
         pause = self.folder / "pause_at"
@@ -130,31 +103,16 @@ class Command:
         output, messages = process.communicate(timeout=seconds(SECONDS))
         return process.returncode, output, messages
 
-    def metrics(self):
-        rows = [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
-        return [
-            {
-                name: value
-                for name, value in row.items()
-                if "second" not in name and not name.startswith("memory/")
-            }
-            for row in rows
-        ]
-
     def events(self):
-        lines = (self.run / "events.jsonl").read_text().splitlines()
-        return [(entry["event"], entry["step"]) for entry in map(json.loads, lines)]
-
-    def weights(self):
-        return load_file(self.run / "model" / "model.safetensors")
+        return [(entry["event"], entry["step"]) for entry in lines(self.run / "events.jsonl")]
 
 
 @pytest.mark.full
 @pytest.mark.multiprocess
-def test_a_stopped_and_a_killed_run_are_continued_by_the_same_command(folder, model):
-    whole = Command(folder, model, "whole")
+def test_a_stopped_and_a_killed_run_are_continued_by_the_same_command(folder):
+    whole = Command(folder, "whole")
     assert whole.finish()[0] == 0
-    broken = Command(folder, model, "broken")
+    broken = Command(folder, "broken")
 
     # Call 0 of a process scores the rollouts of its first step.
     code, _, messages = broken.signal_in_rollout(signal.SIGTERM, call=1)
@@ -182,11 +140,9 @@ def test_a_stopped_and_a_killed_run_are_continued_by_the_same_command(folder, mo
         ("resumed", 3),
         ("finished", 5),
     ]
-    assert [row["step"] for row in whole.metrics()] == [1, 2, 3, 4, 5]
-    assert broken.metrics() == whole.metrics()
-    assert len({json.dumps(row) for row in whole.metrics()}) == 5
-    expected, found = whole.weights(), broken.weights()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert [row["step"] for row in steps(whole.run)] == [1, 2, 3, 4, 5]
+    assert len({row["reward"] for row in steps(whole.run)}) == 5
+    assert (steps(broken.run), digest(broken.run)) == (steps(whole.run), digest(whole.run))
 
     files = {path: path.stat().st_mtime_ns for path in broken.run.rglob("*")}
     code, output, messages = broken.finish()
@@ -194,7 +150,7 @@ def test_a_stopped_and_a_killed_run_are_continued_by_the_same_command(folder, mo
     assert "is complete after 5 steps: nothing is left to do" in output
     assert files == {path: path.stat().st_mtime_ns for path in broken.run.rglob("*")}
 
-    code, _, messages = Command(folder, model, "broken", max_steps=7).finish()
+    code, _, messages = Command(folder, "broken", max_steps=7).finish()
     assert code == 2
     assert "complete after 5 steps:\nlightrft:   max_steps: None -> 7" in messages
     assert "new folder" in messages
@@ -203,10 +159,10 @@ def test_a_stopped_and_a_killed_run_are_continued_by_the_same_command(folder, mo
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_all_ranks_stop_together_and_continue_exactly(folder, model, number):
-    whole = Command(folder, model, "whole", "--nproc_per_node", "2")
+def test_all_ranks_stop_together_and_continue_exactly(folder, number):
+    whole = Command(folder, "whole", "--nproc_per_node", "2")
     assert whole.finish()[0] == 0
-    broken = Command(folder, model, "broken", "--nproc_per_node", "2", save_steps=-1)
+    broken = Command(folder, "broken", "--nproc_per_node", "2", save_steps=-1)
     code, _, messages = broken.signal_in_rollout(number, call=4)
     assert code == 75, messages
     (line,) = messages.splitlines()
@@ -216,15 +172,13 @@ def test_all_ranks_stop_together_and_continue_exactly(folder, model, number):
     assert "2 of 2 processes" in output
     code, output, messages = broken.finish()
     assert (code, messages, output.count("nothing is left to do")) == (0, "", 1)
-    assert broken.metrics() == whole.metrics()
-    expected, found = whole.weights(), broken.weights()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert (steps(broken.run), digest(broken.run)) == (steps(whole.run), digest(whole.run))
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_killed_launcher_leaves_no_writers_and_the_same_command_continues(folder, model):
-    broken = Command(folder, model, "broken", "--nproc_per_node", "2")
+def test_a_killed_launcher_leaves_no_writers_and_the_same_command_continues(folder):
+    broken = Command(folder, "broken", "--nproc_per_node", "2")
     code, _, _ = broken.signal_in_rollout(signal.SIGKILL, call=6)
     assert code == -signal.SIGKILL
     code, output, messages = broken.finish()
@@ -235,7 +189,7 @@ def test_a_killed_launcher_leaves_no_writers_and_the_same_command_continues(fold
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_under_torchrun_the_ranks_stop_with_a_checkpoint_and_say_so(folder, model):
+def test_under_torchrun_the_ranks_stop_with_a_checkpoint_and_say_so(folder):
     torchrun = (
         sys.executable,
         "-m",
@@ -246,7 +200,7 @@ def test_under_torchrun_the_ranks_stop_with_a_checkpoint_and_say_so(folder, mode
         "-m",
         "lightrft.cli.train",
     )
-    broken = Command(folder, model, "broken", launcher=torchrun)
+    broken = Command(folder, "broken", launcher=torchrun)
     code, _, messages = broken.signal_in_rollout(signal.SIGTERM, call=4)
     assert code != 0
     assert "stopped as asked after step" in messages
@@ -261,14 +215,14 @@ def test_under_torchrun_the_ranks_stop_with_a_checkpoint_and_say_so(folder, mode
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_run_that_needs_more_memory_than_there_is_names_phase_and_remedies(folder, model):
+def test_a_run_that_needs_more_memory_than_there_is_names_phase_and_remedies(folder):
     def leave_80_mb(process):
         pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + 80 * 2**20
         resource.prlimit(process.pid, resource.RLIMIT_AS, (limit, limit))
 
     sizes = {"n_samples_per_prompt": 64, "train_batch_size": 256, "micro_train_batch_size": 256}
-    command = Command(folder, model, "large", generate_max_len=96, **sizes)
+    command = Command(folder, "large", generate_max_len=96, **sizes)
     code, _, messages = command.act_in_rollout(leave_80_mb, call=0)
     assert code == 6, messages
     assert "lightrft: out of memory in phase 'train'" in messages

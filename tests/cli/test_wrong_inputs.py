@@ -91,6 +91,9 @@ def one_number(inputs):
 def demanding(inputs, *, strength: float):
     return inputs.rewards * strength
 """
+TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+TURNS += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+CALL = '"tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]'
 # Beside which a command is called.
 FILES = {
     "good.jsonl": "".join(f'{{"input": "{n}+1?", "label": "{n + 1}"}}\n' for n in range(4)),
@@ -106,7 +109,10 @@ FILES = {
     "reward.toml": "reward_fn = 'gsm8k'\n",
     "text.toml": "rollout_batch_size = '4'\n",
     "used/metrics.jsonl": "{}",
-    "turns.jinja": "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}",
+    # Templates that write roles and contents alone, that leave out a role, and that refuse all.
+    "turns.jinja": TURNS,
+    "few.jinja": TURNS.replace("messages %}", "messages if m.role != 'system' %}"),
+    "refusing.jinja": "{{ raise_exception('roles must alternate') }}",
     "folder": None,
     "half/config.json": "{}",
     "half/model.safetensors": "{}",
@@ -180,6 +186,7 @@ CONFIGURATION = lines(
         "--reward_pretrain nowhere": "--reward_pretrain ... nowhere",
         "--foo 1": "unknown option 'foo'; lightrft train --help_all lists all",
         "--rollout_batchsize 1": "did you mean rollout_batch_size",
+        "--rm_use_engine": "rm_use_engine ... trainer's processes",
         "--load_in_4bit 1": "load_in_4bit is not available ... quantised",
         "--flash_attn 1": "flash_attn is not available ... scaled_dot_product",
         "--advantage_estimator grpoo": "advantage_estimator ... 'grpoo' ... 'grpo'",
@@ -220,6 +227,7 @@ CONFIGURATION = lines(
         "--overlong_buffer --overlong_buffer_len 2000": "overlong_buffer_len ... 2000 and 1024",
         "--no_fsdp --adam_8bit": "DeepSpeed lays Adam's moments out itself: add fsdp",
         "--adam_8bit --fsdp --use_mp_opt": "adam_8bit excludes use_mp_opt",
+        "--adam_8bit --fsdp --nproc_per_node 2": "blocks of shards have other scales: got 2",
         "--adam_8bit --fsdp --audit_every 1": "audit_every excludes adam_8bit",
         "--output_dir used": "--output_dir ... used ... another run",
         "--kl_horizon 5 --strict": "kl_horizon acts only with kl_target",
@@ -272,6 +280,7 @@ OF_THE_ALGORITHM = lines(
         "--advantage_estimator gdpo --reward_clip 1": "normalises the components",
         "--stream_chunk 8 --advantage_estimator remax": "exclude each other",
         "--advantage_args weighting=std": "group_norm has no option 'weighting'",
+        "--policy_loss_args advantages=1": "policy_loss ppo has no option 'advantages'",
         "--policy_loss_args clip_hihg=1": "policy_loss ppo has no option ... clip_high",
         "--off_policy_correction tis --correction_args hihg=1": "'hihg' ... high",
         "--policy_loss gmpo --eps_clip 0.3 --advantage_args x=1 "
@@ -284,6 +293,10 @@ OF_THE_ALGORITHM = lines(
         "temperature_positive: got 'hot'",
         "--off_policy_correction tsi": "did you mean 'tis'",
         "--policy_loss daop": "did you mean 'dapo'",
+        "--overlap both": "overlap: got 'both', expected one of",
+        "--overlap split": "overlap split needs two processes or more: got 1",
+        "--overlap split --nproc_per_node 2 --no_fsdp": "split sets ... needs FSDP2: add fsdp",
+        "--overlap stream --stop a": "stream sets stream_chunk 256: ... excludes stop",
     },
 )
 NUMBERS = lines(
@@ -411,6 +424,13 @@ ROWS = {
     ),
     **contents(
         "train --apply_chat_template", {'{"input": [{"role": "user"}]}': "rows.jsonl:1 ... role"}
+    ),
+    **contents(
+        "train --input_key questoin",
+        {
+            '{"question": "a", "answer": "b"}': "no column 'questoin', found 'question', "
+            "'answer'; set --input_key question"
+        },
     ),
     **contents("train", {"input\na\n": "t.tsv ... .jsonl"}, name="t.tsv"),
     **contents(
@@ -598,6 +618,8 @@ PLUG_INS = {
         "train",
         {
             "--policy_loss .py:f": "policy loss ... .py cannot be imported",
+            "--policy_loss json:no_such_name": "json has no 'no_such_name'",
+            "--policy_loss no.such.module:f": "cannot be imported",
             "--policy_loss no_such_file.py:f": "no_such_file.py cannot be imported",
             "--policy_loss losses.py:nothing": "losses.py has no 'nothing'",
             "--policy_loss losses.py:odd_annotation": "policy_loss ... no gradient flows",
@@ -624,12 +646,15 @@ PLUG_INS = {
 WITHOUT_TORCH = CONFIGURATION | NUMBERS | FILES_OF_OPTIONS | ROWS | REWARDS | OTHER_COMMANDS
 BEFORE_A_RUN = WITHOUT_TORCH | OF_THE_ALGORITHM | MACHINE | WITH_TORCH | PLUG_INS
 
+TOO_LARGE = "has ids up to 261 ('<tool>') and the model 261 rows"
 # What is found by reading a model or rows.
 OPTIONS_OF_STAGES = {
     **lines(
         USAGE,
         "sft | prefer | reward",
         {
+            "--pretrain grown": TOO_LARGE,
+            "--overlap stream": "overlap is an option of lightrft train, not of lightrft",
             "--train_batch_size 4": "has 2 usable rows, less than one step",
             "--pretrain nothing": "--pretrain: no model directory at nothing",
         },
@@ -727,8 +752,17 @@ OPTIONS_OF_STAGES = {
     ),
     **lines(
         USAGE,
+        "",
+        {
+            "eval grown --eval_data prompts.jsonl --reward_fn gsm8k --output_dir run": TOO_LARGE,
+            "data check prompts.jsonl --pretrain grown": TOO_LARGE,
+        },
+    ),
+    **lines(
+        USAGE,
         "distill",
         {
+            "--pretrain grown --teacher grown": TOO_LARGE,
             "--actor_learning_rate x": "actor_learning_rate",
             "without teacher": "--teacher is missing",
             "--teacher reward.py": "--teacher",
@@ -861,8 +895,14 @@ ROWS_OF_STAGES = {
                     "of ... calls that cannot be read",
                     '"tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}': "cannot be r",
                     '"tool_calls": [{"function": {"name": "f", "arguments": 5}}]}': "cannot be rea",
+                    '"tool_calls": [{"function": {"name": "f", "arguments": "{\\"x\\": NaN}"}}]}': (
+                        "calls that cannot be read ... NaN"
+                    ),
                 }.items()
             },
+            f'{{"messages": [{USER}, {{"role": "assistant", "content": "b<|end|>"}}]}}': "message "
+            "2 has '<|end|>' in its text",
+            f'{{"messages": [{ANSWERED}}}': "begins with an assistant's message",
             f'{{"messages": [{{"train": true, "role": "user", "content": "a"}}, {ANSWERED}}}': (
                 "message 1 of ... train is True, and only an assistant"
             ),
@@ -881,8 +921,39 @@ ROWS_OF_STAGES = {
     **contents("sft --train_on assistant", {'{"text": "a"}': "rows with text take"}),
     **contents("sft --apply_chat_template", {'{"text": "a"}': "rows with text have no turns"}),
     **contents(
+        "sft --chat_template few.jinja",
+        {
+            f'{{"messages": [{{"role": "system", "content": "c"}}, {USER}, {ANSWERED}}}': "the "
+            "chat template drops messages of role system"
+        },
+    ),
+    **contents(
+        "train --label_key golden",
+        {'{"input": "a", "gold": "1"}': "no column 'golden' for the label, found 'input', 'gold'"},
+    ),
+    **contents(
+        "train --apply_chat_template --chat_template turns.jinja",
+        {
+            f'{{"input": [{USER}, {{"role": "assistant", {CALL}}}, {USER}]}}': "drops the calls of "
+            "tools ... --chat_template",
+            f'{{"input": [{USER}], "tools": [{{"name": "f"}}]}}': "does not show tools",
+        },
+    ),
+    **contents(
+        "train --apply_chat_template --chat_template refusing.jinja",
+        {f'{{"input": [{USER}]}}': "rows.jsonl:1: the chat template refused ... must alternate"},
+    ),
+    **contents(
         "sft --chat_template turns.jinja",
-        {'{"text": "a"}': "chat_template: rows with text have no", SFT: "or add apply_chat_templ"},
+        {
+            f'{{"messages": [{USER}, {{"role": "assistant", {CALL}}}, {USER}, {ANSWERED}}}': "rows."
+            "jsonl:1: the chat template drops the calls of tools ... --chat_template",
+            f'{{"messages": [{USER}, {{"thinking": "c", {ANSWERED[1:]}}}': "drops the thinking",
+            f'{{"messages": [{USER}, {{"reasoning_content": "c", {ANSWERED[1:]}}}': "drops the",
+            f'{{"messages": [{USER}, {ANSWERED}, "tools": [{{"name": "f"}}]}}': "not show tools",
+            '{"text": "a"}': "chat_template: rows with text have no",
+            SFT: "or add apply",
+        },
     ),
     **contents("sft", {"PAR1": "p.parquet"}, name="p.parquet"),
     **contents(
@@ -1234,7 +1305,11 @@ def models(tmp_path_factory):
     write_tiny_audio_model(folder / "hearing")
     scorer = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
     scorer.save_pretrained(folder / "scorer")
-    AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / "scorer")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "scorer")
+    tokenizer.add_tokens(["<tool>"])
+    write_tiny_model(folder / "grown", "tiny-qwen3")
+    tokenizer.save_pretrained(folder / "grown")
     write(folder, {"rows.jsonl": PAIR})
     with contextlib.chdir(folder):
         assert main(arguments("reward --reward_pooling attention")) == 0
@@ -1248,7 +1323,7 @@ def trained(tmp_path, models, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     write(tmp_path, FILES)
-    for link in ("model", "vision", "hearing", "scorer", "pooler"):
+    for link in ("model", "grown", "vision", "hearing", "scorer", "pooler"):
         (tmp_path / link).symlink_to(models / link)
     return tmp_path
 

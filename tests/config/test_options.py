@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import typing
 from collections.abc import Mapping
 
 import pytest
 
-from lightrft.cli.options import Parser, add_options, merge_options, parse_options
+from lightrft.cli.options import merge_options
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import (
     alternatives,
@@ -71,13 +70,6 @@ def test_whole_floats_of_files_and_calls_are_counts(tmp_path):
     assert problem == "train_batch_size: got 4.5 (float), expected int"
     called = TrainConfig().replaced({"num_train_epochs": 2.0}, "sft")
     assert repr(called.max_epochs) == "2"
-
-
-def test_every_number_of_the_record_refuses_nan():
-    for name, (_, info) in options_of(TrainConfig).items():
-        hint = TrainConfig.__annotations__.get(name, "")
-        if "float" in str(hint) and "tuple" not in str(hint):
-            assert check_value(name, math.nan, float, info) is not None, name
 
 
 def test_an_option_that_acts_with_another_names_it():
@@ -155,15 +147,6 @@ def test_unset_is_told_apart_from_a_value_that_equals_a_default():
 def test_mapping_options_take_pairs_and_json(name, items):
     expected = {"components": "correct,format=0.5", "b": 1.5, "c": True}
     assert from_text(items, HINTS[name]) == expected
-
-
-def test_the_command_line_takes_the_json_of_the_pages():
-    parser = Parser("config show", "", argument_default=argparse.SUPPRESS)
-    add_options(parser)
-    arguments = ["--judge_prices", '{"input": 0.5, "output": 1.5}', "--environment_args"]
-    config, _, _ = parse_options(parser, [*arguments, '{"depth": 3}'])
-    assert config.judge_prices == {"input": 0.5, "output": 1.5}
-    assert config.environment_args == {"depth": 3}
 
 
 def test_a_text_that_is_no_mapping_says_how_to_write_one():

@@ -76,10 +76,6 @@ def test_arguments_as_those_programs_take_them(argument: str, there: str) -> Non
     assert problem.split("here it is ")[1].split(",")[0] == there
 
 
-def test_what_a_command_does_not_take_is_not_named() -> None:
-    assert "n_samples_per_prompt" not in unknown_flags(["--num_generations"], "sft")[0]
-
-
 SAME = [
     ("train", "--learning_rate 2e-5", {"actor_learning_rate": 2e-5}),
     ("train", "--model_name_or_path=tiny", {"pretrain": "tiny"}),
@@ -148,15 +144,6 @@ def test_both_names_of_an_option_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("beta = 0.1\npreference_args = {beta = 0.2}\n")
     assert "are one option" in merge_options([path], {}, "prefer")[1][0]
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["beta", "gradient_accumulation_steps", "warmup_steps", "report_to", "optim", "use_vllm"],
-)
-def test_names_that_mean_something_else_are_answered(name: str) -> None:
-    with pytest.raises(TypeError, match=f"no option '{name}'; here it is {OTHER_NAMES[name]}"):
-        TrainConfig().replaced({name: 1})
 
 
 def test_python_names_the_nearest_options_and_not_all() -> None:

@@ -3,7 +3,6 @@
 import pytest
 
 from lightrft.cli.options import parse_options
-from lightrft.cli.row_commands import COMMANDS
 from lightrft.cli.train import TRAIN
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import options_of
@@ -55,39 +54,11 @@ def test_a_default_that_was_given_wins():
         config.overlapped(8)
 
 
-@pytest.mark.parametrize(
-    ("values", "processes", "said"),
-    [
-        (SPLIT, 1, "overlap split needs two processes or more: got 1"),
-        ({"overlap": "split"}, 2, "overlap split sets .*: rollout_ranks needs FSDP2: add fsdp"),
-        (
-            {"overlap": "stream", "stop": ("a",)},
-            1,
-            "stream sets stream_chunk 256: .* excludes stop",
-        ),
-        ({"overlap": "both"}, 1, "overlap: got 'both', expected one of"),
-    ],
-)
-def test_what_cannot_overlap_is_refused(values, processes, said):
-    with pytest.raises(ConfigError, match=said):
-        TrainConfig(**values).overlapped(processes)
-
-
 def test_all_reasons_are_named():
     config = TrainConfig(overlap="stream", stop=("a",), late_join=True)
     with pytest.raises(ConfigError) as caught:
         config.overlapped(1)
     assert str(caught.value).count("overlap stream sets stream_chunk 256: stream_chunk excl") == 2
-
-
-@pytest.mark.parametrize("name", ["sft", "prefer", "reward"])
-def test_stages_over_rows_refuse_it(name):
-    _, _, problems = parse_options(COMMANDS[name].build_parser(), ["--overlap", "stream"])
-    assert f"overlap is an option of lightrft train, not of lightrft {name}" in problems[0]
-    refused = TrainConfig(overlap="stream").refused_options(name)
-    assert refused == [
-        f"overlap is an option of lightrft train, not of lightrft {name}: leave it out"
-    ]
 
 
 def test_the_saved_options_are_what_was_set(tmp_path):

@@ -18,7 +18,6 @@ CHAT = [
     {"role": "user", "content": "more"},
     {"role": "assistant", "content": "all"},
 ]
-THOUGHT = [*CHAT[:1], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nok."}, *CHAT[2:]]
 
 
 def family_tokenizer(family):
@@ -46,14 +45,6 @@ def test_a_template_that_asks_for_thinking_that_it_never_shows_is_refused():
         ChatTurns(ChatIds(family_tokenizer("DeepSeek"))).turns(Conversation(CHAT))
 
 
-def test_thinking_is_trained_where_it_was_said():
-    tokenizer = family_tokenizer("Qwen3")
-    first, last = ChatTurns(ChatIds(tokenizer)).turns(Conversation(THOUGHT))
-    assert "<think>\nhm\n</think>" in tokenizer.decode(first.token_ids[first.start :])
-    assert "hm" not in tokenizer.decode(last.token_ids)
-    assert last.token_ids[: len(first.token_ids)] != first.token_ids
-
-
 def test_calls_and_their_results_are_context_but_for_the_call():
     tokenizer = family_tokenizer("Qwen2.5")
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -79,25 +70,6 @@ def test_an_end_of_turn_outside_of_what_is_trained_is_refused():
     tokenizer.chat_template = plain.replace("<|im_start|>", "<turn>")
     with pytest.raises(DataError, match=r"message 2 ends in .*</turn>.*would not stop"):
         ChatTurns(ChatIds(tokenizer)).turns(Conversation(CHAT))
-
-
-def test_an_end_of_turn_in_the_text_of_a_turn_is_refused():
-    chat = [CHAT[0], {"role": "assistant", "content": "ok<|im_end|>ok"}]
-    with pytest.raises(DataError, match=r"message 2 has '<\|im_end\|>' in its text"):
-        ChatTurns(ChatIds(family_tokenizer("Qwen2.5"))).turns(Conversation(chat))
-
-
-@pytest.mark.parametrize(
-    ("chat", "said"),
-    [
-        (CHAT[:1], "no message of role assistant"),
-        (CHAT[1:], "begins with an assistant's message"),
-        ([CHAT[0], CHAT[0], CHAT[1]], "the chat template refused the messages: roles must alt"),
-    ],
-)
-def test_conversations_without_a_prompt_or_an_answer_are_refused(chat, said):
-    with pytest.raises(DataError, match=said):
-        ChatTurns(ChatIds(family_tokenizer("Gemma"))).turns(Conversation(chat))
 
 
 def test_a_turn_whose_first_token_joins_the_end_of_its_prompt_is_refused():

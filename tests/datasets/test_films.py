@@ -1,7 +1,6 @@
 """Films: the frames that are taken, their times and sizes, and what cannot be read."""
 
 import base64
-import math
 import random
 from functools import partial
 
@@ -63,13 +62,6 @@ def test_a_frame_is_what_the_film_shows_at_its_time(suffix):
             assert abs(len(frames) - seconds * rate) <= 1
             at = [k / rate for k in range(len(frames))]
             assert numbers(frames) == shown_at([t / 1000 for t in times], at)
-
-
-def test_at_an_even_rate_no_frame_comes_before_its_time():
-    for suffix, fps in (("mkv", 3), ("mp4", 10), ("avi", 10), ("mkv", 24)):
-        frames, _ = read_film(film(suffix, 24, fps=fps), "a", FrameRules(fps=fps * 0.4))
-        whole = [math.floor(k / 0.4 + 1e-6) for k in range(len(frames))]
-        assert numbers(frames) == whole
 
 
 def test_options_bound_number_and_size(tmp_path):

@@ -16,7 +16,6 @@ from lightrft.config import TrainConfig
 from lightrft.datasets import DataError, load_prompts
 from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.chat_turns import ChatTurns
-from lightrft.datasets.files import read_rows
 from lightrft.datasets.messages import Conversation, read_messages
 from lightrft.datasets.preference_rows import load_preferences
 from lightrft.datasets.render import found_keys
@@ -173,40 +172,13 @@ def test_a_system_column_stands_before_the_messages_in_every_stage(tmp_path):
 
 
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [TOOL["function"]]])
-def test_a_tools_column_is_shown_in_every_stage(tmp_path, tools):
-    shown = '"name": "weather"'
-    pair = {"prompt": [ASK], "chosen": [SAID], "rejected": [{**SAID, "content": "no"}]}
-    texts = [
+def test_tools_are_shown_before_messages_and_texts(tmp_path, tools):
+    for text in (
         trained(tmp_path, {"messages": [ASK, SAID], "tools": tools}),
-        prompted(tmp_path, {"input": [ASK], "tools": tools}),
         prompted(tmp_path, {"input": "Paris?", "tools": tools}),
-        preferred(tmp_path, {**pair, "tools": tools}),
-    ]
-    assert all(text.startswith("<|im_start|>tools") and shown in text for text in texts)
-
-
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ({"messages": [ASK, calling({"city": "Paris"}), RESULT, SAID]}, "drops the calls of tools"),
-        ({"messages": [ASK, {**SAID, "reasoning_content": "hm"}]}, "drops the thinking beside"),
-        ({"messages": [ASK, {**SAID, "thinking": "hm"}]}, "drops the thinking beside"),
-        ({"messages": [ASK, SAID], "tools": [TOOL]}, "does not show tools"),
-    ],
-)
-def test_what_the_template_drops_and_changes_the_meaning_is_refused(tmp_path, row, said):
-    with pytest.raises(DataError, match=f"rows.jsonl:1: the chat template {said}.*--chat_template"):
-        trained(tmp_path, row, template=BARE)
-    row = {**row, "messages": [*row["messages"], ASK]}
-    with pytest.raises(DataError, match=f"rows.jsonl:1: the chat template {said}.*--chat_template"):
-        prompted(tmp_path, row, template=BARE, input_key="messages")
-
-
-def test_a_role_that_the_template_drops_is_refused(tmp_path):
-    template = BARE.replace("messages %}", "messages if m.role != 'system' %}", 1)
-    talk = [{"role": "system", "content": "Be brief."}, ASK, SAID]
-    with pytest.raises(DataError, match="drops messages of role system"):
-        trained(tmp_path, {"messages": talk}, template=template)
+    ):
+        assert text.startswith("<|im_start|>tools")
+        assert '"name": "weather"' in text
 
 
 def test_thinking_is_given_under_the_name_that_the_template_reads(tmp_path):
@@ -215,19 +187,6 @@ def test_thinking_is_given_under_the_name_that_the_template_reads(tmp_path):
         row = {"messages": [ASK, {**SAID, name: "hm"}]}
         for text in (trained(tmp_path, row), trained(tmp_path, row, template=template)):
             assert ">><think>hm</think>20 degrees.<|im_end|><<" in text
-
-
-def test_unread_columns_and_keys_are_named_once(tmp_path):
-    row = {"messages": [{**ASK, "name": "me"}, SAID], "source": "web", "text": "x"}
-    path = written(tmp_path, [row, row])
-    data = load_supervised(path, tokenizer_of(), TrainConfig(), max_samples=9, split="train")
-    assert data.summary.endswith(f"\n{path}: not read: columns source, text; keys of messages name")
-    path = written(tmp_path, [{"messages": [ASK, SAID]}])
-    plain = load_supervised(path, tokenizer_of(), TrainConfig(), max_samples=9, split="train")
-    assert "not read" not in plain.summary
-    path = written(tmp_path, [{"input": "one", "system": "Be brief.", "level": 1}])
-    report = load_prompts(path, tokenizer_of(), TrainConfig()).report
-    assert report.summary().endswith("not read: columns that are in no prompt: system")
 
 
 def test_prompt_and_completion_may_be_messages(tmp_path):
@@ -280,10 +239,6 @@ def test_nan_is_no_label_and_whole_numbers_stay_whole(tmp_path):
     assert [prompt.label for prompt in data] == ["1", None, "3", "4"]
     assert data.report.num_without_label == 1
     assert data[2].columns["share"] == 1.0
-    lines = tmp_path / "labels.jsonl"
-    lines.write_text('{"input": "a", "label": NaN}\n{"input": "b", "label": 1.5}\n')
-    assert [prompt.label for prompt in load_prompts(lines, tokenizer_of())] == [None, "1.5"]
-    assert [row.columns["label"] for row in read_rows(lines)] == [None, 1.5]
 
 
 def test_nan_of_pandas_is_absent_in_rows_of_memory(tmp_path):
@@ -316,14 +271,6 @@ def test_arguments_that_json_does_not_have_are_refused():
     function = {"name": "f", "arguments": {"day": datetime.date(2026, 1, 2)}}
     said = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
     with pytest.raises(DataError, match=r"message 1 of column 'm' has calls .* date is not JSON"):
-        read_messages({"m": [said]}, "m")
-
-
-@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e400"])
-def test_arguments_of_numbers_that_json_does_not_have_are_refused(number):
-    function = {"name": "f", "arguments": f'{{"x": {number}}}'}
-    said = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
-    with pytest.raises(DataError, match=f"has calls that cannot be read .*{number}"):
         read_messages({"m": [said]}, "m")
 
 

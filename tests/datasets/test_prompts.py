@@ -85,54 +85,6 @@ def test_the_template_slot_is_not_the_braces_of_boxed(write, tokenizer) -> None:
             TrainConfig(input_template=broken)
 
 
-def test_gsm8k_with_its_own_column_names(test_data, tokenizer) -> None:
-    dataset = load_prompts(
-        test_data / "gsm8k",
-        tokenizer,
-        TrainConfig(input_key="question", label_key="answer"),
-        split="test",
-    )
-    assert len(dataset) == 1319
-    assert dataset.report.num_without_label == 0
-    assert dataset[0].text.startswith("Janet")
-    assert dataset[0].label.endswith("#### 18")
-    assert dataset[0].columns == {"question": dataset[0].text, "answer": dataset[0].label}
-
-
-def test_a_wrong_input_key_names_the_columns_and_the_nearest(write, tokenizer, test_data) -> None:
-    gsm8k = test_data / "gsm8k" / "test.jsonl"
-    with pytest.raises(
-        DataError,
-        match=r"test\.jsonl:1: no column 'input', found 'question', 'answer'; "
-        "set --input_key question",
-    ):
-        load_prompts(gsm8k, tokenizer)
-    with pytest.raises(DataError, match="set --input_key question"):
-        load_prompts(gsm8k, tokenizer, TrainConfig(input_key="questoin"))
-    with pytest.raises(DataError, match=r"a\.jsonl:2: no column 'input', found 'b'"):
-        load_prompts(write("a.jsonl", [{"input": "x"}, {"b": "y"}]), tokenizer)
-
-
-def test_a_misspelt_label_key_is_an_error_but_the_default_may_be_absent(write, tokenizer) -> None:
-    path = write("a.jsonl", [{"input": "one", "gold": "1"}])
-    with pytest.raises(DataError, match=r"no column 'golden' for the label, found 'input', 'gold'"):
-        load_prompts(path, tokenizer, TrainConfig(label_key="golden"))
-    assert load_prompts(path, tokenizer)[0].label is None
-    unlabelled = load_prompts(path, tokenizer, TrainConfig(label_key=None))
-    assert unlabelled[0].columns == {"input": "one", "gold": "1"}
-
-
-def test_a_missing_or_refusing_chat_template_is_explained(write, tokenizer) -> None:
-    path = write("a.jsonl", [{"input": "one"}])
-    bare = copy.deepcopy(tokenizer)
-    bare.chat_template = None
-    with pytest.raises(DataError, match=r"the tokenizer has no chat template.*--input_template"):
-        load_prompts(path, bare, TrainConfig(apply_chat_template=True))
-    bare.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template refused.*must alternate"):
-        load_prompts(path, bare, TrainConfig(apply_chat_template=True))
-
-
 def test_labels_that_are_not_text_become_json(write, tokenizer) -> None:
     labels = [1.5, ["a", "\u00e4"], {"k": 1}, True]
     dataset = load_prompts(
@@ -155,3 +107,11 @@ def test_prompt_and_label_are_columns_under_their_own_names_as_json_holds_them(
         write("b.jsonl", [{"conversations": MESSAGES, "gold": 5}]), tokenizer, as_conversations
     )
     assert named.columns == {"gold": 5}
+
+
+def test_a_tokenizer_without_a_chat_template_is_named(write, tokenizer) -> None:
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    with pytest.raises(DataError, match=r"the tokenizer has no chat template.*--input_template"):
+        path = write("a.jsonl", [{"input": "one"}])
+        load_prompts(path, bare, TrainConfig(apply_chat_template=True))

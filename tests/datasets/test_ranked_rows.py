@@ -8,7 +8,6 @@ from tests.datasets.row_files import written
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import read_rows
 from lightrft.datasets.ranked_rows import RANKED
-from lightrft.datasets.types import DataError
 from lightrft.tools.model_presets import byte_level_tokenizer
 
 GOOD = {"prompt": "2+2=", "answers": ["4", "5", "five"], "ranks": [1, 2, 2]}
@@ -29,12 +28,3 @@ def test_answers_stand_behind_their_prompt_and_end_as_a_policy_ends_them(tmp_pat
     before = "<|user|>2+2=<|assistant|>" if is_chat else "2+2="
     texts = [byte_level_tokenizer().decode(answer.token_ids) for answer in found.rows]
     assert texts == [f"{before}{answer}<|end|>" for answer in GOOD["answers"]]
-
-
-def test_rankings_with_a_long_answer_are_left_out_and_counted(tmp_path):
-    long = GOOD | {"answers": ["4", "5", "five" * 30]}
-    found = load(tmp_path, GOOD, long)
-    assert len(found) == 1
-    assert found.summary.endswith("3 answers in 1 rankings; dropped 1 over-long")
-    with pytest.raises(DataError, match="all 1 rows exceed max_row_tokens = 100"):
-        load(tmp_path, long)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from tests.datasets.row_files import written
 from tests.datasets.test_supervised_rows import family_tokenizer
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.types import DataError
 from lightrft.stages.reward.reward_inputs import load_rows
 
 ROW = {"prompt_ids": [3, 4], "response_ids": [5, 6, 2], "score": 1.0}
@@ -31,11 +29,3 @@ def test_ids_and_scores_are_taken_as_they_are(tmp_path):
     assert data.rows[0].answer.token_ids.tolist() == [3, 4, 5, 6, 2]
     assert data.rows[0].answer.is_trained.tolist() == [False, False, True, True, True]
     assert not data.is_paired
-
-
-def test_long_answers_are_left_out_and_counted(tmp_path):
-    data = load(tmp_path, [ROW, ROW | {"response_ids": [5]}], max_row_tokens=4)
-    assert len(data) == 1
-    assert data.summary.endswith("1 scored answers; dropped 1 over-long")
-    with pytest.raises(DataError, match="all 1 rows exceed max_row_tokens = 4"):
-        load(tmp_path, [ROW], max_row_tokens=4)

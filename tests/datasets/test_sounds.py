@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import random
 from functools import partial
 from pathlib import Path
@@ -121,18 +122,19 @@ def test_rows_name_their_sounds_by_columns_and_by_parts(tmp_path, reader):
     (tmp_path / "b.wav").write_bytes(as_wav(tone(0.5), 16000))
     data = base64.b64encode((tmp_path / "b.wav").read_bytes()).decode()
 
-    def asked(part):
-        return [{"role": "user", "content": [part, {"type": "text", "text": "How high?"}]}]
-
+    asked = (
+        '{"input": [{"role": "user", "content": [%s, {"type": "text", "text": "How high?"}]}]%s}'
+    )
     rows = [
-        {"input": "How high?", "audios": ["a.wav"]},
-        {"input": "<audio> or <audio>?", "audio": ["a.wav", "b.wav"]},
-        {"input": "no sound"},
-        {"input": asked({"type": "audio", "audio": "b.wav"})},
-        {"input": asked({"type": "audio"}), "audios": "b.wav"},
-        {"input": asked({"type": "audio_url", "audio_url": {"url": f"data:a;base64,{data}"}})},
-        {"input": asked({"type": "input_audio", "input_audio": {"data": data, "format": "wav"}})},
+        '{"input": "How high?", "audios": ["a.wav"]}',
+        '{"input": "<audio> or <audio>?", "audio": ["a.wav", "b.wav"]}',
+        '{"input": "no sound"}',
+        asked % ('{"type": "audio", "audio": "b.wav"}', ""),
+        asked % ('{"type": "audio"}', ', "audios": "b.wav"'),
+        asked % ('{"type": "audio_url", "audio_url": {"url": "data:a;base64,DATA"}}', ""),
+        asked % ('{"type": "input_audio", "input_audio": {"data": "DATA", "format": "wav"}}', ""),
     ]
+    rows = [json.loads(row.replace("DATA", data)) for row in rows]
     found = load(tmp_path, rows, reader)
     assert [len(p.media.audios) for p in found] == [1, 2, 0, 1, 1, 1, 1]
     mark = "<|audio_bos|><|AUDIO|><|audio_eos|>"

@@ -27,8 +27,3 @@ def test_steps_end_in_their_newline_and_the_last_one_with_the_row(tmp_path):
     ends = np.flatnonzero(each.answer.is_trained)
     texts = [tokenizer.decode(ids[: end + 1]) for end in ends]
     assert texts == ["2+2+2=2+2 is 4.\n", "2+2+2=2+2 is 4.\n4+2 is 7.<|end|>"]
-
-
-def test_long_answers_are_left_out_and_counted(tmp_path):
-    long = GOOD | {"completions": ["2+2 is 4.", "4+2 is 7." * 20]}
-    assert load(tmp_path, GOOD, long).summary.endswith("in 1 answers; dropped 1 over-long")

@@ -1,4 +1,5 @@
 # ruff: noqa: RUF001
+import re
 from pathlib import Path
 
 import pytest
@@ -9,20 +10,9 @@ from lightrft.datasets.suffix import TurnSuffix
 
 STRIPPED = "thinking in earlier turns is stripped"
 PROMPT = "the prompt is rendered otherwise once an answer follows it"
-# What is known beforehand of each family: as whom results are sent, whether the template shows the
-# tools (without that, it is refused for tools), and where it would re-render history otherwise.
-VERDICTS = {
-    "Qwen2.5": ("tool", True, ()),
-    "Qwen3": ("tool", True, (STRIPPED,)),
-    "Llama 3": ("tool", True, ()),
-    "Mistral": ("tool", True, ()),
-    "Gemma": ("user", False, ()),
-    "Phi": ("user", False, ()),
-    "DeepSeek": ("tool", False, (PROMPT, STRIPPED)),
-    "GLM": ("tool", True, ()),
-    "SmolLM2": ("tool", True, ()),
-    "Hermes": ("tool", True, ()),
-}
+# Where templates would render the history otherwise; Mistral's does with a system message alone.
+DIFFERENCES = {"Qwen3": (STRIPPED,), "DeepSeek": (PROMPT, STRIPPED)}
+PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
 IM_RESULT = (
     "\n<|im_start|>user\n<tool_response>\nok\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 )
@@ -57,28 +47,19 @@ def ended_turn(name, tokenizer, text="hello"):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_family_is_sound_or_refused_with_a_known_reason(name):
-    suffix = TurnSuffix(ChatIds(family_tokenizer(name)))
-    assert (suffix.role, suffix.shows_tools, suffix.differences) == VERDICTS[name]
     tokenizer, end = family_tokenizer(name), FAMILIES[name][1][2]
+    suffix = TurnSuffix(ChatIds(tokenizer))
+    (line,) = re.findall(rf"^\| {re.escape(name)} \|.*", PAGE.read_text("utf-8"), re.MULTILINE)
+    _, _, sent, shown, verdict, differs, _ = map(str.strip, line.split("|"))
+    assert sent.partition(":")[0] == suffix.role
+    assert (shown, verdict) == (
+        ("yes", "yes") if suffix.shows_tools else ("no", "refused without `--system_prompt`")
+    )
+    assert suffix.differences == DIFFERENCES.get(name, ())
+    assert bool(differs) == bool(suffix.differences or name == "Mistral")
     assert suffix.chat.end_of_turn == (
         None if end is None else tokenizer.convert_tokens_to_ids(end)
     )
-
-
-def test_the_table_in_the_docs_says_the_same():
-    page = Path(__file__).parents[2] / "docs" / "environments.md"
-    lines = page.read_text(encoding="utf-8").splitlines()
-    cells = [line.strip("|").split("|") for line in lines if line.startswith("| ")]
-    rows = [[cell.strip() for cell in row] for row in cells]
-    table = {row[0]: row[1:] for row in rows}
-    assert set(VERDICTS) <= set(table)
-    for name, (role, shows_tools, differences) in VERDICTS.items():
-        sent, shown, verdict, differs = table[name]
-        assert sent.partition(":")[0] == role
-        assert shown == ("yes" if shows_tools else "no")
-        assert verdict == ("yes" if shows_tools else "refused without `--system_prompt`")
-        # Mistral's differs only with a system message.
-        assert bool(differs) == bool(differences or name == "Mistral")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

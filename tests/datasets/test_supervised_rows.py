@@ -146,15 +146,6 @@ def test_rows_without_a_match_are_left_out_and_counted(tmp_path):
         load(tmp_path, rows, train_on_regex="(")
 
 
-def test_long_rows_are_left_out_and_counted(tmp_path):
-    rows = [{"text": "a" * n} for n in (5, 50, 7)]
-    data, _ = load(tmp_path, rows, max_row_tokens=10)
-    assert [len(row.token_ids) for row in data.rows] == [6, 8]
-    assert data.summary.endswith(f"dropped 1 over-long (first: {tmp_path / 'rows.jsonl'}:2)")
-    with pytest.raises(DataError, match="all 3 rows exceed max_row_tokens = 2 tokens"):
-        load(tmp_path, rows, max_row_tokens=2)
-
-
 def test_conversations_need_a_chat_template(tmp_path):
     tokenizer = family_tokenizer("Qwen2.5")
     tokenizer.chat_template = None

@@ -160,30 +160,6 @@ def test_quickstart(quickstart_run):
 
 @pytest.mark.full
 @pytest.mark.timeout(1500)
-def test_the_report_of_quickstart_opens_offline(quickstart_run):
-    reason = "package playwright is not installed"
-    playwright = pytest.importorskip("playwright.sync_api", reason=reason)
-    program = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
-    if program is None:
-        pytest.skip("neither chromium nor google-chrome is here")
-    with playwright.sync_playwright() as driver:
-        arguments = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        browser = driver.chromium.launch(executable_path=program, args=arguments)
-        page = browser.new_context(offline=True).new_page()
-        requests, complaints = [], []
-        page.on("request", lambda request: requests.append(request.url))
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.goto((quickstart_run / "report.html").as_uri())
-        page.wait_for_selector("html[data-drawn=true]", timeout=120_000)
-        assert page.locator(".plot .scatterlayer .trace path.js-line").count() >= 10
-        assert page.locator("#token-samples .token").count() > 20
-        assert (requests, complaints) == ([(quickstart_run / "report.html").as_uri()], [])
-        browser.close()
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1500)
 def test_the_report_of_quickstart_is_photographed(quickstart_run, tmp_path):
     pytest.importorskip("playwright", reason="package playwright is not installed")
     docs = README.with_name("docs")

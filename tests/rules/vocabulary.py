@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
-from tests.datasets.row_files import written
 from tests.rules.spoken import END, NUM_IDS, ROWS, SMALL, rollouts, spoken_model
 from tests.rules.stages import Cell, cells
-from transformers import AutoTokenizer
 
 from lightrft.cli.main import main
 from lightrft.config import TrainConfig
@@ -20,14 +17,6 @@ from lightrft.trainer import train
 
 # Of 700 rows those behind the tokenizer's 261 ids are by far the likeliest.
 PADDED = {65: 0.0, END: 0.0, **dict.fromkeys(range(NUM_IDS, 700), 9.0)}
-DATA = {
-    "sft": {"prompt": "a", "completion": "b"},
-    "prefer": {"prompt": "a", "chosen": "b", "rejected": "c"},
-    "reward": {"prompt": "a", "chosen": "b", "rejected": "c"},
-    "distill on rows": {"prompt": "a", "completion": "b"},
-    "eval": {"input": "a", "label": "b"},
-    "data check": {"input": "a", "label": "b"},
-}
 
 
 def padding_is_neither_sampled_nor_trained(tmp_path: Path) -> None:
@@ -57,39 +46,15 @@ def padding_is_not_served(tmp_path: Path) -> None:
     assert served.engine.score([65, 65])[1] > -0.7
 
 
-def a_tokenizer_that_is_too_large_is_refused(
-    tmp_path: Path, stage: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = spoken_model(tmp_path, {65: 0.0})
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.add_tokens(["<tool>"])
-    tokenizer.save_pretrained(model)
-    rows = written(tmp_path, [DATA[stage]] * 4)
-    common = ["--output_dir", str(tmp_path / "run")]
-    given = ["--pretrain", model, "--prompt_data", rows, "--fsdp", *common]
-    commands = {
-        "eval": ["eval", model, "--eval_data", rows, "--reward_fn", "boxed_math", *common],
-        "data check": ["data", "check", rows, "--pretrain", model],
-        "distill on rows": ["distill", *given, "--teacher", model, "--teacher_form", "reverse"],
-    }
-    argv = commands.get(stage, [stage, *given])
-    if "--prompt_data" in argv:
-        argv += ["--train_batch_size", "2"]
-    capsys.readouterr()  # bars of writing the model
-    assert main(argv) == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1, lines
-    assert "has ids up to 261 ('<tool>') and the model 261 rows" in lines[0]
-
-
 TESTS: dict[str, Cell] = {
-    ", ".join(DATA): a_tokenizer_that_is_too_large_is_refused,
     "train": padding_is_neither_sampled_nor_trained,
     "serve": padding_is_not_served,
 }
 CELLS = cells(
     TESTS,
     {
+        "sft, prefer, reward, distill on rows, eval, data check": "A tokenizer with more ids than "
+        "the model has rows is refused: tests/cli/test_wrong_inputs.py.",
         "distill on samples, environments, tools, agents": "Its engine and its model are made by "
         "the code of train.",
         "judge and reward models": "A judge answers by the code of serve, and scores are no ids.",

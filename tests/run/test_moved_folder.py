@@ -6,34 +6,18 @@ from pathlib import Path
 
 import pytest
 from tests.ranks import run_multiprocess
-from tests.runs import lines, row_options, tiny_models, write_inputs
+from tests.runs import lines, rollout_options, row_options, tiny_models, write_inputs
 
 from lightrft.cli.errors import describe, exit_code_of
 from lightrft.config import TrainConfig
 from lightrft.run.assembly import run_training
 from lightrft.run.callbacks import Callback
 
-LENGTH = "def length(responses, **columns):\n    return [len(text) / 10 for text in responses]\n"
-ROWS = [
-    {"prompt": f"name {i} ", "completion": "ab", "chosen": "abc", "rejected": f"no {i}"}
-    for i in range(8)
-]
-STAGES = {
-    "policy": {
-        "engine_type": "hf",
-        "rollout_batch_size": 2,
-        "n_samples_per_prompt": 2,
-        "generate_max_len": 4,
-        "input_key": "prompt",
-    },
-    "sft": {},
-    "prefer": {},
-    "reward": {},
-    "divergence": {},
-}
+ROWS = [{"prompt": f"name {i} ", "completion": "ab"} for i in range(8)]
 # What happens after the second of four steps, and options.
 CASES = {
-    **{stage: (stage, "moved", {}) for stage in STAGES},
+    "samples": ("policy", "moved", {}),
+    "rows": ("sft", "moved", {}),
     "removed": ("sft", "removed", {}),
     "replaced": ("sft", "replaced", {}),
     "later": ("sft", "moved", {"async_save": True, "save_steps": 1}),
@@ -64,16 +48,12 @@ def run(rank, world_size, folder, stage, how, changes):
                 shown.append(listed(out))
             return {}
 
-    own = {"reward_fn": (f"{folder}/reward.py:length",)} if stage == "policy" else {}
-    if stage == "divergence":
-        own = {"teacher": str(folder / "model"), "teacher_form": "jsd"}
-    common = {"train_batch_size": 4 if stage == "policy" else 2, "micro_train_batch_size": 1}
-    own |= {"fsdp": True, "bf16": False, "save_steps": 1, "max_epochs": 1}
-    config = TrainConfig(
-        **row_options(
-            folder / "model", folder / "train.jsonl", out, **common | own | STAGES[stage] | changes
-        )
-    )
+    common = {"train_batch_size": 2, "micro_train_batch_size": 1, "max_epochs": 1, "fsdp": True}
+    options = row_options(folder / "model", folder / "train.jsonl", out, **common)
+    if stage == "policy":
+        sizes = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "train_batch_size": 4}
+        options = rollout_options(folder, **sizes, max_steps=4)
+    config = TrainConfig(**{**options, "save_steps": 1, **changes})
     try:
         run_training(config, stage=stage, callbacks=[Displaces()])
     except Exception as error:  # noqa: BLE001
@@ -92,7 +72,7 @@ def test_a_folder_that_is_not_there_any_more_ends_the_run(name, tmp_path):
     stage, how, changes = CASES[name]
     world_size = changes.get("world_size", 1)
     changes = {key: value for key, value in changes.items() if key != "world_size"}
-    write_inputs(tiny_models(tmp_path, "model"), ROWS, reward=LENGTH)
+    write_inputs(tiny_models(tmp_path, "model"), ROWS)
     found = run_multiprocess(
         run, world_size, timeout_seconds=120, args=(str(tmp_path), stage, how, changes)
     )
@@ -107,7 +87,7 @@ def test_a_folder_that_is_not_there_any_more_ends_the_run(name, tmp_path):
 @pytest.mark.full
 @pytest.mark.multiprocess
 def test_a_folder_that_comes_back_is_continued(tmp_path):
-    write_inputs(tiny_models(tmp_path, "model"), ROWS, reward=LENGTH)
+    write_inputs(tiny_models(tmp_path, "model"), ROWS)
     args = (str(tmp_path), "sft", "moved", {})
     ((code, *_),) = run_multiprocess(run, 1, timeout_seconds=120, args=args)
     (tmp_path / "elsewhere").rename(tmp_path / "run")

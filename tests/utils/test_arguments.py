@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 
 from lightrft.strategy.config import StrategyConfig
-from lightrft.utils import LIBRARY_FLAGS, add_arguments
+from lightrft.utils import add_arguments
 
 GUIDE_RECIPES = (
     "--zero_stage 2 --engine_tp_size 4 --engine_mem_util 0.9 --enable_engine_sleep "
@@ -28,22 +28,6 @@ def parse(text: str, **options) -> argparse.Namespace:
 def test_recipes_of_the_guide_parse(recipe):
     config = StrategyConfig.from_args(parse(recipe))
     assert not config.extra_args
-
-
-def test_defaults_are_those_of_the_record():
-    args = parse("")
-    assert vars(args) == {name: getattr(StrategyConfig(), name) for name in LIBRARY_FLAGS}
-
-
-def test_engine_sleep_pair():
-    assert parse("").enable_engine_sleep is True
-    assert parse("--disable_engine_sleep").enable_engine_sleep is False
-    assert parse("--disable_engine_sleep --enable_engine_sleep").enable_engine_sleep is True
-
-
-def test_bf16_has_three_states():
-    states = [parse(t).bf16 for t in ("", "--bf16", "--no_bf16")]
-    assert states == [None, True, False]
 
 
 def test_flags_the_parser_has_are_left_alone():
@@ -68,8 +52,3 @@ def test_every_field_can_be_a_flag_and_round_trips():
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="zero_stge"):
         add_arguments(argparse.ArgumentParser(), names=["zero_stge"])
-
-
-def test_wrong_choice_is_refused_by_the_parser():
-    with pytest.raises(SystemExit):
-        parse("--engine_type tgi")
