@@ -190,12 +190,12 @@ def test_a_prompt_does_not_end_with_a_medium(tmp_path):
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_a_picture_moves_the_tower_by_what_it_shows(family):
     model, encoder = tiny(family)
-    gradients = []
+    actor, gradients = Actor(model), []
     for shown in (A, ImageOps.mirror(A)):
         media = Media({"image": [as_image(shown, name="x", folder=None)]})
         batch = Batch(model, encoder, prompts=(encoder.encode(prompt(encoder, "?", 1), media),))
         model.zero_grad()
-        scored(Actor(model), batch)[batch.scored].sum().backward()
+        scored(actor, batch)[batch.scored].sum().backward()
         tower = [
             weight.grad.flatten()
             for key, weight in model.named_parameters()
