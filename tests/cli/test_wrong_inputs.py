@@ -928,7 +928,7 @@ ROWS_OF_STAGES = {
         },
     ),
     **contents(
-        "train --label_key golden",
+        "train --label_key golden --generate_max_len 8",
         {'{"input": "a", "gold": "1"}': "no column 'golden' for the label, found 'input', 'gold'"},
     ),
     **contents(
