@@ -40,7 +40,7 @@ def _shown(output: nbformat.NotebookNode) -> str:
     """Return an output of a cell as Markdown."""
     kinds = output.get("data", {})
     if "text/html" in kinds:
-        return f'<div style="overflow-x: auto">{kinds["text/html"]}</div>'
+        return f'<div class="output">{kinds["text/html"]}</div>'
     lines = (output.get("text") or kinds.get("text/plain", "")).rstrip().splitlines()
     if len(lines) > MOST_LINES + 4:
         left_out = f"[{len(lines) - MOST_LINES} lines left out]"
@@ -57,8 +57,8 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, *, timeout_seconds: f
     """
     from nbclient import NotebookClient
 
-    place = {"metadata": {"path": str(folder)}}
-    client = NotebookClient(notebook, timeout=timeout_seconds, resources=place, record_timing=False)
+    place, limit = {"metadata": {"path": str(folder)}}, int(timeout_seconds)
+    client = NotebookClient(notebook, timeout=limit, resources=place, record_timing=False)
     client.execute()
     for cell in notebook.cells:
         if cell.cell_type == "code":
