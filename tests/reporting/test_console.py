@@ -101,19 +101,6 @@ def test_durations(seconds, shown):
     assert duration(seconds) == shown
 
 
-@pytest.mark.parametrize("width", [80, 200])
-@pytest.mark.parametrize("num_steps", [9, 40, 100_000])
-def test_a_line_fits_the_terminal(width, num_steps):
-    wide = {**METRICS, "reward": -123456.789, "response_length": 32768.0}
-    for metrics in (METRICS, wide):
-        line = step_line(num_steps, num_steps, metrics, seconds_left=9e5, width=width)
-        assert len(line) <= width
-        assert line.startswith(f"step {num_steps}/{num_steps}  reward")
-        assert ("tok/s" in line) == (width == 200 or num_steps < 10_000)
-    for count in (("generate", 100_000, 100_000), None):
-        assert len(bar_text("step 100000/100000", count, ("x" * 99, 9e5))) <= 80
-
-
 def test_what_is_under_way():
     assert bar_text("step 1/4", None, None) == ""
     assert bar_text("step 1/4", None, ("short", 0.25)) == ""

@@ -17,9 +17,8 @@ TEXTS = [f"answer {number}" for number in range(12)]
 
 
 def write_judges(folder):
-    """Write the judges `scorer` and `verdicts`, a `policy`, a question, and rows; return it."""
+    """Write the judge `scorer`, a `policy`, a question, and rows; return it."""
     write_chain_model(folder / "scorer", "Score: ", "37")
-    write_chain_model(folder / "verdicts", "Verdict: ", "AB")
     write_tiny_model(folder / "policy", "tiny-qwen3", seed=1)
     (folder / "question.txt").write_text("{prompt} <{mark}>{response}<{mark}>")
     write(folder / "train.jsonl", say_rows(8))

@@ -52,15 +52,6 @@ def test_an_answer_follows_from_the_weights_and_its_question_alone(folder):
 
 
 @pytest.mark.full
-def test_both_orders_are_compared_as_by_a_server(folder):
-    config = config_of(folder, "verdicts", judge_compare="verdicts", judge_args={"max_tokens": 16})
-    with build_reward(["judge"], config=config) as reward:
-        # The first letter of equally likely ones: a judge that follows positions.
-        assert numbers_of(reward, ["one", "two", "three"]) == [0.5, 0.5, 0.5]
-        assert reward.take_tallies()["judge/requests"] == (6, None)
-
-
-@pytest.mark.full
 def test_other_weights_do_not_find_old_answers(folder, tmp_path):
     shutil.copytree(folder / "scorer", tmp_path / "model")
     config = replace(config_of(folder), output_dir=str(tmp_path), judge_model=f"{tmp_path}/model")
