@@ -10,7 +10,7 @@ from lightrft.config import TrainConfig
 from lightrft.datasets import collate_prompts, load_prompts
 from lightrft.models import Actor, load_tokenizer
 from lightrft.rewards import build_reward
-from lightrft.stages.opening import load_modality
+from lightrft.stages.start_checks import load_modality
 from lightrft.strategy import get_strategy
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainerVL
 from lightrft.utils import LIBRARY_FLAGS, add_arguments

@@ -777,7 +777,7 @@ OPTIONS_OF_STAGES = {
             "--no_fused_linear_logprob": "fused_linear_logprob: distillation on rows",
             "--train_batch_size 16": "has 2 usable rows, less than one step takes",
             "--generate_max_len 4": "not of lightrft distill on rows",
-            "--teacher_top_k 3": "teacher_top_k is of served teachers",
+            "--teacher_top_k 3": "teacher_top_k works only with a teacher behind a server",
             "--teacher http://127.0.0.1:9/v1": "teacher_top_k: a server does not give the whole",
         },
     ),

@@ -11,7 +11,7 @@ from lightrft.datasets.chat_template import RenderingError
 from lightrft.datasets.chat_turns import ChatTurns
 from lightrft.datasets.messages import Conversation
 from lightrft.datasets.suffix import TurnSuffix
-from lightrft.rollout.environments.environments import forging_ids
+from lightrft.rollout.environments.environments import control_token_ids
 
 FAMILIES = sorted(families.FAMILIES)
 TEXTS = ["plain", " spaced \n", '{"a": "q"}', "\n\nlines.\n", "<tool_response>", "é 数"]
@@ -65,7 +65,7 @@ def test_special_tokens_without_a_role_end_turns_in_every_stage():
     (turn,) = ChatTurns(suffix.chat).turns(talk)
     assert turn.token_ids[-1] == end
     forged = [
-        i for i in suffix.after((end,), ["x<|end|>"]).token_ids if i in forging_ids(tokenizer)
+        i for i in suffix.after((end,), ["x<|end|>"]).token_ids if i in control_token_ids(tokenizer)
     ]
     assert forged == [
         i for i in suffix.after((end,), ["x"]).token_ids if i in suffix.chat.special_ids

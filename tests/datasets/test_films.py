@@ -20,7 +20,7 @@ from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import VideoSource, as_video
 from lightrft.engines.types import MediaBounds
 from lightrft.records.media import MediaSources, pack_sources, unpack_sources
-from lightrft.stages.opening import limit_pixels
+from lightrft.stages.start_checks import limit_pixels
 
 CONFIG = TrainConfig(apply_chat_template=True, prompt_max_len=2000)
 load = partial(prompts_of, CONFIG)
@@ -169,7 +169,7 @@ WRONG = {
     "no film": (b"nothing" * 50, "is a damaged film, or none"),
     "cut": (film()[:900], "is a damaged film, or none"),
     "cut within": (film("webm")[:500], "is cut off: it lasts 2.0 s by its header and has 0."),
-    "sound": (sound_alone(), "has no pictures, only sound"),
+    "sound": (sound_alone(), "contains no video stream, only sound"),
     "no frames": (film("mkv")[:891], "has no frames"),
 }
 

@@ -13,7 +13,7 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row, encoded_rows, read_rows
 from lightrft.datasets.media import column_media
 from lightrft.datasets.types import DataError
-from lightrft.trainer.given_inputs import GivenRows
+from lightrft.trainer.inputs_from_python import GivenRows
 
 A, B = picture(84, 84, 1), picture(112, 56, 2)
 ADDRESS = f"data:image/png;base64,{base64.b64encode(encoded(A)).decode()}"

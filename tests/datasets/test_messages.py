@@ -242,7 +242,7 @@ def test_nan_is_no_label_and_whole_numbers_stay_whole(tmp_path):
 
 
 def test_nan_of_pandas_is_absent_in_rows_of_memory(tmp_path):
-    from lightrft.trainer.given_inputs import GivenRows
+    from lightrft.trainer.inputs_from_python import GivenRows
 
     rows = [{"input": "a", "label": float("nan")}, {"input": "b", "label": np.float64("nan")}]
     given = GivenRows.of(rows, "prompt", tmp_path)

@@ -112,7 +112,7 @@ def test_an_argument_that_no_chat_template_reads_is_refused(tmp_path):
 def test_shapes_are_compared_before_weights_are_read(broken):
     from transformers import AutoModelForCausalLM
 
-    from lightrft.stages.opening import check_parts
+    from lightrft.stages.start_checks import check_parts
 
     config = TrainConfig(pretrain=str(broken))
     check_parts(config, AutoModelForCausalLM)

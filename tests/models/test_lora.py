@@ -15,7 +15,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.engines.types import GenerationRequest, SamplingParams
 from lightrft.models.loading import load_causal_lm
 from lightrft.models.lora import LoraActor, add_product
-from lightrft.stages.opening import check_parts
+from lightrft.stages.start_checks import check_parts
 
 peft = pytest.importorskip("peft", reason="package peft is not installed")
 

@@ -12,7 +12,7 @@ from lightrft.experience.minibatches import plan_minibatches
 from lightrft.records.batch import collate
 from lightrft.records.table import deliver_rows, exchange, tabulate
 from lightrft.rollout.dynamic import apply_selection, select_groups
-from lightrft.rollout.ledger_records import Account, Evidence, deliver_evidence
+from lightrft.rollout.ledger_records import Evidence, SampleRecord, deliver_evidence
 
 KINDS = ("plain", "turns", "versions")
 
@@ -114,7 +114,7 @@ def long_samples(world_size, num_rows, *, prompt, response, num_turns=1):
     for share in shares:
         ledger = cases.ledger_of([item for item, _ in share])
         accounts = {
-            item.rollout.sample_id: Account(
+            item.rollout.sample_id: SampleRecord(
                 item.rollout.prompt.token_ids,
                 item.rollout.segments,
                 tuple(ledger.of(item.rollout.sample_id).scored),

@@ -14,7 +14,7 @@ from lightrft.config import TrainConfig
 from lightrft.rewards.worker import FRAME
 from lightrft.rollout.environments.operation_loop import OperationLoop
 from lightrft.rollout.environments.pool import EnvironmentPool
-from lightrft.rollout.running import Running
+from lightrft.rollout.running_call import Running
 from lightrft.rollout.workers import EpisodeError
 
 HERE = Path(__file__).parent

@@ -25,7 +25,7 @@ async def run(base_url, api_key, row):
 DRIPS = """
 import threading, time
 from lightrft.rewards.worker import framed, read_frame
-from lightrft.rollout.running import Running
+from lightrft.rollout.running_call import Running
 class Handler:
     def describe(self):
         return None

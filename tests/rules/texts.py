@@ -208,8 +208,8 @@ EPISODES = {
 
 def episodes_stay_within_the_context(stage: str, tmp_path: Path) -> None:
     from lightrft.models import load_tokenizer
-    from lightrft.stages.opening import prompts_within_context
     from lightrft.stages.policy.inputs import load_run_prompts
+    from lightrft.stages.start_checks import prompts_within_context
 
     # The template writes one token behind a text, and none before it.
     texts = (JUST, TOO_LONG)

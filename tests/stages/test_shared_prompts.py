@@ -2,7 +2,7 @@
 
 from tests.runs import rollout_options, train, write, write_inputs
 
-from lightrft.stages.opening import shared_prompts
+from lightrft.stages.start_checks import shared_prompts
 
 LINE = "the prompts of 2 of 3 held-out {} are trained on, too"
 

@@ -14,7 +14,7 @@ from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import ImageSource
 from lightrft.models.vision import forward
 from lightrft.run.assembly import run_training
-from lightrft.stages.opening import load_modality
+from lightrft.stages.start_checks import load_modality
 from lightrft.tools.audit.findings import DIFFERS, EQUAL
 from lightrft.tools.audit.report import audit_step
 

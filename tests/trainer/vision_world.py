@@ -13,7 +13,7 @@ from lightrft.models import Actor, Critic, load_tokenizer
 from lightrft.models.loading import load_processor, load_trunk
 from lightrft.models.reward_model import RewardModel
 from lightrft.models.score_heads import ScoreHead
-from lightrft.stages.opening import load_modality
+from lightrft.stages.start_checks import load_modality
 from lightrft.strategy import get_fake_strategy, get_strategy
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainerVL
 

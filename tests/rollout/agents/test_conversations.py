@@ -8,7 +8,7 @@ from lightrft.datasets.chat_ids import ChatIds
 from lightrft.rollout.agents import conversations as conversations_module
 from lightrft.rollout.agents.conversations import Conversations
 from lightrft.rollout.agents.messages import Message, read_chat
-from lightrft.rollout.agents.shown import fault_of
+from lightrft.rollout.agents.rendering_check import fault_of
 
 TOKENIZER = families.family_tokenizer("Qwen2.5")
 END = TOKENIZER.eos_token_id

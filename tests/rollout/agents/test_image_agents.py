@@ -36,9 +36,9 @@ from lightrft.rollout.agents.conversations import CalledTurn, Conversations
 from lightrft.rollout.agents.episodes import AgentEpisode
 from lightrft.rollout.agents.http_server import HttpError
 from lightrft.rollout.agents.messages import Message, read_chat
+from lightrft.rollout.agents.rendering_check import fault_of
 from lightrft.rollout.agents.rounds import AnswerRules, answer_round
 from lightrft.rollout.agents.sampling import RunSampling
-from lightrft.rollout.agents.shown import fault_of
 from lightrft.rollout.source import SourceParts
 from lightrft.stages.parity_limits import PARITY_LIMITS
 from lightrft.stages.policy.inputs import require_images

@@ -22,7 +22,7 @@ from lightrft.rollout.agents.messages import read_chat
 from lightrft.rollout.agents.replies import told
 from lightrft.rollout.agents.rounds import AnswerRules, answer_round
 from lightrft.rollout.agents.sampling import RunSampling
-from lightrft.rollout.environments.environments import forging_ids
+from lightrft.rollout.environments.environments import control_token_ids
 from lightrft.rollout.ledger_records import LedgerError, deliver_evidence, take_evidence
 from lightrft.rollout.scoring import score_rollouts, with_branches
 from lightrft.rollout.transcript import Transcript
@@ -118,7 +118,7 @@ class Played:
             [item.rollout for item in scored],
             self.strategy,
             ledger=ledger,
-            special_ids=forging_ids(self.tokenizer),
+            special_ids=control_token_ids(self.tokenizer),
         )
         ids = [[item.rollout.sample_id for item in scored]]
         evidence = deliver_evidence(taken, ids, self.strategy)

@@ -12,7 +12,7 @@ from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.suffix import TurnSuffix
 from lightrft.rollout.environments.call_formats import ToolCall
 from lightrft.rollout.environments.calls import choose_parser
-from lightrft.rollout.environments.environments import forging_ids
+from lightrft.rollout.environments.environments import control_token_ids
 from lightrft.rollout.environments.worker import HostedEnvironments
 from lightrft.tools.quickstart.arithmetic import (
     CALCULATOR,
@@ -110,7 +110,7 @@ def test_what_the_run_renders_is_what_was_demonstrated():
 def test_an_unknown_character_is_no_forged_turn():
     """The mark of what is not in the vocabulary is a special token, but nobody speaks with it."""
     tokenizer = build_tokenizer(CALCULATOR)
-    forging = forging_ids(tokenizer)
+    forging = control_token_ids(tokenizer)
     unknown = tokenizer("[é]", split_special_tokens=True)["input_ids"]
     assert set(unknown) == {tokenizer.unk_token_id}
     assert forging.isdisjoint(unknown)
@@ -118,7 +118,7 @@ def test_an_unknown_character_is_no_forged_turn():
     assert len(roles) == 5
     assert forging >= set(roles)
     tokenizer.unk_token = tokenizer.eos_token  # as in GPT-2
-    assert tokenizer.eos_token_id in forging_ids(tokenizer)
+    assert tokenizer.eos_token_id in control_token_ids(tokenizer)
 
 
 @pytest.mark.full

@@ -14,7 +14,7 @@ from lightrft.cli.main import main
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import read_rows, read_sources
 from lightrft.datasets.types import DataError, Prompt
-from lightrft.records.swapped import PAIR_COLUMN, position_metrics
+from lightrft.records.answer_order import PAIR_COLUMN, position_metrics
 from lightrft.rewards import build_reward
 from lightrft.rewards.types import RewardError
 from lightrft.run.run_inputs import input_files

@@ -24,7 +24,7 @@ from lightrft.datasets.types import DataError
 from lightrft.models import load_tokenizer
 from lightrft.reporting.rollouts import read_rollout
 from lightrft.run.run_inputs import media_sha256
-from lightrft.stages.opening import load_modality
+from lightrft.stages.start_checks import load_modality
 from lightrft.tools.rows.row_file import RowRequest, write_rows
 
 pytestmark = pytest.mark.multiprocess

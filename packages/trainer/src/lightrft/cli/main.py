@@ -18,9 +18,9 @@ from lightrft.reporting.start_bar import start_bar
 DESCRIPTIONS = {
     "begin": {
         "init-run": "write model, prompts, reward and options of a run to edit",
-        "quickstart": "a complete run in a minute on a CPU",
+        "quickstart": "make a complete run in a minute on a CPU",
         "init-model": "write a tiny model with random weights",
-        "doctor": "whether this machine can train, and a model exactly",
+        "doctor": "check this machine, and a model if you name one",
     },
     "train": {
         "train": "fine-tune a language model by reinforcement learning",
@@ -31,22 +31,22 @@ DESCRIPTIONS = {
     },
     "before a run": {
         "data": "check a file of prompts: layout, lengths, bad rows, answers",
-        "plan": "memory and seconds of a run on given GPUs, without any",
-        "config": "options as they come out, compared, or from TRL",
+        "plan": "predict memory and time of a run; needs no GPU",
+        "config": "show, compare or convert options",
         "launch": "print what starts a run on several nodes",
     },
     "after a run": {
-        "report": "one HTML page about a run: curves, times, samples, options",
-        "eval": "a model on held-out prompts: greedy, avg@n, pass@k",
-        "export": "the final model of a run as a checked HF checkpoint",
-        "rows": "rows for sft, preferences or rewards from a run's samples",
+        "report": "write an HTML page of a run: curves, times, samples",
+        "eval": "evaluate a model on held-out prompts: avg@n, pass@k",
+        "export": "copy the final model as a checked HF checkpoint",
+        "rows": "make rows for sft, prefer or reward from a run's samples",
         "audit": "recompute a step of a run in float64 and compare",
         "replay": "sample a step's episodes again from its journal",
     },
     "beside runs": {
         "serve": "serve a model as agents see it in training",
         "serve-reward": "serve a reward function over HTTP",
-        "completion": "completion of commands and flags for a shell",
+        "completion": "print completions of commands and flags for a shell",
     },
 }
 COMMANDS = Registry(

@@ -112,8 +112,8 @@ def check_ledger(
     if messages:
         raise LedgerError(
             f"ledger gate: {messages[0]}\n  what is about to be trained on is not what was sampled "
-            "and scored; nothing was trained. Report this: it is a fault of the program, or of an "
-            "own part of it; --no_ledger_gate trains all the same"
+            "and scored; nothing was trained. Report this: it is a bug in lightrft or in one "
+            "of your plug-ins; --no_ledger_gate trains all the same"
         )
 
 

@@ -480,10 +480,10 @@ def make_experience(
     """
     config, table, context = settings.config, samples.table, delivery.training
     rank, version = context.data_rank, _version(samples, engine)
-    givers, encoder = delivery.generating or context, delivery.encoder
+    source_ranks, encoder = delivery.generating or context, delivery.encoder
     with timer.stage("exchange"):
         plan, rows, prompts, evidence = deliver(
-            samples, config, step, givers, encoder, num_training=context.world_size
+            samples, config, step, source_ranks, encoder, num_training=context.world_size
         )
         media = RowMedia()
         if encoder.reads_media:

@@ -56,13 +56,13 @@ class TrajectoryLog(JsonLinesFile):
         self._num_samples, self._has_rewards = num_samples, has_rewards
         self._every = max(1, every)
 
-    def is_due(self, step: int) -> bool:
+    def is_scheduled(self, step: int) -> bool:
         """Return whether a step is written."""
         return step == 1 or step % self._every == 0
 
     def log(self, step: int, experience: StepExperience, decoder: PreTrainedTokenizerBase) -> None:
         """Write the samples of a step."""
-        if not self.is_due(step):
+        if not self.is_scheduled(step):
             return
         ids = experience.batch.rollouts.sample_ids.tolist()
         order = sorted(range(len(ids)), key=lambda row: ids[row])

@@ -26,7 +26,7 @@ from lightrft.records.rollout import AnsweredCall, ScoredRollout
 from lightrft.records.sample_ledger import SampleEntry, SampleLedger
 from lightrft.records.table import BRANCH_STEP, RowTable, build_table, row_table
 from lightrft.rewards.types import UNDECIDED, RewardResult
-from lightrft.rollout.ledger_records import Account, Evidence, LedgerError
+from lightrft.rollout.ledger_records import Evidence, LedgerError, SampleRecord
 from lightrft.rollout.open_groups import NOTHING_OPEN, StreamState
 from lightrft.rollout.source import UNKNOWN, InFlight, Samples, Selection, StreamReport
 from lightrft.strategy.distributed.context import DistributedContext
@@ -210,7 +210,7 @@ def _evidence(first: _StoredSamples, own: Sequence[_StoredSamples]) -> Evidence:
         ledger.greedy.entries.update(greedy)
     rollouts = [item.rollout for part in own for item in part.scored]
     return Evidence(
-        {rollout.sample_id: Account.of(rollout, ledger) for rollout in rollouts},
+        {rollout.sample_id: SampleRecord.of(rollout, ledger) for rollout in rollouts},
         {entry.key: entry for part in own for entry in part.entries},
         frozenset(first.special_ids),
         ledger=ledger,
@@ -255,7 +255,7 @@ def check_balance(
     if balance != sum(each for _, each in sums) % _MODULUS:
         raise LedgerError(
             "ledger gate: of the samples that were asked for some are trained twice or are lost "
-            "between steps; nothing was trained. Report this: it is a fault of the program; "
+            "between steps; nothing was trained. Report this: it is a bug in lightrft; "
             "--no_ledger_gate trains all the same"
         )
     return balance

@@ -35,7 +35,7 @@ class LedgerError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class SampleRecord:
     """The journal of one sample.
 
     Args:
@@ -73,7 +73,7 @@ class Evidence:
         masks_truncated: Whether responses cut by their token budget must not be trained on.
     """
 
-    accounts: Mapping[int, Account]
+    accounts: Mapping[int, SampleRecord]
     entries: Mapping[Key, LedgerEntry]
     special_ids: frozenset[int] = frozenset()
     version: int = -1
@@ -128,7 +128,7 @@ def take_evidence(
                 raise _sampled_twice(entry, has_same_tokens=remote[0] == local[0])
     ledger = ledger or SampleLedger()
     _require_branches(ledger, rollouts)
-    accounts = {item.sample_id: Account.of(item, ledger) for item in rollouts}
+    accounts = {item.sample_id: SampleRecord.of(item, ledger) for item in rollouts}
     version = -1 if engine is None else engine.weights_version
     return Evidence(accounts, entries, frozenset(special_ids), version=version, ledger=ledger)
 
@@ -171,7 +171,7 @@ def deliver_evidence(
         )
         for ids in wanted
     ]
-    accounts: dict[int, Account] = {}
+    accounts: dict[int, SampleRecord] = {}
     entries: dict[Key, LedgerEntry] = {}
     total = 0
     for data in context.exchange_bytes(parts):
@@ -205,7 +205,7 @@ def rows_hash(rows: Mapping[int, RowFacts]) -> int:
 
 def _pack(
     total: int,
-    accounts: Mapping[int, Account],
+    accounts: Mapping[int, SampleRecord],
     by_call: Mapping[Call, Sequence[LedgerEntry]],
 ) -> bytes:
     """Serialize accounts and the entries of their calls, with the values that the gate reads."""
@@ -253,12 +253,12 @@ def vouched_values(entry: LedgerEntry, column: Column) -> Values:
     )
 
 
-def _unpack(data: bytes) -> tuple[int, dict[int, Account], list[LedgerEntry]]:
+def _unpack(data: bytes) -> tuple[int, dict[int, SampleRecord], list[LedgerEntry]]:
     total, accounts, entries = pickle.loads(data)
     return (
         total,
         {
-            sample_id: Account(
+            sample_id: SampleRecord(
                 _tuple(prompt),
                 tuple(TurnSegment(i, j, _tuple(seen), spans) for i, j, seen, spans in segments),
                 scored,

@@ -41,8 +41,8 @@ class ResponsePart:
         if group.request_id not in self.lengths or sample.finish_reason is not None:
             return False
         most, state = self.lengths[group.request_id], sample.episode
-        is_due = state is None or state.due <= self.round_number
-        return most is None or (is_due and sample.num_sampled < most)
+        is_scheduled = state is None or state.due <= self.round_number
+        return most is None or (is_scheduled and sample.num_sampled < most)
 
 
 class OpenTurns:
@@ -67,7 +67,9 @@ class OpenTurns:
         """
         params, extended_groups = part.params, list(groups)
         if any(sample.episode is not None for group in groups for sample in group.samples):
-            raise ValueError("the rows in flight are episodes: start with their environment")
+            raise ValueError(
+                "this checkpoint has unfinished episodes: start with their --environment"
+            )
         places, asked = [], []
         for index, group in enumerate(groups):
             for number, sample in enumerate(group.samples):

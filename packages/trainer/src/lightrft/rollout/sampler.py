@@ -228,7 +228,7 @@ class RolloutSampler:
             check_fresh_row(samples, self._parts)
         return samples
 
-    def sample_ahead(
+    def fill_queue(
         self,
         flight: InFlight,
         steps: range,
@@ -278,7 +278,7 @@ class RolloutSampler:
             )
         return flight, drawn
 
-    def take_step(
+    def pop_step(
         self, before: InFlight, flight: InFlight, drawn: Sequence[Samples]
     ) -> tuple[Samples, InFlight]:
         """Return the samples that a step trains on, and the rows that stay in flight; collective.

@@ -218,7 +218,7 @@ class Samples:
         return bool(self.table.is_masked.all())
 
     @property
-    def why_idle(self) -> str | None:
+    def skip_reason(self) -> str | None:
         """Reason why there is nothing to train on, or None."""
         if self.is_undecided:
             return "the reward decided no sample"

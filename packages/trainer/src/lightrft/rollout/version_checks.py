@@ -63,7 +63,7 @@ class SampledVersions:
             raise LedgerError(
                 f"ledger gate: sample {table.sample_ids[wrong[0]]} of step {step} is said to be "
                 f"of version {actual[wrong[0]]} of the weights: the engine had version {expected}; "
-                "nothing was trained. Report this: it is a fault of the program; "
+                "nothing was trained. Report this: it is a bug in lightrft; "
                 "--no_ledger_gate trains all the same"
             )
 

@@ -21,7 +21,7 @@ from lightrft.rewards.process import (
     WorkerTask,
     WorkerTimeoutError,
 )
-from lightrft.rollout.running import Running
+from lightrft.rollout.running_call import Running
 
 Result = TypeVar("Result")
 _CHUNK = 1 << 16

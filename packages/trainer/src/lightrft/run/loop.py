@@ -291,7 +291,7 @@ class Loop(Generic[Batch]):
             is_last = bool(ended_by) or step.number == num_steps
             is_last, evaluated = self._end_step(step.number, metrics, is_last=is_last)
             last_eval = evaluated or last_eval
-            if is_last or is_due(step.number, self.stage.config.save_steps):
+            if is_last or is_scheduled(step.number, self.stage.config.save_steps):
                 with self._nothing_kept(step.number):
                     self.save_checkpoint()
                 num_saved = step.number
@@ -446,7 +446,7 @@ class Loop(Generic[Batch]):
             Whether it is the last step, which a callback may decide; and the evaluation, if any.
         """
         evaluated: dict[str, float] = {}
-        if is_last or is_due(step, self.stage.config.eval_steps):
+        if is_last or is_scheduled(step, self.stage.config.eval_steps):
             evaluated = self._evaluated_after(step)
         shown = self._callbacks.end_step(step, {**metrics, **evaluated})
         if not is_last and self._callback_stops():
@@ -569,7 +569,7 @@ class Loop(Generic[Batch]):
         self.stage.close()
 
 
-def is_due(step: int, every: int) -> bool:
+def is_scheduled(step: int, every: int) -> bool:
     """Return whether work that is done every so many steps is due; 0 is never."""
     return every > 0 and step % every == 0
 

@@ -18,7 +18,7 @@ from lightrft.run.assembly import RunSummary, run_training
 from lightrft.run.callbacks import Callback, require_callbacks
 from lightrft.run.resume import RunPlan, plan_run
 from lightrft.strategy.distributed.context import print_on_first_rank
-from lightrft.trainer.given_inputs import GivenRows, Rows, named_functions
+from lightrft.trainer.inputs_from_python import GivenRows, Rows, named_functions
 
 if TYPE_CHECKING:
     from typing import Unpack

@@ -272,8 +272,8 @@ class TrainOptions(TypedDict, total=False):
     step. It chooses stream_chunk, or rollout_lag and rollout_ranks, where these are not
     given."""
     rollout_lag: int
-    """Updates between the weights that sample a step and those that it trains: with 1 the next
-    step is sampled before this one is trained on."""
+    """How many updates old the weights that sample a step are: with 1 the next step is sampled
+    before this one is trained on."""
     rollout_ranks: int
     """Processes that only generate, the last ones of the launch: they sample the steps to come
     while the others train. 0 lets every process do both."""
@@ -316,9 +316,8 @@ class TrainOptions(TypedDict, total=False):
     """Worker processes that host the environments or agents of one rank; unset is one a
     core."""
     late_join: bool
-    """Let an episode whose tool is busy join a later round, once half of the others are ready
-    or all that took no part in the last one; off, a round waits for all, and timing changes no
-    bit."""
+    """Do not wait for slow tools: start a round when half of the episodes are ready, or all
+    that took no part in the last one; off, a round waits for all, and timing changes no bit."""
     agent: str | None
     """Function FILE.py:NAME, async def run(base_url, api_key, row) -> reward, a dict of named
     parts or None, which calls the model through OpenAI's protocol; or verifiers:NAME."""

@@ -166,7 +166,9 @@ def _opened(content: bytes, name: str) -> "Iterator[tuple[InputContainer, VideoS
     with opened_container(content, name, "film", extra) as container:
         streams = [s for s in container.streams.video if s.codec_context and not _is_cover(s)]
         if not streams:
-            raise MediaError(f"{name} has no pictures, only sound: give films with pictures")
+            raise MediaError(
+                f"{name} contains no video stream, only sound: give films with pictures"
+            )
         stream = streams[0]
         if stream.codec_context.width * stream.codec_context.height > MAX_PIXELS:
             raise MediaError(f"{name} has frames of more than {MAX_PIXELS} pixels: scale them")

@@ -397,7 +397,7 @@ class TeacherOptions:
             c.teacher_top_k is not None
             and c.teacher_places
             and not c.has_served_teacher
-            and "teacher_top_k is of served teachers: a folder's gives the whole distribution"
+            and "teacher_top_k works only with a teacher behind a server: a folder gives all tokens"
         ),
         lambda c: (
             c.teacher_form == SAMPLED

@@ -166,8 +166,8 @@ class StreamingOptions:
     )
     rollout_lag: int = option(
         0,
-        "Updates between the weights that sample a step and those that it trains: with 1 the next "
-        "step is sampled before this one is trained on.",
+        "How many updates old the weights that sample a step are: with 1 the next step is sampled "
+        "before this one is trained on.",
         at_least=0,
     )
     rollout_ranks: int = option(
@@ -374,9 +374,9 @@ class EpisodeOptions(EnvironmentOptions):
 
     late_join: bool = option(
         False,
-        "Let an episode whose tool is busy join a later round, once half of the others are "
-        "ready or all that took no part in the last one; off, a round waits for all, and timing "
-        "changes no bit.",
+        "Do not wait for slow tools: start a round when half of the episodes are ready, or all "
+        "that took no part in the last one; off, a round waits for all, and timing changes no "
+        "bit.",
         acts_with="environment or tools or agent or agent_command",
     )
     agent: str | None = option(

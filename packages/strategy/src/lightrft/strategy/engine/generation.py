@@ -412,7 +412,7 @@ class GenLenAnalyser:
         if plot_every > 0 and log_dir is not None:
             require_matplotlib()
 
-    def is_due(self, step: int) -> bool:
+    def is_scheduled(self, step: int) -> bool:
         """Return whether `collect` does anything at this step; equal on all ranks."""
         return self.plot_every > 0 and step % self.plot_every == 0
 
@@ -429,7 +429,7 @@ class GenLenAnalyser:
         Returns:
             Statistics; None if not due, or if nothing was generated anywhere.
         """
-        if not self.is_due(step):
+        if not self.is_scheduled(step):
             return None
         everything = [n for part in gather_objects(list(lengths), self.group) for n in part]
         if not everything:

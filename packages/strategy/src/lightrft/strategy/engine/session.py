@@ -29,7 +29,7 @@ from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.collectives import group_rank, group_size, run_together
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import phase
-from lightrft.strategy.distributed.one_sided import run_apart
+from lightrft.strategy.distributed.failure_sharing import run_without_collective
 from lightrft.strategy.distributed.process_groups import engine_group_ranks
 from lightrft.strategy.engine.generation import (
     GenerationWork,
@@ -225,7 +225,7 @@ class EngineSession:
                 self.engine = build_engine(wanted, module=module)
 
             # Engines of several ranks wait for each other inside, and vLLM does in any case.
-            run_apart(build, self.context.world_group, what=NOT_STARTED)
+            run_without_collective(build, self.context.world_group, what=NOT_STARTED)
         self.context.print_detail(f"{kind} engine: {self.running.runner_name}")
         return self.running
 
@@ -404,7 +404,7 @@ class EngineSession:
                     )
                 )
 
-            together = run_apart if self.shares_engine else run_together
+            together = run_without_collective if self.shares_engine else run_together
             together(generate, world, what=GENERATION_FAILED)
         return completions
 

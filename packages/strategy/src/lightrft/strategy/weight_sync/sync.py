@@ -24,7 +24,7 @@ from lightrft.strategy.distributed.collectives import (
     not_finite,
     transfer_device,
 )
-from lightrft.strategy.distributed.one_sided import run_apart
+from lightrft.strategy.distributed.failure_sharing import run_without_collective
 from lightrft.strategy.weight_sync.canary import Canary, check_effect
 from lightrft.strategy.weight_sync.parameter_source import AddLocal, ParameterSource
 from lightrft.strategy.weight_sync.verification import (
@@ -545,7 +545,9 @@ class WeightSync:
             return step()
         results: list[T] = []
         try:
-            run_apart(lambda: results.append(step()), self.world, what="the weight sync failed")
+            run_without_collective(
+                lambda: results.append(step()), self.world, what="the weight sync failed"
+            )
         except RuntimeError as failure:
             if results:
                 raise WeightSyncError(PEER_FAILED, str(failure)) from failure

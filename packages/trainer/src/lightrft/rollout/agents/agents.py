@@ -30,11 +30,11 @@ from lightrft.rollout.agents.conversations import CalledTurn, Conversations
 from lightrft.rollout.agents.endpoint import Endpoint, WaitingCall
 from lightrft.rollout.agents.episodes import AgentEpisode
 from lightrft.rollout.agents.http_server import MEDIA_LIMITS, HttpLimits
+from lightrft.rollout.agents.rendering_check import are_sent, fault_of
 from lightrft.rollout.agents.replies import told
 from lightrft.rollout.agents.rounds import AnswerRules, answer_round
 from lightrft.rollout.agents.sampling import RunSampling
-from lightrft.rollout.agents.shown import are_sent, fault_of
-from lightrft.rollout.environments.environments import check_turns, forging_ids
+from lightrft.rollout.environments.environments import check_turns, control_token_ids
 from lightrft.rollout.environments.journal import (
     JOURNAL_FOLDER,
     Journal,
@@ -91,7 +91,7 @@ class Agents:
             TurnSuffix(self.chat)  # refuses templates without turns
         except TemplateRefusedError as error:
             raise ConfigError(str(error)) from error
-        self.special_ids = forging_ids(tokenizer)
+        self.special_ids = control_token_ids(tokenizer)
         raise_open_files(MAX_OPEN_FILES)
         limits = MEDIA_LIMITS if self.encoder.reads_media else HttpLimits()
         limits = replace(limits, call_seconds=config.agent_timeout_seconds)

@@ -77,7 +77,7 @@ class Environments:
         self.encoder = modality.encoder
         self.folder = None if folder is None else folder / JOURNAL_FOLDER
         self.pool = pool or EnvironmentPool(config, reads_images="image" in self.encoder.marks)
-        self.special_ids = forging_ids(tokenizer)
+        self.special_ids = control_token_ids(tokenizer)
         try:
             self.specs = EnvironmentSpecs(
                 self.pool.specs, tokenizer, config.tool_parser, modality.renderer
@@ -311,7 +311,7 @@ def check_turns(modality: Modality, config: StreamingOptions) -> None:
         )
 
 
-def forging_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def control_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return ids that no text of a tool may have: special tokens except the unknown token.
 
     The unknown token is included if it also serves as another special token.

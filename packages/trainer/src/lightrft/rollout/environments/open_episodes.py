@@ -116,7 +116,7 @@ class OpenEpisodes:
         for place, group in enumerate(groups):
             for index, sample in enumerate(group.samples):
                 if part.takes(group, sample):
-                    episode = self._going_on(batch, group, index, numbers)
+                    episode = self._resume(batch, group, index, numbers)
                     episode.max_sampled = self._most(episode, part.lengths[group.request_id])
                     episodes.append(episode)
                     places.append((place, index))
@@ -128,7 +128,7 @@ class OpenEpisodes:
         extended = list(groups)
         for (place, index), episode in zip(places, episodes, strict=True):
             samples = list(extended[place].samples)
-            samples[index] = self._left(episode, ledger, rewards.get(episode.number))
+            samples[index] = self._snapshot(episode, ledger, rewards.get(episode.number))
             extended[place] = extended[place].extended(samples, part.round_number)
         return extended
 
@@ -184,7 +184,7 @@ class OpenEpisodes:
             return length
         return min(length, episode.num_sampled + config.stream_chunk)
 
-    def _going_on(
+    def _resume(
         self, batch: EpisodeBatch, group: OpenGroup, index: int, numbers: Iterator[int]
     ) -> Episode:
         """Return an episode that goes on, with its environment if that matches."""
@@ -318,7 +318,7 @@ class OpenEpisodes:
         if episode.is_late:
             hosted.late = _Late(episode, entry, batch.busy.pop(episode.number))
 
-    def _left(
+    def _snapshot(
         self, episode: Episode, ledger: SampleLedger, reward: RewardResult | None
     ) -> OpenSample:
         """Return an episode as a part leaves it."""

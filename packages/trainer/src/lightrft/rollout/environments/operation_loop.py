@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO, cast
 
 from lightrft.rewards.worker import Failure, framed, take_frames, write_frame
-from lightrft.rollout.environments.stepped import Operation, OperationClock, Stepped, stepping
-from lightrft.rollout.running import Running
+from lightrft.rollout.environments.gym_adapter import Operation, OperationClock, Stepped, stepping
+from lightrft.rollout.running_call import Running
 
 # Most threads of the executor that coroutines use.
 _MAX_THREADS = 1024

@@ -35,7 +35,7 @@ from lightrft.rollout.environments.content import (
     to_json,
 )
 from lightrft.rollout.environments.operation_loop import OperationLoop, settled
-from lightrft.rollout.running import Running
+from lightrft.rollout.running_call import Running
 
 NOT_TOOLS = ("reset", "get_reward", "get_call_reward")
 # Address in the text of an object, which differs in every process.

@@ -12,7 +12,6 @@ from lightrft.stages.distillation.divergence_objective import DivergenceObjectiv
 from lightrft.stages.distillation.own_samples import check_prompts
 from lightrft.stages.distillation.served_rows import open_servers
 from lightrft.stages.models import load_teachers
-from lightrft.stages.opening import prompts_within_context
 from lightrft.stages.rows.row_inputs import (
     RowInputs,
     build_model,
@@ -21,6 +20,7 @@ from lightrft.stages.rows.row_inputs import (
     require_options,
 )
 from lightrft.stages.stage import TrainedModels
+from lightrft.stages.start_checks import prompts_within_context
 from lightrft.stages.teachers import prove_teachers
 from lightrft.strategy.model_training import ModelTraining
 

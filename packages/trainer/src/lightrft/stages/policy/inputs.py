@@ -36,13 +36,6 @@ from lightrft.stages.models import (
     require_equal_start,
     trained_model,
 )
-from lightrft.stages.opening import (
-    check_parts,
-    decide_by_files,
-    load_modality,
-    prompts_within_context,
-    shared_prompts,
-)
 from lightrft.stages.policy.algorithm import algorithm_problems, build_estimator
 from lightrft.stages.policy.maker import SampleLogs
 from lightrft.stages.policy.policy_stage import PolicyData, PolicyStage, RolloutParts
@@ -55,6 +48,13 @@ from lightrft.stages.policy.rewards import (
     tokenizers_of_scorers,
 )
 from lightrft.stages.stage import TrainedModels
+from lightrft.stages.start_checks import (
+    check_parts,
+    decide_by_files,
+    load_modality,
+    prompts_within_context,
+    shared_prompts,
+)
 from lightrft.strategy.backend import Backend
 from lightrft.strategy.distributed.context import print_on_first_rank
 from lightrft.strategy.distributed.deadlines import phase
@@ -95,8 +95,8 @@ class PolicyInputs:
         """
         count = config.steps_per_rollout
         updates = f"{count} update{'s' if count > 1 else ''} per rollout"
-        way = f"{config.advantage_estimator}, {config.policy_loss_name} loss, {updates}"
-        return decide_by_files(config, backend, way=way)
+        method = f"{config.advantage_estimator}, {config.policy_loss_name} loss, {updates}"
+        return decide_by_files(config, backend, method=method)
 
     def build(self, config: TrainConfig, strategy: StrategyBase) -> PolicyStage:
         """Build models, engine and data of the stage."""

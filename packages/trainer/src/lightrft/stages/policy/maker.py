@@ -317,9 +317,9 @@ class ExperienceMaker:
 
             slices, teacher = self._forward_slices(experience), self.models.teacher
             check_first_step(experience.batch, teacher, slices, self.config, self.context)
-        gate = None
-        if is_compared and experience.batch.outputs.old_logprobs is None and not samples.why_idle:
-            gate = partial(self._compare, experience.batch.rollouts)
+        gate, batch = None, experience.batch
+        if is_compared and batch.outputs.old_logprobs is None and not samples.skip_reason:
+            gate = partial(self._compare, batch.rollouts)
         elif is_compared:
             self.check_parity(experience, step.timer)
         self.logs.write(step.number, experience, self.tokenizer, self.context)
@@ -354,7 +354,7 @@ class ExperienceMaker:
         session.take_work()  # of an evaluation
         first = step.number + len(before.held)
         passed = [] if prompts is None else [prompts]
-        flight, drawn = self.sampler.sample_ahead(
+        flight, drawn = self.sampler.fill_queue(
             before,
             range(first, last_sampled_step(step, self.config) + 1),
             draw=lambda: passed.pop() if passed else self._drawn(step),
@@ -366,7 +366,7 @@ class ExperienceMaker:
         idle = step.timer.seconds.get("rollout", 0.0) - work.busy_seconds
         step.metrics.add_mean("idle_seconds", max(0.0, idle), 1.0)
         step.metrics.add_mean("thin_seconds", work.thin_seconds, 1.0)
-        trained, left = self.sampler.take_step(before, flight, drawn)
+        trained, left = self.sampler.pop_step(before, flight, drawn)
         return trained, left, sum(each.num_sampled_tokens for each in drawn)
 
     def _drawn(self, step: Step) -> Sequence[Prompt]:
@@ -411,8 +411,8 @@ class ExperienceMaker:
         every = self.config.parity_check_steps
         if every == 0 and self.config.stream_chunk is not None:
             every = 1  # responses span updates, and so would stale values in an engine's cache
-        is_due = every >= 0 and (step.is_first or (every > 0 and step.number % every == 0))
-        return is_due and self._can_compare
+        is_scheduled = every >= 0 and (step.is_first or (every > 0 and step.number % every == 0))
+        return is_scheduled and self._can_compare
 
     @property
     def _can_compare(self) -> bool:
@@ -422,7 +422,7 @@ class ExperienceMaker:
     def reuses_policy_logprobs(self, step: Step) -> bool:
         """Return whether the pass of the update can provide the old logprobs."""
         log = self.logs.trajectories
-        is_logged = log is not None and log.is_due(step.number)
+        is_logged = log is not None and log.is_scheduled(step.number)
         has_kl_reward = self.models.reference is not None and not self.config.use_kl_loss
         return (
             not self.config.asks_policy_first

@@ -190,7 +190,9 @@ class PolicyStage(Stage[PolicyBatch]):
 
         engine = self.strategy.inference_engine
         if not isinstance(engine, RemoteEngine):
-            raise ConfigError("rollout_ranks is of lightrft train and lightrft.trainer.train")
+            raise ConfigError(
+                "rollout_ranks works only with lightrft train and lightrft.trainer.train"
+            )
         return RemoteRollouts(
             engine.bridge, self.config, self.strategy.session, self.strategy.context
         )
@@ -288,9 +290,9 @@ class PolicyStage(Stage[PolicyBatch]):
         names = [each.name for each in self.models.trained]
         work = Work(tuple(n for n in names if n != "actor" or maker.trains_actor(step)))
         observer = self.observe_step(batch, step)
-        why_idle = experience.samples.why_idle
-        if why_idle is not None:
-            self.strategy.print(f"warning: no update in step {step.number}: {why_idle}")
+        skip_reason = experience.samples.skip_reason
+        if skip_reason is not None:
+            self.strategy.print(f"warning: no update in step {step.number}: {skip_reason}")
         else:
             PolicyUpdate(
                 self.config,
@@ -444,7 +446,7 @@ def evaluate_prompts(
             metrics[f"eval/{name}"] = float(np.nanmean(values))
     if config.reward_failure == "mask" or table.is_masked.any():
         metrics["eval/masked_share"] = float(table.is_masked.mean())
-    from lightrft.records.swapped import position_metrics
+    from lightrft.records.answer_order import position_metrics
 
     positions = position_metrics(table, prompts)
     return metrics | {f"eval/{name}": value for name, value in positions.items()}

@@ -29,16 +29,16 @@ from lightrft.stages.models import (
     prove_models,
     trained_model,
 )
-from lightrft.stages.opening import (
+from lightrft.stages.rows.row_objective import Known, RowObjective
+from lightrft.stages.rows.row_stage import RowStage, num_updates
+from lightrft.stages.stage import TrainedModels
+from lightrft.stages.start_checks import (
     check_parts,
     decide_by_files,
     load_modality,
     rows_within_context,
     shared_prompts,
 )
-from lightrft.stages.rows.row_objective import Known, RowObjective
-from lightrft.stages.rows.row_stage import RowStage, num_updates
-from lightrft.stages.stage import TrainedModels
 from lightrft.strategy.backend import Backend
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.model_training import ModelTraining

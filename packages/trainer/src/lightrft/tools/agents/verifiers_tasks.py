@@ -103,7 +103,7 @@ def task_rows(text: str, split: str) -> Iterator[Mapping[str, object]]:
     try:
         chosen = load_taskset(config.taskset).select(SelectConfig.model_validate(source.select))
         if not chosen.bounded:
-            raise DataError("its tasks have no end: give select.limit=N")
+            raise DataError("the task set is infinite: limit it with select.limit=N")
         for task in chosen:
             count += 1
             data = task.data

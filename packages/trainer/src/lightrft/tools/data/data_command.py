@@ -345,7 +345,7 @@ def _num_reward_problems(usable: Sequence[CheckedRow], config: ScoringOptions) -
 def _reader(statements: Statements | None, config: RowDataOptions) -> Tokenizer:
     if statements is None:
         return PlainTokenizer()
-    from lightrft.stages.opening import load_modality
+    from lightrft.stages.start_checks import load_modality
 
     return load_modality(config, statements.tokenizer).renderer
 
@@ -354,7 +354,7 @@ def _within_context(config: RolloutOptions) -> dict[str, object]:
     """Return the lengths that a run uses; warn if prompts get no room in the context."""
     if config.pretrain is None:
         return {}
-    from lightrft.stages.opening import prompts_within_context
+    from lightrft.stages.start_checks import prompts_within_context
 
     try:
         return prompts_within_context(config)

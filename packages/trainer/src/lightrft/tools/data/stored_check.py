@@ -25,13 +25,13 @@ from lightrft.datasets.row_origin import check_tokens
 from lightrft.datasets.scored_rows import ScoredAnswer
 from lightrft.datasets.supervised_rows import NOTHING_TRAINED, RowEncoder, kind_of, remark_of
 from lightrft.datasets.types import DataError
-from lightrft.stages.opening import rows_within_context
 from lightrft.stages.preference.preference_inputs import data_problems
 from lightrft.stages.reward.comparisons import Comparisons, Judgement
 from lightrft.stages.reward.reward_inputs import judgement_reader, plan_scores
 from lightrft.stages.reward.reward_objective import build_losses
 from lightrft.stages.rows.row_inputs import marked_text, read_vocabulary
 from lightrft.stages.rows.row_stage import num_updates
+from lightrft.stages.start_checks import rows_within_context
 from lightrft.stages.teachers import require_same_tokens
 from lightrft.tools.data.certificate import MAX_ROWS, score_answers
 from lightrft.tools.data.data_command import (

@@ -21,7 +21,7 @@ from lightrft.models import Actor, load_tokenizer
 from lightrft.models.loading import is_reward_model
 from lightrft.models.proof import prove_model
 from lightrft.models.statements import read_statements
-from lightrft.records.swapped import position_metrics
+from lightrft.records.answer_order import position_metrics
 from lightrft.records.table import RowTable, SampleTable, deliver_rows, tabulate
 from lightrft.reporting.files import CONFIG_FILE, EVAL_FILE, ROLLOUTS_FILE, JsonLinesFile
 from lightrft.reporting.rollouts import RolloutLog
@@ -32,7 +32,6 @@ from lightrft.rollout.sampler import (
 )
 from lightrft.rollout.source import SourceParts
 from lightrft.run.provenance import run_of_model
-from lightrft.stages.opening import load_modality
 from lightrft.stages.policy.inputs import build_environments, load_run_prompts
 from lightrft.stages.policy.rewards import (
     build_model_rewards,
@@ -40,6 +39,7 @@ from lightrft.stages.policy.rewards import (
     prepare_reward_models,
     reward_recipes,
 )
+from lightrft.stages.start_checks import load_modality
 from lightrft.strategy import get_strategy
 from lightrft.strategy.distributed.context import DistributedContext
 

@@ -136,7 +136,7 @@ def draw_products(rng: random.Random, held_out: bool) -> Iterator[Product]:
 
 
 CALCULATOR = make_task("calculator", draw_products)
-# The same with an agent that calls the calculator itself.
+# An agent that calls the calculator itself.
 CALCULATOR_AGENT = replace(
     CALCULATOR,
     files={"reward.py": "boxed_sum.py", "agent.py": "calculator_agent.py"},

@@ -13,7 +13,7 @@ from lightrft.datasets.files import read_rows
 from lightrft.datasets.messages import CALLS, REASONING, Message, joined
 from lightrft.datasets.preference_rows import SAME_ANSWERS, paired_chats
 from lightrft.datasets.types import DataError
-from lightrft.records.swapped import PAIR_COLUMN, VERDICT
+from lightrft.records.answer_order import PAIR_COLUMN, VERDICT
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
 from lightrft.tools.rewards.judge_questions import JudgedPrompt, PairComparisons, plain_text
 

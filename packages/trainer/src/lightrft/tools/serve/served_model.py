@@ -11,7 +11,7 @@ from lightrft.engines.factory import build_engine
 from lightrft.engines.types import Completion, EngineConfig, GenerationRequest, SamplingParams
 from lightrft.models import load_tokenizer
 from lightrft.models.statements import read_statements
-from lightrft.stages.opening import load_modality
+from lightrft.stages.start_checks import load_modality
 from lightrft.tools.serve.chat_model import ChatModel
 
 

@@ -117,7 +117,7 @@ class Generator:
         further = range(number + len(flight.held), last + 1)
         flight, more = self._sample(flight, further, timer)
         drawn += more
-        _, left = self.sampler.take_step(before, flight, drawn)
+        _, left = self.sampler.pop_step(before, flight, drawn)
         self.flights = {number - 1: before, number: left}
         self.inputs.environments.encoder.forget()
         work = session.take_work()
@@ -154,7 +154,7 @@ class Generator:
         if self._data is None:
             raise RuntimeError("the first step comes without the state to begin with")
         draw = self._data.next_batch
-        return self.sampler.sample_ahead(
+        return self.sampler.fill_queue(
             flight,
             steps,
             draw=draw,

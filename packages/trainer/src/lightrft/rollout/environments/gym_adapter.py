@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import cast
 
 from lightrft.rewards.user_task import seed_generators
-from lightrft.rollout.running import Running
+from lightrft.rollout.running_call import Running
 
 # Functions that get and set the state of a library's global generator.
 _STATES = (("numpy.random", "get_state", "set_state"), ("torch", "get_rng_state", "set_rng_state"))

@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.25
 _calls: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
-def run_apart(action: Callable[[], T], group: Group, *, what: str) -> list[T]:
+def run_without_collective(action: Callable[[], T], group: Group, *, what: str) -> list[T]:
     """Run an action, as `run_together` does, in which ranks wait in collectives of somebody else.
 
     Every rank that leaves the action within `GRACE_SECONDS` after the first failure raises. One

@@ -79,10 +79,10 @@ def fail_on_rank_1(rank, world_size, place, stays):
     import torch
     import torch.distributed as dist
 
-    from lightrft.strategy.distributed import one_sided
+    from lightrft.strategy.distributed import failure_sharing
 
     del world_size
-    one_sided.GRACE_SECONDS, one_sided.MARGIN_SECONDS = 1.0, 1.0
+    failure_sharing.GRACE_SECONDS, failure_sharing.MARGIN_SECONDS = 1.0, 1.0
     dist.init_process_group("gloo")
 
     def action():
@@ -93,7 +93,7 @@ def fail_on_rank_1(rank, world_size, place, stays):
         return rank
 
     try:
-        return one_sided.run_apart(action, None, what="the engine did not start")
+        return failure_sharing.run_without_collective(action, None, what="the engine did not start")
     except MemoryError:
         if stays:  # its end would free rank 0
             time.sleep(6.0)

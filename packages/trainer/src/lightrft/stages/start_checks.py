@@ -36,14 +36,16 @@ if TYPE_CHECKING:
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 
-def opening_line(config: BuildOptions, backend: Backend, num_weights: int, *, way: str = "") -> str:
+def opening_line(
+    config: BuildOptions, backend: Backend, num_weights: int, *, method: str = ""
+) -> str:
     """Return a line of model and size, algorithm, processes, strategy and dtype.
 
     Args:
         config: Options of the run.
         backend: Started backend.
         num_weights: Number of weights of the model.
-        way: Algorithm, where options choose among several.
+        method: Algorithm, where options choose among several.
     """
     context, world = backend.context, backend.context.world_size
     device = "GPU" if context.has_gpu else "CPU process"
@@ -51,7 +53,7 @@ def opening_line(config: BuildOptions, backend: Backend, num_weights: int, *, wa
     parts = [
         f"{Path(str(config.pretrain)).name}: {num_weights / 1e6:,.3g} million weights",
         f"adapters of rank {config.lora_rank}" if config.lora_rank else "",
-        way,
+        method,
         f"{world} {device}{plural if world > 1 else ''}",
         backend.name,
         str(context.compute_dtype).removeprefix("torch."),
@@ -59,19 +61,19 @@ def opening_line(config: BuildOptions, backend: Backend, num_weights: int, *, wa
     return ", ".join(filter(None, parts))
 
 
-def decide_by_files(config: TrainConfig, backend: Backend, *, way: str = "") -> TrainConfig:
+def decide_by_files(config: TrainConfig, backend: Backend, *, method: str = "") -> TrainConfig:
     """Print the opening line, and decide the options left to the machine; collective.
 
     Args:
         config, backend: Options and backend of the run.
-        way: See `opening_line`.
+        method: See `opening_line`.
 
     Raises:
         ConfigError: The backend cannot hold a model of this size.
     """
     facts = read_model_facts(config, backend.context)
     backend.check_model_size(facts.num_weights)
-    backend.context.print(opening_line(config, backend, facts.num_weights, way=way))
+    backend.context.print(opening_line(config, backend, facts.num_weights, method=method))
     return decide_by_machine(config, backend.context, facts=facts)
 
 
@@ -203,8 +205,8 @@ def limit_pixels(processor: ProcessorMixin, config: MediaOptions) -> None:
     size = dict(processor.image_processor.size)
     if set(size) != {"longest_edge", "shortest_edge"} or counts is None:
         raise ConfigError(
-            f"max_pixels and min_pixels are of the Qwen-VL families and GLM-4V: {name} "
-            "scales images to sizes of its own; leave them out"
+            f"{name} does not support max_pixels and min_pixels, only the Qwen-VL families and "
+            "GLM-4V do: leave them out"
         )
     processor.image_processor.size = {**size, **wanted}
     if config.max_pixels is not None:
