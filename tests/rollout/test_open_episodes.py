@@ -746,7 +746,7 @@ def test_responses_of_one_turn_are_not_made_of_open_episodes(tmp_path):
     player.step()
     part = ResponsePart({}, player.params, 2, 2)
     turns = OpenTurns(SourceParts(player.session, player.config, TOKENIZER, Lengths()))
-    with pytest.raises(ValueError, match="are episodes: start with their environment"):
+    with pytest.raises(ValueError, match="unfinished episodes: start with their --environment"):
         turns.extended(player.stream.groups, part)
 
 
