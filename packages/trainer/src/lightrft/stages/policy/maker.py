@@ -312,12 +312,12 @@ class ExperienceMaker:
                 self.context, self.encoder, None if self.remote is None else self.remote.bridge
             ),
         )
+        gate, batch = None, experience.batch
         if step.number == 1 and self.models.teacher is not None:
             from lightrft.stages.policy.teacher import check_first_step
 
             slices, teacher = self._forward_slices(experience), self.models.teacher
-            check_first_step(experience.batch, teacher, slices, self.config, self.context)
-        gate, batch = None, experience.batch
+            check_first_step(batch, teacher, slices, self.config, self.context)
         if is_compared and batch.outputs.old_logprobs is None and not samples.skip_reason:
             gate = partial(self._compare, batch.rollouts)
         elif is_compared:
