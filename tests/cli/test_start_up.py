@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from tests.programs import run_python
-from tests.runs import rollout_options, tiny_models, words, write_inputs
+from tests.runs import rollout_options, row_options, tiny_models, words, write_inputs
 
 from lightrft.cli.main import COMMANDS, main, usage
 
@@ -130,9 +130,10 @@ def test_the_help_lists_each_command_once_below_a_heading_and_init_run_first():
     assert len(re.findall(r"^[a-z ]+:$", text, re.MULTILINE)) == 5
 
 
-# Before a command imports them by name, functions are replaced by ones that note their calls.
-NOTED = """
-import sys
+# Functions are counted before a command imports them by name; where the loop begins, the frames are
+# printed that lead there.
+STACK = """
+import sys, traceback
 from lightrft.cli.main import main
 from lightrft.datasets import files
 from lightrft.run import resume
@@ -140,22 +141,41 @@ from lightrft.run.loop import Loop
 
 calls = []
 
-def note(module, name):
+def counted(module, name):
     called = getattr(module, name)
     def call(*arguments, **keywords):
         calls.append(name)
         return called(*arguments, **keywords)
     setattr(module, name, call)
 
-note(resume, "plan_run")
-note(files, "read_rows")
-Loop.run = lambda *_, **how: (print("calls:", *sorted(calls)), sys.exit(0))
-main(sys.argv[1:])
+counted(resume, "plan_run")
+counted(files, "read_rows")
+
+def stop(*_, **__):
+    frames = [f.name for f in traceback.extract_stack() if "/src/lightrft/" in f.filename]
+    print("frames:", *frames)
+    print("calls:", *sorted(calls))
+    sys.exit(0)
+
+Loop.run = stop
+sys.exit(main(sys.argv[1:]))
 """
 
 
 @pytest.mark.full
-def test_a_start_plans_a_run_once_and_reads_its_rows_once(tmp_path):
-    options = rollout_options(write_inputs(tiny_models(tmp_path, "model")))
-    done = run_python("-c", NOTED, "train", *words(options))
-    assert "calls: plan_run read_rows" in done.stdout.splitlines(), done.stderr
+@pytest.mark.parametrize("command", ["sft", "train"])
+def test_a_start_is_five_frames_one_plan_and_one_reading_of_the_rows(tmp_path, command):
+    folder = tiny_models(tmp_path, "model")
+    if command == "train":
+        options = rollout_options(write_inputs(folder))
+    else:
+        rows = folder / "rows.jsonl"
+        rows.write_text('{"prompt": "1 + 1?", "completion": "2"}\n' * 8)
+        options = row_options(folder / "model", rows, folder / "run")
+    done = run_python("-c", STACK, command, *words(options))
+    lines = done.stdout.splitlines()
+    (line,) = [each for each in lines if each.startswith("frames:")]
+    begin, *between = line.removeprefix("frames:").split()
+    assert begin == "main"
+    assert len(between) <= 5, between
+    assert "calls: plan_run read_rows" in lines

@@ -265,6 +265,30 @@ def test_a_failed_call_leaves_nothing_queued(started, monkeypatch):
     engine.reset_caches()
 
 
+def test_unknown_options_are_refused_before_anything_starts(tmp_path, tiny_model):
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    config = EngineConfig("vllm", str(tmp_path), options={"blok_size": 32, "seed": 1})
+    with pytest.raises(ValueError, match=r"blok_size \(did you mean block_size\?\), seed"):
+        build_engine(config)
+
+
+def test_vllms_own_sampling_parameters_are_converted_or_refused():
+    from vllm import SamplingParams as NativeParams
+
+    from lightrft.engines.native_params import params_of_native
+
+    given = NativeParams(n=2, temperature=0.7, top_k=5, max_tokens=8, stop=["x"], logprobs=3)
+    assert params_of_native(given) == SamplingParams(
+        n=2, temperature=0.7, top_k=5, max_tokens=8, stop=("x",)
+    )
+    assert params_of_native(NativeParams()) == SamplingParams(max_tokens=16)
+    assert params_of_native({"n": 2}) is None
+    with pytest.raises(ValueError, match=r"presence_penalty=0\.5"):
+        params_of_native(NativeParams(presence_penalty=0.5))
+    with pytest.raises(ValueError, match="prompt_logprobs=1"):
+        params_of_native(NativeParams(prompt_logprobs=1))
+
+
 def score_with_two_engines(rank, world_size, directory):
     """Each in a process group of its own, as two runs in one process are."""
     found = []

@@ -28,7 +28,15 @@ LOW_RANK = {
 MINICPM3 = {**LOW_RANK, "dim_model_base": 16}
 # As a whole tensor of these types may be sent to other experts by a rounding, two choose all.
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}
 WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+PER_LAYER = {"vocab_size_per_layer_input": 131, "hidden_size_per_layer_input": 16}
 LATENT = {
     **LOW_RANK,
     "n_routed_experts": 4,
@@ -41,19 +49,22 @@ LATENT = {
 PACKING = {
     "gpt2": {},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
-    "gemma4_text": {
-        "vocab_size_per_layer_input": 131,
-        "hidden_size_per_layer_input": 16,
+    "gemma3n_text": {
+        **PER_LAYER,
         **WINDOWS,
-        "global_head_dim": 32,
-        "final_logit_softcapping": 30.0,
+        "num_kv_shared_layers": 0,
+        "activation_sparsity_pattern": [0.0, 0.0],
+        "laurel_rank": 8,
     },
+    "gemma4_text": {**PER_LAYER, **WINDOWS, "global_head_dim": 32, "final_logit_softcapping": 30.0},
     "cohere2": WINDOWS,
     "diffllama": {"num_key_value_heads": 2},
     "deepseek_v3": LATENT,
+    "jetmoe": {"kv_channels": 32},
     "phimoe": {},
 }
 PADDED = {
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
     "qwen3_next": {
         "layer_types": ["linear_attention", "full_attention"],
         "linear_num_key_heads": 2,

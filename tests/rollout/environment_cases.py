@@ -74,14 +74,6 @@ class Dicey:
         thrown = random.randint(0, 10**9), number, {"a", "b", "c", "d"}
         return f"{self.own} {thrown}"
 
-    def leave(self, ends: bool) -> str:
-        """End the process, or roll.
-
-        Args:
-            ends: Whether to end it.
-        """
-        return os._exit(3) if ends else self.roll()
-
     def get_reward(self):
         return random.random()
 
@@ -273,22 +265,6 @@ def make_counter():
 # TRL's dict of factories, of which the column `environment` of a row names one.
 FACTORIES = {"guess": Guess, "contract": Contract, "told": Told, "made": make_counter}
 WRONG_FACTORIES = {"guess": Guess, "number": 3}
-
-
-class Delayed:
-    """Answers the n-th call by n, after a time that nobody knows."""
-
-    def reset(self, **row):
-        self.count = 0
-
-    def count_up(self) -> int:
-        """Count."""
-        time.sleep(random.SystemRandom().random() / 20)
-        self.count += 1
-        return self.count
-
-    def get_reward(self):
-        return float(self.count)
 
 
 def pass_gate(path: str, opens: bool) -> str:

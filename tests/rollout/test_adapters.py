@@ -31,7 +31,7 @@ def test_a_skyrl_gym_class_is_answered_turn_by_turn_as_a_user_answers(stage):
     for rollout, reward in zip(rollouts, rewards, strict=True):
         assert rollout.prompt.text.endswith("Find it. Guess!<|im_end|>\n<|im_start|>assistant\n")
         assert "tools" not in rollout.prompt.text
-        frame = "<|im_end|>\n<|im_start|>user\nnot {} <|im_end|> try again<|im_end|>\n"
+        frame = "<|im_end|>\n<|im_start|>user\nnot {} <|im_end|>\ntry again<|im_end|>\n"
         frame += "<|im_start|>assistant\n"
         assert played.text(rollout) == "3" + frame.format(3) + "5" + frame.format(5) + "7<|im_end|>"
         assert reward.reward == pytest.approx(0.5)
@@ -71,13 +71,17 @@ def test_calls_in_a_conversation_are_only_text(stage):
     text = call("guess", number=7)
     played = stage([text, "7"], environment=f"skyrl_gym:{TEXT}:Countdown")
     rollouts, rewards = played.sample()
-    assert f"not {text} <|im_end|> try again" in played.text(rollouts[0])
+    assert f"not {text} <|im_end|>\ntry again" in played.text(rollouts[0])
     assert rewards[0].reward == 0.75
 
 
 @pytest.mark.parametrize(
     ("said", "reason"),
-    [("raise", "step raised ValueError: bang"), ("wrong form", "must return observations, reward")],
+    [
+        ("raise", "step raised ValueError: bang"),
+        ("wrong form", "must return observations, reward"),
+        ("rewrite", "postprocessed_action 're': .* is trained as it was"),
+    ],
 )
 def test_a_step_that_fails_fails_its_episode(stage, said, reason):
     with pytest.raises(RewardError, match=reason):

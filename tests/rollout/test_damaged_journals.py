@@ -50,10 +50,6 @@ def lines_as(change):
     return damaged
 
 
-def swap(lines):
-    lines[4], lines[5] = lines[5], lines[4]
-
-
 def changed(kind, **values):
     """A journal, with checksums that fit, in which an event of a kind has other values."""
 
@@ -84,14 +80,9 @@ def of_place(place, change):
 
 DAMAGES = {
     "a bit of a logprob": lambda text: text.replace("-0.25", "-0.35", 3).encode(),
-    "a token": lines_as(lambda lines: lines.__setitem__(9, lines[9].replace(b"1", b"2", 1))),
-    "the reason of an end": lambda text: text.replace('"stop"', '"length"', 1).encode(),
     "a lost line": lines_as(lambda lines: lines.pop(8)),
-    "a line twice": lines_as(lambda lines: lines.insert(8, lines[8])),
-    "two lines in another order": lines_as(swap),
     "a torn line inside": lines_as(lambda lines: lines.__setitem__(8, lines[8][:30])),
     "bytes that are no text": lines_as(lambda lines: lines.insert(8, bytes(range(256)) + b"\n")),
-    "zeros": lambda text: text.encode()[:900] + bytes(4096) + b"\n",
     "other ends of lines": lambda text: text.replace("\n", "\r\n").encode(),
     "no beginning": lines_as(lambda lines: lines.pop(0)),
     "another file": lambda text: b'{"a": 1}\n',
@@ -198,28 +189,6 @@ def with_another_value(text, dice):
     return lines_of(events).encode()
 
 
-def with_other_bytes(text, dice):
-    """A journal with bytes that are others, gone, twice, moved or from anywhere."""
-    data = bytearray(text.encode())
-    for _ in range(dice.choice([1, 1, 2, 20])):
-        start, length = dice.randrange(len(data)), dice.choice([1, 1, 2, 40, 3000])
-        part = data[start : start + length]
-        kind = dice.randrange(6)
-        if kind == 0:
-            data[start] ^= 1 << dice.randrange(8)
-        elif kind == 1:
-            del data[max(1, start) : start + length]
-        elif kind == 2:
-            data[start:start] = part
-        elif kind == 3:
-            data[start:start] = dice.randbytes(length)
-        elif kind == 4:
-            del data[max(1, start) :]
-        else:
-            data[start : start + length] = b"\n" * dice.randrange(1, 3)
-    return bytes(data)
-
-
 @pytest.mark.timeout(3600)
 @pytest.mark.shard("fuzz")
 @pytest.mark.parametrize("count", [40, pytest.param(3000, marks=pytest.mark.slow)])
@@ -229,13 +198,12 @@ def test_no_journal_ends_a_run(whole, tmp_path, capsys, count):
     num_told = 0
     for number in range(count):
         dice = random.Random(number)
-        change = dice.choice([with_other_bytes, with_another_value])
-        again, took = followed(tmp_path / str(number), change(whole.lines, dice))
+        again, took = followed(tmp_path / str(number), with_another_value(whole.lines, dice))
         told = damages(capsys)
         assert len(told) <= 1, number
         num_told += len(told)
         assert took < seconds(60), number
         # Numbers that an engine could have sampled nobody can tell from those it did.
-        if told or change is with_other_bytes:
+        if told:
             assert again.ids == whole.ids, number
     assert num_told > count / 2

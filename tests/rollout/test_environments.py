@@ -3,14 +3,10 @@
 import json
 
 import pytest
-from tests.machine import wait_until
-from tests.rollout.stages import CASES, answers_of, call, pool_of
-from tests.rollout.test_call_formats import RESPONSE_TEMPLATE
+from tests.rollout.stages import CASES, answers_of, call
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.rewards.build import build_reward
 from lightrft.rewards.types import RewardError
-from lightrft.rollout.environments.environments import Environments
 from lightrft.rollout.sampler import training_params
 
 
@@ -86,12 +82,11 @@ def test_what_a_tool_does_becomes_an_observation(stage, what, outcome, seen):
     assert [r.reward for r in rewards] == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(("what", "reason"), [("hang", "did not return"), ("exit", "exit code 3")])
-def test_an_environment_that_hangs_or_dies_is_masked_alone(stage, what, reason):
+def test_an_environment_that_dies_is_masked_alone(stage):
     """The other episodes of its worker are brought back to where they were."""
 
     def script(request_id):
-        bad = [call("act", what="none"), call("act", what=what), "done"]
+        bad = [call("act", what="none"), call("act", what="exit"), "done"]
         good = [call("act", what="dict"), call("act", what="list"), call("act", what="none"), "end"]
         return bad if request_id == 1 else good
 
@@ -99,7 +94,6 @@ def test_an_environment_that_hangs_or_dies_is_masked_alone(stage, what, reason):
         script,
         environment="Naughty",
         reward_failure="mask",
-        tool_timeout_seconds=3.0,
         environment_workers=1,
         n_samples_per_prompt=4,
         train_batch_size=4,
@@ -110,7 +104,7 @@ def test_an_environment_that_hangs_or_dies_is_masked_alone(stage, what, reason):
     lines = (played.environments.folder / "step-000001.rank-0.jsonl").read_text().splitlines()
     ends = [e for e in map(json.loads, lines) if e["event"] == "end"]
     assert [e["sample_id"] for e in ends if e["failure"]] == [1]
-    assert reason in next(e["failure"] for e in ends if e["failure"])
+    assert "exit code 3" in next(e["failure"] for e in ends if e["failure"])
 
 
 def told(played):
@@ -133,7 +127,6 @@ def test_draws_of_an_environment_follow_from_the_seed(stage):
 
     first = run(1)
     assert run(2) == first
-    assert run(1) == first
     assert {text for text, _, _ in run(1, seed=5)}.isdisjoint(text for text, _, _ in first)
     # One task for the samples of a prompt, and draws of its own for each sample and each call.
     assert [text for text, _, _ in first] == [first[0][0]] * 3 + [first[3][0]] * 3
@@ -141,20 +134,6 @@ def test_draws_of_an_environment_follow_from_the_seed(stage):
     assert len({answer for _, answers, _ in first for answer in answers}) == 18
     assert len({answers[0].split()[0] for _, answers, _ in first}) == 6
     assert len({reward for _, _, reward in first}) == 6
-
-
-@pytest.mark.full
-def test_episodes_of_a_worker_that_died_draw_again_what_they_drew(stage):
-    def run(dies):
-        def script(request_id):
-            return [call("roll"), call("leave", ends=dies and request_id == 1), call("roll"), "end"]
-
-        options = {"reward_failure": "mask", "n_samples_per_prompt": 4, "train_batch_size": 4}
-        return told(stage(script, environment="Dicey", **options))
-
-    calm, dying = run(False), run(True)
-    assert dying[1][2] is None
-    assert [dying[i] for i in (0, 2, 3)] == [calm[i] for i in (0, 2, 3)]
 
 
 @pytest.mark.full
@@ -278,51 +257,6 @@ def test_the_sampler_adds_the_reward_of_the_environment(stage):
     _, table = played.sampler().sample_all(played.prompts, training_params(played.config))
     assert table.rewards.tolist() == [0.0, 1.0, 0.0, 1.0]
     assert played.engine.ledger.take() == []  # evaluations are not trained on
-
-
-TELLS = """
-from pathlib import Path
-
-def tells(responses, *, folder):
-    for text in responses:
-        Path(folder, text.split()[-1]).touch()
-    return [float(len(text)) for text in responses]
-"""
-
-
-def test_groups_are_scored_while_other_episodes_go_on(stage, tmp_path):
-    (tmp_path / "r.py").write_text(TELLS)
-    times, seen = {}, []
-
-    def script(request_id):
-        # The second prompt goes on once the first one, which ends in its first turn, is scored.
-        times[request_id] = times.get(request_id, 0) + 1
-        if request_id < 2:
-            return [f"end{request_id}"]
-        if times[request_id] == 2:
-            seen.append(wait_until((tmp_path / "end1").exists))
-        return [call("guess", number=7), "end"]
-
-    rows = [{"input": f"Find it {i}.", "target": 7} for i in range(2)]
-    played = stage(script, rows=rows, reward_args={"folder": str(tmp_path)})
-    with build_reward([f"{tmp_path / 'r.py'}:tells"], config=played.config) as reward:
-        samples = played.collect(reward)
-    assert seen == [True, True]
-    longer = float(len(call("guess", number=7)) + len("\nend"))
-    assert samples.table.rewards.tolist() == [4.0, 4.0, longer + 1.0, longer + 1.0]
-
-
-def test_an_episode_is_read_by_the_tokenizers_own_response_template(stage):
-    played = stage([call("guess", number="7") + call("guess"), "done"])
-    tokenizer = played.tokenizer
-    tokenizer.response_template = RESPONSE_TEMPLATE
-    played.environments = Environments(played.config, tokenizer, pool=pool_of(played.config))
-    rollouts, rewards = played.sample()
-    answers = [(a.outcome, a.text) for turn in rollouts[0].conversation.answers for a in turn]
-    assert answers[0] == ("ok", "right")
-    assert "missing argument 'number'" in answers[1][1]
-    assert len(answers) == 2
-    assert [r.reward for r in rewards] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

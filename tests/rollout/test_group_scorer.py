@@ -127,17 +127,6 @@ def test_of_several_failures_the_first_group_is_named(parallel_calls):
         scored(function, added=GROUPS[::-1])
 
 
-@pytest.mark.parametrize("masks_failures", [False, True])
-def test_undecided_groups_do_not_end_the_scoring_of_later_ones(masks_failures):
-    class Unsure(Apart):
-        def score(self, *arguments):
-            results = super().score(*arguments)
-            return [None] * len(results) if len(self.calls) <= 6 else results
-
-    found = scored(Unsure(1), masks_failures=masks_failures)
-    assert found == [UNDECIDED] * 12 + EXPECTED[12:]
-
-
 def test_after_a_failure_later_groups_are_not_tried():
     function = Apart(1, failing=(0,))
     with pytest.raises(RewardError, match=r"^group 0$"):
@@ -235,10 +224,6 @@ def tells(responses, *, folder):
         Path(folder, text.split(",")[0]).touch()
     return [float(len(text)) for text in responses]
 
-def whole(responses):
-    return [float(len(responses))] * len(responses)
-whole.whole_batch = True
-
 def fails(responses):
     raise ValueError("no")
 """
@@ -313,14 +298,6 @@ def test_groups_are_scored_while_others_are_generated(file, tmp_path):
         assert isinstance(reward, CallStyle)
         assert sample(reward, script=script).rewards.tolist() == [4.0] * 12
     assert seen == [True, True]
-
-
-def test_a_marked_function_sees_the_whole_batch(file):
-    with build_reward([f"{file}:whole"]) as reward:
-        assert sample(reward).rewards.tolist() == [12.0] * 12
-    with build_reward([f"{file}:noisy", f"{file}:whole"]) as reward:
-        assert reward.whole_batch
-        assert min(sample(reward).rewards) > 12.0
 
 
 def test_a_failed_reward_ends_the_step_after_the_generation(file):

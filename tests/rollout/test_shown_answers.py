@@ -55,25 +55,6 @@ def guessing(request_id):
     return [call("guess", number=6 + request_id % 2), "done"]
 
 
-def acting(request_id):
-    acts = ("none", "dict", "list", "raise", "control", "print", "long")
-    return [*(call("act", what=what) for what in acts[request_id % 3 :: 2]), "<tool_call>x", "done"]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("script", "options"),
-    [
-        (counting, {"environment": "Counter"}),
-        (guessing, {}),
-        (acting, {"environment": "Naughty", "max_observation_tokens": 64}),
-    ],
-    ids=["counting", "guessing", "acting"],
-)
-def test_no_false_alarm(script, options, tmp_path):
-    train_step(tmp_path, script, n_samples_per_prompt=4, train_batch_size=4, **options)
-
-
 def rendered(patch, choose):
     """Answers that are rendered are those that `choose` takes, of these and of those before."""
     right, before = Observations.after, []

@@ -1,4 +1,4 @@
-"""Eight shapes of TRL's environments and their reward functions run unchanged."""
+"""Shapes of TRL's environments and their reward functions run unchanged."""
 
 from pathlib import Path
 
@@ -10,57 +10,27 @@ from lightrft.rewards.types import RewardError
 from lightrft.rollout.environments.pool import Host
 
 FILE = Path(__file__).with_name("trl_environments.py")
-REWARDS = ("format_reward", "state_reward", "fall_reward", "board_reward", "left_reward")
+REWARDS = ("format_reward", "state_reward", "board_reward")
 # Of each shape its row, what the model says, what it is answered, and the rewards by function;
 # the sum is the reward. All rows are of one step.
 CASES = {
-    "increments": (
-        {"input": "Count."},
-        [call("increment", step=2), call("decrement", step=1), "done"],
-        ["2", '{"error": "no tool \'decrement\': there are increment"}'],
-        {"format_reward": 0.25},
-    ),
     "scored": (
         {"input": "Count."},
-        [call("increment", step=2) + call("increment", step=1), "done"],
-        ["2", "3"],
+        [call("increment", step=2) + call("increment", step=1), call("decrement", step=1), "done"],
+        ["2", "3", '{"error": "no tool \'decrement\': there are increment"}'],
         {"format_reward": 0.25, "Scored": 3.0},
     ),
     "ownsdata": ({}, [call("jump", step=9), "no"], ["9"], {"OwnsData": 0.0}),
-    "readsrow": (
-        {"input": "Take all.", "target": 4},
-        [call("take", count=3), "no"],
-        ["1 left"],
-        {"left_reward": 0.5},
-    ),
     "echoes": (
         {"input": "Say it."},
         [call("echo", message="hello"), "no"],
         ["HELLO"],
         {"state_reward": 0.5},
     ),
-    "falls": (
-        {"input": "Catch it."},
-        [call("move", direction="up"), call("move", direction="right"), call("stay")] * 2,
-        [
-            '{"error": "ValueError: Invalid direction \'up\'"}',
-            "The ball is 0 to the right.",
-            "The ball is 0 to the right.",
-            '{"error": "ValueError: Invalid direction \'up\'"}',
-            '{"error": "ValueError: Episode is done."}',
-        ],
-        {"fall_reward": 1.0},
-    ),
-    "several": (
-        {"input": "Play.", "env": "buttons"},
-        [call("guess", word="crane"), call("press"), call("press"), "no"],
-        ['{"error": "ValueError: guess is only for words"}', "click", "click"],
-        {"state_reward": 1.0},
-    ),
     "board": (
-        {"input": "Slide."},
-        [call("slide", direction="up"), "no"],
-        None,  # drawn
+        {"input": "Slide.", "size": 2},
+        [call("slide", direction="left"), call("slide", direction="up"), "no"],
+        ['{"error": "ValueError: Invalid direction \'left\'"}', "score=2"],
         {"board_reward": 2.5},
     ),
 }
@@ -78,17 +48,17 @@ def play(tmp_path, names, rewards, **options):
         **options,
     )
     with build_reward(stage.config.reward_fn, config=stage.config) as reward:
-        reward.check_columns({"environment", "target", "env"})
+        reward.check_columns({"environment", "size"})
         return stage.collect(reward)
 
 
 @pytest.mark.full
-def test_eight_shapes_are_played_and_paid_as_under_trl(tmp_path):
+def test_shapes_are_played_and_paid_as_under_trl(tmp_path):
     samples = play(tmp_path, list(CASES), REWARDS)
     for number, item in enumerate(samples.scored):
         _, _, answers, paid = list(CASES.values())[number // 2]
         told = [text for turn in answers_of(item.rollout) for text in turn]
-        assert answers is None or told == answers
+        assert told == answers
         found = {name: value for name, value in item.components.items() if value or name in paid}
         assert found == pytest.approx(paid)
         assert item.reward == pytest.approx(sum(paid.values()))
@@ -122,14 +92,14 @@ def test_nothing_is_kept_where_no_function_reads_it(tmp_path, monkeypatch):
 
 def test_rows_that_no_function_scores_are_an_error(tmp_path):
     with pytest.raises(RewardError, match="every function returned None for a response"):
-        play(tmp_path, ["board"], ["state_reward", "fall_reward"])
+        play(tmp_path, ["board"], ["state_reward"])
 
 
 @pytest.mark.full
 def test_an_episode_that_failed_keeps_nothing_and_is_masked_alone(tmp_path, monkeypatch):
-    without_target = ({"input": "Take."}, *CASES["readsrow"][1:])
-    monkeypatch.setitem(CASES, "readsrow", without_target)
-    names, functions = ["readsrow", "echoes"], ["state_reward", "format_reward"]
+    without_size = ({"input": "Slide."}, *CASES["board"][1:])
+    monkeypatch.setitem(CASES, "board", without_size)
+    names, functions = ["board", "echoes"], ["state_reward", "format_reward"]
     samples = play(tmp_path, names, functions, reward_failure="mask")
     assert [item.is_masked for item in samples.scored] == [True, True, False, False]
     assert [item.reward for item in samples.scored[2:]] == [0.5, 0.5]

@@ -22,8 +22,10 @@ class Countdown:
             return {"reward": 1.0}
         if action == str(self.target):
             return {"observations": [], "reward": 1.0, "done": True, "metadata": {}}
-        shown = [{"role": "user", "content": f"not {action} <|im_end|> try again"}]
-        return {"observations": shown, "reward": -0.25, "done": False, "metadata": {}}
+        said = (f"not {action} <|im_end|>", "try again")
+        shown = [{"role": "user", "content": text} for text in said]
+        answer = {"observations": shown, "reward": -0.25, "done": False, "metadata": {}}
+        return answer | ({"postprocessed_action": "re"} if action == "rewrite" else {})
 
     def close(self):
         self.is_closed = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -146,6 +147,25 @@ def arguments_of_a_client_are_text() -> None:
         asked([ASK, calling({"city": "Paris"}), RESULT])
 
 
+def sampled_calls(arguments: str) -> list[object]:
+    """Arguments of a call that a model samples for a tool."""
+    from lightrft.rollout.environments.call_formats import Marked, parse_json_body
+
+    parse = Marked("<tool_call>", "</tool_call>", parse_json_body)
+    text = f'<tool_call>{{"name": "f"{arguments}}}</tool_call>'
+    return [call.arguments for call in parse(text, True)]
+
+
+def arguments_of_samples_are_an_object(stage: str, tmp_path: Path) -> None:
+    from lightrft.rollout.environments.call_formats import MalformedCallError
+
+    arguments_are_text_or_object(stage, tmp_path)
+    assert sampled_calls(', "arguments": {"city": "Paris"}') == [{"city": "Paris"}]
+    # What a model samples is shown to it again: it learns the one form of its template.
+    with pytest.raises(MalformedCallError, match="the arguments of f must be an object"):
+        sampled_calls(f', "arguments": {json.dumps("{}")}')
+
+
 NOTHING = ((), (None,), ("null",), ("",), ("{}",), ({},))
 
 
@@ -159,6 +179,12 @@ def calls_of_a_client_need_no_arguments() -> None:
     for arguments in ("", "null", "{}"):
         text = asked([ASK, calling(arguments), RESULT])
         assert '<call>{"name": "f", "arguments": {}}' in text
+
+
+def calls_of_rows_and_samples_need_no_arguments(stage: str, tmp_path: Path) -> None:
+    calls_need_no_arguments(stage, tmp_path)
+    for rest in ("", ', "arguments": {}', ', "arguments": null'):
+        assert sampled_calls(rest) == [{}]
 
 
 PARTS_OF_TEXT = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1?"}]
@@ -277,7 +303,8 @@ NULLS = cells(
 )
 ARGUMENTS = cells(
     {
-        f"{OF_ANSWERS}, {OF_PROMPTS}": arguments_are_text_or_object,
+        f"{OF_ANSWERS}, train, eval, distill on samples, data check": arguments_are_text_or_object,
+        "environments, tools": arguments_of_samples_are_an_object,
         ENDPOINT: arguments_of_a_client_are_text,
         "judge and reward models": _SCORES,
         "rows": _IDS,
@@ -285,7 +312,8 @@ ARGUMENTS = cells(
 )
 BARE_CALLS = cells(
     {
-        f"{OF_ANSWERS}, {OF_PROMPTS}": calls_need_no_arguments,
+        f"{OF_ANSWERS}, train, eval, distill on samples, data check": calls_need_no_arguments,
+        "environments, tools": calls_of_rows_and_samples_need_no_arguments,
         ENDPOINT: calls_of_a_client_need_no_arguments,
         "judge and reward models": _SCORES,
         "rows": _IDS,

@@ -27,7 +27,9 @@ from tests.trainer.test_random_kills import (
 WAYS = {
     "sft": {"stage": "sft", "fsdp": True, "packing_samples": True},
     "prefer": {"stage": "prefer", "zero_stage": 2, "preference_loss": ("kto", "aot")},
+    "adapters": {"stage": "prefer", "fsdp": True, "lora_rank": 4, "lora_dropout": 0.1},
     "reward": {"stage": "reward", "fsdp": True, "centering_coef": 0.01},
+    "reward_zero3": {"stage": "reward", "zero_stage": 3},
     "distill": {"stage": "divergence", "zero_stage": 2, "teacher_form": "jsd"},
 }
 ENDS = {"models": ("_actor",), "logs": ("metrics.jsonl",)}
@@ -87,14 +89,28 @@ def run_all(rank, world_size, folder, kills, seed):
     return {way: kill_way(folder, way, number, dice) for way, number in kills.items()}
 
 
-NUM_KILLS = {"sft": 3, "prefer": 3, "reward": 2, "distill": 2}
+FEW = {"sft": 3, "prefer": 3, "reward": 2, "distill": 2}
+# 100, in two parts of less than an hour.
+MANY = (
+    {"sft": 20, "prefer": 15, "adapters": 15},
+    {"reward": 15, "reward_zero3": 15, "distill": 20},
+)
 
 
 @pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
 @pytest.mark.timeout(3600)
-def test_a_killed_run_ends_as_the_run_that_nobody_killed(tmp_path):
+@pytest.mark.parametrize(
+    "num_kills",
+    [
+        FEW,
+        pytest.param(MANY[0], marks=[pytest.mark.slow, pytest.mark.shard("kills_sft_prefer")]),
+        pytest.param(MANY[1], marks=[pytest.mark.slow, pytest.mark.shard("kills_reward_distill")]),
+    ],
+    ids=["10 kills", "50 of sft and preferences", "50 of reward models and distillation"],
+)
+def test_a_killed_run_ends_as_the_run_that_nobody_killed(tmp_path, num_kills):
     seed = random.randrange(2**32)
-    done = run_multiprocess(run_all, 1, timeout_seconds=3500, args=(str(tmp_path), NUM_KILLS, seed))
-    assert done == [NUM_KILLS], seed
+    done = run_multiprocess(run_all, 1, timeout_seconds=3500, args=(str(tmp_path), num_kills, seed))
+    assert done == [num_kills], seed

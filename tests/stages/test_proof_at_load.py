@@ -1,13 +1,17 @@
 """Planted faults of a model's computation are found before the first step of every stage."""
 
+import json
+
 import pytest
 import torch
+from tests.models.test_proof import MINICPM3
 from tests.models.tiny import SHAPE
 from tests.stages.reward import reward_world
 from tests.stages.stage_world import STILL
 from tests.stages.test_equal_steps import CASES, PREFER
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightrft.cli.main import main
 from lightrft.config import ConfigError
 from lightrft.config.registry import STAGES
 from lightrft.models import actor as actor_module, attention, proof, reward_model
@@ -152,6 +156,36 @@ def test_a_planted_fault_is_refused_by_reinforcement(fault, monkeypatch, tmp_pat
         )
 
 
+ROWS = {
+    "sft": {"prompt": "a", "completion": "b"},
+    "prefer": {"prompt": "a", "chosen": "b", "rejected": "c"},
+    "train": {"input": "a", "label": "b"},
+}
+
+
+@pytest.mark.parametrize("command", ROWS)
+def test_a_family_with_another_head_is_refused_in_one_line(command, tmp_path, capsys):
+    model = saved(tmp_path, "minicpm3", MINICPM3)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text((json.dumps(ROWS[command]) + "\n") * 4)
+    options = ["--train_batch_size", "4", "--output_dir", str(tmp_path / "run")]
+    if command == "train":
+        options += [
+            "--reward_fn",
+            "boxed_math",
+            "--engine_type",
+            "hf",
+            "--rollout_batch_size",
+            "4",
+        ]
+        options += ["--n_samples_per_prompt", "2", "--generate_max_len", "4"]
+    code = main([command, "--pretrain", model, "--prompt_data", str(rows), "--fsdp", *options])
+    text = capsys.readouterr().err
+    assert code == 2
+    assert "Traceback" not in text
+    assert text.count("the head computes other log-probabilities than MiniCPM3ForCausalLM") == 1
+
+
 def test_packing_by_the_machine_is_switched_off_and_said_in_a_line(capsys):
     builder, items, options = CASES["sft"]
     strategy = get_fake_strategy(STILL)
@@ -166,3 +200,10 @@ def test_packing_by_the_machine_is_switched_off_and_said_in_a_line(capsys):
         "packing_samples = false: RecurrentGemmaForCausalLM mixes packed sequences: max |d log p|"
     )
     assert line in capsys.readouterr().out
+
+
+def test_attention_with_caps_is_not_packed_and_says_so_at_the_start():
+    builder, items, options = CASES["sft"]
+    model = tiny("gemma2", {"attn_logit_softcapping": 2.0})
+    with pytest.raises(ConfigError, match="packing_samples: Gemma2Attention computes attention wi"):
+        builder(get_fake_strategy(STILL), items, model=model, packing_samples=True, **options)

@@ -1,4 +1,4 @@
-"""Every algorithm solves the quick start's task on held-out sums; shuffled rewards teach nothing.
+"""Every algorithm solves the quick start's task on held-out sums.
 
 All start from one warm-started model; a minute or two of one core each: run with `-m slow`.
 """
@@ -6,7 +6,6 @@ All start from one warm-started model; a minute or two of one core each: run wit
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 
 import pytest
@@ -37,21 +36,11 @@ ALGORITHMS = {
     "remax": {"advantage_estimator": "remax"},
     "ppo": {"algorithm": "ppo"},
     "reinforce++": {"algorithm": "reinforce++"},
+    # Rows of older weights teach as much.
+    "lag 1": {"rollout_lag": 1},
+    "lag 2": {"rollout_lag": 2},
+    "stream": {"stream_chunk": 24},
 }
-SHUFFLED = """
-import importlib.util
-from pathlib import Path
-
-file = Path(__file__).with_name("honest.py")
-spec = importlib.util.spec_from_file_location("honest", file)
-honest = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(honest)
-
-
-def score(prompts, responses, labels):
-    found = honest.score(prompts, responses, labels)
-    return [*found[11:], *found[:11]]
-"""
 
 
 def warm_start(rank, world_size, directory):
@@ -88,10 +77,7 @@ def train(rank, world_size, directory, model, options):
         ("eval.jsonl", 256, HELD_OUT_SEED, True),
     ):
         write_exercises(folder / "data" / name, ADDITION, count, seed=seed, held_out=held_out)
-    is_shuffled = options.pop("shuffled", False)
-    shutil.copyfile(boxed_sum.__file__, folder / ("honest.py" if is_shuffled else "reward.py"))
-    if is_shuffled:
-        (folder / "reward.py").write_text(SHUFFLED)
+    shutil.copyfile(boxed_sum.__file__, folder / "reward.py")
     config = dataclasses.replace(
         training_config(recipe, folder),
         **{"pretrain": model, "eval_steps": -1, "save_trajectories": False, **options},
@@ -107,33 +93,3 @@ def test_held_out_accuracy_reaches_nine_tenths(tmp_path, warm_model, name):
     )
     assert before < 0.8
     assert after >= 0.9
-
-
-def test_rewards_of_other_responses_teach_nothing(tmp_path, warm_model):
-    """The mean over the responses of a step is the accuracy, whoever got whose reward.
-
-    Of sampled responses, not of greedy ones: the warm-started model remembers the carry about
-    every other time, so a drift of nothing turns the greedy answers of most sums around.
-    """
-    args = (str(tmp_path), warm_model, {"shuffled": True})
-    run_multiprocess(train, 1, timeout_seconds=3600, args=args)
-    early, late = mean_rewards(tmp_path)
-    assert late < early + 0.15
-    assert late < 0.8
-
-
-def test_own_rewards_teach(tmp_path, warm_model):
-    """Positive control: the same measure rises where the rewards are those of the responses."""
-    run_multiprocess(train, 1, timeout_seconds=3600, args=(str(tmp_path), warm_model, {}))
-    early, late = mean_rewards(tmp_path)
-    assert late > early + 0.15
-    assert late > 0.9
-
-
-def mean_rewards(folder, num_steps=10):
-    """Mean reward of the first and of the last steps."""
-    (file,) = folder.rglob("metrics.jsonl")
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    rewards = [row["reward"] for row in rows if "reward" in row]
-    assert len(rewards) >= 2 * num_steps
-    return sum(rewards[:num_steps]) / num_steps, sum(rewards[-num_steps:]) / num_steps

@@ -19,7 +19,7 @@ import torch
 from tests.ranks import run_multiprocess
 
 from lightrft.config import TrainConfig
-from lightrft.config.files import FileEntry, sealed
+from lightrft.config.files import FileEntry
 from lightrft.run.loop import LoopState, load_run, save_run
 from lightrft.stages.policy.maker import PolicyMemory
 from lightrft.stages.stage import TrainedModel, TrainedModels
@@ -37,20 +37,6 @@ BACKENDS = {
     "zero2": {"zero_stage": 2},
     "zero3": {"zero_stage": 3},
 }
-HOSTILE_TEXTS = (
-    b"",
-    b"{}",
-    b"[]",
-    b"7",
-    b"null",
-    b'"x"',
-    b"\xff\xfe{",
-    b"{" * 5000,
-    b"[" * 200_000,
-    b"9" * 5001,
-    b'{"format": "lightrft-checkpoint", "format_version": 2}',
-    b"\0" * 64,
-)
 
 
 class Run:
@@ -127,9 +113,9 @@ class Run:
 def damage(path, dice, folder):
     """Changes one file; what was done, for the message of a failure."""
     before = path.read_bytes()
-    kinds = ["flip", "flip", "flip", "cut", "delete", "noise", "append", "swap", "folder", "link"]
-    kinds += ["edit", "edit", "forge", "text", "text"] if path.suffix == ".json" else []
-    kind = dice.choice(kinds)
+    kind = dice.choice(
+        ["flip", "flip", "cut", "delete", "noise", "append", "swap", "folder", "link"]
+    )
     if kind == "flip" and before:
         place = dice.randrange(len(before))
         changed = bytes([before[place] ^ 1 << dice.randrange(8)])
@@ -149,54 +135,25 @@ def damage(path, dice, folder):
     elif kind == "swap":
         files = [other for other in folder.rglob(path.name) if other.is_file()]
         path.write_bytes(dice.choice(files).read_bytes())
-    elif kind == "text":
-        path.write_bytes(dice.choice(HOSTILE_TEXTS))
-    elif kind in ("edit", "forge"):
-        path.write_text(edited(json.loads(before), dice, is_forged=kind == "forge"))
     return f"{kind} {path.relative_to(folder)}"
 
 
-def edited(values, dice, *, is_forged):
-    """Other values in JSON that stays JSON; forged, a manifest that lies with the right hash."""
-    if not isinstance(values, dict) or "files" not in values:
-        return json.dumps({"state": values})
-    file = values["files"][0]
-    lies = {
-        "order": ["9", 9.5, None, True, []],
-        "tag": ["..", "a/b", "", 3, "other", ".hidden"],
-        "files": [None, {}, "x", [3], [{}]]
-        + [[file | {"path": path}] for path in ("../../../../etc/passwd", "/etc/passwd")]
-        + [[file | {"num_bytes": "1"}]],
-        "details": [None, [], {"zero_stage": [1]}],
-        "world_size": ["2", None, {}],
-    }
-    name = dice.choice(list(lies))
-    values[name] = dice.choice(lies[name])
-    if not is_forged:
-        if dice.random() < 0.5:
-            values["order"] = 99
-            values["files"] = values["files"][:1] if isinstance(values["files"], list) else []
-        return json.dumps(values)
-    return sealed(values)
-
-
-def is_equal(path, before):
-    """Whether a file still says what it said."""
+def says_the_same(path, before):
+    """Whether a file says what it said; of a manifest, whatever its spaces are."""
     if path.is_symlink() or not path.is_file():
         return False
     now = path.read_bytes()
     if path.name != "manifest.json" or now == before:
         return now == before
     try:
-        # As texts: to Python true equals 1.
         return json.dumps(json.loads(now)) == json.dumps(json.loads(before))
-    except (ValueError, RecursionError):
+    except ValueError:
         return False
 
 
 def expected_step(contents, folder):
     """The newest step of which every file of every model says what it said, and none was added."""
-    broken = {p for p, before in contents.items() if not is_equal(p, before)}
+    broken = {p for p, before in contents.items() if not says_the_same(p, before)}
     added = {p for p in folder.rglob("*.safetensors") if p not in contents}
     for step in reversed(STEPS):
         if not any(f"global_step{step}" in path.parts for path in broken | added):
@@ -214,8 +171,8 @@ def choose_files(contents, dice):
     return dice.sample(paths, dice.choice([1, 1, 1, 2, 3]))
 
 
-def run_case(run, contents, dice, number):
-    """Damages, loads, compares; every tenth time also saves the next step and loads that."""
+def run_case(run, contents, dice):
+    """Damages, loads, compares."""
     strategy, done = run.strategy, []
     if strategy.is_rank_0():
         done = [damage(path, dice, run.folder) for path in choose_files(contents, dice)]
@@ -232,15 +189,6 @@ def run_case(run, contents, dice, number):
         assert all(f"global_step{step}" in found for step in STEPS), (done, found)
         return
     assert found == wanted, (done, found, wanted)
-    if number % 10 == 0:
-        # The load has trained one step further: that step can be saved, and continued.
-        draws = dict(run.draws)
-        run.save(wanted + 1)
-        run.draws[wanted + 1] = draw()
-        run.train(wanted + 2)
-        run.weights.setdefault(wanted + 2, run.bits())
-        assert run.load() == wanted + 1, done
-        run.draws = draws
 
 
 def draw():
@@ -277,9 +225,9 @@ def run_cases(rank, world_size, backend, folder, num_cases, seed):
         kept = folder.with_name("kept")
         if rank == 0:
             shutil.copytree(folder, kept)
-        for number in range(num_cases):
+        for _ in range(num_cases):
             strategy.barrier()
-            run_case(run, contents, dice, number)
+            run_case(run, contents, dice)
             strategy.barrier()
             if rank == 0:
                 shutil.rmtree(folder)
@@ -315,13 +263,6 @@ def test_the_newest_whole_step_is_continued_whatever_is_damaged(
         args=(backends, str(tmp_path), num_cases, seed),
     )
     assert done == [[num_cases] * len(backends)] * world_size, seed
-
-
-def test_a_manifest_says_the_same_if_only_its_spaces_differ(tmp_path):
-    path = tmp_path / "manifest.json"
-    for now, is_same in (('{"order":1 }', True), ('{"order": true}', False), ("{", False)):
-        path.write_text(now)
-        assert is_equal(path, b'{"order": 1}') == is_same
 
 
 def test_a_load_that_does_not_verify_is_caught(tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ import ast
 import json
 import re
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from lightrft.cli.options import NAMES_OF_COMMANDS, UNAVAILABLE, available_optio
 from lightrft.config import TrainConfig
 from lightrft.config.other_names import SWITCHES
 from lightrft.engines.media.media import MEDIA_KINDS
-from lightrft.reporting.alarms import alarms
 from lightrft.rollout.sampler import training_params
 from lightrft.rollout.scoring import overlong_penalty
 from lightrft.run.assembly import open_console
@@ -206,11 +204,6 @@ def policy_loss(config):
     return loss(new, old, advantage, torch.ones(4, 8, dtype=torch.bool)).loss.tolist()
 
 
-def raised_alarms(config):
-    metrics = {"kl": 1.0, "entropy": 1.0, "response_length": 10.0, "reward_std": 0.1}
-    return alarms(config, metrics)
-
-
 def engine(config):
     return engine_config(config, "vllm", has_gpu=False, module=None)
 
@@ -298,10 +291,6 @@ OBSERVED = {
     "eps_clip": (0.3, policy_loss, {}),
     "eps_clip_low": (0.3, policy_loss, {}),
     "eps_clip_high": (0.3, policy_loss, {}),
-    "alarm_kl": (0.5, raised_alarms, {}),
-    "alarm_entropy": (2.0, raised_alarms, {}),
-    "alarm_length": (5.0, raised_alarms, {}),
-    "alarm_reward_std": (0.2, raised_alarms, {}),
     "engine_mem_util": (0.3, engine, {}),
     "max_len": (99, engine, {"prompt_max_len": 64, "generate_max_len": 8}),
     "weight_bucket_mb": (3, bucket, {}),
@@ -384,18 +373,6 @@ def test_another_value_has_another_effect(folder, tiny_model, name):
     before, again = observe(TrainConfig(**base)), observe(TrainConfig(**base))
     assert before == again  # what is observed depends on nothing else
     assert observe(TrainConfig(**{**base, name: value})) != before
-
-
-def test_the_number_and_size_of_checkpoints_are_limited(build_world, tmp_path):
-    limits = {"max_ckpt_num": {"max_ckpt_num": 1}, "max_ckpt_mem": {"max_ckpt_mem": 0.001}, "": {}}
-    left = {}
-    for name, limit in limits.items():
-        world = build_world(ckpt_path=str(tmp_path / f"c{name}"), **limit)
-        for step in (1, 2):
-            world.trainer.loop.state = replace(world.trainer.state, num_steps=step)
-            world.trainer.save_checkpoint()
-        left[name] = len(list((tmp_path / f"c{name}" / "_actor").glob("global_step*")))
-    assert left == {"max_ckpt_num": 1, "max_ckpt_mem": 1, "": 2}
 
 
 def test_refused_flags_name_what_replaces_them(folder, capsys):

@@ -118,10 +118,3 @@ def test_what_cannot_be_exported_is_one_line_and_exit_code_2(tmp_path, run, caps
         target = run
     assert main(["export", str(source), str(target)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_differing_tensors_are_named():
-    first = {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(1)}
-    second = {"a": torch.zeros(2), "b": torch.tensor([0.0, 1e-30]), "d": torch.zeros(1)}
-    assert differing_tensors(first, second) == ["b", "c", "d"]
-    assert differing_tensors({"a": torch.zeros(1)}, {"a": torch.zeros(1).bfloat16()}) == ["a"]

@@ -8,15 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tests.ranks import run_multiprocess
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightrft.cli.main import main
-from lightrft.cli.options import merge_options
 from lightrft.config import TrainConfig
-from lightrft.stages.machine_choices import packing_by_machine
 from lightrft.strategy import get_fake_strategy
-from lightrft.tools.model_presets import write_tiny_model
 from lightrft.tools.plan.memory import (
     LARGEST_BUDGET,
     fitting_budget,
@@ -70,52 +66,6 @@ def test_ranks_take_the_least_of_their_budgets(tmp_path):
     assert lines[0].startswith("micro_batch_tokens = 4096: the peak of train is planned at ")
     train = plan_memory(replace(setup, config=config)).phases[3]
     assert gigabytes(train.device_bytes) in lines[0]
-
-
-@pytest.mark.full
-@pytest.mark.multiprocess
-def test_ranks_of_unequal_devices_train_with_one_budget(tmp_path):
-    write_tiny_model(tmp_path / "model", "tiny-qwen3")
-    budgets = run_multiprocess(budget_of_rank, 2, args=(str(tmp_path / "model"),))
-    assert budgets[0] == budgets[1]
-    assert 64 <= budgets[0] < 2**15
-
-
-def budget_of_rank(rank, world_size, model):
-    """The budget on a rank whose device has its own size."""
-    from lightrft.strategy import get_strategy
-    from lightrft.tools.plan import start_check
-
-    sizes = {"rollout_batch_size": 8, "n_samples_per_prompt": 8, "generate_max_len": 32}
-    config = TrainConfig(pretrain=model, fsdp=True, engine_type="hf", bf16=False, **sizes)
-    start_check.device_bytes = lambda device: (1e12, 2.0e9)[rank]
-    with get_strategy(config) as strategy:
-        return check_budget(config, strategy).micro_batch_tokens
-
-
-@pytest.mark.parametrize("size", ["micro_train_batch_size", "micro_rollout_batch_size"])
-def test_a_size_of_the_command_line_or_of_a_file_counts_though_it_is_the_default(tmp_path, size):
-    default = TrainConfig.__dataclass_fields__[size].default
-    (tmp_path / "options.toml").write_text(f"{size} = {default}\n")
-    flags, _ = merge_options([], {size: str(default)})
-    file, _ = merge_options([tmp_path / "options.toml"], {})
-    for config in (flags, file, TrainConfig().replaced({size: default})):
-        assert config.sizes_in_rows == [size]
-        setup = replace(setup_of("qwen2.5-0.5b", 1, 80), config=config)
-        assert settle(setup, lambda text: None) is config
-        assert packing_by_machine(config, None, can_pack=True)[0] is False
-    assert merge_options([], {"seed": "1"})[0].sizes_in_rows == []
-
-
-def test_the_file_of_a_run_leaves_open_what_the_run_left_open(tmp_path):
-    size = "micro_train_batch_size"
-    for options in ({"seed": "1"}, {size: "1"}, {size: "2"}):
-        config, _ = merge_options([], options)
-        config.save(tmp_path / "config.toml")
-        again, _ = merge_options([tmp_path / "config.toml"], {})
-        assert again == config == TrainConfig.load(tmp_path / "config.toml")
-        assert again.sizes_in_rows == config.sizes_in_rows == [size] * (size in options)
-        assert TrainConfig.load(tmp_path / "config.toml").sizes_in_rows == config.sizes_in_rows
 
 
 def test_an_engine_that_fills_the_device_while_it_samples_leaves_the_budget_alone():

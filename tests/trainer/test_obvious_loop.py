@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from lightrft.experience.maker import AdvantageSettings, Delivery, make_experience
 from lightrft.rollout.source import InFlight
 from lightrft.stages.policy.maker import PolicyBatch
-from lightrft.stages.policy.updates import PolicyUpdate
 
 pytestmark = pytest.mark.full
 
@@ -65,23 +63,3 @@ def test_the_trainer_is_the_obvious_loop_bit_for_bit(build_world, lag, num_steps
         world.step()
     for name, value in world.weights().items():
         assert value.equal(expected[name]), name
-
-
-def test_the_loss_has_the_ratio_to_the_version_that_sampled(build_world, monkeypatch):
-    """The default correction is min(p / mu, 2), mu being the engine's own logprob."""
-    world = build_world(rollout_lag=2, num_prompts=16, args={"actor_learning_rate": 2e-2})
-    seen, original = [], PolicyUpdate.correction_of
-
-    def weights_of(update, batch, new_logprobs=None):
-        seen.append((batch, original(update, batch, new_logprobs)))
-        return seen[-1][1]
-
-    monkeypatch.setattr(PolicyUpdate, "correction_of", weights_of)
-    for _ in range(4):
-        world.step()
-    for batch, weights in seen:
-        mask, old = batch.rollouts.response_mask, batch.outputs.old_logprobs
-        ratio = (old.double() - batch.rollouts.rollout_logprobs.double()).exp().clamp(max=2.0)
-        torch.testing.assert_close(weights[mask].double(), ratio[mask], rtol=1e-5, atol=1e-6)
-    last, weights = seen[-1]
-    assert float((weights[last.rollouts.response_mask] - 1).abs().max()) > 0.01

@@ -32,8 +32,14 @@ NUM_STEPS = 4
 RUN_SECONDS = 150
 BACKENDS = {
     "fsdp": {},
-    "zero2": {"fsdp": False, "zero_stage": 2},
-    "zero3": {"fsdp": False, "zero_stage": 3},
+    "zero2": {"fsdp": False, "zero_stage": 2, "enable_ema": True, "ema_beta": 0.75},
+    "zero3": {
+        "fsdp": False,
+        "zero_stage": 3,
+        "init_kl_coef": 0.05,
+        "kl_target": 0.01,
+        "reward_running_norm": True,
+    },
     "adapters": {"lora_rank": 4, "lora_sync": "adapter"},
 }
 REWARD = """
@@ -98,7 +104,7 @@ def kill_once(options, whole_events, dice):
         # A run that starts over begins another log.
         before = min(before, num_events(options))
         time.sleep(0.002)
-    time.sleep(dice.uniform(0, 0.05))  # between two events
+    time.sleep(dice.uniform(0, 0.2))  # between two events, such as inside of episodes
     running = ranks.running()
     chosen = running if len(running) < 2 else dice.choice([running, running[:1], running[1:]])
     ranks.kill(chosen)
@@ -123,7 +129,8 @@ def result(
 ):
     """All that a run has come to, in comparable form."""
     folder = Path(options["output_dir"])
-    found = {"model": (folder / "model" / "model.safetensors").read_bytes()}
+    found = {path.parent.name: path.read_bytes() for path in folder.glob("model*/*.safetensors")}
+    assert "model" in found
     for model in models:
         manifest = folder / "checkpoints" / model / f"global_step{num_steps}" / "manifest.json"
         for entry in json.loads(manifest.read_text())["files"]:

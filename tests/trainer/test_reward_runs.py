@@ -1,10 +1,9 @@
 """One step of `lightrft train` with each reward that does not compute in the trainer's process."""
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from tests.answering import answering
 from tests.runs import lines, rollout_options, words, write_inputs
 
 from lightrft.cli.main import main
@@ -22,34 +21,6 @@ async def each(responses):
     return [grade(response) for response in responses]
 """
 TESTS = '[{"input": "1 2\\n", "output": "3\\n"}]'
-
-
-class Judge(BaseHTTPRequestHandler):
-    """Scores a question by its length."""
-
-    def log_message(self, *_):
-        pass
-
-    def do_POST(self):
-        size = int(self.headers["content-length"])
-        self.rfile.read(size)
-        message = {"role": "assistant", "content": f"Well.\nScore: {size % 7}"}
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
-        body = json.dumps({"id": "x", "object": "chat.completion", "choices": [choice]}).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-
-@pytest.fixture
-def judge_url():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
-    server.server_close()
 
 
 @pytest.fixture
@@ -75,16 +46,29 @@ def metrics_of(tmp_path, tiny_model):
     return run
 
 
-@pytest.mark.full
-def test_an_async_function(metrics_of, tmp_path):
-    metrics = metrics_of(f"{tmp_path / 'reward.py'}:each")
-    assert 0 < metrics["reward"] < 2
-    assert metrics["step"] == 1
+def test_the_judge(metrics_of):
+    """It scores a question by its length."""
 
+    def answer(path, headers, body):
+        message = {"role": "assistant", "content": f"Well.\nScore: {len(body) % 7}"}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        return 200, {"id": "x", "object": "chat.completion", "choices": [choice]}
 
-def test_the_judge(metrics_of, judge_url):
-    metrics = metrics_of("judge", judge_url=judge_url, judge_model="m")
+    with answering(answer) as url:
+        metrics = metrics_of("judge", judge_url=f"{url}/v1", judge_model="m")
     assert 0 < metrics["reward/judge"] <= 0.6
+
+
+def test_a_service_beside_a_function(metrics_of, tmp_path):
+    def answer(path, headers, body):
+        return 200, {"rewards": [0.25] * len(json.loads(body)["queries"])}
+
+    functions = f"{tmp_path / 'reward.py'}:each"
+    with answering(answer) as url:
+        options = {"remote_rm_url": url, "reward_weights": (2.0, 10.0)}
+        metrics = metrics_of(functions, **options)
+    assert metrics["reward/remote"] == 0.25
+    assert metrics["reward"] == pytest.approx(2 * metrics["reward/each"] + 2.5)
 
 
 def test_unit_tests(metrics_of):

@@ -24,58 +24,10 @@ from lightrft.tools.audit.record import FACTS, SAMPLES, seal, step_folder
 from lightrft.tools.audit.report import audit_step
 
 
-def step(world, weights=None):
-    """One step; notes the weights that each version of the engine has."""
-    if weights is not None:
-        weights[world.strategy.inference_engine.weights_version] = world.state_dict()
+def step(world):
     world.trainer.make_experience()
     experience = world.experience
     return experience, world.trainer.ppo_train(world.trainer.state.num_steps + 1)
-
-
-def response(rows, row, column):
-    stop = int(rows.response_lengths[: row + 1].sum())
-    return rows[column][stop - int(rows.response_lengths[row]) : stop]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("lag", [1, 2])
-def test_a_token_has_the_logprob_of_the_version_that_sampled_it(build_world, lag):
-    world = build_world(rollout_lag=lag, num_prompts=16)
-    weights, ids = {}, []
-    for number in range(1, 6):
-        experience, metrics = step(world, weights)
-        rows, age = experience.rows, min(lag, number - 1)
-        assert set(rows.token_versions.tolist()) == {number - 1 - age}
-        ids += rows.sample_ids.tolist()
-        for row in range(0, len(rows), 5):
-            expected = world.logprobs_under(weights[number - 1 - age], rows, row)
-            np.testing.assert_allclose(response(rows, row, "rollout_logprobs"), expected, atol=2e-5)
-            if age:  # the denominator of the ratio is not that of the weights at the step's begin
-                newer = world.logprobs_under(weights[number - 1], rows, row)
-                assert np.abs(newer - expected).max() > 1e-4
-        assert metrics["staleness/mean"] == metrics["staleness/max"] == age
-        assert metrics["staleness/token_share"] == float(age > 0)
-        assert metrics["correction_raw_weight_max"] > 0
-    assert len(world.trainer.stage.memory.in_flight.held) == lag
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "options", [{}, {"dynamic_sampling": True}, {"advantage_estimator": "remax"}]
-)
-def test_prompts_are_asked_in_order_and_trained_once(build_world, options):
-    lagging = build_world(rollout_lag=2, num_prompts=16, **options)
-    seen = []
-    for _ in range(4):
-        experience, _ = step(lagging)
-        seen.append([tuple(item.rollout.prompt.token_ids) for item in experience.samples.scored])
-    plain = build_world(num_prompts=16, **options)
-    for number, prompts in enumerate(seen):
-        experience, _ = step(plain)
-        mine = [tuple(item.rollout.prompt.token_ids) for item in experience.samples.scored]
-        if number == 0 or not options.get("dynamic_sampling"):
-            assert prompts == mine
 
 
 def test_a_planned_run_samples_no_step_beyond_its_end(build_world):
@@ -217,15 +169,6 @@ def test_rows_that_no_checkpoint_can_keep_are_refused_at_the_start(tmp_path, cap
     assert "row 1 of the prompts" in line
     assert "convert that column to text" in line
     assert not (tmp_path / "run").exists()
-
-
-def test_lag_0_takes_the_rows_that_it_has_just_sampled(build_world):
-    world = build_world(rollout_lag=0)
-    experience, metrics = step(world)
-    assert set(experience.rows.token_versions.tolist()) == {0}
-    assert not any(name.startswith("staleness/") for name in metrics)
-    with pytest.raises(ConfigError, match="rollout_lag"):
-        TrainConfig(rollout_lag=-1)
 
 
 def test_the_audit_recomputes_each_token_under_its_own_version(build_world, tmp_path):

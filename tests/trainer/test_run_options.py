@@ -1,21 +1,15 @@
 """Options of a run, each with its effect: freezing, averages, alarms, bounds, trajectories."""
 
-import math
-import threading
-
 import pytest
 import torch
-from safetensors.torch import load_file
-from tests.runs import TextReward, lines, rollout_options, train_on_ranks, write_inputs
+from tests.runs import lines
 
 from lightrft.config import TrainConfig
 from lightrft.models.actor import Actor
 from lightrft.reporting.alarms import alarms
 from lightrft.reporting.trajectories import TrajectoryLog
-from lightrft.rewards.types import RewardResult
 from lightrft.stages.policy.inputs import build_models
 from lightrft.strategy import get_fake_strategy
-from lightrft.tools.rewards.service import RewardServer
 
 
 def changed(before, after):
@@ -81,24 +75,6 @@ def test_the_kl_weight_adapts(build_world):
     assert values[2] == pytest.approx(values[1] * (1 + 0.2 * 16 / 100))
 
 
-def test_overlong_punishment_and_clip_show_in_the_reward(build_world):
-    world = build_world(overlong_buffer=True, overlong_buffer_len=6, reward_clip=0.4)
-    world.trainer.make_experience()
-    step = world.experience
-    table = step.table
-    column = table.component_names.index("overlong")
-    expected = -torch.tensor(table.response_lengths).double() / 6
-    torch.testing.assert_close(torch.tensor(table.components[:, column]), expected)
-    assert float(table.components[:, column].min()) >= -1
-    torch.testing.assert_close(
-        torch.tensor(table.rewards), torch.tensor(table.accuracies) + expected
-    )
-    assert float(step.rewards.rewards.abs().max()) <= 0.4
-    metrics = world.trainer.ppo_train(1)
-    assert metrics["reward/overlong"] < 0
-    assert metrics["reward_clipped_share"] > 0
-
-
 def test_bounds_of_alarms():
     config = TrainConfig(alarm_kl=0.1, alarm_entropy=0.5, alarm_length=10, alarm_reward_std=0.01)
     fine = {"kl": 0.1, "entropy": 0.5, "response_length": 10, "reward_std": 0.01, "approx_kl": 0}
@@ -154,44 +130,3 @@ def test_trajectories_hold_one_value_per_token(build_world, tmp_path):
         assert line["logprobs"] == pytest.approx(line["rollout_logprobs"], abs=1e-3)
         assert line["reward"] == pytest.approx(table.rewards[row])
         assert set(line["components"]) == {"vowels", "lower"}
-
-
-@pytest.mark.full
-@pytest.mark.multiprocess
-def test_a_whole_run_with_a_service_an_average_and_trajectories(tmp_path, tiny_model):
-    write_inputs(tmp_path, reward="def one(responses):\n    return [1.0] * len(responses)\n")
-    server = RewardServer(
-        TextReward(lambda text: RewardResult(len(text) % 3, {"letters": len(text) % 3}))
-    )
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        options = rollout_options(
-            tmp_path,
-            pretrain=tiny_model,
-            train_batch_size=16,
-            micro_train_batch_size=8,
-            reward_fn=(f"{tmp_path / 'reward.py'}:one",),
-            remote_rm_url=f"http://127.0.0.1:{server.server_port}",
-            reward_weights=(2.0, 10.0),
-            enable_ema=True,
-            ema_beta=0.5,
-            save_trajectories=True,
-            num_trajectories_to_save=2,
-        )
-        ((summary,),) = train_on_ranks(1, [options])
-    finally:
-        server.shutdown()
-        server.server_close()
-    metrics = summary["last_metrics"]
-    assert metrics["reward"] == pytest.approx(2 + 10 * metrics["reward/remote"])
-    assert metrics["reward/letters"] == metrics["reward/remote"]
-    assert len(lines(tmp_path / "run" / "trajectories.jsonl")) == 2 * summary["num_steps"]
-    trained = load_file(tmp_path / "run" / "model" / "model.safetensors")
-    average = load_file(tmp_path / "run" / "model_ema" / "model.safetensors")
-    start = load_file(f"{tiny_model}/model.safetensors")
-    assert trained.keys() == average.keys() == start.keys()
-
-    def distance(left, right):
-        return math.sqrt(sum(float((left[n] - right[n]).square().sum()) for n in left))
-
-    assert 0 < distance(average, start) < distance(trained, start)

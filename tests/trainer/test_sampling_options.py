@@ -52,18 +52,6 @@ def test_constant_groups_are_replaced_by_further_prompts(build_world):
     assert world.trainer.state.num_steps == 1
 
 
-def test_after_the_last_batch_fewer_groups_are_trained_on(build_world):
-    world = build_world(
-        reward=LongPrompts(), num_prompts=16, dynamic_sampling=True, max_num_gen_batches=1
-    )
-    batch = world.trainer.make_experience()
-    metrics = world.trainer.ppo_train(1)
-    assert 0 < metrics["dynamic/filler_share"] < 1
-    is_empty = ~batch.rollouts.response_mask.any(dim=1)
-    assert float(is_empty.float().mean()) == metrics["dynamic/filler_share"]
-    assert metrics["constant_group_share"] == 0
-
-
 class Solved(LongPrompts):
     def score(self, prompts, responses, labels, columns):
         return [RewardResult(1.0) for _ in responses]

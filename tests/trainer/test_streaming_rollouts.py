@@ -37,6 +37,7 @@ CASES = {
     "fire": {"use_fire": True, "first_token_temperature": 1.5},
     "lag": {"rollout_lag": 1},
     "small chunks": {"stream_chunk": 1},
+    "lag alone": {"rollout_lag": 2, "stream_chunk": None, "stream_prompts": None},
 }
 
 
@@ -86,7 +87,8 @@ def test_a_run_continues_with_what_was_open(build_world, goes_on_exactly, case):
     half = goes_on_exactly(
         lambda **more: world_of(build_world, CASES[case], reward=letters(), **more)
     )
-    assert any(group.begun for group in half.trainer.stage.memory.in_flight.stream.groups)
+    flight = half.trainer.stage.memory.in_flight
+    assert flight.held if case == "lag alone" else any(each.begun for each in flight.stream.groups)
 
 
 @pytest.mark.parametrize("args", [{}, {"rollout_lag": 1}, {"stream_prompts": 10}])
@@ -127,6 +129,7 @@ def test_the_lengths_trained_in_a_run_are_those_sampled_in_it(build_world, monke
         ({"stream_prompts": 511}, "stream_prompts must lie between"),
         ({"max_staleness": 0}, "max_staleness"),
         ({"stream_chunk": 0}, "stream_chunk"),
+        ({"rollout_lag": -1}, "rollout_lag"),
     ],
 )
 def test_what_excludes_streaming_is_refused(options, says):

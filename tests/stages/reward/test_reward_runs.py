@@ -9,6 +9,7 @@ from tests.stages.reward.reward_world import answers_of, pairs, run, scores_of
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lightrft.models import RewardModel
+from lightrft.models.loading import ModelLoadError
 from lightrft.run import assembly
 from lightrft.tools.model_presets import write_tiny_model
 
@@ -82,6 +83,15 @@ def test_padding_that_ends_texts_is_not_taken_for_padding(tmp_path, model, rows)
 
 
 @pytest.mark.full
+def test_a_reward_model_is_trained_on_from_where_it_was(tmp_path, model, rows):
+    first = run(model, rows, tmp_path / "one", max_epochs=4, eval_data=rows)
+    second = run(first.model_dir, rows, tmp_path / "two", max_steps=1, eval_data=rows)
+    loss = second.first_eval["eval/loss"]
+    assert loss == pytest.approx(first.last_eval["eval/loss"], abs=1e-5)
+    assert loss < 0.3
+
+
+@pytest.mark.full
 def test_a_run_that_ends_behind_its_last_checkpoint_exports_the_same_model(
     tmp_path, model, rows, monkeypatch
 ):
@@ -98,3 +108,12 @@ def test_a_run_that_ends_behind_its_last_checkpoint_exports_the_same_model(
     configs = [(tmp_path / name / "model/config.json").read_text() for name in ("whole", "parts")]
     assert "score_std" in configs[0]
     assert configs[0] == configs[1]
+
+
+def test_a_classifier_of_several_kinds_is_not_trained(tmp_path, model, rows):
+    path = tmp_path / "three"
+    classifier = AutoModelForSequenceClassification.from_pretrained(model, num_labels=3)
+    classifier.save_pretrained(path)
+    AutoTokenizer.from_pretrained(model).save_pretrained(path)
+    with pytest.raises(ModelLoadError, match="must have one label: got num_labels = 3"):
+        run(str(path), rows, tmp_path / "run")

@@ -1,6 +1,7 @@
 """Plans of the sizes that users rent: they fit, and what they say follows the options."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from lightrft.config.files import FileError
 from lightrft.reporting.files import write_start
 from lightrft.run.gpus import GPUS, find_gpu, gpu_of
 from lightrft.tools.model_presets import write_tiny_model
-from lightrft.tools.plan.advice import remedies
+from lightrft.tools.plan.advice import advise, remedies
 from lightrft.tools.plan.constants import CONSTANTS, with_measured
 from lightrft.tools.plan.duration import (
     efficiency,
@@ -34,6 +35,26 @@ from lightrft.tools.plan.start_check import settle
 def setup_of(name, gpus, gpu, **options):
     config, size = TrainConfig(engine_type="vllm", **options), SHAPES.get(name, name)
     return Setup(config, size, gpus, min(8, gpus), True, GPUS[gpu].memory_bytes, "vllm")
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "gpu"),
+    [
+        ("qwen2.5-7b", 8, "h100-80g"),
+        ("qwen2.5-32b", 8, "h200-141g"),
+        ("qwen2.5-0.5b", 1, "rtx4090-24g"),
+    ],
+)
+def test_common_machines_get_settings_that_fit(name, gpus, gpu, capsys):
+    code = main(["plan", "--pretrain", name, "--gpus", str(gpus), "--gpu", gpu])
+    text = capsys.readouterr().out
+    fits = "fits: these settings are feasible" in text
+    assert code == (ExitCode.OK if fits else ExitCode.OUT_OF_MEMORY)
+    assert fits or "feasible settings: --" in text
+    advice = advise(setup_of(name, gpus, gpu))
+    assert advice.plan.fits
+    # What is recommended is a configuration that the program takes.
+    assert TrainConfig(**advice.changes)
 
 
 def test_what_cannot_fit_is_said_by_the_exit_code(capsys):
@@ -123,6 +144,23 @@ def test_a_device_is_found_by_its_name():
     assert gpu_of("NVIDIA L40S") is GPUS["l40s-48g"]
     assert gpu_of("NVIDIA L4") is GPUS["l4-24g"]
     assert gpu_of("A card of tomorrow") is None
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_preset_has_the_numbers_of_its_data_sheet(name):
+    gpu = GPUS[name]
+    number = r"([\d,.]+)"
+    peak, kind = re.search(rf"{number} TFLOPS (sparse|dense)", gpu.source).groups()
+    bandwidth, unit = re.search(rf", {number} (GB/s|TB/s),", gpu.source).groups()
+    link, link_unit = re.search(
+        rf"(?:NVLink|PCIe Gen\d) {number} (GB/s|TB/s)$", gpu.source
+    ).groups()
+    scale = {"GB/s": 1, "TB/s": 1000, "sparse": 0.5, "dense": 1}
+    values = [float(text.replace(",", "")) for text in (peak, bandwidth, link)]
+    assert gpu.tflops == pytest.approx(values[0] * scale[kind], rel=1e-3)
+    assert gpu.memory_gb_per_second == values[1] * scale[unit]
+    assert gpu.link_gb_per_second == values[2] * scale[link_unit] / 2
+    assert f"{gpu.memory_bytes / 1e9:g}g" == name.rpartition("-")[2]
 
 
 def test_options_change_what_they_should():
