@@ -96,19 +96,20 @@ def test_250_slow_connections_hold_no_thread_and_nobody_up(serve):
 def test_what_a_reward_cannot_decide_reaches_the_client_as_such(serve):
     class Unsure(Lengths):
         def score(self, prompts, responses, labels, columns):
-            return [None, *(RewardResult(1.0, {"style": 0.5}) for _ in responses[1:])]
+            return [None, *(RewardResult(1.0, {"style": each}) for each in columns["style"][1:])]
 
     server = serve(Unsure())
-    answer = json.loads(send(server, post()).partition(b"\r\n\r\n")[2])
+    body = json.dumps({"responses": ["a", "bc"], "style": [0.25, 0.5]}).encode()
+    answer = json.loads(send(server, post(body)).partition(b"\r\n\r\n")[2])
     assert answer == {
         "rewards": [None, 1.0],
         "components": {"style": [None, 0.5]},
         "undecided": "reward 'lengths' could not decide them within its limits",
     }
     reward = RemoteReward(f"http://127.0.0.1:{server.server_port}/", timeout_seconds=30)
-    found = results_of(reward, ["a", "b"])
+    found = results_of(reward, ["a", "b"], style=[0.25, 0.5])
     assert found == [None, RewardResult(1.0, {"remote": 1.0, "style": 0.5})]
-    assert results_of(reward, ["a"]) == [None]
+    assert results_of(reward, ["a"], style=[0.25]) == [None]
 
 
 @pytest.mark.parametrize("part", [b"", b"POST / HTTP/1.1\r\nHost:", post()[:-3]])
