@@ -16,7 +16,7 @@ from tests.forked_run import Ranks
 from tests.models.vision.tiny_families import write_tiny_vision_model
 from tests.ranks import run_multiprocess
 from tests.runs import TEMPLATE
-from tests.trainer.episode_world import AGENT, ENVIRONMENT, let_random_models_call
+from tests.trainer.test_killed_episodes import AGENT, ENVIRONMENT, let_random_models_call
 from tests.trainer.test_random_kills import (
     RUN_SECONDS,
     become_launcher,

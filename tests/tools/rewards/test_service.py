@@ -243,6 +243,22 @@ def test_sites_in_a_browser_are_not_answered_without_a_token(serve, headers, con
     assert status_of(send(serve(token="t"), right)) == 200
 
 
+def test_a_column_that_is_nested_deeply_is_refused_in_one_line(serve, tmp_path, capfd):
+    file = tmp_path / "r.py"
+    file.write_text("def size(responses, **columns):\n    return [len(r) for r in responses]\n")
+    with build_reward([f"{file}:size"]) as reward:
+        server = serve(reward)
+        statuses = set()
+        for depth in range(400, 1000, 20):
+            column = b"[" * depth + b"]" * depth
+            answer = send(server, post(b'{"responses": ["a"], "column": [%s]}' % column))
+            statuses.add(status_of(answer))
+            assert b"\n" not in answer.partition(b"\r\n\r\n")[2]
+        assert statuses <= {200, 400}
+        assert status_of(send(server, post())) == 200
+    assert capfd.readouterr().err == ""
+
+
 def test_a_client_that_asks_first_is_told_to_go_on(serve):
     with connect(serve()) as connection:
         head, _, body = post(BODY, "Expect: 100-continue").partition(b"\r\n\r\n")
