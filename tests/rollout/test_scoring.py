@@ -2,6 +2,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+from tests.answering import answering
 from tests.programs import run_python
 
 from lightrft.config import ConfigError, TrainConfig
@@ -12,6 +13,7 @@ from lightrft.records.table import tabulate
 from lightrft.rewards.build import CombinedReward
 from lightrft.rewards.types import RewardError, RewardResult
 from lightrft.rollout.scoring import GroupScorer, overlong_penalty, require_rewards, score_rollouts
+from lightrft.tools.rewards.remote import RemoteReward
 
 
 @dataclass
@@ -60,6 +62,12 @@ def test_the_function_sees_prompt_response_label_and_columns_of_each_row():
     assert columns == {"k": [3, None]}
     assert [item.reward for item in scored] == [0.5, -1.0]
     assert scored[0].components == {"a": 1.0}
+
+
+def test_no_rollouts_need_no_call():
+    scorer = Scorer([])
+    assert scored_by(scorer, []) == []
+    assert scorer.calls == []
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -134,6 +142,13 @@ def test_a_failed_sample_is_masked_and_the_others_keep_their_rewards(value):
     scored = scored_by(Fragile(value), samples, masks_failures=True)
     assert [item.is_masked for item in scored] == [False, True, False]
     assert [item.reward for item in scored] == [1.0, 0.0, 1.0]
+
+
+def test_a_broken_function_is_not_tried_for_every_sample():
+    function = Fragile()
+    scored = scored_by(function, [replying("x")] * 50, masks_failures=True)
+    assert all(item.is_masked for item in scored)
+    assert function.calls == 4  # the batch and three samples
 
 
 class Unsure:
@@ -214,3 +229,17 @@ def test_the_reward_phase_keeps_the_deadline_of_every_phase():
     assert done.returncode == 7, done.stderr
     assert done.stdout.count("reward [1.0]") == 1
     assert "spent more than 2 s in phase 'reward'" in done.stderr
+
+
+def test_what_a_service_answers_outside_its_protocol_is_masked_by_rule():
+    def answer(path, headers, body):
+        return 200, {"rewards": [1.0]} if b"x" not in body else b"[" * 100_000
+
+    samples = [replying(text) for text in ("a", "x", "b")]
+    with answering(answer) as url:
+        reward = RemoteReward(url, timeout_seconds=30)
+        with pytest.raises(RewardError, match="nested too deeply"):
+            scored_by(reward, samples)
+        scored = scored_by(reward, samples, masks_failures=True)
+        reward.close()
+    assert [item.is_masked for item in scored] == [False, True, False]

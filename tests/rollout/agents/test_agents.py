@@ -58,6 +58,8 @@ def test_a_conversation_that_goes_on_is_one_row(stage):
 @pytest.mark.parametrize(
     ("agent", "num_rows", "num_calls"),
     [
+        ("rewrites", 2, 3),
+        ("compacts", 2, 4),
         ("parallel", 3, 5),
         ("samples_many", 3, 3),
         ("streams", 1, 1),
@@ -110,6 +112,17 @@ def test_a_retry_gets_the_answer_that_was_lost(stage):
     assert len(samples.scored) == 2
     check_exact(played, samples)
     assert sum(counts["lost_calls"] for counts in samples.agent_counts) == 0
+
+
+def test_texts_of_others_cannot_become_special_tokens(stage):
+    played = stage("forges")
+    samples = played.sample()
+    for item in samples.scored:
+        ids = item.rollout.token_ids
+        start = played.tokenizer.convert_tokens_to_ids("<|im_start|>")
+        # system, user, assistant, user, assistant; none of the forged ones.
+        assert ids.count(start) == 5
+        assert "<|im_start|>system\nObey." in played.tokenizer.decode(ids)
 
 
 def test_calls_of_tools_are_read_and_their_results_shown(stage):
@@ -186,6 +199,14 @@ def test_what_is_no_reward_is_refused_by_name(result):
         checked_reward(eval(result))
 
 
+def test_an_episode_whose_result_is_refused_has_failed(stage):
+    rows = [{"input": f"Find {text}.", "result": text} for text in ("1.0", "{}", "None")]
+    with pytest.raises(RewardError, match=r"failed for prompt 1: .*returned an empty dict"):
+        stage("returns", rows=rows).sample()
+    masked = stage("returns", rows=rows, reward_failure="mask").sample().table.is_masked
+    assert masked.tolist() == [False, False, True, True, True, True]
+
+
 def test_an_agent_that_returns_none_leaves_the_reward_to_the_reward_function(stage):
     rows = [{"input": "Find it.", "result": "None"}]
     with pytest.raises(RewardError, match="it returned no reward, and there is no --reward_fn"):
@@ -198,7 +219,7 @@ def test_an_agent_that_returns_none_leaves_the_reward_to_the_reward_function(sta
 
 @pytest.mark.parametrize("agent", ["hangs", "blocks"])
 def test_the_deadline_of_an_episode(stage, agent):
-    played = stage(agent, agent_timeout_seconds=seconds(1.0), reward_failure="mask")
+    played = stage(agent, agent_timeout_seconds=2.0, reward_failure="mask")
     started = time.monotonic()
     samples = played.sample()
     assert time.monotonic() - started < seconds(30)

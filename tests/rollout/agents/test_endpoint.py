@@ -1,10 +1,14 @@
 """The endpoint as clients see it: its protocol, what it refuses, and hostile requests."""
 
 import json
+import socket
+import threading
+import time
 from types import SimpleNamespace
 
 import httpx
 import pytest
+from tests.machine import seconds
 from tests.rollout.agents.endpoint_desk import CALL, TALK, body_of, completed, http
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -40,12 +44,23 @@ def test_a_chat_completion_has_the_fields_of_the_protocol(desk):
     assert [model["id"] for model in models.json()["data"]] == ["policy"]
 
 
-def test_a_text_is_completed_with_its_logprobs_and_holds_no_special_tokens(desk):
-    asked = {"model": "policy", "prompt": "Once <|im_end|>", "logprobs": 0}
-    (choice,) = desk.post(asked, path="/v1/completions").json()["choices"]
-    assert choice["text"] == desk.says
-    assert len(choice["logprobs"]["tokens"]) > 2
-    assert desk.tokenizer.eos_token_id not in desk.asked[-1][1].prompt_token_ids
+def test_options_have_their_effect(desk):
+    answer = desk.post(stop=["STOP"]).json()["choices"][0]
+    assert answer["message"]["content"] == "Well said. "
+    assert desk.asked[-1][0].stop == ("STOP",)
+    cut = desk.post(max_completion_tokens=2).json()["choices"][0]
+    assert cut["finish_reason"] == "length"
+    assert desk.asked[-1][1].max_tokens == 2
+    many = desk.post(n=3, messages=[{"role": "user", "content": "Other"}]).json()
+    assert [choice["index"] for choice in many["choices"]] == [0, 1, 2]
+    assert len({request.request_id for _, request in desk.asked[-3:]}) == 3
+    text = desk.post(
+        {"model": "policy", "prompt": "Once <|im_end|>", "logprobs": 0}, path="/v1/completions"
+    )
+    assert text.json()["choices"][0]["text"] == desk.says
+    assert len(text.json()["choices"][0]["logprobs"]["tokens"]) > 2
+    shown = desk.asked[-1][1].prompt_token_ids
+    assert desk.tokenizer.eos_token_id not in shown
 
 
 def test_options_of_the_run_win_and_the_difference_is_noted(desk):
@@ -206,6 +221,7 @@ def hostile(port, key):
         ],
         "bad chunk": post("transfer-encoding: chunked", kind, body=b"ZZ\r\nx\r\n0\r\n\r\n"),
         "huge header": post("x: " + "y" * 10_000, sized, kind),
+        "header without end": f"POST / HTTP/1.1\r\nhost: {own}\r\nx: y".encode(),
         "folded header": post("x: a\r\n\tb\r\nx2 : c", sized, kind),
         "no http": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20,
         "http 2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
@@ -218,6 +234,7 @@ def hostile(port, key):
         "nan": post(f"content-length: {len(numbers)}", kind, body=numbers),
         "latin key": post(sized, kind, key="sk-\xe9\xff"),
         "empty key": post(sized, kind, key=""),
+        "slow body": post("content-length: 5000", kind, body=b"{"),
     }
 
 
@@ -237,6 +254,40 @@ def test_hostile_requests_are_answered_by_an_error_or_closed(desk, capfd, caplog
     told = "".join(capfd.readouterr()) + caplog.text
     assert desk.key not in told
     assert "Hello" not in told
+
+
+def test_connections_are_bounded_and_idle_ones_hold_nobody_up(desk):
+    port = desk.endpoint.server.port
+    lines = [socket.create_connection(("127.0.0.1", port)) for _ in range(80)]
+    for line in lines[:60]:
+        line.sendall(b"POST /v1/chat")
+    for line in lines:
+        line.close()
+    deadline = time.monotonic() + seconds(20)
+    while time.monotonic() < deadline:
+        try:
+            if desk.post().status_code == 200:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.1)
+    raise AssertionError("the endpoint does not recover")
+
+
+@pytest.mark.full
+def test_many_calls_at_once_are_all_answered(desk):
+    found = []
+
+    def ask(number):
+        talk = [{"role": "user", "content": f"Number {number}"}]
+        found.append(desk.post(messages=talk).status_code)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [200] * 32
+    assert len({request.prompt_token_ids for _, request in desk.asked}) == 32
 
 
 SAID_BEFORE_CALLS = [

@@ -65,6 +65,14 @@ def error_of(answer):
     return answer.status_code, answer.json()["error"]["code"]
 
 
+@pytest.mark.parametrize("host", ["", "host: 127.0.0.1:{port}\r\n"])
+def test_headers_that_are_too_long_are_so_with_and_without_a_host(desk_with, host):
+    desk = desk_with()
+    lines = host.format(port=desk.endpoint.server.port) + f"x: {'y' * 20_000}\r\n"
+    answer = desk.raw(f"POST /v1/chat/completions HTTP/1.1\r\n{lines}\r\n".encode())
+    assert answer.startswith(b"HTTP/1.1 431 ")
+
+
 def test_an_idle_connection_is_closed(desk_with):
     desk = desk_with(idle_seconds=0.5)
     with connect(desk.endpoint.server.port) as line:

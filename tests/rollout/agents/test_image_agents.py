@@ -6,8 +6,10 @@ import struct
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from tests.models.vision.tiny_families import TINY_FAMILIES
 from tests.models.vision.tiny_world import tiny
 from tests.rollout.agents.agent_stage import options_of
@@ -15,7 +17,7 @@ from tests.rollout.agents.endpoint_desk import completed
 from tests.rollout.agents.image_agents import address_of, said
 from tests.rollout.agents.test_agents import check_exact
 from tests.rollout.image_environments import bytes_of, squares
-from tests.rollout.image_stage import PRESETS, ROWS, ImageStage
+from tests.rollout.image_stage import PRESETS, ROWS, ImageStage, error
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.chat_ids import ChatIds
@@ -25,21 +27,20 @@ from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import as_image
 from lightrft.engines.media.text_encoder import TEXT_ENCODER
 from lightrft.engines.types import SamplingParams
-from lightrft.records.media import encode_context
+from lightrft.records.media import encode_context, encode_row
 from lightrft.rewards.build import CombinedReward
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.agents import conversations
 from lightrft.rollout.agents.agents import Agents
-from lightrft.rollout.agents.anthropic_api import read_messages
 from lightrft.rollout.agents.conversations import CalledTurn, Conversations
 from lightrft.rollout.agents.episodes import AgentEpisode
 from lightrft.rollout.agents.http_server import HttpError
 from lightrft.rollout.agents.messages import Message, read_chat
 from lightrft.rollout.agents.rendering_check import fault_of
-from lightrft.rollout.agents.responses_api import read_response
-from lightrft.rollout.agents.rounds import AnswerRules
+from lightrft.rollout.agents.rounds import AnswerRules, answer_round
 from lightrft.rollout.agents.sampling import RunSampling
 from lightrft.rollout.source import SourceParts
+from lightrft.stages.parity_limits import PARITY_LIMITS
 from lightrft.stages.policy.inputs import require_images
 
 CASES = Path(__file__).with_name("image_agents.py")
@@ -48,13 +49,13 @@ CASES = Path(__file__).with_name("image_agents.py")
 class Stage(ImageStage):
     """An agent that shows more images."""
 
-    def __init__(self, folder, preset, *, reward=None):
+    def __init__(self, folder, preset, agent="album", *, rows=ROWS, shift="none", reward=None):
         super().__init__(preset)
         options = {"generate_max_len": 24, "prompt_max_len": 900, "max_turns": 3}
-        options |= {"engine_type": "hf", "agent": f"{CASES}:album"}
-        self.config = TrainConfig(**options_of(len(ROWS), **options))
+        options |= {"engine_type": "hf", "agent": f"{CASES}:{agent}"}
+        self.config = TrainConfig(**options_of(len(rows), **options))
         self.player = Agents(self.config, self.tokenizer, folder=folder, modality=self.modality)
-        self.set_rows(folder, ROWS, {})
+        self.set_rows(folder, rows, {"shift": str(shift)})
         self.reward = reward or CombinedReward((), ())
 
     def sample(self):
@@ -121,6 +122,19 @@ def test_images_are_shown_once_and_other_pixels_are_another_branch(preset, playe
     assert len(set(numbers)) == len(numbers) == len(stage.requests) == 16
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_engine_scores_what_an_agent_showed_as_the_trainer(preset, played):
+    stage, samples = played(preset)
+    rollouts = [item.rollout for item in samples.scored]
+    stage.check_scores(rollouts)
+    # The comparison sees other pixels with the ids of the row, by more than the gate allows.
+    row = next(r for r in rollouts if len(r.images) == 2)
+    other = replace(row.later[-1], images=(squares_source(9, (84, 56)),))
+    changed = replace(row, later=(*row.later[:-1], other))
+    limits = PARITY_LIMITS[torch.float32]
+    assert error(stage, [row], (encode_row(changed, stage.encoder),)) > limits.largest
+
+
 class Desk:
     """Calls to a vision-language model that nobody samples."""
 
@@ -137,8 +151,7 @@ class Desk:
 
     def ask(self, *messages, read=read_chat, **fields):
         """Asks, and answers by a word."""
-        asked = {"messages": list(messages)} if messages else {}
-        call = read({"model": "policy", **asked, **fields})
+        call = read({"model": "policy", "messages": list(messages), **fields})
         episode = AgentEpisode(0, None, 0, 0, {}, self.talk)
         (turn,) = self.rules.asked(episode, call)
         ids = (*self.tokenizer("Yes.", add_special_tokens=False)["input_ids"], self.end)
@@ -276,7 +289,9 @@ def huge(side=60_000):
 TEXT = f"data:image/png;base64,{base64.b64encode(b'no picture at all').decode()}"
 REFUSED = {
     "http": (address("http://127.0.0.1/a.png"), "must be a data URL .*no file is read"),
+    "https": (address("HTTPS://example.org/a.png"), "must be a data URL"),
     "file": (address("file:///etc/hostname"), "must be a data URL"),
+    "path": (address("/etc/hostname"), "must be a data URL"),
     "no base64": (address("data:image/png,abc"), "must be a data URL"),
     "not text": (address(None), "must be a data URL"),
     "wrong base64": (address("data:image/png;base64,ab*d"), "not valid base64"),
@@ -343,6 +358,24 @@ def test_pixels_are_counted_and_kept_once_and_those_of_refused_calls_not_at_all(
         assert (desk.encoder.num_kept, desk.talk.pixel_bytes) == kept
 
 
+def test_choices_of_one_call_share_their_pixels():
+    desk, taken = Desk(max_tokens=2000), []
+
+    def sample(params, requests):
+        taken.extend(requests)
+        return [completed(r.request_id, r.prompt_token_ids, (5,), "length") for r in requests]
+
+    content = said("Look.", squares(1), "or", squares(2))
+    call = read_chat({"model": "policy", "messages": [content], "n": 3})
+    episode = AgentEpisode(0, None, 0, 0, {}, desk.talk)
+    holder = SimpleNamespace(episode=episode, is_open=True)
+    waiting = SimpleNamespace(
+        holder=holder, call=call, is_gone=False, is_retry=False, resolve=lambda _: None
+    )
+    assert len(answer_round([waiting], desk.rules, sample)) == 3
+    assert len({id(request.encoded) for request in taken}) == 1 < len(taken)
+
+
 def test_special_tokens_are_not_forged_by_escapes_or_over_an_image():
     desk = Desk(max_tokens=2000)
     escaped = json.dumps({"a": "<|end|>"}).replace("<", "\\u003c")
@@ -374,30 +407,32 @@ def test_tools_show_images():
     assert [image.decode().tobytes() for image in turn.later[0].images] == [squares(2).tobytes()]
 
 
-def test_one_conversation_goes_on_over_all_protocols():
-    picture, late = squares(3, (84, 84)), squares(4)
-    desk = Desk(max_tokens=2000)
-    first = desk.ask(said("Look.", picture))
+@pytest.mark.full
+def test_one_conversation_goes_on_over_all_clients(tmp_path):
+    pytest.importorskip("openai", reason="needs the package openai")
+    pytest.importorskip("anthropic", reason="needs the package anthropic")
+    rows = [{"input": "unused", "number": 1}]
+    stage = Stage(tmp_path, "tiny-qwen2.5-vl", "by_other_clients", rows=rows)
+    samples = stage.sample()
+    check_exact(stage, samples)
+    for item in samples.scored:
+        assert len(item.rollout.segments) == 3
+        found = [image.decode().tobytes() for image in item.rollout.images]
+        assert found == [squares(3, (84, 84)).tobytes(), squares(4).tobytes()]
 
-    def part(image):
-        return {"type": "input_image", "image_url": address_of(image), "detail": "auto"}
 
-    looks = [{"type": "input_text", "text": "Look."}, part(picture)]
-    asked = [{"role": "user", "content": looks}, SAID, {"role": "user", "content": [part(late)]}]
-    second = desk.ask(read=read_response, input=asked)
-
-    def block(image):
-        data = address_of(image).partition(",")[2]
-        source = {"type": "base64", "media_type": "image/png", "data": data}
-        return {"type": "image", "source": source}
-
-    looks = [{"type": "text", "text": "Look."}, block(picture)]
-    asked = [{"role": "user", "content": looks}, SAID, {"role": "user", "content": [block(late)]}]
-    last = {"role": "user", "content": "The end."}
-    third = desk.ask(*asked, SAID, last, read=read_messages, max_tokens=8)
-    assert desk.talk.branches() == [[first, second, third]]
-    shown = [image.decode().tobytes() for each in third.later for image in each.images]
-    assert shown == [picture.tobytes(), late.tobytes()]
+@pytest.mark.full
+def test_what_was_shown_is_not_sampled_again_and_other_pixels_are(tmp_path):
+    shift = tmp_path / "shift"
+    first, again = (Stage(tmp_path, "tiny-qwen2.5-vl", shift=shift) for _ in range(2))
+    whole, same = first.sample(), again.sample()
+    assert again.requests == []
+    assert [i.rollout for i in whole.scored] == [i.rollout for i in same.scored]
+    check_exact(again, same)
+    shift.touch()  # the agent shows others of the same sizes, but for what the row has
+    other = Stage(tmp_path, "tiny-qwen2.5-vl", shift=shift)
+    other.sample()
+    assert len(other.requests) == 2 * (2 + 4)
 
 
 @pytest.mark.full

@@ -371,3 +371,7 @@ def test_a_fault_in_the_endpoint_is_found(name, monkeypatch):
 def test_a_fault_in_the_rows_of_branches_is_found(name):
     with pytest.raises(LedgerError):
         Played(5).gate(CHANGED[name])
+
+
+def test_there_are_thirty():
+    assert len(PLANTED) + len(CHANGED) >= 30
