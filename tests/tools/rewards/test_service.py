@@ -11,10 +11,9 @@ import pytest
 from tests.machine import seconds
 from tests.rewards.asking import results_of
 
+from lightrft.rewards.build import build_reward
 from lightrft.rewards.types import RewardError, RewardResult
-from lightrft.rewards.build import build_reward
 from lightrft.tools.rewards.remote import TOKEN_VARIABLE, RemoteReward
-from lightrft.rewards.build import build_reward
 from lightrft.tools.rewards.service import RewardServer, ServiceLimits
 
 JSON_HEAD = b"POST / HTTP/1.1\r\nContent-Type: application/json\r\n"
