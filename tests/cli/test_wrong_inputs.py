@@ -932,7 +932,7 @@ ROWS_OF_STAGES = {
         {'{"input": "a", "gold": "1"}': "no column 'golden' for the label, found 'input', 'gold'"},
     ),
     **contents(
-        "train --apply_chat_template --chat_template turns.jinja",
+        "train --apply_chat_template --chat_template turns.jinja --generate_max_len 8",
         {
             f'{{"input": [{USER}, {{"role": "assistant", {CALL}}}, {USER}]}}': "drops the calls of "
             "tools ... --chat_template",
@@ -940,7 +940,7 @@ ROWS_OF_STAGES = {
         },
     ),
     **contents(
-        "train --apply_chat_template --chat_template refusing.jinja",
+        "train --apply_chat_template --chat_template refusing.jinja --generate_max_len 8",
         {f'{{"input": [{USER}]}}': "rows.jsonl:1: the chat template refused ... must alternate"},
     ),
     **contents(
