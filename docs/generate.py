@@ -226,7 +226,8 @@ def _formula(names: list[str], entry: object) -> str:
     function = entry
     while isinstance(function, partial):
         function = function.func
-    documented = re.split(r"\n\n(?:Args|Returns|Raises):", inspect.getdoc(function) or "")[0]
+    text = VARIANTS.get(names[0]) or inspect.getdoc(function) or ""
+    documented = re.split(r"\n\n(?:Args|Returns|Raises):", text)[0]
     lines = [f"### {', '.join(f'`{name}`' for name in names)}", ""]
     for paragraph in documented.split("\n\n"):
         is_formula = re.match(r"(?!Return )[\w()\[\]^* ]{1,24} = ", paragraph)
@@ -243,7 +244,7 @@ def _formula(names: list[str], entry: object) -> str:
         lines += [f"Aggregation: `{traits.aggregation}`.", ""]
     if isinstance(traits, AdvantageTraits):
         needs = [text for trait, text in NEEDS.items() if getattr(traits, trait)]
-        lines += [f"It {', '.join(needs)}.", ""] if needs else []
+        lines += [f"It {' and '.join(needs)}.", ""] if needs else []
     return "\n".join(lines).rstrip()
 
 
@@ -276,7 +277,15 @@ NEEDS = {
     "needs_groups": "needs at least two samples of each prompt",
     "needs_critic": "trains a critic",
     "needs_greedy_rewards": "samples one more response of each prompt, greedily",
-    "whitens": "is whitened over all tokens of the step",
+    "whitens": "normalises advantages over all tokens of the step",
+}
+# Losses of the same function with other options, or averaged in another way.
+VARIANTS = {
+    "dapo": "As `ppo`, but averaged over all tokens of the batch, and with a higher upper clip.\n\n"
+    "Source: Yu et al. 2025, arXiv:2503.14476, sec. 3.1 and 3.3.",
+    "dr_grpo": "As `ppo`, but each row's sum is divided by one number, the response budget of the "
+    "run, so that long wrong responses are not punished less.\n\n"
+    "Source: Liu et al. 2025, arXiv:2503.20783.",
 }
 
 

@@ -17,9 +17,9 @@ class TrainOptions(TypedDict, total=False):
     micro_train_batch_size: int
     """Samples per rank in one forward and backward pass."""
     train_batch_size: int
-    """Samples per optimizer step over all ranks. A step of train makes rollout_batch_size *
-    n_samples_per_prompt / train_batch_size of them in each of max_epochs, 32 by default: the
-    later ones are off-policy."""
+    """Samples per optimizer step over all ranks. With the defaults that is 512 * 8 / 128 = 32
+    optimizer steps per rollout (rollout_batch_size * n_samples_per_prompt / train_batch_size,
+    times max_epochs); the later ones are off-policy."""
     actor_learning_rate: float | None
     """Peak learning rate of the model that is trained; unset means train 1e-06, sft 1e-05
     (0.0001 for adapters), prefer 1e-06 (1e-05 for adapters), reward 1e-05 (0.0001 for

@@ -135,9 +135,9 @@ class TrainingOptions(ComputeOptions):
     )
     train_batch_size: int = option(
         128,
-        "Samples per optimizer step over all ranks. A step of train makes rollout_batch_size * "
-        "n_samples_per_prompt / train_batch_size of them in each of max_epochs, 32 by default: "
-        "the later ones are off-policy.",
+        "Samples per optimizer step over all ranks. With the defaults that is 512 * 8 / 128 = 32 "
+        "optimizer steps per rollout (rollout_batch_size * n_samples_per_prompt / "
+        "train_batch_size, times max_epochs); the later ones are off-policy.",
         at_least=1,
         common=True,
     )

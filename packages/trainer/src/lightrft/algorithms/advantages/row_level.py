@@ -316,8 +316,8 @@ def maxrl_advantages(inputs: RowAdvantageInputs, *, eps: float = 1e-6) -> Tensor
 def pass_at_k_advantages(inputs: RowAdvantageInputs, *, eps: float = 1e-6) -> Tensor:
     """Pass@k: A_i = (R_1 - R_2) / (std + eps) for a group's best row, 0 for the others.
 
-    R_2 is the second best reward. A_i is the leave-one-out advantage of the group's maximum, for
-    pass@k with k the group's size.
+    R_1 and R_2 are the best and the second best reward. A_i is the leave-one-out advantage of the
+    group's maximum, for pass@k with k the group's size.
 
     Source: Tang et al. 2025, arXiv:2503.19595, as in verl.
 
@@ -342,10 +342,9 @@ def pass_at_k_advantages(inputs: RowAdvantageInputs, *, eps: float = 1e-6) -> Te
 def raft_advantages(inputs: RowAdvantageInputs) -> Tensor:
     """RAFT: A_i = T / T_best for the best row of each group, 0 for the others.
 
-    T and T_best are the sampled tokens of all scored rows of the step and of the best ones: under
-    the aggregation token-mean, in a step of one optimizer batch, the score-function loss is
-    -sum of the best rows' logprobs / T_best, supervised training on them. Of equal rewards the
-    first row is the best; a constant group has none.
+    T counts the sampled tokens of all scored rows of the step, T_best those of the best rows. With
+    token-mean and one optimizer batch per step, this makes the loss `reinforce` supervised training
+    on the best rows. Of equal rewards the first row is the best; a constant group has none.
 
     Source: Dong et al. 2023, arXiv:2304.06767, with n samples of a prompt and the best kept.
 

@@ -26,8 +26,8 @@ def clipped_policy_loss(
     L_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t),  r_t = exp(logprobs - old)
     with dual_clip c and A_t < 0:  L_t = min(L_t, -c A_t)
 
-    Source: Schulman et al. 2017, arXiv:1707.06347; the mean over a row, then over rows is that of
-    GRPO, arXiv:2402.03300; the dual clip is Ye et al. 2019, arXiv:1912.09729.
+    Source: Schulman et al. 2017, arXiv:1707.06347, averaged over each row, then over rows, as GRPO
+    does, arXiv:2402.03300; the dual clip is Ye et al. 2019, arXiv:1912.09729.
 
     Args:
         logprobs, old_logprobs, advantages: [batch, seq]; gradients flow through `logprobs` only.

@@ -82,7 +82,7 @@ def kl_cov_policy_loss(
     """Return the unclipped surrogate with a KL penalty on the tokens of highest covariance.
 
     L_t = -r_t A_t + kl_coef |logprobs_t - old_t| for the n = max(1, floor(cov_ratio N)) tokens of
-    highest cov_t (of equals the first), else -r_t A_t
+    highest cov_t (the first of equals), else -r_t A_t
 
     N counts the response tokens. The penalty has no gradient where the policies are equal.
 
