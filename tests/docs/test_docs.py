@@ -179,7 +179,7 @@ def test_every_page_ends_by_naming_the_next():
 
 
 def test_every_page_begins_by_saying_what_its_reader_can_do():
-    start = r"(---\n.*\n---\n\n)?# .+\n\n(<!-- .* -->\n\n)?After this page "
+    start = r"(---\n.*\n---\n\n)?# .+\n\n(<!-- .* -->\n\n)?(lightrft is [^.]+\. )?After this page "
     for page in DOCS.rglob("*.md"):
         assert re.match(start, page.read_text()), page
 

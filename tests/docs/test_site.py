@@ -44,6 +44,23 @@ out of memory: one_gpu
 multi-turn: environments
 fp16: troubleshooting
 notebook: notebooks/first_reward
+VRAM: troubleshooting
+privacy: troubleshooting
+telemetry: troubleshooting
+phone home: troubleshooting
+dataframe: troubleshooting
+continue training: troubleshooting
+restart: troubleshooting
+checkpoint: troubleshooting
+reward stuck: troubleshooting
+reward zero: troubleshooting
+reward not increasing: troubleshooting
+batch size: troubleshooting
+easy to hard: troubleshooting
+engine mismatch: troubleshooting
+which GPU: troubleshooting
+GPU memory: troubleshooting
+long reasoning: troubleshooting
 """
 
 
