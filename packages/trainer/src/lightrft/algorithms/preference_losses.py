@@ -93,7 +93,7 @@ def cdpo_loss(sums: PreferenceSums, *, beta: float = 0.1, label_smoothing: float
 
 @preference_loss()
 def robust_loss(sums: PreferenceSums, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Tensor:
-    """(-(1 - e) S(beta d) + e S(-beta d)) / (1 - 2e), unbiased where labels are wrong so often.
+    """(-(1 - e) S(beta d) + e S(-beta d)) / (1 - 2e), unbiased if labels are wrong so often.
 
     Source: Chowdhury et al. 2024, arXiv:2403.00409.
 
@@ -173,7 +173,7 @@ def sppo_loss(sums: PreferenceSums, *, beta: float = 0.1) -> Tensor:
 
 @preference_loss()
 def apo_zero_loss(sums: PreferenceSums, *, beta: float = 0.1) -> Tensor:
-    """1 - s(beta u) + s(beta v): chosen answers are better than what the model gives.
+    """1 - s(beta u) + s(beta v): for chosen answers better than the model's.
 
     Source: D'Oosterlinck et al. 2024, arXiv:2408.06266.
     """
@@ -197,7 +197,7 @@ def apo_zero_unpaired_loss(
 
 @preference_loss()
 def apo_down_loss(sums: PreferenceSums, *, beta: float = 0.1) -> Tensor:
-    """s(beta u) + 1 - s(beta d): chosen answers are worse than what the model gives.
+    """s(beta u) + 1 - s(beta d): for chosen answers worse than the model's.
 
     Source: D'Oosterlinck et al. 2024, arXiv:2408.06266.
     """
@@ -246,7 +246,7 @@ def aot_loss(sums: PreferenceSums, *, beta: float = 0.1, label_smoothing: float 
 def aot_unpaired_loss(
     sums: PreferenceSums, *, beta: float = 0.1, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Return the same with x = sort(u) - sort(v); see `aot_loss`."""
+    """Return the loss `aot` with x = sort(u) - sort(v)."""
     chosen, rejected = sums.chosen.log_ratios.sort(), sums.rejected.log_ratios.sort()
     return _smoothed(beta * (chosen.values - rejected.values), label_smoothing)
 

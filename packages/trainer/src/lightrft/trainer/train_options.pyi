@@ -374,8 +374,8 @@ class TrainOptions(TypedDict, total=False):
     gamma: float
     """Discount per token."""
     lambd: float
-    """Lambda of generalised advantage estimation; `policy_lambd` or `length_alpha` in
-    advantage_args give the policy one of its own, and this is that of the returns."""
+    """Lambda of generalised advantage estimation. With `policy_lambd` or `length_alpha` in
+    advantage_args it is that of the critic's targets alone."""
     init_kl_coef: float
     """Weight of the KL divergence to the initial policy; 0 loads no reference model."""
     kl_target: float | None

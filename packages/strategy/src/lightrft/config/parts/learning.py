@@ -125,8 +125,8 @@ class AlgorithmOptions:
     gamma: float = option(1.0, "Discount per token.", at_least=0, at_most=1)
     lambd: float = option(
         0.95,
-        "Lambda of generalised advantage estimation; `policy_lambd` or `length_alpha` in "
-        "advantage_args give the policy one of its own, and this is that of the returns.",
+        "Lambda of generalised advantage estimation. With `policy_lambd` or `length_alpha` in "
+        "advantage_args it is that of the critic's targets alone.",
         at_least=0,
         at_most=1,
         acts_with=CRITIC,

@@ -287,7 +287,7 @@ def batch_mean_group_std_advantages(inputs: RowAdvantageInputs, *, eps: float = 
 def maxrl_advantages(inputs: RowAdvantageInputs, *, eps: float = 1e-6) -> Tensor:
     """A_i = (R_i - mean) / (mean + eps) over the group; 0 in a constant group.
 
-    For rewards of 0 and 1: the gradient of the log of the success rate, to the order of the group.
+    With rewards of 0 and 1 it estimates the gradient of the log of the success rate.
 
     Source: MaxRL, as in SkyRL and github.com/tajwarfahim/maxrl.
 
@@ -365,7 +365,7 @@ def raft_advantages(inputs: RowAdvantageInputs) -> Tensor:
 
 @advantage_estimator()
 def zero_advantages(inputs: RowAdvantageInputs) -> Tensor:
-    """A_i = 0: rewards are reported, and teach nothing beside a teacher.
+    """A_i = 0: rewards are reported only, and the teacher alone trains.
 
     Returns:
         [rows].

@@ -45,9 +45,9 @@ def gae_advantages(
 ) -> TokenAdvantages:
     """Generalised advantage estimation with a critic; see `generalized_advantages`.
 
-    The critic's targets use the lambd of the inputs. Advantages use it, too, unless there is a
-    `policy_lambd` (VC-PPO) or a `length_alpha` (VAPO): then max(0, 1 - 1 / (length_alpha L_i)), L_i
-    the response tokens of the row.
+    The critic's targets use `--lambd`. Advantages use it, too, or `policy_lambd` if that is set
+    (VC-PPO). With `length_alpha` they use max(0, 1 - 1 / (length_alpha L_i)), L_i the response
+    tokens of the row (VAPO).
 
     Source: Yuan et al. 2025, arXiv:2503.01491, sec. 4.2; Yue et al. 2025, arXiv:2504.05118, sec. 4.
 

@@ -36,8 +36,8 @@ def clip_cov_policy_loss(  # noqa: PLR0913 - the tensors of every loss and five 
 ) -> TokenLoss:
     """PPO's surrogate without the gradient of a few tokens of high covariance.
 
-    L_t = 0 for n = max(1, floor(cov_ratio N)) of the candidates cov_low < cov_t < cov_high that the
-    clip does not hold, else -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
+    L_t = 0 for n = max(1, floor(cov_ratio N)) of the candidates cov_low < cov_t < cov_high that are
+    not clipped, else -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
 
     N counts the response tokens. The paper draws the n at random; here they are spread evenly over
     the candidates in the order of the tokens, so that a step can be repeated.

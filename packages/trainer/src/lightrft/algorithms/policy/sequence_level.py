@@ -32,7 +32,7 @@ def gspo_policy_loss(
     s_i = exp(mean_t(logprobs_it - old_it));  L_it = -min(s_i A_it, clip(s_i) A_it)
 
     The mean over a row, then over rows (seq-mean-token-mean) is the paper's objective. The bounds
-    are about a thousand times smaller than PPO's, since s_i is a mean. ln s_i is held within +-20.
+    are about a thousand times smaller than PPO's, since s_i is a mean. ln s_i is clamped to +-20.
 
     Source: Zheng et al. 2025, arXiv:2507.18071.
 
@@ -112,7 +112,7 @@ def gmpo_policy_loss(
     rho_i = exp(mean_t d_it);  L_it = -rho_i A_it
 
     A bounded token gets no gradient but still moves rho_i. The mean over a row, then over rows
-    (seq-mean-token-mean) is the paper's objective. ln rho_i is held within +-20.
+    (seq-mean-token-mean) is the paper's objective. ln rho_i is clamped to +-20.
 
     Source: Zhao et al. 2025, arXiv:2507.20673.
 
@@ -161,7 +161,7 @@ def sequence_ppo_policy_loss(
 
     s_i = exp(sum_t(logprobs_it - old_it));  L_it = -min(s_i A_it, clip(s_i) A_it)
 
-    The exact ratio of responses; its variance grows with their length. ln s_i is held within +-20.
+    The exact ratio of responses; its variance grows with their length. ln s_i is clamped to +-20.
 
     Source: Ahmadian et al. 2024, arXiv:2402.14740 (the advantage there is `rloo`), as in TRL.
 

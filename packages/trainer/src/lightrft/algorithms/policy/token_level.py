@@ -52,7 +52,7 @@ def cispo_policy_loss(
 
     L_t = -sg[clip(r_t, 1 - clip_low, 1 + clip_high)] A_t logprobs_t
 
-    Every token keeps a gradient; the clip flags say where the weight was held.
+    Every token keeps a gradient; the clip flags say where the weight was clipped.
 
     Source: MiniMax-M1 2025, arXiv:2506.13585. `clip_high` is added to 1 (some code bases take the
     cap itself); clip_low >= 1 means no lower bound, as in the paper.
