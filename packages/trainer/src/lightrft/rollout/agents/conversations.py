@@ -143,7 +143,7 @@ class Conversations:
         """Used share of the limits; callers must keep it at 1 or below."""
         return max(self.kept_bytes / MAX_KEPT_BYTES, self.pixel_bytes / MAX_PIXEL_BYTES)
 
-    def again(self, call: ChatCall, *, is_retry: bool) -> list[CalledTurn] | None:
+    def find_retry(self, call: ChatCall, *, is_retry: bool) -> list[CalledTurn] | None:
         """Return answers to an equal call that the client never received; None if there are none.
 
         Args:

@@ -184,7 +184,7 @@ def answer_round(
     for waiting in sorted(calls, key=lambda each: each.holder.episode.sample_id):
         if waiting.is_gone or not waiting.holder.is_open:
             continue
-        before = waiting.holder.episode.talk.again(waiting.call, is_retry=waiting.is_retry)
+        before = waiting.holder.episode.talk.find_retry(waiting.call, is_retry=waiting.is_retry)
         if before is not None:
             waiting.resolve(before)
             continue
