@@ -116,7 +116,6 @@ def chosen(tmp_path, script, rows, **options):
     return Stage(tmp_path, script, rows=rows, environment="FACTORIES", **{**LONG, **options})
 
 
-@pytest.mark.full
 def test_rows_choose_among_several_environments(tmp_path):
     turns = [
         [call("guess", number=7), call("fixed"), "done"],

@@ -81,7 +81,7 @@ def test_every_token_has_the_logprob_and_version_of_the_weights_that_sampled_it(
     assert {0, 1} <= set(ages) <= set(range(bound + lag + 1))
 
 
-@pytest.mark.cover(1)
+@pytest.mark.cover(len(CASES))
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_continues_with_what_was_open(build_world, goes_on_exactly, case):
     half = goes_on_exactly(
