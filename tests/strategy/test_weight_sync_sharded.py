@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 import itertools
+import math
 from datetime import timedelta
 
 import pytest
 import torch
+from tests.models.tiny import tiny_model
 from tests.ranks import run_multiprocess
-from tests.strategy.backend_world import OddShapes
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.shard("strategies")
 
-# Collectives that carry weights, and how many others a sync may have.
-PAYLOAD = ("_allgather_base_", "broadcast_")
-MOST_OTHER_COLLECTIVES = 4
+CPU = torch.device("cpu")
+SHAPES = {"odd": (7, 3), "one_row": (1, 5), "vector": (5,), "cube": (4, 2, 3), "even": (6, 2)}
 
 
-class Collectives(TorchDispatchMode):
-    """Names of the collectives that reach torch's process groups."""
+class OddShapes(nn.Module):
+    """Parameters that no number of ranks divides."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.names = []
+        generator = torch.Generator().manual_seed(3)
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
+        self.cube.requires_grad_(False)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
+    def forward(self, scale: torch.Tensor) -> torch.Tensor:
+        return scale * sum(parameter.square().sum() for parameter in self.parameters())
+
+
+def tiny_actor(*, is_tied: bool = False):
+    from lightrft.models import Actor
+
+    actor = Actor(tiny_model(tie_word_embeddings=is_tied))
+    actor.model.model.layers[0].mlp.requires_grad_(False)
+    return actor
+
+
+def loss_of(actor: nn.Module, rank: int) -> torch.Tensor:
+    tokens = torch.arange(12).view(1, 12) + rank
+    return -actor(tokens, torch.ones_like(tokens)).logprobs.mean()
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
@@ -65,17 +78,73 @@ def check_fake_engine(source, full: dict[str, torch.Tensor]) -> None:
             EngineConfig(engine_type="fake", model_path=""),
             parameters={name: torch.zeros_like(tensor) for name, tensor in full.items()},
         )
-        with Collectives() as seen:
-            report = WeightSync(engine, bucket_bytes=bucket_bytes).sync(source)
+        WeightSync(engine, bucket_bytes=bucket_bytes).sync(source)
         for name, tensor in full.items():
             # Private: a fake engine shows to nobody else what it was given.
             assert torch.equal(engine.weights.tensors[name], tensor), name
-        num_payload = sum(name.startswith(PAYLOAD) for name in seen.names)
-        assert num_payload == report.num_payload_collectives
-        assert len(seen.names) - num_payload <= MOST_OTHER_COLLECTIVES, seen.names
-        if source.group is not None and bucket_bytes > 64:
-            # As many as there are bytes, however many tensors these are of.
-            assert num_payload <= len({entry.shards for entry in source.entries}), seen.names
+
+
+def check_hf_engine(make_source, actor, wrapped, gather, step, *, is_tied: bool) -> list:
+    """Syncs before and after a training step, in two dtypes and bucket sizes.
+
+    Returns:
+        For each sync: version, bytes, hash of the engine.
+    """
+    from lightrft.engines import EngineConfig
+    from lightrft.engines.hf.engine import HFEngine
+    from lightrft.strategy.weight_sync.canary import actor_canary
+    from lightrft.strategy.weight_sync.sync import WeightSync
+
+    syncs = []
+    for dtype, bucket_bytes in ((torch.float32, 256 * 2**20), (torch.bfloat16, 30_000)):
+        config = EngineConfig(
+            engine_type="hf", model_path="", dtype=str(dtype).removeprefix("torch.")
+        )
+        engine = HFEngine(config, module=tiny_model(tie_word_embeddings=is_tied, seed=99))
+        sync = WeightSync(engine, bucket_bytes=bucket_bytes)
+        syncs.append((engine, sync, dtype, bucket_bytes))
+    results = []
+    for round_index in range(2):
+        if round_index == 1:
+            step()
+        full = gather()
+        for engine, sync, dtype, bucket_bytes in syncs:
+            canary = actor_canary(
+                wrapped, actor, dtypes=[torch.float32, dtype], max_length=None, device=CPU
+            )
+            source = make_source()
+            report = sync.sync(source, canary=canary)
+            stored = dict(engine.native.named_parameters())
+            assert set(stored) == set(full)
+            for name, tensor in full.items():
+                assert torch.equal(stored[name], tensor.to(dtype)), name
+            is_sharded = source.group is not None
+            # Without shards and with equal dtypes nothing is copied; ZeRO-3 always copies.
+            can_share = source.entries[0].is_aliasable and dtype == torch.float32
+            assert report.is_aliased == can_share
+            assert (report.num_payload_collectives > 0) == is_sharded
+            if bucket_bytes > 2**20:
+                # One gathering bucket; nothing here is held by a single rank.
+                assert report.is_aliased or report.num_buckets == 1
+                assert report.num_payload_collectives <= 1
+            else:
+                # Two neighbouring buckets always exceed one bucket's size.
+                assert (
+                    report.num_payload_collectives
+                    <= 2 * math.ceil(report.num_bytes / bucket_bytes) + 1
+                )
+            num_bytes = sum(t.numel() * dtype.itemsize for t in full.values())
+            num_frozen = sum(
+                t.numel() * dtype.itemsize
+                for name, t in full.items()
+                if name.startswith("model.layers.0.mlp.")
+            )
+            if not report.is_aliased:
+                assert report.num_bytes == num_bytes - (num_frozen if round_index else 0)
+            assert report.num_verified_bytes == num_bytes
+            assert report.weights_version == round_index
+            results.append((report.weights_version, str(dtype), report.engine_hash))
+    return results
 
 
 def fsdp2_rank(rank: int, world_size: int) -> dict[str, object]:
@@ -114,15 +183,31 @@ def fsdp2_rank(rank: int, world_size: int) -> dict[str, object]:
         check_ranges(source, full, rank % 2)
         check_fake_engine(source, full)
     alone = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("others", "shard"))["shard"]
-    replica = OddShapes()
-    full = {name: p.detach().clone() for name, p in replica.named_parameters()}
-    fully_shard(replica, mesh=alone)
-    source = fsdp2_parameter_source(replica)
-    assert source.group is None
-    assert all(entry.is_aliasable for entry in source.entries)
-    check_ranges(source, full, 0)
-    check_fake_engine(source, full)
-    return {"ranges": ranges}
+    results = []
+    for is_tied, used_mesh in ((True, mesh), (False, mesh), (True, alone)):
+        actor = tiny_actor(is_tied=is_tied)
+        for layer in actor.model.model.layers:
+            fully_shard(layer, mesh=used_mesh)
+        fully_shard(actor, mesh=used_mesh)
+        optimizer = optimizer_of(actor)
+
+        def gather(actor=actor):
+            return {n: p.detach().full_tensor() for n, p in actor.model.named_parameters()}
+
+        def step(actor=actor, optimizer=optimizer, used_mesh=used_mesh):
+            # Ranks that shard alone are replicas: they must see the same tokens.
+            loss_of(actor, rank if used_mesh is mesh else 0).backward()
+            optimizer.step()
+
+        results += check_hf_engine(
+            lambda actor=actor: fsdp2_parameter_source(actor),
+            actor,
+            actor,
+            gather,
+            step,
+            is_tied=is_tied,
+        )
+    return {"ranges": ranges, "results": results}
 
 
 def zero_rank(rank: int, world_size: int, stages: tuple[int, ...]) -> dict[str, object]:
@@ -148,6 +233,7 @@ def zero_rank(rank: int, world_size: int, stages: tuple[int, ...]) -> dict[str, 
             return {name: p.detach().clone() for name, p in module.named_parameters()}
 
     ranges = {}
+    results = []
     for stage in stages:
         engine = start(OddShapes(), stage)
         engine.backward(engine(torch.tensor(float(rank + 1))))
@@ -157,7 +243,22 @@ def zero_rank(rank: int, world_size: int, stages: tuple[int, ...]) -> dict[str, 
         source = zero_parameter_source(engine)
         ranges[stage] = check_ranges(source, full, rank)
         check_fake_engine(source, full)
-    return {"ranges": ranges}
+        actor = tiny_actor(is_tied=stage == 2)
+        engine = start(actor, stage)
+
+        def step(engine=engine):
+            engine.backward(loss_of(engine, rank))
+            engine.step()
+
+        results += check_hf_engine(
+            lambda engine=engine: zero_parameter_source(engine),
+            actor,
+            engine,
+            lambda actor=actor: gathered(actor.model),
+            step,
+            is_tied=stage == 2,
+        )
+    return {"ranges": ranges, "results": results}
 
 
 @pytest.mark.multiprocess

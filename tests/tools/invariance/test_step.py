@@ -1,32 +1,36 @@
 """One training step gives the same loss, outputs, gradient and weights however it is carried out.
 
-The reference is one process with one padded micro-batch of all rows; every pair of options runs.
+The reference is one process with one padded micro-batch of all rows. By default a cover of all
+pairs of options runs, and with `-m slow` their whole product.
 """
 
+from __future__ import annotations
+
 import itertools
-from dataclasses import asdict, fields, replace
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from importlib.util import find_spec
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from tests.models.tiny import SPECIAL, tiny_model
+from safetensors.torch import load_file, save_file
 from tests.pairwise import pairs_of, pairwise_cover
 from tests.ranks import run_multiprocess
 
+from lightrft.strategy.backend import inner_module
 from lightrft.tools.invariance import measure
 from lightrft.tools.invariance.batch import ENTROPY_COEF, KL_COEF, make_rows
-from lightrft.tools.invariance.cells import (
-    FP32_BOUNDS,
-    REFERENCE,
-    Cell,
-    Deviations,
-    bf16_bounds,
-    doctor_cells,
-)
+from lightrft.tools.invariance.cells import FP32_BOUNDS, Cell, Deviations, doctor_cells
 from lightrft.tools.invariance.measure import measure_cells, write_reference
 
+pytestmark = pytest.mark.shard("invariance")
+
 MODELS = ("qwen3", "qwen3-tied", "llama", "llama-tied", "moe")
+# Largest values over the cover, on a CPU: outputs 0.030, loss 0.011, gradient and weights 0.018,
+# one tensor 0.143, update 0.21, moments 0.022.
+BF16_BOUNDS = Deviations(
+    outputs=0.06, loss=0.02, weights=0.03, gradient=0.03, gradient_tensor=0.25, update=0.35
+)
 BACKENDS = {
     # backend: (numbers of processes, smallest is what one process can tell)
     "fake": (1,),
@@ -74,6 +78,67 @@ def with_model(choice):
     return values.pop("model"), Cell(**values)
 
 
+def moments_of(training, ready):
+    """Adam's two moments of every parameter, whole, by name; collective."""
+    from torch.distributed.tensor import DTensor
+
+    found = {}
+    for name, parameter in inner_module(ready).named_parameters():
+        for moment in ("exp_avg", "exp_avg_sq"):
+            if training.backend.name == "Deepspeed":
+                from deepspeed.utils import safe_get_full_optimizer_state
+
+                # Stages 1 and 2 link parts of their flat states to parameters before there are any.
+                part, zero = vars(parameter).get("_hp_mapping"), ready.model.optimizer
+                if part is not None:
+                    flat = zero.single_partition_of_fp32_groups[part.param_group_index]
+                    part.set_optim_state_fragment(flat, zero.optimizer.state[flat])
+                value = safe_get_full_optimizer_state(parameter, moment)
+            else:
+                value = ready.optimizer.state[parameter][moment]
+                value = value.full_tensor() if isinstance(value, DTensor) else value
+            found[f"{moment}/{name}"] = value.detach().float().reshape(-1).cpu().clone()
+    return found
+
+
+def moment_deviations(found, expected):
+    """||a - b|| / ||b|| of both moments, over all parameters."""
+    result = []
+    for moment in ("exp_avg/", "exp_avg_sq/"):
+        names = [name for name in expected if name.startswith(moment)]
+        difference = sum(float((found[n] - expected[n]).double().square().sum()) for n in names)
+        norm = sum(float(expected[n].double().square().sum()) for n in names)
+        result.append((difference / norm) ** 0.5)
+    return result
+
+
+def measure_with_moments(rank, world_size, work):
+    """Deviations of each cell with the larger one of Adam's moments."""
+    left, largest = list(work), []
+
+    def look(training, ready):
+        expected = load_file(f"{left.pop(0)[2]}.moments")
+        largest.append(max(moment_deviations(moments_of(training, ready), expected)))
+
+    with after_adam(look):
+        return list(zip(measure_cells(rank, world_size, work), largest, strict=True))
+
+
+@contextmanager
+def after_adam(look):
+    """Shows every model after its steps of AdamW."""
+    take_steps = measure.adam_steps
+
+    def take_and_look(training, cell, path):
+        ready, moved = take_steps(training, cell, path)
+        look(training, ready)
+        return ready, moved
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "adam_steps", take_and_look)
+        yield
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """Folder of each model, with the reference of each role beside it."""
@@ -81,25 +146,41 @@ def models(tmp_path_factory):
     for name in MODELS:
         write_model(name, folder / name)
         for role in ("actor", "critic"):
-            write_reference(str(folder / name), role, folder / f"{name}.{role}")
+            moments = {}
+            with after_adam(lambda *found, into=moments: into.update(moments_of(*found))):
+                write_reference(str(folder / name), role, folder / f"{name}.{role}")
+            save_file(moments, folder / f"{name}.{role}.moments")
     return folder
 
 
 def write_model(name, folder):
-    family, is_tied = name.removesuffix("-tied"), name.endswith("-tied")
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+    sizes = {
+        "vocab_size": 203,
+        "hidden_size": 64,
+        "head_dim": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 2,
+        "intermediate_size": 96,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": name.endswith("-tied"),
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    model = tiny_model(
-        "qwen3_moe" if family == "moe" else family,
-        vocab_size=203,
-        num_attention_heads=4,
-        tie_word_embeddings=is_tied,
-        **SPECIAL,
-        **(experts | {"decoder_sparse_step": 2} if family == "moe" else {}),
-    )
-    model.save_pretrained(folder)
+    config = {
+        "qwen3": lambda: Qwen3Config(**sizes),
+        "llama": lambda: LlamaConfig(**sizes),
+        "moe": lambda: Qwen3MoeConfig(**sizes, **experts, decoder_sparse_step=2),
+    }[name.removesuffix("-tied")]()
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 
-def run(choices, models, *, timeout_seconds=280):
+def run(choices, models, *, bf16=False, timeout_seconds=280):
     """Deviations of each choice; one start of processes for each number of them."""
     found = []
     for world_size, group in itertools.groupby(
@@ -108,26 +189,33 @@ def run(choices, models, *, timeout_seconds=280):
         # By backend, so that each strategy is made once.
         cells = sorted(map(with_model, group), key=lambda item: (item[1].backend, item[1].sp_size))
         work = [
-            (cell, str(models / name), str(models / f"{name}.{cell.role}")) for name, cell in cells
+            (replace(cell, bf16=bf16), str(models / name), str(models / f"{name}.{cell.role}"))
+            for name, cell in cells
         ]
         ranks = run_multiprocess(
-            measure_cells, world_size, timeout_seconds=timeout_seconds, args=(work,)
+            measure_with_moments, world_size, timeout_seconds=timeout_seconds, args=(work,)
         )
         assert all(rank == ranks[0] for rank in ranks)
-        found += zip(cells, ranks[0], strict=True)
+        found += [(item, *result) for item, result in zip(cells, ranks[0], strict=True)]
     return found
 
 
-def violations(found):
+def violations(found, bounds, *, moments=1e-5):
     return [
-        f"{model}: {cell}: " + ", ".join(f"{name}={d.value(name):.3g}" for name in above)
-        for (model, cell), d in found
-        if (above := d.above(FP32_BOUNDS))
+        f"{model}: {cell}: moments={moment:.3g}, "
+        + ", ".join(f"{name}={d.value(name):.3g}" for name in d.above(bounds))
+        for (model, cell), d, moment in found
+        if d.above(bounds) or not moment <= moments
     ]
 
 
 def available(choice):
     return find_spec("deepspeed") is not None or not choice["backend"].startswith("zero")
+
+
+def shard_of(model):
+    family = model.removesuffix("-tied")
+    return pytest.mark.shard("invariance" if family == "moe" else f"invariance_{family}")
 
 
 COVER = pairwise_cover(product())
@@ -147,40 +235,29 @@ def test_a_cover_of_all_pairs_of_options_gives_the_reference(world_size, models)
     choices = [c for c in COVER if c["world_size"] == world_size and available(c)]
     found = run(choices, models, timeout_seconds=850)
     assert len(found) == len(choices)
-    assert not violations(found)
+    assert not violations(found, FP32_BOUNDS)
 
 
-# Ways to compute in bfloat16, and to keep states on the host.
-ROUNDED = [
-    Cell(backend="zero1", world_size=2, micro_batch_size=1, bf16=True),
-    Cell(backend="zero2", world_size=2, micro_batch_size=2, bf16=True, offloads=True),
-    Cell(backend="zero2", world_size=2, micro_batch_size=2, offloads=True),
-    Cell(backend="zero3", world_size=2, micro_batch_size=4, bf16=True),
-    Cell(backend="fsdp", world_size=2, micro_batch_size=1, bf16=True),
-    Cell(backend="fsdp", world_size=2, micro_batch_size=2, offloads=True),
-    *(
-        Cell(backend="fsdp", world_size=2, bf16=True, keeps_masters=True, **more)
-        for more in ({"micro_batch_size": 1}, {"micro_batch_size": 2, "offloads": True})
-    ),
-]
-# Largest values on a CPU: outputs 0.026, loss 0.0031, gradient and weights 0.0166, one tensor
-# 0.030, update 0.154; processors differ in how they sum.
-BF16_BOUNDS = Deviations(
-    outputs=0.06, loss=0.01, weights=0.035, gradient=0.035, gradient_tensor=0.07, update=0.35
-)
-
-
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.multiprocess
-def test_in_bfloat16_and_offloaded_a_step_stays_within_its_roundings(models):
-    cells = [cell for cell in ROUNDED if available(asdict(cell))]
-    work = [(cell, str(models / "qwen3-tied"), str(models / "qwen3-tied.actor")) for cell in cells]
-    first, second = run_multiprocess(measure_cells, 2, timeout_seconds=280, args=(work,))
-    assert first == second
-    for cell, found in zip(cells, first, strict=True):
-        assert not found.above(BF16_BOUNDS if cell.bf16 else FP32_BOUNDS), (cell, found)
-        # In bfloat16 it was computed, where that was asked for.
-        assert ("gradient" in found.above(FP32_BOUNDS)) == cell.bf16, (cell, found)
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("model", [pytest.param(name, marks=shard_of(name)) for name in MODELS])
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_the_whole_product_of_options_gives_the_reference(backend, model, models):
+    choices = [
+        c for c in product() if c["backend"] == backend and c["model"] == model and available(c)
+    ]
+    assert not violations(run(choices, models, timeout_seconds=7000), FP32_BOUNDS)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(1800)
+def test_bfloat16_stays_within_measured_bounds(models):
+    choices = [c for c in COVER if available(c)]
+    found = run(choices, models, bf16=True, timeout_seconds=1700)
+    assert not violations(found, BF16_BOUNDS, moments=0.04)
+    assert violations(found, FP32_BOUNDS)
 
 
 def test_the_reference_is_what_autograd_says_row_by_row_in_float64(models):
@@ -218,6 +295,8 @@ def test_the_reference_is_what_autograd_says_row_by_row_in_float64(models):
     ],
 )
 def test_planted_differences_are_caught(planted, caught, models, monkeypatch):
+    from lightrft.tools.invariance import measure
+
     path, reference = str(models / "qwen3"), str(models / "qwen3.actor")
     prepare, share = measure.prepare, measure.loss_share
     if planted == "one row left out":
@@ -258,22 +337,21 @@ def test_planted_differences_are_caught(planted, caught, models, monkeypatch):
     assert caught <= set(found.above(FP32_BOUNDS))
 
 
+def test_another_moment_is_a_violation(models):
+    expected = load_file(models / "llama.critic.moments")
+    planted = {n: v * (1 + 2e-5) if "exp_avg_sq" in n else v for n, v in expected.items()}
+    deviations = moment_deviations(planted, expected)
+    assert deviations == [0.0, pytest.approx(2e-5, rel=0.1)]
+    nothing = Deviations(**dict.fromkeys(Deviations.__dataclass_fields__, 0.0))
+    cell = ("llama", Cell(role="critic"))
+    assert violations([(cell, nothing, max(deviations))], FP32_BOUNDS)
+    assert not violations([(cell, nothing, 0.0)], FP32_BOUNDS)
+
+
 def test_no_number_is_a_violation():
     values = {field.name: 0.0 for field in fields(Deviations)}
     assert Deviations(**{**values, "loss": float("nan")}).above(FP32_BOUNDS) == ["loss"]
     assert not Deviations(**values).above(FP32_BOUNDS)
-
-
-def test_the_doctors_bounds_in_bfloat16_are_thrice_the_plainest_way():
-    bounds = bf16_bounds(BF16_BOUNDS)
-    assert bounds.gradient == pytest.approx(3 * BF16_BOUNDS.gradient)
-    nothing = Deviations(**dict.fromkeys(Deviations.__dataclass_fields__, 0.0))
-    assert bf16_bounds(nothing) == FP32_BOUNDS
-    cells = doctor_cells(2, has_deepspeed=True, bf16=True)
-    assert cells[0] == Cell(bf16=True, micro_batch_size=REFERENCE.micro_batch_size)
-    assert all(cell.bf16 for cell in cells)
-    assert any(cell.keeps_masters for cell in cells)
-    assert {cell.backend for cell in cells if cell.offloads} == {"fsdp", "zero2"}
 
 
 def test_the_doctor_tries_every_feature():

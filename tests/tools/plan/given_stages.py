@@ -1,42 +1,45 @@
 """Steps of the stages on given rows, with the bytes of their live tensors at the peak."""
 
-import gc
+from __future__ import annotations
 
-from tests.tools.plan import two_ranks
+import gc
+import importlib.util
+from pathlib import Path
+
+spec = importlib.util.spec_from_file_location("two_ranks", Path(__file__).parent / "two_ranks.py")
+two_ranks = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(two_ranks)
 
 SIZES = {**two_ranks.SIZES, "rows": 2, "seq": 96}
 NUM_ITEMS = 8
 
 
-def run_config(stage, **options):
+def run_config(stage, sizes, options):
     from lightrft.config import TrainConfig
 
-    is_divergence = stage == "divergence"
-    if is_divergence:
-        options |= {"teacher": "teacher", "teacher_form": "forward"}
+    given = {"teacher": "teacher", "teacher_form": "forward"} if stage == "divergence" else {}
     return TrainConfig(
         train_batch_size=NUM_ITEMS,
-        micro_train_batch_size=SIZES["rows"],
-        max_row_tokens=SIZES["seq"],
+        micro_train_batch_size=sizes["rows"],
+        max_row_tokens=sizes["seq"],
         actor_learning_rate=1e-4,
-        bf16=SIZES["bf16"],
-        fused_linear_logprob=is_divergence,
-        fsdp=True,
-        **options,
+        bf16=sizes["bf16"],
+        **{"fused_linear_logprob": stage == "divergence", **given, **options},
     )
 
 
-def build(stage, config, strategy):
+def build(stage, sizes, config, strategy):
     """A stage whose rows have as many tokens as they may, all but the first trained."""
     import numpy as np
     import torch
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from lightrft.datasets.preference_rows import PreferencePair
     from lightrft.datasets.row_data import RowData, SupervisedRow
-    from lightrft.models import Actor, RewardModel
+    from lightrft.models import Actor, LoraActor, RewardModel
+    from lightrft.models.reward_model import LoraRewardModel
     from lightrft.stages.distillation.divergence_objective import DivergenceObjective
-    from lightrft.stages.models import trained_model
+    from lightrft.stages.models import configure_model, trained_model
     from lightrft.stages.preference.preference_loss import build_loss
     from lightrft.stages.preference.preference_objective import PreferenceObjective
     from lightrft.stages.reward.reward_objective import RewardObjective
@@ -44,35 +47,52 @@ def build(stage, config, strategy):
     from lightrft.stages.stage import TrainedModels
     from lightrft.stages.supervised.supervised_objective import SupervisedObjective
 
-    def row():
-        ids = np.full(SIZES["seq"], 5, dtype=np.int32)
-        return SupervisedRow(ids, np.arange(SIZES["seq"]) > 0)
+    random = np.random.default_rng(0)
 
-    def actor():
-        return Actor(two_ranks.build_model(SIZES))
+    def row():
+        ids = random.integers(2, sizes["vocab"], sizes["seq"], dtype=np.int32)
+        return SupervisedRow(ids, np.arange(sizes["seq"]) > 0)
+
+    def causal():
+        torch.manual_seed(0)
+        kind, values = AutoModelForCausalLM, two_ranks.model_config(sizes)
+        return kind.from_config(values, dtype=torch.float32, attn_implementation="sdpa")
 
     if stage == "reward":
-        values = two_ranks.model_config(SIZES)
+        values = two_ranks.model_config(sizes)
         values.num_labels = 1
         model = AutoModelForSequenceClassification.from_config(
             values, dtype=torch.float32, attn_implementation="sdpa"
         )
-        ready, reference = strategy.prepare_reward_model(RewardModel(model), config, 10), None
+        own = LoraRewardModel(model, config) if config.lora_rank else RewardModel(model)
+        configure_model(own, config)
+        ready = strategy.prepare_reward_model(own, config, 10)
+        reference = None
     else:
-        reference = actor() if stage == "prefer" else None
+        own = LoraActor(causal(), config) if config.lora_rank else Actor(causal())
+        reference = None
+        if stage == "prefer" and not config.lora_rank:
+            reference = Actor(causal())
+        for each in (own, reference):
+            if each is not None:
+                configure_model(each, config)
         ready, _, _, reference = strategy.prepare_models_and_optimizers(
-            actor(), None, None, reference, config, 10
+            own, None, None, reference, config, 10
         )
     models = TrainedModels((trained_model("actor", ready),))
-    objective = {
-        "sft": lambda: SupervisedObjective.of(config),
-        "prefer": lambda: PreferenceObjective(build_loss(config), reference),
-        "reward": lambda: RewardObjective.of(config, models.main.model, is_paired=True),
-        "divergence": lambda: DivergenceObjective({"": strategy.prepare_model(actor())}, {}),
-    }[stage]()
-    has_pairs = stage in ("prefer", "reward")
-    items = [PreferencePair(row(), row()) if has_pairs else row() for _ in range(NUM_ITEMS)]
-    return RowStage(config, strategy, models, RowData(items, ""), (), objective)
+    if stage in ("prefer", "reward"):
+        pairs = RowData([PreferencePair(row(), row(), None) for _ in range(NUM_ITEMS)], "")
+        objective = PreferenceObjective(build_loss(config), reference)
+        if stage == "reward":
+            objective = RewardObjective.of(config, models.main.model, is_paired=True)
+        return RowStage(config, strategy, models, pairs, (), objective)
+    rows = RowData([row() for _ in range(NUM_ITEMS)], "")
+    if stage == "sft":
+        return RowStage(config, strategy, models, rows, (), SupervisedObjective.of(config))
+    teacher = Actor(causal())
+    configure_model(teacher, config)
+    teachers = {"": strategy.prepare_model(teacher)}
+    return RowStage(config, strategy, models, rows, (), DivergenceObjective(teachers, {}))
 
 
 def step(stage, number):
@@ -85,24 +105,23 @@ def step(stage, number):
     stage.update(batch, Step(number))
 
 
-def measure_all(rank, world_size, stages):
+def measure_all(rank, world_size, stages, sizes, options):
     """Of each stage, live bytes between steps, and at the peak of the second one."""
     del rank, world_size
-    return {stage: measure(stage) for stage in stages}
+    return {stage: measure(stage, sizes, options) for stage in stages}
 
 
-def measure(stage):
-    from tests.tools.plan.live_bytes import LiveBytes
-
+def measure(stage, sizes, options):
     from lightrft.strategy import get_strategy
 
-    config = run_config(stage)
+    live_bytes = two_ranks.load("live_bytes")
+    config = run_config(stage, sizes, options)
     with get_strategy(config) as strategy:
         gc.collect()
-        live = LiveBytes()
+        live = live_bytes.LiveBytes()
         before = live.total
         with live:
-            built = build(stage, config, strategy)
+            built = build(stage, sizes, config, strategy)
             step(built, 1)
             gc.collect()
             idle = live.total - before

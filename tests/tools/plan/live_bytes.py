@@ -1,7 +1,10 @@
 """Bytes of all live tensors, followed through every operation of torch."""
 
+from __future__ import annotations
+
 import gc
 import weakref
+from collections import Counter
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -26,6 +29,7 @@ class LiveBytes(TorchDispatchMode):
         self.device = device
         self.foreign = set()  # operators that gave a tensor of another device
         self.total = self.peak = 0
+        self.largest = {}  # sizes at the peak
         self._sizes = {}
         self._seen = WeakIdKeyDictionary()
         self._resize = torch.UntypedStorage.resize_
@@ -83,5 +87,7 @@ class LiveBytes(TorchDispatchMode):
                 self.add(tensor)
                 if tensor.device.type != self.device and tensor.dim() > 0:
                     self.foreign.add(str(function))
-        self.peak = max(self.peak, self.total)
+        if self.total > self.peak:
+            self.peak = self.total
+            self.largest = Counter(self._sizes.values())
         return output

@@ -1,5 +1,7 @@
 """What a plan calls feasible against sums that are written down here once more."""
 
+from __future__ import annotations
+
 import random
 from dataclasses import replace
 
@@ -219,7 +221,10 @@ def random_setup(rng):
         "engine_tp_size": rng.choice([t for t in (1, 2, 4, 8) if t <= min(8, gpus)]),
         "engine_mem_util": rng.choice([0.1, 0.3, 0.5, 0.7]),
         "enable_engine_sleep": rng.random() < 0.8,
+        "advantage_estimator": rng.choice(["group_norm", "gae"]),
+        "enable_ema": rng.random() < 0.2,
         "generate_max_len": rng.choice([512, 2048, 8192]),
+        "adam_offload": rng.random() < 0.3,
     }
     host = rng.choice([None, 250e9, 1e12, 4e12])
     return setup_of(
@@ -230,20 +235,34 @@ def random_setup(rng):
 def least_needs(setup):
     """What a run needs at the very least, from nothing but parameters: (device, engine, host)."""
     config, size, world = setup.config, setup.actor_size, setup.world_size
-    numbers = size.vision.parameters if size.vision else 0
+    vision = size.vision.parameters if size.vision else 0
     layer = 2 * size.hidden * (size.num_heads + size.num_kv_heads) * size.head_dim
     layer += 3 * size.hidden * size.intermediate * size.num_experts
-    numbers += size.num_layers * layer + size.vocab * size.hidden * (2 - size.is_tied)
-    shards = world if config.fsdp or config.zero_stage == 3 else 1
-    rank = (4 if config.fsdp else 2) * numbers / shards
-    rank += (config.init_kl_coef > 0) * 2 * numbers / shards
-    if not config.lora_rank:
-        rank += (8 if config.fsdp else 12) * numbers / world
+    numbers = vision + size.num_layers * layer + size.vocab * size.hidden * (2 - size.is_tied)
+    divides = config.fsdp or config.zero_stage == 3
+    trained = 0.0 if config.lora_rank else 1.0
+    has_critic = config.advantage_estimator == "gae"
+    rank, host_states = 0.0, 0.0
+    for share in (trained, 1.0) if has_critic else (trained,):
+        own = numbers - (size.vocab * size.hidden if share and has_critic else 0)
+        stored = 4 if config.fsdp else 2
+        rank += stored * own / (world if divides else 1)
+        states = (8 if config.fsdp else 12) * share * own / world
+        if config.fsdp and config.fsdp_cpu_offload:
+            rank -= stored * own / world
+            host_states += states + stored * own / world
+        elif config.adam_offload:
+            host_states += states
+        else:
+            rank += states
+    others = (config.init_kl_coef > 0) + config.enable_ema
+    rank += others * 2 * numbers / (world if divides else 1)
     row = 2 * 2 * size.num_layers * size.num_kv_heads * size.head_dim / config.engine_tp_size
     longest = config.prompt_max_len + config.generate_max_len
     engine = 2 * numbers / config.engine_tp_size + row * longest
-    host = 0.0 if config.fsdp and 2 * numbers > 2e9 else 4 * numbers
-    return rank, engine, host
+    meta = config.fsdp and 2 * numbers > 2e9
+    host = 0.0 if meta else 4 * numbers
+    return rank, engine, max(host, host_states)
 
 
 @pytest.mark.full
@@ -261,6 +280,17 @@ def test_nothing_that_cannot_fit_is_called_feasible():
         assert rank + share < setup.capacity_bytes, setup
         assert setup.host_bytes is None or host <= setup.host_bytes, setup
     assert 40 < feasible < 460
+
+
+def test_nothing_that_is_advised_cannot_fit():
+    rng = random.Random(21)
+    for _ in range(6):
+        found = advise(random_setup(rng))
+        if found.plan.fits:
+            rank, engine, _ = least_needs(found.plan.setup)
+            share = found.plan.setup.config.engine_mem_util * found.plan.setup.capacity_bytes
+            assert engine < share
+            assert rank + share < found.plan.setup.capacity_bytes
 
 
 def test_adapters_alone_keep_the_engine_s_weights_on_the_host():

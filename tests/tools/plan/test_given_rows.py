@@ -1,8 +1,12 @@
 """A plan of the stages on given rows against the live tensors of their steps on two ranks."""
 
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
 import pytest
 from tests.ranks import run_multiprocess
-from tests.tools.plan import given_stages, two_ranks
 
 from lightrft.tools.plan import setup as plan_setup
 from lightrft.tools.plan.memory import plan_memory, rank_bytes
@@ -10,22 +14,25 @@ from lightrft.tools.plan.setup import ModelSize, Setup
 
 pytestmark = pytest.mark.shard("planning")
 
+spec = importlib.util.spec_from_file_location("given", Path(__file__).parent / "given_stages.py")
+given_stages = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(given_stages)
 
 STAGES = {"sft": 1, "prefer": 2, "reward": 2, "divergence": 1}
 TOLERANCE = 0.10
 STATES = ("weights, sharded", "Adam's states", "reference", "teacher")
 
 
-def plan(stage):
-    size = ModelSize.of_config(two_ranks.model_config(given_stages.SIZES).to_dict())
-    config, rows = given_stages.run_config(stage), STAGES[stage]
-    setup = Setup(config, size, 2, 2, False, 1e12, "hf", stage=stage, rows_per_item=rows)
-    return plan_memory(setup).phases
+def setup_of(stage, sizes, options):
+    config = given_stages.run_config(stage, sizes, options)
+    size = ModelSize.of_config(given_stages.two_ranks.model_config(sizes).to_dict())
+    rows = STAGES[stage]
+    return Setup(config, size, 2, 2, False, 1e12, "hf", stage=stage, rows_per_item=rows)
 
 
-def predict(stage, forgets=()):
+def predict(stage, sizes, options, forgets=()):
     """Bytes between steps, and at the peak of one; some terms may be left out."""
-    phases = plan(stage)
+    phases = plan_memory(setup_of(stage, sizes, options)).phases
     kept = [[term for term in phase.terms if term.name not in forgets] for phase in phases]
     states = [term for term in kept[-1] if term.name in STATES]
     peaks = [rank_bytes(p) for p, phase in zip(kept, phases, strict=True) if phase.name != "load"]
@@ -38,17 +45,29 @@ def check(predicted, found):
     assert peak == pytest.approx(found["peak"], rel=TOLERANCE), peak / found["peak"]
 
 
+def compare(sizes, options, patch):
+    size = ModelSize.of_config(given_stages.two_ranks.model_config(sizes).to_dict())
+    patch.setattr(plan_setup, "read_model_size", lambda path: size)
+    arguments = (tuple(STAGES), sizes, options)
+    measured = run_multiprocess(given_stages.measure_all, 2, timeout_seconds=400, args=arguments)[0]
+    for stage, found in measured.items():
+        check(predict(stage, sizes, options), found)
+        controls = [] if options.get("lora_rank") else ["Adam's states"]
+        controls += ["activations"]
+        controls += [
+            n for n in ("reference", "teacher") if n in predicted_names(stage, sizes, options)
+        ]
+        for forgotten in controls:
+            with pytest.raises(AssertionError):
+                check(predict(stage, sizes, options, forgets=[forgotten]), found)
+
+
+def predicted_names(stage, sizes, options):
+    phases = plan_memory(setup_of(stage, sizes, options)).phases
+    return {term.name for phase in phases for term in phase.terms}
+
+
 @pytest.mark.full
 @pytest.mark.multiprocess
 def test_stages_on_given_rows_hold_what_the_plan_says(monkeypatch):
-    size = ModelSize.of_config(two_ranks.model_config(given_stages.SIZES).to_dict())
-    monkeypatch.setattr(plan_setup, "read_model_size", lambda path: size)
-    ranks = run_multiprocess(
-        given_stages.measure_all, 2, timeout_seconds=400, args=(tuple(STAGES),)
-    )
-    for stage, found in ranks[0].items():
-        check(predict(stage), found)
-        names = {term.name for phase in plan(stage) for term in phase.terms}
-        for forgotten in {"Adam's states", "activations", "reference", "teacher"} & names:
-            with pytest.raises(AssertionError):
-                check(predict(stage, forgets=[forgotten]), found)
+    compare(given_stages.SIZES, {"fsdp": True}, monkeypatch)

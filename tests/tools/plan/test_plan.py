@@ -1,5 +1,7 @@
 """Plans of the sizes that users rent: they fit, and what they say follows the options."""
 
+from __future__ import annotations
+
 import json
 import re
 from dataclasses import replace
@@ -23,6 +25,7 @@ from lightrft.tools.plan.duration import (
     step_seconds,
 )
 from lightrft.tools.plan.memory import plan_memory
+from lightrft.tools.plan.plan_command import COUNTS
 from lightrft.tools.plan.setup import (
     SHAPES,
     WITHOUT_REFERENCE,
@@ -87,6 +90,14 @@ def test_7b_full_fine_tuning_on_one_h100_is_refused_with_what_would_fit(options)
         settle(setup, lambda text: None)
     assert "--lora_rank 16: " in str(caught.value)
     assert ("--fsdp_cpu_offload: " in str(caught.value)) is ("fsdp" in options)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_no_number_of_gpus_does_more_work_than_all_of_it(name):
+    for options in ({}, {"fsdp_cpu_offload": True}):
+        setup = setup_of(name, 8, "h100-80g", fsdp=True, gradient_checkpointing=True, **options)
+        shares = [x for x in efficiency(scale(setup, GPUS["h100-80g"], COUNTS)) if x is not None]
+        assert shares == [] or max(shares) == 1
 
 
 def test_seconds_are_called_estimates_for_as_long_as_nothing_is_measured(tmp_path, capsys):

@@ -1,20 +1,27 @@
 """Terms of a plan one by one against tensors: each comparison fails if its term is off by half."""
 
+from __future__ import annotations
+
+import importlib.util
 from dataclasses import replace
+from pathlib import Path
 
 import peft  # noqa: F401  # what it makes on import would land on the device
 import pytest
 import torch
 import transformers
-from tests.tools.plan import live_bytes
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from lightrft.config import TrainConfig
 from lightrft.models import Actor, LoraActor
 from lightrft.models.lora import is_factor
 from lightrft.models.sequence_model import freeze
-from lightrft.tools.plan.memory import head_bytes, plan_memory, tower_bytes
+from lightrft.tools.plan.memory import MemoryTerm, head_bytes, plan_memory, tower_bytes
 from lightrft.tools.plan.setup import ModelSize, Setup
+
+spec = importlib.util.spec_from_file_location("live_bytes", Path(__file__).parent / "live_bytes.py")
+live_bytes = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(live_bytes)
 
 TEXT = {
     "vocab_size": 320,
@@ -83,6 +90,26 @@ def test_b6_towers_of_other_families_are_counted_within_a_twentieth(kind):
     tower = sum(p.numel() for n, p in model.named_parameters() if n.startswith(names))
     text = {**values["text_config"], "num_attention_heads": 8}
     close(ModelSize.of_config({**values, "text_config": text}).tower_parameters, tower, 0.05)
+
+
+def test_b6_the_tower_of_qwen2_5_vl_7b_is_two_thirds_of_a_billion():
+    vision = {
+        "model_type": "qwen2_5_vl",
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "in_chans": 3,
+    }
+    text = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
+    heads = {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152_064}
+    values = {"model_type": "qwen2_5_vl", **text, **heads, "vision_config": vision}
+    size = ModelSize.of_config(values)
+    assert size.tower_parameters == pytest.approx(0.676e9, rel=0.01)
+    assert size.parameters == pytest.approx(8.29e9, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", TOWERS)
@@ -156,6 +183,42 @@ def test_a_forward_pass_holds_the_logits_that_the_plan_says():
             before = live.total
             actor(ids, mask)
     close(head_bytes(setup, setup.actor, 256, is_training=False), live.peak - before, 0.2)
+
+
+def test_every_term_of_a_plan_is_compared_somewhere_or_said_to_be_assumed():
+    """A new name of a term fails here: compare it first, then name the comparison."""
+    compared = {
+        # Live tensors of two ranks, and traces of FSDP2 (test_live_bytes, test_fake_micro_batch).
+        "weights", "weights, sharded", "Adam's states", "float32 weights", "gradients",
+        "gradients, sharded", "activations", "output layer", "gradient of the output layer",
+        "backward pass of a layer", "weights of an end", "gathered layers",
+        "a layer's gradients", "gradients of an end", "end, gathered twice",
+        "bucket of gradients", "buckets of gradients", "small weights, whole", "small gradients",
+        "copies of the bucket", "gradient of one tensor", "gathered weights",
+        "gradients in bfloat16", "gradients of the step", "Adam's states, back from the host",
+        # Stages on given rows (test_given_rows), and the exact number of parameters.
+        "reference", "moving average", "engine: weights", "one whole tensor",
+        # In this file.
+        "tower: activations of a layer", "activations of a layer, or logits",
+        "the exported model, on the first rank",
+        "engine: keys and values", "whole float32 weights, on the way",
+        # Options and DeepSpeed's source.
+        "buckets of weights", "a whole model, before it is divided",
+        # `constants.CONSTANTS` says that they are assumed.
+        "CUDA context and NCCL", "engine: graphs", "engine: activations",
+    }  # fmt: skip
+    found: set[str] = set()
+    size = ModelSize.of_config({**TEXT, "model_type": "qwen2"})
+    for options in (
+        {"fsdp": True, "init_kl_coef": 0.01, "enable_ema": True, "adam_offload": True},
+        {"fsdp": True, "lora_rank": 4},
+        *({"zero_stage": stage, "bf16": bf16} for stage in (1, 2, 3) for bf16 in (True, False)),
+    ):
+        config = TrainConfig(**options)
+        setup = Setup(config, size, 2, 2, True, 80e9, "vllm")
+        terms: list[MemoryTerm] = [t for p in plan_memory(setup).phases for t in p.terms]
+        found |= {t.name.partition(" of ")[0] if "keys" in t.name else t.name for t in terms}
+    assert found <= compared
 
 
 @pytest.mark.parametrize("rank", [0, 4])

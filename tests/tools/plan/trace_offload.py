@@ -3,6 +3,8 @@
 Prints where they were, and how the host's memory was asked for.
 """
 
+from __future__ import annotations
+
 import json
 
 import torch
@@ -34,7 +36,7 @@ class Copies(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
-def main():
+def main() -> None:
     torch.cuda.init()
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     mesh = init_device_mesh("cuda", (8,))

@@ -3,12 +3,15 @@
 Arguments: a JSON list of cases; prints a JSON list of what was seen.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import gc
+import importlib.util
 import json
 import sys
+from pathlib import Path
 
-import live_bytes
 import peft  # noqa: F401  # what it makes on import would land on the device
 import torch
 import transformers
@@ -20,6 +23,10 @@ from lightrft.algorithms.policy.clipped import clipped_policy_loss
 from lightrft.config import TrainConfig
 from lightrft.models import Actor, LoraActor, TokenLayout, varlen
 from lightrft.models.layout import LayoutPolicy
+
+spec = importlib.util.spec_from_file_location("live_bytes", Path(__file__).parent / "live_bytes.py")
+live_bytes = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(live_bytes)
 
 # It looks for sequences in the positions' values, which fake tensors have none of.
 masking_utils.find_packed_sequence_indices = lambda position_ids: None
@@ -154,6 +161,7 @@ def trace(case):
         "resting": before - others,
         "foreign": sorted(live.foreign),
         "scored": num_scored,
+        "largest": {str(k): n for k, n in live.largest.items() if k > 1e7},
     }
 
 

@@ -1,6 +1,11 @@
 """One update of a small model on two ranks, with the bytes of its live tensors at the peak."""
 
+from __future__ import annotations
+
+import ctypes
 import gc
+import importlib.util
+from pathlib import Path
 
 SIZES = {
     "hidden": 256,
@@ -12,6 +17,14 @@ SIZES = {
     "bf16": False,
     "bucket": 50_000_000,
 }
+
+
+def load(name):
+    """A module beside this file: tests are no packages."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def model_config(sizes):
@@ -46,20 +59,47 @@ def run_config(sizes, options):
     )
 
 
-def build_model(sizes):
-    import torch
-    from transformers import AutoModelForCausalLM
+def resident_bytes():
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("no VmHWM")
 
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(
-        model_config(sizes), dtype=torch.float32, attn_implementation="sdpa"
-    )
+
+def return_freed_memory_at_once():
+    """Tensors get pages of their own: the heap keeps none of them, nor gaps where they were."""
+    threshold = -3  # M_MMAP_THRESHOLD of malloc.h
+    assert ctypes.CDLL(None).mallopt(threshold, 64 * 1024) == 1
+
+
+def touching():
+    """A mode in which memory counts from its allocation on, as on a GPU, not from a first write."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    names = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+    class Touching(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            if function.overloadpacket.__name__ in names and type(made) is torch.Tensor:
+                made.zero_()
+            return made
+
+    return Touching()
 
 
 def build(sizes, config, strategy):
+    import torch
+    from transformers import AutoModelForCausalLM
+
     from lightrft.models import Actor, LoraActor
 
-    model = build_model(sizes)
+    torch.manual_seed(0)
+    wanted = model_config(sizes)
+    model = AutoModelForCausalLM.from_config(
+        wanted, dtype=torch.float32, attn_implementation="sdpa"
+    )
     actor = LoraActor(model, config) if config.lora_rank else Actor(model)
     if config.gradient_checkpointing:
         actor.gradient_checkpointing_enable()
@@ -83,16 +123,15 @@ def update(prepared, strategy, sizes):
 def measure(rank, world_size, sizes, options):
     """Live bytes at the peak of the second update."""
     del rank, world_size
-    from tests.tools.plan.live_bytes import LiveBytes
-
     from lightrft.strategy import get_strategy
     from lightrft.strategy.deepspeed import engine_config
 
+    live_bytes = load("live_bytes")
     engine_config.MAX_BUCKET_ELEMENTS = sizes["bucket"]
     config = run_config(sizes, options)
     with get_strategy(config) as strategy:
         gc.collect()
-        live = LiveBytes()
+        live = live_bytes.LiveBytes()
         before = live.total
         with live:
             prepared = build(sizes, config, strategy)
@@ -102,3 +141,28 @@ def measure(rank, world_size, sizes, options):
             live.begin()
             update(prepared, strategy, sizes)
         return {"idle": idle, "peak": live.peak - before}
+
+
+def measure_resident(rank, world_size, sizes, options):
+    """Growth of the resident memory above what imports and a process group take."""
+    del rank, world_size
+    import torch
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+
+    import lightrft.models.actor  # noqa: F401
+    from lightrft.strategy import get_strategy
+
+    return_freed_memory_at_once()
+    config = run_config(sizes, options)
+    with get_strategy(config) as strategy:
+        tiny = {**SIZES, "hidden": 128, "layers": 1, "vocab": 64, "rows": sizes["rows"]}
+        update(build(tiny, config, strategy), strategy, {**tiny, "seq": 8})
+        gc.collect()
+        torch.zeros(1)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident_bytes()
+        with touching():
+            prepared = build(sizes, config, strategy)
+            for _ in range(2):
+                update(prepared, strategy, sizes)
+        return {"resident": resident_bytes() - before}
