@@ -46,8 +46,8 @@ def take(page: Page, first: str, end: str) -> bytes:
 
 def photograph(run: Path, folder: Path) -> None:
     """Write all pictures of a run's report."""
-    found = (shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
-    program = next(filter(None, found), None) or sys.exit("no Chromium on the PATH")
+    programs = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
+    program = next(filter(None, programs), None) or sys.exit("no Chromium on the PATH")
     arguments = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=arguments)

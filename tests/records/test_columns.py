@@ -4,13 +4,17 @@ The fact here is the log-probability of the fifth-best token. It is planted besi
 are there, and must come through every way that a sample can take.
 """
 
+import ast
+import importlib.util
+import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tests.engines.fake_engine import FakeEngine
-from tests.records import exchange_cases as cases
 
 from lightrft.datasets.chat_ids import Rendered
 from lightrft.datasets.types import Prompt
@@ -26,14 +30,21 @@ from lightrft.records.batch import (
     select_rollouts,
 )
 from lightrft.records.columns import COLUMNS, Column, join_facts
-from lightrft.records.rollout import ScoredRollout
+from lightrft.records.rollout import ScoredRollout, TurnSegment
 from lightrft.records.table import deliver_rows, exchange, join_tables, merge, tabulate
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.journal import Journal, read_journal
+from lightrft.rollout.environments.journal_lines import FORMAT, event_line
 from lightrft.rollout.in_flight import from_parts, to_bytes
 from lightrft.rollout.ledger_records import LedgerError, deliver_evidence, take_evidence
 from lightrft.rollout.open_groups import OpenGroup, OpenSample, StreamState
 from lightrft.rollout.source import InFlight
+
+_SPEC = importlib.util.spec_from_file_location(
+    "exchange_cases", Path(__file__).with_name("exchange_cases.py")
+)
+cases = sys.modules["exchange_cases"] = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(cases)
 
 CPU = torch.device("cpu")
 NAME = "fifth_logprobs"
@@ -53,6 +64,12 @@ class FifthEngine(FakeEngine):
         raw = super().complete(row, request, params)
         pairs = zip(raw.token_ids, raw.logprobs, strict=True)
         return replace(raw, facts={NAME: tuple(fifth(*pair) for pair in pairs)})
+
+
+def mean_gap(batch):
+    """The consumer: how far the fifth-best token is below the sampled one, on average."""
+    gaps = batch.rollout_logprobs - batch.facts[NAME]
+    return float(gaps[batch.response_mask].double().mean())
 
 
 @pytest.fixture
@@ -208,6 +225,13 @@ def test_it_is_delivered_with_its_row_and_with_its_evidence(planted):
         assert values == [fifth(*pair) for pair in zip(ids, logprobs, strict=True)]
 
 
+def swapped_tokens(batch):
+    values = batch.facts[NAME].clone()
+    row, columns = 0, batch.response_mask[0].nonzero()[:2, 0]
+    values[row, columns] = values[row, columns.flip(0)]
+    return replace(batch, facts={NAME: values})
+
+
 def swapped_rows(batch):
     return replace(batch, facts={NAME: batch.facts[NAME].flip(0)})
 
@@ -219,7 +243,7 @@ def on_padding(batch):
     return replace(batch, facts={NAME: values})
 
 
-@pytest.mark.parametrize("fault", [swapped_rows, on_padding])
+@pytest.mark.parametrize("fault", [swapped_tokens, swapped_rows, on_padding])
 def test_the_gate_finds_values_at_the_wrong_place(planted, fault):
     with pytest.raises(LedgerError, match=rf"{NAME} \(bits\) differ"):
         both_ranks(fault)
@@ -235,10 +259,23 @@ def unmasked_on(rank):
     return change
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_gate_finds_rows_that_one_rank_knows_otherwise(rank):
-    with pytest.raises(LedgerError, match=r"sample 3: is_masked differ: True was .*, False"):
-        both_ranks(change_table=unmasked_on(rank))
+def exchanged_groups(table, rank):
+    groups = table.group_ids.copy()
+    groups[[3, 4]] = groups[[4, 3]]
+    return replace(table, group_ids=groups)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (unmasked_on(0), "sample 3: is_masked differ: True was written down .*, False"),
+        (unmasked_on(1), "sample 3: is_masked differ: True was written down .*, False"),
+        (exchanged_groups, "sample 4: group_ids differ: 1 was written down as it arose, 0 is"),
+    ],
+)
+def test_the_gate_finds_rows_that_one_rank_knows_otherwise(fault, message):
+    with pytest.raises(LedgerError, match=message):
+        both_ranks(change_table=fault)
 
 
 def test_the_gate_does_not_look_at_what_the_ledger_does_not_vouch_for(monkeypatch):
@@ -246,7 +283,7 @@ def test_the_gate_does_not_look_at_what_the_ledger_does_not_vouch_for(monkeypatc
     assert len(both_ranks(swapped_rows)) == 2
 
 
-def test_it_is_padded_and_selected(planted):
+def test_it_is_padded_selected_and_consumed(planted):
     scored, _ = sampled()
     table = tabulate(scored)
     batch = collated(table)
@@ -254,8 +291,19 @@ def test_it_is_padded_and_selected(planted):
     assert batch.facts[NAME].shape == batch.token_ids.shape
     assert (batch.facts[NAME][~mask] == FIFTH.fill).all()  # of a masked row, too
     assert not mask[3].any()
-    pairs = zip(batch.token_ids[mask].tolist(), batch.rollout_logprobs[mask].tolist(), strict=True)
-    assert batch.facts[NAME][mask].tolist() == [fifth(*pair) for pair in pairs]
+    gaps = [
+        logprob - fifth(token, logprob)
+        for item in scored
+        if not item.is_masked
+        for token, logprob, flag in zip(
+            item.rollout.completion.output_token_ids,
+            item.rollout.completion.output_logprobs,
+            item.rollout.completion.is_sampled,
+            strict=True,
+        )
+        if flag
+    ]
+    assert mean_gap(batch) == pytest.approx(np.mean(gaps), rel=1e-6)
     part = select_rollouts(batch, slice(2, 5))
     width = part.token_ids.shape[1]
     assert torch.equal(part.facts[NAME], batch.facts[NAME][2:5, :width])
@@ -288,6 +336,39 @@ def test_it_is_in_the_journal(planted, tmp_path):
         assert followed[5].entry(2).facts == turn.facts
 
 
+def test_journals_without_it_are_read_and_written_as_before(tmp_path):
+    line = {
+        "event": "turn",
+        "sample_id": 5,
+        "turn": 0,
+        "request_id": 5,
+        "text": "",
+        "context_hash": "c",
+        "token_ids": [1],
+        "logprobs": [-0.5],
+        "logprobs_mode": "temperature",
+        "finish_reason": "stop",
+        "weights_version": 0,
+    }
+    begin = {"event": "begin", "format": FORMAT, **HEADER}
+    path, check = tmp_path / "old.jsonl", 0
+    with path.open("wb") as file:
+        for each in (begin, line, {"event": "round", "round": 0, "sample_ids": [5]}):
+            text, check = event_line(each, check)
+            file.write(text)
+    (turns,) = read_journal(path).rounds
+    completion = turns[5].completion((1, 2), 0)
+    assert completion.facts == {}
+    episode = episode_of(5, (1, 2))
+    episode.add_turn(completion, "")
+    journal = Journal(tmp_path / "new.jsonl", HEADER)
+    journal.round(0, [episode])
+    journal.leave(0)
+    journal.close()
+    written = [json.loads(each) for each in (tmp_path / "new.jsonl").read_text().splitlines()]
+    assert set(written[1]) == {*line, "check"}
+
+
 def test_an_episode_that_starts_over_forgets_it(planted):
     engine = sampled(num_rows=0)[1]
     episode = episode_of(0, (3, 4))
@@ -317,6 +398,22 @@ def test_it_is_carried_to_the_next_step(planted):
     assert list(completion.facts[NAME]) == values
     assert [entry.facts for entry in again.entries] == [entry.facts for entry in entries]
     assert again.entries[0].facts[NAME] == tuple(values[:2])
+
+
+def test_a_checkpoint_without_it_is_read():
+    text = (
+        '{"held": [], "stream": {"groups": [{"request_id": 3, "prompt": {"id": 1, "text": "t", '
+        '"token_ids": [1, 2], "label": null, "columns": {"a": [1, {"b": 2}]}}, "samples": '
+        '[{"token_ids": [5], "logprobs": [-0.5], "versions": [1], "finish_reason": null, '
+        '"segments": [{"request_id": 7, "sample_index": 1}]}], "logprobs_mode": "temperature", '
+        '"begun": 1, "complete": 0}], "num_calls": 2, "num_rounds": 1, "entries": [{"request_id": '
+        '7, "sample_index": 1, "context_hash": "x", "token_ids": [5], "logprobs": [-0.5], '
+        '"weights_version": 1}]}}'
+    )
+    state = from_parts([text.encode()], 0, rank=0, world_size=1).stream
+    assert state.groups[0].prompt.columns == {"a": [1, {"b": 2}]}
+    assert state.groups[0].samples == (OpenSample((5,), (-0.5,), (1,), None, (TurnSegment(7, 1),)),)
+    assert state.entries[0].key == (7, 1, "x")
 
 
 def test_completions_in_parts_join_and_cut_it(planted):
@@ -384,3 +481,54 @@ def test_a_fact_of_rows_is_known_to_all_and_a_ragged_one_is_delivered(monkeypatc
         assert rows.sample_ids.tolist() == order
         assert rows["kept"].tolist() == [x for i in order for x in kept[i]]
         assert collated(rows).facts == {}
+
+
+FACTS = (
+    {"token_ids", "output_token_ids"},
+    {"logprobs", "output_logprobs", "rollout_logprobs"},
+    {"sampled", "is_sampled"},
+    {"versions", "token_versions", "weights_version", "weights_versions"},
+)
+# Where an engine's calls become a response, or an agent's answer, and where batches and files are
+# read.
+ENDS = {
+    "rows",
+    "types",
+    "fire",
+    "open_groups",
+    "open_episodes",
+    "episode",
+    "transcript",
+    "replies",
+    "journal",
+    "journal_lines",
+    "journal_rounds",
+    "batch",
+    "rollouts",
+    "audit_recorder",
+    "trajectories",
+    "samples",
+    "version_checks",
+}
+
+
+def functions_that_list_facts(source):
+    """Names of the functions that name three of the four facts of a token."""
+    found = []
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        names = {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}
+        names |= {node.arg for node in ast.walk(function) if isinstance(node, ast.keyword)}
+        if sum(bool(names & words) for words in FACTS) >= 3:
+            found.append(function.name)
+    return found
+
+
+@pytest.mark.full
+def test_between_engine_and_loss_nobody_lists_the_facts_of_a_token(repository):
+    paths = [*repository.glob("packages/*/src/**/*.py")]
+    found = {path: functions_that_list_facts(path.read_text()) for path in paths}
+    assert {path.stem for path, functions in found.items() if functions} <= ENDS
+    listed = "def tabulate(c):\n    return f(c.token_ids, logprobs=c.logprobs, sampled=c.sampled)"
+    assert functions_that_list_facts(listed) == ["tabulate"]

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.models.vision.tiny_world import tiny
 from tests.rollout.image_environments import squares
 from tests.rollout.image_stage import PRESETS, ROWS, ImageStage, error
 from tests.rollout.stages import check_rows, options_of, pool_of
 
-from lightrft.config import TrainConfig
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.datasets.media import VisionPrompts
+from lightrft.engines.media.inputs import axes_of_rows
 from lightrft.records.media import MediaSources, encode_row, pack_sources, unpack_sources
 from lightrft.rewards.types import RewardError
 from lightrft.rollout.environments import specs
@@ -125,16 +128,50 @@ def test_the_engine_scores_turns_with_images_as_the_trainer(preset, played):
     assert error(stage, [row], (other,)) > 1e-3
 
 
-def test_images_of_other_sizes_and_places_that_are_expanded_again_are_refused(played):
-    stage, rollouts, _ = played("tiny-qwen2.5-vl")
+@pytest.mark.parametrize("preset", PRESETS)
+def test_exchanged_and_re_expanded_images_are_found(preset, played):
+    stage, rollouts, _ = played(preset)
     row = next(r for r in rollouts if len(r.segments) == 3)
+    good = encode_row(row, stage.encoder)
     one, two = row.later
-    with pytest.raises(ValueError, match="a row has other tokens at"):
-        encode_row(replace(row, later=(replace(one, images=two.images), two)), stage.encoder)
+    if preset == "tiny-gemma3":  # all images have one size
+        exchanged = (replace(one, images=two.images), replace(two, images=one.images))
+        media = encode_row(replace(row, later=exchanged), stage.encoder)
+        assert media.token_ids == good.token_ids
+        assert error(stage, [row], (media,)) > 1e-3
+    else:
+        wrong = (replace(one, images=two.images), two)
+        with pytest.raises(ValueError, match="a row has other tokens at"):
+            encode_row(replace(row, later=wrong), stage.encoder)
+    # An engine or a trainer that expands what is expanded gets another row.
     mark = stage.model.config.image_token_id
     again = [m for i in row.token_ids for m in ((i, i) if i == mark else (i,))]
     with pytest.raises(ValueError, match="a row has other tokens at"):
         stage.encoder.row(again, None, row.later)
+
+
+def test_places_are_those_of_the_whole_conversation(played):
+    """What the model's own rule gives for all tokens and all images at once."""
+    stage, rollouts, _ = played("tiny-qwen2.5-vl")
+    trunk = stage.model.model
+    for rollout in rollouts:
+        media, ids = encode_row(rollout, stage.encoder), torch.tensor(rollout.token_ids)
+        (found,) = axes_of_rows(trunk, [ids], [media])
+        types = (ids == stage.model.config.image_token_id).long()
+        grid = torch.cat(
+            [
+                stage.encoder.processor.image_processor(
+                    images=[image.decode()], return_tensors="pt"
+                )["image_grid_thw"]
+                for image in rollout.images
+            ]
+        )
+        expected, _ = trunk.get_rope_index(
+            ids[None], mm_token_type_ids=types[None], image_grid_thw=grid
+        )
+        assert torch.equal(found, expected[:, 0])
+        plain = torch.arange(len(ids)).expand(3, -1)
+        assert not torch.equal(found, plain)
 
 
 def test_rows_travel_with_their_images(played):
@@ -207,3 +244,17 @@ def test_an_image_without_room_ends_its_episode(calls, tmp_path):
     assert max(len(rollout.segments) for rollout in rollouts) < 3
     assert all(len(rollout.token_ids) <= 110 for rollout in rollouts)
     stage.check_scores(rollouts)
+
+
+@pytest.mark.parametrize(
+    ("preset", "options", "reason"),
+    [
+        ("tiny-mllama", {}, "models of type mllama attend to images beside the text"),
+        (PRESETS[0], {"rollout_lag": 1}, "keep rows with the media of their prompts alone"),
+    ],
+)
+def test_what_episodes_with_images_cannot_be_is_refused_at_the_start(preset, options, reason):
+    encoder = tiny(preset)[1]
+    config = TrainConfig(environment=f"{CASES}:Album", apply_chat_template=True, **options)
+    with pytest.raises(ConfigError, match=reason):
+        Environments(config, encoder.processor.tokenizer, modality=VisionPrompts(encoder))

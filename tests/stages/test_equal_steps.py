@@ -5,10 +5,14 @@ tests of each stage compare with formulas in float64. A cover of all pairs of op
 default, and with `-m slow` their whole product.
 """
 
+from __future__ import annotations
+
 import itertools
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 from tests.models.tiny import tiny_model
@@ -17,7 +21,7 @@ from tests.ranks import run_multiprocess
 from tests.stages.distillation import divergence_world
 from tests.stages.preference import preference_world
 from tests.stages.reward import reward_world
-from tests.stages.stage_world import STILL, distance, distances, train_step
+from tests.stages.stage_world import STILL, distance, distances, row, train_step
 from tests.stages.supervised import supervised_world
 
 from lightrft.config.registry import STAGES
@@ -187,6 +191,35 @@ def test_every_stage_on_given_rows_is_among_the_cases():
     assert {case.split()[0] for case in CASES} | {"policy"} == set(STAGES)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_an_item_less_and_a_gradient_of_another_size_are_found(case):
+    builder, items, options = CASES[case]
+    gradient, metrics = plain(case, has_adapters=False)
+    stage = builder(get_fake_strategy(STILL), items[:-1] or items, **options)
+    less, other = train_step(stage, items[:-1])
+    assert distance(less, gradient) > 1e-3
+    assert "loss" in differing(other, metrics)
+    scaled = {name: (1 + 1e-5) * value for name, value in gradient.items()}
+    assert distance(scaled, gradient) > 3e-6
+
+
+@pytest.mark.parametrize("case", ["sft", "divergence"])
+def test_one_of_two_ranks_trains_no_token_and_a_mean_per_rank_would_be_found(case):
+    from lightrft.experience.minibatches import plan_minibatches
+
+    builder, rows, options = CASES[case]
+    lengths = [len(each.token_ids) for each in rows]
+    plan = plan_minibatches(lengths, train_batch_size=4, world_size=2, seed=42, step=1)
+    counts = [sum(rows[place].num_trained for place in plan.row_index(rank)) for rank in (0, 1)]
+    assert counts == [101, 0]
+    halves = []
+    for part in (rows[:1], rows[3:]):
+        stage = builder(get_fake_strategy(STILL), part, **options)
+        halves.append(train_step(stage, part)[0])
+    means = {name: (halves[0][name] + halves[1][name]) / 2 for name in halves[0]}
+    assert distance(means, plain(case, has_adapters=False)[0]) > 0.1
+
+
 @pytest.mark.parametrize("case", ["sft", "divergence", "prefer dpo", "reward"])
 def test_adapters_have_the_gradient_of_the_sum_that_they_are_part_of(case):
     """That of W + s B A by the chain rule: s B^T dW for A, s dW A^T for B."""
@@ -217,3 +250,62 @@ def test_adapters_have_the_gradient_of_the_sum_that_they_are_part_of(case):
     expected |= {name: gradient[name] for name in found if ".lora_" not in name}
     assert distance(found, expected) <= 1e-5
     assert metrics["loss"] == pytest.approx(expected_metrics["loss"], rel=1e-5)
+
+
+def seen(stage, items):
+    """What the embedding of each model is given in a step, and its last hidden states: [tokens]."""
+    given, states = [], []
+    handles = []
+    for module in (stage.models.main.model, *stage.objective.frozen):
+        trunk = module.model.base_model
+        embedding = trunk.get_input_embeddings()
+        handles.append(embedding.register_forward_hook(lambda _, x, __: given.append(x[0][0])))
+        handles.append(trunk.norm.register_forward_hook(lambda _, __, y: states.append(y[0])))
+    train_step(stage, items)
+    for handle in handles:
+        handle.remove()
+    return list(zip(given, [state.detach() for state in states], strict=True))
+
+
+def with_other_tokens(item, place):
+    """The item with every token of one of its rows changed, none of which then is as before."""
+
+    def changed(each):
+        return replace(each, token_ids=((each.token_ids + 1) % 131).astype(np.int32))
+
+    if len(item.rows) == 1:
+        return changed(item)
+    name = ("chosen", "rejected")[place % 2]
+    return replace(item, **{name: changed(getattr(item, name))})
+
+
+@pytest.mark.parametrize("case", ["sft", "divergence", "prefer dpo", "reward"])
+def test_packed_rows_do_not_see_each_other(case):
+    stage, items = build(get_fake_strategy(STILL), case, way="packed")
+    before = seen(stage, items)
+    rows = [each for item in items for each in item.rows]
+    # All of them lie in one pass of each model.
+    assert {len(ids) for ids, _ in before} == {sum(len(each.token_ids) for each in rows)}
+    for place in range(len(items)):
+        others = list(items)
+        others[place] = with_other_tokens(items[place], place)
+        after = seen(stage, others)
+        assert len(after) == len(before) >= 1
+        for (ids, states), (other_ids, other_states) in zip(before, after, strict=True):
+            is_changed = ids != other_ids
+            assert 0 < is_changed.sum() < len(ids)
+            difference = (states - other_states).abs().amax(-1)
+            assert difference[~is_changed].max() <= 1e-6
+            assert difference[is_changed].min() > 1e-3
+
+
+def test_rows_that_do_see_each_other_are_found():
+    """Two rows as one: the second half sees the first."""
+    one = row(70, 69)
+    stage = SFT(get_fake_strategy(STILL), (one,), packing_samples=True)
+    ids = one.token_ids.copy()
+    ids[:40] = (ids[:40] + 1) % 131
+    ((_, before),), ((_, after),) = (
+        seen(stage, (each,)) for each in (one, replace(one, token_ids=ids))
+    )
+    assert (before - after).abs().amax(-1)[40:].min() > 1e-3

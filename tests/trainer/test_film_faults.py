@@ -1,4 +1,6 @@
-"""Default settings find an engine that sees another row's film."""
+"""Default settings find an engine that sees a film at other times, or another row's film."""
+
+from dataclasses import replace
 
 import pytest
 from tests.datasets.media_files import picture
@@ -7,7 +9,7 @@ from tests.runs import train, write_inputs
 from tests.trainer.vision_world import REWARD, vision_options
 
 from lightrft.engines.hf import forward as engine_forward
-from lightrft.engines.media.inputs import media_inputs
+from lightrft.engines.media.inputs import axes_of_rows, media_inputs
 from lightrft.stages.parity_limits import ParityError
 
 pytestmark = pytest.mark.shard("vision")
@@ -36,6 +38,21 @@ def difference(world, output):
 @pytest.mark.full
 def test_engine_and_trainer_see_one_film(world, tmp_path):
     assert 0 < difference(world, tmp_path / "run") < 1e-5
+
+
+@pytest.mark.full
+def test_frames_at_other_times_are_found(world, tmp_path, monkeypatch):
+    def slower(prompt):
+        tensors = dict(prompt.tensors)
+        tensors["second_per_grid_ts"] = 4 * tensors["second_per_grid_ts"]
+        return replace(prompt, tensors=tensors)
+
+    def faulty(trunk, rows, prompts):
+        return axes_of_rows(trunk, rows, [prompt and slower(prompt) for prompt in prompts])
+
+    monkeypatch.setattr(engine_forward, "axes_of_rows", faulty)
+    with pytest.raises(ParityError, match="engine"):
+        difference(world, tmp_path / "run")
 
 
 @pytest.mark.parametrize("places", [32, 1])

@@ -74,6 +74,11 @@ def test_critic_and_reference_add_their_metrics(build_world):
     assert world.step()["kl"] > 1e-6
 
 
+def test_without_a_critic_there_is_no_critic_loss(build_world):
+    world = build_world()
+    assert not any(name.startswith(("critic", "kl")) for name in world.step())
+
+
 def test_a_reference_model_without_a_penalty_is_named(build_world, capsys):
     world = build_world(with_reference=True, init_kl_coef=0.0)
     assert world.trainer.stage.maker.models.reference is None
@@ -117,6 +122,18 @@ def test_a_budget_of_tokens_sets_the_number_of_backward_passes(build_world, monk
     assert len(count) == 16  # every row alone
 
 
+def test_a_wrong_share_would_be_noticed(build_world):
+    """Positive control of the test above: the mean of local means differs."""
+    updates = []
+    for mode in ("token-mean", "seq-mean-token-mean"):
+        world = build_world(loss_agg_mode=mode, generate_max_len=12)
+        start = world.weights()
+        world.step()
+        updates.append((start, world.weights()))
+    (start, first), (_, second) = updates
+    assert distance(first, second) > 1e-2 * distance(start, first)
+
+
 def test_ppo_train_needs_fresh_experience(build_world):
     world = build_world()
     with pytest.raises(RuntimeError, match="make_experience"):
@@ -134,6 +151,29 @@ def test_make_experience_takes_prompts_of_the_caller(build_world):
     assert len(batch.advantages) == 8
     with pytest.raises(ValueError, match="multiple of train_batch_size"):
         world.trainer.make_experience(world.prompts[:3])
+
+
+def test_order_of_one_update(build_world):
+    world = build_world()
+    calls = []
+    for name in ("maybe_load_optimizer", "maybe_offload_optimizer", "update_engine_weights"):
+        original = getattr(world.strategy, name)
+        setattr(
+            world.strategy,
+            name,
+            lambda *a, original=original, name=name: calls.append(name) or original(*a),
+        )
+    original_step = world.strategy.training.optimizer_step
+    world.strategy.training.optimizer_step = lambda *a, **k: (
+        calls.append("optimizer_step") or original_step(*a, **k)
+    )
+    world.step()
+    assert calls == [
+        "maybe_load_optimizer",
+        *["optimizer_step"] * 4,
+        "maybe_offload_optimizer",
+        "update_engine_weights",
+    ]
 
 
 def test_a_vision_trainer_asks_for_its_processor_first(build_world):

@@ -1,6 +1,9 @@
 """Whole runs of vision-language models: the same step whatever the strategy and the layout."""
 
+from importlib import import_module
+
 import pytest
+from tests.models.vision import wrong_cuts
 from tests.models.vision.tiny_families import TINY_FAMILIES, write_tiny_vision_model
 from tests.ranks import run_multiprocess
 from tests.runs import lines
@@ -9,6 +12,7 @@ from tests.trainer.vision_world import scorer_folder, vision_options, write_data
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import ImageSource
+from lightrft.models.vision import forward
 from lightrft.run.assembly import run_training
 from lightrft.stages.start_checks import load_modality
 from lightrft.tools.audit.findings import DIFFERS, EQUAL
@@ -37,14 +41,16 @@ def models(tmp_path_factory):
     return path
 
 
-def train(rank, world_size, options):
-    """Verdict of a run."""
+def train(rank, world_size, options, cut):
+    """Verdict of a run, whose rows are cut otherwise if that is given."""
+    if cut is not None:
+        forward.cut_tokens = cut
     return run_training(TrainConfig(**options)).verdict
 
 
-def metrics(data, model, output, *, world_size=1, **changes):
+def metrics(data, model, output, *, world_size=1, cut=None, **changes):
     """Metrics of both steps."""
-    arguments = (vision_options(data, model, output, **changes),)
+    arguments = (vision_options(data, model, output, **changes), cut)
     verdict, *_ = run_multiprocess(train, world_size, timeout_seconds=280, args=arguments)
     assert verdict.startswith("trained")
     steps = lines(output / "metrics.jsonl")
@@ -94,6 +100,57 @@ def test_every_strategy_takes_the_same_step(preset, cell, data, models, tmp_path
     model = models(preset)
     expected = metrics(data, model, tmp_path / "one")
     assert_same_steps(metrics(data, model, tmp_path / "other", **CELLS[cell]), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("preset", "cut"),
+    [
+        ("tiny-qwen2.5-vl", wrong_cuts.first_features),
+        ("tiny-qwen3-vl", wrong_cuts.inner_features_first),
+    ],
+)
+def test_a_wrong_cut_of_shared_rows_is_seen(preset, cut, data, models, tmp_path):
+    """By the engine's checks, which end the run, and without them by this comparison."""
+    model, cell = models(preset), CELLS["sequence parallel"]
+    with pytest.raises(RuntimeError, match=r"different logprobs for the same|weight sync failed"):
+        metrics(data, model, tmp_path / "checked", cut=cut, **cell)
+    unchecked = {"verify_weight_sync": False, "parity_check_steps": -1}
+    expected = metrics(data, model, tmp_path / "one", **unchecked)
+    found = metrics(data, model, tmp_path / "other", cut=cut, **cell, **unchecked)
+    with pytest.raises(AssertionError):
+        assert_same_steps(found, expected)
+    assert found[0]["grad_norm"] != pytest.approx(expected[0]["grad_norm"], rel=1e-3)
+    assert found[0]["logprob_diff_mean"] > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "preset",
+    [
+        "tiny-internvl",
+        "tiny-llava",
+        "tiny-llava-onevision",
+        "tiny-smolvlm",
+        "tiny-mllama",
+        "tiny-qwen2-vl",
+    ],
+)
+def test_every_family_takes_the_same_step_on_two_ranks(preset, data, models, tmp_path):
+    model = models(preset)
+    expected = metrics(data, model, tmp_path / "one")
+    found = metrics(
+        data,
+        model,
+        tmp_path / "two",
+        world_size=2,
+        fsdp=True,
+        micro_train_batch_size=2,
+        packing_samples=preset != "tiny-mllama",
+    )
+    assert_same_steps(found, expected)
 
 
 @pytest.mark.slow
@@ -150,6 +207,25 @@ def test_an_audit_of_images_leaves_out_the_passes_of_models_alone(data, models, 
     }
     left = {row.quantity for row in rows if "images and videos are not recorded" in row.note}
     assert left > {"old logprobs", "gradient norm, actor update 1", "actor weights after"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("place", "name", "fault"),
+    [
+        ("experience.maker", "estimate_row_advantages", "advantages"),
+        ("stages.policy.updates", "local_normalizer", "denominator, actor update 1"),
+        ("stages.policy.objective", "loss_weights", "policy loss, actor update 1"),
+    ],
+)
+def test_an_audit_of_images_sees_what_is_computed_from_scores(
+    data, models, tmp_path, monkeypatch, place, name, fault
+):
+    module = import_module(f"lightrft.{place}")
+    right = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args, **named: 1.01 * right(*args, **named))
+    found, *_ = audited(data, models("tiny-qwen2.5-vl"), tmp_path / "run")
+    assert fault in found
 
 
 def config_of(data, model, **changes):

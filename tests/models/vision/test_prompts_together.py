@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.models.audio import sound_world
 from tests.models.vision.tiny_families import TINY_FAMILIES
 from tests.models.vision.tiny_world import MROPE, image, prompt, tiny
 
@@ -79,6 +80,23 @@ def test_requests_of_a_rollout_take_one_call(calls):
     assert len(made) == 1
     for request, own in zip(found, encoded, strict=False):
         assert_alike(request.encoded, own)
+
+
+def test_sounds_of_several_prompts_are_those_of_each(calls):
+    _, encoder = sound_world.tiny()
+    encoder.forget()
+    prompts = [
+        (sound_world.prompt(encoder, text, len(own)), sound_world.heard(encoder, *own))
+        for text, own in [
+            ("How high?", (sound_world.sound(1.0),)),
+            ("Louder?", (sound_world.sound(0.31, 1), sound_world.sound(1.7, 2))),
+        ]
+    ]
+    expected = [encoder.encode(*each) for each in prompts]
+    made = calls(encoder.processor)
+    for own, each in zip(encoder.kept_all(prompts), expected, strict=True):
+        assert_alike(own, each)
+    assert len(made) == 1
 
 
 def test_a_damaged_picture_among_others_is_named():

@@ -1,16 +1,23 @@
 """Rows with pictures or sounds score as they do alone, padded and packed, with their gradients."""
 
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import accumulate
+
 import pytest
 import torch
 import transformers as hf
 from tests.models.audio import sound_world
 from tests.models.vision.tiny_families import TINY_FAMILIES
-from tests.models.vision.tiny_world import PACKABLE, Batch, scored, set_window, tiny
+from tests.models.vision.tiny_world import MROPE, PACKABLE, Batch, scored, set_window, tiny
 
 from lightrft.engines.media.families import family_of, placeholder_ids
+from lightrft.engines.media.inputs import token_types
 from lightrft.engines.media.media import RowMedia
 from lightrft.models.actor import Actor
 from lightrft.models.attention import LayoutRefusedError
+from lightrft.models.layout import TokenLayout
+from lightrft.models.vision.forward import vision_inputs
 
 LOGPROB = 1e-5
 AUDIO = "tiny-qwen2-audio"
@@ -66,6 +73,84 @@ def test_rows_score_as_they_do_alone_padded_and_packed(preset):
         model.zero_grad()
 
 
+@contextmanager
+def trunk_given(model, change):
+    """Changes the arguments that the trunk is called with; the list gets what they were."""
+    seen = []
+
+    def hook(module, args, given):
+        seen.append(given)
+        return args, {**given, **change(given)}
+
+    handle = model.base_model.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def one_sequence(given):
+    """Fault: the bounds between rows are lost."""
+    bounds = given["sequence_bounds"]
+    ends = (0, bounds.offsets[-1])
+    lost = replace(bounds, offsets=ends, offsets_tensor=torch.tensor(ends, dtype=torch.int32))
+    return {"sequence_bounds": lost}
+
+
+@pytest.mark.parametrize("preset", CAN_PACK)
+@torch.no_grad()
+def test_the_test_sees_packed_rows_without_bounds(preset):
+    model, _, batch = world(preset)
+    alone = [batch.alone(model, i) for i in range(len(batch.rows))]
+    actor = Actor(model)
+    actor.pack_samples()
+    with trunk_given(model, one_sequence):
+        first, *later = batch.of_rows(scored(actor, batch))
+        with pytest.raises(AssertionError):
+            check_rows(actor, batch, alone)
+    torch.testing.assert_close(first, alone[0], atol=LOGPROB, rtol=0)
+    for found, other in zip(later, alone[1:], strict=True):
+        assert (found - other).abs().max() > 0.3
+    check_rows(actor, batch, alone)
+
+
+def gap_of_plain_stream(model, batch, alone, planted):
+    """How far off later rows of a stream are that transformers lays out by positions alone."""
+    layout = TokenLayout.packed(batch.token_ids, batch.attention_mask, batch.scored)
+    given = vision_inputs(model.base_model, batch.family, layout, batch.media)
+    if batch.family.takes_types:
+        types = token_types(layout.rows_of_tokens, batch.media.prompts)
+        given[batch.family.token_types] = layout.place(types)
+    logits = model(input_ids=layout.input_ids, **{**given, "use_cache": False, **planted}).logits
+    rows = logits.split([len(row) for row in batch.rows], dim=1)
+    found = [batch.response_logprobs(row, i) for i, row in enumerate(rows)]
+    return max(float((f - a).abs().max()) for f, a in zip(found[1:], alone[1:], strict=True))
+
+
+@pytest.mark.parametrize("preset", CAN_PACK)
+@torch.no_grad()
+def test_packed_rows_do_not_mix_by_a_cache_or_a_mask_of_ones(preset):
+    """Both mix the rows where bounds are read off positions; here attention is told the bounds."""
+    model, _, batch = world(preset)
+    alone = [batch.alone(model, i) for i in range(len(batch.rows))]
+    num_tokens = [len(row) for row in batch.rows]
+    mask = {"attention_mask": torch.ones(1, sum(num_tokens), dtype=torch.int64)}
+    # What transformers' own forward pass takes by default or is often given.
+    mixing = [mask, {"use_cache": True} | mask]
+    if preset != "tiny-gemma3":  # which makes its masks without looking at the cache
+        mixing.append({"use_cache": True})
+    assert gap_of_plain_stream(model, batch, alone, {}) < LOGPROB
+    assert all(gap_of_plain_stream(model, batch, alone, planted) > 0.3 for planted in mixing)
+    actor = Actor(model)
+    actor.pack_samples()
+    for planted in mixing:
+        with trunk_given(model, lambda _, planted=planted: planted) as seen:
+            check_rows(actor, batch, alone)
+        assert seen[0]["use_cache"] is False
+        assert "attention_mask" not in seen[0]
+        assert seen[0]["sequence_bounds"].offsets == (0, *accumulate(num_tokens))
+
+
 @pytest.mark.parametrize("preset", MEDIA)
 def test_the_test_sees_media_of_the_wrong_row(preset):
     model, _, batch = world(preset)
@@ -105,6 +190,16 @@ def test_families_that_do_not_fit_are_refused_with_the_reason(config, reason):
     named.model_type = config.model_type
     with pytest.raises(ValueError, match=rf"'{config.model_type}' are not supported \({reason}"):
         family_of(named)
+
+
+@pytest.mark.parametrize("preset", MROPE)
+def test_places_by_count_alone_would_be_wrong(preset):
+    model, _, batch = world(preset)
+    given = batch.arguments(0)
+    length = given["input_ids"].shape[1]
+    wrong = model(**given, position_ids=torch.arange(length)[None], use_cache=False).logits
+    distance = batch.response_logprobs(wrong, 0) - batch.alone(model, 0)
+    assert distance.abs().max() > 0.05
 
 
 @pytest.mark.parametrize("preset", MEDIA)

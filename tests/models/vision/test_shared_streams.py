@@ -47,6 +47,10 @@ def gaps(preset):
     return largest, distance(total, expected)
 
 
+def cases(table):
+    return [pytest.param(p, cut, id=f"{p}-{cut.__name__}") for p in table for cut in table[p]]
+
+
 # One of each way in which features reach the language model; the others take one of these.
 @pytest.mark.parametrize(
     "preset", ["tiny-qwen2.5-vl", "tiny-qwen3-vl", "tiny-gemma3", "tiny-llava-onevision"]
@@ -57,11 +61,16 @@ def test_ranks_that_share_rows_score_them_as_they_are_alone(preset):
     assert gradient < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("preset", "cut"), [(p, cut) for p, cuts in wrong_cuts.SILENT.items() for cut in cuts]
-)
+@pytest.mark.parametrize(("preset", "cut"), cases(wrong_cuts.SILENT))
 def test_wrong_parts_of_a_stream_are_seen(preset, cut, monkeypatch):
     monkeypatch.setattr(forward, "cut_tokens", cut)
     logprobs, gradient = gaps(preset)
     assert logprobs > 0.05
     assert gradient > 0.05
+
+
+@pytest.mark.parametrize(("preset", "cut"), cases(wrong_cuts.LOUD))
+def test_parts_of_another_shape_are_refused(preset, cut, monkeypatch):
+    monkeypatch.setattr(forward, "cut_tokens", cut)
+    with pytest.raises((ValueError, RuntimeError), match=r"do not match|must match the size"):
+        gaps(preset)

@@ -28,6 +28,16 @@ def before(module, change):
         handle.remove()
 
 
+def ids_before_merge(trunk, own):
+    """The ids are cut, and features of all images are looked for between them."""
+
+    def cut(given):
+        places = given["position_ids"]
+        return {"input_ids": given["input_ids"][:, own], "position_ids": places[..., own]}
+
+    return before(trunk, cut)
+
+
 @contextmanager
 def first_features(trunk, own):
     """The ids are cut first, and every rank takes the first of the features for its own."""
@@ -61,6 +71,25 @@ def positions_from_zero(trunk, own):
     return _then_right(trunk, own, cut)
 
 
+def inner_features_whole(trunk, own):
+    """Features of inner layers are not cut."""
+    return _inner_features(trunk, own, lambda features, inside: features)
+
+
+def inner_features_first(trunk, own):
+    """Every rank takes the first features of inner layers."""
+    return _inner_features(trunk, own, lambda features, inside: features[:inside])
+
+
+def inner_features_dropped(trunk, own):
+    """Features of inner layers reach no rank."""
+
+    def drop(given):
+        return {"visual_pos_masks": None, "deepstack_visual_embeds": None}
+
+    return _then_right(trunk, own, drop)
+
+
 @contextmanager
 def _then_right(trunk, own, change):
     with before(language_model(trunk), change), right_cut(trunk, own):
@@ -68,8 +97,8 @@ def _then_right(trunk, own, change):
 
 
 @contextmanager
-def inner_features_first(trunk, own):
-    """Every rank takes the first features of inner layers."""
+def _inner_features(trunk, own, take):
+    """Gives each inner layer what `take` makes of all its features and the number of its own."""
     kept = []
 
     def keep(given):
@@ -80,7 +109,7 @@ def inner_features_first(trunk, own):
         if kept[-1] is None:  # rows of text
             return {}
         inside = int(given["visual_pos_masks"].sum())
-        return {"deepstack_visual_embeds": [features[:inside] for features in kept[-1]]}
+        return {"deepstack_visual_embeds": [take(each, inside) for each in kept[-1]]}
 
     module = language_model(trunk)
     with before(module, keep), right_cut(trunk, own), before(module, restore):
@@ -90,6 +119,10 @@ def inner_features_first(trunk, own):
 # Those that no check of shapes can see.
 SILENT = {
     "tiny-qwen2.5-vl": (first_features, positions_from_zero),
-    "tiny-qwen3-vl": (first_features, inner_features_first),
+    "tiny-qwen3-vl": (first_features, inner_features_first, inner_features_dropped),
     "tiny-gemma3": (first_features,),
+}
+LOUD = {
+    "tiny-qwen2.5-vl": (ids_before_merge,),
+    "tiny-qwen3-vl": (ids_before_merge, inner_features_whole),
 }

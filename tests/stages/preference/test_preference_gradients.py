@@ -1,5 +1,7 @@
 """The gradient of a step on preferences is that of the formula, however the step is carried out."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from functools import cache
 
@@ -15,7 +17,7 @@ from tests.stages.preference.preference_world import (
     noisy_model,
     slow_sums,
 )
-from tests.stages.stage_world import STILL, require_formula, step_of, train_step
+from tests.stages.stage_world import STILL, distance, require_formula, step_of, train_step
 
 from lightrft.datasets.preference_rows import PreferencePair
 from lightrft.stages.preference.preference_objective import behind, other_answers
@@ -93,6 +95,16 @@ def require_loss(step, loss, items):
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_and_gradient_are_those_of_the_formula_in_float64(name):
     require_loss(one_pair_per_pass(name), LOSSES[name][1], RAGGED)
+
+
+def test_transport_in_halves_of_the_step_would_be_found():
+    whole, _ = one_pair_per_pass("aot")
+    first, second = (
+        step_of(build_stage, items, preference_loss=("aot",))[0]
+        for items in (RAGGED[:2], RAGGED[2:])
+    )
+    mean = {name: (first[name] + second[name]) / 2 for name in whole}
+    assert distance(mean, whole) > 1e-3
 
 
 def test_labelled_answers_give_the_gradient_of_the_formula():

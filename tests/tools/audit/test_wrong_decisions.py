@@ -108,6 +108,8 @@ OPTIONS = {
     "one epoch of two": (update_reads(max_epochs=1), {"max_epochs": 2}),
     "one epoch more": (update_reads(max_epochs=2), {}),
     "a bonus for entropy": (update_reads(entropy_coef=0.1), {}),
+    "no bonus for entropy": (update_reads(entropy_coef=0.0), {"entropy_coef": 0.1}),
+    "values are clipped": (update_reads(value_clip=0.01), {**CRITIC, "value_clip": 0.0}),
     "the actor is not frozen": (
         update_reads(freezing_actor_steps=-1),
         {**CRITIC, "freezing_actor_steps": 1},
@@ -121,6 +123,7 @@ OPTIONS = {
         update_reads(high_entropy_token_ratio=0.7),
         {"high_entropy_token_ratio": 0.3},
     ),
+    "a mean over tokens": (update_reads(loss_agg_mode="token-mean"), {}),
     "a KL term of another estimator": (update_reads(kl_estimator="abs"), {**KL_LOSS, "steps": 2}),
     "no KL term in the loss": (
         calls(policy_stage, "PolicyUpdate", lambda o, *a, **k: o(*a, **{**k, "kl_coef": 0.0})),
@@ -132,6 +135,11 @@ OPTIONS = {
     ),
     "another lambda": (experience_reads(lambd=1.0), {**CRITIC, "lambd": 0.5}),
     "advantages are not clipped": (experience_reads(advantage_clip=0.0), {"advantage_clip": 0.5}),
+    "advantages are whitened": (
+        experience_reads(advantages_norm=True),
+        {"advantage_estimator": "dr_grpo"},
+    ),
+    "rewards are not clipped": (experience_reads(reward_clip=0.0), {"reward_clip": 0.3}),
     "the running mean stays in": (
         experience_reads(reward_running_norm_minus_mean=False),
         {**RUNNING, "advantage_estimator": "reinforce"},
@@ -146,7 +154,12 @@ OPTIONS = {
         experience_reads(turn_credit="last"),
         {"gamma": 0.5, "turn_credit": "discounted", "advantage_estimator": "reinforce++"},
     ),
+    "gradients are not clipped": (strategy_reads(max_norm=0.0), {"max_norm": 0.05}),
+    "other betas": (strategy_reads(adam_betas=(0.9, 0.999)), {}),
+    "no weight decay": (strategy_reads(l2=0.0), {"l2": 0.1}),
     "another rate of the actor": (strategy_reads(actor_learning_rate=2e-2), {}),
+    "another rate of the critic": (strategy_reads(critic_learning_rate=2e-3), CRITIC),
+    "no warm-up": (strategy_reads(lr_warmup_ratio=0.0), {"lr_warmup_ratio": 0.5}),
     "a constant rate": (strategy_reads(lr_scheduler="constant"), {"lr_scheduler": "linear"}),
     "another end of the rate": (strategy_reads(min_lr_ratio=0.9), {}),
     "a KL weight that follows a target": (
@@ -156,6 +169,10 @@ OPTIONS = {
     "a KL weight that follows no target": (
         memory_reads(kl_target=None),
         {**KL_REWARD, "kl_target": 1e-4, "kl_horizon": 20, "steps": 3, "linked": True},
+    ),
+    "a KL weight that follows another target": (
+        memory_reads(kl_target=1e-4),
+        {**KL_LOSS, "kl_target": 1e4, "kl_horizon": 20, "steps": 3, "linked": True},
     ),
     "a KL weight of another horizon": (
         memory_reads(kl_horizon=80),
@@ -208,6 +225,10 @@ SIZES = {
         {"steps": 2},
     ),
     "half of each batch": (calls(updates.PolicyUpdate, "policy_step", with_own_rows), {}),
+    "half of the critic's batch": (
+        calls(updates.PolicyUpdate, "value_step", with_own_rows),
+        CRITIC,
+    ),
     "a micro batch of all rows": (
         calls(
             updates.PolicyUpdate,
@@ -380,3 +401,7 @@ def test_a_wrong_decision_is_found(name, micro_model, tmp_path, monkeypatch):
         for step in recorded_steps(tmp_path)[:-1]:
             shutil.rmtree(step_folder(tmp_path, step))
     assert audit_step(tmp_path).first_difference is not None
+
+
+def test_there_are_enough_wrong_decisions():
+    assert len(FAULTS) >= 50

@@ -5,7 +5,6 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from typing import Protocol, Self, TypeVar, cast, overload
 
 import numpy as np
@@ -111,7 +110,8 @@ class DistributedContext:
         world_group: Ranks that train together; None is all ranks, `ALONE` this process.
 
     Attributes:
-        device: Device of this rank.
+        device: Device of this rank; the CPU before `start`.
+        computes_in_bf16: Whether forward and backward passes are in bfloat16.
         world_size: Ranks that train together.
         sp_mesh, sp_group, dp_group: The mesh dp x sp, the ranks that share a sequence and one rank
             of each data-parallel group; None without sequence parallelism.
@@ -124,7 +124,7 @@ class DistributedContext:
     def __init__(self, config: MachineOptions, world_group: Group) -> None:
         self.config = config
         self.world_group = world_group
-        self.device = torch.device("cpu")
+        self._compute_on(torch.device("cpu"))
         self.world_size = 1
         self.sp_mesh: DeviceMesh | None = None
         self.sp_group: ProcessGroup | None = None
@@ -171,15 +171,14 @@ class DistributedContext:
         """Whether this rank computes on a GPU."""
         return self.device.type == "cuda"
 
-    @cached_property
-    def computes_in_bf16(self) -> bool:
-        """Whether forward and backward passes are in bfloat16."""
-        return self.config.computes_in_bf16(has_gpu=self.has_gpu)
-
     @property
     def compute_dtype(self) -> torch.dtype:
         """Type of forward and backward passes."""
         return torch.bfloat16 if self.computes_in_bf16 else torch.float32
+
+    def _compute_on(self, device: torch.device) -> None:
+        self.device = device
+        self.computes_in_bf16 = self.config.computes_in_bf16(has_gpu=self.has_gpu)
 
     def start(self, timeout: timedelta | None, num_gpu_per_node: int | None) -> None:
         """Start the process group and divide the ranks; see `StrategyBase.setup_distributed`."""
@@ -187,8 +186,8 @@ class DistributedContext:
         seed_generators(config.seed)
         gpus = torch.cuda.device_count() if num_gpu_per_node is None else num_gpu_per_node
         config.local_rank = process_groups.resolve_local_rank(config.local_rank, gpus)
-        self.device = process_groups.resolve_device(
-            config.local_rank, devices_shared=config.devices_shared
+        self._compute_on(
+            process_groups.resolve_device(config.local_rank, devices_shared=config.devices_shared)
         )
         if self.has_gpu:
             torch.cuda.set_device(self.device)

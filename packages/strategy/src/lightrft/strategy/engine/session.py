@@ -134,10 +134,8 @@ class EngineSession:
         )
         self.num_calls = 0
         self._work = GenerationWork()
-        self._engine: RolloutEngine | None = None
-        self._has_adapters: bool | None = None  # not asked yet
+        self.engine = None
         self._next_request_id = 0
-        self.weight_sync: WeightSync | None = None
         self.last_weight_sync: WeightSyncReport | None = None
 
     @property
@@ -148,8 +146,8 @@ class EngineSession:
     @engine.setter
     def engine(self, engine: RolloutEngine | None) -> None:
         self._engine = engine
-        self._has_adapters = None
-        self.weight_sync = None
+        self._has_adapters: bool | None = None  # not asked yet
+        self.weight_sync: WeightSync | None = None
 
     @property
     def running(self) -> RolloutEngine:

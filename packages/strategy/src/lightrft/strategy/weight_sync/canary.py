@@ -304,8 +304,8 @@ def compute_dtypes(
         dtype: Type of the trainer's passes.
         engine, source: Weights of both sides.
     """
-    stored = {parameter.dtype for parameter in engine.parameter_manifest()}
-    return frozenset({dtype, *stored, *(each.local_shard.dtype for each in source.parameters())})
+    stored = (each.dtype for each in engine.parameter_manifest())
+    return frozenset((dtype, *stored, *(each.local_shard.dtype for each in source.parameters())))
 
 
 def score_with_actor(

@@ -423,14 +423,12 @@ class _AgentRun:
         return num_open == num_waiting
 
     def _take(self, event: object) -> None:
-        if isinstance(event, WaitingCall):
-            if event.holder.is_open:  # otherwise the call is from an earlier step
-                self.waiting.append(event)
-            return
         if isinstance(event, int):
             self.all_episodes[event].restart()
         elif isinstance(event, AgentEnd):
             self._end(self.all_episodes[event.number], event)
+        elif isinstance(event, WaitingCall) and event.holder.is_open:  # else of an earlier step
+            self.waiting.append(event)
 
     def _end(self, episode: AgentEpisode, end: AgentEnd) -> None:
         if not episode.is_open:
