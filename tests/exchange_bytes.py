@@ -9,6 +9,8 @@ COMPONENT_BYTES = 8
 MESSAGE_BYTES = 40
 EVIDENCE_ROW_BYTES = 90
 EVIDENCE_CALL_BYTES = 70
+# What all ranks know of a group in flight.
+GROUP_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ def predict_exchange(
     world_size: int,
     sp_size: int = 1,
     ledger_gate: bool = True,
+    num_open_groups: float = 0.0,
 ) -> ExchangeBytes:
     """The mean over ranks of what `exchange`, `deliver_rows` and `deliver_evidence` move.
 
@@ -71,6 +74,7 @@ def predict_exchange(
         world_size: Ranks.
         sp_size: Ranks that train the same samples.
         ledger_gate: Whether evidence moves.
+        num_open_groups: Of streaming rollouts, which tell all ranks of them three times.
     """
     moved = (world_size - 1) / world_size
     trained = samples.count * sp_size / world_size
@@ -81,7 +85,7 @@ def predict_exchange(
     evidence += EVIDENCE_ROW_BYTES + EVIDENCE_CALL_BYTES * samples.num_turns
     rows = samples.count * (ROW_BYTES + COMPONENT_BYTES) + world_size * MESSAGE_BYTES
     return ExchangeBytes(
-        rows=moved * rows,
+        rows=moved * (rows + 3 * GROUP_BYTES * num_open_groups),
         tokens=moved * trained * tokens,
         evidence=moved * trained * evidence if ledger_gate else 0.0,
     )

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.exchange_bytes import StepSamples, predict_exchange
 from tests.records.exchange_cases import ThreadWorld
 
 from lightrft.config import TrainConfig
@@ -15,6 +16,7 @@ from lightrft.engines.ledger import Ledger, LedgerEntry, hash_context
 from lightrft.engines.types import Completion, SamplingParams
 from lightrft.experience.ledger_gate import rebuild
 from lightrft.experience.minibatches import plan_minibatches
+from lightrft.records.columns import COLUMNS
 from lightrft.records.table import deliver_rows, tabulate
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.in_flight import from_parts, to_bytes
@@ -206,3 +208,36 @@ def test_what_is_trained_does_not_depend_on_the_number_of_ranks():
     for world_size in (2, 4):
         assert trained(run_rounds(world_size, num_wanted=8, saves=(2,))) == one
     assert trained(run_rounds(1, num_wanted=8, chunk=100)) != one  # the comparison can tell
+
+
+@pytest.mark.parametrize(("world_size", "tokens"), [(64, 4096), (512, 16_000)])
+def test_at_scale_open_rows_cost_little(world_size, tokens):
+    samples = StepSamples(8192, 200, tokens, num_turns=4)
+    found = predict_exchange(samples, world_size=world_size, num_open_groups=2 * 8192 // 8)
+    trained_bytes = 8192 / world_size * samples.token_bytes
+    assert found.rows + found.tokens <= 1.3 * trained_bytes
+    assert found.total <= 1.3 * 2 * trained_bytes
+
+
+@pytest.mark.full
+def test_the_predicted_bytes_are_the_measured_ones():
+    ranks = run_rounds(4, num_wanted=32)
+    tables = [entry[0] for found in ranks for entry in found]
+    count, num_rounds = sum(map(len, tables)), len(ranks[0])
+    responses = sum(int(table.response_lengths.sum()) for table in tables) / count
+    turns = np.mean([len(set(v)) for found in trained(ranks) for _, (_, _, v) in found])
+    samples = StepSamples(count // num_rounds, 100, responses, num_turns=turns)
+    found = predict_exchange(samples, world_size=4, num_open_groups=48)
+    measured = np.mean([[entry[1] for entry in found] for found in ranks])
+    assert measured == pytest.approx(found.total, rel=0.1)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_runs_end_where_their_values_end(count):
+    column = COLUMNS["token_versions"]
+    values = np.array([3, 3, -1, 2, 2, 2, 9], np.int32)[:count]
+    data = column.to_wire(values) + b"\xff\x01" * 9
+    found, rest = column.from_wire(memoryview(data), count)
+    assert found.dtype == np.int32
+    assert found.tolist() == values.tolist()
+    assert bytes(rest) == b"\xff\x01" * 9
