@@ -1,10 +1,8 @@
 """A server on the loopback interface whose answers are a function of what it is asked."""
 
-from __future__ import annotations
-
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -12,7 +10,7 @@ Answer = Callable[[str, dict[str, str], bytes], tuple[int, object]]
 
 
 @contextmanager
-def answering(answer: Answer) -> Iterator[str]:
+def answering(answer):
     """Yield the address of a server.
 
     Args:
@@ -23,10 +21,10 @@ def answering(answer: Answer) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version, wbufsize = "HTTP/1.1", -1
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, *_):
             pass
 
-        def do_POST(self) -> None:
+        def do_POST(self):
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
             status, content = answer(self.path, dict(self.headers.items()), body)
             content = content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -41,7 +39,7 @@ def answering(answer: Answer) -> Iterator[str]:
     class Server(ThreadingHTTPServer):
         daemon_threads = True
 
-        def handle_error(self, *_: object) -> None:
+        def handle_error(self, *_):
             """The client may give up."""
 
     with Server(("127.0.0.1", 0), Handler) as server:

@@ -3,10 +3,7 @@
 `benchmarks/peers` and `benchmarks/pretrained` have them, too: each conftest there imports this one.
 """
 
-from __future__ import annotations
-
 import os
-from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -22,20 +19,20 @@ if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+def pytest_addoption(pluginmanager):
     """Register the hooks once, whichever folders a run of the tests collects."""
     if not pluginmanager.has_plugin(hooks.__name__):
         pluginmanager.register(hooks, hooks.__name__)
 
 
 @pytest.fixture(scope="session")
-def repository() -> Path:
+def repository():
     """Root of the working tree."""
     return REPOSITORY
 
 
 @pytest.fixture(scope="session")
-def test_data() -> Path:
+def test_data():
     """Folder with real data sets; tests that need it skip without it."""
     folder = Path(os.environ.get("LIGHTRFT_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
     if not folder.is_dir():
@@ -44,7 +41,7 @@ def test_data() -> Path:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+def own_cache(tmp_path_factory):
     """What runs remember of media; uv keeps its own, which is large."""
     usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     os.environ.setdefault("UV_CACHE_DIR", str(usual / "uv"))
@@ -52,7 +49,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
+def one_thread():
     """Two tests on one machine must not fight for cores, and sums must not depend on them."""
     import torch
 
@@ -60,10 +57,10 @@ def one_thread() -> None:
 
 
 @pytest.fixture
-def told() -> Generator[list[str], None, None]:
+def told():
     """Lines that this process tells a run's console, details among them."""
     from lightrft.strategy.distributed.console_sink import console_sink
 
-    lines: list[str] = []
+    lines = []
     with console_sink(lambda text, _: lines.append(text)):
         yield lines

@@ -31,7 +31,7 @@ class StepSamples:
     num_turns: float = 1.0
 
     @property
-    def token_bytes(self) -> float:
+    def token_bytes(self):
         """Of one sample's ids and logprobs."""
         return 4 * (self.prompt_tokens + 2 * self.response_tokens)
 
@@ -51,19 +51,19 @@ class ExchangeBytes:
     evidence: float
 
     @property
-    def total(self) -> float:
+    def total(self):
         """All of them."""
         return self.rows + self.tokens + self.evidence
 
 
 def predict_exchange(
-    samples: StepSamples,
+    samples,
     *,
-    world_size: int,
-    sp_size: int = 1,
-    ledger_gate: bool = True,
-    num_open_groups: float = 0.0,
-) -> ExchangeBytes:
+    world_size,
+    sp_size=1,
+    ledger_gate=True,
+    num_open_groups=0.0,
+):
     """The mean over ranks of what `exchange`, `deliver_rows` and `deliver_evidence` move.
 
     A sample is trained on a rank that has nothing to do with where it was sampled, so 1 of

@@ -1,7 +1,5 @@
 """The readers of the program's files, with valid files for each."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

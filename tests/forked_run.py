@@ -1,7 +1,5 @@
 """Runs whose ranks are forked from a process that has imported everything."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,11 +1,8 @@
 """Hooks of every test: shards, tiers, time limits, and reasons for which a test is skipped."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import os
-from collections.abc import Generator
 
 import pytest
 import pytest_timeout
@@ -21,11 +18,11 @@ PROCESS_GROUP = (
 )
 
 
-def _has(package: str) -> bool:
+def _has(package):
     return importlib.util.find_spec(package) is not None
 
 
-def _missing(marker: str) -> str | None:
+def _missing(marker):
     """Why tests with this marker cannot run here, or None if they can."""
     if marker == "gpu":
         import torch
@@ -38,29 +35,29 @@ def _missing(marker: str) -> str | None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> object:
+def pytest_timeout_set_timer(item, settings):
     """The time limit of a test, longer where the machine is busy."""
     limit = machine.seconds(settings.timeout)
     return pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=limit))
 
 
 # Seconds of tests that are quick and take long, by the speed of this machine.
-LONG: dict[str, float] = {}
+LONG = {}
 # File of every collected test, whether it is slow, and its shard.
 COLLECTED = pytest.StashKey[list[tuple[str, bool, str | None]]]()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption("--shard", help="only tests of this shard: .ci/slow lists them")
 
 
-def shard_of(item: pytest.Item) -> str | None:
+def shard_of(item):
     marker = item.get_closest_marker("shard")
     return None if marker is None else marker.args[0]
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Takes a shard's tests, and skips those whose hardware or package is missing."""
     tiers.mark_long_tables(items)
     config.stash[COLLECTED] = [
@@ -82,7 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+def pytest_runtest_protocol(item):
     """A command in this process names its process group; later tests start without one.
 
     Around the test's fixtures of every scope, which a fixture of a function would not be.
@@ -98,13 +95,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
                 os.environ[name] = value
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     # Modules and collected tests live to the end: collections need not walk a million objects.
     gc.collect()
     gc.freeze()
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+def pytest_runtest_logreport(report):
     """Notes tests that are quick by their markers and take long."""
     # Those of an engine or a GPU are no part of the quick command.
     others = {"full", "slow", "vllm", "sglang", "gpu"}
@@ -114,13 +111,13 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             LONG[report.nodeid] = report.duration / machine.slowness()
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session):
     """Fails a run of the tests with a quick one that takes far too long."""
     if max(LONG.values(), default=0.0) > tiers.MOST_SECONDS and session.exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter):
     """Names quick tests that take long."""
     for name, seconds in sorted(LONG.items(), key=lambda item: -item[1]):
         verb = "must" if seconds > tiers.MOST_SECONDS else "may have to"
@@ -131,6 +128,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session")
-def collected(pytestconfig: pytest.Config) -> list[tuple[str, bool, str | None]]:
+def collected(pytestconfig):
     """Return the file of every collected test, whether it is slow, and its shard."""
     return pytestconfig.stash[COLLECTED]

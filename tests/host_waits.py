@@ -1,7 +1,5 @@
 """Counts of how often the host would wait for a device, found on a processor."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import torch

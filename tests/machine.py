@@ -4,13 +4,10 @@ A test that waits says for how long on a machine of which it has a processor to 
 `seconds(nominal)`. Processes that tests start take over the factor by the environment.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 # Read by `tests.ranks`, too.
 FACTOR = "LIGHTRFT_TEST_TIME_FACTOR"
@@ -19,7 +16,7 @@ _JOB = "import asyncio, json, email.message; sum(i * i for i in range(300_000))"
 _JOB_SECONDS = 0.15
 
 
-def _measure() -> float:
+def _measure():
     begin = time.monotonic()
     subprocess.run([sys.executable, "-I", "-c", _JOB], check=True)
     return (time.monotonic() - begin) / _JOB_SECONDS
@@ -28,23 +25,23 @@ def _measure() -> float:
 _measured = float(os.environ[FACTOR]) if FACTOR in os.environ else max(1.0, _measure())
 
 
-def slowness() -> float:
+def slowness():
     """How much longer than alone a process takes now, at least 1."""
     waiting = os.getloadavg()[0] / len(os.sched_getaffinity(0))
     return max(_measured, waiting)
 
 
-def publish() -> None:
+def publish():
     """Lets processes that are started from now on scale their deadlines."""
     os.environ[FACTOR] = f"{slowness():.2f}"
 
 
-def seconds(nominal: float) -> float:
+def seconds(nominal):
     """A deadline that takes `nominal` seconds where nothing else runs."""
     return nominal * slowness()
 
 
-def wait_until(condition: Callable[[], object], nominal: float = 60.0) -> bool:
+def wait_until(condition, nominal=60.0):
     """Whether the condition came true in time."""
     limit = time.monotonic() + seconds(nominal)
     while not condition():
@@ -54,7 +51,7 @@ def wait_until(condition: Callable[[], object], nominal: float = 60.0) -> bool:
     return True
 
 
-def run_program(*words: object, limit: float = 240.0, code: int = 0, **environment: str):
+def run_program(*words, limit=240.0, code=0, **environment):
     """Run a program to its end, which has to be this exit status; return what it wrote.
 
     Args:
@@ -75,6 +72,6 @@ def run_program(*words: object, limit: float = 240.0, code: int = 0, **environme
     return done
 
 
-def run_python(program: str, **how):
+def run_python(program, **how):
     """Run a program of Python as `run_program` does."""
     return run_program(sys.executable, "-c", program, **how)

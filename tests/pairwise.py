@@ -1,7 +1,5 @@
 """Few choices among all combinations of options, in which every pair of values occurs."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

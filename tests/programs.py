@@ -1,7 +1,5 @@
 """Programs that tests start and wait for."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -10,10 +10,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
 from lightrft.engines.process_state import replaced_environment
@@ -26,14 +24,14 @@ class RankFailure(RuntimeError):
     """A rank raised, died or did not finish in time; the message has every rank's traceback."""
 
 
-def find_free_port() -> int:
+def find_free_port():
     """A TCP port that nobody listens on at this moment."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
-def _load_function(file: str, qualified_name: str) -> Callable[..., object]:
+def _load_function(file, qualified_name):
     """Loads a module from its file: tests are no packages, so they have no importable name."""
     name = f"_rank_function_{abs(hash(file))}"
     module = sys.modules.get(name)
@@ -44,7 +42,7 @@ def _load_function(file: str, qualified_name: str) -> Callable[..., object]:
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)
-    found: object = module
+    found = module
     for part in qualified_name.split("."):
         found = inspect.getattr_static(found, part)
     if not callable(found):
@@ -52,7 +50,7 @@ def _load_function(file: str, qualified_name: str) -> Callable[..., object]:
     return found
 
 
-def _fork_server() -> ForkServerContext:
+def _fork_server():
     """Starts ranks by forking a process that has imported torch and never started a thread."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
@@ -62,12 +60,12 @@ def _fork_server() -> ForkServerContext:
 
 
 def _run_rank(
-    environment: dict[str, str],
-    function: tuple[str, str],
-    args: tuple[object, ...],
-    reply: Connection,
-    outputs: tuple[Connection, ...],
-) -> None:
+    environment,
+    function,
+    args,
+    reply,
+    outputs,
+):
     gc.freeze()  # what the server has imported is no garbage: collections need not walk it
     # The server keeps the environment, the output and the errors with which it was started.
     os.environ.clear()
@@ -92,17 +90,15 @@ def _run_rank(
             dist.destroy_process_group()
 
 
-def _collect(
-    processes: Sequence[ForkServerProcess], replies: Sequence[Connection], deadline: float
-) -> tuple[dict[int, object], dict[int, str]]:
-    results: dict[int, object] = {}
-    failures: dict[int, str] = {}
+def _collect(processes, replies, deadline):
+    results = {}
+    failures = {}
     waiting = dict(enumerate(replies))
     grace = deadline
     while waiting and time.monotonic() < min(deadline, grace):
         by_connection = {connection: rank for rank, connection in waiting.items()}
         for connection in multiprocessing.connection.wait(list(by_connection), timeout=0.2):
-            rank = by_connection[connection]  # type: ignore[index]
+            rank = by_connection[connection]
             del waiting[rank]
             try:
                 is_ok, value = pickle.loads(replies[rank].recv_bytes())
@@ -121,7 +117,7 @@ def _collect(
     return results, failures
 
 
-def _launcher_environment(world_size: int) -> dict[str, str]:
+def _launcher_environment(world_size):
     return {
         **os.environ,
         "WORLD_SIZE": str(world_size),
@@ -133,12 +129,12 @@ def _launcher_environment(world_size: int) -> dict[str, str]:
 
 
 def run_multiprocess(
-    fn: Callable[..., object],
-    world_size: int,
+    fn,
+    world_size,
     *,
-    timeout_seconds: float = 60.0,
-    args: tuple[object, ...] = (),
-) -> list[object]:
+    timeout_seconds=60.0,
+    args=(),
+):
     """Runs `fn(rank, world_size, *args)` in `world_size` new processes.
 
     Each gets the caller's environment with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
@@ -177,7 +173,7 @@ def run_multiprocess(
     ]
     slowness = float(os.environ.get("LIGHTRFT_TEST_TIME_FACTOR", "1"))
     deadline = time.monotonic() + slowness * timeout_seconds
-    failures: dict[int, str] | None = None
+    failures = None
     try:
         for process in processes:
             process.start()
@@ -195,7 +191,7 @@ def run_multiprocess(
     return [results[rank] for rank in range(world_size)]
 
 
-def _rank_failure(name: str, failures: dict[int, str], world_size: int) -> RankFailure:
+def _rank_failure(name, failures, world_size):
     parts = [f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items())]
     first = f"{name} failed on {len(failures)} of {world_size} ranks"
     return RankFailure("\n".join([first, *parts]))

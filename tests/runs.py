@@ -7,8 +7,6 @@ A test writes inputs, says what is different in its run, and looks at what the r
     assert steps(tmp_path / "run")[-1]["kl"] > 0
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from contextlib import contextmanager, nullcontext

@@ -1,10 +1,8 @@
 """A teacher on the loopback interface that answers as vLLM does, and may be made to fail."""
 
-from __future__ import annotations
-
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -32,10 +30,10 @@ class Served:
     lock: threading.Lock = field(default_factory=threading.Lock)
     url: str = ""
 
-    def answer(self, question: dict, number: int) -> dict:
+    def answer(self, question, number):
         ids, k = question["prompt"], question["prompt_logprobs"]
         logprobs = self.logits(ids).double().log_softmax(-1)
-        entries: list = [None]
+        entries = [None]
         for place in range(1, len(ids)):
             row = logprobs[place - 1]
             chosen = [*row.topk(k).indices.tolist(), ids[place]]
@@ -49,8 +47,8 @@ class Served:
 
 
 @contextmanager
-def serving(served: Served) -> Iterator[Served]:
-    def answer(path: str, headers: dict[str, str], body: bytes) -> tuple[int, object]:
+def serving(served):
+    def answer(path, headers, body):
         question = json.loads(body)
         with served.lock:
             number = len(served.asked)

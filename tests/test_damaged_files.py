@@ -4,8 +4,6 @@ The readers are the rows of `READERS` in file_readers.py. Each is given mutation
 a process of its own, whose memory is limited.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json
@@ -17,7 +15,6 @@ import shutil
 import signal
 import stat
 import traceback
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -195,7 +192,7 @@ def problem_of(reader, folder):
 
 
 @contextmanager
-def limit(nominal: float) -> Iterator[None]:
+def limit(nominal):
     def stop(number, frame):
         raise TimeoutError("too slow")
 

@@ -1,7 +1,5 @@
 """Each package can be published: licence, versions that fit, types for whoever installs it."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path
@@ -17,12 +15,12 @@ PROJECTS = {
 WHOLE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def modules_of(name: str) -> list[Path]:
+def modules_of(name):
     return [path.parent for path in (ROOT / "packages" / name).glob("src/lightrft/*/__init__.py")]
 
 
 @pytest.mark.parametrize("name", PROJECTS)
-def test_it_brings_its_licence_and_says_what_it_is(name: str) -> None:
+def test_it_brings_its_licence_and_says_what_it_is(name):
     project = PROJECTS[name]["project"]
     assert project["license-files"] == ["LICENSE"]
     for path in ("LICENSE", f"packages/{name}/LICENSE"):
@@ -33,7 +31,7 @@ def test_it_brings_its_licence_and_says_what_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROJECTS)
-def test_it_asks_for_members_of_its_own_version(name: str) -> None:
+def test_it_asks_for_members_of_its_own_version(name):
     versions = {each["project"]["version"] for each in PROJECTS.values()}
     (version,) = versions
     project = PROJECTS[name]["project"]
@@ -42,7 +40,7 @@ def test_it_asks_for_members_of_its_own_version(name: str) -> None:
     assert asked or name == "kernels"
 
 
-def test_the_whole_brings_every_member_and_every_extra() -> None:
+def test_the_whole_brings_every_member_and_every_extra():
     version = PROJECTS["trainer"]["project"]["version"]
     assert (WHOLE["name"], WHOLE["version"]) == ("lightrft", version)
     assert WHOLE["dependencies"] == [f"lightrft-trainer=={version}"]
@@ -60,7 +58,7 @@ def test_the_whole_brings_every_member_and_every_extra() -> None:
 
 
 @pytest.mark.parametrize("name", PROJECTS)
-def test_its_modules_are_all_named_and_typed(name: str) -> None:
+def test_its_modules_are_all_named_and_typed(name):
     modules = modules_of(name)
     assert modules
     for module in modules:

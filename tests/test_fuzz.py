@@ -4,8 +4,6 @@
 sets it high.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

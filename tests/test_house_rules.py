@@ -1,7 +1,5 @@
 """Rules about the source that no linter knows."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache
@@ -13,12 +11,12 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(ROOT.glob("packages/*/src/lightrft/**/*.py"))
 
 
-def _name(path: Path) -> str:
+def _name(path):
     return str(path.relative_to(ROOT))
 
 
 @cache
-def _tree(path: Path) -> ast.Module:
+def _tree(path):
     return ast.parse(path.read_text())
 
 
@@ -76,11 +74,11 @@ PUBLISHED |= {"_schema", "_parameters", "_buffers", "_repr_html_"}
 BY_TEXT = {"setattr", "getattr", "delattr", "patch", "object", "wrap", "calls"}
 
 
-def _is_private(name: str) -> bool:
+def _is_private(name):
     return name.startswith("_") and not name.startswith("__") and name != "_"
 
 
-def _private_names() -> set[str]:
+def _private_names():
     """Private names that our packages define: of definitions, variables, and attributes of self."""
     names = set()
     for node in (node for path in SOURCES for node in ast.walk(_tree(path))):
@@ -92,7 +90,7 @@ def _private_names() -> set[str]:
     return set(filter(_is_private, names)) - PUBLISHED
 
 
-def _private_uses(node: ast.AST, names: set[str]) -> list[str]:
+def _private_uses(node, names):
     """Private names of ours that a node of a test imports, reads, or names by a text."""
     match node:
         case ast.ImportFrom(module=str(module)) if module.startswith("lightrft"):

@@ -1,7 +1,5 @@
 """No module needs itself: imports form no circle, those for type checkers included."""
 
-from __future__ import annotations
-
 import ast
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -11,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def modules_of(root: Path) -> dict[str, Path]:
+def modules_of(root):
     found = {}
     for source in sorted(root.glob("packages/*/src")):
         for path in sorted(source.glob("lightrft/**/*.py")):
@@ -20,7 +18,7 @@ def modules_of(root: Path) -> dict[str, Path]:
     return found
 
 
-def imports_of(tree: ast.Module, known: set[str]) -> set[str]:
+def imports_of(tree, known):
     """Modules that a file names in any import statement, also inside functions."""
     found = set()
     for node in ast.walk(tree):
@@ -33,7 +31,7 @@ def imports_of(tree: ast.Module, known: set[str]) -> set[str]:
     return found & known
 
 
-def circle(graph: dict[str, set[str]]) -> list[str]:
+def circle(graph):
     """Return modules that need each other in a circle, if there are any."""
     try:
         TopologicalSorter(graph).prepare()
@@ -42,7 +40,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def graph_of(root: Path) -> dict[str, set[str]]:
+def graph_of(root):
     modules = modules_of(root)
     known = set(modules)
     return {

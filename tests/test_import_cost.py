@@ -1,7 +1,5 @@
 """Importing any part of lightrft needs neither a GPU nor an optional package."""
 
-from __future__ import annotations
-
 import pytest
 from tests.programs import run_python
 

@@ -1,7 +1,5 @@
 """The lock file can be used by anybody: it names the public index only."""
 
-from __future__ import annotations
-
 import re
 from urllib.parse import urlsplit
 

@@ -1,7 +1,5 @@
 """Measures of the code stay within the accepted values, and a worse tree is found."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import sys
@@ -27,7 +25,7 @@ CLEAN = {
 }
 
 
-def tree(root: Path, **changed: str) -> dict[str, int]:
+def tree(root, **changed):
     """Values of a small tree in which some files are others."""
     for name, text in (CLEAN | changed).items():
         path = root / "packages/trainer/src/lightrft" / name
@@ -36,7 +34,7 @@ def tree(root: Path, **changed: str) -> dict[str, int]:
     return measures.measure(root)
 
 
-def values(found) -> dict[str, int]:
+def values(found):
     return {name: each.value for name, each in found.items()}
 
 

@@ -1,7 +1,5 @@
 """Measures of prose stay within the accepted values, and worse prose is counted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from scripts import measure_words as measures
@@ -20,7 +18,7 @@ def size(rows):
 '''
 
 
-def values(root: Path, source: str) -> dict[str, int]:
+def values(root, source):
     path = root / "packages/trainer/src/lightrft/rows.py"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(source)

@@ -4,8 +4,6 @@ A module that reads a file in another way stands in a table here: with the reade
 that damages what it reads, or with the reason for which nobody else writes it.
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,15 +1,12 @@
 """Rules by stages: a cell is the test of a rule in a stage, or the reason why none applies."""
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable
 
 import pytest
 from tests.rules import dropout, ends, messages, texts, vocabulary
-from tests.rules.stages import PENDING, STAGES, Cell
+from tests.rules.stages import PENDING, STAGES
 
-RULES: dict[str, dict[str, Cell]] = {
+RULES = {
     "dropout is off while scoring and updating": dropout.CELLS,
     "responses end at every declared end": ends.CELLS,
     "prompts do not end in the end of a text": texts.OPEN_PROMPTS,
@@ -34,14 +31,12 @@ TESTS = [
 
 
 @pytest.mark.parametrize(("stage", "cell"), TESTS)
-def test_a_rule_holds_in_a_stage(
-    request: pytest.FixtureRequest, stage: str, cell: Callable[..., None]
-) -> None:
+def test_a_rule_holds_in_a_stage(request, stage, cell):
     names = inspect.signature(cell).parameters
     cell(**{name: stage if name == "stage" else request.getfixturevalue(name) for name in names})
 
 
-def test_every_cell_is_a_test_or_a_sentence() -> None:
+def test_every_cell_is_a_test_or_a_sentence():
     for rule, row in RULES.items():
         assert tuple(row) == STAGES, rule
         for stage, cell in row.items():
@@ -50,7 +45,7 @@ def test_every_cell_is_a_test_or_a_sentence() -> None:
                 assert is_sentence, f"{rule}, {stage}: {cell!r}"
 
 
-def test_no_cell_is_pending() -> None:
+def test_no_cell_is_pending():
     pending = [
         f"{rule}: {stage}" for rule, row in RULES.items() for stage in row if row[stage] == PENDING
     ]

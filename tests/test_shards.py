@@ -1,7 +1,5 @@
 """Slow tests and the shards in which `.ci/slow` runs them."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

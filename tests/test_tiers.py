@@ -1,7 +1,5 @@
 """The quick tests cover each long table, and a fault of the table is told which test found it."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from functools import partial

@@ -5,10 +5,7 @@ of a table that its cover leaves out; `cover(2)` marks a table of long cases of 
 `.ci/run` runs both, the quick ones first.
 """
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Iterator, Sequence
 from hashlib import blake2s
 
 import pytest
@@ -18,13 +15,13 @@ QUICK_SECONDS = 5.0  # a quick test on a core that nothing else uses
 MOST_SECONDS = 30.0  # above it a run of the tests fails: no noise makes it six times as long
 
 
-def mark_long_tables(items: Sequence[pytest.Item]) -> None:
+def mark_long_tables(items):
     """Mark the cases of long tables as full, but for those of a cover.
 
     Args:
         items: Collected tests; those that are slow or full already do not count.
     """
-    tables: dict[object, list[pytest.Item]] = {}
+    tables = {}
     for item in items:
         if item.get_closest_marker("slow") or item.get_closest_marker("full"):
             continue
@@ -42,7 +39,7 @@ def mark_long_tables(items: Sequence[pytest.Item]) -> None:
                     item.add_marker(pytest.mark.full)
 
 
-def cover(names: Sequence[str], indices: Sequence[dict[str, int]]) -> Iterator[int]:
+def cover(names, indices):
     """Yield the places of cases, those first that have most values which no earlier one has.
 
     Args:
@@ -51,7 +48,7 @@ def cover(names: Sequence[str], indices: Sequence[dict[str, int]]) -> Iterator[i
         indices: For each case, the place of each parameter's value.
     """
     left = sorted(range(len(names)), key=lambda place: blake2s(names[place].encode()).digest())
-    seen: set[tuple[str, int]] = set()
+    seen = set()
     while left:
         best = max(left, key=lambda place: len(indices[place].items() - seen))
         left.remove(best)

@@ -1,7 +1,5 @@
 """What an update of a policy is computed from: rows of samples, and a policy that is a table."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

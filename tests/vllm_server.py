@@ -1,7 +1,5 @@
 """The real server of vLLM on the loopback interface."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -10,8 +8,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from tests.machine import seconds
@@ -27,12 +23,12 @@ ENVIRONMENT = {
 }
 
 
-def free_port() -> int:
+def free_port():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
-def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+def wait_for(url, server, log):
     ends = time.monotonic() + seconds(START_SECONDS)
     while server.poll() is None and time.monotonic() < ends:
         with (
@@ -46,7 +42,7 @@ def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
 
 
 @contextlib.contextmanager
-def serving_model(model: Path, name: str) -> Iterator[str]:
+def serving_model(model, name):
     """The address of a server with a model."""
     port, log = free_port(), model.parent / "server.log"
     command = [

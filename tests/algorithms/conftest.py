@@ -1,7 +1,5 @@
 """The worked example of the losses, and random ragged batches."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,12 +7,12 @@ import pytest
 import torch
 
 
-def _tensor(rows: list[list[float]]) -> torch.Tensor:
+def _tensor(rows):
     return torch.tensor(rows, dtype=torch.float64)
 
 
 @pytest.fixture
-def worked() -> SimpleNamespace:
+def worked():
     """Two rows of 4 and 2 tokens in float64; padding holds values that must not matter."""
     nan, inf = float("nan"), float("inf")
     return SimpleNamespace(
@@ -31,7 +29,7 @@ def worked() -> SimpleNamespace:
 def ragged():
     """`ragged(seed, rows, width)`: random signed numpy arrays, holes in the mask, an empty row."""
 
-    def make(seed: int, *, rows: int = 5, width: int = 9) -> SimpleNamespace:
+    def make(seed, *, rows=5, width=9):
         rng = np.random.default_rng(seed)
         lengths = rng.integers(1, width + 1, size=rows)
         mask = np.arange(width)[None] < lengths[:, None]

@@ -9,8 +9,6 @@ with new, old, advantages, mask all [rows, tokens]; hyper-parameters default to 
 a paper leaves one open, to the value named beside it). Rows without tokens do not count.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Advantage estimators: loops over groups, properties of groups, whitening once over all ranks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -28,7 +26,7 @@ TRAITS = {
 GROUP_ESTIMATORS = [name for name, traits in TRAITS.items() if traits.needs_groups]
 
 
-def _inputs(rewards, groups=None, lengths=None, **more) -> RowAdvantageInputs:
+def _inputs(rewards, groups=None, lengths=None, **more):
     n = len(rewards)
     return RowAdvantageInputs(
         rewards=torch.tensor(rewards, dtype=torch.float64),
@@ -38,7 +36,7 @@ def _inputs(rewards, groups=None, lengths=None, **more) -> RowAdvantageInputs:
     )
 
 
-def _estimate(name: str, inputs: RowAdvantageInputs, options=None) -> torch.Tensor:
+def _estimate(name, inputs, options=None):
     return estimate_row_advantages(build_advantage_estimator(name, options or {}), inputs)
 
 
@@ -83,7 +81,7 @@ BY_ROW = [
 
 
 @pytest.mark.parametrize(("name", "options", "of_row"), BY_ROW)
-def test_advantages_of_rows_equal_a_loop_over_groups(name: str, options, of_row) -> None:
+def test_advantages_of_rows_equal_a_loop_over_groups(name, options, of_row):
     """Groups are interleaved; group 3 is constant, group 4 has one score, some rows have none."""
     rng = np.random.default_rng(5)
     groups = rng.permutation(np.repeat([7, 3, 90, -2, 5, 11], 4))
@@ -110,24 +108,24 @@ def test_advantages_of_rows_equal_a_loop_over_groups(name: str, options, of_row)
     assert _estimate(name, inputs, options).tolist() == pytest.approx(expected, abs=1e-12)
 
 
-def test_every_registered_estimator_is_covered_here() -> None:
+def test_every_registered_estimator_is_covered_here():
     covered = {name for name, _, _ in BY_ROW} | {"raft", "gdpo", "remax"}
     assert covered | {"gae", "reinforce", "reinforce++"} == set(ADVANTAGE_ESTIMATORS)
 
 
-def test_maxrl_needs_rewards_that_are_not_negative() -> None:
+def test_maxrl_needs_rewards_that_are_not_negative():
     with pytest.raises(ValueError, match="maxrl estimator needs rewards of at least 0"):
         _estimate("maxrl", _inputs([1.0, -0.5]))
 
 
-def test_remax_subtracts_the_greedy_reward() -> None:
+def test_remax_subtracts_the_greedy_reward():
     inputs = _inputs(REWARDS, groups=[0, 1, 2, 3], greedy_rewards=torch.full((4,), 0.5).double())
     assert _estimate("remax", inputs).tolist() == [0.5, -0.5, 0.0, 0.5]
     with pytest.raises(ValueError, match="needs greedy_rewards"):
         _estimate("remax", _inputs(REWARDS))
 
 
-def test_raft_weighs_the_best_row_of_each_prompt_as_if_its_tokens_were_all() -> None:
+def test_raft_weighs_the_best_row_of_each_prompt_as_if_its_tokens_were_all():
     """So a mean over the tokens of all rows is one over those of the best rows."""
     rng = np.random.default_rng(7)
     lengths, groups = rng.integers(1, 12, 24), rng.permutation(np.repeat(np.arange(6), 4))
@@ -146,7 +144,7 @@ def test_raft_weighs_the_best_row_of_each_prompt_as_if_its_tokens_were_all() -> 
     assert _estimate("raft", _inputs([1.0, 1.0])).tolist() == [0.0, 0.0]
 
 
-def test_gdpo_equals_a_loop_over_components_and_groups() -> None:
+def test_gdpo_equals_a_loop_over_components_and_groups():
     rng = np.random.default_rng(6)
     groups = rng.permutation(np.repeat(np.arange(5), 4))
     scored = rng.random(20) > 0.15
@@ -173,7 +171,7 @@ def test_gdpo_equals_a_loop_over_components_and_groups() -> None:
         _estimate("gdpo", inputs, {"components": "a,d"})
 
 
-def test_clip_filter_makes_up_for_constant_groups_up_to_three() -> None:
+def test_clip_filter_makes_up_for_constant_groups_up_to_three():
     many = _inputs([*REWARDS, *[1.0] * 12], groups=[0] * 4 + [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6])
     assert _estimate("gpg", many)[:4].tolist() == pytest.approx([7 * (x - 0.625) for x in REWARDS])
     capped = _estimate("cpgd", many, {"weighting": "clip_filter"})
@@ -183,7 +181,7 @@ def test_clip_filter_makes_up_for_constant_groups_up_to_three() -> None:
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 @pytest.mark.parametrize("reward", [0.7, 0.1, 1e6 + 0.1])
-def test_a_constant_group_gets_exactly_zero_in_float32(name: str, reward: float) -> None:
+def test_a_constant_group_gets_exactly_zero_in_float32(name, reward):
     for n in (2, 3, 5, 7, 8, 16):
         inputs = RowAdvantageInputs(
             torch.full((n,), reward), torch.zeros(n, dtype=torch.long), torch.arange(1, n + 1)
@@ -192,23 +190,23 @@ def test_a_constant_group_gets_exactly_zero_in_float32(name: str, reward: float)
 
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
-def test_rewards_that_differ_by_rounding_alone_are_equal(name: str) -> None:
+def test_rewards_that_differ_by_rounding_alone_are_equal(name):
     assert _estimate(name, _inputs([0.1 + 0.2, 0.3, 0.3, 0.3])).tolist() == [0.0] * 4
     assert _estimate(name, _inputs([0.0, 0.1 + 0.2 - 0.3, 0.0, 0.0])).tolist() == [0.0] * 4
 
 
-def test_small_differences_of_large_rewards_count() -> None:
+def test_small_differences_of_large_rewards_count():
     near, far = (_estimate("group_norm", _inputs([x, x + 1, x + 2, x + 3])) for x in (0.0, 1e12))
     torch.testing.assert_close(near, far)
 
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
-def test_one_completion_per_prompt_is_an_error(name: str) -> None:
+def test_one_completion_per_prompt_is_an_error(name):
     with pytest.raises(ValueError, match=r"group 4 has a single completion.*at least 2"):
         _estimate(name, _inputs([1.0, 0.0, 1.0], groups=[1, 1, 4]))
 
 
-def test_a_reward_that_is_not_finite_is_an_error() -> None:
+def test_a_reward_that_is_not_finite_is_an_error():
     with pytest.raises(ValueError, match="rewards must be finite: row 1 has nan"):
         _estimate("rloo", _inputs([1.0, float("nan")]))
     greedy = torch.zeros(2).double()
@@ -224,7 +222,7 @@ def test_a_reward_that_is_not_finite_is_an_error() -> None:
 # ---- token-level estimators and whitening
 
 
-def test_whitening_does_not_depend_on_the_split_over_ranks(ragged) -> None:
+def test_whitening_does_not_depend_on_the_split_over_ranks(ragged):
     batch = ragged(3, rows=6)
     values, mask = torch.tensor(batch.advantages).float(), torch.tensor(batch.mask)
     whole = masked_moments(values, mask)
@@ -245,7 +243,7 @@ def test_whitening_does_not_depend_on_the_split_over_ranks(ragged) -> None:
     assert (other - expected[:2]).abs().max() > 0.01  # local moments would be seen
 
 
-def test_whitening_a_constant_or_a_single_token_is_finite() -> None:
+def test_whitening_a_constant_or_a_single_token_is_finite():
     mask = torch.tensor([[True, True, False]])
     constant = torch.tensor([[0.7, 0.7, float("nan")]])
     moments = masked_moments(constant, mask)
@@ -258,7 +256,7 @@ def test_whitening_a_constant_or_a_single_token_is_finite() -> None:
 
 
 @pytest.mark.parametrize(("offset", "spread"), [(1e8, 1.0), (1e6, 0.01), (-3e9, 0.5)])
-def test_a_small_spread_around_a_large_mean_keeps_its_digits(offset, spread) -> None:
+def test_a_small_spread_around_a_large_mean_keeps_its_digits(offset, spread):
     rng = np.random.default_rng(0)
     values = offset + spread * rng.choice([-1.0, 1.0], 1000)
     moments = masked_moments(torch.tensor(values), torch.ones(1000, dtype=torch.bool))
@@ -270,7 +268,7 @@ def test_a_small_spread_around_a_large_mean_keeps_its_digits(offset, spread) -> 
         assert found.mean == pytest.approx(values.mean(), rel=1e-14)
 
 
-def test_a_kl_penalty_of_rows_is_discounted_like_the_advantage() -> None:
+def test_a_kl_penalty_of_rows_is_discounted_like_the_advantage():
     mask = torch.tensor([[True, False, True, True]])
     kl = torch.tensor([[0.1, 9.0, 0.2, 0.3]]).double()
     rows = torch.tensor([2.0]).double()
@@ -281,7 +279,7 @@ def test_a_kl_penalty_of_rows_is_discounted_like_the_advantage() -> None:
     assert found[0].tolist() == pytest.approx([first, 0.0, middle, last])
 
 
-def test_only_some_estimators_ask_for_whitening() -> None:
+def test_only_some_estimators_ask_for_whitening():
     whitened = {name for name, traits in TRAITS.items() if traits.whitens}
     assert whitened == {"gae", "reinforce++", "reinforce_baseline"}
     assert ADVANTAGE_ESTIMATORS.load("grpo") is ADVANTAGE_ESTIMATORS.load("group_norm")
@@ -289,7 +287,7 @@ def test_only_some_estimators_ask_for_whitening() -> None:
     assert {name for name, traits in TRAITS.items() if traits.needs_critic} == {"gae"}
 
 
-def test_wrong_kind_unknown_name_and_unknown_option_are_errors() -> None:
+def test_wrong_kind_unknown_name_and_unknown_option_are_errors():
     with pytest.raises(ValueError, match="call estimate_token_advantages"):
         _estimate("gae", _inputs(REWARDS))
     with pytest.raises(ValueError, match="call estimate_row_advantages"):

@@ -1,7 +1,5 @@
 """Aggregation: independent means, splits into micro-batches and ranks, empty rows."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -11,7 +9,7 @@ import torch
 from lightrft.algorithms.aggregation import AGGREGATIONS, aggregate, local_normalizer, loss_weights
 
 
-def _reference(loss: np.ndarray, mask: np.ndarray, mode: str, constant: int) -> float:
+def _reference(loss, mask, mode, constant):
     rows = [loss[i][mask[i]] for i in range(len(loss)) if mask[i].any()]
     if mode == "token-mean":
         return float(np.concatenate(rows).mean())
@@ -22,7 +20,7 @@ def _reference(loss: np.ndarray, mask: np.ndarray, mode: str, constant: int) -> 
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_equals_independent_means_on_random_ragged_rows(mode: str, ragged) -> None:
+def test_equals_independent_means_on_random_ragged_rows(mode, ragged):
     for seed in range(5):
         batch = ragged(seed)
         expected = _reference(batch.advantages, batch.mask, mode, 7)
@@ -33,11 +31,11 @@ def test_equals_independent_means_on_random_ragged_rows(mode: str, ragged) -> No
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_any_split_order_width_and_empty_row_gives_the_same_gradient(mode: str, ragged) -> None:
+def test_any_split_order_width_and_empty_row_gives_the_same_gradient(mode, ragged):
     batch = ragged(11, rows=6)
     mask = torch.tensor(batch.mask)
 
-    def gradient(parts: list[list[int]], pad: int) -> torch.Tensor:
+    def gradient(parts, pad):
         weights = torch.tensor(batch.advantages, requires_grad=True)
         loss = torch.nn.functional.pad(weights.square(), (0, pad), value=float("nan"))
         wide = torch.nn.functional.pad(mask, (0, pad))
@@ -55,7 +53,7 @@ def test_any_split_order_width_and_empty_row_gives_the_same_gradient(mode: str, 
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_no_token_anywhere_gives_zero_with_a_graph(mode: str) -> None:
+def test_no_token_anywhere_gives_zero_with_a_graph(mode):
     loss = torch.full((2, 3), float("nan"), requires_grad=True)
     mask = torch.zeros(2, 3, dtype=torch.bool)
     z = local_normalizer(mask, mode, max_response_tokens=5)
@@ -65,25 +63,25 @@ def test_no_token_anywhere_gives_zero_with_a_graph(mode: str) -> None:
     assert torch.equal(loss.grad, torch.zeros_like(loss))
 
 
-def test_the_constant_mode_needs_its_constant() -> None:
+def test_the_constant_mode_needs_its_constant():
     mask = torch.ones(1, 2, dtype=torch.bool)
     with pytest.raises(ValueError, match="max_response_tokens > 0"):
         local_normalizer(mask, "seq-mean-token-sum-norm")
 
 
-def test_unknown_mode_lists_the_known_ones_and_the_nearest() -> None:
+def test_unknown_mode_lists_the_known_ones_and_the_nearest():
     with pytest.raises(ValueError, match=r"seq-mean-token-sum.*did you mean 'token-mean'"):
         loss_weights(torch.ones(1, 1, dtype=torch.bool), "tokenmean")
 
 
-def test_float64_losses_are_not_weighed_in_float32() -> None:
+def test_float64_losses_are_not_weighed_in_float32():
     loss, mask = torch.ones(1, 3, dtype=torch.float64), torch.ones(1, 3, dtype=torch.bool)
     value = aggregate(loss, mask, "seq-mean-token-mean", 1.0)
     assert value.item() == pytest.approx(1.0, abs=1e-15)
     assert loss_weights(mask, "seq-mean-token-mean").dtype == torch.float32
 
 
-def test_bfloat16_losses_are_summed_in_float32() -> None:
+def test_bfloat16_losses_are_summed_in_float32():
     loss = torch.full((1, 3000), 1.0, dtype=torch.bfloat16)
     mask = torch.ones(1, 3000, dtype=torch.bool)
     value = aggregate(loss, mask, "seq-mean-token-sum", 1.0)

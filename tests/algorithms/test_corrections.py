@@ -1,7 +1,5 @@
 """Off-policy correction weights."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np
@@ -33,7 +31,7 @@ def _weights(batch, text, *, advantages=None, new=None, **bounds):
 @pytest.mark.parametrize(
     "mode", ["tis", "icepop", "mis", "tis-sequence", "tis-geometric", "geometric"]
 )
-def test_equals_a_loop_on_random_rows(mode: str, ragged) -> None:
+def test_equals_a_loop_on_random_rows(mode, ragged):
     batch = ragged(5)
     low, high = (0.0, 1.1) if mode.startswith("tis") else (0.9, 1.1)
     result = _weights(batch, mode, low=low, high=high)
@@ -109,7 +107,7 @@ def _slow_rejection(batch, action, statistic, level, low, high, *, pair="old/eng
 @pytest.mark.parametrize("pair", PAIRS)
 def test_every_test_of_every_statistic_and_pair_equals_a_loop(
     pair, action, statistic, level, ragged
-) -> None:
+):
     batch = ragged(12, rows=12)
     for name in SIDES.values():  # probabilities below one
         setattr(batch, name, np.minimum(getattr(batch, name), -0.05))
@@ -130,7 +128,7 @@ def test_every_test_of_every_statistic_and_pair_equals_a_loop(
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_weights_of_mean_one_over_ranks(level: str, ragged) -> None:
+def test_weights_of_mean_one_over_ranks(level, ragged):
     batch = ragged(14, rows=6)
     text = f"weight:ratio:{level}:high=1.1:mean-one reject:k2:token:high=0.05"
     free = _weights(batch, text.replace(":mean-one", "")).weights
@@ -160,7 +158,7 @@ def test_weights_of_mean_one_over_ranks(level: str, ragged) -> None:
 @pytest.mark.parametrize("mode", CORRECTION_PRESETS)
 @pytest.mark.parametrize("side", ["rollout", "old"])
 @pytest.mark.parametrize("value", [float("nan"), -float("inf")])
-def test_a_logprob_that_is_not_a_number_is_rejected_and_flagged(mode, side, value, ragged) -> None:
+def test_a_logprob_that_is_not_a_number_is_rejected_and_flagged(mode, side, value, ragged):
     batch = ragged(15, rows=4)
     batch.mask[:2, :3] = True
     getattr(batch, side)[0, 1] = value
@@ -180,7 +178,7 @@ def test_a_logprob_that_is_not_a_number_is_rejected_and_flagged(mode, side, valu
         assert result.is_rejected[0][torch.tensor(batch.mask[0])].all()  # the row is unknown
 
 
-def test_long_rows_do_not_overflow() -> None:
+def test_long_rows_do_not_overflow():
     old, rollout = torch.zeros(1, 400), torch.full((1, 400), -3.0)
     mask = torch.ones(1, 400, dtype=torch.bool)
     for mode in CORRECTION_PRESETS:
@@ -192,7 +190,7 @@ def test_long_rows_do_not_overflow() -> None:
         assert result.weights.dtype == torch.float32
 
 
-def test_equal_policies_have_weight_one_under_every_preset(worked) -> None:
+def test_equal_policies_have_weight_one_under_every_preset(worked):
     for mode in CORRECTION_PRESETS:
         result = correction_weights(
             worked.old,
@@ -205,14 +203,14 @@ def test_equal_policies_have_weight_one_under_every_preset(worked) -> None:
         assert result.weights[worked.mask].tolist() == [1.0] * 6
 
 
-def test_effective_sample_fraction(worked) -> None:
+def test_effective_sample_fraction(worked):
     weights = _weights(worked, "tis").raw
     sums = effective_sample_sums(weights, worked.mask)
     assert effective_sample_fraction(sums) == pytest.approx(0.624202, abs=1e-6)
     assert effective_sample_fraction(torch.zeros(3)) == 0.0
 
 
-def test_rows_that_drifted_are_dropped_only_with_a_negative_advantage() -> None:
+def test_rows_that_drifted_are_dropped_only_with_a_negative_advantage():
     mask = torch.tensor([[True, True], [True, True], [True, False], [False, False]])
     rollout = torch.zeros(4, 2)
     logprobs = torch.tensor([[-1.0, -1.0], [-1.0, -1.0], [-0.2, 9.0], [-9.0, -9.0]])
@@ -249,7 +247,7 @@ def test_of_rows_that_drifted_only_what_moved_towards_its_advantage_is_dropped(l
     assert np.array_equal(found.is_rejected.numpy(), expected)
 
 
-def test_dppo_leaves_out_what_moved_too_far_towards_its_advantage() -> None:
+def test_dppo_leaves_out_what_moved_too_far_towards_its_advantage():
     new, rollout = (torch.tensor([row]).log() for row in ([0.9, 0.5, 0.1], [0.5, 0.5, 0.5]))
     mask = torch.ones(1, 3, dtype=torch.bool)
     for sign, kept in ((1.0, [0.0, 1.0, 1.0]), (-1.0, [1.0, 1.0, 0.0])):
@@ -264,7 +262,7 @@ def test_dppo_leaves_out_what_moved_too_far_towards_its_advantage() -> None:
         assert result.weights[0].tolist() == kept
 
 
-def test_a_weight_may_be_that_of_the_rows_largest_ratio(ragged) -> None:
+def test_a_weight_may_be_that_of_the_rows_largest_ratio(ragged):
     batch = ragged(22)
     found = _weights(batch, "weight:ratio:largest:high=1.5:new/old", new=batch.new).weights.numpy()
     for i, inside in enumerate(batch.mask):
@@ -273,7 +271,7 @@ def test_a_weight_may_be_that_of_the_rows_largest_ratio(ragged) -> None:
         np.testing.assert_allclose(found[i][inside], expected)
 
 
-def test_binary_kl_of_certain_tokens_is_finite_or_outside_every_bound() -> None:
+def test_binary_kl_of_certain_tokens_is_finite_or_outside_every_bound():
     mask = torch.ones(1, 3, dtype=torch.bool)
     new, old = torch.tensor([[0.0, 1e-7, 0.0]]), torch.tensor([[0.0, 0.0, -0.7]])
     terms = parse_correction("reject:binary_kl:token:high=0.1:new/old")
@@ -282,7 +280,7 @@ def test_binary_kl_of_certain_tokens_is_finite_or_outside_every_bound() -> None:
     assert not found.is_invalid.any()
 
 
-def test_weights_of_the_new_policy_are_detached(worked) -> None:
+def test_weights_of_the_new_policy_are_detached(worked):
     new = worked.new.clone().requires_grad_(True)
     terms = parse_correction("weight:ratio:token:new/old reject:k3:sequence:high=0.4:new/engine")
     found = correction_weights(
@@ -293,7 +291,7 @@ def test_weights_of_the_new_policy_are_detached(worked) -> None:
         correction_weights(worked.old, worked.rollout, worked.mask, terms=terms)
 
 
-def test_text_becomes_terms() -> None:
+def test_text_becomes_terms():
     assert parse_correction("weight:ratio:token:high=2") == parse_correction("tis")
     assert parse_correction("tis") == (CorrectionTerm("weight", "ratio", "token", None, 2.0),)
     several = (
@@ -346,6 +344,6 @@ def test_text_becomes_terms() -> None:
         ("geometric-tis", {"high": 2.0}, "2 terms that high=2.0 could belong to"),
     ],
 )
-def test_mistakes_are_named(text: str, bounds, message: str) -> None:
+def test_mistakes_are_named(text, bounds, message):
     with pytest.raises(ValueError, match=message):
         parse_correction(text, **bounds)

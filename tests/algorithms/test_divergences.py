@@ -1,7 +1,5 @@
 """Divergences over the whole vocabulary: worked numbers, and gradients in chunks of rows."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

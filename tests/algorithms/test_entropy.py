@@ -1,7 +1,5 @@
 """High-entropy token masks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -16,14 +14,14 @@ ENTROPY = torch.tensor([[0.1, 1.2, 0.3, 0.9], [0.7, 0.2, 99.0, float("nan")]]).d
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).bool()
 
 
-def test_threshold_over_the_batch_worked_numbers() -> None:
+def test_threshold_over_the_batch_worked_numbers():
     threshold = entropy_threshold(ENTROPY, MASK, ratio=1 / 3)
     assert threshold.item() == pytest.approx(0.766667, abs=1e-6)
     kept = high_entropy_mask(ENTROPY, MASK, threshold=threshold)
     assert kept.tolist() == [[False, True, False, True], [False] * 4]
 
 
-def test_threshold_equals_the_quantile_of_numpy(ragged) -> None:
+def test_threshold_equals_the_quantile_of_numpy(ragged):
     batch = ragged(8, rows=20)
     for ratio in (0.05, 0.2, 0.5, 1.0):
         expected = np.quantile(batch.values[batch.mask], 1 - ratio)
@@ -34,7 +32,7 @@ def test_threshold_equals_the_quantile_of_numpy(ragged) -> None:
     assert torch.equal(everything, mask)
 
 
-def test_per_sequence_mask_worked_numbers_and_counts(ragged) -> None:
+def test_per_sequence_mask_worked_numbers_and_counts(ragged):
     kept = high_entropy_mask_per_sequence(ENTROPY, MASK, ratio=1 / 3)
     assert kept.tolist() == [[False, True, False, False], [True, False, False, False]]
     batch = ragged(9, rows=12, width=20)
@@ -49,7 +47,7 @@ def test_per_sequence_mask_worked_numbers_and_counts(ragged) -> None:
             assert (left_out <= lowest_kept).all()
 
 
-def test_padding_is_never_chosen_even_if_all_entropies_are_zero() -> None:
+def test_padding_is_never_chosen_even_if_all_entropies_are_zero():
     kept = high_entropy_mask_per_sequence(torch.zeros(2, 4), MASK.flip(-1), ratio=0.5)
     assert not (kept & ~MASK.flip(-1)).any()
     assert kept.sum(-1).tolist() == [2, 1]
@@ -57,14 +55,14 @@ def test_padding_is_never_chosen_even_if_all_entropies_are_zero() -> None:
     assert torch.equal(constant, MASK)
 
 
-def test_ratio_of_ten_tokens_is_not_hurt_by_rounding() -> None:
+def test_ratio_of_ten_tokens_is_not_hurt_by_rounding():
     entropy = torch.arange(10.0)[None]
     mask = torch.ones(1, 10, dtype=torch.bool)
     for ratio, number in ((0.1, 1), (0.2, 2), (0.3, 3), (0.7, 7), (1.0, 10)):
         assert high_entropy_mask_per_sequence(entropy, mask, ratio=ratio).sum() == number
 
 
-def test_no_tokens_and_bad_ratios() -> None:
+def test_no_tokens_and_bad_ratios():
     assert entropy_threshold(ENTROPY, torch.zeros_like(MASK), ratio=0.2).item() == 0.0
     for ratio in (0.0, 1.1):
         with pytest.raises(ValueError, match="must lie in"):

@@ -1,7 +1,5 @@
 """KL estimators and controllers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -40,7 +38,7 @@ WORKED = {  # tokens, token-mean gradient
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
-def test_worked_numbers_with_nan_in_the_padding(name: str, worked) -> None:
+def test_worked_numbers_with_nan_in_the_padding(name, worked):
     p = worked.new.clone().requires_grad_(True)
     kl = estimate_kl(p, worked.ref, worked.mask, estimator=name, old_logprobs=worked.old)
     (kl.sum() / 6).backward()
@@ -52,7 +50,7 @@ def test_worked_numbers_with_nan_in_the_padding(name: str, worked) -> None:
 
 
 @pytest.mark.parametrize("distance", [-300.0, -25.0, -20.1, -19.9, -10.0, 10.0, 19.9, 20.1, 25.0])
-def test_k3_is_pulls_towards_the_reference_at_any_distance(distance) -> None:
+def test_k3_is_pulls_towards_the_reference_at_any_distance(distance):
     new = torch.tensor([[-301.0]], dtype=torch.float64, requires_grad=True)
     mask = torch.ones(1, 1, dtype=torch.bool)
     ref = new.detach() - distance
@@ -62,7 +60,7 @@ def test_k3_is_pulls_towards_the_reference_at_any_distance(distance) -> None:
     assert kl.item() == pytest.approx(min(np.expm1(-max(distance, -20)) + min(distance, 20), 10.0))
 
 
-def test_float32_k3_near_zero_keeps_its_digits_and_far_away_stays_finite() -> None:
+def test_float32_k3_near_zero_keeps_its_digits_and_far_away_stays_finite():
     new = torch.tensor([[-1.0001, -120.0, -0.1]])
     ref = torch.tensor([[-1.0, -0.1, -120.0]])
     mask = torch.ones(1, 3, dtype=torch.bool)
@@ -72,7 +70,7 @@ def test_float32_k3_near_zero_keeps_its_digits_and_far_away_stays_finite() -> No
     assert torch.isfinite(kl).all()
 
 
-def test_k3_of_one_token_cannot_own_the_step() -> None:
+def test_k3_of_one_token_cannot_own_the_step():
     ref = torch.zeros(1, 4, dtype=torch.float64)
     new = torch.tensor([[-2.0, -11.0, -19.9, -60.0]], dtype=torch.float64, requires_grad=True)
     mask = torch.ones(1, 4, dtype=torch.bool)
@@ -89,7 +87,7 @@ def test_k3_of_one_token_cannot_own_the_step() -> None:
     assert grad.abs().max() < 1
 
 
-def test_half_precision_inputs_are_computed_in_float32(ragged) -> None:
+def test_half_precision_inputs_are_computed_in_float32(ragged):
     batch = ragged(4)
     new, ref = torch.tensor(batch.new).bfloat16(), torch.tensor(batch.ref).bfloat16()
     mask = torch.tensor(batch.mask)
@@ -98,14 +96,14 @@ def test_half_precision_inputs_are_computed_in_float32(ragged) -> None:
     torch.testing.assert_close(kl, torch.where(mask, new.float() - ref.float(), 0.0))
 
 
-def test_missing_old_logprobs_and_unknown_names_are_errors(worked) -> None:
+def test_missing_old_logprobs_and_unknown_names_are_errors(worked):
     with pytest.raises(ValueError, match="k3_is' needs old_logprobs"):
         estimate_kl(worked.new, worked.ref, worked.mask, estimator="k3_is")
     with pytest.raises(ValueError, match=r"expected one of abs, k1, .*k3_unclamped"):
         estimate_kl(worked.new, worked.ref, worked.mask, estimator="k9")
 
 
-def test_adaptive_controller_follows_the_target_within_its_clip() -> None:
+def test_adaptive_controller_follows_the_target_within_its_clip():
     controller = KlController(coef=0.2, target=6.0, horizon=10000)
     coefs = []
     for kl in (3.0, 6.6, 12.0):
@@ -114,7 +112,7 @@ def test_adaptive_controller_follows_the_target_within_its_clip() -> None:
     assert coefs == pytest.approx([0.198976, 0.199485379, 0.200506744], abs=1e-9)
 
 
-def test_controllers_refuse_nonsense_and_fixed_stays() -> None:
+def test_controllers_refuse_nonsense_and_fixed_stays():
     fixed = KlController(0.1)
     assert fixed.update(99.0, num_samples=5) == fixed
     with pytest.raises(ValueError, match="must be positive"):

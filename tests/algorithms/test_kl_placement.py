@@ -4,8 +4,6 @@ One token of a small vocabulary is sampled; the expectation over it is a sum. Wh
 the share of the gradient of KL(policy || reference) in what a placement gives: 1 is right.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,14 +1,12 @@
 """Masked sums and means, with anything at all in the padding."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 
 from lightrft.algorithms.masking import mask_out, masked_row_mean, masked_row_sum, row_lengths
 
 
-def test_rows_equal_numpy_and_empty_rows_are_zero(ragged) -> None:
+def test_rows_equal_numpy_and_empty_rows_are_zero(ragged):
     batch = ragged(0)
     mask = torch.tensor(batch.mask)
     for filler in (float("nan"), float("inf"), -float("inf")):
@@ -21,7 +19,7 @@ def test_rows_equal_numpy_and_empty_rows_are_zero(ragged) -> None:
     assert sums[-1] == 0.0
 
 
-def test_the_gradient_outside_the_mask_is_zero_not_nan() -> None:
+def test_the_gradient_outside_the_mask_is_zero_not_nan():
     values = torch.tensor([[1.0, float("nan"), -float("inf")]], requires_grad=True)
     mask = torch.tensor([[True, False, False]])
     mask_out(values, mask).exp().sum().backward()

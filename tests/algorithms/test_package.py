@@ -1,14 +1,12 @@
 """The package's door."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
 from tests.machine import seconds
 
 
-def test_importing_what_options_need_does_not_import_torch() -> None:
+def test_importing_what_options_need_does_not_import_torch():
     program = (
         "import sys, lightrft.algorithms, lightrft.algorithms.correction_terms; "
         "sys.exit('torch' in sys.modules)"

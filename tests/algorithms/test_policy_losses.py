@@ -1,7 +1,5 @@
 """Policy losses: independent float64 versions, identities, derivatives."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np
@@ -29,7 +27,7 @@ def _value_and_grad(name, options, mode, new, old, advantages, mask, constant=8)
     return result, value.item(), p.grad
 
 
-def test_gspo_token_with_advantages_that_differ_within_a_row(worked) -> None:
+def test_gspo_token_with_advantages_that_differ_within_a_row(worked):
     advantages = torch.tensor([[1.0, 0.5, 1.5, 1.0], [-0.5, -1.0, 0, 0]]).double()
     options = {"clip_low": 0.2, "clip_high": 0.2}
     _, value, grad = _value_and_grad(
@@ -46,7 +44,7 @@ def test_gspo_token_with_advantages_that_differ_within_a_row(worked) -> None:
     assert grad[worked.mask].tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_clip_flags_of_ppo_and_the_dual_clip(worked) -> None:
+def test_clip_flags_of_ppo_and_the_dual_clip(worked):
     ppo = build_policy_loss("ppo", {})(worked.new, worked.old, worked.advantages, worked.mask)
     assert ppo.is_clipped_high[worked.mask].tolist() == [True, False, True, False, False, False]
     assert ppo.is_clipped_low[worked.mask].tolist() == [False] * 4 + [True, False]
@@ -90,7 +88,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_equals_the_paper_on_random_ragged_rows(name: str, options, ragged) -> None:
+def test_equals_the_paper_on_random_ragged_rows(name, options, ragged):
     mode = policy_loss_traits(POLICY_LOSSES.load(name)).aggregation
     for seed in range(4):
         batch = ragged(seed)
@@ -115,7 +113,7 @@ def test_equals_the_paper_on_random_ragged_rows(name: str, options, ragged) -> N
     ("name", "options"),
     [(name, options) for name, options in CASES if name not in ("cispo", "cpgd", "gspo-token")],
 )
-def test_derivatives_equal_finite_differences(name: str, options, ragged) -> None:
+def test_derivatives_equal_finite_differences(name, options, ragged):
     batch = ragged(21, rows=3, width=4)
     mask, old = torch.tensor(batch.mask), torch.tensor(batch.old)
     advantages = torch.tensor(batch.row_advantages)[:, None].expand(batch.mask.shape)
@@ -127,7 +125,7 @@ def test_derivatives_equal_finite_differences(name: str, options, ragged) -> Non
     )
 
 
-def test_cispo_weighs_the_gradient_of_reinforce_by_its_clipped_ratio(ragged) -> None:
+def test_cispo_weighs_the_gradient_of_reinforce_by_its_clipped_ratio(ragged):
     batch = ragged(4)
     new, old, a, mask = (
         torch.tensor(x) for x in (batch.new, batch.old, batch.advantages, batch.mask)
@@ -139,7 +137,7 @@ def test_cispo_weighs_the_gradient_of_reinforce_by_its_clipped_ratio(ragged) -> 
 
 
 @pytest.mark.parametrize("options", [{}, NARROW])
-def test_cpgd_without_drift_follows_the_log_probability_up_to_its_clip(options, ragged) -> None:
+def test_cpgd_without_drift_follows_the_log_probability_up_to_its_clip(options, ragged):
     batch = ragged(4)
     new, old, a, mask = (
         torch.tensor(x) for x in (batch.new, batch.old, batch.advantages, batch.mask)
@@ -152,7 +150,7 @@ def test_cpgd_without_drift_follows_the_log_probability_up_to_its_clip(options, 
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_defaults_and_options_are_the_papers(name: str) -> None:
+def test_defaults_and_options_are_the_papers(name):
     paper = PAPER_LOSSES[name].__kwdefaults__ or {}
     expected = {key: value for key, value in paper.items() if key != "max_response_tokens"}
     options = keyword_options(POLICY_LOSSES.load(name))
@@ -160,7 +158,7 @@ def test_defaults_and_options_are_the_papers(name: str) -> None:
     assert list(keyword_options(POLICY_LOSSES.load(name))) == list(expected)
 
 
-def test_every_loss_declares_the_aggregation_of_its_paper() -> None:
+def test_every_loss_declares_the_aggregation_of_its_paper():
     modes = {name: policy_loss_traits(POLICY_LOSSES.load(name)) for name in POLICY_LOSSES}
     by_token = {"dapo", "cispo", "reinforce", "dro", "clip_cov", "kl_cov"}
     assert {n for n, t in modes.items() if t.aggregation == "token-mean"} == by_token
@@ -172,7 +170,7 @@ def test_every_loss_declares_the_aggregation_of_its_paper() -> None:
     assert {n for n, t in modes.items() if t.couples_rows} == {"clip_cov", "kl_cov"}
 
 
-def test_a_plain_function_is_a_loss_of_tokens_and_a_declared_one_stays_itself() -> None:
+def test_a_plain_function_is_a_loss_of_tokens_and_a_declared_one_stays_itself():
     def plain(logprobs, old_logprobs, advantages, response_mask, *, scale: float = 1.0):
         raise NotImplementedError
 
@@ -184,7 +182,7 @@ def test_a_plain_function_is_a_loss_of_tokens_and_a_declared_one_stays_itself() 
     assert list(keyword_options(bound)) == ["scale"]
 
 
-def test_cpgd_drift_has_the_capped_gradient_of_the_kl_from_old_to_new(worked) -> None:
+def test_cpgd_drift_has_the_capped_gradient_of_the_kl_from_old_to_new(worked):
     zero = torch.zeros_like(worked.advantages)
     _, value, grad = _value_and_grad(
         "cpgd",
@@ -201,7 +199,7 @@ def test_cpgd_drift_has_the_capped_gradient_of_the_kl_from_old_to_new(worked) ->
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_far_apart_policies_stay_finite_and_are_counted(name: str) -> None:
+def test_far_apart_policies_stay_finite_and_are_counted(name):
     new = torch.tensor([[-500.0, -0.1, -0.2]], requires_grad=True)
     old = torch.tensor([[-0.1, -500.0, -0.2]])
     mask = torch.ones(1, 3, dtype=torch.bool)
@@ -217,7 +215,7 @@ def test_far_apart_policies_stay_finite_and_are_counted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gspo", "gspo-token", "gmpo"])
-def test_one_token_far_away_counts_in_full_in_the_mean_of_its_row(name: str) -> None:
+def test_one_token_far_away_counts_in_full_in_the_mean_of_its_row(name):
     """The log ratios 25 and -20 have the mean 2.5; held within 20 each they would have 0."""
     old = torch.zeros(1, 2, dtype=torch.float64)
     new = torch.tensor([[25.0, -20.0]], dtype=torch.float64)
@@ -232,7 +230,7 @@ def test_one_token_far_away_counts_in_full_in_the_mean_of_its_row(name: str) -> 
         assert grad.tolist()[0] == pytest.approx([-sign * np.exp(2.5) / 2] * 2)
 
 
-def test_gspo_token_equals_gspo_where_the_ratio_of_the_row_is_held() -> None:
+def test_gspo_token_equals_gspo_where_the_ratio_of_the_row_is_held():
     old = torch.zeros(1, 2, dtype=torch.float64)
     mask, wide = torch.ones(1, 2, dtype=torch.bool), {"clip_low": 1e9, "clip_high": 1e9}
     for d in (30.0, -30.0):
@@ -245,7 +243,7 @@ def test_gspo_token_equals_gspo_where_the_ratio_of_the_row_is_held() -> None:
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_the_loss_has_the_dtype_of_the_logprobs_and_refuses_other_shapes(name: str, worked) -> None:
+def test_the_loss_has_the_dtype_of_the_logprobs_and_refuses_other_shapes(name, worked):
     loss, mask = build_policy_loss(name, {}), worked.mask
     new, old, advantages = (x.float() for x in (worked.new, worked.old, worked.advantages))
     for mixed in ((new, old.double(), advantages), (new, old, advantages.double())):
@@ -259,7 +257,7 @@ def test_the_loss_has_the_dtype_of_the_logprobs_and_refuses_other_shapes(name: s
         loss(one, one[:1], one, square)
 
 
-def test_weights_multiply_the_numerator_only(worked) -> None:
+def test_weights_multiply_the_numerator_only(worked):
     result = build_policy_loss("ppo", {})(worked.new, worked.old, worked.advantages, worked.mask)
     keep = torch.tensor([[False, True, False, True], [False] * 4])
     value = aggregate(result.weighted(keep).loss, worked.mask, "token-mean", 6.0)
@@ -281,13 +279,13 @@ def test_weights_multiply_the_numerator_only(worked) -> None:
         ("kl_cov", {"kl_coef": -1.0}, "must not be negative"),
     ],
 )
-def test_hyper_parameters_out_of_range(name: str, options, message: str, worked) -> None:
+def test_hyper_parameters_out_of_range(name, options, message, worked):
     loss = build_policy_loss(name, options)
     with pytest.raises(ValueError, match=message):
         loss(worked.new, worked.old, worked.advantages, worked.mask)
 
 
-def test_unknown_names_and_options_are_errors_that_name_the_nearest() -> None:
+def test_unknown_names_and_options_are_errors_that_name_the_nearest():
     with pytest.raises(ConfigError, match=r"unknown policy loss 'gpso'.*did you mean gspo"):
         build_policy_loss("gpso", {})
     with pytest.raises(ConfigError, match=r"'gmpo' has no option 'clip_low'.*max_log_ratio"):

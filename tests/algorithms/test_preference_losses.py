@@ -1,7 +1,5 @@
 """Preference losses against worked numbers, finite differences and identities, in float64."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Token rewards, returns and generalised advantage estimation."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -21,7 +19,7 @@ ALL = torch.ones(1, 4, dtype=torch.bool)
 
 
 @pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 1.0), (0.9, 0.8), (0.0, 0.5), (1.0, 0.0)])
-def test_gae_and_returns_equal_a_loop_over_the_sampled_tokens(gamma, lambd, ragged) -> None:
+def test_gae_and_returns_equal_a_loop_over_the_sampled_tokens(gamma, lambd, ragged):
     batch = ragged(2)
     mask, noisy = torch.tensor(batch.mask), torch.tensor(batch.values)
     noisy[~mask] = float("nan")  # the padding must not leak in
@@ -44,7 +42,7 @@ def test_gae_and_returns_equal_a_loop_over_the_sampled_tokens(gamma, lambd, ragg
 
 
 @pytest.mark.parametrize(("alpha", "lambd"), [(None, 0.3), (0.4, None), (0.05, None), (10.0, None)])
-def test_the_policy_may_have_a_lambda_of_its_own(alpha, lambd, ragged) -> None:
+def test_the_policy_may_have_a_lambda_of_its_own(alpha, lambd, ragged):
     batch = ragged(4)
     mask, values, rewards = (
         torch.tensor(each) for each in (batch.mask, batch.values, batch.rewards)
@@ -63,7 +61,7 @@ def test_the_policy_may_have_a_lambda_of_its_own(alpha, lambd, ragged) -> None:
     assert (found.advantages[~mask] == 0).all()
 
 
-def test_two_lambdas_of_the_policy_are_an_error() -> None:
+def test_two_lambdas_of_the_policy_are_an_error():
     inputs = TokenAdvantageInputs(REWARDS, ALL, VALUES)
     for given in ({"length_alpha": 0.05, "policy_lambd": 0.9}, {"length_alpha": 0.0}):
         with pytest.raises(ValueError, match="must be > 0 and leaves no place"):
@@ -98,21 +96,21 @@ def test_a_discount_over_turns_equals_a_loop_over_turns(gamma, lambd):
     assert torch.equal(returns[1], discounted_returns(rewards, mask)[1])
 
 
-def test_rows_without_any_column_are_empty_results() -> None:
+def test_rows_without_any_column_are_empty_results():
     empty, mask = torch.zeros(3, 0), torch.zeros(3, 0, dtype=torch.bool)
     assert discounted_returns(empty, mask).shape == (3, 0)
     result = generalized_advantages(empty, empty, mask, gamma=1.0, lambd=0.95)
     assert result.advantages.shape == result.returns.shape == (3, 0)
 
 
-def test_discounts_outside_the_unit_interval_are_errors() -> None:
+def test_discounts_outside_the_unit_interval_are_errors():
     with pytest.raises(ValueError, match="gamma must lie in"):
         discounted_returns(REWARDS, ALL, gamma=1.5)
     with pytest.raises(ValueError, match="lambd must lie in"):
         generalized_advantages(REWARDS, VALUES, ALL, gamma=0.9, lambd=-0.1)
 
 
-def test_the_reward_lands_on_the_last_sampled_token_and_kl_on_every_one(worked) -> None:
+def test_the_reward_lands_on_the_last_sampled_token_and_kl_on_every_one(worked):
     kl = worked.old - worked.ref
     shaped = token_rewards(torch.tensor([1.0, 0.0]).double(), worked.mask, kl=kl, kl_coef=0.1)
     expected = [0.01, -0.03, 0.1, 0.96, -0.02, 0.07]
@@ -126,13 +124,13 @@ def test_the_reward_lands_on_the_last_sampled_token_and_kl_on_every_one(worked) 
         assert returns[worked.mask].tolist() == pytest.approx(numbers, abs=1e-9)
 
 
-def test_the_reward_skips_masked_tokens_and_empty_rows() -> None:
+def test_the_reward_skips_masked_tokens_and_empty_rows():
     mask = torch.tensor([[True, False, True, False], [False] * 4, [False, True, False, False]])
     shaped = token_rewards(torch.tensor([1.0, 5.0, -2.0]), mask)
     assert shaped.tolist() == [[0, 0, 1, 0], [0, 0, 0, 0], [0, -2, 0, 0]]
 
 
-def test_what_turns_were_paid_stands_where_they_end_and_the_rest_on_the_last_token() -> None:
+def test_what_turns_were_paid_stands_where_they_end_and_the_rest_on_the_last_token():
     mask = torch.tensor([[True, True, False, True, True], [True, False, True, False, False]])
     paid = torch.tensor([[0.0, 0.25, 0.0, 0.0, 0.5], [-1.0, 0.0, 0.0, 0.0, 0.0]])
     shaped = token_rewards(torch.tensor([1.0, 2.0]), mask, turn_rewards=paid)
@@ -148,7 +146,7 @@ def test_what_turns_were_paid_stands_where_they_end_and_the_rest_on_the_last_tok
     assert (whole - returns)[mask].tolist() == [0, 0, 0.25, 0.25, 0, -1]
 
 
-def test_a_kl_weight_needs_a_kl_and_may_not_be_negative() -> None:
+def test_a_kl_weight_needs_a_kl_and_may_not_be_negative():
     with pytest.raises(ValueError, match="kl_coef must be >= 0"):
         token_rewards(torch.ones(1), ALL, kl_coef=0.1)
     with pytest.raises(ValueError, match="kl_coef must be >= 0"):

@@ -1,7 +1,5 @@
 """Losses of reward models: worked numbers, finite differences, and what they say of ties."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Reward shaping, running moments and the numbers that describe a step."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -19,7 +17,7 @@ from lightrft.algorithms.moments import (
 from lightrft.algorithms.value import explained_variance
 
 
-def test_clip_rewards_says_which_changed() -> None:
+def test_clip_rewards_says_which_changed():
     clipped, changed = clip_rewards(torch.tensor([-3.0, 0.5, 2.0]), limit=2.0)
     assert clipped.tolist() == [-2.0, 0.5, 2.0]
     assert changed.tolist() == [True, False, False]
@@ -27,7 +25,7 @@ def test_clip_rewards_says_which_changed() -> None:
         clip_rewards(torch.ones(1), limit=0.0)
 
 
-def test_running_moments_equal_those_of_all_rewards_however_they_arrive() -> None:
+def test_running_moments_equal_those_of_all_rewards_however_they_arrive():
     rewards = np.random.default_rng(0).normal(100.0, 0.5, 57)
     for cuts in ([57], [1, 2, 40, 57], [0, 20, 20, 57]):
         moments = Moments()
@@ -47,13 +45,13 @@ def test_running_moments_equal_those_of_all_rewards_however_they_arrive() -> Non
     )
 
 
-def test_running_moments_of_nothing_one_and_constants_do_not_divide_by_zero() -> None:
+def test_running_moments_of_nothing_one_and_constants_do_not_divide_by_zero():
     for rewards in ([], [3.0], [3.0, 3.0], [0.1] * 3, [1e6 + 0.1] * 7):
         moments = Moments().merge(moments_of(torch.tensor(rewards, dtype=torch.float64)))
         assert normalize_rewards(torch.tensor([2.0]), moments).item() == 2.0
 
 
-def test_explained_variance_worked_and_over_ranks(ragged) -> None:
+def test_explained_variance_worked_and_over_ranks(ragged):
     values = torch.tensor([[0.5, 0.4, 0.3, 0.2]]).double()
     returns = torch.tensor([[0.50279, 0.59832, 0.756, 1.0]]).double()
     mask = torch.ones(1, 4, dtype=torch.bool)
@@ -81,7 +79,7 @@ def test_explained_variance_worked_and_over_ranks(ragged) -> None:
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e7, -1e9])
-def test_explained_variance_of_far_returns_keeps_its_digits(offset) -> None:
+def test_explained_variance_of_far_returns_keeps_its_digits(offset):
     """Returns of 1e7 +- 1, half of whose variance the values explain, in two parts of unequal
     means."""
     returns = offset + torch.tensor([[1.0, -1.0, 1.0, -1.0], [3.0, 1.0, 3.0, 1.0]]).double()

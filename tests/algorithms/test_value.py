@@ -1,7 +1,5 @@
 """The critic's loss."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,7 @@ RETURNS = torch.tensor([[0.50279, 0.59832, 0.756, 1.0]]).double()
 ALL = torch.ones(1, 4, dtype=torch.bool)
 
 
-def test_worked_numbers() -> None:
+def test_worked_numbers():
     values = torch.tensor([[0.9, 0.1, 0.5, 0.9]]).double().requires_grad_(True)
     tokens = clipped_value_loss(values, OLD, RETURNS, ALL, clip=0.2)
     expected = [0.157775, 0.248323, 0.065536, 0.36]
@@ -28,7 +26,7 @@ def test_worked_numbers() -> None:
     assert plain.item() == pytest.approx(0.060204, abs=1e-6)
 
 
-def test_equals_numpy_and_ignores_the_padding(ragged) -> None:
+def test_equals_numpy_and_ignores_the_padding(ragged):
     batch = ragged(7)
     mask = torch.tensor(batch.mask)
     values, old, returns = (
@@ -45,12 +43,12 @@ def test_equals_numpy_and_ignores_the_padding(ragged) -> None:
     assert (grad[~mask] == 0).all()
 
 
-def test_a_clip_of_zero_is_an_error() -> None:
+def test_a_clip_of_zero_is_an_error():
     with pytest.raises(ValueError, match="None to switch it off"):
         clipped_value_loss(OLD, OLD, RETURNS, ALL, clip=0.0)
 
 
-def test_numbers_for_other_tokens_are_refused() -> None:
+def test_numbers_for_other_tokens_are_refused():
     square, mask = torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"one number per token.*got \(2,\)"):
         clipped_value_loss(square, square, torch.zeros(2), mask)  # would be broadcast

@@ -1,7 +1,5 @@
 """The commands of stages from the command line: the file of a run may be given again."""
 
-from __future__ import annotations
-
 import pytest
 from tests.runs import steps, tiny_models, write
 from tests.stages.row_stages import write_rows

@@ -3,8 +3,6 @@
 Which step is continued of damaged checkpoints: `tests/trainer/test_damaged_checkpoints.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """What `lightrft train` says at its end: where the model is, and what the same command will do."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

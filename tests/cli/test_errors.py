@@ -1,7 +1,5 @@
 """Exceptions become lines and exit codes."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import json

@@ -3,8 +3,6 @@
 Which error has which code: `tests/cli/test_errors.py`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

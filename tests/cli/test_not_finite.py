@@ -1,7 +1,5 @@
 """Weights that are not finite: one line that names a tensor, exit code 9, nothing published."""
 
-from __future__ import annotations
-
 import math
 import shutil
 

@@ -1,7 +1,5 @@
 """Flags and TOML files become one configuration."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightrft.cli.options import merge_options, normalise, unknown_flags

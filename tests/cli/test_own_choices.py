@@ -1,7 +1,5 @@
 """A loss, an estimator, a reward and a logger of the user's own, through the command line."""
 
-from __future__ import annotations
-
 import pytest
 from tests.runs import rollout_options, steps, tiny_models, words, write_inputs
 

@@ -1,7 +1,5 @@
 """Commands, rewards and start hooks of other packages, by entry points."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`lightrft` starts fast and says what it can do."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

@@ -1,7 +1,5 @@
 """Runs that are stopped or killed at the shell, and the same command that continues them."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

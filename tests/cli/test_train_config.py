@@ -1,7 +1,5 @@
 """The record of training options: rules, files, and agreement with what carries them out."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from itertools import product

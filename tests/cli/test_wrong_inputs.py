@@ -9,8 +9,6 @@ One table for all commands. A row is a command line, and what is said of it:
   message for each line of the row.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -1,9 +1,6 @@
 """A word-level tokenizer and a writer of data files."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -38,7 +35,7 @@ def tokenizer():
 def write(tmp_path):
     """`write(name, rows)`: rows as .jsonl, .json or .parquet, a string as it is."""
 
-    def write_file(name: str, rows) -> Path:
+    def write_file(name, rows):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(rows, str):

@@ -1,7 +1,5 @@
 """Token ids that each stage gives one conversation: equal everywhere, or refused everywhere."""
 
-from __future__ import annotations
-
 from tests.datasets.row_files import written
 
 from lightrft.config import TrainConfig

@@ -1,7 +1,5 @@
 """Masks of assistant turns for chat templates of ten families."""
 
-from __future__ import annotations
-
 import pytest
 from tests.datasets import chat_families
 from tests.datasets.chat_families import FAMILIES

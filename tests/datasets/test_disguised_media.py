@@ -3,8 +3,6 @@
 They are read in a process that the kernel ends where it makes a socket or opens a file.
 """
 
-from __future__ import annotations
-
 import platform
 import struct
 import subprocess

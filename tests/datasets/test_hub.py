@@ -1,7 +1,5 @@
 """Data sets by name, from the cache of a machine without network, and saved folders."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightrft.config.other_names import said_once

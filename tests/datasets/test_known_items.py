@@ -1,7 +1,5 @@
 """Which batches of a run can be read without being used up."""
 
-from __future__ import annotations
-
 from itertools import count
 
 from torch.utils.data import DataLoader, IterableDataset

@@ -6,8 +6,6 @@ around a user's and an assistant's message, what is written into an answer witho
 what follows the end of a turn.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Messages of rows: every form becomes the same ids, and nothing in them is dropped unsaid."""
 
-from __future__ import annotations
-
 import datetime
 import json
 

@@ -1,7 +1,5 @@
 """Several sources as one list: proportions, determinism, and positions that can be resumed."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightrft.config import TrainConfig

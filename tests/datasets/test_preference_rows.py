@@ -1,7 +1,5 @@
 """Rows of preferences: ids and trained tokens of both answers, margins, labels, refusals."""
 
-from __future__ import annotations
-
 import pytest
 from tests.datasets.row_files import written
 from tests.datasets.test_supervised_rows import CHAT, SPOKEN, family_tokenizer

@@ -1,7 +1,5 @@
 """Prompts: keys, templates, limits, counts, and errors that name the remedy."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -17,7 +15,7 @@ ROWS = [
 MESSAGES = [{"role": "user", "content": "one"}]
 
 
-def test_rows_become_prompts_with_ids_labels_and_columns(write, tokenizer) -> None:
+def test_rows_become_prompts_with_ids_labels_and_columns(write, tokenizer):
     path = write("a.jsonl", ROWS)
     dataset = load_prompts(path, tokenizer)
     assert list(dataset) == [
@@ -33,7 +31,7 @@ def test_rows_become_prompts_with_ids_labels_and_columns(write, tokenizer) -> No
     assert report.summary() == f"{path}: 3 prompts of at most 4 tokens; 1 without label"
 
 
-def test_long_prompts_are_dropped_and_counted_with_their_places(write, tokenizer) -> None:
+def test_long_prompts_are_dropped_and_counted_with_their_places(write, tokenizer):
     path = write("a.jsonl", ROWS)
     dataset = load_prompts(path, tokenizer, TrainConfig(prompt_max_len=3))
     assert [prompt.id for prompt in dataset] == [0, 1]
@@ -47,7 +45,7 @@ def test_long_prompts_are_dropped_and_counted_with_their_places(write, tokenizer
         load_prompts(path, tokenizer, TrainConfig(prompt_max_len=1))
 
 
-def test_max_samples_keeps_the_first_that_fit_and_reads_no_further(write, tokenizer) -> None:
+def test_max_samples_keeps_the_first_that_fit_and_reads_no_further(write, tokenizer):
     rows = [ROWS[2], ROWS[0], ROWS[1], {"input": 7}]
     dataset = load_prompts(
         write("a.jsonl", rows), tokenizer, TrainConfig(prompt_max_len=3), max_samples=2
@@ -58,14 +56,14 @@ def test_max_samples_keeps_the_first_that_fit_and_reads_no_further(write, tokeni
         load_prompts(write("a.jsonl", rows), tokenizer, max_samples=0)
 
 
-def test_more_rows_than_one_tokenizer_batch_keep_their_order(write, tokenizer) -> None:
+def test_more_rows_than_one_tokenizer_batch_keep_their_order(write, tokenizer):
     rows = [{"input": f"one {i}", "label": str(i)} for i in range(2300)]
     dataset = load_prompts(write("a.jsonl", rows), tokenizer)
     assert [prompt.label for prompt in dataset] == [str(i) for i in range(2300)]
     assert [prompt.id for prompt in dataset] == list(range(2300))
 
 
-def test_the_chat_template_writes_the_special_tokens(write, tokenizer) -> None:
+def test_the_chat_template_writes_the_special_tokens(write, tokenizer):
     path = write("a.jsonl", [{"input": "one"}, {"input": MESSAGES}])
     dataset = load_prompts(
         path, tokenizer, TrainConfig(apply_chat_template=True, system_prompt="two")
@@ -75,7 +73,7 @@ def test_the_chat_template_writes_the_special_tokens(write, tokenizer) -> None:
     assert dataset[0].token_ids[0] != 1  # no second <s>
 
 
-def test_the_template_slot_is_not_the_braces_of_boxed(write, tokenizer) -> None:
+def test_the_template_slot_is_not_the_braces_of_boxed(write, tokenizer):
     path = write("a.jsonl", [{"input": "one {} \\1"}])
     template = "Answer in \\boxed{}. {} Go. {}"
     dataset = load_prompts(path, tokenizer, TrainConfig(input_template=template))
@@ -85,7 +83,7 @@ def test_the_template_slot_is_not_the_braces_of_boxed(write, tokenizer) -> None:
             TrainConfig(input_template=broken)
 
 
-def test_labels_that_are_not_text_become_json(write, tokenizer) -> None:
+def test_labels_that_are_not_text_become_json(write, tokenizer):
     labels = [1.5, ["a", "\u00e4"], {"k": 1}, True]
     dataset = load_prompts(
         write("a.jsonl", [{"input": "one", "label": label} for label in labels]), tokenizer
@@ -93,9 +91,7 @@ def test_labels_that_are_not_text_become_json(write, tokenizer) -> None:
     assert [prompt.label for prompt in dataset] == ["1.5", '["a", "\u00e4"]', '{"k": 1}', "true"]
 
 
-def test_prompt_and_label_are_columns_under_their_own_names_as_json_holds_them(
-    write, tokenizer
-) -> None:
+def test_prompt_and_label_are_columns_under_their_own_names_as_json_holds_them(write, tokenizer):
     chat = TrainConfig(input_key="chat", label_key="gold", apply_chat_template=True)
     rows = [{"chat": MESSAGES, "gold": 5}, {"chat": "two", "gold": {"k": [1]}}]
     first, second = load_prompts(write("a.jsonl", rows), tokenizer, chat)
@@ -109,7 +105,7 @@ def test_prompt_and_label_are_columns_under_their_own_names_as_json_holds_them(
     assert named.columns == {"gold": 5}
 
 
-def test_a_tokenizer_without_a_chat_template_is_named(write, tokenizer) -> None:
+def test_a_tokenizer_without_a_chat_template_is_named(write, tokenizer):
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = None
     with pytest.raises(DataError, match=r"the tokenizer has no chat template.*--input_template"):

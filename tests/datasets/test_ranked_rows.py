@@ -1,7 +1,5 @@
 """Rankings as token ids, and what is wrong with rows in one line."""
 
-from __future__ import annotations
-
 import pytest
 from tests.datasets.row_files import written
 

@@ -1,7 +1,5 @@
 """Rows of scores: ids and numbers as they are given, and refusals."""
 
-from __future__ import annotations
-
 from tests.datasets.row_files import written
 from tests.datasets.test_supervised_rows import family_tokenizer
 

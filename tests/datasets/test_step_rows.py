@@ -1,7 +1,5 @@
 """Answers in steps as token ids with the ends of their steps, and what is wrong in one line."""
 
-from __future__ import annotations
-
 import numpy as np
 from tests.datasets.row_files import written
 

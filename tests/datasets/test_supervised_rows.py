@@ -1,7 +1,5 @@
 """Rows of supervised training: ids, and what is trained of them."""
 
-from __future__ import annotations
-
 import pytest
 from tests.datasets import chat_families
 from tests.datasets.row_files import written

@@ -1,7 +1,5 @@
 """Texts as ids: what a tokenizer writes around them, written once."""
 
-from __future__ import annotations
-
 import pytest
 from tests.rules.texts import BOS, EOS, FORMS, WORDS, with_post_processor
 

@@ -13,7 +13,6 @@ from lightrft.engines import (
     EngineConfig,
     EngineStatus,
     GenerationRequest,
-    RolloutEngine,
     SamplingParams,
     StaleEngineError,
     WeightPiece,
@@ -35,7 +34,7 @@ class SharedEngine:
 
     def __init__(self, name, module):
         self._name, self._module = name, module
-        self._engine: RolloutEngine | None = None
+        self._engine = None
 
     def fresh(self, weights):
         if self._engine is None:

@@ -1,7 +1,5 @@
 """The teacher's advantage: its values and its expected gradient."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

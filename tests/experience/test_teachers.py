@@ -1,7 +1,5 @@
 """Teachers by row and with prompts of their own: each scores its rows, and the student's tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -3,8 +3,6 @@
 Each node resolves its own name to a loopback address, as Debian writes it into /etc/hosts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

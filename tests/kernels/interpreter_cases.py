@@ -6,8 +6,6 @@ imported. bfloat16 stores of the interpreter truncate, so gradients are held to 
 bfloat16 only where the rounding is torch's.
 """
 
-from __future__ import annotations
-
 import math
 import os
 
@@ -266,7 +264,7 @@ class Recording(ProductEngine):
         return super().products(hidden, chunk)
 
 
-SEEN: list[int] = []
+SEEN = []
 
 
 @pytest.mark.parametrize("counts", [(70,), (40, 30), (1,), (16, 17)])

@@ -1,7 +1,5 @@
 """Inputs of the output layer, its program in float64, and checks of a result against that."""
 
-from __future__ import annotations
-
 import math
 
 import torch

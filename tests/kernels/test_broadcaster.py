@@ -1,7 +1,5 @@
 """Buckets that arrive hold the tensors that were sent, at one collective for each."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,13 +9,13 @@ from lightrft.kernels import BucketBroadcaster, BucketLayout, TensorSpec
 from lightrft.kernels.weight_bucket.broadcaster import Timeline
 
 
-def full_tensors() -> dict[str, torch.Tensor]:
+def full_tensors():
     generator = torch.Generator().manual_seed(0)
     shapes = {"embed": (37, 16), "norm": (16,), "up": (50, 16), "bias": (1,), "empty": (0, 4)}
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def plan(kinds: dict[str, str], world: int, bucket_bytes: int, dtype: torch.dtype) -> BucketLayout:
+def plan(kinds, world, bucket_bytes, dtype):
     specs = []
     for name, tensor in full_tensors().items():
         numel = tensor.numel()
@@ -34,11 +32,11 @@ def plan(kinds: dict[str, str], world: int, bucket_bytes: int, dtype: torch.dtyp
     return BucketLayout.plan(specs, bucket_bytes=bucket_bytes, alignment=16)
 
 
-def shard_source(layout: BucketLayout, rank: int):
+def shard_source(layout, rank):
     tensors = full_tensors()
     shards = {spec.name: spec.shards for spec in layout.specs}
 
-    def source(name: str) -> torch.Tensor:
+    def source(name):
         ranges = shards[name]
         start, stop = ranges[rank if len(ranges) > 1 else 0]
         return tensors[name].reshape(-1)[start:stop]
@@ -46,7 +44,7 @@ def shard_source(layout: BucketLayout, rank: int):
     return source
 
 
-def receive(broadcaster: BucketBroadcaster, source, add_local=None) -> dict[str, torch.Tensor]:
+def receive(broadcaster, source, add_local=None):
     """What a consumer assembles; NaN where nothing was written."""
     received = {}
     whole = set()
@@ -66,11 +64,11 @@ def receive(broadcaster: BucketBroadcaster, source, add_local=None) -> dict[str,
     return received
 
 
-def add_position(name: str, start: int, values: torch.Tensor) -> None:
+def add_position(name, start, values):
     values += torch.arange(start, start + values.numel()) / 1000
 
 
-def check(broadcaster: BucketBroadcaster, rank: int, dtype: torch.dtype) -> None:
+def check(broadcaster, rank, dtype):
     layout = broadcaster.layout
     received = receive(broadcaster, shard_source(layout, rank))
     with_update = receive(broadcaster, shard_source(layout, rank), add_position)
@@ -91,7 +89,7 @@ def test_local_buckets_need_no_process_group(bucket_bytes, buffers):
     assert broadcaster.num_payload_collectives == 0
 
 
-def exchange(rank: int, world: int) -> None:
+def exchange(rank, world):
     mixed = {"embed": "gather", "norm": "owner", "up": "gather", "bias": "local", "empty": "gather"}
     dist.init_process_group("gloo")
     for kinds in (mixed, dict.fromkeys(mixed, "gather"), dict.fromkeys(mixed, "owner")):

@@ -1,7 +1,5 @@
 """What the compiler makes of csrc/bucket.cu: registers, spills and the widths of its accesses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -26,7 +24,7 @@ def machine_code(monkeypatch):
     return machine_code
 
 
-def check(row: dict) -> None:
+def check(row):
     """What the kernels of bucket.cu may need, and how wide they have to load and store."""
     kernel = row["case"].split("bucket.cu ")[1]
     limit = REGISTERS_OF_A_MULTIPROCESSOR // (32 * row["warps"] * BLOCKS[kernel])
@@ -46,9 +44,9 @@ def check(row: dict) -> None:
     assert loads[64] >= 2 * (5 + 2 * 3) + 3, row
 
 
-def widths(row: dict, kind: str) -> dict[int, int]:
+def widths(row, kind):
     """Instructions by width in bits, generic ones and those of global memory together."""
-    found: dict[int, int] = {}
+    found = {}
     for access, count in row["accesses"].items():
         name, bits = access.split(".")
         if name in (kind, f"{kind}G"):
@@ -56,7 +54,7 @@ def widths(row: dict, kind: str) -> dict[int, int]:
     return found
 
 
-def read_table() -> dict:
+def read_table():
     return json.loads(TABLE.read_text())
 
 

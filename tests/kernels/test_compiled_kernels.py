@@ -1,7 +1,5 @@
 """The machine code of every kernel, compiled offline, against the committed table."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -26,7 +24,7 @@ pytestmark = [
 ]
 
 
-def compile_cases(*arguments: str) -> list[dict]:
+def compile_cases(*arguments):
     process = run_python(
         str(BENCHMARKS / "compile_table.py"),
         "--print",
@@ -38,7 +36,7 @@ def compile_cases(*arguments: str) -> list[dict]:
     return [json.loads(line) for line in process.stdout.splitlines()]
 
 
-def faults(row: dict) -> list[str]:
+def faults(row):
     """What no kernel in a default configuration may have."""
     name = row["case"]
     target = int(name.split()[0].removeprefix("sm_"))
@@ -66,11 +64,11 @@ def faults(row: dict) -> list[str]:
     return found
 
 
-def read_table() -> dict:
+def read_table():
     return json.loads(TABLE.read_text())
 
 
-def compare(rows: list[dict]) -> None:
+def compare(rows):
     import triton
 
     table = read_table()

@@ -1,7 +1,5 @@
 """The CUDA weight buckets: what the table says here, all values on a GPU."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest

@@ -5,8 +5,6 @@ streaming accesses, which here also check that every vector is aligned. It says 
 nor about the launch.
 """
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import re

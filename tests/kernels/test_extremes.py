@@ -1,7 +1,5 @@
 """linear_logprob against float64 where numbers are extreme: within its bounds, or a refusal."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.kernels.logprob_world import check_logprob, check_loss, float64_program, make_inputs

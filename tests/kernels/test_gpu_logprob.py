@@ -1,7 +1,5 @@
 """linear_logprob on a GPU: every implementation and the whole shape list against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.kernels import logprob_world

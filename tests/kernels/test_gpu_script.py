@@ -1,7 +1,5 @@
 """The table of a GPU: limits, lines that survive, culprits, and what is made of a folder."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Capabilities are plain facts about this process."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 

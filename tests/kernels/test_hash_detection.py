@@ -1,7 +1,5 @@
 """What the hash of weights finds: planted faults of every kind, and each has its own hash."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Both paths of the C++ hash, of which a processor takes one, give the definition's numbers."""
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import shutil

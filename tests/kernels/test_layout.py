@@ -1,7 +1,5 @@
 """Bucket plans: every element of every rank's shard lies in exactly one place."""
 
-from __future__ import annotations
-
 import itertools
 import random
 
@@ -11,12 +9,12 @@ import torch
 from lightrft.kernels import BucketLayout, TensorSpec
 
 
-def even_shards(numel: int, world: int) -> tuple[tuple[int, int], ...]:
+def even_shards(numel, world):
     cuts = [numel * rank // world for rank in range(world + 1)]
     return tuple(itertools.pairwise(cuts))
 
 
-def random_specs(seed: int, world: int) -> list[TensorSpec]:
+def random_specs(seed, world):
     rng = random.Random(seed)
     specs = []
     for index in range(25):

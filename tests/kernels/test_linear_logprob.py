@@ -1,7 +1,5 @@
 """linear_logprob against a slow float64 reference: values, all gradients, and refusals."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

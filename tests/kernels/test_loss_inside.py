@@ -1,7 +1,5 @@
 """The loss inside the output layer on a CPU, and what chooses how it is computed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.kernels.logprob_world import (

@@ -1,7 +1,5 @@
 """Rows of products as the trainer has them, against the kernels compiled for them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode

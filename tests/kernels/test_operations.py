@@ -1,7 +1,5 @@
 """Hash, pack and unpack: the definition in Python integers; native code equals torch bitwise."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 
@@ -24,20 +22,20 @@ def impl(request):
     return request.param
 
 
-def mix64(x: int) -> int:
+def mix64(x):
     z = (x + 0x9E3779B97F4A7C15) & MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
     return z ^ (z >> 31)
 
 
-def mix(x: int, factor: int) -> int:
+def mix(x, factor):
     x = x * factor % 2**32
     product = (x ^ (x >> 15)) * factor
     return product ^ (product >> 32)
 
 
-def slow_hash(tensor: torch.Tensor, start: int = 0) -> int:
+def slow_hash(tensor, start=0):
     """The definition, one unit of at most 32 bits after the other."""
     size = tensor.element_size()
     words = tensor.reshape(-1).view(BIT_DTYPES[min(size, 4)]).tolist()
@@ -50,11 +48,11 @@ def slow_hash(tensor: torch.Tensor, start: int = 0) -> int:
     return (total + 2**63) % 2**64 - 2**63
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor):
     return tensor.view(BIT_DTYPES[tensor.element_size()])
 
 
-def awkward_floats() -> torch.Tensor:
+def awkward_floats():
     """Random bit patterns, all exponents, NaNs with payloads, infinities, ties, subnormals."""
     generator = torch.Generator().manual_seed(0)
     random_bits = torch.randint(-(2**31), 2**31, (2**18,), generator=generator)

@@ -1,7 +1,5 @@
 """linear_logprob at home in torch: compilers, checkpoints, second derivatives, settings."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.host_waits import HostWaits

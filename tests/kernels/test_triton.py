@@ -1,7 +1,5 @@
 """The Triton kernels without a GPU: their values in the interpreter."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

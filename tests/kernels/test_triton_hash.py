@@ -1,7 +1,5 @@
 """The Triton hash equals the definition, in Triton's interpreter, and compiles for every GPU."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -54,7 +52,7 @@ for target in (80, 90, 100, 120):
 """
 
 
-def run(code: str, **environment: str) -> str:
+def run(code, **environment):
     process = run_python(
         "-W",
         "error",
@@ -69,14 +67,14 @@ def run(code: str, **environment: str) -> str:
 
 @pytest.mark.full
 @pytest.mark.triton
-def test_values_in_the_interpreter_equal_the_definition() -> None:
+def test_values_in_the_interpreter_equal_the_definition():
     assert run(VALUES, TRITON_INTERPRET="1").strip() == "equal"
 
 
 @pytest.mark.gpu
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
-def test_values_on_a_gpu_equal_the_definition(dtype) -> None:
+def test_values_on_a_gpu_equal_the_definition(dtype):
     device = torch.device("cuda", torch.cuda.current_device())
     # The choice is silent only if the kernel compiled and agreed with the definition.
     hash_flat = operations.device_hasher(device)
@@ -90,5 +88,5 @@ def test_values_on_a_gpu_equal_the_definition(dtype) -> None:
 
 @pytest.mark.full
 @pytest.mark.triton
-def test_it_compiles_for_every_gpu() -> None:
+def test_it_compiles_for_every_gpu():
     assert run(COMPILED).split() == ["80", "90", "100", "120"]

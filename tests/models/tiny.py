@@ -1,13 +1,11 @@
 """The tiny text models of the tests: one shape, of which a test says what is different."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    pass
 
 SHAPE = {
     "vocab_size": 131,
@@ -32,14 +30,14 @@ WIDE = {
 }
 
 
-def tiny_config(family: str = "qwen3", **changes: object) -> PreTrainedConfig:
+def tiny_config(family="qwen3", **changes):
     """A configuration: "qwen2", "qwen3", "qwen3_moe" or "llama", and what is not `SHAPE`."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(family, **{**SHAPE, **changes})
 
 
-def tiny_model(family: str = "qwen3", *, seed: int = 0, **changes: object) -> PreTrainedModel:
+def tiny_model(family="qwen3", *, seed=0, **changes):
     """A causal language model with random float32 weights of a seed."""
     from transformers import AutoModelForCausalLM
 

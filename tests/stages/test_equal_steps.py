@@ -5,8 +5,6 @@ tests of each stage compare with formulas in float64. A cover of all pairs of op
 default, and with `-m slow` their whole product.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from functools import cache

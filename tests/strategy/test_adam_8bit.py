@@ -1,7 +1,5 @@
 """AdamW with moments of 8 bits beside a slow one in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.ranks import run_multiprocess

@@ -1,7 +1,5 @@
 """Adapters alone in the engine: what travels, and which faults the default checks find."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 

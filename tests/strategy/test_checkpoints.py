@@ -1,7 +1,5 @@
 """Checkpoint folders: atomic, verified, rotated only among their own kind."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
@@ -28,14 +26,14 @@ from lightrft.strategy.distributed.collectives import barrier
 from lightrft.strategy.distributed.process_groups import start_process_group
 
 
-def save(folder: Path, tag: str | None = None, *, num_bytes: int = 10, **options: object):
+def save(folder, tag=None, *, num_bytes=10, **options):
     request = SaveRequest(save_dir=folder, strategy="Test", tag=tag, **options)
     return write_checkpoint(
         request, lambda path, _: (path / "weights.bin").write_bytes(bytes(num_bytes)) and None
     )
 
 
-def tags(folder: Path) -> list[str]:
+def tags(folder):
     return [item.manifest.tag for item in list_checkpoints(folder)]
 
 
@@ -91,7 +89,7 @@ def test_without_a_tag_the_global_step_or_a_counter_names_the_folder(tmp_path):
 def test_a_failed_save_changes_nothing(tmp_path):
     save(tmp_path, "good", max_num=1)
 
-    def fail(path: Path, _: FileWriter) -> None:
+    def fail(path, _):
         (path / "half.bin").write_bytes(b"x")
         raise OSError("disk full")
 
@@ -139,7 +137,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_message(tmp_path, damage, ca
         find_checkpoint(tmp_path, "new")
 
 
-def rewrite_manifest(path: Path, **changes: object) -> None:
+def rewrite_manifest(path, **changes):
     """Other values in a manifest that vouches for itself."""
     values = json.loads((path / MANIFEST_NAME).read_text()) | changes
     # Private: a damaged manifest with a digest that is right.

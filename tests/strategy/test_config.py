@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import argparse
 from dataclasses import dataclass
 
@@ -58,7 +56,7 @@ def test_disable_engine_sleep_is_understood():
 
 def test_other_objects_are_refused():
     with pytest.raises(TypeError, match="Namespace, a mapping or a StrategyConfig, got int"):
-        StrategyConfig.from_args(3)  # type: ignore[arg-type]
+        StrategyConfig.from_args(3)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import argparse
 import inspect
 import sys
@@ -12,10 +10,10 @@ from lightrft.strategy import FakeStrategy, StrategyBase, StrategyConfig, get_st
 SETTINGS = {"train_batch_size": 4, "seed": 3, "max_norm": 0.5, "custom": "kept"}
 
 
-def backends() -> list[type[StrategyBase]]:
+def backends():
     from lightrft.strategy.fsdp2.strategy import FSDPV2Strategy
 
-    found: list[type[StrategyBase]] = [FakeStrategy, FSDPV2Strategy]
+    found = [FakeStrategy, FSDPV2Strategy]
     if _is_installed("deepspeed"):
         from lightrft.strategy.deepspeed.strategy import DeepspeedStrategy
 
@@ -23,7 +21,7 @@ def backends() -> list[type[StrategyBase]]:
     return found
 
 
-def _is_installed(package: str) -> bool:
+def _is_installed(package):
     from importlib.util import find_spec
 
     return find_spec(package) is not None

@@ -47,15 +47,15 @@ CASES = {
 class Weights(torch.nn.Module):
     """The gradient of each of its two weights is the input."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(2))
 
-    def forward(self, scale: torch.Tensor) -> torch.Tensor:
+    def forward(self, scale):
         return (self.weight * scale.to(self.weight.dtype)).float().sum()
 
 
-def norm_of_sum(case: dict[str, object], world_size: int) -> list[float]:
+def norm_of_sum(case, world_size):
     """Of two optimizer steps: the reported norm for each of the two gradients."""
     from lightrft.strategy import get_strategy
 
@@ -80,7 +80,7 @@ def norm_of_sum(case: dict[str, object], world_size: int) -> list[float]:
         return norms
 
 
-def give_up_a_step(strategy, ready) -> None:
+def give_up_a_step(strategy, ready):
     """Leaves gradients of a step that never ends, which the next one must not see."""
     with suppress(KeyboardInterrupt), strategy.accumulation(2, ready.optimizer):
         strategy.backward(ready.model(torch.tensor(8.0)), ready.model, ready.optimizer)
@@ -88,7 +88,7 @@ def give_up_a_step(strategy, ready) -> None:
         raise KeyboardInterrupt
 
 
-def program(rank: int, world_size: int) -> dict[str, list[float]]:
+def program(rank, world_size):
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
     os.environ["LOCAL_RANK"] = str(rank)
     return {name: norm_of_sum(case, world_size) for name, case in CASES.items()}

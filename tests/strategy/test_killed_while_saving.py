@@ -1,7 +1,5 @@
 """Two ranks are killed by SIGKILL at random moments of saving; what is there loads every time."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -4,11 +4,8 @@ Each case starts two processes of this file and waits as a launcher does: when o
 with an error, the rest is ended too. What is measured is the time from the fault to that error.
 """
 
-from __future__ import annotations
-
 import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -34,7 +31,7 @@ PHASES = {
 """Where the fault is planted -> the phase that is reported."""
 
 
-def fail(kind: str, folder: str) -> None:
+def fail(kind, folder):
     """Ends this process without a word, or stops it from doing anything."""
     note_fault(folder)
     if kind == "kill":
@@ -42,7 +39,7 @@ def fail(kind: str, folder: str) -> None:
     time.sleep(10 * scaled(START_SECONDS))
 
 
-def run_rank(place: str, kind: str, folder: str) -> None:
+def run_rank(place, kind, folder):
     import torch
     from tests.engines.fake_engine import FakeEngine
     from torch import nn
@@ -117,7 +114,7 @@ def run_rank(place: str, kind: str, folder: str) -> None:
     print("the fault never happened", flush=True)
 
 
-def wait_for_error(processes: list[subprocess.Popen], limit: float) -> dict[int, int]:
+def wait_for_error(processes, limit):
     """Exit codes of those that ended with an error of their own."""
     while time.monotonic() < limit:
         codes = {rank: process.poll() for rank, process in enumerate(processes)}

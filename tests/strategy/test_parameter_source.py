@@ -1,7 +1,5 @@
 """What each strategy says about its parameters must describe the full tensors exactly."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.models.tiny import tiny_model
@@ -19,7 +17,7 @@ from lightrft.strategy.weight_sync.parameter_source import (
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("num_rows", [1, 4, 5, 7])
-def test_chunk_ranges_are_those_of_torch_chunk(num_rows: int, num_ranks: int) -> None:
+def test_chunk_ranges_are_those_of_torch_chunk(num_rows, num_ranks):
     values = torch.arange(num_rows * 6).view(num_rows, 2, 3)
     chunks = list(values.chunk(num_ranks))
     chunks += [values[:0]] * (num_ranks - len(chunks))
@@ -29,7 +27,7 @@ def test_chunk_ranges_are_those_of_torch_chunk(num_rows: int, num_ranks: int) ->
         assert torch.equal(values.view(-1)[start:stop], chunk.reshape(-1))
 
 
-def test_names_are_those_of_the_checkpoint_for_an_actor_and_for_a_bare_model() -> None:
+def test_names_are_those_of_the_checkpoint_for_an_actor_and_for_a_bare_model():
     from lightrft.models import Actor
 
     model = tiny_model()
@@ -42,7 +40,7 @@ def test_names_are_those_of_the_checkpoint_for_an_actor_and_for_a_bare_model() -
     assert checkpoint_module(model) is model
 
 
-def test_a_tied_parameter_is_listed_once_and_its_second_name_is_known() -> None:
+def test_a_tied_parameter_is_listed_once_and_its_second_name_is_known():
     model = tiny_model(tie_word_embeddings=True)
     source = module_parameter_source(model)
     names = [parameter.checkpoint_name for parameter in source.parameters()]
@@ -52,7 +50,7 @@ def test_a_tied_parameter_is_listed_once_and_its_second_name_is_known() -> None:
     assert tied_parameter_names(tiny_model()) == {}
 
 
-def test_whole_parameters_share_the_trainers_storage_and_know_what_is_frozen() -> None:
+def test_whole_parameters_share_the_trainers_storage_and_know_what_is_frozen():
     module = OddShapes()
     for entry, (name, parameter) in zip(
         module_parameter_source(module).parameters(), module.named_parameters(), strict=True
@@ -64,7 +62,7 @@ def test_whole_parameters_share_the_trainers_storage_and_know_what_is_frozen() -
         assert entry.shards == ((0, parameter.numel()),)
 
 
-def test_a_strided_parameter_is_copied_and_never_shared() -> None:
+def test_a_strided_parameter_is_copied_and_never_shared():
     module = nn.Module()
     module.weight = nn.Parameter(torch.arange(6.0).view(2, 3).t())
     (entry,) = module_parameter_source(module).parameters()
@@ -72,6 +70,6 @@ def test_a_strided_parameter_is_copied_and_never_shared() -> None:
     assert torch.equal(entry.local_shard.view(3, 2), module.weight)
 
 
-def test_a_shard_of_the_wrong_size_is_refused_by_name() -> None:
+def test_a_shard_of_the_wrong_size_is_refused_by_name():
     with pytest.raises(ValueError, match="'w' must be 1-D with one of the sizes"):
         SourceParameter("w", (4,), ((0, 2), (2, 4)), torch.zeros(3), frozen=False)

@@ -1,7 +1,5 @@
 """Rollouts and training use process groups of their own: their collectives never mix."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor

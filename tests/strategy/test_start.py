@@ -1,7 +1,5 @@
 """What is refused before an engine starts or a model is loaded, and what the machine decides."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -22,11 +20,11 @@ from lightrft.strategy.engine.session import NodeMemory, check_places
 GIGABYTE = 10**9
 
 
-def engine(tp: int, *, kind: str = "vllm", share: float = 0.5) -> EngineConfig:
+def engine(tp, *, kind="vllm", share=0.5):
     return EngineConfig(kind, "m", tensor_parallel_size=tp, memory_utilization=share)
 
 
-def places(*nodes: str, free: int = 70, total: int = 80) -> list[NodeMemory]:
+def places(*nodes, free=70, total=80):
     return [NodeMemory(node, free * GIGABYTE, total * GIGABYTE) for node in nodes]
 
 
@@ -159,7 +157,7 @@ def test_sglangs_deterministic_mode_is_the_users_to_turn_off(monkeypatch):
     assert built(enable_deterministic_inference="false") is False
 
 
-def sharding_of(rank: int, world_size: int, shard_size: int) -> tuple[tuple[int, ...], int]:
+def sharding_of(rank, world_size, shard_size):
     import torch
 
     from lightrft.strategy import get_strategy

@@ -1,7 +1,5 @@
 """A strategy is made of parts: what the whole promises, and what the parts leave behind."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from types import SimpleNamespace

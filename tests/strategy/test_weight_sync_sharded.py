@@ -1,7 +1,5 @@
 """Several ranks: the engine of every rank must hold the full weights of a sharded trainer."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from datetime import timedelta
@@ -21,18 +19,18 @@ SHAPES = {"odd": (7, 3), "one_row": (1, 5), "vector": (5,), "cube": (4, 2, 3), "
 class OddShapes(nn.Module):
     """Parameters that no number of ranks divides."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         generator = torch.Generator().manual_seed(3)
         for name, shape in SHAPES.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
         self.cube.requires_grad_(False)
 
-    def forward(self, scale: torch.Tensor) -> torch.Tensor:
+    def forward(self, scale):
         return scale * sum(parameter.square().sum() for parameter in self.parameters())
 
 
-def tiny_actor(*, is_tied: bool = False):
+def tiny_actor(*, is_tied=False):
     from lightrft.models import Actor
 
     actor = Actor(tiny_model(tie_word_embeddings=is_tied))
@@ -40,16 +38,16 @@ def tiny_actor(*, is_tied: bool = False):
     return actor
 
 
-def loss_of(actor: nn.Module, rank: int) -> torch.Tensor:
+def loss_of(actor, rank):
     tokens = torch.arange(12).view(1, 12) + rank
     return -actor(tokens, torch.ones_like(tokens)).logprobs.mean()
 
 
-def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(module):
     return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.5)
 
 
-def check_ranges(source, full: dict[str, torch.Tensor], rank: int) -> dict[str, tuple]:
+def check_ranges(source, full, rank):
     """This rank's shards are the ranges that they claim to be; returns all ranges."""
     ranges = {}
     for entry in source.parameters():
@@ -66,7 +64,7 @@ def check_ranges(source, full: dict[str, torch.Tensor], rank: int) -> dict[str, 
     return ranges
 
 
-def check_fake_engine(source, full: dict[str, torch.Tensor]) -> None:
+def check_fake_engine(source, full):
     """Odd shapes reach a scripted engine whole, in buckets of 64 bytes and in one."""
     from tests.engines.fake_engine import FakeEngine
 
@@ -84,7 +82,7 @@ def check_fake_engine(source, full: dict[str, torch.Tensor]) -> None:
             assert torch.equal(engine.weights.tensors[name], tensor), name
 
 
-def check_hf_engine(make_source, actor, wrapped, gather, step, *, is_tied: bool) -> list:
+def check_hf_engine(make_source, actor, wrapped, gather, step, *, is_tied):
     """Syncs before and after a training step, in two dtypes and bucket sizes.
 
     Returns:
@@ -147,7 +145,7 @@ def check_hf_engine(make_source, actor, wrapped, gather, step, *, is_tied: bool)
     return results
 
 
-def fsdp2_rank(rank: int, world_size: int) -> dict[str, object]:
+def fsdp2_rank(rank, world_size):
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -210,7 +208,7 @@ def fsdp2_rank(rank: int, world_size: int) -> dict[str, object]:
     return {"ranges": ranges, "results": results}
 
 
-def zero_rank(rank: int, world_size: int, stages: tuple[int, ...]) -> dict[str, object]:
+def zero_rank(rank, world_size, stages):
     import deepspeed
     import torch.distributed as dist
 
@@ -220,7 +218,7 @@ def zero_rank(rank: int, world_size: int, stages: tuple[int, ...]) -> dict[str, 
     dist.init_process_group("gloo")
     runtime.start(timedelta(minutes=2))
 
-    def start(module: nn.Module, stage: int):
+    def start(module, stage):
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "zero_allow_untested_optimizer": True,
@@ -228,7 +226,7 @@ def zero_rank(rank: int, world_size: int, stages: tuple[int, ...]) -> dict[str, 
         }
         return deepspeed.initialize(model=module, optimizer=optimizer_of(module), config=config)[0]
 
-    def gathered(module: nn.Module) -> dict[str, torch.Tensor]:
+    def gathered(module):
         with deepspeed.zero.GatheredParameters(list(module.parameters())):
             return {name: p.detach().clone() for name, p in module.named_parameters()}
 
@@ -265,7 +263,7 @@ def zero_rank(rank: int, world_size: int, stages: tuple[int, ...]) -> dict[str, 
 @pytest.mark.parametrize(
     "world_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4))]
 )
-def test_fsdp2_weights_reach_every_ranks_engine(world_size: int) -> None:
+def test_fsdp2_weights_reach_every_ranks_engine(world_size):
     ranks = run_multiprocess(fsdp2_rank, world_size, timeout_seconds=240)
     assert all(found == ranks[0] for found in ranks)
     if world_size == 3:
@@ -283,9 +281,7 @@ def test_fsdp2_weights_reach_every_ranks_engine(world_size: int) -> None:
         pytest.param(1, (1, 2, 3), marks=pytest.mark.slow),
     ],
 )
-def test_zero_weights_of_every_stage_reach_every_ranks_engine(
-    world_size: int, stages: tuple[int, ...]
-) -> None:
+def test_zero_weights_of_every_stage_reach_every_ranks_engine(world_size, stages):
     ranks = run_multiprocess(zero_rank, world_size, timeout_seconds=270, args=(stages,))
     assert all(found == ranks[0] for found in ranks)
     if stages == (2, 3):

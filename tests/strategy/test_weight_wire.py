@@ -1,7 +1,5 @@
 """Weights of ranks that only generate: every shard from its owner, proved, by any way."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

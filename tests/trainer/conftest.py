@@ -1,7 +1,5 @@
 """A tiny model, a toy reward, and trainers in one process."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 All start from one warm-started model; a minute or two of one core each: run with `-m slow`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 

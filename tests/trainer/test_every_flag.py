@@ -1,7 +1,5 @@
 """Every documented flag exists and acts, or is refused with the name of what replaces it."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """The trainer against a loop over its parts, bit for bit, with rows of older weights."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightrft.experience.maker import AdvantageSettings, Delivery, make_experience

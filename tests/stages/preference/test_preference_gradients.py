@@ -1,7 +1,5 @@
 """The gradient of a step on preferences is that of the formula, however the step is carried out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 

@@ -1,7 +1,5 @@
 """The gradient of a supervised step is that of the formula, however the step is carried out."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 
