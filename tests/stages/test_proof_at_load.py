@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from tests.models.test_proof import MINICPM3
 from tests.models.tiny import SHAPE
 from tests.stages.reward import reward_world
 from tests.stages.stage_world import STILL
@@ -15,7 +14,7 @@ from lightrft.cli.main import main
 from lightrft.config import ConfigError
 from lightrft.config.registry import STAGES
 from lightrft.models import actor as actor_module, attention, proof, reward_model
-from lightrft.models.head import HeadTransform
+from lightrft.models.head_transform import HeadTransform
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.sequence_model import trunk_output
 from lightrft.strategy import get_fake_strategy
@@ -164,8 +163,11 @@ ROWS = {
 
 
 @pytest.mark.parametrize("command", ROWS)
-def test_a_family_with_another_head_is_refused_in_one_line(command, tmp_path, capsys):
-    model = saved(tmp_path, "minicpm3", MINICPM3)
+def test_a_head_that_computes_otherwise_is_refused_in_one_line(
+    command, tmp_path, capsys, monkeypatch
+):
+    model = saved(tmp_path, "gemma2", {"final_logit_softcapping": 2.0})
+    forget_transform(monkeypatch)
     rows = tmp_path / "rows.jsonl"
     rows.write_text((json.dumps(ROWS[command]) + "\n") * 4)
     options = ["--train_batch_size", "4", "--output_dir", str(tmp_path / "run")]
@@ -183,13 +185,13 @@ def test_a_family_with_another_head_is_refused_in_one_line(command, tmp_path, ca
     text = capsys.readouterr().err
     assert code == 2
     assert "Traceback" not in text
-    assert text.count("the head computes other log-probabilities than MiniCPM3ForCausalLM") == 1
+    assert text.count("the head computes other log-probabilities than Gemma2ForCausalLM") == 1
 
 
 def test_packing_by_the_machine_is_switched_off_and_said_in_a_line(capsys):
     builder, items, options = CASES["sft"]
     strategy = get_fake_strategy(STILL)
-    model = tiny("recurrent_gemma", {"logits_soft_cap": 1e6})
+    model = tiny("recurrent_gemma", {})
     with pytest.raises(ConfigError, match="packing_samples: RecurrentGemmaForCausalLM mixes"):
         builder(strategy, items, model=model, packing_samples=True, **options)
     strategy.context.chosen_options = {"packing_samples": "one kernel"}

@@ -14,8 +14,10 @@ from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.engines.media.media import RowMedia
 from lightrft.engines.text import end_of_sequence_ids
 from lightrft.engines.types import Vocabulary
+from lightrft.models.attention import trunk_of
 from lightrft.models.divergence import HeadReader
-from lightrft.models.head import LinearLogprobHead, read_head_transform
+from lightrft.models.head import LinearLogprobHead
+from lightrft.models.head_transform import read_head_transform
 from lightrft.models.layout import TokenLayout
 from lightrft.models.loading import load_causal_lm
 from lightrft.models.sequence_model import SequenceModel, trunk_output
@@ -74,14 +76,15 @@ class Actor(SequenceModel):
                 "an actor needs a model with a linear output projection: got "
                 f"{type(projection).__name__} in {type(model).__name__}"
             )
-        if model.base_model is model:
+        if trunk_of(model) is model:
             raise ValueError(
                 "an actor needs a model whose hidden states can be had apart from its logits: "
-                f"{type(model).__name__} has no part {model.base_model_prefix!r}"
+                f"{type(model).__name__} has no part {model.base_model_prefix!r}, nor "
+                "one part that is a model"
             )
         head = LinearLogprobHead(
             projection,
-            transform=read_head_transform(model.config),
+            transform=read_head_transform(model),
             is_fused=fused_linear_logprob,
             chunk_size=chunk_size,
             # A response has no features for the placeholders of media.
@@ -94,7 +97,7 @@ class Actor(SequenceModel):
     def use_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Score only ids that are tokens, and save the model with all ids that end its turns."""
         self.vocabulary = vocabulary
-        self.head.num_tokens = vocabulary.num_tokens
+        self.head.limit_tokens(vocabulary.num_tokens)
         generation = self.model.generation_config
         ends = {*vocabulary.ends, *end_of_sequence_ids(self.config, generation)}
         if generation is not None and vocabulary.ends:
@@ -149,7 +152,7 @@ class Actor(SequenceModel):
         """
         layout = self.lay_out(token_ids, attention_mask, scored_mask)
         output = trunk_output(
-            self.model.base_model, layout, media, with_router_logits=self.sums_routers
+            trunk_of(self.model), layout, media, with_router_logits=self.sums_routers
         )
         inside = None if token_loss is None else layout.placed(token_loss)
         hidden: Tensor = output.last_hidden_state

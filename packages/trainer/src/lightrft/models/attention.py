@@ -199,6 +199,18 @@ def attend_stream(qkv: QKV, bounds: SequenceBounds, options: AttentionOptions) -
     return attended.transpose(0, 1).unsqueeze(0)
 
 
+def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of a causal language model that gives hidden states.
+
+    That is its base model or, where no part has that name, the only part that is a model; the
+    model itself if there is none or several.
+    """
+    if model.base_model is not model:
+        return cast("PreTrainedModel", model.base_model)
+    parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
+    return parts[0] if len(parts) == 1 else model
+
+
 def packing_hindrance(
     model_class: type[PreTrainedModel], text_config: PretrainedConfig
 ) -> str | None:
@@ -239,7 +251,7 @@ def use_packed_attention(model: PreTrainedModel, *, sp_size: int = 1) -> None:
     """
     config = model.config.get_text_config()
     # The vision tower may attend differently.
-    text = language_model(model.base_model)
+    text = language_model(trunk_of(model))
     hindrance = packing_hindrance(cast("type[PreTrainedModel]", type(text)), config)
     if hindrance is not None:
         raise LayoutRefusedError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,68 +13,14 @@ from torch import Tensor, nn
 from lightrft.kernels import Workspace, linear_logprob, linear_policy_loss
 from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer, leading
 from lightrft.models.divergence import HeadReader, Projected
+from lightrft.models.head_transform import HeadTransform
 from lightrft.models.types import EntropyMode
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from lightrft.models.support import SamplingSupport
 
 
 EXACT_ROWS = 8192
-SOFTCAP_FIELD = "final_logit_softcapping"
-# Fields by which some models multiply or divide their logits.
-FACTOR_FIELDS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
-
-MULTIPLIED_BY = {"cohere": "logit_scale", "cohere2": "logit_scale"}
-# Model types for which the meaning of the field is known.
-DIVIDED_BY = {
-    "granite": "logits_scaling",
-    "granitemoe": "logits_scaling",
-    "granitemoeshared": "logits_scaling",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class HeadTransform:
-    """Change of logits: softcap * tanh(scale * logits / softcap), or scale * logits if uncapped.
-
-    Args:
-        scale: Factor on the logits.
-        softcap: Bound on their magnitude, or None.
-    """
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-
-def read_head_transform(config: PretrainedConfig) -> HeadTransform:
-    """Return how a model changes its logits.
-
-    Raises:
-        ValueError: The configuration scales the logits in a way that is unknown for this model
-            type, or both scales and caps them.
-    """
-    fields = config.get_text_config().to_dict()
-    model_type = fields["model_type"]
-    softcap = fields.get(SOFTCAP_FIELD)
-    factors = {name: fields[name] for name in FACTOR_FIELDS if fields.get(name) not in (None, 1)}
-    scale = 1.0
-    if model_type in MULTIPLIED_BY:
-        scale = float(factors.pop(MULTIPLIED_BY[model_type], 1.0))
-    elif model_type in DIVIDED_BY:
-        scale = 1.0 / float(factors.pop(DIVIDED_BY[model_type], 1.0))
-    if factors:
-        raise ValueError(
-            f"model type {model_type!r} scales its logits by {factors}, which is not supported: "
-            f"expected one of {', '.join(sorted((*MULTIPLIED_BY, *DIVIDED_BY)))}, or no such field"
-        )
-    if softcap is not None and scale != 1.0:
-        raise ValueError(
-            f"model type {model_type!r} scales its logits by {scale} and caps them at {softcap}: "
-            "the two together are not supported"
-        )
-    return HeadTransform(scale=scale, softcap=None if softcap is None else float(softcap))
 
 
 class LinearLogprobHead(nn.Module):
@@ -109,8 +54,8 @@ class LinearLogprobHead(nn.Module):
         forbidden_ids: Sequence[int] = (),
     ) -> None:
         super().__init__()
-        self.num_tokens: int | None = None
-        self.forbidden_ids = tuple(forbidden_ids)
+        self.num_tokens = transform.num_columns
+        self.forbidden_ids = tuple(sorted({*forbidden_ids, *transform.forbidden}))
         self._forbidden: dict[torch.device, Tensor] = {}
         self.in_features = projection.in_features
         self.out_features = projection.out_features
@@ -120,6 +65,11 @@ class LinearLogprobHead(nn.Module):
         self.fuse(chunk_size)
         self.is_fused = is_fused
         self._is_exact = False
+
+    def limit_tokens(self, num_tokens: int | None) -> None:
+        """Take only so many leading rows as tokens, or as many as the model's logits have."""
+        limits = [n for n in (num_tokens, self.transform.num_columns) if n is not None]
+        self.num_tokens = min(limits, default=None)
 
     @contextmanager
     def in_float32(self) -> Iterator[None]:
@@ -170,7 +120,7 @@ class LinearLogprobHead(nn.Module):
         """
         if targets is None:
             return self._projection(hidden)
-        scaled = temperature / self.transform.scale
+        hidden, scaled = self.transform.scale_into(hidden, temperature)
         bias = self._sampling_bias(hidden)
         layer = self._sampled_layer(bias, scaled)
         if isinstance(token_loss, HeadReader):
