@@ -261,7 +261,6 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.cover(3)
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("name", READERS)
 def test_damaged_files_are_read_or_refused_in_one_line(made, tmp_path, name):
     reader = READERS[name]

@@ -95,7 +95,6 @@ def folder(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_a_flipped_byte_of_a_run_is_passed_over_or_its_file_is_named(folder):
     arguments = (str(folder), 1, 1)
     (files,) = run_multiprocess(flip_bytes, 1, timeout_seconds=240, args=arguments)
@@ -113,7 +112,6 @@ def test_a_flipped_byte_of_a_run_is_passed_over_or_its_file_is_named(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 @pytest.mark.timeout(3000)
 def test_flipped_bytes_of_every_file_of_a_run(folder):
     run_multiprocess(flip_bytes, 1, timeout_seconds=2700, args=(str(folder), 3, None))

@@ -80,7 +80,6 @@ def program(tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["allocator", "deadline"])
 def test_one_process_at_the_shell(program, name):
     code, expected = FAILURES[name]
@@ -90,7 +89,6 @@ def test_one_process_at_the_shell(program, name):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["bug", "memory", "stuck", "killed"])
 def test_the_failing_ranks_message_and_code_reach_the_caller(program, monkeypatch, tmp_path, name):
     code, expected = FAILURES[name]
@@ -107,7 +105,6 @@ def test_the_failing_ranks_message_and_code_reach_the_caller(program, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["bug", "deadline"])
 def test_torchrun_shows_the_failing_ranks_message(program, name):
     torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
@@ -116,7 +113,6 @@ def test_torchrun_shows_the_failing_ranks_message(program, name):
     assert all(text in done.stderr for text in FAILURES[name][1]), done.stderr
 
 
-@pytest.mark.multiprocess
 def test_a_signal_before_anything_was_done_ends_the_launcher(program):
     code = (
         "import sys, os, signal; from lightrft.cli.launch import passing_on, STOP_SIGNALS\n"

@@ -106,7 +106,6 @@ class Command:
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_a_stopped_and_a_killed_run_are_continued_by_the_same_command(folder):
     whole = Command(folder, "whole")
     assert whole.finish()[0] == 0
@@ -155,7 +154,6 @@ def test_a_stopped_and_a_killed_run_are_continued_by_the_same_command(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_all_ranks_stop_together_and_continue_exactly(folder, number):
     whole = Command(folder, "whole", "--nproc_per_node", "2")
@@ -174,7 +172,6 @@ def test_all_ranks_stop_together_and_continue_exactly(folder, number):
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 def test_a_killed_launcher_leaves_no_writers_and_the_same_command_continues(folder):
     broken = Command(folder, "broken", "--nproc_per_node", "2")
     code, _, _ = broken.signal_in_rollout(signal.SIGKILL, call=6)
@@ -186,7 +183,6 @@ def test_a_killed_launcher_leaves_no_writers_and_the_same_command_continues(fold
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 def test_under_torchrun_the_ranks_stop_with_a_checkpoint_and_say_so(folder):
     torchrun = (
         sys.executable,
@@ -212,7 +208,6 @@ def test_under_torchrun_the_ranks_stop_with_a_checkpoint_and_say_so(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 def test_a_run_that_needs_more_memory_than_there_is_names_phase_and_remedies(folder):
     def leave_80_mb(process):
         pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0])

@@ -28,8 +28,6 @@ from lightrft.strategy.fsdp2.strategy import FSDPV2Strategy
 from lightrft.tools.model_presets import write_tiny_model
 from lightrft.trainer.spmd_ppo_trainer import SPMDPPOTrainer
 
-pytestmark = pytest.mark.multiprocess
-
 BASIC_SETUP = """
 from lightrft.strategy import get_strategy
 from lightrft.utils import add_arguments

@@ -157,7 +157,6 @@ def on_both_backends(rank, world_size):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 def test_backends_are_switched_with_zero_code_changes():
     (found,) = run_multiprocess(on_both_backends, 1, timeout_seconds=180)

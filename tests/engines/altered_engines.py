@@ -41,9 +41,14 @@ class ShiftedEngine(HFEngine):
         ]
 
 
+def embedded(module, kind=HFEngine):
+    """An engine in this process, with the weights of a module."""
+    return kind(EngineConfig("hf", ""), module=module)
+
+
 def plant(strategy, actor, engine_class):
     """Give a strategy an engine of this class, with the actor's weights; return the engine."""
     module = strategy.unwrap_model(actor).model
-    strategy.inference_engine = engine = engine_class(EngineConfig("hf", ""), module=module)
+    strategy.inference_engine = engine = embedded(module, engine_class)
     strategy.update_engine_weights(actor)
     return engine

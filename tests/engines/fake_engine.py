@@ -15,11 +15,10 @@ from lightrft.engines.engine_weights import ParameterStore, full_shape, is_full_
 from lightrft.engines.factory import ENGINES
 from lightrft.engines.rows import Limits, RawCompletion
 from lightrft.engines.sampling import draw_tokens, mix64, row_keys, sampling_logprobs, uniforms
-from lightrft.engines.types import (
-    SamplingParams,
-)
+from lightrft.engines.types import EngineConfig, SamplingParams
 
 _CPU = torch.device("cpu")
+USUAL = EngineConfig("fake", "")
 
 
 class FakeEngine(RolloutEngine):
@@ -48,7 +47,7 @@ class FakeEngine(RolloutEngine):
 
     def __init__(
         self,
-        config,
+        config=USUAL,
         *,
         script=None,
         parameters=None,

@@ -1,9 +1,14 @@
 """Requests with images and videos, and the trainer's scores of what engines made of them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.models.vision.tiny_world import Batch, image, prompt
 
+from lightrft.datasets.chat_ids import ChatIds
+from lightrft.datasets.media import VisionPrompts
+from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import VideoSource
 from lightrft.engines.types import GenerationRequest, SamplingParams
@@ -26,6 +31,19 @@ def video(num_frames=4, fps=2.0, side=56):
 
 def video_prompt(encoder, **facts):
     return encoder.encode(prompt(encoder, "What falls?", 0, 1), Media({"video": [video(**facts)]}))
+
+
+def after_answer(encoder, start, said, answer):
+    """A prompt and what was said, and behind it an answer of texts and pictures."""
+    turn = (*said.prompt_token_ids, *said.output_token_ids)
+    suffix = TurnSuffix(ChatIds(encoder.processor.tokenizer, VisionPrompts(encoder)))
+    found = suffix.after(said.output_token_ids, [answer])
+    later = [replace(each, start=each.start + len(turn)) for each in found.later]
+    row = (*turn, *found.token_ids)
+    media = encoder.row(row, start, later)
+    media = media.continued(row[len(media.token_ids) :])
+    assert media.token_ids == row
+    return media
 
 
 def trainer_logprobs(actor, encoder, prompts, completions):

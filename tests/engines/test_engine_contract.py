@@ -4,10 +4,12 @@ import contextlib
 import dataclasses
 import importlib
 import math
+from functools import partial
 
 import pytest
 import torch
 from tests.engines import fake_engine  # noqa: F401 - registers "fake"
+from tests.engines.plain_forward import prompts as counted_prompts
 
 from lightrft.engines import (
     EngineConfig,
@@ -99,12 +101,12 @@ def engine(request, tiny_model):
     engine.close()
 
 
-def prompts(*lengths):
-    """Requests with distinct prompts of these lengths and ids 10, 11, ..."""
-    return [
-        GenerationRequest(tuple(2 + (7 * i + 3 * j) % 90 for j in range(length)), 10 + i)
-        for i, length in enumerate(lengths)
-    ]
+prompts = partial(counted_prompts, first_id=10)
+
+
+def short_answer(engine):
+    """Two tokens behind one prompt."""
+    return engine.generate(prompts(3), SamplingParams(max_tokens=2))
 
 
 def contents(completions):
@@ -538,16 +540,16 @@ def test_a_reset_within_an_update_does_not_end_it(engine):
     engine.begin_weight_update()
     engine.reset_caches()
     with pytest.raises(StaleEngineError, match="open"):
-        engine.generate(prompts(3), SamplingParams(max_tokens=2))
+        short_answer(engine)
 
 
 def test_an_engine_marked_stale_waits_for_verified_weights(engine):
     engine.mark_stale("the optimizer has stepped")
     with pytest.raises(StaleEngineError, match="the optimizer has stepped"):
-        engine.generate(prompts(3), SamplingParams(max_tokens=2))
+        short_answer(engine)
     update(engine, whole_pieces(random_weights(engine, 1)))
     engine.set_weights_version(1)
-    engine.generate(prompts(3), SamplingParams(max_tokens=2))
+    short_answer(engine)
 
 
 def test_a_parameter_written_in_part_is_named_and_blocks_the_engine(engine):
@@ -560,9 +562,9 @@ def test_a_parameter_written_in_part_is_named_and_blocks_the_engine(engine):
         engine.finish_weight_update()
     engine.reset_caches()
     with pytest.raises(StaleEngineError, match=name):
-        engine.generate(prompts(3), SamplingParams(max_tokens=2))
+        short_answer(engine)
     update(engine, whole_pieces({name: values[name]}))
-    engine.generate(prompts(3), SamplingParams(max_tokens=2))
+    short_answer(engine)
 
 
 def test_a_part_of_a_fused_tensor_is_refused_and_named(engine):
@@ -578,9 +580,9 @@ def test_a_part_of_a_fused_tensor_is_refused_and_named(engine):
     engine.reset_caches()
     assert engine.hash_parameters() == hashes
     with pytest.raises(StaleEngineError, match=fused.name):
-        engine.generate(prompts(3), SamplingParams(max_tokens=2))
+        short_answer(engine)
     update(engine, whole_pieces({n: values[n] for n in fused_group(engine, fused.name)}))
-    engine.generate(prompts(3), SamplingParams(max_tokens=2))
+    short_answer(engine)
 
 
 def test_overlapping_pieces_do_not_hide_a_gap(engine):
@@ -741,4 +743,4 @@ def test_tensors_that_do_not_fit_are_not_aliased(engine):
 def test_a_closed_engine_does_not_generate(engine):
     engine.close()
     with pytest.raises(RuntimeError):
-        engine.generate(prompts(3), SamplingParams(max_tokens=2))
+        short_answer(engine)

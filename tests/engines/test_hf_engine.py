@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from tests.engines.altered_engines import embedded
+from tests.engines.plain_forward import character_tokenizer, largest_error, prompts
 from tests.models.tiny import tiny_model
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,7 +14,6 @@ from transformers import (
     GenerationConfig,
     MambaConfig,
     MambaForCausalLM,
-    PreTrainedTokenizerFast,
     Qwen3ForCausalLM,
 )
 
@@ -30,22 +30,6 @@ CONFIG = EngineConfig("hf", "")
 FAMILIES = [("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False)]
 
 
-def prompts(*lengths):
-    return [
-        GenerationRequest(tuple(2 + (11 * i + 5 * j) % 90 for j in range(length)), i)
-        for i, length in enumerate(lengths)
-    ]
-
-
-def plain_logprobs(model, completion, temperature=1.0):
-    """Logprobs of a completion's tokens from one forward without cache or padding."""
-    ids = torch.tensor([completion.prompt_token_ids + completion.output_token_ids])
-    with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-    logprobs = (logits.float() / temperature).log_softmax(-1).gather(-1, ids[0, 1:, None])
-    return logprobs[len(completion.prompt_token_ids) - 1 :, 0]
-
-
 def greedy_generate(model, request, max_tokens):
     ids = torch.tensor([request.prompt_token_ids])
     output = model.generate(
@@ -54,20 +38,13 @@ def greedy_generate(model, request, max_tokens):
     return tuple(output[0, ids.shape[1] :].tolist())
 
 
-def largest_error(model, completions, temperature=1.0):
-    return max(
-        (plain_logprobs(model, c, temperature) - torch.tensor(c.output_logprobs)).abs().max().item()
-        for c in completions
-    )
-
-
 # Decoding
 
 
 @pytest.mark.parametrize(("family", "is_tied"), FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(tiny_model, family, is_tied):
     model = tiny_model(family, is_tied=is_tied)
-    engine = HFEngine(CONFIG, module=model)
+    engine = embedded(model)
     requests = prompts(5, 1, 9, 5)
     params = SamplingParams(max_tokens=24, temperature=0)
     for request, completion in zip(requests, engine.generate(requests, params), strict=True):
@@ -78,7 +55,7 @@ def test_greedy_tokens_are_those_of_transformers(tiny_model, family, is_tied):
 @pytest.mark.parametrize("lengths", [(6, 6, 6), (5, 1, 12, 2)])
 def test_logprobs_are_those_of_a_plain_forward(tiny_model, family, is_tied, lengths):
     model = tiny_model(family, is_tied=is_tied)
-    engine = HFEngine(CONFIG, module=model)
+    engine = embedded(model)
     for temperature in (1.0, 0.7):
         params = SamplingParams(max_tokens=20, n=3, temperature=temperature)
         completions = engine.generate(prompts(*lengths), params)
@@ -88,7 +65,7 @@ def test_logprobs_are_those_of_a_plain_forward(tiny_model, family, is_tied, leng
 def test_a_planted_weight_error_moves_logprobs(tiny_model):
     """Positive control: what the comparisons above would see."""
     model = tiny_model()
-    engine = HFEngine(CONFIG, module=model)
+    engine = embedded(model)
     weight = model.model.layers[0].self_attn.q_proj.weight
     weight.data = weight.data.T.contiguous()
     completions = engine.generate(prompts(5, 3), SamplingParams(max_tokens=10))
@@ -97,7 +74,7 @@ def test_a_planted_weight_error_moves_logprobs(tiny_model):
 
 def test_long_completions_cross_blocks_of_steps(tiny_model):
     model = tiny_model()
-    engine = HFEngine(CONFIG, module=model)
+    engine = embedded(model)
     params = SamplingParams(max_tokens=150, n=2, ignore_eos=True)
     for lengths in ((4, 4), (3, 8)):
         completions = engine.generate(prompts(*lengths), params)
@@ -107,7 +84,7 @@ def test_long_completions_cross_blocks_of_steps(tiny_model):
 
 def test_rows_that_end_at_different_times_do_not_disturb_the_others(tiny_model):
     model = tiny_model()
-    engine = HFEngine(CONFIG, module=model)
+    engine = embedded(model)
     requests = [
         GenerationRequest(r.prompt_token_ids, r.request_id, max_tokens=3 + 5 * r.request_id)
         for r in prompts(4, 7, 2, 9, 4, 4, 1)
@@ -137,7 +114,7 @@ def test_bfloat16_logprobs_are_close_to_a_bfloat16_forward(tiny_model):
 
 def test_a_failing_model_is_reported_not_sampled(tiny_model):
     model = tiny_model()
-    engine = HFEngine(CONFIG, module=model)
+    engine = embedded(model)
     engine.native.model.norm.weight.data.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="request 0: the model's logits are not finite"):
         engine.generate(prompts(3), SamplingParams(max_tokens=3))
@@ -160,8 +137,8 @@ def sliding_model():
 def test_a_sliding_window_model_decodes_whole_batches_and_warns_once(caplog):
     model = sliding_model()
     with caplog.at_level(logging.WARNING, logger="lightrft.engines"):
-        engine = HFEngine(CONFIG, module=model)
-        HFEngine(CONFIG, module=model)
+        engine = embedded(model)
+        embedded(model)
     assert sum("finished rows stay" in r.message for r in caplog.records) <= 1
     requests = prompts(9, 4, 9, 2)
     greedy = engine.generate(requests, SamplingParams(max_tokens=14, temperature=0))
@@ -178,7 +155,7 @@ def test_a_state_space_model_decodes_whole_batches():
         vocab_size=97, hidden_size=32, state_size=4, num_hidden_layers=2, eos_token_id=1
     )
     model = MambaForCausalLM(config).eval()
-    engine = HFEngine(CONFIG, module=model)
+    engine = embedded(model)
     completions = engine.generate(prompts(5, 3, 5), SamplingParams(max_tokens=8, n=2))
     assert largest_error(model, completions) < 1e-4
 
@@ -186,25 +163,18 @@ def test_a_state_space_model_decodes_whole_batches():
 # Stopping
 
 
-def word_tokenizer():
-    """One character a token, the special ones included."""
-    words = ["␀", "␄", *(chr(ord("!") + i) for i in range(94)), " "]
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="␀", eos_token="␄", unk_token="?"
-    )
+# One character a token, the special ones included.
+WORDS = ["␀", "␄", *(chr(ord("!") + i) for i in range(94)), " "]
 
 
 def test_stop_strings_end_a_completion_where_their_last_token_falls(tiny_model, tmp_path):
     model = tiny_model()
     model.save_pretrained(tmp_path)
-    word_tokenizer().save_pretrained(tmp_path)
+    character_tokenizer(WORDS).save_pretrained(tmp_path)
     engine = HFEngine(EngineConfig("hf", str(tmp_path)))
     free = SamplingParams(max_tokens=30, n=4, ignore_eos=True)
     text_of = [
-        "".join(word_tokenizer().convert_ids_to_tokens(c.output_token_ids))
+        "".join(character_tokenizer(WORDS).convert_ids_to_tokens(c.output_token_ids))
         for c in engine.generate(prompts(4, 2), free)
     ]
     stop = text_of[0][10:12]
@@ -219,14 +189,14 @@ def test_stop_strings_end_a_completion_where_their_last_token_falls(tiny_model, 
 
 
 def test_stop_strings_without_a_tokenizer_say_what_to_do(tiny_model):
-    engine = HFEngine(CONFIG, module=tiny_model())
+    engine = embedded(tiny_model())
     with pytest.raises(FileNotFoundError, match=r"need a tokenizer.*use stop_token_ids"):
         engine.generate(prompts(3), SamplingParams(stop=("x",), max_tokens=4))
 
 
 def test_a_prompt_may_be_given_as_text(tiny_model, tmp_path):
     tiny_model().save_pretrained(tmp_path)
-    word_tokenizer().save_pretrained(tmp_path)
+    character_tokenizer(WORDS).save_pretrained(tmp_path)
     engine = HFEngine(EngineConfig("hf", str(tmp_path)))
     request = GenerationRequest((), 4, prompt_text='"#$')
     (completion,) = engine.generate([request], SamplingParams(max_tokens=2))
@@ -236,7 +206,7 @@ def test_a_prompt_may_be_given_as_text(tiny_model, tmp_path):
 def test_every_end_of_sequence_id_of_the_generation_config_stops(tiny_model):
     model = tiny_model()
     model.generation_config = GenerationConfig(eos_token_id=list(range(2, 97, 3)))
-    engine = HFEngine(CONFIG, module=model)
+    engine = embedded(model)
     completions = engine.generate(prompts(3, 4), SamplingParams(max_tokens=40, n=5))
     ends = {c.output_token_ids[-1] for c in completions if c.finish_reason == "stop"}
     assert ends
@@ -247,20 +217,20 @@ def test_every_end_of_sequence_id_of_the_generation_config_stops(tiny_model):
 
 
 def test_token_ids_outside_the_vocabulary_are_refused(tiny_model):
-    engine = HFEngine(CONFIG, module=tiny_model())
+    engine = embedded(tiny_model())
     with pytest.raises(ValueError, match=r"request 2 .* got 3 .. 97, expected 0 .. 96"):
         engine.generate([GenerationRequest((3, 97), 2)], SamplingParams(max_tokens=3))
 
 
 def test_the_models_own_length_is_the_default_limit(tiny_model):
-    engine = HFEngine(CONFIG, module=tiny_model())
+    engine = embedded(tiny_model())
     with pytest.raises(ValueError, match="max_model_len 256"):
         engine.generate(prompts(250), SamplingParams(max_tokens=7))
     assert len(engine.generate(prompts(250), SamplingParams(max_tokens=6))) == 1
 
 
 def test_score_of_short_sequences(tiny_model):
-    engine = HFEngine(CONFIG, module=tiny_model())
+    engine = embedded(tiny_model())
     assert engine.score([]) == []
     assert engine.score([5]) == [0.0]
 
@@ -270,7 +240,7 @@ def test_score_of_short_sequences(tiny_model):
 
 def test_the_engine_has_storage_of_its_own(tiny_model):
     model = tiny_model(is_tied=True)
-    engine = HFEngine(CONFIG, module=model)
+    engine = embedded(model)
     theirs = {p.untyped_storage().data_ptr() for p in model.parameters()}
     ours = {p.untyped_storage().data_ptr() for p in engine.native.parameters()}
     assert not theirs & ours
@@ -292,7 +262,7 @@ def test_building_an_engine_leaves_generator_and_default_dtype_alone(tiny_model,
 def test_a_checkpoint_gives_the_same_engine_as_its_module(tiny_model, tmp_path):
     model = tiny_model(is_tied=True)
     model.save_pretrained(tmp_path)
-    one, other = HFEngine(CONFIG, module=model), HFEngine(EngineConfig("hf", str(tmp_path)))
+    one, other = embedded(model), HFEngine(EngineConfig("hf", str(tmp_path)))
     assert one.parameter_manifest() == other.parameter_manifest()
     assert one.hash_parameters() == other.hash_parameters()
     params = SamplingParams(max_tokens=6, n=2)
@@ -320,7 +290,7 @@ def test_sharded_parameters_must_be_sent_before_the_first_token(tiny_model):
     for name in sharded:
         # What ZeRO-3 leaves of a parameter between forwards.
         module.get_parameter(name).data = torch.empty(0)
-    engine = HFEngine(CONFIG, module=module)
+    engine = embedded(module)
     with pytest.raises(StaleEngineError, match=f"{len(sharded)} parameters hold no weights"):
         engine.generate(prompts(3), SamplingParams(max_tokens=2))
     engine.begin_weight_update()
@@ -337,7 +307,7 @@ def test_a_module_sharded_by_fsdp_gives_its_architecture(tiny_model):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         module = fully_shard(tiny_model(is_tied=True))
-        engine = HFEngine(CONFIG, module=module)
+        engine = embedded(module)
         assert type(engine.native) is Qwen3ForCausalLM
         with pytest.raises(StaleEngineError, match="hold no weights"):
             engine.score([3, 4])
@@ -346,7 +316,7 @@ def test_a_module_sharded_by_fsdp_gives_its_architecture(tiny_model):
 
 
 def test_level_two_sleep_frees_the_storage(tiny_model):
-    engine = HFEngine(CONFIG, module=tiny_model())
+    engine = embedded(tiny_model())
     engine.sleep(2)
     assert sum(p.untyped_storage().nbytes() for p in engine.native.parameters()) == 0
     engine.wake_up()
@@ -402,7 +372,7 @@ class Products(TorchDispatchMode):
 def test_all_rows_share_one_product_of_the_output_layer(tiny_model, lengths):
     model = tiny_model("qwen3")
     vocab = model.config.vocab_size
-    engine = HFEngine(CONFIG, module=model)
+    engine = embedded(model)
     with Products() as found:
         engine.generate(prompts(*lengths), SamplingParams(max_tokens=3))
     assert not [shape for shape in found.shapes if shape[-1] == vocab]

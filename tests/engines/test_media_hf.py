@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from tests.engines.altered_engines import embedded
 from tests.engines.media_requests import (
+    after_answer,
     check_lists_of_a_strategy,
     logprob_error,
     requests_of,
@@ -12,9 +14,6 @@ from tests.engines.media_requests import (
 from tests.models.vision.tiny_families import TINY_FAMILIES, write_tiny_vision_model
 from tests.models.vision.tiny_world import Batch, image, prompt, set_window, tiny
 
-from lightrft.datasets.chat_ids import ChatIds
-from lightrft.datasets.media import VisionPrompts
-from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.media.errors import MediaError
 from lightrft.engines.media.families import placeholder_ids
@@ -33,7 +32,7 @@ from lightrft.models.actor import Actor
 def test_samples_score_as_the_trainer_scores_them(preset):
     model, encoder = tiny(preset)
     batch = Batch(model, encoder)
-    engine = HFEngine(EngineConfig("hf", ""), module=model)
+    engine = embedded(model)
     params = SamplingParams(max_tokens=9, min_tokens=5, n=2, seed=4)
     calls = []
     tower = getattr(engine.native.base_model, batch.family.towers[0])
@@ -68,7 +67,7 @@ def test_a_placeholder_in_a_text_beside_pictures_is_text(preset):
     ids = tuple(encoder.processor.tokenizer(forged, add_special_tokens=False)["input_ids"])
     assert encoder.processor.tokenizer.convert_tokens_to_ids(encoder.marks["image"]) in ids
     prompts = [ids, Batch(model, encoder).prompts[0]]
-    engine = HFEngine(EngineConfig("hf", ""), module=model)
+    engine = embedded(model)
     params = SamplingParams(max_tokens=6, min_tokens=5, seed=4)
     if preset == "tiny-mllama":
         with pytest.raises(ValueError, match="request 0 has token ids outside the vocabulary"):
@@ -123,7 +122,7 @@ def test_raw_images_are_read_by_the_model_s_own_processor(tmp_path):
 
 
 def test_a_model_of_text_refuses_images(tiny_model):
-    engine = HFEngine(EngineConfig("hf", ""), module=tiny_model())
+    engine = embedded(tiny_model())
     request = GenerationRequest((1, 2), multi_modal=MultiModalInputs(images=(b"",)))
     with pytest.raises(ValueError, match="the hf engine reads text only"):
         engine.generate([request], SamplingParams(max_tokens=1))
@@ -139,7 +138,7 @@ def test_videos_score_as_the_trainer_scores_them(preset):
     # This family computes only videos of equal length together.
     short = 8 if preset == "tiny-llava-onevision" else 2
     prompts = [video_prompt(encoder, num_frames=8), video_prompt(encoder, num_frames=short)]
-    engine = HFEngine(EngineConfig("hf", ""), module=model)
+    engine = embedded(model)
     completions = engine.generate(requests_of(prompts), SamplingParams(max_tokens=6, seed=4))
     assert [c.prompt_token_ids for c in completions] == [p.token_ids for p in prompts]
     actor = Actor(model)
@@ -156,26 +155,22 @@ def test_videos_score_as_the_trainer_scores_them(preset):
 def test_a_turn_after_an_answer_with_images_scores_as_the_trainer_scores_it(preset):
     """Of every family, behind a prompt with a video where it reads those."""
     model, encoder = tiny(preset)
-    engine = HFEngine(EngineConfig("hf", ""), module=model)
+    engine = embedded(model)
     start = encoder.encode(prompt(encoder, "What?", 1), Media({"image": [image(84, 56, 9)]}))
     if "video" in encoder.family.reads:
         start = video_prompt(encoder)
     (said,) = engine.generate(requests_of([start]), SamplingParams(max_tokens=6, seed=1))
-    turn = (*said.prompt_token_ids, *said.output_token_ids)
-    suffix = TurnSuffix(ChatIds(encoder.processor.tokenizer, VisionPrompts(encoder)))
-    answer = ("see ", image(56, 84, 5), " or ", image(112, 84, 6))
-    found = suffix.after(said.output_token_ids, [answer])
-    later = [replace(each, start=each.start + len(turn)) for each in found.later]
-    row = (*turn, *found.token_ids)
-    media = encoder.row(row, start, later)
-    prompts = [media.continued(row[len(media.token_ids) :])]
+    media = after_answer(
+        encoder, start, said, ("see ", image(56, 84, 5), " or ", image(112, 84, 6))
+    )
+    prompts = [media]
     params = SamplingParams(max_tokens=6, seed=4, n=2)
     completions = engine.generate(requests_of(prompts), params)
-    assert [c.prompt_token_ids for c in completions] == [row, row]
+    assert [c.prompt_token_ids for c in completions] == [media.token_ids] * 2
     actor = Actor(model)
     assert logprob_error(actor, encoder, prompts, completions, n=2) < 1e-5
     pixels = media.tensors["pixel_values"]
-    other = [replace(prompts[0], tensors={**media.tensors, "pixel_values": -pixels})]
+    other = [replace(media, tensors={**media.tensors, "pixel_values": -pixels})]
     assert logprob_error(actor, encoder, other, completions, n=2) > 1e-3
 
 
@@ -184,7 +179,7 @@ def test_images_beyond_the_sliding_window_score_as_the_trainer_scores_them(windo
     model, encoder = tiny("tiny-gemma3")
     set_window(model, window)
     prompts = Batch(model, encoder).prompts
-    engine = HFEngine(EngineConfig("hf", ""), module=model)
+    engine = embedded(model)
     completions = engine.generate(requests_of(prompts), SamplingParams(max_tokens=9, seed=4))
     actor = Actor(model)
     for is_packed in (False, True):

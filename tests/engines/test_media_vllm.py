@@ -7,16 +7,15 @@ import pytest
 import torch
 from tests.datasets.film_files import film
 from tests.engines.media_requests import (
+    after_answer,
     check_lists_of_a_strategy,
     logprob_error,
     requests_of,
     video_prompt,
 )
+from tests.models.batches import perturb
 from tests.models.vision.tiny_world import encoded_prompts, image, prompt, tiny
 
-from lightrft.datasets.chat_ids import ChatIds
-from lightrft.datasets.media import VisionPrompts
-from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines import EngineConfig, SamplingParams, build_engine
 from lightrft.engines.media.families import placeholder_ids
 from lightrft.engines.media.media import Media
@@ -67,12 +66,6 @@ class World:
         sync = WeightSync(self.engine, **options)
         return sync.sync(module_parameter_source(self.actor), canary=canary)
 
-    def perturb(self, part, seed, scale=0.05):
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in part.parameters():
-                parameter += scale * torch.randn(parameter.shape, generator=generator)
-
     @property
     def tower(self):
         return getattr(self.model.base_model, self.encoder.family.towers[0])
@@ -94,17 +87,10 @@ def test_a_turn_after_an_answer_with_images_scores_as_the_trainer_scores_it(worl
     """The same ids are sampled on, with the images of the prompt and two that stand behind it."""
     first, plain = world.prompts[:2]
     completions = world.engine.generate(requests_of([first, plain]), replace(SAMPLED, n=1))
-    suffix = TurnSuffix(ChatIds(world.encoder.processor.tokenizer, VisionPrompts(world.encoder)))
     rows = []
     for start, said in zip((first, None), completions, strict=True):
-        turn = (*said.prompt_token_ids, *said.output_token_ids)
         answer = ("see ", image(56, 84, 5), " or ", image(112, 84, 6), "?")
-        found = suffix.after(said.output_token_ids, [answer])
-        later = [replace(each, start=each.start + len(turn)) for each in found.later]
-        row = (*turn, *found.token_ids)
-        media = world.encoder.row(row, start, later)
-        rows.append(media.continued(row[len(media.token_ids) :]))
-        assert rows[-1].token_ids == row
+        rows.append(after_answer(world.encoder, start, said, answer))
     error, completions = world.error(rows)
     assert error < 1e-5
     assert [c.prompt_token_ids for c in completions] == [r.token_ids for r in rows for _ in "12"]
@@ -184,7 +170,7 @@ def test_films_score_as_the_trainer_scores_them(world):
 def test_an_update_reaches_pictures_that_were_seen_before(world, monkeypatch):
     world.sync()
     assert world.error(world.prompts)[0] < 1e-5
-    world.perturb(world.tower, 1)
+    perturb(world.tower, 1, 0.05)
     report = world.sync()
     assert report.canary_difference < 1e-4
     assert world.error(world.prompts)[0] < 1e-5
@@ -192,7 +178,7 @@ def test_an_update_reaches_pictures_that_were_seen_before(world, monkeypatch):
     held = dict(world.actor.model.named_parameters())
     assert world.engine.hash_parameters() == {name: hash_tensor(held[name]) for name in readable}
     # Features of the picture that an encoder cache keeps of older weights are found.
-    world.perturb(world.tower, 2)
+    perturb(world.tower, 2, 0.05)
     with monkeypatch.context() as patch:
         patch.setattr(world.engine.native.llm_engine, "reset_encoder_cache", lambda: None)
         with pytest.raises(WeightSyncError, match="score a prompt with images"):
@@ -207,7 +193,7 @@ def test_a_frozen_tower_stays_in_the_engine(world):
     canaries = []
     sync = WeightSync(world.engine)
     for seed in (3, 4):
-        world.perturb(world.model.get_decoder(), seed, 0.01)
+        perturb(world.model.get_decoder(), seed, 0.01)
         canaries.append(sync.sync(module_parameter_source(world.actor)))
     assert canaries[0].num_resident_bytes == 0
     tower_bytes = sum(4 * parameter.numel() for parameter in world.tower.parameters())

@@ -4,13 +4,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from tests.models.batches import draw_second_factors
 from tests.models.tiny import SPECIAL, WIDE, tiny_model
 from tests.strategy.test_adapter_sync import (
     ALPHA,
     RANK,
     doubled_scale,
     engine_of,
-    move,
     synced,
     zero_adapter,
 )
@@ -33,7 +33,7 @@ def actor_at(folder, dtype=torch.float32, **options):
     model.save_pretrained(folder)
     given = {"lora_rank": RANK, "lora_alpha": ALPHA, **options}
     actor = LoraActor(model, TrainConfig(**given)).to(dtype)
-    move(actor)
+    draw_second_factors(actor)
     return actor
 
 
@@ -83,7 +83,7 @@ def test_the_factors_alone_are_written_and_the_policy_is_the_trainer_s(world):
     actor, engine, sync = world
     embedded = engine_of(actor)
     for seed in (6, 7):
-        move(actor, seed=seed)
+        draw_second_factors(actor, seed=seed)
         report = synced(actor, sync)
         synced(actor, WeightSync(embedded))
         factors = [p for n, p in actor.named_parameters() if ".lora_" in n]
@@ -132,9 +132,9 @@ def old_base(engine):
 )
 def test_what_arrives_wrong_is_found(world, plant, check, name):
     actor, engine, sync = world
-    move(actor, seed=6)
+    draw_second_factors(actor, seed=6)
     synced(actor, sync)
-    move(actor, seed=7, size=0.4)
+    draw_second_factors(actor, seed=7, size=0.4)
     before = dict(vars(engine))
     plant(engine)
     with pytest.raises(WeightSyncError, match=name) as caught:
@@ -161,7 +161,7 @@ def test_adapters_that_are_held_and_not_applied_once_are_found(world, times, mon
             add(self, output, *args, **options)
 
     monkeypatch.setattr(PunicaWrapperCPU, "add_lora_linear", adds)
-    move(actor, size=0.02)
+    draw_second_factors(actor, size=0.02)
     with pytest.raises(WeightSyncError, match=r"the engine shows|score the canary") as caught:
         synced(actor, sync)
     assert caught.value.check == "canary"
@@ -169,7 +169,7 @@ def test_adapters_that_are_held_and_not_applied_once_are_found(world, times, mon
 
 def test_sleep_keeps_the_adapters_and_the_base(world):
     actor, engine, sync = world
-    move(actor, seed=8)
+    draw_second_factors(actor, seed=8)
     synced(actor, sync)
     expected = answers(engine)
     engine.sleep(1)

@@ -2,15 +2,19 @@
 
 import pytest
 import torch
+from tests.engines.plain_forward import (
+    character_tokenizer,
+    forward_logits,
+    largest_error,
+    random_prompts,
+    send,
+)
+from tests.models.batches import perturb
 from tests.ranks import run_multiprocess
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from lightrft.engines import (
     EngineConfig,
-    GenerationRequest,
     SamplingParams,
-    WeightPiece,
     build_engine,
 )
 from lightrft.kernels import hash_tensor
@@ -21,15 +25,8 @@ BLOCK_SIZE = 32
 MAX_MODEL_LEN = 256
 
 
-def character_tokenizer():
-    """97 characters, one token each."""
-    words = ["␀", "␄", "?", *map(chr, range(0x4E00, 0x4E00 + 94))]
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="␀", eos_token="␄", unk_token="?"
-    )
+# One token each.
+WORDS = ["␀", "␄", "?", *map(chr, range(0x4E00, 0x4E00 + 94))]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +35,7 @@ def started(tiny_model, tmp_path_factory):
     directory = tmp_path_factory.mktemp("checkpoint")
     model = tiny_model("qwen3")
     model.save_pretrained(directory)
-    character_tokenizer().save_pretrained(directory)
+    character_tokenizer(WORDS).save_pretrained(directory)
     torch.manual_seed(123)
     state, set_num_threads = torch.random.get_rng_state(), torch.set_num_threads
     config = EngineConfig(
@@ -51,57 +48,12 @@ def started(tiny_model, tmp_path_factory):
     engine.close()
 
 
-def prompts(num_prompts, length):
-    generator = torch.Generator().manual_seed(length)
-    ids = torch.randint(2, 97, (num_prompts, length), generator=generator).tolist()
-    return [GenerationRequest(tuple(row), i) for i, row in enumerate(ids)]
-
-
-@torch.no_grad()
-def forward_logits(model, completion):
-    """[output tokens, vocab] logits that a completion's tokens were drawn from."""
-    sequence = (*completion.prompt_token_ids, *completion.output_token_ids)
-    logits = model(torch.tensor([sequence])).logits[0].float()
-    return logits[len(completion.prompt_token_ids) - 1 : -1]
-
-
-def logprob_error(model, completion, temperature=1.0):
-    """Largest difference between the engine's logprobs and those of a plain forward."""
-    tokens = torch.tensor(completion.output_token_ids)
-    expected = (forward_logits(model, completion) / temperature).log_softmax(-1)
-    expected = expected.gather(-1, tokens[:, None])[:, 0]
-    return float((expected - torch.tensor(completion.output_logprobs)).abs().max())
-
-
-def send(engine, model, *, resets_caches=True):
-    engine.begin_weight_update()
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().reshape(-1)
-        cut = flat.numel() // 3
-        shape = tuple(parameter.shape)
-        engine.load_weights([WeightPiece(name, shape, 0, flat[:cut].clone())])
-        engine.load_weights([WeightPiece(name, shape, cut, flat[cut:].clone())])
-    engine.finish_weight_update()
-    if resets_caches:
-        engine.reset_caches()
-    else:
-        # Only the accounting: vLLM keeps its cache.
-        engine.weights.reset_caches()
-
-
-def perturbed(model, seed):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
-
-
 GREEDY = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
 
 
 def test_greedy_tokens_are_those_of_a_plain_forward(started):
     engine, model = started
-    completions = engine.generate(prompts(24, 12), GREEDY)
+    completions = engine.generate(random_prompts(24, 12), GREEDY)
     for completion in completions:
         best = forward_logits(model, completion).argmax(-1)
         assert completion.output_token_ids == tuple(best.tolist())
@@ -112,36 +64,36 @@ def test_greedy_tokens_are_those_of_a_plain_forward(started):
 def test_sampled_logprobs_are_those_of_a_plain_forward(started, temperature):
     engine, model = started
     params = SamplingParams(max_tokens=24, n=2, temperature=temperature, ignore_eos=True)
-    completions = engine.generate(prompts(8, 9), params)
-    assert max(logprob_error(model, c, temperature) for c in completions) < 1e-5
+    completions = engine.generate(random_prompts(8, 9), params)
+    assert largest_error(model, completions, temperature) < 1e-5
     # The other temperature's law is another one.
-    assert min(logprob_error(model, c, temperature + 0.5) for c in completions) > 1e-2
+    assert min(largest_error(model, [c], temperature + 0.5) for c in completions) > 1e-2
 
 
 def test_an_update_reaches_generation_from_cached_prompts(started):
     engine, model = started
-    long_prompts = prompts(4, 200)
+    long_prompts = random_prompts(4, 200)
     send(engine, model)
     before = engine.generate(long_prompts, GREEDY)
-    assert max(logprob_error(model, c) for c in before) < 1e-5
-    perturbed(model, 1)
+    assert largest_error(model, before) < 1e-5
+    perturb(model, 1)
     send(engine, model)
     after = engine.generate(long_prompts, GREEDY)
-    assert max(logprob_error(model, c) for c in after) < 1e-5
+    assert largest_error(model, after) < 1e-5
     assert [c.output_token_ids for c in after] != [c.output_token_ids for c in before]
 
-    perturbed(model, 2)
+    perturb(model, 2)
     send(engine, model, resets_caches=False)
     stale = engine.generate(long_prompts, GREEDY)
-    assert max(logprob_error(model, c) for c in stale) > 1e-2
+    assert largest_error(model, stale) > 1e-2
     engine.reset_caches()
     fresh = engine.generate(long_prompts, GREEDY)
-    assert max(logprob_error(model, c) for c in fresh) < 1e-5
+    assert largest_error(model, fresh) < 1e-5
 
 
 def test_score_is_a_plain_forward_up_to_the_full_length(started):
     engine, model = started
-    (request,) = prompts(1, MAX_MODEL_LEN)
+    (request,) = random_prompts(1, MAX_MODEL_LEN)
     tokens = torch.tensor(request.prompt_token_ids)
     with torch.no_grad():
         expected = model(tokens[None]).logits[0, :-1].log_softmax(-1)
@@ -175,16 +127,18 @@ def test_fused_parameters_name_each_other(started):
 
 def test_stop_strings_end_a_completion_and_stay_in_it(started):
     engine, _ = started
-    tokenizer = character_tokenizer()
+    tokenizer = character_tokenizer(WORDS)
     stops = tuple(tokenizer.convert_ids_to_tokens(range(3, 40)))
     params = SamplingParams(max_tokens=12, n=4, ignore_eos=True, stop=stops)
-    completions = engine.generate(prompts(4, 5), params)
+    completions = engine.generate(random_prompts(4, 5), params)
     assert {c.finish_reason for c in completions} >= {"stop"}
     for completion in completions:
         hits = [3 <= token < 40 for token in completion.output_token_ids]
         assert not any(hits[:-1])
         assert hits[-1] == (completion.finish_reason == "stop")
-    late = engine.generate(prompts(4, 5), SamplingParams(max_tokens=12, min_tokens=7, stop=stops))
+    late = engine.generate(
+        random_prompts(4, 5), SamplingParams(max_tokens=12, min_tokens=7, stop=stops)
+    )
     for completion in late:
         hits = [3 <= token < 40 for token in completion.output_token_ids]
         assert len(hits) >= 7
@@ -208,13 +162,13 @@ def test_flat_logprobs_give_the_same_tokens_and_logprobs(started, monkeypatch):
 
     monkeypatch.setattr(vllm_engine, "raw_completions_of", noting)
     drawn = SamplingParams(max_tokens=40, n=3, temperature=1.0, seed=7)
-    flat = engine.generate(prompts(4, 9), drawn)
+    flat = engine.generate(random_prompts(4, 9), drawn)
     assert set(forms) == {FlatLogprobs}
     # As an older vLLM, which lacks the field.
     fields = [name for name in NativeParams.__struct_fields__ if name != "flat_logprobs"]
     monkeypatch.setattr(vllm_engine, "native_params", without_field(fields))
     forms.clear()
-    plain = engine.generate(prompts(4, 9), drawn)
+    plain = engine.generate(random_prompts(4, 9), drawn)
     assert set(forms) == {list}
     assert [c.output_token_ids for c in flat] == [c.output_token_ids for c in plain]
     assert [c.output_logprobs for c in flat] == [c.output_logprobs for c in plain]
@@ -258,10 +212,10 @@ def test_a_failed_call_leaves_nothing_queued(started, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(core, "step", failing_step)
         with pytest.raises(MemoryError, match="planted"):
-            engine.generate(prompts(3, 6), GREEDY)
-    completions = engine.generate(prompts(2, 6), GREEDY)
+            engine.generate(random_prompts(3, 6), GREEDY)
+    completions = engine.generate(random_prompts(2, 6), GREEDY)
     assert [c.request_id for c in completions] == [0, 1]
-    assert max(logprob_error(model, c) for c in completions) < 1e-5
+    assert largest_error(model, completions) < 1e-5
     engine.reset_caches()
 
 
@@ -302,7 +256,6 @@ def score_with_two_engines(rank, world_size, directory):
     return found
 
 
-@pytest.mark.multiprocess
 def test_a_second_engine_starts_after_the_first_and_its_process_group_ended(tiny_model, tmp_path):
     tiny_model("qwen3").save_pretrained(tmp_path)
     ((first, second),) = run_multiprocess(

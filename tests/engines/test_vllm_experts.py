@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from tests.engines.plain_forward import largest_error, random_prompts, send
+from tests.models.batches import perturb
 from tests.models.tiny import SPECIAL, tiny_model
 
 from lightrft.engines import (
     EngineConfig,
-    GenerationRequest,
     SamplingParams,
     WeightPiece,
     build_engine,
@@ -20,7 +21,6 @@ pytestmark = pytest.mark.vllm
 
 
 def moe_model():
-
     return (
         tiny_model(
             "qwen3_moe",
@@ -48,39 +48,10 @@ def start(folder, model):
     )
 
 
-def send(engine, model):
-    """In pieces that cut every parameter, experts included."""
-    engine.begin_weight_update()
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().reshape(-1)
-        for start_, stop in ((0, flat.numel() // 3), (flat.numel() // 3, flat.numel())):
-            piece = WeightPiece(name, tuple(parameter.shape), start_, flat[start_:stop].clone())
-            engine.load_weights([piece])
-    engine.finish_weight_update()
-    engine.reset_caches()
-
-
-def perturb(model, seed):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
-
-
-@torch.no_grad()
 def logprob_error(engine, model):
     """Largest difference between the engine's logprobs and those of a plain forward."""
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(2, 97, (6, 9), generator=generator).tolist()
-    requests = [GenerationRequest(tuple(row), i) for i, row in enumerate(rows)]
-    worst = 0.0
-    for found in engine.generate(requests, SamplingParams(max_tokens=16, ignore_eos=True)):
-        ids = torch.tensor([[*found.prompt_token_ids, *found.output_token_ids]])
-        logprobs = model(ids).logits[0, len(found.prompt_token_ids) - 1 : -1].log_softmax(-1)
-        expected = logprobs.gather(-1, torch.tensor(found.output_token_ids)[:, None])[:, 0]
-        error = (expected - torch.tensor(found.output_logprobs)).abs().max()
-        worst = max(worst, float(error))
-    return worst
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    return largest_error(model, engine.generate(random_prompts(6, 9), params))
 
 
 def test_an_update_reaches_the_experts_that_vllm_computes_with(tmp_path, monkeypatch):

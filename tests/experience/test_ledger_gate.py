@@ -368,7 +368,7 @@ def test_every_rank_raises_what_one_rank_found():
 
 
 def test_the_ledger_holds_nothing_unless_asked():
-    engine = FakeEngine(EngineConfig("fake", ""))
+    engine = FakeEngine()
     engine.set_weights_version(0)
     request = GenerationRequest((1, 2, 3), request_id=4)
     engine.generate([request], SamplingParams(max_tokens=3, n=2))

@@ -148,7 +148,6 @@ def test_one_process_is_in_sync_after_every_step(one_process):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("backend", "world_size"),
     [
@@ -166,7 +165,6 @@ def test_sharded_training_is_in_sync_and_samples_alike(backend, world_size, one_
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_tied_embeddings_stay_in_sync(tmp_path):
     results = run_multiprocess(train, 2, timeout_seconds=200, args=("fsdp", True, str(tmp_path)))
     check_in_sync(results)

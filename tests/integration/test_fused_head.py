@@ -118,7 +118,6 @@ def run_cells(rank, world_size, backend):
     return results
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("backend", ["fsdp", pytest.param("zero3", marks=pytest.mark.deepspeed)])
 def test_values_and_all_gradients_equal_the_plain_models(backend):
     for rows in run_multiprocess(run_cells, WORLD_SIZE, args=(backend,), timeout_seconds=280):

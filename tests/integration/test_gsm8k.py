@@ -65,7 +65,6 @@ def steps_of(run):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(("engine", "placement"), CELLS)
 def test_three_steps_on_real_questions(engine, placement, tiny_model, test_data, tmp_path):

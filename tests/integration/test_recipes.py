@@ -34,7 +34,6 @@ def test_an_example_is_short_and_takes_a_learning_rate(repository, name, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_the_recipe_trains_on_four_processes(tmp_path, repository, recipe):
     from safetensors.torch import load_file

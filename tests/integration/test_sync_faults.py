@@ -313,7 +313,6 @@ def fault_on_one_rank(rank, world_size):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_a_fault_on_one_rank_ends_the_sync_on_all():
     first, second = run_multiprocess(fault_on_one_rank, 2, timeout_seconds=240)
     checks = ["transfer", "hash", "accounting", "hash", "hash"]

@@ -150,7 +150,6 @@ def wait_for(folder, processes, names):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.timeout(400)
 def test_nodes_named_by_loopback_meet_and_a_lost_one_ends_the_other_in_time(nodes, tmp_path):
     processes = [start_rank(node, rank, tmp_path) for rank, node in enumerate(nodes)]
@@ -209,7 +208,6 @@ def steps_of(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("strategy", ["hsdp", pytest.param("zero2", marks=pytest.mark.deepspeed)])
 def test_two_nodes_train_on_real_questions_and_end_when_one_is_killed(

@@ -10,7 +10,6 @@ from tests.trainer.test_random_kills import require_same_end, result, settings, 
 pytestmark = [
     pytest.mark.full,
     pytest.mark.vllm,
-    pytest.mark.multiprocess,
     pytest.mark.timeout(900),
 ]
 NUM_STEPS = 3

@@ -121,7 +121,6 @@ def program(rank, world_size, folder, tp_size):
 
 
 @pytest.mark.vllm
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_the_engine_follows_sharded_trainers_on_two_ranks(tp_size, tmp_path):
     tiny_model(tie_word_embeddings=True, **WIDE).save_pretrained(tmp_path)

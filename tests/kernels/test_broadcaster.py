@@ -102,7 +102,6 @@ def exchange(rank, world):
                 assert broadcaster.num_payload_collectives == 2 * num_moving
 
 
-@pytest.mark.multiprocess
 def test_every_rank_receives_all_tensors():
     run_multiprocess(exchange, 3)
 

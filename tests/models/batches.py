@@ -25,8 +25,30 @@ def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+def copies(module):
+    """Return copies of the parameters by name."""
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def perturb(module, seed, size=0.02):
+    """Add noise to every parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += size * torch.randn(parameter.shape, generator=generator)
+
+
+def draw_second_factors(actor, seed=5, size=0.2):
+    """Let adapters have an effect: B is 0 at first."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in actor.named_parameters():
+            if ".lora_B." in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
+
+
 def relative_norm(found, expected):
-    """Return the norm of the difference by that of the expected gradients."""
+    """Return the norm of the difference of two sets of tensors by that of the expected ones."""
     difference = sum(float((found[n] - expected[n]).double().square().sum()) for n in expected)
     return (difference / sum(float(v.double().square().sum()) for v in expected.values())) ** 0.5
 

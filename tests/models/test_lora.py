@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.models.batches import draw_second_factors
 from tests.models.tiny import tiny_model
 from tests.ranks import run_multiprocess
 from tests.strategy.backend_world import are_equal, make, prepared, weights
@@ -26,15 +27,6 @@ ADAPTER_FILE = "adapter_model.safetensors"
 def lora_actor(path, **options):
     config = TrainConfig(**{"lora_rank": RANK, "lora_alpha": ALPHA, **options})
     return LoraActor(load_causal_lm(path), config)
-
-
-def randomise_second_factors(actor):
-    """B is 0 at first: adapters that are never added would go unnoticed."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in actor.named_parameters():
-            if ".lora_B." in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
 
 
 def merged_reference(actor):
@@ -75,7 +67,7 @@ def test_only_adapters_are_trained_and_dropout_only_acts_in_training(checkpoint)
     assert len(trained) == 2 * 7 * 2
     ids, mask = tokens()
     noisy = lora_actor(checkpoint, lora_dropout=0.5)
-    randomise_second_factors(noisy)
+    draw_second_factors(noisy)
     assert not torch.equal(noisy(ids, mask).logprobs, noisy(ids, mask).logprobs)
     noisy.eval()
     assert torch.equal(noisy(ids, mask).logprobs, noisy(ids, mask).logprobs)
@@ -94,7 +86,7 @@ def of_peft(checkpoint, tmp_path_factory):
     settings = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj", "down_proj"]}
     base = plain(checkpoint)
     model = peft.get_peft_model(base, peft.LoraConfig(**settings, task_type="CAUSAL_LM"))
-    randomise_second_factors(model)
+    draw_second_factors(model)
     folder = tmp_path_factory.mktemp("adapters") / "made"
     model.save_pretrained(folder)
     return model.eval(), folder
@@ -209,7 +201,7 @@ def loss_of(actor, rank):
 def train_twice(strategy, path, rank):
     """Two optimizer steps; returns the ready actor."""
     actor = lora_actor(path)
-    randomise_second_factors(actor)
+    draw_second_factors(actor)
     ready = prepared(strategy, actor)
     for _ in range(2):
         step(strategy, ready, rank)
@@ -311,7 +303,6 @@ def on_all_backends(rank, world_size, path, folder, names):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 def test_two_processes_agree_over_backends(checkpoints, tmp_path):
     path = checkpoints["tiny-qwen3"]

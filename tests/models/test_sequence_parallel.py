@@ -94,7 +94,6 @@ def compare(rank, world_size, directories):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 def test_shared_sequences_give_the_results_of_whole_ones(checkpoints):
     args = (list(checkpoints.values()),)

@@ -105,7 +105,6 @@ def compare(rank, world_size, folders):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_shards_that_were_read_are_the_whole_model_on_any_number_of_ranks(folders):
     one, two = (
         run_multiprocess(compare, size, args=(folders,), timeout_seconds=240)[0] for size in (1, 2)
@@ -158,7 +157,6 @@ def measure(rank, world_size, folders):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_a_rank_holds_its_shards_and_a_tensor_beside_them(folders):
     paths = [folders[name] for name in ("untied", "experts", "tiny-qwen2-vl")]
     for found in run_multiprocess(measure, 2, args=(paths,), timeout_seconds=240):

@@ -1,11 +1,6 @@
 """The tiny text models of the tests: one shape, of which a test says what is different."""
 
-from typing import TYPE_CHECKING
-
 import torch
-
-if TYPE_CHECKING:
-    pass
 
 SHAPE = {
     "vocab_size": 131,

@@ -66,7 +66,6 @@ def listed(folder):
 
 
 @pytest.mark.cover(1)
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("name", CASES)
 def test_a_folder_that_is_not_there_any_more_ends_the_run(name, tmp_path):
     stage, how, changes = CASES[name]
@@ -85,7 +84,6 @@ def test_a_folder_that_is_not_there_any_more_ends_the_run(name, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_a_folder_that_comes_back_is_continued(tmp_path):
     write_inputs(tiny_models(tmp_path, "model"), ROWS)
     args = (str(tmp_path), "sft", "moved", {})

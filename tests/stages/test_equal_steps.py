@@ -170,7 +170,6 @@ def differing(metrics, expected):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.timeout(600)
 def test_a_cover_of_all_pairs_of_options_gives_the_plain_step(tmp_path):
     quick = [choice for choice in product() if choice["case"] in QUICK]
@@ -178,7 +177,6 @@ def test_a_cover_of_all_pairs_of_options_gives_the_plain_step(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("case", CASES)
 def test_the_whole_product_of_options_gives_the_plain_step(tmp_path, case):

@@ -98,7 +98,6 @@ MANY = (
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(

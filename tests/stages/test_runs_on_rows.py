@@ -43,7 +43,6 @@ def test_an_interrupted_run_continues_to_the_bit(tmp_path, models, way):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("stage", "backend"),
     [

@@ -132,6 +132,5 @@ def test_a_checkpoint_goes_on_in_bits(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_a_checkpoint_of_fsdp2_goes_on_in_bits(tmp_path):
     run_multiprocess(resumes, 1, args=(str(tmp_path), True))

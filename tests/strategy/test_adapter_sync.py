@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.models.batches import draw_second_factors
 from tests.models.tiny import tiny_model
 
 from lightrft.config import ConfigError, TrainConfig
@@ -31,16 +32,8 @@ def lora_actor(dtype=torch.float32, **options):
 
     given = {"lora_rank": RANK, "lora_alpha": ALPHA, **options}
     actor = LoraActor(tiny_model().to(dtype), TrainConfig(**given))
-    move(actor)
+    draw_second_factors(actor)
     return actor
-
-
-def move(actor, seed=5, size=0.2):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in actor.named_parameters():
-            if ".lora_B." in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
 
 
 def engine_of(actor, dtype="float32", *, is_merged=False):
@@ -73,7 +66,7 @@ def test_only_the_factors_travel_and_the_scale_is_in_the_engine_s_b():
     engine = engine_of(actor)
     sync = WeightSync(engine)
     first = synced(actor, sync)
-    move(actor, seed=6)
+    draw_second_factors(actor, seed=6)
     second = synced(actor, sync)
     factors = factors_of(engine)
     assert second.num_bytes == sum(4 * p.numel() for p in factors.values()) < first.num_bytes / 2
@@ -192,7 +185,7 @@ def test_what_arrives_wrong_is_found(plant, check, name, is_first):
     sync = WeightSync(engine)
     if not is_first:
         synced(actor, sync)
-        move(actor, seed=6)
+        draw_second_factors(actor, seed=6)
     plant(engine)
     with pytest.raises(WeightSyncError, match=name) as caught:
         synced(actor, sync)
@@ -214,7 +207,7 @@ def test_adapters_that_are_held_and_not_applied_once_are_found(times, dtype, mon
         lambda layer, inputs, output: output + times * (add(layer, inputs, output) - output),
     )
     actor = lora_actor(getattr(torch, dtype)).to(getattr(torch, dtype))
-    move(actor, size=0.02)
+    draw_second_factors(actor, size=0.02)
     with pytest.raises(WeightSyncError, match=r"the engine shows|score the canary") as caught:
         synced(actor, WeightSync(engine_of(actor, dtype)), dtype=getattr(torch, dtype))
     assert caught.value.check == "canary"

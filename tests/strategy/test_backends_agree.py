@@ -233,7 +233,7 @@ CASES = [
     pytest.param(
         backend,
         world_size,
-        marks=[pytest.mark.multiprocess, *([pytest.mark.deepspeed] if backend in ZERO else [])],
+        marks=[pytest.mark.deepspeed] if backend in ZERO else [],
         id=f"{backend}-{world_size}",
     )
     for world_size in (1, 2)

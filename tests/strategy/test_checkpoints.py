@@ -247,7 +247,6 @@ def save_where_one_rank_fails(rank, world_size, folder):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_one_failing_rank_is_named_on_every_rank_and_nothing_is_left(tmp_path):
     assert run_multiprocess(save_where_one_rank_fails, 2, args=(tmp_path,)) == [[], []]
 

@@ -172,7 +172,6 @@ def expected():
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("name", PLAIN)
 def test_actors_train_like_one_process_at_every_stage(two_ranks, expected, name):
@@ -180,14 +179,12 @@ def test_actors_train_like_one_process_at_every_stage(two_ranks, expected, name)
         assert result["plain"][name] == near(expected)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 def test_padding_of_partitions_is_not_what_memory_held(two_ranks):
     # Three weights and one bias over two ranks: the second one's last places are padding.
     assert [result["padding"] for result in two_ranks] == [[[]] * 4, [[0.0]] * 4]
 
 
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 def test_bfloat16_keeps_rotary_frequencies_and_averages_exactly(two_ranks, expected, stage):
@@ -202,13 +199,11 @@ def test_bfloat16_keeps_rotary_frequencies_and_averages_exactly(two_ranks, expec
         assert cell["averaged score moved"] > 1e-3
 
 
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 def test_weights_of_another_number_of_ranks_are_read_from_the_masters(two_ranks, one_rank):
     assert one_rank["next"] == near(two_ranks[0]["next"], rel=2e-2)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 def test_optimizer_states_of_another_run_shape_are_refused(one_rank):
     assert "written by 2 ranks" in one_rank["other world"]
@@ -216,7 +211,6 @@ def test_optimizer_states_of_another_run_shape_are_refused(one_rank):
     assert "is no DeepSpeed engine" in one_rank["no engine"]
 
 
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 def test_pickled_code_in_a_checkpoint_is_not_run(one_rank):
     assert "weights_only" in one_rank["evil"].lower() or "Unpickling" in one_rank["evil"]
@@ -225,7 +219,6 @@ def test_pickled_code_in_a_checkpoint_is_not_run(one_rank):
     assert one_rank["control"]
 
 
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 def test_the_first_start_on_a_cpu_compiles_nothing(one_rank):
     assert one_rank["compiled"] == []

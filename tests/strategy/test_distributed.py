@@ -182,7 +182,6 @@ def check_differing_ranks(rank):
     assert all_reduce({k: float(ord(k)) for k in keys}, "mean") == {"x": 120.0, "y": 121.0}
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_collectives_over_ranks(world_size):
     run_multiprocess(run_all_checks, world_size, timeout_seconds=120)

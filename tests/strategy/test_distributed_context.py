@@ -13,7 +13,7 @@ from tests.engines.fake_engine import FakeEngine
 from tests.ranks import RankFailure, run_multiprocess
 
 from lightrft.config import ConfigError
-from lightrft.engines.types import EngineConfig, EngineStatus
+from lightrft.engines.types import EngineStatus
 from lightrft.strategy import FakeStrategy
 from lightrft.strategy.distributed import process_groups
 from lightrft.strategy.distributed.console_sink import console_sink
@@ -179,7 +179,7 @@ def prompts_of(rank):
 
 def with_engine(engine_class, tp, script=echo, **settings):
     strategy = sharded(engine_tp_size=tp, **settings)
-    strategy.inference_engine = engine = engine_class(EngineConfig("fake", ""), script=script)
+    strategy.inference_engine = engine = engine_class(script=script)
     return strategy, engine
 
 
@@ -302,18 +302,15 @@ def hang_on_one_rank(rank, world_size):
         dist.barrier()
 
 
-@pytest.mark.multiprocess
 def test_two_ranks():
     run_multiprocess(run_two_ranks, 2, timeout_seconds=150)
 
 
-@pytest.mark.multiprocess
 def test_four_ranks():
     run_multiprocess(run_four_ranks, 4, timeout_seconds=200)
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_expired_phase_names_the_phases_of_all_ranks(capfd):
     with pytest.raises(RankFailure, match="exit code 7"):
         run_multiprocess(hang_on_one_rank, 2, timeout_seconds=60)

@@ -6,7 +6,7 @@ from tests.engines.fake_engine import FakeEngine
 from torch import nn
 
 from lightrft.engines.base import StaleEngineError
-from lightrft.engines.types import EngineConfig, EngineStatus, GenerationRequest, SamplingParams
+from lightrft.engines.types import EngineStatus, GenerationRequest, SamplingParams
 from lightrft.strategy import get_fake_strategy
 
 ONE_TOKEN = {"max_tokens": 1}
@@ -25,7 +25,7 @@ def strategy_with(**settings):
 def echoing():
     """A strategy whose engine gives back what it is asked."""
     strategy = strategy_with()
-    strategy.inference_engine = FakeEngine(EngineConfig("fake", ""), script=echo)
+    strategy.inference_engine = FakeEngine(script=echo)
     return strategy
 
 

@@ -54,12 +54,10 @@ def choose_default(rank, world_size):
     assert strategy.config.zero_stage == 1
 
 
-@pytest.mark.multiprocess
 def test_fsdp_is_chosen_from_every_form_of_arguments():
     run_multiprocess(choose, 1)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 def test_deepspeed_is_the_default():
     run_multiprocess(choose_default, 1, timeout_seconds=120)
@@ -77,6 +75,5 @@ def choose_installed(rank, world_size):
     assert type(strategy).__name__ == "FSDPV2Strategy"
 
 
-@pytest.mark.multiprocess
 def test_a_plain_install_trains_with_fsdp():
     run_multiprocess(choose_installed, 1)

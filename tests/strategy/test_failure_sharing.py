@@ -101,7 +101,6 @@ def fail_on_rank_1(rank, world_size, place, stays):
 
 
 @pytest.mark.cover(2)
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(("place", "stays"), [("inside", True), ("inside", False), ("after", True)])
 def test_a_rank_that_waits_for_a_failed_one_ends_with_the_cause(place, stays, capfd):
     told = f"the engine did not start on rank 1: MemoryError: {CAUSE}"
@@ -116,14 +115,12 @@ def test_a_rank_that_waits_for_a_failed_one_ends_with_the_cause(place, stays, ca
         assert f"PeerFailedError: {told}" in of_rank_0
 
 
-@pytest.mark.multiprocess
 def test_without_a_failure_every_rank_has_all_results():
     ranks = run_multiprocess(fail_on_rank_1, 2, args=("nowhere", False))
     assert ranks == [[0, 1], [0, 1]]
 
 
 @pytest.mark.vllm
-@pytest.mark.multiprocess
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(
     "place",

@@ -146,7 +146,6 @@ def ranks(folder):
     return run_multiprocess(program, 2, timeout_seconds=200, args=(names, str(folder)))
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "name",
     [
@@ -170,7 +169,6 @@ def test_all_ranks_end_and_nothing_is_written(folder, ranks, name):
     assert "exp_avg" in said["optimizer"]
 
 
-@pytest.mark.multiprocess
 def test_no_rank_sends_a_weight_that_is_not_finite(ranks):
     said = ("weights are not finite: model.norm.weight", [-1, 0])
     assert [synced for synced, _ in ranks] == [said] * 2

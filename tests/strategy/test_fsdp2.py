@@ -212,7 +212,6 @@ def expected():
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_hybrid_meshes_and_late_optimizers_train_like_one_process(two_ranks, expected):
     for result in two_ranks:
         cell = result["hybrid"]
@@ -223,7 +222,6 @@ def test_hybrid_meshes_and_late_optimizers_train_like_one_process(two_ranks, exp
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_weights_and_buffers_of_rank_0_reach_models_without_memory(two_ranks, expected):
     assert [result["meta"]["is_meta"] for result in two_ranks] == [False, True]
     for result in two_ranks:
@@ -231,7 +229,6 @@ def test_weights_and_buffers_of_rank_0_reach_models_without_memory(two_ranks, ex
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_every_rank_reads_its_own_rows_of_a_model_without_memory(two_ranks, expected):
     for result in two_ranks:
         cell = result["streamed"]
@@ -241,7 +238,6 @@ def test_every_rank_reads_its_own_rows_of_a_model_without_memory(two_ranks, expe
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_compiled_blocks_train_like_others(two_ranks, expected, checkpoints):
     for result in two_ranks:
@@ -251,7 +247,6 @@ def test_compiled_blocks_train_like_others(two_ranks, expected, checkpoints):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_passes_without_gradients_leave_nothing_behind(two_ranks):
     for result in two_ranks:
         *without, (_, with_gradients) = result["evaluation"]
@@ -260,14 +255,12 @@ def test_passes_without_gradients_leave_nothing_behind(two_ranks):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_offloading_in_pairs_and_unpaired_changes_no_bit(two_ranks, expected):
     for result in two_ranks:
         assert result["offload"] == near(expected[:3])
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_training_on_offloaded_shards_changes_no_bit(two_ranks, expected):
     for result in two_ranks:
         losses, continues = result["cpu offload"]
@@ -276,7 +269,6 @@ def test_training_on_offloaded_shards_changes_no_bit(two_ranks, expected):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("cell", "kept"), [("float32 shards", "torch.float32"), ("master weights", "torch.bfloat16")]
 )
@@ -291,7 +283,6 @@ def test_bfloat16_trains_close_to_float32_and_resumes_exactly(two_ranks, expecte
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_another_number_of_ranks_continues_a_checkpoint(two_ranks, folder, expected):
     # In this process: starting another one takes longer than the program.
     store = torch.distributed.HashStore()

@@ -95,7 +95,6 @@ def program(rank, world_size):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 def test_bfloat16_gradients_are_added_up_in_float32():
     pytest.importorskip("deepspeed")

@@ -136,7 +136,6 @@ def kill_and_load(rank, world_size, folder, is_async):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("is_async", [False, True])
 def test_the_newest_complete_checkpoint_loads_after_every_kill(tmp_path, is_async):
     ((found, num_in_the_middle),) = run_multiprocess(

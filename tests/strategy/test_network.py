@@ -128,7 +128,6 @@ def groups_with_few_files(rank, world_size):
     return taken
 
 
-@pytest.mark.multiprocess
 def test_ranks_connect_although_few_files_may_be_open_at_first():
     taken = run_multiprocess(groups_with_few_files, 3, timeout_seconds=120)
     assert min(taken) > 3

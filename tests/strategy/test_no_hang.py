@@ -126,7 +126,6 @@ def wait_for_error(processes, limit):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("place", "kind"),
     [

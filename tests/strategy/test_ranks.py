@@ -5,8 +5,6 @@ import pytest
 from tests.machine import seconds
 from tests.ranks import RankFailure, run_multiprocess
 
-pytestmark = pytest.mark.multiprocess
-
 
 def report(rank, world_size, factor):
     assert os.environ["RANK"] == os.environ["LOCAL_RANK"] == str(rank)

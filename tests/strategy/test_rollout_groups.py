@@ -10,7 +10,6 @@ import torch.distributed as dist
 from tests.engines.fake_engine import FakeEngine
 from tests.ranks import run_multiprocess
 
-from lightrft.engines.types import EngineConfig
 from lightrft.strategy import get_strategy
 from lightrft.strategy.distributed.deadlines import current_phase, phase
 
@@ -27,7 +26,6 @@ def strategy_of(tp, **settings):
     strategy = get_strategy({**config, "engine_tp_size": tp, "plot_every": 1, **settings})
     engine_class = Spanning if tp > 1 else FakeEngine
     strategy.inference_engine = engine_class(
-        EngineConfig(engine_type="fake", model_path=""),
         script=lambda request, index: ([sum(request.prompt_token_ids)], [-0.5]),
     )
     return strategy
@@ -105,14 +103,12 @@ def groups(rank, world_size):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("tp", [1, 2])
 def test_collectives_of_training_and_rollouts_in_different_orders_do_not_mix(tp):
     calls = run_multiprocess(in_opposite_orders, 2, timeout_seconds=150, args=(tp,))
     assert calls == [4, 4]
 
 
-@pytest.mark.multiprocess
 def test_groups_of_rollouts_have_the_ranks_of_those_of_training():
     assert run_multiprocess(groups, 4, timeout_seconds=150) == [
         [[rank], [rank // 2 * 2, rank // 2 * 2 + 1], [0, 1, 2, 3]] for rank in range(4)

@@ -175,7 +175,6 @@ def sharding_of(rank, world_size, shard_size):
         return tuple(model.weight.device_mesh.shape), model.weight.to_local().shape[0]
 
 
-@pytest.mark.multiprocess
 def test_replicas_of_shards_are_formed_from_the_command_lines_option():
     assert run_multiprocess(sharding_of, 2, timeout_seconds=240, args=(1,))[0] == ((2, 1), 8)
 
@@ -189,7 +188,6 @@ with StopRequest().listening():
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_a_rank_whose_peer_never_comes_ends_when_it_is_told_to():
     """It waits outside of Python, where no handler of Python runs."""
     with socket.create_server(("127.0.0.1", 0)) as first:

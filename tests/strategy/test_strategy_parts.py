@@ -10,7 +10,7 @@ from tests.engines.fake_engine import FakeEngine
 from tests.models.tiny import tiny_model
 from torch import nn
 
-from lightrft.engines.types import EngineConfig, SamplingParams
+from lightrft.engines.types import SamplingParams
 from lightrft.strategy import get_fake_strategy, get_strategy
 from lightrft.strategy.engine.generation import as_sampling_params
 from lightrft.strategy.weight_sync.sync import WeightSync
@@ -18,7 +18,6 @@ from lightrft.strategy.weight_sync.sync import WeightSync
 SMALL = {"train_batch_size": 1, "micro_train_batch_size": 1}
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("fsdp", [True, pytest.param(False, marks=pytest.mark.deepspeed)])
 def test_one_process_needs_no_launcher(monkeypatch, fsdp):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -79,7 +78,7 @@ def test_results_are_read_by_attribute_or_by_name():
 
 
 def test_every_engine_takes_sampling_parameters_in_the_form_of_another():
-    engine = FakeEngine(EngineConfig("fake", ""))
+    engine = FakeEngine()
     sglang = SimpleNamespace(temperature=0.5, max_new_tokens=3, sampling_seed=7)
     expected = SamplingParams(temperature=0.5, max_tokens=3, seed=7)
     assert as_sampling_params(sglang, engine) == expected

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from tests.engines.altered_engines import embedded
 from tests.engines.fake_engine import FakeEngine
 from tests.models.tiny import tiny_model
 from torch import nn
@@ -30,8 +31,7 @@ def tiny_actor(*, is_tied=False, seed=0):
 
 
 def hf_engine(kind=HFEngine, *, is_tied=False):
-    model = tiny_model(tie_word_embeddings=is_tied, seed=99)
-    return kind(EngineConfig("hf", ""), module=model)
+    return embedded(tiny_model(tie_word_embeddings=is_tied, seed=99), kind)
 
 
 def fake_engine(module, kind=FakeEngine, *, dtype="float32"):

@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 import torch.distributed as dist
 from tests.engines.fake_engine import FakeEngine
@@ -10,7 +9,6 @@ from tests.ranks import run_multiprocess
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightrft.engines import EngineConfig
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
 from lightrft.strategy.weight_sync.sync import WeightSync
 
@@ -51,7 +49,6 @@ def count_messages(rank, world_size):
     for num_tensors in (20, 200):
         full, source = sharded_source(num_tensors, rank, world_size)
         engine = FakeEngine(
-            EngineConfig("fake", ""),
             parameters={name: torch.zeros_like(tensor) for name, tensor in full.items()},
         )
         engine.calls.clear()
@@ -72,7 +69,6 @@ def count_messages(rank, world_size):
     return counts
 
 
-@pytest.mark.multiprocess
 def test_messages_follow_bytes_not_tensors():
     counts = run_multiprocess(count_messages, 2, timeout_seconds=240)
     assert counts[0] == counts[1]

@@ -8,26 +8,12 @@ import pytest
 import torch
 from tests.models.tiny import tiny_model
 from tests.ranks import run_multiprocess
+from tests.strategy.backend_world import OddShapes
 from torch import nn
 
 pytestmark = pytest.mark.shard("strategies")
 
 CPU = torch.device("cpu")
-SHAPES = {"odd": (7, 3), "one_row": (1, 5), "vector": (5,), "cube": (4, 2, 3), "even": (6, 2)}
-
-
-class OddShapes(nn.Module):
-    """Parameters that no number of ranks divides."""
-
-    def __init__(self):
-        super().__init__()
-        generator = torch.Generator().manual_seed(3)
-        for name, shape in SHAPES.items():
-            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
-        self.cube.requires_grad_(False)
-
-    def forward(self, scale):
-        return scale * sum(parameter.square().sum() for parameter in self.parameters())
 
 
 def tiny_actor(*, is_tied=False):
@@ -68,12 +54,10 @@ def check_fake_engine(source, full):
     """Odd shapes reach a scripted engine whole, in buckets of 64 bytes and in one."""
     from tests.engines.fake_engine import FakeEngine
 
-    from lightrft.engines import EngineConfig
     from lightrft.strategy.weight_sync.sync import WeightSync
 
     for bucket_bytes in (64, 2**20):
         engine = FakeEngine(
-            EngineConfig(engine_type="fake", model_path=""),
             parameters={name: torch.zeros_like(tensor) for name, tensor in full.items()},
         )
         WeightSync(engine, bucket_bytes=bucket_bytes).sync(source)
@@ -259,7 +243,6 @@ def zero_rank(rank, world_size, stages):
     return {"ranges": ranges, "results": results}
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "world_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4))]
 )
@@ -271,7 +254,6 @@ def test_fsdp2_weights_reach_every_ranks_engine(world_size):
         assert ranks[0]["ranges"]["one_row"] == ((0, 5), (5, 5), (5, 5))
 
 
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(
     ("world_size", "stages"),

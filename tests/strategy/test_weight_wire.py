@@ -195,7 +195,6 @@ def sync_often(rank, world_size, planted, faults, seconds):
     """A sync, one with each fault, and one without; what this rank has come to."""
     from tests.engines.fake_engine import FakeEngine
 
-    from lightrft.engines import EngineConfig
     from lightrft.strategy.distributed.deadlines import phase
     from lightrft.strategy.distributed.process_groups import start_process_group
     from lightrft.strategy.split.bridge import END
@@ -217,7 +216,6 @@ def sync_often(rank, world_size, planted, faults, seconds):
         wire, memory = wire_of(bridge, planted)
         if side.generates:
             engine = FakeEngine(
-                EngineConfig(engine_type="fake", model_path=""),
                 parameters={name: torch.zeros(shape) for name, shape in SHAPES.items()},
             )
             generate(bridge, engine, wire, plant)
@@ -249,7 +247,6 @@ def run(*, planted=False, faults=(), seconds=60):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("planted", [False, True], ids=["CPU", "two ranks of one GPU"])
 def test_two_ranks_bring_their_shards_to_two_engines_and_faults_are_found(planted):
     ranks = run(planted=planted, faults=FAULTS_OF_NAME)
@@ -269,7 +266,6 @@ def test_two_ranks_bring_their_shards_to_two_engines_and_faults_are_found(plante
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("fault", "seconds"), [("dies@3", 60), ("dies@1", 60), ("stands_still@2", 4)]
 )

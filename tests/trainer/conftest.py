@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tests.models.batches import copies
 from tests.runs import TextReward, compared
+from tests.trainer.vision_world import STEP, write_data
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
@@ -39,6 +41,10 @@ def tokenizer(tiny_model):
     return load_tokenizer(tiny_model)
 
 
+# Options that the strategy reads, too.
+OF_BOTH = {"train_batch_size", "rollout_batch_size"}
+
+
 def make_prompts(tokenizer, count):
     texts = [f"say {'aeiou'[i % 5] * (1 + i % 3)}" for i in range(count)]
     return [Prompt(i, text, tuple(tokenizer(text)["input_ids"])) for i, text in enumerate(texts)]
@@ -63,7 +69,11 @@ class World:
         return self.trainer.pending[1].experience
 
     def weights(self):
-        return {name: p.detach().clone() for name, p in self.actor.named_parameters()}
+        return copies(self.actor)
+
+    def is_unmoved(self, before):
+        """Whether every weight of the actor is still the same."""
+        return all(value.equal(before[name]) for name, value in self.weights().items())
 
     def state_dict(self):
         return deepcopy(self.actor.state_dict())
@@ -88,10 +98,25 @@ class World:
             requests, replace(params, stop_token_ids=ends), **named
         )
 
+    def sample(self):
+        """Sample a step; return what is to be trained on."""
+        self.trainer.make_experience()
+        return self.experience
+
+    def train(self):
+        """Train on what was sampled; return the metrics of the step."""
+        return self.trainer.ppo_train(self.trainer.state.num_steps + 1)
+
     def step(self):
         """Sample and train a step; return its metrics."""
-        self.trainer.make_experience()
-        return self.trainer.ppo_train(self.trainer.state.num_steps + 1)
+        self.sample()
+        return self.train()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Folder of rows with and without images, and a reward."""
+    return write_data(tmp_path_factory.mktemp("data"))
 
 
 def make_actor(path, lora_rank):
@@ -122,19 +147,11 @@ def build_world(tiny_model, tokenizer):
     ):
         torch.manual_seed(0)
         settings = {
+            **STEP,
             "pretrain": tiny_model,
-            "seed": 3,
-            "train_batch_size": 8,
-            "micro_train_batch_size": 4,
-            "micro_rollout_batch_size": 8,
-            "rollout_batch_size": 4,
-            "n_samples_per_prompt": 4,
-            "generate_max_len": 6,
-            "actor_learning_rate": 1e-3,
-            "critic_learning_rate": 1e-3,
-            "lr_warmup_ratio": 0.0,
             "init_kl_coef": 0.1 if with_reference else 0.0,
             "engine_type": engine,
+            **{name: keywords[name] for name in OF_BOTH & keywords.keys()},
             **(args or {}),
         }
         strategy = get_fake_strategy(SimpleNamespace(**settings))
@@ -178,8 +195,7 @@ def goes_on_exactly(tmp_path):
         whole, half, again = build(), *(build(ckpt_path=str(tmp_path / "c")) for _ in range(2))
         for _ in range(4):
             whole.step()
-        whole.trainer.make_experience()
-        expected = whole.experience.rows, compared(whole.trainer.ppo_train())
+        expected = whole.sample().rows, compared(whole.train())
         for _ in range(2):
             half.step()
         half.trainer.save_checkpoint()
@@ -190,13 +206,11 @@ def goes_on_exactly(tmp_path):
         assert entries[0] == entries[1]
         for _ in range(2):
             again.step()
-        again.trainer.make_experience()
-        rows, metrics = again.experience.rows, compared(again.trainer.ppo_train())
+        rows, metrics = again.sample().rows, compared(again.train())
         assert rows.token_ids.tolist() == expected[0].token_ids.tolist()
         assert rows.rollout_logprobs.tobytes() == expected[0].rollout_logprobs.tobytes()
         np.testing.assert_equal(metrics, expected[1])
-        for name, value in whole.weights().items():
-            assert value.equal(again.weights()[name]), name
+        assert whole.is_unmoved(again.weights())
         left, expected = (each.trainer.stage.memory.in_flight for each in (again, whole))
         assert (left.stream, left.num_requests) == (expected.stream, expected.num_requests)
         return half

@@ -18,7 +18,7 @@ from lightrft.records.table import BRANCH_STEP
 from lightrft.reporting.rollouts import read_rollout
 from lightrft.tools.replay import run_replay as replay
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 AGENT = Path(__file__).with_name("agent_of_run.py")
 PROGRAM = Path(__file__).parent.parent / "tools" / "agents" / "program_of_agent.py"

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tests.runs import rollout_options, train, write_inputs
+from tests.runs import TextReward, rollout_options, train, write_inputs
 
 from lightrft.cli.errors import ExitCode, exit_code_of
 from lightrft.config import TrainConfig
@@ -91,22 +91,14 @@ def test_the_verdict_of_a_run_counts_its_steps():
     assert "freezing_actor_steps" in run_verdict([{"reward": 1.0}])
 
 
-class Scripted:
+class Scripted(TextReward):
     """Rewards from a function of the sample's position."""
 
-    name = "scripted"
-    needs_labels = False
     parallel_calls = 0
     whole_batch = True
 
-    def __init__(self, of):
-        self.of = of
-
     def score(self, prompts, responses, labels, columns):
         return [RewardResult(self.of(i), {}) for i in range(len(responses))]
-
-    def close(self):
-        pass
 
 
 def one_step(world, capsys):
@@ -149,8 +141,7 @@ def test_rewards_that_teach_nothing_are_said(build_world, capsys, reward, expect
     assert len(found) == len(expected), found
     for sentence, part in zip(found, expected, strict=True):
         assert part in sentence
-    after = world.weights()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert world.is_unmoved(before)
 
 
 def test_rewards_beyond_float32_end_the_step_by_name(build_world):
@@ -172,7 +163,7 @@ def test_a_gradient_that_is_not_finite_is_counted_said_and_changes_nothing(build
     assert "optimizer step of the actor skipped: its gradients are not finite" in text
     assert "alarm after step 1: skipped_steps is 1, above 0" in text
     assert "every optimizer step was skipped" in text
-    assert all(torch.equal(before[name], value) for name, value in world.weights().items())
+    assert world.is_unmoved(before)
 
 
 def test_a_critic_that_is_not_finite_ends_the_step_by_name(build_world):

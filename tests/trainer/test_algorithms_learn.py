@@ -13,7 +13,6 @@ from tests.ranks import run_multiprocess
 pytestmark = [
     pytest.mark.shard("learning"),
     pytest.mark.slow,
-    pytest.mark.multiprocess,
     pytest.mark.timeout(7200),
 ]
 

@@ -239,7 +239,6 @@ SHARDED = tuple(name for name, settings in BACKENDS.items() if settings is not N
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from lightrft.tools.replay import run_replay as replay
 from lightrft.tools.rows.row_choice import count_fates
 from lightrft.tools.rows.row_file import read_samples
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 FILE = "step-000001.rank-0.jsonl"
 CASES = Path(__file__).parent.parent / "rollout" / "environment_cases.py"

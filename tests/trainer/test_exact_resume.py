@@ -76,7 +76,6 @@ def weights(folder, name):
 
 @pytest.mark.full
 @pytest.mark.timeout(1500)
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(
     ("world_size", "backends"),

@@ -32,9 +32,14 @@ def run(tmp_path, models):
     return folder
 
 
+def export(run, target):
+    """Code of the command."""
+    return main(["export", str(run), str(target)])
+
+
 def test_the_exported_model_is_the_trained_one(tmp_path, run, capsys):
     target = tmp_path / "out" / "exported"
-    assert main(["export", str(run), str(target)]) == 0
+    assert export(run, target) == 0
     assert "weights equal, logits of one prompt within" in capsys.readouterr().out
     names = {path.name for path in target.iterdir()}
     assert {"model.safetensors", "config.json", "README.md"} <= names
@@ -48,13 +53,13 @@ def test_the_exported_model_is_the_trained_one(tmp_path, run, capsys):
 
 
 def test_a_place_that_can_be_none_is_one_line_before_anything_is_read(run, capsys):
-    assert main(["export", str(run), "/proc/x"]) == 3
+    assert export(run, "/proc/x") == 3
     (line,) = capsys.readouterr().err.splitlines()
     assert "/proc/x cannot be written (No such file or directory): choose another" in line
 
 
 def test_the_model_card_tells_what_was_done_and_no_path(tmp_path, run):
-    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert export(run, tmp_path / "out") == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert "for 2 steps" in card
@@ -66,7 +71,7 @@ def test_the_model_card_tells_what_was_done_and_no_path(tmp_path, run):
 
 def test_a_base_model_of_the_hub_is_named(tmp_path, run):
     (run / "config.toml").write_text('pretrain = "owner/name"\n')
-    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert export(run, tmp_path / "out") == 0
     assert 'base_model: "owner/name"\n' in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -75,17 +80,17 @@ def test_a_base_model_inside_of_a_moved_run_is_found_and_not_taken_for_a_hub_nam
 ):
     (run / "config.toml").write_text('pretrain = "old/start"\noutput_dir = "old"\n')
     (run / "start").symlink_to(models / "0")
-    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert export(run, tmp_path / "out") == 0
     assert "base_model" not in (tmp_path / "out" / "README.md").read_text()
     (run / "start").unlink()
     (run / "start").symlink_to(models / "1")
-    assert main(["export", str(run), str(tmp_path / "again")]) == 8
+    assert export(run, tmp_path / "again") == 8
     assert "nothing was learned" in capsys.readouterr().err
 
 
 def test_a_model_that_learned_nothing_is_not_exported(tmp_path, run, models, capsys):
     (run / "config.toml").write_text(f'pretrain = "{models / "1"}"\n')
-    assert main(["export", str(run), str(tmp_path / "out")]) == 8
+    assert export(run, tmp_path / "out") == 8
     assert "nothing was learned" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
@@ -116,5 +121,5 @@ def test_what_cannot_be_exported_is_one_line_and_exit_code_2(tmp_path, run, caps
         (run / "model").unlink()
     else:
         target = run
-    assert main(["export", str(source), str(target)]) == 2
+    assert export(source, target) == 2
     assert capsys.readouterr().err.count("\n") == 1

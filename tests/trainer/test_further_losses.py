@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from tests.models.batches import copies
 from tests.models.tiny import tiny_model
 from tests.update_inputs import TablePolicy, one_update, random_experience
 
@@ -109,7 +110,6 @@ def test_other_rows_have_the_masks_of_supervised_training(tmp_path, tokenizer):
 
 
 def tiny_experts():
-
     return tiny_model(
         "qwen3_moe",
         vocab_size=VOCAB,
@@ -148,7 +148,7 @@ def test_balancing_experts_is_exact_for_any_micro_batch(micro):
     gradients = torch.autograd.grad(expected, list(model.parameters()), allow_unused=True)
     actor = Actor(tiny_experts())
     actor.enable_router_sums()
-    before = {n: p.detach().clone() for n, p in actor.model.named_parameters()}
+    before = copies(actor.model)
     options = {"train_batch_size": 6, "max_norm": 0.0, "bf16": False}
     training = get_fake_strategy(options).training
     zeros = torch.zeros_like(rollouts.rollout_logprobs)

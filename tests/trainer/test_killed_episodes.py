@@ -298,7 +298,6 @@ def run_agents(rank, world_size, *how):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("num_runs", "chain"),
@@ -348,7 +347,6 @@ def run_moody(rank, world_size, folder, num_runs, chain, seed):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     "num_runs", [2, pytest.param(20, marks=pytest.mark.slow)], ids=["2 kills", "20 kills"]

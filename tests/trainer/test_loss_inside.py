@@ -3,11 +3,11 @@ after it, and what decides which of the two a run takes.
 """
 
 import itertools
-import math
 from dataclasses import replace
 
 import pytest
 import torch
+from tests.models.batches import relative_norm
 
 from lightrft.algorithms import policy_loss
 from lightrft.algorithms.correction_terms import parse_correction
@@ -42,11 +42,6 @@ def step_of(world):
     return metrics, {name: p - before[name] for name, p in world.weights().items()}
 
 
-def distance(found, wanted):
-    difference = sum(float((found[n] - wanted[n]).double().square().sum()) for n in wanted)
-    return math.sqrt(difference / sum(float(w.double().square().sum()) for w in wanted.values()))
-
-
 @pytest.mark.parametrize(
     ("args", "options"),
     [
@@ -77,7 +72,7 @@ def test_a_step_equals_that_of_the_loss_after_the_head(build_world, monkeypatch,
         if name in wanted:
             assert found[name] == pytest.approx(wanted[name], rel=2e-5, abs=2e-6), name
     # AdamW: the first update of a weight is the sign of its gradient.
-    assert distance(moved, expected) <= 1e-3
+    assert relative_norm(moved, expected) <= 1e-3
     trained = {name for name, change in moved.items() if change.any()}
     assert all(".lora_" in name for name in trained) == ("lora_rank" in args)
     assert trained
@@ -94,7 +89,7 @@ def test_the_comparison_sees_a_loss_that_drops_its_weights(build_world, monkeypa
 
     monkeypatch.setattr(objective.LossTokens, "at", at)
     _, moved = step_of(build_world(args=args))
-    assert distance(moved, expected) > 1e-2
+    assert relative_norm(moved, expected) > 1e-2
 
 
 LOSS_TOKENS_AT = objective.LossTokens.at

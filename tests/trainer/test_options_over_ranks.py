@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification
 
 from lightrft.tools.model_presets import PRESETS, byte_level_tokenizer
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.deepspeed]
+pytestmark = pytest.mark.deepspeed
 
 REWARD = """
 def score(responses, kind):

@@ -176,7 +176,6 @@ def split_runs(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.shard("overlap")
-@pytest.mark.multiprocess
 @pytest.mark.timeout(1300)
 @pytest.mark.parametrize("fault", SPLIT, ids=lambda fault: fault.__name__)
 def test_ranks_that_generate(split_runs, fault):

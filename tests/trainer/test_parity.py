@@ -61,12 +61,7 @@ def test_the_comparison_follows_its_schedule(build_world, monkeypatch, every, ex
 
 def test_a_step_of_one_batch_is_compared_by_its_only_forward(build_world, told, monkeypatch):
     monkeypatch.setattr("lightrft.stages.policy.maker.score_actor", None)
-    world = build_world(
-        parity_check_steps=1,
-        off_policy_correction="tis",
-        train_batch_size=16,
-        args={"train_batch_size": 16},
-    )
+    world = build_world(parity_check_steps=1, off_policy_correction="tis", train_batch_size=16)
     for step in (1, 2):
         told.clear()
         assert world.trainer.make_experience().outputs.old_logprobs is None
@@ -76,23 +71,19 @@ def test_a_step_of_one_batch_is_compared_by_its_only_forward(build_world, told, 
 
 
 def test_the_comparison_changes_no_bit_of_the_step(build_world):
-    weights = []
-    for every in (-1, 1):
-        world = build_world(
-            parity_check_steps=every, train_batch_size=16, args={"train_batch_size": 16}
-        )
-        world.step()
-        weights.append(world.weights())
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    one, other = (build_world(parity_check_steps=n, train_batch_size=16) for n in (-1, 1))
+    one.step()
+    other.step()
+    assert one.is_unmoved(other.weights())
 
 
 @pytest.mark.parametrize("batch_size", [8, 16], ids=["before-the-update", "before-its-step"])
 def test_a_transposed_matrix_ends_the_run_and_its_layer_is_named(build_world, batch_size):
     world = faulty_world(build_world, train_batch_size=batch_size)
-    before = {name: weights.clone() for name, weights in world.weights().items()}
+    before = world.weights()
     with pytest.raises(ParityError) as caught:
         world.step()
-    assert all(torch.equal(before[name], weights) for name, weights in world.weights().items())
+    assert world.is_unmoved(before)
     text = str(caught.value)
     assert f"outputs differ first in {Q_PROJ} " in text
     assert "worst token: sample " in text

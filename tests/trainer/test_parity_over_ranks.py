@@ -10,7 +10,7 @@ from lightrft.stages.parity_limits import ParityError
 from lightrft.strategy.distributed.process_groups import start_process_group
 from lightrft.strategy.model_training import ModelTraining
 
-pytestmark = [pytest.mark.shard("training"), pytest.mark.multiprocess]
+pytestmark = pytest.mark.shard("training")
 
 RUNS = {
     "fsdp2": {},

@@ -73,9 +73,9 @@ def write_inputs(folder, num_rows=NUM_STEPS):
     runs.write_inputs(runs.tiny_models(folder, "model"), runs.say_rows(num_rows), reward=REWARD)
 
 
-def finish(options, world_size=2):
+def finish(options, world_size=2, prepare=None):
     """Runs to the end."""
-    ranks = Ranks(options, world_size)
+    ranks = Ranks(options, world_size, prepare)
     codes = ranks.wait(RUN_SECONDS)
     ranks.kill(ranks.running())
     assert codes == [0] * world_size, ranks.log.read_text()[-5000:]
@@ -227,7 +227,6 @@ def run_all(rank, world_size, folder, num_runs, chain, seed):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(

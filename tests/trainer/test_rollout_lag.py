@@ -24,12 +24,6 @@ from lightrft.tools.audit.record import FACTS, SAMPLES, seal, step_folder
 from lightrft.tools.audit.report import audit_step
 
 
-def step(world):
-    world.trainer.make_experience()
-    experience = world.experience
-    return experience, world.trainer.ppo_train(world.trainer.state.num_steps + 1)
-
-
 def test_a_planned_run_samples_no_step_beyond_its_end(build_world):
     world = build_world(rollout_lag=3, num_prompts=16, max_steps=4)
     result = world.trainer.fit()
@@ -66,7 +60,7 @@ def test_a_run_goes_on_exactly_with_the_rows_that_were_in_flight(
 
 def test_rows_in_flight_are_shared_out_anew_over_another_number_of_ranks(build_world):
     world = build_world(rollout_lag=1, num_prompts=16)
-    step(world)
+    world.step()
     memory = world.trainer.stage.memory
     saved = memory.to_client_state()
     first, second = (
@@ -88,7 +82,7 @@ FAULTS = ("version", "logprobs", "reward")
 def test_a_fault_of_what_was_kept_is_found_before_it_is_trained(build_world, fault):
     """Each by the ledger gate, which is on by default."""
     world = build_world(rollout_lag=1, num_prompts=16)
-    step(world)
+    world.step()
     stage = world.trainer.stage
     flight = stage.memory.in_flight
     (held,) = flight.held
@@ -111,7 +105,7 @@ def test_a_fault_of_what_was_kept_is_found_before_it_is_trained(build_world, fau
     bad = replace(held, scored=scored, table=table)
     stage.memory = replace(stage.memory, in_flight=replace(flight, held=(bad,)))
     with pytest.raises((LedgerError, ValueError)):
-        step(world)
+        world.step()
 
 
 def test_a_row_is_scored_by_an_engine_that_had_nothing_to_sample(build_world):
@@ -176,7 +170,7 @@ def test_the_audit_recomputes_each_token_under_its_own_version(build_world, tmp_
         rollout_lag=2, num_prompts=16, audit_every=1, output_dir=str(tmp_path), lr_warmup_ratio=0.0
     )
     for _ in range(4):
-        step(world)
+        world.step()
 
     def rows():
         found = audit_step(tmp_path, 4).rows
@@ -205,9 +199,9 @@ def test_a_group_that_is_trained_in_two_steps_or_in_none_is_found(build_world, o
     world = build_world(num_prompts=32, **options)
     stage = world.trainer.stage
     world.end_early()
-    step(world)
+    world.step()
     before = stage.memory.in_flight
-    step(world)
+    world.step()
     after = stage.memory.in_flight
     if "rollout_lag" in options:
         bad = replace(after, held=before.held if fault == "twice" else ())
@@ -216,12 +210,12 @@ def test_a_group_that_is_trained_in_two_steps_or_in_none_is_found(build_world, o
         bad = replace(after, stream=replace(after.stream, groups=groups))
     stage.memory = replace(stage.memory, in_flight=bad)
     with pytest.raises(LedgerError, match="trained twice or are lost"):
-        step(world)
+        world.step()
 
 
 def test_waiting_is_measured_and_what_helps_is_said_once(build_world, capsys):
     world = build_world(num_prompts=16)
-    experience, metrics = step(world)
+    experience, metrics = world.sample(), world.train()
     for name in ("idle", "thin"):
         share = metrics[f"{name}_seconds"] / metrics["step_seconds"]
         assert metrics[f"{name}_seconds_share"] == pytest.approx(share)

@@ -18,8 +18,8 @@ from tests.ranks import run_multiprocess
 from tests.runs import TEMPLATE
 from tests.trainer.test_killed_episodes import AGENT, ENVIRONMENT, let_random_models_call
 from tests.trainer.test_random_kills import (
-    RUN_SECONDS,
     become_launcher,
+    finish,
     import_modules,
     kill_once,
     num_events,
@@ -35,7 +35,7 @@ from lightrft.config.policy_options import launch_problems
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.report.timeline import step_timelines
 
-pytestmark = [pytest.mark.shard("overlap"), pytest.mark.multiprocess, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.shard("overlap"), pytest.mark.timeout(3600)]
 
 # What is delayed: commands, rows, sampling, rewards, training, syncs, checkpoints.
 PHASES = {
@@ -137,13 +137,6 @@ def ended(options, num_ranks, *, same_ranks=False):
     return found if same_ranks else {k: v for k, v in found.items() if "client_state" not in str(k)}
 
 
-def run_to_end(options, num_ranks, prepare=None):
-    ranks = Ranks(options, num_ranks, prepare)
-    codes = ranks.wait(RUN_SECONDS)
-    ranks.kill(ranks.running())
-    assert codes == [0] * num_ranks, ranks.log.read_text()[-5000:]
-
-
 def compare(folder, case, *, seeds, longest):
     """The sequential form, and the split one under each schedule."""
     num_training, num_generating, changes = CASES[case]
@@ -151,7 +144,7 @@ def compare(folder, case, *, seeds, longest):
     calls = (lambda rank: let_random_models_call()) if "max_turns" in changes else None
     name = case.replace(" ", "").replace(",", "_").replace("+", "x")
     sequential = options_of(folder, f"{name}_sequential", **changes)
-    run_to_end(sequential, num_training, calls)
+    finish(sequential, num_training, calls)
     expected = ended(sequential, num_training, same_ranks=one_each)
     for seed in seeds:
         split = options_of(folder, f"{name}_{seed}", rollout_ranks=num_generating, **changes)
@@ -161,7 +154,7 @@ def compare(folder, case, *, seeds, longest):
                 calls(rank)
             plant_delays(seed, longest, rank)
 
-        run_to_end(split, num_training + num_generating, prepare)
+        finish(split, num_training + num_generating, prepare)
         found = ended(split, num_training, same_ranks=one_each)
         require_same_end(found, expected, (case, seed))
     return len(seeds)
@@ -178,7 +171,7 @@ def prepared(folder):
     (folder / "agent.py").write_text(AGENT)
     (folder / "template.jinja").write_text(TEMPLATE)
     first = options_of(folder, "first", rollout_ranks=1)
-    run_to_end(first, 2)
+    finish(first)
     import_modules(Path(f"{first['output_dir']}.modules"))
     return folder
 
@@ -224,7 +217,7 @@ def kill_all(rank, world_size, folder, num_kills, seed):
         if "max_turns" in changes:
             let_random_models_call()
         whole = options_of(folder, f"{form}_whole", **changes)
-        run_to_end(whole, 2)
+        finish(whole)
         expected, events = result(whole, ("_actor",)), num_events(whole)
         killed, done = options_of(folder, f"{form}_killed", **changes), []
         while len(done) < num_kills // len(forms):
@@ -232,7 +225,7 @@ def kill_all(rank, world_size, folder, num_kills, seed):
             if found is None:
                 os.rename(killed["output_dir"], f"{killed['output_dir']}_{num_done}_{len(done)}")
             done = [] if found is None else [*done, found]
-        run_to_end(killed, 2)
+        finish(killed)
         require_same_end(result(killed, ("_actor",)), expected, (form, done, seed))
         num_done += len(done)
     return num_done

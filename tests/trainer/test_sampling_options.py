@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tests.runs import TextReward
 
 from lightrft.engines.types import SamplingParams
 from lightrft.rewards.types import RewardResult
@@ -10,11 +11,8 @@ from lightrft.rollout.fire import generate_fire
 from lightrft.rollout.single_turn import build_requests
 
 
-class LongPrompts:
+class LongPrompts(TextReward):
     """Responses differ in accuracy only for prompts that end in an even number of letters."""
-
-    name = "parity"
-    needs_labels = False
 
     def score(self, prompts, responses, labels, columns):
         return [
@@ -22,13 +20,10 @@ class LongPrompts:
             for i, prompt in enumerate(prompts)
         ]
 
-    def close(self):
-        pass
-
 
 def test_constant_groups_are_replaced_by_further_prompts(build_world):
     world = build_world(
-        reward=LongPrompts(),
+        reward=LongPrompts(None),
         num_prompts=16,
         dynamic_sampling=True,
         overlong_buffer=True,
@@ -52,21 +47,20 @@ def test_constant_groups_are_replaced_by_further_prompts(build_world):
     assert world.trainer.state.num_steps == 1
 
 
-class Solved(LongPrompts):
-    def score(self, prompts, responses, labels, columns):
-        return [RewardResult(1.0) for _ in responses]
-
-
 def test_a_solved_task_is_no_reason_to_fail_and_moves_nothing(build_world, capsys):
     world = build_world(
-        reward=Solved(), num_prompts=16, dynamic_sampling=True, max_num_gen_batches=2, max_steps=2
+        reward=TextReward(lambda _: 1),
+        num_prompts=16,
+        dynamic_sampling=True,
+        max_num_gen_batches=2,
+        max_steps=2,
     )
     before = world.weights()
     result = world.trainer.fit()
     assert result.num_steps == 2
     assert result.last_metrics["dynamic/skipped_steps"] == 1
     assert result.last_metrics["dynamic/num_gen_batches"] == 2
-    assert all(torch.equal(before[name], value) for name, value in world.weights().items())
+    assert world.is_unmoved(before)
     assert "no update in step 1" in capsys.readouterr().out
 
 

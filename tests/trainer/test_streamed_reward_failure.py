@@ -12,8 +12,6 @@ from tests.runs import rollout_options, train, write_inputs
 
 from lightrft.cli.errors import ExitCode, run_guarded
 
-pytestmark = pytest.mark.multiprocess
-
 # Tokens of the samples of each prompt: the first of rank 1 ends long before all others.
 LENGTHS = (24, 2, 24, 24)
 WAIT_SECONDS = 60.0

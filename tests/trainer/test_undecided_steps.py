@@ -1,16 +1,14 @@
 """Steps of which the reward decides no sample: nothing is trained, and the third one is an end."""
 
 import pytest
-import torch
+from tests.runs import TextReward
 
 from lightrft.reporting.alarms import run_verdict
 from lightrft.rewards.types import RewardError, RewardResult
 
 
-class Unsure:
+class Unsure(TextReward):
     """Decides the calls of some steps only."""
-
-    name, needs_labels = "unsure", False
 
     def __init__(self, decided_steps=(), calls_a_step=1):
         self.decided, self.size, self.calls = decided_steps, calls_a_step, 0
@@ -21,9 +19,6 @@ class Unsure:
         if step not in self.decided:
             return [None] * len(responses)
         return [RewardResult(float(i % 2)) for i in range(len(responses))]
-
-    def close(self):
-        pass
 
 
 @pytest.mark.parametrize(
@@ -54,7 +49,7 @@ def test_a_step_without_any_decision_changes_nothing_and_the_run_goes_on(
     assert world.trainer.state.num_steps == 2
     shares = ("undecided_steps", "undecided_share", "masked_share")
     assert [metrics[name] for name in shares] == [1, 1, 1]
-    assert all(torch.equal(before[name], value) for name, value in world.weights().items())
+    assert world.is_unmoved(before)
     assert "no update in step 2: the reward decided no sample" in capsys.readouterr().out
     assert run_verdict([metrics]) == "no update: 1 of 1 steps: the reward decided no sample"
 

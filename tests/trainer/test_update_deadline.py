@@ -50,7 +50,6 @@ def update(rank, world_size, settings):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(
     "settings",

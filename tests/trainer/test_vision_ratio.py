@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.models.vision.tiny_families import write_tiny_vision_model
-from tests.trainer.vision_world import build_vision_trainer, write_data
+from tests.trainer.vision_world import build_vision_trainer
 
 from lightrft.engines.media.media import RowMedia
 from lightrft.models.vision import forward
@@ -13,11 +13,6 @@ from lightrft.stages.policy import updates
 
 # Of one forward pass computed twice, and of passes over the same rows in other company.
 SAME, REGROUPED = 1e-6, 1e-5
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

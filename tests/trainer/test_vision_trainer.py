@@ -3,6 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.models.batches import copies
 from tests.models.vision.tiny_families import write_tiny_vision_model
 from tests.models.vision.tiny_world import Batch
 from tests.runs import lines
@@ -10,7 +11,6 @@ from tests.trainer.vision_world import (
     build_vision_trainer,
     scorer_folder,
     vision_options,
-    write_data,
 )
 
 from lightrft.config import ConfigError, TrainConfig
@@ -22,11 +22,6 @@ from lightrft.models.sequence_model import freeze, has_prefix
 from lightrft.run.assembly import run_training
 
 pytestmark = pytest.mark.shard("vision")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +59,7 @@ def check_steps(steps):
 
 
 def weights_of(strategy, model):
-    module = strategy.unwrap_model(model)
-    return {name: value.detach().clone() for name, value in module.named_parameters()}
+    return copies(strategy.unwrap_model(model))
 
 
 @pytest.mark.full

@@ -7,7 +7,7 @@ from tests.models.vision import wrong_cuts
 from tests.models.vision.tiny_families import TINY_FAMILIES, write_tiny_vision_model
 from tests.ranks import run_multiprocess
 from tests.runs import lines
-from tests.trainer.vision_world import scorer_folder, vision_options, write_data
+from tests.trainer.vision_world import scorer_folder, vision_options
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.engines.media.media import Media
@@ -21,11 +21,6 @@ from lightrft.tools.audit.report import audit_step
 pytestmark = pytest.mark.shard("vision")
 
 COMPARED = ("reward", "policy_loss", "grad_norm", "entropy", "logprob_diff_mean")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +61,6 @@ def assert_same_steps(found, expected):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_a_rank_without_images_takes_the_step_of_one_process(data, models, tmp_path):
     model = models("tiny-qwen2.5-vl")
     expected = metrics(data, model, tmp_path / "one")
@@ -93,7 +87,6 @@ CELLS = {
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("preset", ["tiny-qwen2.5-vl", "tiny-qwen3-vl", "tiny-gemma3"])
 def test_every_strategy_takes_the_same_step(preset, cell, data, models, tmp_path):
@@ -103,7 +96,6 @@ def test_every_strategy_takes_the_same_step(preset, cell, data, models, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("preset", "cut"),
     [
@@ -126,7 +118,6 @@ def test_a_wrong_cut_of_shared_rows_is_seen(preset, cut, data, models, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "preset",
     [
@@ -154,7 +145,6 @@ def test_every_family_takes_the_same_step_on_two_ranks(preset, data, models, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 def test_a_reward_model_says_the_same_on_two_ranks(data, models, tmp_path):
     model = models("tiny-qwen2.5-vl")
     path, _ = scorer_folder(model, tmp_path / "scorer")

@@ -22,6 +22,22 @@ REWARD = "def score(responses):\n    return [float(len(r) % 3) for r in response
 SIZES = ([(84, 84)], [], [(112, 56), (56, 84)], [])
 
 
+# Options of a step of a trainer that a test builds.
+STEP = {
+    "seed": 3,
+    "train_batch_size": 8,
+    "micro_train_batch_size": 4,
+    "micro_rollout_batch_size": 8,
+    "rollout_batch_size": 4,
+    "n_samples_per_prompt": 4,
+    "generate_max_len": 6,
+    "actor_learning_rate": 1e-3,
+    "critic_learning_rate": 1e-3,
+    "lr_warmup_ratio": 0.0,
+    "engine_type": "hf",
+}
+
+
 def write_data(folder):
     """Eight prompts: one image, none, two of other sizes, none, and again; and a reward."""
     generator = np.random.default_rng(0)
@@ -64,20 +80,12 @@ def build_vision_trainer(model, data, *, is_fake=False, reward_model=None, **opt
     """A trainer with critic and reference, written as the seeds write it; and its strategy."""
     args = SimpleNamespace(
         **{
+            **STEP,
             "pretrain": model,
-            "seed": 3,
             "train_batch_size": 16,
-            "micro_train_batch_size": 4,
-            "micro_rollout_batch_size": 8,
-            "rollout_batch_size": 4,
-            "n_samples_per_prompt": 4,
             "generate_max_len": 5,
-            "actor_learning_rate": 1e-3,
-            "critic_learning_rate": 1e-3,
-            "lr_warmup_ratio": 0.0,
             "init_kl_coef": 0.01,
             "advantage_estimator": "gae",
-            "engine_type": "hf",
             **options,
         }
     )

@@ -67,7 +67,6 @@ def test_a_run_trains_tower_projector_and_text_packed_as_padded(inputs, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 def test_a_rank_without_sounds_takes_the_step_of_one_process(inputs, tmp_path):
     one, two = (tmp_path / name for name in ("one", "two"))
     train(options(inputs, one))

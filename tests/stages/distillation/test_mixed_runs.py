@@ -90,7 +90,6 @@ def test_the_student_moves_to_the_teacher_on_its_own_samples(models, tmp_path):
     assert sum(losses[-5:]) / 5 < 0.4 * losses[0]
 
 
-@pytest.mark.multiprocess
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["rows", "samples"])
 def test_a_step_of_two_teachers_is_equal_on_one_rank_and_on_two(models, tmp_path, kind):

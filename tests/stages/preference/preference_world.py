@@ -4,6 +4,7 @@ import copy
 
 import numpy as np
 import torch
+from tests.models.batches import perturb
 from tests.models.tiny import tiny_model
 from tests.stages.stage_world import configured, prepared
 from tests.stages.supervised.supervised_world import build_actor
@@ -40,10 +41,7 @@ LABELLED = tuple(
 def noisy_model(model=None, *, seed=5, size=0.02):
     """A model (the tiny one) with other weights, as it might be after some steps."""
     model = copy.deepcopy(model or tiny_model())
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += size * torch.randn(parameter.shape, generator=generator)
+    perturb(model, seed, size)
     return model
 
 

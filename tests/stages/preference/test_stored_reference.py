@@ -101,7 +101,6 @@ def test_losses_that_cannot_use_it_refuse_it(tmp_path, models, loss, said):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_two_ranks_write_what_one_reads(tmp_path, models):
     """The rows of a rank are its own; nine answers do not share out evenly."""
     rows = write_rows(tmp_path)

@@ -190,7 +190,6 @@ def test_a_stream_that_ranks_share_is_not_pooled(model):
 
 @pytest.mark.slow
 @pytest.mark.shard("strategies")
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("changes", [{"fsdp": True}, {"zero_stage": 3}], ids=["fsdp2", "zero3"])
 def test_two_ranks_train_the_heads_of_one(tmp_path, model, changes):
     path = write(tmp_path / "rows.jsonl", named_rankings(16))

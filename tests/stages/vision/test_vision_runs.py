@@ -119,7 +119,6 @@ def test_steps_with_images_are_not_audited(tmp_path, model):
 
 @pytest.mark.slow
 @pytest.mark.shard("vision")
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", ["sft", "reward"])
 def test_two_ranks_take_the_steps_of_one_with_one_image_in_a_step(tmp_path, model, kind):
     # One of four rows has an image, so that one rank sees none.
