@@ -355,7 +355,7 @@ def test_many_requests_share_a_deadline_and_no_more_run_at_once_than_allowed(ser
 
 
 def test_a_client_works_inside_a_running_loop_and_again_after_its_end(serve, client):
-    server, made = serve(OK), client()
+    server, made, before = serve(OK), client(), set(threading.enumerate())
 
     async def inside():
         return made.fetch(ClientRequest(server.url, b"{}"))
@@ -365,7 +365,9 @@ def test_a_client_works_inside_a_running_loop_and_again_after_its_end(serve, cli
     made.close()
     assert made.fetch(ClientRequest(server.url, b"{}")) == b"{}"
     made.close()
-    assert wait_until(lambda: "http" not in [thread.name for thread in threading.enumerate()])
+    assert wait_until(
+        lambda: "http" not in [t.name for t in {*threading.enumerate()} - before],
+    )
 
 
 BAD_JSON = {
