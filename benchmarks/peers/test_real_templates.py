@@ -16,8 +16,7 @@ from tests.rollout.test_call_formats import TYPES, random_arguments
 
 from lightrft.config import ConfigError
 from lightrft.rollout.environments.call_formats import PARSERS
-from lightrft.rollout.environments.call_schema import check_call
-from lightrft.rollout.environments.calls import choose_parser
+from lightrft.rollout.environments.calls import check_call, choose_parser
 
 pytestmark = [pytest.mark.slow, pytest.mark.shard("peers")]
 trl = pytest.importorskip("trl")

@@ -24,7 +24,7 @@ COLLECTIONS = {
     for path, reason in {
         "strategy/src/lightrft/utils/arguments": "the flags of the published interface",
         "trainer/src/lightrft/rollout/agents/messages": "fields of OpenAI's protocol",
-        "trainer/src/lightrft/rollout/agents/sampling": "fields of OpenAI's protocol",
+        "trainer/src/lightrft/rollout/agents/rounds": "fields of OpenAI's protocol",
         "trainer/src/lightrft/tools/report/chain": "the words for each model of a run",
     }.items()
 }

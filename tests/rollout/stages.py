@@ -13,7 +13,7 @@ from lightrft.engines.types import EngineConfig
 from lightrft.experience.ledger_gate import rebuild
 from lightrft.rewards.build import CombinedReward
 from lightrft.rollout.environments.environments import Environments
-from lightrft.rollout.environments.episode_batch import TURN_STEP
+from lightrft.rollout.environments.episode import TURN_STEP
 from lightrft.rollout.environments.pool import EnvironmentPool
 from lightrft.rollout.ledger_records import take_evidence
 from lightrft.rollout.sampler import RolloutSampler, training_params

@@ -19,8 +19,7 @@ from lightrft.rollout.environments.call_formats import (
     hermes_calls,
     xml_calls,
 )
-from lightrft.rollout.environments.call_schema import check_call
-from lightrft.rollout.environments.calls import choose_parser
+from lightrft.rollout.environments.calls import check_call, choose_parser
 
 TURNS = """\
 {%%- for m in messages %%}{{- '<|im_start|>' + m.role + '\\n' + (m.content or '') }}\

@@ -32,9 +32,9 @@ from lightrft.rollout.open_groups import (
     OpenSample,
     StreamState,
 )
-from lightrft.rollout.open_turns import OpenTurns, ResponsePart
 from lightrft.rollout.sampler import RolloutSampler, build_source, training_params
 from lightrft.rollout.source import InFlight, SampleRequests, SourceParts, own_positions
+from lightrft.rollout.streaming import OpenTurns, ResponsePart
 from lightrft.strategy.distributed.deadlines import StepTimer
 
 CASES = Path(__file__).with_name("mixing_environment.py")
@@ -590,13 +590,13 @@ def test_responses_of_one_turn_are_not_made_of_open_episodes(tmp_path):
     part = ResponsePart({}, player.params, 2, 2)
     turns = OpenTurns(SourceParts(player.session, player.config, TOKENIZER, Lengths()))
     with pytest.raises(ValueError, match="unfinished episodes: start with their --environment"):
-        turns.extended(player.stream.groups, part)
+        turns.extended(player.stream.groups, [], part)
 
 
 def test_what_a_model_says_in_calls_can_be_read_back_from_a_checkpoint():
     """Numbers of any size, and values as deep as calls may be."""
     from lightrft.rollout.environments.call_formats import MalformedCallError, ToolCall
-    from lightrft.rollout.environments.call_schema import check_call
+    from lightrft.rollout.environments.calls import check_call
 
     schemas = {"f": {"parameters": {"properties": {"a": {}}}}}
 

@@ -12,8 +12,8 @@ from lightrft.experience.maker import (
     ForwardModels,
     make_experience,
 )
-from lightrft.rollout.environments.episode_work import EpisodeWork
-from lightrft.rollout.environments.turns import Observations, Turns
+from lightrft.rollout.environments.episode_batch import EpisodeBatch
+from lightrft.rollout.environments.turns import Observations
 from lightrft.rollout.ledger_records import LedgerError
 from lightrft.strategy.distributed.deadlines import StepTimer
 
@@ -80,35 +80,35 @@ def first_answers_again(patch):
 
 def answers_before_they_are_rendered(patch):
     """As if two episodes that joined late were taken for each other."""
-    right = Turns.observe
+    right = EpisodeBatch.observe
 
-    def observe(self, batch, episode):
-        other = batch.episodes[1 - episode.number]
+    def observe(self, episode):
+        other = self.episodes[1 - episode.number]
         if len(other.answers) == len(episode.answers) and other.answers[-1]:
             episode.answers[-1] = other.answers[-1]
-        right(self, batch, episode)
+        right(self, episode)
 
-    patch.setattr(Turns, "observe", observe)
+    patch.setattr(EpisodeBatch, "observe", observe)
 
 
 def answers_of_the_turn_before(patch):
-    right = Turns.observe
+    right = EpisodeBatch.observe
 
-    def observe(self, batch, episode):
+    def observe(self, episode):
         episode.answers[-1] = [episode.answers[0][0]] * len(episode.answers[-1])
-        right(self, batch, episode)
+        right(self, episode)
 
-    patch.setattr(Turns, "observe", observe)
+    patch.setattr(EpisodeBatch, "observe", observe)
 
 
 def rewards_of_the_neighbour(patch):
-    right = EpisodeWork.finish
+    right = EpisodeBatch.finish
 
-    def turned(self, batch, problem=None):
-        found = right(self, batch, problem)
+    def turned(self, problem=None):
+        found = right(self, problem)
         return dict(zip(found, reversed(found.values()), strict=True))
 
-    patch.setattr(EpisodeWork, "finish", turned)
+    patch.setattr(EpisodeBatch, "finish", turned)
 
 
 def failures_forgotten(patch):

@@ -12,12 +12,11 @@ from tests.machine import seconds
 
 from lightrft.datasets.chat_ids import ChatIds
 from lightrft.engines.types import Completion, SamplingParams
-from lightrft.rollout.agents.conversations import Conversations
+from lightrft.rollout.agents.conversations import AgentEpisode, Conversations
 from lightrft.rollout.agents.endpoint import Endpoint, WaitingCall
-from lightrft.rollout.agents.episodes import AgentEpisode
 from lightrft.rollout.agents.http_server import HttpLimits
-from lightrft.rollout.agents.rounds import AnswerRules, answer_round
-from lightrft.rollout.agents.sampling import RunSampling
+from lightrft.rollout.agents.messages import Message
+from lightrft.rollout.agents.rounds import AnswerRules, RunSampling, answer_round
 
 TALK = [{"role": "user", "content": "Hello"}]
 # What Qwen2.5 writes to add.
@@ -29,20 +28,27 @@ def completed(request_id, context, ids, reason="stop"):
     return Completion(request_id, 0, context, tuple(ids), logprobs, "temperature", reason)
 
 
+def answer(talk, turns, text="Yes."):
+    """Answer the turns of a call by a text, which its client receives."""
+    ids = talk.chat.tokenizer(text, add_special_tokens=False)["input_ids"]
+    for turn in turns:
+        turn.completion = completed(turn.request_id, turn.context, (*ids, talk.chat.end_of_turn))
+        turn.message, turn.is_delivered = Message("assistant", text), True
+    talk.answered(turns)
+    return turns
+
+
 class Desk:
     """An endpoint whose calls a thread answers with what a function says."""
 
     def __init__(self, **limits):
         self.tokenizer = families.family_tokenizer("Qwen2.5")
         self.endpoint = Endpoint(self.tokenizer, HttpLimits(**limits))
-        end = self.tokenizer.eos_token_id
         chat = ChatIds(self.tokenizer)
         self.episode = AgentEpisode(0, None, 0, 0, {}, Conversations(chat, 11))
         self.key = self.endpoint.open(self.episode)
-        self.sampling = RunSampling(SamplingParams(max_tokens=96, top_k=5, stop_token_ids=(end,)))
-        self.rules = AnswerRules(
-            self.tokenizer, "hermes", frozenset({end}), self.sampling, max_tokens=400, max_calls=40
-        )
+        self.sampling = RunSampling(chat.with_end_of_turn(SamplingParams(max_tokens=96, top_k=5)))
+        self.rules = AnswerRules(chat, "hermes", self.sampling, max_tokens=400, max_calls=40)
         self.says = "Well said. STOP and more"
         self.asked = []
         self.thread = threading.Thread(target=self.serve, daemon=True)

@@ -189,7 +189,7 @@ REFUSED = {
     "[1.0]": r"the agent's reward: expected a number, got \[1.0\]",
     "{'reward': None}": "the agent's 'reward': expected a number, got None",
     "{'speed': '1'}": "the agent's 'speed': expected a number, got '1'",
-    "{'x': 1e308, 'y': 1e308}": "the agent's sum: expected a finite number, got inf",
+    "{'x': 1e308, 'y': 1e308}": "the sum of the agent's reward: expected a finite number, got inf",
     "{'agent': 1}": "the agent returned a part named 'agent': expected a text other than 'agent'",
     "{1: 1, '1': 2}": "the agent returned a part named 1: expected a text",
 }

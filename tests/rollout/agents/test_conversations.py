@@ -2,12 +2,12 @@
 
 import pytest
 from tests.datasets import chat_families as families
-from tests.rollout.agents.endpoint_desk import TALK, completed
+from tests.rollout.agents.endpoint_desk import TALK, answer, completed
 
 from lightrft.datasets.chat_ids import ChatIds
 from lightrft.rollout.agents import conversations as conversations_module
 from lightrft.rollout.agents.conversations import Conversations
-from lightrft.rollout.agents.messages import Message, read_chat
+from lightrft.rollout.agents.messages import read_chat
 from lightrft.rollout.agents.rendering_check import fault_of
 
 TOKENIZER = families.family_tokenizer("Qwen2.5")
@@ -21,13 +21,7 @@ def conversations():
 def ask(talk, messages, **options):
     """Asks, and answers by a word."""
     body = {"model": "policy", "messages": messages, **options}
-    turns = talk.ask(read_chat(body))
-    for turn in turns:
-        ids = (*TOKENIZER("Yes.", add_special_tokens=False)["input_ids"], END)
-        turn.completion = completed(turn.request_id, turn.context, ids)
-        turn.message, turn.is_delivered = Message("assistant", "Yes."), True
-    talk.answered(turns)
-    return turns
+    return answer(talk, talk.ask(read_chat(body)))
 
 
 def number(**options):
@@ -74,7 +68,7 @@ def test_messages_are_rendered_so_often_however_many_there_are(text, monkeypatch
         times.clear()
         (turn,) = ask(talk, [*TALK, {"role": "assistant", "content": "Yes."}, *more])
         assert turn.parent is first
-        assert not fault_of([first, turn], talk.chat, TOKENIZER)
+        assert not fault_of([first, turn], talk.chat)
         ask(talk, [{"role": "user", "content": text}] * count)
         return len(times)
 

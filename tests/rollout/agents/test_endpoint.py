@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from lightrft.engines.types import SamplingParams
 from lightrft.rollout.agents.messages import CallOptions, ChatCall, Message
 from lightrft.rollout.agents.replies import reply
-from lightrft.rollout.agents.rounds import AnswerRules
-from lightrft.rollout.agents.sampling import RunSampling
+from lightrft.rollout.agents.rounds import AnswerRules, RunSampling
 from lightrft.tools.model_presets import byte_level_core
 
 
@@ -314,7 +313,8 @@ def test_what_is_said_before_a_call_is_told_whatever_its_marks_are(parser, speci
     asked = ChatCall((), None, tools, CallOptions())
     turn = SimpleNamespace(call=asked, context=(1,), request_id=0, sampled=made)
     sampling = RunSampling(SamplingParams())
-    AnswerRules(tokenizer, parser, frozenset(), sampling, max_tokens=9).finish(turn, made)
+    chat = SimpleNamespace(tokenizer=tokenizer, stop_ids=())
+    AnswerRules(chat, parser, sampling, max_tokens=9).finish(turn, made)
     assert turn.message.text == said
     assert [call.name for call in turn.message.calls] == ["add"]
 

@@ -13,7 +13,7 @@ import torch
 from tests.models.vision.tiny_families import TINY_FAMILIES
 from tests.models.vision.tiny_world import tiny
 from tests.rollout.agents.agent_stage import options_of
-from tests.rollout.agents.endpoint_desk import completed
+from tests.rollout.agents.endpoint_desk import answer, completed
 from tests.rollout.agents.image_agents import address_of, said
 from tests.rollout.agents.test_agents import check_exact
 from tests.rollout.image_environments import bytes_of, squares
@@ -25,20 +25,17 @@ from lightrft.datasets.media import VisionPrompts
 from lightrft.datasets.types import DataError, Prompt
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import as_image
-from lightrft.engines.media.text_encoder import TEXT_ENCODER
 from lightrft.engines.types import SamplingParams
 from lightrft.records.media import encode_context, encode_row
 from lightrft.rewards.build import CombinedReward
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.agents import conversations
 from lightrft.rollout.agents.agents import Agents
-from lightrft.rollout.agents.conversations import CalledTurn, Conversations
-from lightrft.rollout.agents.episodes import AgentEpisode
+from lightrft.rollout.agents.conversations import AgentEpisode, CalledTurn, Conversations
 from lightrft.rollout.agents.http_server import HttpError
 from lightrft.rollout.agents.messages import Message, read_chat
 from lightrft.rollout.agents.rendering_check import fault_of
-from lightrft.rollout.agents.rounds import AnswerRules, answer_round
-from lightrft.rollout.agents.sampling import RunSampling
+from lightrft.rollout.agents.rounds import AnswerRules, RunSampling, answer_round
 from lightrft.rollout.source import SourceParts
 from lightrft.stages.parity_limits import PARITY_LIMITS
 from lightrft.stages.policy.inputs import require_images
@@ -143,29 +140,22 @@ class Desk:
         self.tokenizer = self.encoder.processor.tokenizer
         self.chat = ChatIds(self.tokenizer, VisionPrompts(self.encoder))
         self.end = self.chat.end_of_turn
-        sampling, ends = RunSampling(SamplingParams(max_tokens=20)), frozenset({self.end})
-        self.rules = AnswerRules(
-            self.tokenizer, "hermes", ends, sampling, max_tokens, encoder=self.encoder
-        )
+        sampling = RunSampling(SamplingParams(max_tokens=20))
+        self.rules = AnswerRules(self.chat, "hermes", sampling, max_tokens)
         self.talk = Conversations(self.chat, 7)
 
     def ask(self, *messages, read=read_chat, **fields):
         """Asks, and answers by a word."""
         call = read({"model": "policy", "messages": list(messages), **fields})
         episode = AgentEpisode(0, None, 0, 0, {}, self.talk)
-        (turn,) = self.rules.asked(episode, call)
-        ids = (*self.tokenizer("Yes.", add_special_tokens=False)["input_ids"], self.end)
-        turn.completion = completed(turn.request_id, turn.context, ids)
-        turn.message, turn.is_delivered = YES, True
-        self.talk.answered([turn])
+        (turn,) = answer(self.talk, self.rules.asked(episode, call))
         return turn
 
     def faults(self):
         """Of the rows."""
-        return [fault_of(row, self.chat, self.tokenizer) for row in self.talk.branches()]
+        return [fault_of(row, self.chat) for row in self.talk.branches()]
 
 
-YES = Message("assistant", "Yes.")
 # The texts of a message side by side.
 IMAGES_FIRST = (
     "{% for message in messages %}"
@@ -325,7 +315,7 @@ def test_images_are_what_users_and_tools_show(role):
 
 def test_a_model_of_text_refuses_images_by_name():
     desk = Desk()
-    desk.rules = replace(desk.rules, encoder=TEXT_ENCODER)
+    desk.rules = replace(desk.rules, chat=ChatIds(desk.tokenizer))
     with pytest.raises(
         HttpError, match="images are not supported: of this model only text is read"
     ):

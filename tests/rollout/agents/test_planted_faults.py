@@ -15,13 +15,10 @@ from lightrft.records.sample_ledger import FUNCTION, SampleLedger
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.agents import conversations
 from lightrft.rollout.agents.agents import note_episode
-from lightrft.rollout.agents.conversations import Conversations
+from lightrft.rollout.agents.conversations import AgentEpisode, Conversations
 from lightrft.rollout.agents.endpoint import KeyHolder
-from lightrft.rollout.agents.episodes import AgentEpisode
 from lightrft.rollout.agents.messages import read_chat
-from lightrft.rollout.agents.replies import told
-from lightrft.rollout.agents.rounds import AnswerRules, answer_round
-from lightrft.rollout.agents.sampling import RunSampling
+from lightrft.rollout.agents.rounds import AnswerRules, RunSampling, answer_round
 from lightrft.rollout.environments.environments import control_token_ids
 from lightrft.rollout.ledger_records import LedgerError, deliver_evidence, take_evidence
 from lightrft.rollout.scoring import score_rollouts, with_branches
@@ -58,9 +55,7 @@ class Played:
         self.engine.set_weights_version(3)
         self.strategy = OneRank(self.engine)
         params = SamplingParams(max_tokens=60, stop_token_ids=(end,))
-        self.rules = AnswerRules(
-            self.tokenizer, "hermes", frozenset({end}), RunSampling(params), max_tokens=4000
-        )
+        self.rules = AnswerRules(self.chat, "hermes", RunSampling(params), max_tokens=4000)
         self.episodes = []
         with self.engine.ledger.recording():
             for number in range(NUM_EPISODES):
@@ -79,7 +74,7 @@ class Played:
         for step in range(self.rng.randint(3, 6)):
             history = list(self.rng.choice(histories[-2:]))
             answer = self.ask(number, history)
-            said = {"role": "assistant", "content": told(answer).text}
+            said = {"role": "assistant", "content": answer.message.text}
             if self.rng.random() < 0.2:
                 said["content"] += " rewritten"
             text = self.rng.choice(["Go on.", " more\n", "x<|im_end|>y", "{}", "é"])
@@ -100,7 +95,7 @@ class Played:
         results = [RewardResult(episode.number / 7) for episode in self.episodes]
         for episode, own, result in zip(self.episodes, rows, results, strict=True):
             episode.reward = RewardResult(0.5)
-            note_episode(ledger, episode, own, self.tokenizer)
+            note_episode(ledger, episode, own)
             ledger.of(episode.sample_id).reward_is(FUNCTION, result, own[0].token_ids)
         first = score_rollouts(
             [own[0] for own in rows],

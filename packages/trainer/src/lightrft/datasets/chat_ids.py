@@ -15,7 +15,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, cast
@@ -27,6 +27,7 @@ from lightrft.datasets.text_ids import frame_ids
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.media import LaterImages, Media
 from lightrft.engines.text import text_behind_answer
+from lightrft.engines.types import SamplingParams
 from lightrft.kernels.names import first_line
 
 if TYPE_CHECKING:
@@ -111,6 +112,19 @@ class ChatIds:
             raise refused("it drops what the assistant says")
         first = self.encode_text(rest.lstrip())[:1]
         return first[0] if first and first[0] in self.special_ids else None
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end a sampled turn and are not part of its text."""
+        ends = self.end_of_turn, self.tokenizer.eos_token_id
+        return frozenset(each for each in ends if each is not None)
+
+    def with_end_of_turn(self, params: SamplingParams) -> SamplingParams:
+        """Return sampling parameters that also stop at the end of an assistant turn."""
+        end = self.end_of_turn
+        if end is None:
+            return params
+        return replace(params, stop_token_ids=(*params.stop_token_ids, end))
 
     @cached_property
     def _end_text(self) -> str:

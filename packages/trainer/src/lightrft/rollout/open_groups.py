@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -150,12 +150,13 @@ class OpenGroup:
         num_forgotten = sum(0 if each is None else each.num_forgotten for each in states)
         return GroupFacts(self.request_id, self.begun, self.complete, num_tokens, num_forgotten)
 
-    def extended(self, samples: Sequence[OpenSample], round_number: int) -> OpenGroup:
-        """Return the group after a round that extended its responses."""
+    def extended(self, index: int, sample: OpenSample, round_number: int) -> OpenGroup:
+        """Return the group after a round that extended a response."""
+        samples = (*self.samples[:index], sample, *self.samples[index + 1 :])
         is_complete = all(sample.finish_reason is not None for sample in samples)
         return replace(
             self,
-            samples=tuple(samples),
+            samples=samples,
             begun=self.begun or round_number,
             complete=round_number if is_complete else 0,
         )

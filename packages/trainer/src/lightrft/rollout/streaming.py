@@ -12,19 +12,29 @@ complete, it also waits for the oldest ones.
 Source: Kimi Team 2025 (k1.5), arXiv:2501.12599, sec. 2.6.2; rounds and bounds are not from it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from lightrft.config import ConfigError, EnvironmentOptions, RolloutOptions
 from lightrft.datasets.types import Prompt
-from lightrft.engines.types import SamplingParams
-from lightrft.rollout.open_groups import GroupFacts, OpenGroup, StreamState
-from lightrft.rollout.open_turns import OpenTurns, ResponsePart
-from lightrft.rollout.single_turn import turn_source
+from lightrft.engines.types import GenerationRequest, SamplingParams
+from lightrft.records.media import media_request
+from lightrft.records.rollout import Rollout
+from lightrft.rewards.types import RewardResult
+from lightrft.rollout.open_groups import GroupFacts, OpenGroup, OpenSample, StreamState
+from lightrft.rollout.scoring import finished_samples, open_scorer
+from lightrft.rollout.single_turn import RolloutGroups, generate, turn_source
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts, StreamReport
+
+# Every engine call of open single-turn responses uses a different seed.
+_SEED_STEP = 2_000_003
+# A response: its group, and its index in the group.
+Place = tuple[OpenGroup, int]
 
 
 def groups_to_train(
@@ -60,22 +70,135 @@ def in_order(group: GroupFacts) -> tuple[bool, int, int]:
     return not group.complete, group.complete, group.request_id
 
 
-class OpenResponses(Protocol):
-    """Operations on open responses, of single turns or episodes: begin, extend, finish."""
+@dataclass(frozen=True, slots=True)
+class ResponsePart:
+    """A part of open responses that is sampled at once.
 
-    def begin(self, request_id: int, prompt: Prompt, params: SamplingParams) -> OpenGroup:
-        """Return a group without tokens."""
+    Args:
+        lengths: Number of tokens to which each response may grow, by request id of the active
+            groups; None samples it to its end.
+        params: Sampling parameters of whole responses.
+        round_number: Round in which the part is sampled.
+        number: Index of the part in the run.
+    """
+
+    lengths: Mapping[int, int | None]
+    params: SamplingParams
+    round_number: int
+    number: int
+
+    def takes(self, group: OpenGroup, sample: OpenSample) -> bool:
+        """Return whether a response of a group is sampled in this part."""
+        if group.request_id not in self.lengths or sample.finish_reason is not None:
+            return False
+        most, state = self.lengths[group.request_id], sample.episode
+        is_scheduled = state is None or state.due <= self.round_number
+        return most is None or (is_scheduled and sample.num_sampled < most)
+
+
+class OpenResponses(Protocol):
+    """Operations on open responses, of single turns or episodes: begin, extend, finish.
+
+    Attributes:
+        special_ids: Token ids that the text of an observation must not contain.
+        tool_names: Names of the available tools, or None without environments and tools.
+    """
+
+    special_ids: frozenset[int]
+    tool_names: tuple[str, ...] | None
+
+    def begin(self, sample_id: int) -> OpenSample:
+        """Return a response without tokens."""
         ...
 
-    def extended(self, groups: Sequence[OpenGroup], part: ResponsePart) -> list[OpenGroup]:
-        """Sample a part and return this rank's groups with it; collective."""
+    def extended(
+        self, groups: Sequence[OpenGroup], places: Sequence[Place], part: ResponsePart
+    ) -> list[OpenSample]:
+        """Sample a part of some responses and return them with it; collective.
+
+        Args:
+            groups: Groups of this rank.
+            places: Responses that the part takes.
+            part: The part.
+        """
         ...
 
     def finished(
-        self, groups: Sequence[OpenGroup], group_ids: Sequence[int], requests: SampleRequests
-    ) -> Samples:
-        """Return complete groups as scored samples; collective."""
+        self, group: OpenGroup, group_id: int, requests: SampleRequests
+    ) -> tuple[list[Rollout], list[RewardResult | None]]:
+        """Return a complete group, and the rewards of its environments if it has them."""
         ...
+
+
+class OpenTurns:
+    """Open single-turn responses; see `OpenResponses`.
+
+    Args:
+        parts: Parts of the run.
+    """
+
+    special_ids: frozenset[int] = frozenset()
+    tool_names: tuple[str, ...] | None = None
+
+    def __init__(self, parts: SourceParts) -> None:
+        self._parts = parts
+
+    def begin(self, sample_id: int) -> OpenSample:
+        """Return a response without tokens."""
+        return OpenSample()
+
+    def extended(
+        self, groups: Sequence[OpenGroup], places: Sequence[Place], part: ResponsePart
+    ) -> list[OpenSample]:
+        """Sample a part with one engine call and return the responses with it.
+
+        Raises:
+            ValueError: The groups belong to episodes.
+        """
+        if any(sample.episode is not None for group in groups for sample in group.samples):
+            raise ValueError(
+                "this checkpoint has unfinished episodes: start with their --environment"
+            )
+        params = part.params
+        bound = params.max_tokens
+        most = {i: min(length or bound, bound) for i, length in part.lengths.items()}
+        asked = [self._request(group, index, most[group.request_id]) for group, index in places]
+        call = replace(params, n=1, seed=params.seed + _SEED_STEP * part.number)
+        sampled = generate(self._parts.session, call, asked)
+        return [
+            group.samples[index].extended(more, max_tokens=bound)
+            for (group, index), more in zip(places, sampled, strict=True)
+        ]
+
+    def _request(self, group: OpenGroup, index: int, length: int) -> GenerationRequest:
+        """Return the request that continues a response of a group up to a length."""
+        request_id = group.request_id * len(group.samples) + index
+        prompt, begun = group.prompt, group.samples[index].token_ids
+        media = media_request(prompt, request_id, self._parts.encoder).encoded
+        return GenerationRequest(
+            prompt_token_ids=(*prompt.token_ids, *begun),
+            request_id=request_id,
+            max_tokens=length - len(begun),
+            encoded=media and media.continued(begun),
+        )
+
+    def finished(
+        self, group: OpenGroup, group_id: int, requests: SampleRequests
+    ) -> tuple[list[Rollout], list[RewardResult | None]]:
+        """Return a complete group, without rewards of environments."""
+        rollouts = RolloutGroups(
+            [group.prompt],
+            [group.request_id],
+            group_ids=[group_id],
+            group_size=len(group.samples),
+            decoder=self._parts.decoder,
+        ).in_order(group.completions())
+        pairs = zip(rollouts, group.samples, strict=True)
+        finished = [
+            replace(rollout, token_versions=sample.versions, segments=sample.segments)
+            for rollout, sample in pairs
+        ]
+        return finished, []
 
 
 class StreamSource:
@@ -108,7 +231,7 @@ class StreamSource:
         places = {request_id: first + i for i, request_id in enumerate(order)}
         asked = [group for group in flight.own if group.request_id in places]
         group_ids = [places[group.request_id] for group in asked]
-        samples = self._responses.finished(asked, group_ids, requests)
+        samples = self._finished(asked, group_ids, requests)
         left = tuple(group for group in flight.own if group.request_id not in places)
         state = StreamState(left, flight.num_calls, flight.round_number, options=options)
         state = replace(state, num_groups=len(flight.facts) - len(order))
@@ -122,6 +245,25 @@ class StreamSource:
             num_waited=num_waited,
         )
         return replace(samples, num_prompts=num_prompts, stream=state, report=report)
+
+    def _finished(
+        self, groups: Sequence[OpenGroup], group_ids: Sequence[int], requests: SampleRequests
+    ) -> Samples:
+        """Return complete groups as scored samples; collective."""
+        prompts, ids = [group.prompt for group in groups], [group.request_id for group in groups]
+        requests.ledger.ask(prompts, group_ids, requests.params.n, ids)
+        pairs = zip(groups, group_ids, strict=True)
+        played = [self._responses.finished(*pair, requests) for pair in pairs]
+        samples = finished_samples(
+            self._parts,
+            requests,
+            [rollout for rollouts, _ in played for rollout in rollouts],
+            scorer=open_scorer(self._parts, replace(requests, prompts=prompts)),
+            environment_results=[result for _, results in played for result in results],
+            special_ids=self._responses.special_ids,
+            carried=requests.stream.entries,
+        )
+        return replace(samples, tool_names=self._responses.tool_names)
 
 
 def _fixed_options(config: RolloutOptions) -> dict[str, str]:
@@ -173,13 +315,13 @@ class _Flight:
         Raises:
             ValueError: There are fewer groups than a step trains on.
         """
-        requests, params = self._requests, self._requests.params
+        requests = self._requests
         wanted, prompts = self._parts.config.num_prompts_in_flight, requests.prompts
         num_new = 0
         while True:
             if prompts:  # on all ranks or on none
                 for prompt, i in zip(prompts, requests.request_ids, strict=True):
-                    self.own.append(self._responses.begin(i + num_new, prompt, params))
+                    self.own.append(self._begin(prompt, i + num_new))
                 num_new += requests.num_prompts
             self._tell()
             num_then = len(self.facts) + requests.num_prompts
@@ -234,11 +376,28 @@ class _Flight:
         """Return the facts of groups that have begun."""
         return [each for each in self.facts if each.begun]
 
+    def _begin(self, prompt: Prompt, request_id: int) -> OpenGroup:
+        params = self._requests.params
+        sample_ids = range(request_id * params.n, (request_id + 1) * params.n)
+        samples = tuple(map(self._responses.begin, sample_ids))
+        return OpenGroup(request_id, prompt, samples, params.logprobs_mode)
+
     def _extend(self, lengths: Mapping[int, int | None], params: SamplingParams) -> None:
         """Sample a `ResponsePart` for some groups."""
         self.num_calls += 1
         part = ResponsePart(lengths, params, self.round_number, self.num_calls)
-        self.own = self._responses.extended(self.own, part)
+        places = [
+            (group, index)
+            for group in self.own
+            for index, sample in enumerate(group.samples)
+            if part.takes(group, sample)
+        ]
+        extended = self._responses.extended(self.own, places, part)
+        own = {group.request_id: group for group in self.own}
+        for (group, index), sample in zip(places, extended, strict=True):
+            before = own[group.request_id]
+            own[group.request_id] = before.extended(index, sample, self.round_number)
+        self.own = list(own.values())
 
     def _tell(self) -> None:
         """Exchange facts of groups between all ranks, 20 bytes per group; collective."""

@@ -8,16 +8,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import BinaryIO, cast
 
-from lightrft.config import ConfigError
-from lightrft.config.registry import AGENT_KINDS, load_reference, split_kind, split_reference
-from lightrft.rewards.user_task import finite_number
+from lightrft.config.registry import AGENT_KINDS, split_kind
+from lightrft.rewards.user_task import load_user_code, total_and_parts
 from lightrft.rewards.worker import Failure, ReportedError, framed, read_frame, write_frame
 from lightrft.strategy.distributed.network import raise_open_files
 
@@ -39,14 +36,7 @@ def load_agents(agent: str) -> HostedAgents:
     Raises:
         ReportedError: The function does not exist.
     """
-    place = (split_reference(agent) or ("", ""))[0]
-    if place.endswith(".py"):
-        # Imports from the file's folder work as if the file were run as a script.
-        sys.path.insert(0, str(Path(place).resolve().parent))
-    try:
-        function = load_reference(agent, kind="agent")
-    except ConfigError as error:
-        raise ReportedError(str(error)) from error
+    function = load_user_code(agent, "agent")
     _check_signature(agent, function)
     return HostedAgents(cast("Agent", function))
 
@@ -140,13 +130,7 @@ def checked_reward(value: object) -> list[object] | None:
         if wrong is not None:
             text = f"expected a text other than {_TOTAL!r}, the name of the whole reward"
             raise ReportedError(f"the agent returned a part named {wrong!r:.80}: {text}")
-        parts = {n: finite_number(f"the agent's {n!r}", item) for n, item in value.items()}
-        total = parts.pop("reward", None)
-        return [
-            finite_number("the agent's sum", sum(parts.values())) if total is None else total,
-            parts,
-        ]
-    return [finite_number("the agent's reward", value), {}]
+    return total_and_parts(value, whole="the agent's reward", part="the agent's {!r}")
 
 
 def _check_signature(name: str, found: object) -> None:

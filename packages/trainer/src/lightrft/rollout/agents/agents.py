@@ -26,14 +26,11 @@ from lightrft.rollout.agents.agent_pool import (
     has_other_rewards,
 )
 from lightrft.rollout.agents.agent_worker import MAX_OPEN_FILES
-from lightrft.rollout.agents.conversations import CalledTurn, Conversations
+from lightrft.rollout.agents.conversations import AgentEpisode, CalledTurn, Conversations
 from lightrft.rollout.agents.endpoint import Endpoint, WaitingCall
-from lightrft.rollout.agents.episodes import AgentEpisode
 from lightrft.rollout.agents.http_server import MEDIA_LIMITS, HttpLimits
 from lightrft.rollout.agents.rendering_check import are_sent, fault_of
-from lightrft.rollout.agents.replies import told
-from lightrft.rollout.agents.rounds import AnswerRules, answer_round
-from lightrft.rollout.agents.sampling import RunSampling
+from lightrft.rollout.agents.rounds import AnswerRules, RunSampling, answer_round
 from lightrft.rollout.environments.environments import check_turns, control_token_ids
 from lightrft.rollout.environments.journal import (
     JOURNAL_FOLDER,
@@ -148,7 +145,7 @@ class AgentSource:
             rows = [episode.rollouts() for episode in episodes]
             results = [_result_of(episode) for episode in episodes]
             for episode, rollouts in zip(episodes, rows, strict=True):
-                note_episode(requests.ledger, episode, rollouts, self._agents.tokenizer)
+                note_episode(requests.ledger, episode, rollouts)
             samples = finished_samples(
                 self._parts,
                 requests,
@@ -164,7 +161,18 @@ class AgentSource:
         """Run the episodes of this rank to their end; collective."""
         session, problem = self._parts.session, None
         episodes = self._begin(requests)
-        rules = self._rules(requests.params)
+        sampling = RunSampling(
+            self._agents.chat.with_end_of_turn(requests.params),
+            takes_stops=not session.shares_engine,
+        )
+        config = self._parts.config
+        rules = AnswerRules(
+            self._agents.chat,
+            config.tool_parser,
+            sampling,
+            self._agents.config.max_episode_tokens,
+            config.max_agent_calls,
+        )
         journal = self._open_journal(requests, episodes)
         run = _AgentRun(self._agents, self._parts, episodes, rules, journal)
         try:
@@ -175,11 +183,11 @@ class AgentSource:
         finally:
             run.close()
         failed = next((e for e in episodes if e.failure), None)
-        if problem is None and failed is not None and self._parts.config.reward_failure != "mask":
+        if problem is None and failed is not None and config.reward_failure != "mask":
             problem = RewardError(
                 f"the agent failed for prompt {failed.prompt.id}: {failed.failure}"
             )
-        self._agree(problem, rules)
+        self._agree(problem, sampling)
         return episodes
 
     def _begin(self, requests: SampleRequests) -> list[AgentEpisode]:
@@ -196,22 +204,6 @@ class AgentSource:
                 )
             )
         return episodes
-
-    def _rules(self, params: SamplingParams) -> AnswerRules:
-        agents, config = self._agents, self._parts.config
-        end = agents.chat.end_of_turn
-        if end is not None:
-            params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
-        ends = {end, agents.tokenizer.eos_token_id} - {None}
-        return AnswerRules(
-            agents.tokenizer,
-            config.tool_parser,
-            frozenset(int(each) for each in ends if each is not None),
-            RunSampling(params, takes_stops=not self._parts.session.shares_engine),
-            agents.config.max_episode_tokens,
-            config.max_agent_calls,
-            agents.encoder,
-        )
 
     def _open_journal(
         self, requests: SampleRequests, episodes: Sequence[AgentEpisode]
@@ -240,14 +232,12 @@ class AgentSource:
             episode.known = dict(completions)
         return journal
 
-    def _agree(self, problem: Exception | None, rules: AnswerRules) -> None:
+    def _agree(self, problem: Exception | None, sampling: RunSampling) -> None:
         """Raise any rank's error on all ranks; report sampling options that were ignored.
 
         Collective.
         """
-        sampling = rules.sampling
-        different = sampling.differences if isinstance(sampling, RunSampling) else {}
-        outcomes = agree(self._parts.context, problem, dict(different))
+        outcomes = agree(self._parts.context, problem, dict(sampling.differences))
         differences = {name: text for each in outcomes for name, text in each.items()}
         new = sorted(text for name, text in differences.items() if name not in self._told)
         self._told |= set(differences)
@@ -258,18 +248,13 @@ class AgentSource:
             )
 
 
-def note_episode(
-    ledger: SampleLedger,
-    episode: AgentEpisode,
-    rows: Sequence[Rollout],
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def note_episode(ledger: SampleLedger, episode: AgentEpisode, rows: Sequence[Rollout]) -> None:
     """Record the rows of an episode in the ledger, with their rewards and faults."""
     branches = [] if episode.failure else episode.talk.branches()
     for row, turns in zip(rows, branches or [[]], strict=True):
         entry = ledger.of(row.sample_id)
         entry.group_id, entry.prompt = episode.group_id, row.prompt
-        entry.fault = fault_of(turns, episode.talk.chat, tokenizer)
+        entry.fault = fault_of(turns, episode.talk.chat)
         if turns and not are_sent(row.images, turns[-1]):
             entry.fault = "its images are not those that its client sent"
     first = ledger.of(episode.sample_id)
@@ -316,7 +301,6 @@ class CallJournal(Journal):
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         self._numbers: dict[int, int] = {}
-        self._num_rounds = 0
 
     @property
     def known(self) -> dict[int, RecordedTurn]:
@@ -327,30 +311,24 @@ class CallJournal(Journal):
             for turn in turns.values()
         }
 
-    def calls(self, turns: Sequence[CalledTurn], episode_of: dict[int, AgentEpisode]) -> None:
-        """Write the calls of one round.
-
-        Args:
-            turns: Answered turns of the round.
-            episode_of: Episodes by request id.
-        """
-        new = [turn for turn in turns if turn.request_id not in self._numbers]
-        for turn in new:
+    def calls(self, made: Sequence[tuple[AgentEpisode, CalledTurn]]) -> None:
+        """Write the answered turns of one round, each with its episode."""
+        new = [pair for pair in made if pair[1].request_id not in self._numbers]
+        for episode, turn in new:
             number = self._numbers[turn.request_id] = len(self._numbers)
             parent = None if turn.parent is None else self._numbers[turn.parent.request_id]
             self._write(
                 number,
                 "reset",
-                episode=episode_of[turn.request_id].sample_id,
+                episode=episode.sample_id,
                 parent=parent,
                 told=None,
                 prompt_token_ids=turn.before.token_ids,
                 **images_fact(chain(*(each.images for each in turn.before.later))),
             )
-            self._turn((number, 0), told(turn).text, turn.context, turn.sampled)
-        self._round(self._num_rounds, [self._numbers[turn.request_id] for turn in new])
-        self._num_rounds += 1
-        self.leave(self._num_rounds)
+            self._turn((number, 0), turn.message.text, turn.context, turn.sampled)
+        self._round([self._numbers[turn.request_id] for _, turn in new])
+        self.leave()
 
 
 @dataclass(slots=True)
@@ -376,13 +354,9 @@ class _AgentRun:
             self._gather()
             calls, self.waiting = self.waiting, []
             started = time.monotonic()
-            turns = answer_round(calls, self.rules, self._sample)
+            made = answer_round(calls, self.rules, self._sample)
             self.last_seconds = time.monotonic() - started
-            owners = {waiting.holder.episode.number: waiting.holder.episode for waiting in calls}
-            # Turns of this round come last.
-            new = max(1, len(turns))
-            episode_of = {t.request_id: e for e in owners.values() for t in e.talk.turns[-new:]}
-            self.journal.calls(turns, episode_of)
+            self.journal.calls(made)
 
     def close(self) -> None:
         """Close all keys; later calls are refused."""

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lightrft.rollout.agents.conversations import CalledTurn
 from lightrft.rollout.agents.http_server import HttpResponse
-from lightrft.rollout.agents.messages import ChatCall, Json, read_chat, refused
-from lightrft.rollout.agents.replies import told
+from lightrft.rollout.agents.messages import (
+    ChatCall,
+    Json,
+    check_names,
+    check_parts,
+    read_chat,
+    refused,
+)
+from lightrft.rollout.agents.replies import stream_of, whole_answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "metadata")
-_OWN = frozenset({*_SAME, "messages", "system", "stop_sequences", "tools", "tool_choice"})
-# Unsupported options, with the values that are accepted because they change nothing.
+_NAMES = frozenset({*_SAME, "messages", "system", "stop_sequences", "tools", "tool_choice"})
+# Unsupported options, with the values beside null that are accepted as they change nothing.
 _NOTHING: dict[str, tuple[object, ...]] = {
-    "thinking": (None, {"type": "disabled"}),
-    "service_tier": (None, "auto", "standard_only"),
-    "container": (None,),
-    "mcp_servers": (None, []),
+    "thinking": ({"type": "disabled"},),
+    "service_tier": ("auto", "standard_only"),
+    "container": (),
+    "mcp_servers": ([],),
 }
 # Hints for caches, which do not change the answer.
 _HINTS = {"cache_control"}
@@ -35,7 +42,9 @@ def read_messages(body: Json) -> ChatCall:
     Raises:
         HttpError: The request is malformed or needs an unsupported feature, which is named.
     """
-    _check_names(body)
+    check_names(body, _NAMES, _NOTHING)
+    if body.get("max_tokens") is None:
+        raise refused("max_tokens must be a whole number: it is missing", "max_tokens")
     items = body.get("messages")
     if not isinstance(items, list) or not items:
         raise refused("messages must be a list of at least one message", "messages")
@@ -56,16 +65,6 @@ def read_messages(body: Json) -> ChatCall:
             "tool_choice": _choice(body.get("tool_choice")),
         }
     )
-
-
-def _check_names(body: Json) -> None:
-    for name, value in body.items():
-        if name in _NOTHING and value not in _NOTHING[name]:
-            raise refused(f"{name} is not supported: leave it out", name)
-        if name not in _OWN and name not in _NOTHING:
-            raise refused(f"{name} is not supported", name)
-    if body.get("max_tokens") is None:
-        raise refused("max_tokens must be a whole number: it is missing", "max_tokens")
 
 
 def reply_message(
@@ -90,11 +89,9 @@ def reply_message(
     ended: Json = {"stop_reason": reason, "stop_sequence": stop}
     size = len(turn.sampled.output_token_ids)
     if call.options.is_streamed:
-        events = list(_events(head, _content(turn), ended, len(turn.context), size))
-        return HttpResponse(200, _stream(events), "text/event-stream")
+        return stream_of(_events(head, _content(turn), ended, len(turn.context), size))
     usage = {"input_tokens": len(turn.context), "output_tokens": size}
-    body = {**head, "content": _content(turn), **ended, "usage": usage}
-    return HttpResponse(200, json.dumps(body).encode())
+    return whole_answer({**head, "content": _content(turn), **ended, "usage": usage})
 
 
 def _messages(number: int, item: object) -> Iterator[Json]:
@@ -102,9 +99,7 @@ def _messages(number: int, item: object) -> Iterator[Json]:
     where = f"messages[{number}]"
     if not isinstance(item, dict) or item.get("role") not in ("user", "assistant"):
         raise refused(f"{where} must have the role user or assistant", "messages")
-    unknown = sorted(set(item) - {"role", "content"})
-    if unknown:
-        raise refused(f"{where} has {unknown[0][:60]!r}, which is not supported", "messages")
+    check_parts(where, item, ("role", "content"), "messages")
     if item["role"] == "assistant":
         blocks = _blocks(where, item.get("content"), {"text", "tool_use"})
         calls = [_call(where, block) for block in blocks if block["type"] == "tool_use"]
@@ -202,7 +197,7 @@ def _choice(given: object) -> object:
 def _reason(
     call: ChatCall, turn: CalledTurn, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, str | None]:
-    if told(turn).calls:
+    if turn.message.calls:
         return "tool_use", None
     text = tokenizer.decode(turn.sampled.output_token_ids)
     places = [(place, mark) for mark in call.options.stop if (place := text.find(mark)) >= 0]
@@ -212,7 +207,7 @@ def _reason(
 
 
 def _content(turn: CalledTurn) -> list[Json]:
-    message = told(turn)
+    message = turn.message
     blocks: list[Json] = [{"type": "text", "text": message.text}] if message.text else []
     for call in message.calls:
         fields = {"id": call.id, "name": call.name, "input": json.loads(call.arguments)}
@@ -238,8 +233,3 @@ def _events(
         yield {"type": "content_block_stop", "index": index}
     yield {"type": "message_delta", "delta": ended, "usage": {"output_tokens": num_sampled}}
     yield {"type": "message_stop"}
-
-
-async def _stream(events: Sequence[Json]) -> AsyncIterator[bytes]:
-    for event in events:
-        yield f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()

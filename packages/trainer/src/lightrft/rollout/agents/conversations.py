@@ -10,24 +10,32 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from lightrft.datasets.chat_ids import ChatIds, Rendered
 from lightrft.datasets.messages import Message as TemplateMessage
+from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import hash_context
-from lightrft.engines.media.media import EncodedPrompt, LaterImages
+from lightrft.engines.media.media import EncodedPrompt, LaterImages, Media
 from lightrft.engines.media.text_encoder import Encoder
 from lightrft.engines.types import Completion, GenerationRequest
 from lightrft.records.media import encode_context
+from lightrft.records.rollout import ResponseTurns, Rollout
+from lightrft.records.table import branch_id
+from lightrft.rewards.types import RewardResult
 from lightrft.rollout.agents.messages import ChatCall, Json, Message, SpokenCall, chain_of
+from lightrft.rollout.source import AGENT_COUNTS
+from lightrft.rollout.transcript import Transcript
 
 # Approximate limit for one episode; ids and their log probabilities take the most.
 MAX_KEPT_BYTES = 1 << 28
 # Limit for the pixels of its images, as the model reads them.
 MAX_PIXEL_BYTES = 1 << 32
 _BYTES_A_TOKEN = 100
+# Message of an answer that is not sampled yet.
+NOTHING_SAID = Message("assistant", "")
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +50,7 @@ class CalledTurn:
         request_id: Id from episode, context, options and copy; it seeds the random numbers.
         max_tokens: Maximum number of tokens of the answer.
         completion: The sampled answer; None until it is sampled.
-        message: The message that the client received.
+        message: The message that the client receives; empty until it is sampled.
         is_delivered: Whether the client has received the answer.
         children: Turns that continue this one.
     """
@@ -54,31 +62,37 @@ class CalledTurn:
     request_id: int
     max_tokens: int
     completion: Completion | None = None
-    message: Message | None = None
+    message: Message = NOTHING_SAID
     is_malformed: bool = False
     is_delivered: bool = False
     children: list[CalledTurn] = field(default_factory=list)
 
     @property
+    def path(self) -> list[CalledTurn]:
+        """Turns from the first of its tree to this one."""
+        turns: list[CalledTurn] = []
+        turn: CalledTurn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
+
+    @property
     def context(self) -> tuple[int, ...]:
         """Ids that the answer continues; computed on demand, as storing all costs memory."""
-        pieces, turn = [self.before.token_ids], self.parent
-        while turn is not None:
-            pieces += [turn.sampled.output_token_ids, turn.before.token_ids]
-            turn = turn.parent
-        return tuple(chain.from_iterable(reversed(pieces)))
+        earlier = self.path[:-1]
+        pieces = ((t.before.token_ids, t.sampled.output_token_ids) for t in earlier)
+        return (*chain.from_iterable(chain.from_iterable(pieces)), *self.before.token_ids)
 
     @property
     def later(self) -> tuple[LaterImages, ...]:
         """Images in the context, with their positions in it."""
-        images, stop, turn = list[LaterImages](), len(self.context), self
-        while True:
-            start = stop - len(turn.before.token_ids)
-            new_images = [replace(each, start=each.start + start) for each in turn.before.later]
-            images, parent = new_images + images, turn.parent
-            if parent is None:
-                return tuple(images)
-            stop, turn = start - len(parent.sampled.output_token_ids), parent
+        images, size = list[LaterImages](), 0
+        for turn in self.path:
+            images += [replace(each, start=each.start + size) for each in turn.before.later]
+            size += len(turn.before.token_ids)
+            size += 0 if turn is self else len(turn.sampled.output_token_ids)
+        return tuple(images)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -186,7 +200,7 @@ class Conversations:
             self.kept_bytes += _BYTES_A_TOKEN * num_tokens + 8 * len(call.messages)
             if turn.parent is not None:
                 turn.parent.children.append(turn)
-            if turn.message is not None and call.messages:
+            if call.messages:
                 chain = chain_of(call.tools_key, (*call.messages, turn.message))
                 self._known.setdefault(chain[-1], []).append(turn)
         self._asked.setdefault(call.fingerprint, []).append(list(turns))
@@ -234,10 +248,85 @@ class Conversations:
                 # Answers may have equal texts: choose independently of their order of arrival.
                 parent = known[0] if len(known) == 1 else min(known, key=lambda t: t.order)
                 new = template_messages(call.messages)[count:]
-                calls = template_calls(parent.message.calls if parent.message else ())
+                calls = template_calls(parent.message.calls)
                 turn = parent.sampled.output_token_ids
                 return parent, self.chat.suffix(turn, calls, new)
         return None, self.chat.prompt(template_messages(call.messages), call.tools)
+
+
+@dataclass(slots=True)
+class AgentEpisode:
+    """An episode in progress.
+
+    Args:
+        number: Index among the episodes of this rank.
+        prompt: The data row.
+        group_id, sample_id: As in `Rollout`.
+        row: Row that the agent receives.
+        talk: Calls of the agent.
+        known: Earlier completions by request id, from a killed process or before the agent was
+            restarted.
+    """
+
+    number: int
+    prompt: Prompt
+    group_id: int
+    sample_id: int
+    row: dict[str, object]
+    talk: Conversations
+    key: str = ""
+    known: dict[int, Completion] = field(default_factory=dict)
+    is_open: bool = True
+    failure: str = ""
+    reward: RewardResult | None = None
+    num_calls: int = 0
+    num_restarts: int = 0
+
+    def restart(self) -> None:
+        """Discard all calls, but keep their answers for equal calls."""
+        self.known |= {turn.request_id: turn.sampled for turn in self.talk.turns}
+        before = self.talk
+        self.talk = Conversations(before.chat, before.episode_id, before.repeats_seeds)
+        self.num_calls, self.num_restarts = 0, self.num_restarts + 1
+
+    def rollouts(self) -> list[Rollout]:
+        """Return at least one row; the first represents the episode.
+
+        A failed episode is one row without tokens.
+        """
+        rows = [] if self.failure else self.talk.branches()
+        if not rows:
+            return [self.to_rollout(0, [])]
+        return [self.to_rollout(number, row) for number, row in enumerate(rows)]
+
+    def to_rollout(self, number: int, turns: list[CalledTurn]) -> Rollout:
+        """Make the rollout of one branch of turns."""
+        row, request_id = Transcript(prompt=self.prompt), self.talk.episode_id
+        if turns:
+            # The agent chose which parts of the row the model sees.
+            ids, request_id = turns[0].context, turns[-1].sampled.request_id
+            row.prompt = replace(self.prompt, token_ids=ids, messages=(), media=Media())
+            row.later += turns[0].later
+        for place, turn in enumerate(turns):
+            if place:
+                row.add_observation(turn.before)
+            row.add_turn(turn.sampled, turn.message.text)
+        return row.as_sample(
+            request_id,
+            self.group_id,
+            branch_id(self.sample_id, number),
+            text="\n".join(filter(None, row.turn_texts)),
+            conversation=ResponseTurns(tuple(row.turn_texts), (), self.num_restarts),
+        )
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Counts of its calls by name, for metrics."""
+        kept = sum(len(row) for row in self.talk.branches())
+        num_calls = len(self.talk.turns)
+        num_malformed = sum(turn.is_malformed for turn in self.talk.turns)
+        counts = num_calls, num_calls - kept, len(self.talk.branches()), num_malformed
+        return dict(zip(AGENT_COUNTS, (*counts, self.num_restarts), strict=True))
 
 
 def _among_siblings(turn: CalledTurn) -> tuple[tuple[int, ...], list[str], str, int]:

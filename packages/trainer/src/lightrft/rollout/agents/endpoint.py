@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lightrft.rollout.agents.anthropic_api import read_messages, reply_message
-from lightrft.rollout.agents.conversations import CalledTurn
+from lightrft.rollout.agents.conversations import AgentEpisode, CalledTurn
 from lightrft.rollout.agents.http_server import (
     HttpError,
     HttpLimits,
@@ -33,8 +33,6 @@ from lightrft.rollout.agents.responses_api import read_response, reply_response
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from lightrft.rollout.agents.episodes import AgentEpisode
 
 MODEL_NAME = "policy"
 Reply = Callable[[ChatCall, Sequence[CalledTurn], str, "PreTrainedTokenizerBase"], HttpResponse]

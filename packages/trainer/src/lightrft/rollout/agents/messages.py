@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from pathlib import Path
@@ -27,12 +27,9 @@ _ROLES: Mapping[object, Role] = {
     "assistant": "assistant",
     "tool": "tool",
 }
-# Fields that are accepted and ignored: labels for whoever keeps logs.
-_REMARKS = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
 # The run's options win over these; a client's different value is reported once.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
-_PENALTIES = ("frequency_penalty", "presence_penalty")
-_OWN = frozenset(
+_NAMES = frozenset(
     {
         "model",
         "messages",
@@ -47,27 +44,24 @@ _OWN = frozenset(
         "tool_choice",
         "logprobs",
         *SAMPLING,
+        # Ignored labels for whoever keeps logs.
+        *("user", "metadata", "store", "safety_identifier", "prompt_cache_key"),
     }
 )
-# Unsupported options, with the values that are accepted because they change nothing.
+# Unsupported options, with the values beside null that are accepted as they change nothing.
 _NOTHING: Mapping[str, tuple[object, ...]] = {
-    "response_format": (None, {"type": "text"}),
-    "parallel_tool_calls": (None, True),
-    "top_logprobs": (None, 0),
-    "logit_bias": (None, {}),
-    "service_tier": (None, "auto", "default"),
-    "modalities": (None, ["text"]),
-    "reasoning_effort": (None,),
-    "verbosity": (None,),
-    "audio": (None,),
-    "prediction": (None,),
-    "functions": (None, []),
-    "function_call": (None, "none"),
-    "web_search_options": (None,),
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "suffix": (None,),
-    **dict.fromkeys(_PENALTIES, (None, 0)),
+    "response_format": ({"type": "text"},),
+    "parallel_tool_calls": (True,),
+    "logit_bias": ({},),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+    "functions": ([],),
+    "function_call": ("none",),
+    "best_of": (1,),
+    "echo": (False,),
+    **dict.fromkeys(("top_logprobs", "frequency_penalty", "presence_penalty"), (0,)),
+    **dict.fromkeys(("reasoning_effort", "verbosity", "audio", "prediction"), ()),
+    **dict.fromkeys(("web_search_options", "suffix"), ()),
 }
 # Fields of an assistant's message that must be absent or empty.
 _EMPTY_PARTS = ("refusal", "annotations", "audio", "function_call", "reasoning_content")
@@ -243,7 +237,7 @@ def read_chat(body: Json) -> ChatCall:
     Raises:
         HttpError: The request is malformed or needs an unsupported feature, which is named.
     """
-    _check_names(body)
+    check_names(body, _NAMES, _NOTHING)
     if "prompt" in body:
         raise refused("a chat has messages, and no prompt", "prompt")
     messages = _messages(body.get("messages"))
@@ -257,7 +251,7 @@ def read_text(body: Json) -> ChatCall:
     Raises:
         HttpError: The request is malformed or needs an unsupported feature, which is named.
     """
-    _check_names(body)
+    check_names(body, _NAMES, _NOTHING)
     for name in ("messages", "tools", "tool_choice"):
         if name in body:
             raise refused(f"{name} is not supported: ask /v1/chat/completions", name)
@@ -267,14 +261,33 @@ def read_text(body: Json) -> ChatCall:
     return ChatCall((), text, (), _options(body, is_chat=False))
 
 
-def _check_names(body: Json) -> None:
+def check_names(
+    body: Json,
+    names: Collection[str],
+    nothing: Mapping[str, tuple[object, ...]],
+    *,
+    advice: str = "leave it out",
+) -> None:
+    """Refuse options that are unknown or would change something.
+
+    Args:
+        body: The request.
+        names: Supported options.
+        nothing: Unsupported options, with the values beside null that change nothing.
+        advice: Advice to a client that gives another value.
+    """
     for name, value in body.items():
-        if name in _OWN or name in _REMARKS:
-            continue
-        if name not in _NOTHING:
+        if name in nothing and value is not None and value not in nothing[name]:
+            raise refused(f"{name} is not supported with {_shown(value)}: {advice}", name)
+        if name not in names and name not in nothing:
             raise refused(f"{name} is not supported", name)
-        if value not in _NOTHING[name]:
-            raise refused(f"{name} is not supported with {_shown(value)}: leave it out", name)
+
+
+def check_parts(where: str, item: Json, names: Collection[str], parameter: str) -> None:
+    """Refuse parts of an item that are unknown."""
+    unknown = sorted(set(item) - set(names))
+    if unknown:
+        raise refused(f"{where} has {unknown[0][:60]!r}, which is not supported", parameter)
 
 
 def refused(text: str, name: str) -> HttpError:
@@ -387,10 +400,7 @@ def _message(number: int, item: object) -> Message:
     if role is None:
         raise refused(f"{where}.role must be one of {', '.join(map(str, _ROLES))}", "messages")
     parts = {"assistant": {"tool_calls", *_EMPTY_PARTS}, "tool": {"tool_call_id", "name"}}
-    known = {"role", "content", *parts.get(role, ())}
-    unknown = sorted(set(item) - known)
-    if unknown:
-        raise refused(f"{where} has {unknown[0][:60]!r}, which is not supported", "messages")
+    check_parts(where, item, {"role", "content", *parts.get(role, ())}, "messages")
     filled = [name for name in _EMPTY_PARTS if item.get(name)]
     if filled:
         raise refused(f"{where}.{filled[0]} is not supported", "messages")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from lightrft.datasets.chat_ids import ChatIds, Rendered, for_template
 from lightrft.datasets.messages import Message as TemplateMessage
@@ -15,40 +15,36 @@ from lightrft.records.media import encode_context
 from lightrft.rollout.agents.conversations import CalledTurn, template_messages
 from lightrft.rollout.agents.messages import Message
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
-
-def fault_of(row: Sequence[CalledTurn], chat: ChatIds, tokenizer: PreTrainedTokenizerBase) -> str:
+def fault_of(row: Sequence[CalledTurn], chat: ChatIds) -> str:
     """Return the first fault in the context of a row's turns; "" if there is none.
 
     Args:
         row: Turns of the row.
-        chat: Special tokens and chat template.
-        tokenizer: Tokenizer that encodes the whole conversation.
+        chat: Special tokens, chat template, and the tokenizer that encodes all of it.
     """
     for number, turn in enumerate(row):
-        fault = _fault_before(turn, chat, tokenizer)
+        fault = _fault_before(turn, chat)
         is_broken = number > 0 and turn.parent is not row[number - 1]
         if fault or is_broken:
             return f"turn {number}: {fault or 'it does not follow the turn before it'}"
     return ""
 
 
-def _fault_before(turn: CalledTurn, chat: ChatIds, tokenizer: PreTrainedTokenizerBase) -> str:
+def _fault_before(turn: CalledTurn, chat: ChatIds) -> str:
     messages, parent = turn.call.messages, turn.parent
     if not messages:
         return "" if not _specials(turn.before.token_ids[1:], chat) else "a text has special tokens"
     if not are_sent(chain(*(each.images for each in turn.later)), turn):
         return "other images were shown than were sent"
     if parent is None:
-        return _fault_of_prompt(turn, chat, tokenizer)
+        return _fault_of_prompt(turn, chat)
     earlier = parent.call.messages
     if [m.key for m in messages[: len(earlier)]] != [m.key for m in earlier]:
         return "its history is another conversation's"
-    if not _says(parent, messages[len(earlier)], tokenizer):
+    if not _says(parent, messages[len(earlier)], chat):
         return "its history has another answer than the one that was sampled"
-    return _fault_of_suffix(turn, messages[len(earlier) + 1 :], chat, tokenizer)
+    return _fault_of_suffix(turn, messages[len(earlier) + 1 :], chat)
 
 
 def are_sent(images: Iterable[ImageSource], turn: CalledTurn) -> bool:
@@ -56,9 +52,7 @@ def are_sent(images: Iterable[ImageSource], turn: CalledTurn) -> bool:
     return [image.digest for image in images] == [image.digest for image in turn.call.images]
 
 
-def _fault_of_suffix(
-    turn: CalledTurn, new: Sequence[Message], chat: ChatIds, tokenizer: PreTrainedTokenizerBase
-) -> str:
+def _fault_of_suffix(turn: CalledTurn, new: Sequence[Message], chat: ChatIds) -> str:
     """Check that only new messages and the template's special tokens were appended."""
     ids, spans = turn.before.token_ids, turn.before.text_spans
     texts = [text for message in new for text in message.texts]
@@ -66,7 +60,7 @@ def _fault_of_suffix(
         return "another number of messages was shown than was sent"
     for text, (start, stop) in zip(texts, spans, strict=True):
         forms = text, text.strip(), json.dumps(text), json.dumps(text, ensure_ascii=False)
-        if ids[start:stop] not in [_ids(form, tokenizer) for form in forms]:
+        if ids[start:stop] not in [_ids(form, chat) for form in forms]:
             return "another text was shown than was sent"
     written = _written_after(turn, new, chat)
     try:
@@ -88,7 +82,7 @@ def _unexpanded(shown: Rendered, chat: ChatIds) -> tuple[int, ...]:
     return shown.token_ids if media is None else media.request_token_ids
 
 
-def _fault_of_prompt(turn: CalledTurn, chat: ChatIds, tokenizer: PreTrainedTokenizerBase) -> str:
+def _fault_of_prompt(turn: CalledTurn, chat: ChatIds) -> str:
     """Check that a prompt has the ids that transformers returns for the whole conversation."""
     if _forges(turn, chat):
         return ""
@@ -97,7 +91,7 @@ def _fault_of_prompt(turn: CalledTurn, chat: ChatIds, tokenizer: PreTrainedToken
         text = _rendered(messages, turn.call.tools, chat, as_text=as_text)
         if text is None:
             continue
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = chat.tokenizer(text, add_special_tokens=False)["input_ids"]
         if media:
             ids = chat.encoder.kept(text, media).token_ids
         if tuple(cast("list[int]", ids)) == turn.before.token_ids:
@@ -162,13 +156,13 @@ def _specials(ids: Sequence[int], chat: ChatIds) -> list[int]:
     return [token for token in ids if token in chat.special_ids]
 
 
-def _says(turn: CalledTurn, message: Message, tokenizer: PreTrainedTokenizerBase) -> bool:
+def _says(turn: CalledTurn, message: Message, chat: ChatIds) -> bool:
     """Return whether a message is the answer that was sampled in a turn."""
-    said = str(tokenizer.decode(turn.sampled.output_token_ids, skip_special_tokens=True))
+    said = str(chat.tokenizer.decode(turn.sampled.output_token_ids, skip_special_tokens=True))
     return message.role == "assistant" and said.startswith(message.text)
 
 
-def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def _ids(text: str, chat: ChatIds) -> tuple[int, ...]:
     """Return the ids of a text in which nothing counts as a special token."""
-    encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=True)
+    encoded = chat.tokenizer(text, add_special_tokens=False, split_special_tokens=True)
     return tuple(cast("list[int]", encoded["input_ids"]))

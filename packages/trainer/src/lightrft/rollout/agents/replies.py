@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -15,8 +15,6 @@ from lightrft.rollout.agents.messages import ChatCall, Json, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-DONE = b"data: [DONE]\n\n"
 
 
 def reply(
@@ -42,29 +40,40 @@ def reply(
     if call.options.is_streamed:
         if is_chat:
             head["object"] = "chat.completion.chunk"
-        events = list(_events(call, head, turns, logprobs))
-        return HttpResponse(200, _stream(events), "text/event-stream")
+        return stream_of(_events(call, head, turns, logprobs), end=b"data: [DONE]\n\n")
     choices = [
         {
             "index": number,
-            **({"message": _message(told(turn))} if is_chat else {"text": told(turn).text}),
+            **({"message": _message(turn.message)} if is_chat else {"text": turn.message.text}),
             "logprobs": logprobs[number],
             "finish_reason": finish_reason(turn),
         }
         for number, turn in enumerate(turns)
     ]
-    body = {**head, "choices": choices, "usage": usage(turns)}
+    return whole_answer({**head, "choices": choices, "usage": usage(turns)})
+
+
+def whole_answer(body: Json) -> HttpResponse:
+    """Return an answer that is not streamed."""
     return HttpResponse(200, json.dumps(body).encode())
 
 
-def told(turn: CalledTurn) -> Message:
-    """Return the message that a client receives."""
-    return turn.message or Message("assistant", "")
+def stream_of(events: Iterable[Json], *, end: bytes = b"") -> HttpResponse:
+    """Return events as a stream, each with the name of its type if it has one.
+
+    The whole answer is known before its first event, so the stream is one body.
+    """
+
+    def line(event: Json) -> str:
+        name = f"event: {event['type']}\n" if "type" in event else ""
+        return f"{name}data: {json.dumps(event)}\n\n"
+
+    return HttpResponse(200, "".join(map(line, events)).encode() + end, "text/event-stream")
 
 
 def finish_reason(turn: CalledTurn) -> str:
     """Return OpenAI's name for why an answer ended."""
-    if told(turn).calls:
+    if turn.message.calls:
         return "tool_calls"
     return "length" if turn.sampled.finish_reason == "length" else "stop"
 
@@ -137,7 +146,7 @@ def _events(
 ) -> Iterator[Json]:
     extra: Json = {"usage": None} if call.options.tells_usage else {}
     for number, turn in enumerate(turns):
-        message, end = told(turn), finish_reason(turn)
+        message, end = turn.message, finish_reason(turn)
         if call.text is not None:
             part: Json = {"index": number, "text": message.text, "finish_reason": end}
             yield {**head, "choices": [{**part, "logprobs": logprobs[number]}], **extra}
@@ -152,9 +161,3 @@ def _events(
         yield {**head, "choices": [{"index": number, "delta": {}, "finish_reason": end}], **extra}
     if call.options.tells_usage:
         yield {**head, "choices": [], "usage": usage(turns)}
-
-
-async def _stream(events: Sequence[Json]) -> AsyncIterator[bytes]:
-    for event in events:
-        yield b"data: " + json.dumps(event).encode() + b"\n\n"
-    yield DONE

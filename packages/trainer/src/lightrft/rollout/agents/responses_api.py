@@ -2,50 +2,44 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lightrft.rollout.agents.conversations import CalledTurn
 from lightrft.rollout.agents.http_server import HttpResponse
-from lightrft.rollout.agents.messages import ChatCall, Json, read_chat, refused
-from lightrft.rollout.agents.replies import told
+from lightrft.rollout.agents.messages import (
+    ChatCall,
+    Json,
+    check_names,
+    check_parts,
+    read_chat,
+    refused,
+)
+from lightrft.rollout.agents.replies import stream_of, whole_answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Options that chat requests have too, with their names there.
-_SAME = {
-    "model": "model",
-    "max_output_tokens": "max_tokens",
-    "stream": "stream",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "tool_choice": "tool_choice",
-    "parallel_tool_calls": "parallel_tool_calls",
-    "metadata": "metadata",
-    "store": "store",
-    "user": "user",
-    "safety_identifier": "safety_identifier",
-    "prompt_cache_key": "prompt_cache_key",
-    "service_tier": "service_tier",
-}
-_OWN = frozenset({*_SAME, "input", "instructions", "tools"})
-# Unsupported options, with the values that are accepted because they change nothing.
+# Options that chat requests have, too.
+_SAME = (
+    *("model", "stream", "temperature", "top_p", "tool_choice", "parallel_tool_calls"),
+    *("metadata", "store", "user", "safety_identifier", "prompt_cache_key", "service_tier"),
+)
+_NAMES = frozenset({*_SAME, "max_output_tokens", "input", "instructions", "tools"})
+# Unsupported options, with the values beside null that are accepted as they change nothing.
 _NOTHING: dict[str, tuple[object, ...]] = {
-    "previous_response_id": (None,),
-    "conversation": (None,),
-    "background": (None, False),
-    "include": (None, []),
-    "reasoning": (None, {}),
-    "text": (None, {}, {"format": {"type": "text"}}),
-    "truncation": (None, "disabled"),
-    "top_logprobs": (None, 0),
-    "max_tool_calls": (None,),
-    "prompt": (None,),
-    "stream_options": (None, {}),
+    "background": (False,),
+    "include": ([],),
+    "reasoning": ({},),
+    "text": ({}, {"format": {"type": "text"}}),
+    "truncation": ("disabled",),
+    "top_logprobs": (0,),
+    "stream_options": ({},),
+    **dict.fromkeys(("previous_response_id", "conversation", "max_tool_calls", "prompt"), ()),
 }
+# Parts of items that are ignored.
+_LABELS = ("type", "id", "status")
 _TEXTS = ("input_text", "output_text", "text")
 
 
@@ -57,7 +51,7 @@ def read_response(body: Json) -> ChatCall:
     Raises:
         HttpError: The request is malformed or needs an unsupported feature, which is named.
     """
-    _check_names(body)
+    check_names(body, _NAMES, _NOTHING, advice="give the whole history as input")
     content = body.get("input")
     items = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if not isinstance(items, list) or not items:
@@ -67,18 +61,11 @@ def read_response(body: Json) -> ChatCall:
         messages.append({"role": "system", "content": body["instructions"]})
     for number, item in enumerate(items):
         _add(messages, f"input[{number}]", item)
-    same: Json = {_SAME[n]: v for n, v in body.items() if n in _SAME and v is not None}
+    same: Json = {name: body[name] for name in _SAME if body.get(name) is not None}
+    same["max_tokens"] = body.get("max_output_tokens")
     tools = body.get("tools") or []
     shown = [_tool(item) for item in tools] if isinstance(tools, list) else tools
     return read_chat({**same, "messages": messages, "tools": shown})
-
-
-def _check_names(body: Json) -> None:
-    for name, value in body.items():
-        if name in _NOTHING and value not in _NOTHING[name]:
-            raise refused(f"{name} is not supported: give the whole history as input", name)
-        if name not in _OWN and name not in _NOTHING:
-            raise refused(f"{name} is not supported", name)
 
 
 def reply_response(
@@ -126,9 +113,10 @@ def reply_response(
             "total_tokens": num_read + num_sampled,
         },
     }
-    if call.options.is_streamed:
-        return HttpResponse(200, _stream(list(_events(begun, whole))), "text/event-stream")
-    return HttpResponse(200, json.dumps(whole).encode())
+    if not call.options.is_streamed:
+        return whole_answer(whole)
+    events = enumerate(_events(begun, whole))
+    return stream_of({**event, "sequence_number": number} for number, event in events)
 
 
 def _add(messages: list[Json], where: str, item: object) -> None:
@@ -137,11 +125,11 @@ def _add(messages: list[Json], where: str, item: object) -> None:
         raise refused(f"{where} must be an object", "input")
     kind = item.get("type", "message")
     if kind == "message":
-        _check_parts(where, item, {"role", "content"})
+        check_parts(where, item, {"role", "content", *_LABELS}, "input")
         message: Json = {"role": item.get("role"), "content": _parts(where, item.get("content"))}
         messages.append(message)
     elif kind == "function_call":
-        _check_parts(where, item, {"call_id", "name", "arguments"})
+        check_parts(where, item, {"call_id", "name", "arguments", *_LABELS}, "input")
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         called: Json = {"id": item.get("call_id"), "type": "function", "function": function}
         if not messages or messages[-1]["role"] != "assistant":
@@ -149,17 +137,11 @@ def _add(messages: list[Json], where: str, item: object) -> None:
         before = messages[-1].get("tool_calls")
         messages[-1]["tool_calls"] = [*(before if isinstance(before, list) else []), called]
     elif kind == "function_call_output":
-        _check_parts(where, item, {"call_id", "output"})
+        check_parts(where, item, {"call_id", "output", *_LABELS}, "input")
         content = _parts(where, item.get("output"))
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     else:
         raise refused(f"{where}: items of type {str(kind)[:60]!r} are not supported", "input")
-
-
-def _check_parts(where: str, item: Json, own: set[str]) -> None:
-    unknown = sorted(set(item) - own - {"type", "id", "status"})
-    if unknown:
-        raise refused(f"{where} has {unknown[0][:60]!r}, which is not supported", "input")
 
 
 def _parts(where: str, content: object) -> object:
@@ -195,7 +177,7 @@ def _function(tool: Json) -> Json:
 
 
 def _output(turn: CalledTurn, name: str, status: str) -> list[Json]:
-    message, items = told(turn), list[Json]()
+    message, items = turn.message, list[Json]()
     if message.text or not message.calls:
         part = {"type": "output_text", "text": message.text, "annotations": [], "logprobs": []}
         fields: Json = {"role": "assistant", "status": status, "content": [part]}
@@ -232,9 +214,3 @@ def _events(begun: Json, whole: Json) -> Iterator[Json]:
             yield {"type": f"{kind}.done", **place, "name": item["name"], "arguments": arguments}
         yield {"type": "response.output_item.done", "output_index": index, "item": item}
     yield {"type": f"response.{whole['status']}", "response": whole}
-
-
-async def _stream(events: Sequence[Json]) -> AsyncIterator[bytes]:
-    for number, event in enumerate(events):
-        data = json.dumps({**event, "sequence_number": number})
-        yield f"event: {event['type']}\ndata: {data}\n\n".encode()

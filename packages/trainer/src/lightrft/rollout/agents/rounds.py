@@ -6,22 +6,21 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from lightrft.config import ConfigError
-from lightrft.datasets.chat_ids import ImageRenderingError
+from lightrft.datasets.chat_ids import ChatIds, ImageRenderingError
 from lightrft.datasets.chat_template import RenderingError
-from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.rollout.agents.conversations import (
     MAX_KEPT_BYTES,
     MAX_PIXEL_BYTES,
+    AgentEpisode,
     CalledTurn,
     Conversations,
 )
 from lightrft.rollout.agents.endpoint import WaitingCall, too_long
-from lightrft.rollout.agents.episodes import AgentEpisode
 from lightrft.rollout.agents.http_server import HttpError
 from lightrft.rollout.agents.messages import (
     CallOptions,
@@ -30,14 +29,89 @@ from lightrft.rollout.agents.messages import (
     SpokenCall,
     refused,
 )
-from lightrft.rollout.agents.sampling import SamplingRule
 from lightrft.rollout.environments.call_formats import MARKS, MalformedCallError, read_calls
 from lightrft.rollout.environments.calls import choose_parser
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 Sample = Callable[[SamplingParams, list[GenerationRequest]], list[Completion]]
+
+
+class SamplingRule(Protocol):
+    """Rule for the sampling options of a call."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of tokens of an answer."""
+        ...
+
+    def params(self, options: CallOptions) -> SamplingParams:
+        """Return the parameters of one sample.
+
+        Raises:
+            HttpError: The client's options are not supported.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class RunSampling:
+    """Rule by which the run's options win, because training depends on them.
+
+    Args:
+        own: Sampling parameters of the run.
+        takes_stops: Whether clients may set stop strings.
+        differences: Ignored requests of clients by option; each is reported once.
+    """
+
+    own: SamplingParams
+    takes_stops: bool = True
+    differences: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of tokens of an answer."""
+        return self.own.max_tokens
+
+    def params(self, options: CallOptions) -> SamplingParams:
+        """Return the run's parameters with the client's stop strings."""
+        if options.stop and not self.takes_stops:
+            raise refused("stop is not supported by an engine of several ranks", "stop")
+        known = vars_of(self.own)
+        for name, value in options.sampling.items():
+            # A seed only distinguishes equal calls, see `CallOptions.mark`.
+            if name != "seed" and value != known[name]:
+                self.differences.setdefault(name, f"{name} {known[name]:g} instead of {value:g}")
+        return replace(self.own, n=1, stop=(*self.own.stop, *options.stop))
+
+
+@dataclass(slots=True)
+class ClientSampling:
+    """Rule by which the client's options win, as on model servers.
+
+    Args:
+        defaults: Parameters that a client does not set.
+    """
+
+    defaults: SamplingParams
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of tokens of an answer."""
+        return self.defaults.max_tokens
+
+    def params(self, options: CallOptions) -> SamplingParams:
+        """Return the defaults with the client's options."""
+        values = dict(options.sampling)
+        whole = {name: int(values.pop(name)) for name in ("seed", "top_k") if name in values}
+        stop = (*self.defaults.stop, *options.stop)
+        try:
+            return replace(self.defaults, n=1, stop=stop, **whole, **values)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise HttpError(400, str(error), code="invalid_sampling") from error
+
+
+def vars_of(params: SamplingParams) -> dict[str, float]:
+    """Return the sampling distribution by option name."""
+    return dict(zip(("temperature", "top_p", "top_k", "min_p"), params.distribution, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +119,18 @@ class AnswerRules:
     """Limits of answers, and how to parse them.
 
     Args:
-        tokenizer: Tokenizer of the model.
+        chat: Token ids of conversations.
         tool_parser: Name of the format of tool calls.
-        stop_ids: Ids that end a turn; they are not part of its text.
         sampling: Rule for the sampling options of calls.
         max_tokens: Maximum number of tokens of a history with its answer.
         max_calls: Maximum number of calls of an episode; None sets no limit.
-        encoder: Encoder of images.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    chat: ChatIds
     tool_parser: str
-    stop_ids: frozenset[int]
     sampling: SamplingRule
     max_tokens: int
     max_calls: int | None = None
-    encoder: Encoder = TEXT_ENCODER
 
     def asked(self, episode: AgentEpisode, call: ChatCall) -> list[CalledTurn]:
         """Return the turns of a call, ready to be sampled.
@@ -81,11 +151,11 @@ class AnswerRules:
             )
             raise HttpError(413, text, code="episode_too_large")
         self.sampling.params(options)
-        if call.images and "image" not in self.encoder.marks:
+        if call.images and "image" not in self.chat.encoder.marks:
             raise refused("images are not supported: of this model only text is read", "messages")
         try:
             if call.tools:
-                choose_parser(self.tool_parser, self.tokenizer, call.tools)
+                choose_parser(self.tool_parser, self.chat.tokenizer, call.tools)
         except ConfigError as error:
             raise HttpError(400, str(error), code="no_tool_format") from error
         encoder = talk.chat.encoder
@@ -120,15 +190,15 @@ class AnswerRules:
         turn.completion = completion
         ids = completion.output_token_ids
         is_ended = completion.finish_reason == "stop"
-        if ids and ids[-1] in self.stop_ids:
+        if ids and ids[-1] in self.chat.stop_ids:
             ids = ids[:-1]
         calls: tuple[SpokenCall, ...] = ()
         if turn.call.tools:
             try:
-                calls = self._calls(turn, is_ended=is_ended)
+                calls = self._calls(turn, ids, is_ended=is_ended)
             except MalformedCallError:
                 turn.is_malformed = True
-        whole = str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        whole = str(self.chat.tokenizer.decode(ids, skip_special_tokens=True))
         text = self._before_calls(ids) if calls else whole
         for mark in turn.call.options.stop:
             text = text.partition(mark)[0]
@@ -138,7 +208,7 @@ class AnswerRules:
         """Return the text of an answer before its calls, whose marks may be special tokens."""
 
         def shown(count: int) -> str:
-            return str(self.tokenizer.decode(ids[:count], skip_special_tokens=False))
+            return str(self.chat.tokenizer.decode(ids[:count], skip_special_tokens=False))
 
         text = shown(len(ids))
         thought = max(0, text.rfind("</think>"))
@@ -149,15 +219,15 @@ class AnswerRules:
         end = min(places)
         # A token may hold the end of the text and the beginning of the mark.
         count = bisect_right(range(len(ids) + 1), end, key=lambda count: len(shown(count))) - 1
-        before = str(self.tokenizer.decode(ids[:count], skip_special_tokens=True))
+        before = str(self.chat.tokenizer.decode(ids[:count], skip_special_tokens=True))
         return before + text[len(shown(count)) : end]
 
-    def _calls(self, turn: CalledTurn, *, is_ended: bool) -> tuple[SpokenCall, ...]:
-        ids = turn.sampled.output_token_ids
-        ids = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
-        parse = choose_parser(self.tool_parser, self.tokenizer, turn.call.tools)
+    def _calls(
+        self, turn: CalledTurn, ids: Sequence[int], *, is_ended: bool
+    ) -> tuple[SpokenCall, ...]:
+        parse = choose_parser(self.tool_parser, self.chat.tokenizer, turn.call.tools)
         spoken = []
-        sampled = read_calls(parse, self.tokenizer, ids, turn.context, is_ended=is_ended)
+        sampled = read_calls(parse, self.chat.tokenizer, ids, turn.context, is_ended=is_ended)
         for number, call in enumerate(sampled):
             name = hashlib.blake2b(f"{turn.request_id}:{number}".encode(), digest_size=4)
             arguments = json.dumps(call.arguments, ensure_ascii=False)
@@ -168,7 +238,7 @@ class AnswerRules:
 
 def answer_round(
     calls: Sequence[WaitingCall], rules: AnswerRules, sample: Sample
-) -> list[CalledTurn]:
+) -> list[tuple[AgentEpisode, CalledTurn]]:
     """Answer calls: repeated ones from memory, the others with one batch.
 
     Args:
@@ -178,7 +248,7 @@ def answer_round(
             least once.
 
     Returns:
-        New turns in the order of episodes and contexts.
+        New turns with their episodes, in the order of episodes and contexts.
     """
     asked: list[tuple[WaitingCall, list[CalledTurn]]] = []
     for waiting in sorted(calls, key=lambda each: each.holder.episode.sample_id):
@@ -193,11 +263,12 @@ def answer_round(
         except HttpError as error:
             waiting.resolve(error)
     _sample(asked, rules, sample)
-    made: list[CalledTurn] = []
+    made: list[tuple[AgentEpisode, CalledTurn]] = []
     for waiting, turns in asked:
-        waiting.holder.episode.talk.answered(turns)
+        episode = waiting.holder.episode
+        episode.talk.answered(turns)
         waiting.resolve(turns)
-        made += turns
+        made += [(episode, turn) for turn in turns]
     return made
 
 
@@ -217,7 +288,7 @@ def _sample(
     for params, turns in (groups or {rules.sampling.params(CallOptions()): []}).items():
         turns.sort(key=lambda turn: turn.order)
         # The choices of one call share the pixels of their context.
-        media = {id(turn.before): turn.encoded(rules.encoder) for turn in _of_calls(turns)}
+        media = {id(turn.before): turn.encoded(rules.chat.encoder) for turn in _of_calls(turns)}
         completions = sample(params, [turn.request(media[id(turn.before)]) for turn in turns])
         for turn, completion in zip(turns, completions, strict=True):
             rules.finish(turn, completion)

@@ -271,54 +271,33 @@ def _literal(value: ast.expr) -> object:
 
 
 _GEMMA_CALL = re.compile(r"\s*call:([\w.-]+)\s*(?=\{)")
-_GEMMA_KEY = re.compile(r"\s*([^\s:{}\[\],]+)\s*:")
-_GEMMA_PLAIN = re.compile(r"[^,\]}]*")
-_QUOTE = '<|"|>'
+_GEMMA_PART = re.compile(
+    r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<key>[^\s:{}\[\],]+)\s*:|(?P<word>[^,:\[\]{}][^,\[\]{}]*)|.',
+    re.DOTALL,
+)
 
 
 def _gemma_body(text: str, place: int) -> tuple[list[ToolCall], int]:
+    """Read Gemma's notation as JSON: keys have no quotation marks, and texts its own."""
     head = _GEMMA_CALL.match(text, place)
     if head is None:
         raise MalformedCallError("a call needs call:NAME{...}")
-    try:
-        value, end = _gemma_value(text, head.end())
-    except (ValueError, IndexError, RecursionError) as error:
-        raise MalformedCallError(f"the arguments of {head[1]} cannot be read: {error}") from error
+    pieces, depth, end = list[str](), 0, head.end()
+    for part in _GEMMA_PART.finditer(text, end):
+        piece, end = part[0], part.end()
+        if part["text"] is not None:
+            piece = json.dumps(part["text"])
+        elif part["key"] is not None:
+            piece = f"{json.dumps(part['key'])}:"
+        elif part["word"] is not None:  # some of the templates write null as Python does
+            piece = "null" if piece.strip() == "None" else piece
+        else:
+            depth += (piece in "{[") - (piece in "}]")
+        pieces.append(piece)
+        if depth == 0:
+            break
+    value, _ = _decoded("".join(pieces), 0)
     return [ToolCall(head[1], cast("Arguments", value))], end
-
-
-def _gemma_value(text: str, place: int) -> tuple[object, int]:
-    """Parse a value in Gemma's notation: keys without quotes, texts in its quotation marks."""
-    if text.startswith(_QUOTE, place):
-        start = place + len(_QUOTE)
-        end = text.index(_QUOTE, start)
-        return text[start:end], end + len(_QUOTE)
-    if text[place] in "{[":
-        return _gemma_items(text, place)
-    plain = _GEMMA_PLAIN.match(text, place)
-    assert plain is not None
-    said = plain[0].strip()  # some of the templates write null as Python does
-    return None if said == "None" else json.loads(said), plain.end()
-
-
-def _gemma_items(text: str, place: int) -> tuple[object, int]:
-    is_object, closing = text[place] == "{", {"{": "}", "[": "]"}[text[place]]
-    items: list[tuple[str, object]] = []
-    place += 1
-    while text[place] != closing:
-        key = ""
-        if is_object:
-            name = _GEMMA_KEY.match(text, place)
-            if name is None:
-                raise ValueError("an argument has no name")
-            key, place = name[1].replace(_QUOTE, ""), name.end()
-        value, place = _gemma_value(text, place)
-        items.append((key, value))
-        if text[place] == ",":
-            place += 1
-        elif text[place] != closing:
-            raise ValueError(f"expected , or {closing}")
-    return (dict(items) if is_object else [value for _, value in items]), place + 1
 
 
 def llama_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -17,17 +16,12 @@ from lightrft.engines.text import Tokenizer
 from lightrft.records.rollout import Rollout
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.environments.episode import Episode
-from lightrft.rollout.environments.episode_batch import EpisodeBatch
-from lightrft.rollout.environments.episode_work import EpisodeWork
-from lightrft.rollout.environments.journal import (
-    JOURNAL_FOLDER,
-    Journal,
-)
+from lightrft.rollout.environments.episode_batch import EpisodeBatch, EpisodeWork
+from lightrft.rollout.environments.journal import JOURNAL_FOLDER, Journal
 from lightrft.rollout.environments.pool import EnvironmentPool
 from lightrft.rollout.environments.specs import EnvironmentSpecs
-from lightrft.rollout.environments.turns import Observations, Turns
+from lightrft.rollout.environments.turns import Turns
 from lightrft.rollout.scoring import finished_samples, open_scorer
-from lightrft.rollout.single_turn import generate
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts
 from lightrft.rollout.workers import EpisodeError
 
@@ -93,10 +87,7 @@ class Environments:
         except (TemplateRefusedError, ConfigError) as error:
             self.pool.close()
             raise ConfigError(str(error)) from error
-        observations = Observations(config, self.suffix)
-        self.turns = Turns(
-            config, tokenizer, encoder=self.encoder, observations=observations, spec=self.spec
-        )
+        self.turns = Turns(config, self.suffix, self.spec)
         if self.spec.schemas and not self.suffix.shows_tools and not has_system:
             self.pool.close()
             raise ConfigError(
@@ -136,7 +127,6 @@ class EpisodeSource:
 
     def __init__(self, environments: Environments, parts: SourceParts) -> None:
         self._environments, self._parts = environments, parts
-        self._turns = environments.turns
         self.work = EpisodeWork(
             parts,
             environments.pool,
@@ -174,7 +164,11 @@ class EpisodeSource:
             on_group: Callback for the responses to a prompt when the last of them has ended.
         """
         with requests.recording(self._parts):
-            batch = self._batch(requests)
+            episodes = self._episodes(requests)
+            journal = self._open_journal(requests, episodes)
+            batch = self.work.batch(
+                episodes, requests.params, journal=journal, ledger=requests.ledger
+            )
             try:
                 results = self._run(batch, on_group)
             finally:
@@ -182,14 +176,8 @@ class EpisodeSource:
         rollouts = [episode.as_rollout() for episode in batch.episodes]
         if self._parts.config.ledger_gate and requests.is_recorded:
             for rollout in rollouts:
-                self._turns.check_observations(rollout, batch.ledger.of(rollout.sample_id))
+                self.work.turns.check_observations(rollout, batch.ledger.of(rollout.sample_id))
         return rollouts, results
-
-    def _batch(self, requests: SampleRequests) -> EpisodeBatch:
-        """Return `params.n` episodes of each prompt, with their journal."""
-        episodes = self._episodes(requests)
-        journal = self._open_journal(requests, episodes)
-        return self.work.batch(episodes, requests.params, journal=journal, ledger=requests.ledger)
 
     def _episodes(self, requests: SampleRequests) -> list[Episode]:
         episodes, params = list[Episode](), requests.params
@@ -221,10 +209,10 @@ class EpisodeSource:
         Episodes without room in their environment begin when the others have ended.
         """
         results: dict[int, RewardResult | None] = {}
-        wave, num_rounds = batch, 0
+        wave = batch
         deadline = time.monotonic() + self._parts.config.tool_timeout_seconds
         while True:
-            problem = self.work.reset(wave)
+            problem = wave.reset()
             waiting = [episode for episode in wave.episodes if episode.no_room is not None]
             begun = [episode for episode in wave.episodes if episode.no_room is None]
             counts = self._parts.context.gather_objects((len(waiting), len(begun)))
@@ -236,13 +224,13 @@ class EpisodeSource:
                 waiting, begun = [], waiting
             elif waiting:
                 time.sleep(_ROOM_SECONDS)
-            num_rounds = self._play(batch, begun, on_group, problem, num_rounds)
-            results |= self.work.finish(replace(batch, episodes=begun))
+            self._play(batch, begun, on_group, problem)
+            results |= batch.of(begun).finish()
             if not any(count for count, _ in counts) or not any(
                 self._parts.context.gather_objects(bool(waiting))
             ):
                 return [results[episode.number] for episode in batch.episodes]
-            wave = replace(batch, episodes=waiting)
+            wave = batch.of(waiting)
 
     def _play(
         self,
@@ -250,40 +238,36 @@ class EpisodeSource:
         begun: Sequence[Episode],
         on_group: OnGroup,
         problem: Exception | None,
-        num_rounds: int,
-    ) -> int:
-        """Play begun episodes from round `num_rounds` on; return the new number of rounds."""
-        wave = replace(batch, episodes=begun)
+    ) -> None:
+        """Play begun episodes to their end."""
+        wave = batch.of(begun)
         for episode in begun:
             batch.journal.reset(episode)
             batch.ledger.of(episode.sample_id).prompt = episode.prompt
         while wave.is_open_anywhere(problem):
-            batch.journal.leave(num_rounds)
-            problem = self._round(wave, num_rounds)
-            num_rounds += 1
-            problem = self.work.keep(wave) or problem
+            batch.journal.leave()
+            problem = self._round(wave)
+            problem = wave.keep() or problem
             for group in batch.finished_groups():
                 on_group(group)
-        batch.journal.leave(num_rounds)
-        return num_rounds
+        batch.journal.leave()
 
-    def _round(self, batch: EpisodeBatch, number: int) -> Exception | None:
+    def _round(self, batch: EpisodeBatch) -> Exception | None:
         """Sample a turn of each episode without pending calls, and make its calls; collective."""
-        recorded = batch.journal.recorded.rounds
+        number, recorded = batch.journal.num_rounds, batch.journal.recorded.rounds
         if number < len(recorded):
             waiting, completions = batch.repeated(recorded[number])
         else:
             waiting = [e for e in batch.episodes if e.is_open and e.number not in batch.busy]
-            asked = [self._turns.request(batch, episode) for episode in waiting]
-            completions = generate(batch.session, batch.one_turn, asked)
+            completions = batch.sample(waiting)
         for episode, completion in zip(waiting, completions, strict=True):
-            self._turns.append(batch, episode, completion)
-        batch.journal.round(number, waiting)
+            batch.append(episode, completion)
+        batch.journal.round(waiting)
         for episode in waiting:
-            self._turns.parse_turn(batch, episode)
+            batch.parse_turn(episode)
         calling = [episode for episode in waiting if episode.is_open]
         late = set(batch.busy)
-        batch.begin(calling, partial(self.work.answer_calls, batch))
+        batch.begin(calling, batch.answer_calls)
 
         def must_wait() -> bool:
             open_episodes = [e for e in batch.episodes if e.is_open]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 from lightrft.records.rollout import AnsweredCall, ResponseTurns, Rollout
 from lightrft.rewards.types import KeptEnvironment, RewardResult
@@ -12,6 +14,9 @@ from lightrft.rollout.environments.pool import Host, NoRoomError
 from lightrft.rollout.environments.specs import RowEnvironment
 from lightrft.rollout.transcript import Transcript
 from lightrft.rollout.workers import EpisodeError
+
+# Distance between an episode's request ids: each turn samples with another id.
+TURN_STEP = 2**40
 
 
 class OtherAnswerError(EpisodeError):
@@ -92,14 +97,14 @@ class Episode(Transcript):
         return is_so and not self.segments[-1].observation
 
     @property
-    def num_calls(self) -> int:
-        """Number of calls that were made."""
-        return sum(call.outcome in ("ok", "error") for turn in self.answers for call in turn)
+    def made_calls(self) -> list[AnsweredCall]:
+        """Calls that reached their tools."""
+        return [c for turn in self.answers for c in turn if c.outcome in ("ok", "error")]
 
     @property
-    def draws(self) -> tuple[int, int]:
-        """Seed and number of the next call, which determine its random numbers."""
-        return self.seeds[1], self.num_calls
+    def next_request_id(self) -> int:
+        """Id of the next call of the engine, which determines its random numbers."""
+        return self.request_id + TURN_STEP * len(self.segments)
 
     def start_over(self) -> None:
         """Forget all turns; the prompt stays."""
@@ -134,9 +139,7 @@ class Episode(Transcript):
         if self.generation == host.generation:
             return
         is_new = self.generation == 0
-        key = str(self.number)
-        draws = (self.seeds[0], -1)
-        answer = host.ask("reset", key, draws=draws, row=self.row)
+        answer = host.ask("reset", str(self.number), draws=(self.seeds[0], -1), row=self.row)
         message = answer["text"] if isinstance(answer, dict) else answer
         if not is_new and message != self.reset_message:
             raise OtherAnswerError("reset answered otherwise when it was repeated")
@@ -144,16 +147,25 @@ class Episode(Transcript):
         self.reset_parts = () if message is None else (str(message),)
         if isinstance(answer, dict):
             self.reset_parts = from_json(answer["content"], "an image of reset")
-        made = [c for turn in self.answers for c in turn if c.outcome in ("ok", "error")]
-        for number, call in enumerate(made):
+        for number, call in enumerate(self.made_calls):
             if call.name in host.stateless:
                 continue
-            asked = {"name": call.name, "arguments": call.arguments}
-            draws = (self.seeds[1], number)
-            again = host.ask("call", key, draws=draws, **asked)
-            if not isinstance(again, dict) or again["text"] != call.text:
+            if self.call(host, call.name, call.arguments, number)["text"] != call.text:
                 raise OtherAnswerError(f"{call.name} answered otherwise when it was repeated")
         self.generation = host.generation
+
+    def call(
+        self, host: Host, name: str, arguments: Mapping[str, object], number: int
+    ) -> dict[str, object]:
+        """Make the call of the episode with this number; its number determines its draws."""
+        draws = self.seeds[1], number
+        key, details = str(self.number), {"name": name, "arguments": arguments}
+        return cast("dict[str, object]", host.ask("call", key, draws=draws, **details))
+
+    def ask(self, host: Host, operation: str) -> object:
+        """Perform an operation at the end of the episode on its restored environment."""
+        self.host_on(host)
+        return host.ask(operation, str(self.number), draws=(self.seeds[1], len(self.made_calls)))
 
     def as_rollout(self) -> Rollout:
         """Return the finished episode as a sample."""

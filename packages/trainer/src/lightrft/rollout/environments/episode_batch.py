@@ -1,25 +1,32 @@
-"""Episodes of one rank while they are sampled."""
+"""Episodes of one rank while they are sampled, and the work of hosts on them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
+from typing import cast
 
+from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import hash_context
 from lightrft.engines.types import Completion, SamplingParams
-from lightrft.records.rollout import Rollout
-from lightrft.records.sample_ledger import SampleLedger
-from lightrft.rewards.types import RewardError
-from lightrft.rollout.environments.episode import Episode
+from lightrft.records.rollout import AnsweredCall, Rollout
+from lightrft.records.sample_ledger import ENVIRONMENT, SampleLedger
+from lightrft.rewards.types import KeptEnvironment, ReadsEnvironments, RewardError, RewardResult
+from lightrft.rollout.environments.call_formats import MalformedCallError, ToolCall
+from lightrft.rollout.environments.calls import as_error, check_call
+from lightrft.rollout.environments.content import from_json
+from lightrft.rollout.environments.episode import TURN_STEP, Episode
 from lightrft.rollout.environments.journal import Journal, RecordedTurn
 from lightrft.rollout.environments.pool import EnvironmentPool, Host, NoRoomError
-from lightrft.rollout.source import agree
+from lightrft.rollout.environments.specs import EnvironmentSpecs
+from lightrft.rollout.environments.turns import Turns
+from lightrft.rollout.single_turn import generate
+from lightrft.rollout.source import SourceParts, agree, task_seeds
 from lightrft.rollout.workers import EpisodeError
-from lightrft.strategy.engine.session import EngineSession
+from lightrft.strategy.engine.session import OnFinished
 
-# Distance between an episode's request ids: each turn samples with another id.
-TURN_STEP = 2**40
 # Distance between an episode's request ids before and after a restart.
 START_STEP = 2**54
 Work = Callable[[Episode, Host], None]
@@ -29,63 +36,143 @@ class ChangedAnswerError(EpisodeError):
     """An answer differs from the journal: the episode starts over."""
 
 
-@dataclass(slots=True)
-class EpisodeBatch:
-    """Episodes of one call of `EpisodeSource.sample`, and the work of hosts on them.
+class EpisodeWork:
+    """What all episodes of a run share.
 
     Args:
-        session, params: Engine session and sampling parameters of turns.
+        parts: Parts of the run.
         pool: Workers that host the environments.
+        specs: Specifications of the environments.
+        turns: Turns as ids and as text.
+        special_ids: Ids that no text of an observation may have.
+    """
+
+    def __init__(
+        self,
+        parts: SourceParts,
+        pool: EnvironmentPool,
+        specs: EnvironmentSpecs,
+        turns: Turns,
+        special_ids: frozenset[int],
+    ) -> None:
+        self.parts, self.pool, self.specs, self.turns = parts, pool, specs, turns
+        self.special_ids = special_ids
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether reward functions read environments."""
+        function = self.parts.reward_function
+        return isinstance(function, ReadsEnvironments) and function.reads_environments
+
+    def new_episode(
+        self, prompt: Prompt, request_id: int, index: int, params: SamplingParams
+    ) -> Episode:
+        """Return an episode that has not begun.
+
+        Args:
+            prompt: Data row.
+            request_id: Number of the prompt in the run.
+            index: Index of the sample in its group.
+            params: Sampling parameters of the run.
+        """
+        environment = self.specs.of(prompt.row)
+        known = task_seeds(params, request_id, index) | {"max_turns": self.parts.config.max_turns}
+        arguments = {name: known[name] for name in environment.spec.takes}
+        sample_id = request_id * params.n + index
+        return Episode(
+            number=sample_id,
+            prompt=prompt,
+            request_id=sample_id,
+            group_id=request_id,
+            sample_id=sample_id,
+            row=arguments | dict(prompt.row),
+            environment=environment,
+            seeds=(known["seed"], known["sample_seed"]),
+        )
+
+    def batch(
+        self,
+        episodes: Sequence[Episode],
+        params: SamplingParams,
+        *,
+        journal: Journal,
+        ledger: SampleLedger,
+    ) -> EpisodeBatch:
+        """Collect episodes that are sampled together.
+
+        Args:
+            episodes: Episodes of this rank.
+            params: Sampling parameters of the run; the template's end of a turn is added.
+            journal, ledger: See `EpisodeBatch`.
+        """
+        params = self.turns.chat.with_end_of_turn(params)
+        batch = EpisodeBatch(self, params, episodes, journal, ledger)
+        if journal.damage is not None:
+            batch.notes.append(f"{journal.damage}: what follows is sampled again")
+        return batch
+
+
+@dataclass(slots=True)
+class EpisodeBatch:
+    """Episodes that are sampled together, and the work of hosts on them.
+
+    Args:
+        work: What all episodes of the run share.
+        params: Sampling parameters of turns.
         episodes: Episodes of this rank.
         journal: Journal of this rank.
-        masks_failures: An episode that fails is left out, and raises nothing.
-        observe: Function that appends the answers of an episode.
         ledger: Ledger of prompts, answers, rewards and failures.
         busy: Work of hosts, by number of the episode.
         notes: Messages for the console.
-        given: Groups that `finished_groups` has returned.
+        finished_ids: Groups that `finished_groups` has returned.
     """
 
-    session: EngineSession
+    work: EpisodeWork
     params: SamplingParams
-    pool: EnvironmentPool
     episodes: Sequence[Episode]
     journal: Journal
-    masks_failures: bool
-    observe: Callable[[EpisodeBatch, Episode], None]
-    ledger: SampleLedger = field(default_factory=SampleLedger)
+    ledger: SampleLedger
     busy: dict[int, Future[EpisodeError | None]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    given: set[int] = field(default_factory=set)
+    finished_ids: set[int] = field(default_factory=set)
 
     @property
-    def one_turn(self) -> SamplingParams:
-        """Sampling parameters for one sample."""
-        return replace(self.params, n=1)
+    def _masks_failures(self) -> bool:
+        return self.work.parts.config.reward_failure == "mask"
+
+    def of(self, episodes: Sequence[Episode]) -> EpisodeBatch:
+        """Return some of the episodes as a batch that shares work, notes and records."""
+        return replace(self, episodes=episodes)
 
     def finished_groups(self) -> list[list[Rollout]]:
         """Return the groups whose last episode has ended since the last time."""
         groups: dict[int, list[Episode]] = {}
         for episode in self.episodes:
-            if episode.group_id not in self.given:
+            if episode.group_id not in self.finished_ids:
                 groups.setdefault(episode.group_id, []).append(episode)
         finished = [group for group in groups.values() if not any(e.is_open for e in group)]
-        self.given.update(group[0].group_id for group in finished)
+        self.finished_ids.update(group[0].group_id for group in finished)
         return [[episode.as_rollout() for episode in group] for group in finished]
 
-    def start_over(self, episode: Episode, error: ChangedAnswerError) -> None:
-        """Forget an episode except for its prompt, and note why."""
-        index = episode.sample_id % self.params.n
-        self.notes.append(f"sample {index} of prompt {episode.prompt.id} starts over: {error}")
-        self.journal.again(episode, str(error))
-        if self.session.engine is not None:
-            self.session.engine.ledger.discard({turn.request_id for turn in episode.segments})
-        episode.start_over()
-        episode.request_id += START_STEP
+    def is_open_anywhere(self, problem: Exception | None) -> bool:
+        """Return whether any rank has an open episode; raise on all if one has a problem."""
+        is_open = any(episode.may_sample for episode in self.episodes)
+        notes = tuple(self.notes)
+        self.notes.clear()
+        return any(agree(self.work.parts.context, problem, is_open, notes))
+
+    def sample(
+        self, episodes: Sequence[Episode], on_finished: OnFinished | None = None
+    ) -> list[Completion]:
+        """Sample a turn, or a part of one, of each episode; collective."""
+        most, turns = self.params.max_tokens, self.work.turns
+        requests = [turns.request(episode, most) for episode in episodes]
+        session = self.work.parts.session
+        return generate(session, replace(self.params, n=1), requests, on_finished)
 
     def repeated(self, turns: Mapping[int, RecordedTurn]) -> tuple[list[Episode], list[Completion]]:
         """Return the episodes of a recorded round, and their recorded turns."""
-        engine = self.session.engine
+        engine = self.work.parts.session.engine
         version = -1 if engine is None else engine.weights_version
         waiting, completions = [], []
         for episode in self.episodes:
@@ -103,15 +190,58 @@ class EpisodeBatch:
             completions.append(turn.completion(episode.context, version))
         return waiting, completions
 
+    def append(self, episode: Episode, part: Completion) -> None:
+        """Append what was sampled; a turn cut by `max_sampled` stays open."""
+        self.work.turns.append(episode, part, self.params.max_tokens)
+
+    def parse_turn(self, episode: Episode) -> None:
+        """Parse the calls of the last turn, or end the episode."""
+        problem = self.work.turns.parse(episode)
+        if not episode.is_open:
+            return
+        episode.answers.append([])
+        self.ledger.of(episode.sample_id).answers[episode.num_turns - 1] = []
+        if problem is not None:
+            self._add_answer(episode, AnsweredCall("", {}, "malformed", as_error(problem)))
+
+    def observe(self, episode: Episode) -> None:
+        """Append the answers of the last turn, or end the episode.
+
+        Raises:
+            ImageRefusedError: Images of an answer cannot be shown.
+        """
+        self.work.turns.observe(episode)
+        if episode.is_open:
+            self.journal.observation(episode)
+
+    def _add_answer(self, episode: Episode, answer: AnsweredCall) -> None:
+        self.journal.answer(episode, answer)
+        shown_by_turn = self.ledger.of(episode.sample_id).answers
+        shown_by_turn[episode.num_turns - 1].append(answer.shown)
+        episode.answers[-1].append(answer)
+
+    def start_over(self, episode: Episode, error: ChangedAnswerError) -> None:
+        """Forget an episode except for its prompt, and note why."""
+        index, engine = episode.sample_id % self.params.n, self.work.parts.session.engine
+        self.notes.append(f"sample {index} of prompt {episode.prompt.id} starts over: {error}")
+        self.journal.again(episode, str(error))
+        if engine is not None:
+            engine.ledger.discard({turn.request_id for turn in episode.segments})
+        episode.start_over()
+        episode.request_id += START_STEP
+
+    def failed(self, episode: Episode, error: EpisodeError) -> Exception | None:
+        """Mark an episode as failed; return an error to raise, unless failures are masked."""
+        self.journal.failed(episode, str(error))
+        episode.failure, episode.is_open = error, False
+        self.ledger.of(episode.sample_id).has_failed = True
+        if self._masks_failures:
+            return None
+        return RewardError(f"the environment failed for prompt {episode.prompt.id}: {error}")
+
     def begin(self, episodes: Sequence[Episode], work: Work) -> None:
         """Begin work on episodes on their hosts; `collect` waits for it."""
         self.busy |= self._begin(episodes, work)
-
-    def after_end(self, episodes: Sequence[Episode], work: Work) -> Exception | None:
-        """Work on episodes that have ended, and wait for it alone; see `collect`."""
-        futures = self._begin(episodes, work)
-        problems = [self._outcome(episode, futures[episode.number]) for episode in episodes]
-        return next((problem for problem in problems if problem is not None), None)
 
     def _begin(
         self, episodes: Sequence[Episode], work: Work
@@ -121,13 +251,13 @@ class EpisodeBatch:
         def on_host(number: int, host: Host) -> None:
             episode = by_number[number]
             known = self.journal.recorded.failures.get((episode.sample_id, episode.num_turns))
-            if known is not None and self.masks_failures:
+            if known is not None and self._masks_failures:
                 raise EpisodeError(known)  # a repeated deadline could end otherwise
             work(episode, host)
 
-        return self.pool.begin(list(by_number), on_host)
+        return self.work.pool.begin(list(by_number), on_host)
 
-    def collect(self, must_wait: Callable[[], bool]) -> Exception | None:
+    def collect(self, must_wait: Callable[[], bool] = lambda: True) -> Exception | None:
         """Wait for work on hosts; return an error to raise, unless failures are masked.
 
         Args:
@@ -160,7 +290,7 @@ class EpisodeBatch:
             return self.failed(episode, outcome)
         elif episode.is_answered:
             try:
-                self.observe(self, episode)
+                self.observe(episode)
             except EpisodeError as error:
                 return self.failed(episode, error)
         return None
@@ -168,24 +298,136 @@ class EpisodeBatch:
     def each(self, episodes: Sequence[Episode], work: Work) -> Exception | None:
         """Work on episodes on their hosts, and wait for all of it; see `collect`."""
         self.begin(episodes, work)
-        return self.collect(lambda: True)
+        return self.collect()
 
-    def close(self) -> None:
-        """Close all episodes; if that fails, the episode keeps its reward."""
-        wait(self.pool.forget([episode.number for episode in self.episodes]))
+    def reset(self) -> Exception | None:
+        """Begin the episodes; add the message of `reset` to each prompt."""
+        for episode in self.episodes:
+            episode.no_room = None
+        problem = self.each(self.episodes, Episode.host_on)
+        for episode in self.episodes:
+            if episode.failure is None and episode.no_room is None:
+                try:
+                    self._add_message(episode)
+                except EpisodeError as error:
+                    problem = self.failed(episode, error) or problem
+        return problem
 
-    def failed(self, episode: Episode, error: EpisodeError) -> Exception | None:
-        """Mark an episode as failed; return an error to raise, unless failures are masked."""
-        self.journal.failed(episode, str(error))
-        episode.failure, episode.is_open = error, False
-        self.ledger.of(episode.sample_id).has_failed = True
-        if self.masks_failures:
+    def _add_message(self, episode: Episode) -> None:
+        num_images = len(episode.prompt.images)
+        episode.prompt = self.work.turns.with_reset_message(episode)
+        before = self.journal.recorded.resets.get(episode.sample_id)
+        has_images = episode.prompt.images[num_images:]
+        if has_images and before is not None and before["told"] != episode.reset_message:
+            # Different images may have the same tokens.
+            self.start_over(episode, ChangedAnswerError("reset answered otherwise"))
+
+    def answer_calls(self, episode: Episode, host: Host) -> None:
+        """Make the remaining calls of the last turn in order; runs in a thread of the host.
+
+        Answers must equal those in the journal of a killed process.
+        """
+        turn, answered = episode.num_turns - 1, episode.answers[-1]
+        known = self.journal.recorded.answers.get((episode.sample_id, turn), [])
+        if episode.pending:
+            episode.host_on(host)
+        for call in episode.pending[len(answered) :]:
+            before = known[len(answered)] if len(answered) < len(known) else None
+            answer = self._execute_call(episode, call, host, before)
+            if before is not None and before.said != answer.said:
+                raise ChangedAnswerError(
+                    f"turn {turn}: {call.name} answered {answer.text[:80]!r}, where the journal "
+                    f"says {before.text[:80]!r}"
+                )
+            self._add_answer(episode, answer)
+            if answer.ends_episode:
+                break
+
+    def after_turn(self, episode: Episode, host: Host) -> None:
+        """Answer the calls of a turn, or reward an episode that ends in it."""
+        work = self.answer_calls if episode.is_open else self.reward
+        work(episode, host)
+
+    def _execute_call(
+        self, episode: Episode, call: ToolCall, host: Host, before: AnsweredCall | None
+    ) -> AnsweredCall:
+        """Make one call; return its answer, never raise an exception of the tool."""
+        try:
+            arguments = check_call(call, episode.environment.functions)
+        except MalformedCallError as error:
+            return AnsweredCall("", {}, "malformed", as_error(str(error)))
+        limit, num_made = self.work.parts.config.max_tool_calls, len(episode.made_calls)
+        if limit is not None and num_made >= limit:
+            text = as_error(f"no calls are left: {limit} were allowed")
+            return AnsweredCall(call.name, arguments, "refused", text)
+        is_stateless = call.name in host.stateless
+        # A journal names images but does not hold them: request them again.
+        if before is not None and is_stateless and not self.work.turns.chat.encoder.reads_media:
+            return before
+        start = time.perf_counter()
+        answer = episode.call(host, call.name, arguments, num_made)
+        return AnsweredCall(
+            call.name,
+            arguments,
+            "error" if "error" in answer else "ok",
+            str(answer["text"]),
+            time.perf_counter() - start,
+            ends_episode="ends_episode" in answer,
+            content=from_json(answer.get("content"), f"an image that {call.name} answered with"),
+            reward=float(cast("float", answer.get("reward", 0.0))),
+        )
+
+    def keep(self) -> Exception | None:
+        """Store what reward functions read of the episodes that have ended."""
+        if not self.work.is_kept:
             return None
-        return RewardError(f"the environment failed for prompt {episode.prompt.id}: {error}")
+        ended = [e for e in self.episodes if not e.is_open and e.failure is None and e.kept is None]
+        futures = self._begin(ended, self._keep)
+        problems = [self._outcome(episode, futures[episode.number]) for episode in ended]
+        return next((problem for problem in problems if problem is not None), None)
 
-    def is_open_anywhere(self, problem: Exception | None) -> bool:
-        """Return whether any rank has an open episode; raise on all if one has a problem."""
-        is_open = any(episode.may_sample for episode in self.episodes)
-        notes = tuple(self.notes)
-        self.notes.clear()
-        return any(agree(self.session.context, problem, is_open, notes))
+    def _keep(self, episode: Episode, host: Host) -> None:
+        """Store the attributes of an environment for reward functions."""
+        attributes = episode.ask(host, "keep")
+        episode.kept = KeptEnvironment(
+            *cast("tuple[str, dict[str, dict[str, object]]]", attributes)
+        )
+
+    def reward(self, episode: Episode, host: Host) -> None:
+        """Reward an episode that has ended; runs in a thread of the host."""
+        if self.work.is_kept and episode.kept is None:
+            self._keep(episode, host)
+        result = episode.reward = self._reward(episode, host)
+        self.ledger.of(episode.sample_id).reward_is(ENVIRONMENT, result, episode.context)
+
+    def _reward(self, episode: Episode, host: Host) -> RewardResult:
+        """Return the reward of an episode by its environment."""
+        if not episode.environment.spec.has_reward:
+            return RewardResult(0.0)
+        answer = episode.ask(host, "reward")
+        if answer is None:
+            raise EpisodeError("get_reward returned None")
+        at_end, parts = cast("tuple[float, dict[str, float]]", answer)
+        total = sum(call.reward for turn in episode.answers for call in turn) + at_end
+        return RewardResult(total, {str(episode.environment.spec.name): total, **parts})
+
+    def finish(self, problem: Exception | None = None) -> dict[int, RewardResult | None]:
+        """Reward and close episodes that have ended; collective.
+
+        Args:
+            problem: Error of this rank, raised on all.
+
+        Returns:
+            Rewards by number of the episode; None where an environment failed.
+        """
+        unpaid = [e for e in self.episodes if e.failure is None and e.reward is None]
+        reward_problem = self.each(unpaid, self.reward)
+        # If closing fails, the episode keeps its reward.
+        wait(self.work.pool.forget([episode.number for episode in self.episodes]))
+        self.is_open_anywhere(problem or reward_problem)
+        results: dict[int, RewardResult | None] = {}
+        for episode in self.episodes:
+            result = None if episode.failure is not None else episode.reward
+            self.journal.end(episode.sample_id, result, episode.failure)
+            results[episode.number] = result
+        return results

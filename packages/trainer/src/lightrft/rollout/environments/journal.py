@@ -246,6 +246,7 @@ class Journal:
     Attributes:
         recorded: Events to replay.
         damage: Damage of the existing file.
+        num_rounds: Number of rounds written.
     """
 
     def __init__(
@@ -253,7 +254,7 @@ class Journal:
     ) -> None:
         self._lock = threading.Lock()
         self._path, self._file, self._check = path, None, 0
-        self.recorded = Recorded()
+        self.recorded, self.num_rounds = Recorded(), 0
         self.damage: JournalError | None = None
         if path is None:
             return
@@ -321,11 +322,11 @@ class Journal:
     def follow(self, num_rounds: int) -> None:
         """Replay `num_rounds` rounds."""
         self.recorded.keep(num_rounds)
-        self.leave(0)
+        self.leave()
 
-    def leave(self, number: int) -> None:
-        """Replace the replayed file once round `number` is beyond its rounds."""
-        if self._file is None or self._path is None or number < len(self.recorded.rounds):
+    def leave(self) -> None:
+        """Replace the replayed file once all its rounds are written again."""
+        if self._file is None or self._path is None or self.num_rounds < len(self.recorded.rounds):
             return
         self._file.flush()
         if self._partial.exists():
@@ -343,14 +344,14 @@ class Journal:
             prompt_token_ids=prompt.token_ids,
         )
 
-    def round(self, number: int, episodes: Sequence[Episode]) -> None:
+    def round(self, episodes: Sequence[Episode]) -> None:
         """Write the last turns of episodes that were sampled together."""
         for episode in episodes:
             last = episode.last
             if last is not None:
                 place = episode.sample_id, episode.num_turns - 1
                 self._turn(place, episode.turn_texts[-1], last.prompt_token_ids, last)
-        self._round(number, [e.sample_id for e in episodes])
+        self._round([e.sample_id for e in episodes])
 
     def _turn(
         self, place: tuple[int, int], text: str, context: Sequence[int], turn: Completion
@@ -371,9 +372,10 @@ class Journal:
             **({"facts": turn.facts} if turn.facts else {}),
         )
 
-    def _round(self, number: int, sample_ids: Sequence[int]) -> None:
+    def _round(self, sample_ids: Sequence[int]) -> None:
         """Write which samples had their last turns together."""
-        self._append({"event": "round", "round": number, "sample_ids": sample_ids})
+        self._append({"event": "round", "round": self.num_rounds, "sample_ids": sample_ids})
+        self.num_rounds += 1
 
     def answer(self, episode: Episode, call: AnsweredCall) -> None:
         """Write a call of the last turn and its answer."""

@@ -15,30 +15,25 @@ import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
 from lightrft.datasets.types import Prompt
-from lightrft.engines.types import (
-    Completion,
-    FinishReason,
-    GenerationRequest,
-    SamplingParams,
-)
+from lightrft.engines.types import Completion, FinishReason, SamplingParams
 from lightrft.records.rollout import Rollout
 from lightrft.records.sample_ledger import ENVIRONMENT, SampleEntry, SampleLedger
 from lightrft.rewards.types import KeptEnvironment, RewardResult
 from lightrft.rollout.environments.episode import Episode, OtherAnswerError
-from lightrft.rollout.environments.episode_batch import ChangedAnswerError, EpisodeBatch
-from lightrft.rollout.environments.episode_work import EpisodeWork
+from lightrft.rollout.environments.episode_batch import (
+    ChangedAnswerError,
+    EpisodeBatch,
+    EpisodeWork,
+)
 from lightrft.rollout.environments.journal import Journal
 from lightrft.rollout.environments.pool import Host
 from lightrft.rollout.open_groups import EpisodeState, OpenGroup, OpenSample
-from lightrft.rollout.open_turns import ResponsePart
-from lightrft.rollout.scoring import finished_samples, open_scorer
-from lightrft.rollout.single_turn import generate
-from lightrft.rollout.source import SampleRequests, Samples
+from lightrft.rollout.source import SampleRequests
+from lightrft.rollout.streaming import Place, ResponsePart
 from lightrft.rollout.workers import EpisodeError
 
 if TYPE_CHECKING:
@@ -48,42 +43,29 @@ if TYPE_CHECKING:
 _FIRST_NUMBER = 2**32
 
 
-@dataclass(frozen=True, slots=True)
-class _Late:
-    """An episode whose last turn is answered, or rewarded, while others go on.
-
-    Args:
-        episode: Episode with that turn and its results.
-        entry: Ledger entry of the episode.
-        answered: Future of the answer or reward.
-    """
-
-    episode: Episode
-    entry: SampleEntry
-    answered: Future[EpisodeError | None]
-
-
 @dataclass(slots=True)
 class _Hosted:
     """An episode that this process knows.
 
     Args:
         number: Number of its environment in the worker; None once that has ended.
+        episode: The episode, which may be beyond `sample`.
+        entry: Ledger entry of the episode.
         sample: Its latest value; None while it goes on.
-        generation: Generation of the worker.
-        late: Work on it beyond that sample.
+        answered: Work of its host beyond that value.
     """
 
     number: int | None
+    episode: Episode
+    entry: SampleEntry
     sample: OpenSample | None = None
-    generation: int = 0
-    late: _Late | None = None
+    answered: Future[EpisodeError | None] | None = None
 
     def settle(self) -> None:
         """Wait until no request to the environment is in flight."""
-        if self.late is not None:
-            wait([self.late.answered])
-            self.late = None
+        if self.answered is not None:
+            wait([self.answered])
+            self.answered = None
 
 
 class OpenEpisodes:
@@ -95,73 +77,55 @@ class OpenEpisodes:
 
     def __init__(self, work: EpisodeWork) -> None:
         self._work = work
+        self.special_ids = work.special_ids
+        self.tool_names: tuple[str, ...] | None = work.specs.tool_names
         self._hosted: dict[int, _Hosted] = {}
 
-    def begin(self, request_id: int, prompt: Prompt, params: SamplingParams) -> OpenGroup:
-        """Begin a group of open episodes."""
-        sample_ids = range(request_id * params.n, (request_id + 1) * params.n)
-        samples = tuple(OpenSample(episode=EpisodeState(each)) for each in sample_ids)
-        return OpenGroup(request_id, prompt, samples, params.logprobs_mode)
+    def begin(self, sample_id: int) -> OpenSample:
+        """Return an episode without turns."""
+        return OpenSample(episode=EpisodeState(sample_id))
 
-    def extended(self, groups: Sequence[OpenGroup], part: ResponsePart) -> list[OpenGroup]:
-        """Sample a further part of each group.
+    def extended(
+        self, groups: Sequence[OpenGroup], places: Sequence[Place], part: ResponsePart
+    ) -> list[OpenSample]:
+        """Sample a further part of some episodes.
 
         Raises:
             RewardError: An environment failed on some rank, and failures are not masked.
         """
         self._forget_others(groups)
-        ledger, places, episodes = SampleLedger(), list[tuple[int, int]](), list[Episode]()
-        batch = self._work.batch(episodes, part.params, journal=Journal(None, {}), ledger=ledger)
+        episodes = list[Episode]()
+        batch = self._work.batch(
+            episodes, part.params, journal=Journal(None, {}), ledger=SampleLedger()
+        )
         numbers = self._free_numbers()
-        for place, group in enumerate(groups):
-            for index, sample in enumerate(group.samples):
-                if part.takes(group, sample):
-                    episode = self._resume(batch, group, index, numbers)
-                    episode.max_sampled = self._most(episode, part.lengths[group.request_id])
-                    episodes.append(episode)
-                    places.append((place, index))
-        problem = self._host(batch, [groups[place].prompt for place, _ in places])
+        for group, index in places:
+            episode = self._resume(batch, group, index, numbers)
+            episode.max_sampled = self._most(episode, part.lengths[group.request_id])
+            episodes.append(episode)
+        problem = self._host(batch, [group.prompt for group, _ in places])
         while batch.is_open_anywhere(problem):
             problem = self._round(batch, part.round_number + self._work.parts.config.tool_lag)
-        ended = replace(batch, episodes=[e for e in episodes if not e.is_open and not e.is_late])
-        rewards = self._work.finish(ended, self._work.keep(ended))
-        extended = list(groups)
-        for (place, index), episode in zip(places, episodes, strict=True):
-            samples = list(extended[place].samples)
-            samples[index] = self._snapshot(episode, ledger, rewards.get(episode.number))
-            extended[place] = extended[place].extended(samples, part.round_number)
-        return extended
+        ended = batch.of([e for e in episodes if not e.is_open and not e.is_late])
+        rewards = ended.finish(ended.keep())
+        return [self._snapshot(episode, rewards.get(episode.number)) for episode in episodes]
 
     def finished(
-        self, groups: Sequence[OpenGroup], group_ids: Sequence[int], requests: SampleRequests
-    ) -> Samples:
-        """Return groups that have ended as samples."""
-        parts = self._work.parts
-        prompts, ids = [group.prompt for group in groups], [group.request_id for group in groups]
-        requests.ledger.ask(prompts, group_ids, requests.params.n, ids)
-        rollouts, rewards = list[Rollout](), list[RewardResult | None]()
-        for group, group_id in zip(groups, group_ids, strict=True):
-            for index, sample in enumerate(group.samples):
-                episode = self._episode(group, index, requests.params)
-                self._hosted.pop(episode.sample_id, None)
-                episode.group_id = group_id
-                episode.sample_id = group_id * len(group.samples) + index
-                rollouts.append(episode.as_rollout())
-                rewards.append(_state(sample).reward)
-                entry = requests.ledger.of(episode.sample_id)
-                _note(entry, episode.prompt, sample)
-                if parts.config.ledger_gate:
-                    self._work.turns.check_observations(rollouts[-1], entry)
-        samples = finished_samples(
-            parts,
-            requests,
-            rollouts,
-            scorer=open_scorer(parts, replace(requests, prompts=prompts)),
-            environment_results=rewards,
-            special_ids=self._work.special_ids,
-            carried=requests.stream.entries,
-        )
-        return replace(samples, tool_names=self._work.specs.tool_names)
+        self, group: OpenGroup, group_id: int, requests: SampleRequests
+    ) -> tuple[list[Rollout], list[RewardResult | None]]:
+        """Return a group that has ended, and the rewards of its environments."""
+        rollouts = list[Rollout]()
+        for index, sample in enumerate(group.samples):
+            episode = self._episode(group, index, requests.params)
+            self._hosted.pop(episode.sample_id, None)
+            episode.group_id = group_id
+            episode.sample_id = group_id * len(group.samples) + index
+            rollouts.append(episode.as_rollout())
+            entry = requests.ledger.of(episode.sample_id)
+            _note(entry, episode.prompt, sample)
+            if self._work.parts.config.ledger_gate:
+                self._work.turns.check_observations(rollouts[-1], entry)
+        return rollouts, [_state(sample).reward for sample in group.samples]
 
     def _forget_others(self, groups: Sequence[OpenGroup]) -> None:
         """End environments of episodes in no group, whose step was abandoned."""
@@ -190,23 +154,22 @@ class OpenEpisodes:
         """Return an episode that goes on, with its environment if that matches."""
         sample, sample_id = group.samples[index], group.request_id * len(group.samples) + index
         hosted = self._hosted.get(sample_id)
-        if hosted is not None and hosted.late is not None and hosted.sample is sample:
-            late, hosted.late, hosted.sample = hosted.late, None, None
-            batch.busy[late.episode.number] = late.answered
-            batch.ledger.entries[sample_id] = late.entry
-            late.episode.is_late = False
-            return late.episode
-        episode = self._episode(group, index, batch.params)
-        batch.ledger.of(sample_id).answers = _answers(sample)
-        if hosted is None:
-            hosted = _Hosted(next(numbers))
-            self._hosted[sample_id] = hosted
-        hosted.settle()
-        if hosted.number is None:
-            hosted.number = next(numbers)
-        episode.number = hosted.number
-        if episode.segments:
-            episode.generation = hosted.generation if hosted.sample is sample else -1
+        if hosted is not None and hosted.sample is sample:
+            episode, batch.ledger.entries[sample_id] = hosted.episode, hosted.entry
+            if hosted.answered is not None:
+                batch.busy[episode.number] = hosted.answered
+                episode.is_late, hosted.answered = False, None
+        else:
+            episode = self._episode(group, index, batch.params)
+            entry = batch.ledger.of(sample_id)
+            entry.answers = _answers(sample)
+            number = None
+            if hosted is not None:
+                hosted.settle()
+                number = hosted.number
+            episode.number = next(numbers) if number is None else number
+            episode.generation = -1 if episode.segments else 0
+            hosted = self._hosted[sample_id] = _Hosted(episode.number, episode, entry)
         # If this part is abandoned, the environment's state is unknown.
         hosted.sample = None
         return episode
@@ -250,15 +213,15 @@ class OpenEpisodes:
         problem = batch.each(away, self._bring_back)
         unanswered = [e for e in waiting if e.is_unanswered]
         for episode in unanswered:
-            self._work.turns.parse_turn(batch, episode)
-        problem = batch.each(unanswered, partial(self._answer, batch)) or problem
+            batch.parse_turn(episode)
+        problem = batch.each(unanswered, batch.after_turn) or problem
         new = []
         for episode, prompt in zip(batch.episodes, prompts, strict=True):
             if not episode.segments and episode.is_open:
                 # Also if it starts over: the new message of `reset` counts.
                 episode.prompt, episode.generation = prompt, 0
                 new.append(episode)
-        problem = self._work.reset(replace(batch, episodes=new)) or problem
+        problem = batch.of(new).reset() or problem
         for episode in new:
             if episode.no_room is not None:
                 problem = batch.failed(episode, episode.no_room) or problem
@@ -270,11 +233,6 @@ class OpenEpisodes:
         except OtherAnswerError as error:
             raise ChangedAnswerError(str(error)) from error
 
-    def _answer(self, batch: EpisodeBatch, episode: Episode, host: Host) -> None:
-        """Answer the calls of a turn, or reward an episode that ends in it."""
-        work = self._work.answer_calls if episode.is_open else self._work.reward
-        work(batch, episode, host)
-
     def _round(self, batch: EpisodeBatch, due: int) -> Exception | None:
         """Sample a turn, or part of one, per episode, and answer its calls; collective.
 
@@ -282,92 +240,85 @@ class OpenEpisodes:
             batch: Episodes that go on.
             due: Round in which late episodes go on.
         """
-        asked, going = list[GenerationRequest](), dict[int, Episode]()
-        for episode in batch.episodes:
-            if episode.may_sample:
-                asked.append(self._work.turns.request(batch, episode))
-                going[asked[-1].request_id] = episode
+        going = {e.next_request_id: e for e in batch.episodes if e.may_sample}
 
         def take(finished: Sequence[Completion]) -> None:
             for completion in finished:
                 self._take(batch, going.pop(completion.request_id), completion, due)
 
         try:
-            completions = generate(batch.session, batch.one_turn, asked, take)
+            completions = batch.sample(list(going.values()), take)
             # Some engines do not call `take` for each completion.
             take([completion for completion in completions if completion.request_id in going])
         except Exception:
             wait(batch.busy.values())  # or they would use environments of the repeated step
             raise
-        return batch.collect(lambda: True)
+        return batch.collect()
 
     def _take(
         self, batch: EpisodeBatch, episode: Episode, completion: Completion, due: int
     ) -> None:
         """Append what was sampled, and start the environment's work on a whole turn."""
-        self._work.turns.append(batch, episode, completion)
+        batch.append(episode, completion)
         if episode.is_cut:
             return
         episode.is_late = self._work.parts.config.tool_lag > 0 and episode.max_sampled is not None
-        hosted, entry = self._hosted[episode.sample_id], batch.ledger.of(episode.sample_id)
+        hosted = self._hosted[episode.sample_id]
         if episode.is_late:
-            hosted.sample = self._so_far(episode, entry, None, due)
-        self._work.turns.parse_turn(batch, episode)
+            hosted.sample = _value_of(episode, hosted.entry, None, due)
+        batch.parse_turn(episode)
         if episode.is_open or episode.is_late:
-            batch.begin([episode], partial(self._answer, batch))
+            batch.begin([episode], batch.after_turn)
         if episode.is_late:
-            hosted.late = _Late(episode, entry, batch.busy.pop(episode.number))
+            hosted.answered = batch.busy.pop(episode.number)
 
-    def _snapshot(
-        self, episode: Episode, ledger: SampleLedger, reward: RewardResult | None
-    ) -> OpenSample:
+    def _snapshot(self, episode: Episode, reward: RewardResult | None) -> OpenSample:
         """Return an episode as a part leaves it."""
         hosted = self._hosted[episode.sample_id]
-        if hosted.sample is not None:
-            return hosted.sample
-        value = self._so_far(episode, ledger.of(episode.sample_id), reward)
-        hosted.sample, hosted.generation = value, episode.generation
-        if not episode.is_open:
-            hosted.number = None
-        return value
+        if hosted.sample is None:
+            hosted.sample = _value_of(episode, hosted.entry, reward)
+            if not episode.is_open:
+                hosted.number = None
+        return hosted.sample
 
-    def _so_far(
-        self, episode: Episode, entry: SampleEntry, reward: RewardResult | None, due: int = 0
-    ) -> OpenSample:
-        """Return an episode as a value."""
-        last, kept = episode.last, episode.kept
-        noted = (entry.answers.get(turn, []) for turn in range(len(episode.answers)))
-        reason: FinishReason = "abort" if last is None else last.finish_reason
-        state = EpisodeState(
-            request_id=episode.request_id,
-            message=episode.reset_message,
-            prompt_text=episode.prompt.text,
-            prompt_ids=episode.prompt.token_ids,
-            messages=episode.prompt.messages,
-            sampled=tuple(episode.sampled),
-            turns=tuple(episode.turn_texts),
-            answers=tuple(map(tuple, episode.answers)),
-            noted=tuple(tuple(tuple(map(str, shown)) for shown in turn) for turn in noted),
-            num_last=0 if last is None else len(last.output_token_ids),
-            last_reason=reason,
-            is_cut=episode.is_cut,
-            due=due,
-            has_failed=episode.failure is not None,
-            num_restarts=episode.num_restarts,
-            num_forgotten=episode.num_forgotten,
-            reward=reward,
-            scored=tuple(sorted(entry.scored)),
-            kept="" if kept is None else json.dumps([kept.class_name, dict(kept.attributes)]),
-        )
-        return OpenSample(
-            tuple(episode.token_ids),
-            tuple(episode.logprobs),
-            tuple(episode.versions),
-            None if episode.is_open else reason,
-            tuple(episode.segments),
-            episode.facts,
-            state,
-        )
+
+def _value_of(
+    episode: Episode, entry: SampleEntry, reward: RewardResult | None, due: int = 0
+) -> OpenSample:
+    """Return an episode as a value."""
+    last, kept = episode.last, episode.kept
+    noted = (entry.answers.get(turn, []) for turn in range(len(episode.answers)))
+    reason: FinishReason = "abort" if last is None else last.finish_reason
+    state = EpisodeState(
+        request_id=episode.request_id,
+        message=episode.reset_message,
+        prompt_text=episode.prompt.text,
+        prompt_ids=episode.prompt.token_ids,
+        messages=episode.prompt.messages,
+        sampled=tuple(episode.sampled),
+        turns=tuple(episode.turn_texts),
+        answers=tuple(map(tuple, episode.answers)),
+        noted=tuple(tuple(tuple(map(str, shown)) for shown in turn) for turn in noted),
+        num_last=0 if last is None else len(last.output_token_ids),
+        last_reason=reason,
+        is_cut=episode.is_cut,
+        due=due,
+        has_failed=episode.failure is not None,
+        num_restarts=episode.num_restarts,
+        num_forgotten=episode.num_forgotten,
+        reward=reward,
+        scored=tuple(sorted(entry.scored)),
+        kept="" if kept is None else json.dumps([kept.class_name, dict(kept.attributes)]),
+    )
+    return OpenSample(
+        tuple(episode.token_ids),
+        tuple(episode.logprobs),
+        tuple(episode.versions),
+        None if episode.is_open else reason,
+        tuple(episode.segments),
+        episode.facts,
+        state,
+    )
 
 
 def _state(sample: OpenSample) -> EpisodeState:

@@ -6,32 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lightrft.config import RolloutOptions, ScoringOptions
-from lightrft.datasets.chat_ids import Rendered
+from lightrft.config import RolloutOptions
+from lightrft.datasets.chat_ids import ChatIds, Rendered
 from lightrft.datasets.chat_template import RenderingError, template_of
 from lightrft.datasets.media import as_parts
 from lightrft.datasets.suffix import Content, TurnSuffix
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.media import Media
-from lightrft.engines.media.text_encoder import Encoder
 from lightrft.engines.types import Completion, GenerationRequest
 from lightrft.records.media import encode_context, encode_prompt
-from lightrft.records.rollout import AnsweredCall, Rollout, TurnSegment
+from lightrft.records.rollout import Rollout, TurnSegment
 from lightrft.records.sample_ledger import SampleEntry
 from lightrft.rollout.environments.call_formats import MalformedCallError, ToolCall, read_calls
-from lightrft.rollout.environments.calls import as_error
 from lightrft.rollout.environments.episode import Episode
-from lightrft.rollout.environments.episode_batch import (
-    TURN_STEP,
-    ChangedAnswerError,
-    EpisodeBatch,
-)
 from lightrft.rollout.environments.pool import EnvironmentSpec
 from lightrft.rollout.workers import EpisodeError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from lightrft.engines.media.sources import ImageSource
 
 
@@ -55,6 +46,11 @@ class Observations:
 
     config: RolloutOptions
     suffix: TurnSuffix
+
+    @property
+    def chat(self) -> ChatIds:
+        """Token ids of conversations."""
+        return self.suffix.chat
 
     def turn_tokens(self, context_length: int, max_tokens: int) -> int:
         """Return the limit of a turn: `max_tokens`, or what the episode has left."""
@@ -166,53 +162,32 @@ class Observations:
             return text
         size = len(self._ids(CUT))
         kept = ids[: max(0, max_tokens - size)]
-        text = str(self.suffix.chat.tokenizer.decode(kept, skip_special_tokens=False))
+        text = str(self.chat.tokenizer.decode(kept, skip_special_tokens=False))
         return f"{text.rstrip(chr(0xFFFD))}{CUT}"
 
     def _ids(self, text: str) -> list[int]:
-        return self.suffix.chat.encode_text(text, split_special_tokens=True)
+        return self.chat.encode_text(text, split_special_tokens=True)
 
 
 _IMAGE = {"type": "image"}
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
-    """Turns as ids and as text.
+class Turns(Observations):
+    """Turns as ids and as text, with the answers behind them.
 
     Args:
-        config: Bounds of prompts, turns and episodes.
-        tokenizer: Tokenizer of the model.
-        encoder: Encoder of prompts with media.
-        observations: Answers as ids.
+        config, suffix: As in `Observations`.
         spec: Merged specification of all environments.
     """
 
-    config: ScoringOptions
-    tokenizer: PreTrainedTokenizerBase
-    encoder: Encoder
-    observations: Observations
     spec: EnvironmentSpec
 
-    def prepare(self, batch: EpisodeBatch, episode: Episode) -> None:
-        """Add the message of `reset` to the prompt of an episode.
+    def with_reset_message(self, episode: Episode) -> Prompt:
+        """Return the prompt with texts and images of `reset` in its last user message.
 
         Raises:
             EpisodeError: The prompt is empty, too long, or images do not fit it.
-        """
-        num_images = len(episode.prompt.images)
-        episode.prompt = self._with_reset_message(episode)
-        before = batch.journal.recorded.resets.get(episode.sample_id)
-        has_images = episode.prompt.images[num_images:]
-        if has_images and before is not None and before["told"] != episode.reset_message:
-            # Different images may have the same tokens.
-            batch.start_over(episode, ChangedAnswerError("reset answered otherwise"))
-
-    def _with_reset_message(self, episode: Episode) -> Prompt:
-        """Append texts and images of `reset` to the prompt's last user message.
-
-        Raises:
-            EpisodeError: As `prepare`.
         """
         prompt, parts = episode.prompt, episode.reset_parts
         messages = [dict(message) for message in prompt.messages]
@@ -243,47 +218,47 @@ class Turns:
         messages = [dict(message) for message in prompt.messages]
         text = template_of(tokenizer).render(messages, asks=True)
         try:
-            self.encoder.check_places(text, prompt.media)
+            self.chat.encoder.check_places(text, prompt.media)
             if not prompt.media:
                 ids = tuple(tokenizer([text], add_special_tokens=False)["input_ids"][0])
                 return replace(prompt, text=text, token_ids=ids)
-            encoded = encode_prompt(replace(prompt, text=text), self.encoder)
+            encoded = encode_prompt(replace(prompt, text=text), self.chat.encoder)
         except ValueError as error:
             raise EpisodeError(f"the images of reset do not fit the prompt: {error}") from error
         return replace(prompt, text=text, token_ids=encoded.token_ids)
 
-    def request(self, batch: EpisodeBatch, episode: Episode) -> GenerationRequest:
+    def request(self, episode: Episode, max_tokens: int) -> GenerationRequest:
         """Return the request of the next call, whose random numbers do not depend on the round."""
         context, so_far = episode.context, len(episode.turn_so_far)
-        most = self._turn_tokens(batch, episode) - so_far
+        most = self._turn_tokens(episode, max_tokens) - so_far
         if episode.max_sampled is not None:
             most = min(most, episode.max_sampled - episode.num_sampled)
-        media = encode_context(context, episode.prompt, episode.later, self.encoder)
+        media = encode_context(context, episode.prompt, episode.later, self.chat.encoder)
         return GenerationRequest(
             prompt_token_ids=context,
-            request_id=episode.request_id + TURN_STEP * len(episode.segments),
+            request_id=episode.next_request_id,
             max_tokens=most,
             encoded=media,
         )
 
-    def append(self, batch: EpisodeBatch, episode: Episode, part: Completion) -> None:
+    def append(self, episode: Episode, part: Completion, max_tokens: int) -> None:
         """Append what was sampled; a turn cut by `max_sampled` stays open."""
         ids = (*episode.turn_so_far, *part.output_token_ids)
         is_cut = (
             episode.max_sampled is not None
             and part.finish_reason == "length"
-            and len(ids) < self._turn_tokens(batch, episode)
+            and len(ids) < self._turn_tokens(episode, max_tokens)
         )
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        text = self.chat.tokenizer.decode(ids, skip_special_tokens=True)
         episode.add_turn(part, str(text), is_cut=is_cut)
 
-    def _turn_tokens(self, batch: EpisodeBatch, episode: Episode) -> int:
+    def _turn_tokens(self, episode: Episode, max_tokens: int) -> int:
         """Return the token limit of the turn that is sampled now."""
         before = len(episode.context) - len(episode.turn_so_far)
-        return self.observations.turn_tokens(before, batch.params.max_tokens)
+        return self.turn_tokens(before, max_tokens)
 
-    def parse_turn(self, batch: EpisodeBatch, episode: Episode) -> None:
-        """Parse the calls of the last turn, or end the episode.
+    def parse(self, episode: Episode) -> str | None:
+        """Parse the calls of the last turn, or end the episode; return what is wrong with them.
 
         Calls whose answers would not fit are not made.
         """
@@ -293,14 +268,9 @@ class Turns:
         may_follow = self.spec.answers_turns or self._may_follow(episode, max(1, len(calls)))
         if not (calls or problem) or not may_follow:
             episode.is_open = False
-            return
-        episode.pending += calls
-        wrong = () if problem is None else (AnsweredCall("", {}, "malformed", as_error(problem)),)
-        episode.answers.append([*wrong])
-        shown_by_turn = batch.ledger.of(episode.sample_id).answers
-        shown_by_turn[episode.num_turns - 1] = [answer.shown for answer in wrong]
-        for answer in wrong:
-            batch.journal.answer(episode, answer)
+        else:
+            episode.pending += calls
+        return problem
 
     def _may_follow(self, episode: Episode, count: int) -> bool:
         """Return whether `count` answers would fit, and another turn after them."""
@@ -310,7 +280,7 @@ class Turns:
         if episode.num_turns >= self.config.max_turns:
             return False
         size = len(episode.context)
-        return self.observations.has_room(turn.output_token_ids, size, count)
+        return self.has_room(turn.output_token_ids, size, count)
 
     def _calls(self, episode: Episode, turn: Completion) -> tuple[list[ToolCall], str | None]:
         """Return the calls in a turn, or what is wrong with them."""
@@ -318,28 +288,25 @@ class Turns:
         ids = turn.output_token_ids[:-1] if is_ended else turn.output_token_ids
         parse, context = episode.environment.parse, turn.prompt_token_ids
         try:
-            return read_calls(parse, self.tokenizer, ids, context, is_ended=is_ended), None
+            return read_calls(parse, self.chat.tokenizer, ids, context, is_ended=is_ended), None
         except MalformedCallError as error:
             return [], str(error)
 
-    def observe(self, batch: EpisodeBatch, episode: Episode) -> None:
+    def observe(self, episode: Episode) -> None:
         """Append the answers of the last turn, or end the episode.
 
         Raises:
             ImageRefusedError: Images of an answer cannot be shown.
         """
         turn, answers = episode.last, episode.answers[-1]
-        if turn is None or answers[-1].ends_episode or not self._may_follow(episode, len(answers)):
-            episode.is_open = False
-            return
-        rendered = self.observations.after(
-            turn.output_token_ids, len(episode.context), [answer.shown for answer in answers]
-        )
+        rendered, is_last = None, answers[-1].ends_episode
+        if turn is not None and not is_last and self._may_follow(episode, len(answers)):
+            shown = [answer.shown for answer in answers]
+            rendered = self.after(turn.output_token_ids, len(episode.context), shown)
         if rendered is None:
             episode.is_open = False
-            return
-        episode.add_observation(rendered)
-        batch.journal.observation(episode)
+        else:
+            episode.add_observation(rendered)
 
     def check_observations(self, rollout: Rollout, entry: SampleEntry) -> None:
         """Set the fault of `entry` if a turn is followed by anything but its answers."""
@@ -352,7 +319,7 @@ class Turns:
             while stop < len(completion.is_sampled) and completion.is_sampled[stop]:
                 stop += 1
             turn = completion.output_token_ids[start:stop]
-            if not self.observations.shows(segment, turn, context + stop, answers):
+            if not self.shows(segment, turn, context + stop, answers):
                 entry.fault = f"turn {number}: what the model was shown is not what was answered"
                 return
             stop += len(segment.observation)

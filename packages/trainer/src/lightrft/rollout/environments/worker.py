@@ -11,19 +11,16 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO, ClassVar, cast
 
-from lightrft.config import ConfigError
-from lightrft.config.registry import ENVIRONMENT_KINDS, load_reference, split_kind, split_reference
+from lightrft.config.registry import ENVIRONMENT_KINDS, split_kind
 from lightrft.rewards.environment_snapshot import keep_attributes
-from lightrft.rewards.user_task import finite_number
+from lightrft.rewards.user_task import finite_number, load_user_code, total_and_parts
 from lightrft.rewards.worker import Failure, ReportedError
 from lightrft.rollout.environments.calls import ENVIRONMENT_COLUMN
 from lightrft.rollout.environments.content import (
@@ -132,7 +129,7 @@ class HostedEnvironments:
         self._takes_attribute = takes_attribute
         self._tools: dict[str, Tool] = {}
         for text in tools:
-            tool = _load(text, "tool")
+            tool = load_user_code(text, "tool")
             if not inspect.isroutine(tool):
                 raise ReportedError(f"tool {text} is no function: got {type(tool).__name__}")
             self._tools[tool.__name__] = cast("Tool", tool)
@@ -270,14 +267,7 @@ class HostedEnvironments:
             reward = getattr(environment, "reward", None)
         if reward is None:
             return None
-        if isinstance(reward, Mapping):
-            parts = {
-                str(name): finite_number(f"get_reward, {name}", value)
-                for name, value in reward.items()
-            }
-            total = parts.pop("reward", None)
-            return [sum(parts.values()) if total is None else total, parts]
-        return [finite_number("get_reward", reward), {}]
+        return total_and_parts(reward, whole="get_reward", part="get_reward, {}")
 
     def _keep(self, episode: str) -> list[object]:
         """Return the name of the class, and its public attributes."""
@@ -346,17 +336,6 @@ def _answer(parts: Parts) -> dict[str, object]:
     return {"text": named(parts), "content": to_json(parts)}
 
 
-def _load(text: str, kind: str) -> object:
-    place = (split_reference(text) or ("", ""))[0]
-    if place.endswith(".py"):
-        # The user can import modules beside the file, as in a script.
-        sys.path.insert(0, str(Path(place).resolve().parent))
-    try:
-        return load_reference(text, kind=kind)
-    except ConfigError as error:
-        raise ReportedError(str(error)) from error
-
-
 def _factories(text: str, options: Mapping[str, object]) -> dict[str, Factory]:
     """Return factories of environments by their names in rows; "" where there is only one."""
     kind, rest = split_kind(text)
@@ -367,7 +346,7 @@ def _factories(text: str, options: Mapping[str, object]) -> dict[str, Factory]:
             raise ReportedError(f"environment {text} takes no environment_args: leave them out")
         build = cast("Callable[..., object]", adapted)
         return {"": partial(build, options) if options else build}
-    loaded = _load(text, "environment")
+    loaded = load_user_code(text, "environment")
     named = loaded if isinstance(loaded, Mapping) and loaded else {"": loaded}
     for name, make in named.items():
         is_named = isinstance(name, str) and bool(name) == (named is loaded)

@@ -7,7 +7,7 @@ again. One difference therefore does not hide another.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from lightrft.config import ComputeOptions, RolloutOptions
@@ -71,9 +71,7 @@ def replay_journal(
         is_conversation=bool(environment["answers_turns"]),
     )
     observations = Observations(config, suffix)
-    end = suffix.chat.end_of_turn
-    if end is not None:
-        params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
+    params = suffix.chat.with_end_of_turn(params)
     contexts = {
         sample: cast("list[int]", reset["prompt_token_ids"])[:]
         for sample, reset in recorded.resets.items()

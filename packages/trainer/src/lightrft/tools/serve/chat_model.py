@@ -12,13 +12,11 @@ from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.media import Modality
 from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
-from lightrft.rollout.agents.conversations import CalledTurn, Conversations
-from lightrft.rollout.agents.episodes import AgentEpisode
+from lightrft.rollout.agents.conversations import AgentEpisode, CalledTurn, Conversations
 from lightrft.rollout.agents.http_server import HttpError
 from lightrft.rollout.agents.messages import read_chat, read_json
 from lightrft.rollout.agents.replies import reply
-from lightrft.rollout.agents.rounds import AnswerRules
-from lightrft.rollout.agents.sampling import ClientSampling
+from lightrft.rollout.agents.rounds import AnswerRules, ClientSampling
 from lightrft.rollout.sampler import training_params
 from lightrft.strategy.config import ConfigError
 
@@ -57,19 +55,11 @@ class ChatModel:
     ) -> None:
         self.chat_ids = ChatIds(tokenizer, modality)
         TurnSuffix(self.chat_ids)  # refuses templates without turns
-        end = self.chat_ids.end_of_turn
         params = replace(training_params(config), n=1, seed=int(time.time()))
-        if end is not None:
-            params = replace(params, stop_token_ids=(end,))
-        ends = [each for each in (end, tokenizer.eos_token_id) if each is not None]
+        sampling = ClientSampling(self.chat_ids.with_end_of_turn(params))
         self.tokenizer = tokenizer
         self.rules = AnswerRules(
-            tokenizer,
-            config.tool_parser,
-            frozenset(ends),
-            ClientSampling(params),
-            max_tokens=limit or 2**31,
-            encoder=self.chat_ids.encoder,
+            self.chat_ids, config.tool_parser, sampling, max_tokens=limit or 2**31
         )
 
     def episode(self) -> AgentEpisode:
@@ -102,7 +92,7 @@ class ChatModel:
         sampled = dict[int, Completion]()
         if turns:
             params = self.rules.sampling.params(turns[0].call.options)
-            encoder = self.rules.encoder
+            encoder = self.chat_ids.encoder
             requests = {turn.request_id: turn.request(turn.encoded(encoder)) for turn in turns}
             sampled = {made.request_id: made for made in generate([*requests.values()], params)}
         return [

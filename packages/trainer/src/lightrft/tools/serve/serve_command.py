@@ -20,8 +20,8 @@ from lightrft.rollout.environments.call_formats import PARSERS
 from lightrft.tools.commands import parser_of
 
 if TYPE_CHECKING:
+    from lightrft.rollout.agents.conversations import AgentEpisode
     from lightrft.rollout.agents.endpoint import Endpoint, WaitingCall
-    from lightrft.rollout.agents.episodes import AgentEpisode
     from lightrft.tools.serve.served_model import ServedModel
 
 DEFAULT_PORT = 8000
@@ -102,7 +102,7 @@ class Service:
         self.model.statements.say(print)
         self._episode: AgentEpisode = self.model.chat.episode()
         chat = self.model.chat
-        limits = MEDIA_LIMITS if chat.rules.encoder.reads_media else None
+        limits = MEDIA_LIMITS if chat.chat_ids.encoder.reads_media else None
         self.endpoint: Endpoint = Endpoint(chat.tokenizer, limits, port=port)
         self.key = self.endpoint.open(self._episode, key)
 
