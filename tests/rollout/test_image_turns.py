@@ -16,6 +16,7 @@ from lightrft.datasets.media import VisionPrompts
 from lightrft.engines.media.inputs import axes_of_rows
 from lightrft.records.media import MediaSources, encode_row, pack_sources, unpack_sources
 from lightrft.rewards.types import RewardError
+from lightrft.rollout.agents.agents import Agents
 from lightrft.rollout.environments import specs
 from lightrft.rollout.environments.call_formats import ToolCall
 from lightrft.rollout.environments.environments import Environments
@@ -248,6 +249,7 @@ def test_an_image_without_room_ends_its_episode(calls, tmp_path):
     stage.check_scores(rollouts)
 
 
+@pytest.mark.parametrize("player", [Environments, Agents])
 @pytest.mark.parametrize(
     ("preset", "options", "reason"),
     [
@@ -255,8 +257,11 @@ def test_an_image_without_room_ends_its_episode(calls, tmp_path):
         (PRESETS[0], {"rollout_lag": 1}, "keep rows with the media of their prompts alone"),
     ],
 )
-def test_what_episodes_with_images_cannot_be_is_refused_at_the_start(preset, options, reason):
-    encoder = tiny(preset)[1]
-    config = TrainConfig(environment=f"{CASES}:Album", apply_chat_template=True, **options)
+def test_what_episodes_with_images_cannot_be_is_refused_at_the_start(
+    preset, options, reason, player
+):
+    encoder, option = tiny(preset)[1], "agent" if player is Agents else "environment"
+    options = {option: f"{CASES}:Album", "apply_chat_template": True, **options}
+    config = TrainConfig(**options)
     with pytest.raises(ConfigError, match=reason):
-        Environments(config, encoder.processor.tokenizer, modality=VisionPrompts(encoder))
+        player(config, encoder.processor.tokenizer, modality=VisionPrompts(encoder))

@@ -12,13 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.datasets import chat_families as families
-from tests.engines.fake_engine import FakeEngine
 from tests.records.exchange_cases import ThreadRank, ThreadWorld
+from tests.rollout.scripted_session import Session
 from tests.rollout.stages import check_rows, load_rows, options_of, pool_of
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import Prompt
-from lightrft.engines.types import EngineConfig
 from lightrft.experience.ledger_gate import rebuild
 from lightrft.records.rollout import AnsweredCall
 from lightrft.rewards.types import RewardResult
@@ -78,25 +77,6 @@ def say(request, index):
     return rest, [-(1 + digest(number, place) % 1000) / 256 for place in places]
 
 
-class Session:
-    """An engine of one rank."""
-
-    shares_engine, last_weight_sync = False, None
-
-    def __init__(self, context):
-        self.context = context
-        self.engine = FakeEngine(EngineConfig("fake", ""), script=say)
-        self.engine.eos_ids = (TOKENIZER.eos_token_id,)
-        self.engine.set_weights_version(0)
-        self.num_calls = 0
-
-    def gather_and_generate(self, batch, params, on_finished, *, sleep_engine):
-        self.num_calls += 1
-        told = on_finished if self.num_calls % 2 else None  # not every engine tells
-        asked = batch.token_ids
-        return self.engine.generate(asked, params, on_finished=told) if asked else []
-
-
 class Lengths:
     name, needs_labels = "lengths", False
 
@@ -113,7 +93,7 @@ class Player:
         # Ranks are threads here, and a tokenizer is no thread's while it splits special tokens.
         tokenizer = copy.deepcopy(TOKENIZER)
         self.environments = Environments(config, tokenizer, pool=pool_of(config, self.context.rank))
-        self.session = Session(self.context)
+        self.session = Session(self.context, say, TOKENIZER.eos_token_id)
         parts = SourceParts(self.session, config, tokenizer, reward or Lengths())
         self.batches = self.environments.source(parts)
         self.source = build_source(parts, self.batches, needs_greedy=False)

@@ -3,60 +3,39 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.records.exchange_cases import ThreadRank, ThreadWorld
+from tests.rollout.scripted_session import Session
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import Prompt
-from lightrft.engines.ledger import Ledger
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import ImageSource
-from lightrft.engines.types import Completion, SamplingParams
+from lightrft.engines.types import SamplingParams
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.open_groups import NOTHING_OPEN
 from lightrft.rollout.source import SampleRequests, SourceParts
 from lightrft.rollout.streaming import GroupFacts, StreamSource, groups_to_train
 
-LIMIT, SIZE = 30, 2
+LIMIT, SIZE, END = 30, 2, 1000
 
 
-class Scripted:
-    """Stands for session, context and engine: response j of a prompt ends where it says."""
+def tokens_of(length):
+    """A response of a length; one at the limit has no end."""
+    return (*range(length - 1), END if length < LIMIT else length - 1)
 
-    rank, world_size, engine_mp_group = 0, 1, None
 
-    def __init__(self):
-        self.context = self
-        self.engine = SimpleNamespace(weights_version=0, ledger=Ledger())
-        self.seeds = []
+def rest(request, index):
+    """The rest of response j of a prompt, whose length is the prompt's token j."""
+    ids = request.prompt_token_ids
+    length, so_far = ids[request.request_id % SIZE], len(ids) - SIZE
+    return tokens_of(length)[so_far:], [-float(t) for t in range(so_far, length)]
 
-    def gather_objects(self, item, group=None):
-        return [item]
 
-    def gather_bytes(self, data):
-        return [data]
-
-    def gather_and_generate(self, batch, params, on_finished, *, sleep_engine):
-        self.seeds.append(params.seed)
-        return [self.complete(request) for request in batch.token_ids]
-
-    def complete(self, request):
-        *lengths, so_far = request.prompt_token_ids[:SIZE], request.prompt_token_ids[SIZE:]
-        length = lengths[0][request.request_id % SIZE]
-        left = min(request.max_tokens, length - len(so_far))
-        tokens = tuple(range(len(so_far), len(so_far) + left))
-        return Completion(
-            request_id=request.request_id,
-            sample_index=0,
-            prompt_token_ids=request.prompt_token_ids,
-            output_token_ids=tokens,
-            output_logprobs=tuple(-float(t) for t in tokens),
-            logprobs_mode="temperature",
-            finish_reason="stop" if len(so_far) + left == length < LIMIT else "length",
-            weights_version=self.engine.weights_version,
-        )
+def session_of_one():
+    return Session(ThreadRank(ThreadWorld(1), 0), rest, END)
 
 
 class Nothing:
@@ -83,7 +62,7 @@ def rounds(lengths, *, chunk, in_flight, max_staleness, num_wanted=2):
         generate_max_len=LIMIT,
         ledger_gate=False,
     )
-    session, nothing = Scripted(), Nothing()
+    session, nothing = session_of_one(), Nothing()
     source = StreamSource(SourceParts(session, config, nothing, nothing))
     stream, first, found = NOTHING_OPEN, 0, []
     waiting = [Prompt(i, "", tuple(pair)) for i, pair in enumerate(lengths)]
@@ -93,7 +72,7 @@ def rounds(lengths, *, chunk, in_flight, max_staleness, num_wanted=2):
         return taken
 
     while len(waiting) >= 2 * in_flight:
-        session.engine.weights_version = len(found)
+        session.engine.set_weights_version(len(found))
         samples = source.sample(
             SampleRequests(
                 draw(),
@@ -132,8 +111,8 @@ def test_budgets_are_exact_ages_are_bounded_and_nothing_is_lost(seed):
             assert list(versions) == sorted(versions)
             assert 0 <= number - 1 - versions[0] <= bound
             tokens = item.rollout.completion.output_token_ids
-            assert tokens == tuple(range(len(tokens)))
-            assert item.rollout.completion.output_logprobs == tuple(-float(t) for t in tokens)
+            assert tokens == tokens_of(own)
+            assert item.rollout.completion.output_logprobs == tuple(-float(t) for t in range(own))
         order.append([item.rollout.prompt.id for item in samples.scored[::SIZE]])
         for group in stream.groups:
             for sample, own in zip(group.samples, group.prompt.token_ids, strict=True):
@@ -200,7 +179,7 @@ def test_groups_that_are_whole_come_in_the_order_of_completion_and_request():
 def test_too_few_prompts_are_said():
     with pytest.raises(ValueError, match="2 prompts or more: got 1"):
         source = StreamSource(
-            SourceParts(Scripted(), TrainConfig(stream_chunk=2), Nothing(), Nothing())
+            SourceParts(session_of_one(), TrainConfig(stream_chunk=2), Nothing(), Nothing())
         )
         params = SamplingParams(max_tokens=LIMIT, n=SIZE)
         source.sample(SampleRequests([Prompt(0, "", (3, 3))] * 1, range(1), 2, params))
@@ -210,6 +189,6 @@ def test_hot_first_tokens_are_for_prompts_of_text():
     image = ImageSource("row 1", content=b"png")
     prompt = Prompt(0, "<image>", (1,), media=Media({"image": (image,)}))
     config = TrainConfig(stream_chunk=4, use_fire=True)
-    source = StreamSource(SourceParts(Scripted(), config, None, None))
+    source = StreamSource(SourceParts(session_of_one(), config, None, None))
     with pytest.raises(ConfigError, match="use_fire continues responses"):
         source.sample(SampleRequests([prompt], range(1), 1, SamplingParams(n=SIZE)))

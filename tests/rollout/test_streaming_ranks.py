@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tests.exchange_bytes import StepSamples, predict_exchange
 from tests.records.exchange_cases import ThreadWorld
+from tests.rollout.scripted_session import Session
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
-from lightrft.engines.ledger import Ledger, LedgerEntry, hash_context
-from lightrft.engines.types import Completion, SamplingParams
+from lightrft.engines.types import SamplingParams
 from lightrft.experience.ledger_gate import rebuild
 from lightrft.experience.minibatches import plan_minibatches
 from lightrft.records.columns import COLUMNS
@@ -30,7 +29,7 @@ from lightrft.rollout.source import (
 )
 from lightrft.rollout.streaming import StreamSource
 
-SIZE, LIMIT = 2, 900
+SIZE, LIMIT, END = 2, 900, 1000
 
 
 def length_of(request_id):
@@ -39,53 +38,13 @@ def length_of(request_id):
     return LIMIT if digest[0] < 32 else 150 + digest[1]
 
 
-class Session:
-    """An engine of one rank; token t of a response follows from its request and t."""
-
-    def __init__(self, context):
-        self.context = context
-        self.engine = SimpleNamespace(weights_version=0, ledger=Ledger())
-
-    def gather_and_generate(self, batch, params, on_finished, *, sleep_engine):
-        return [self.complete(request, params) for request in batch.token_ids]
-
-    def complete(self, request, params):
-        so_far = len(request.prompt_token_ids) - 100
-        length = length_of(request.request_id)
-        tokens = tuple(
-            (request.request_id * 7 + t) % 1000
-            for t in range(so_far, min(length, so_far + request.max_tokens))
-        )
-        is_over = so_far + len(tokens) == length < LIMIT
-        version = self.engine.weights_version
-        logprobs = tuple(-float(t + 1) / 8 for t in tokens)
-        reason = "stop" if is_over else "length"
-        context_hash = hash_context(request.prompt_token_ids)
-        self.engine.ledger.restore(
-            [
-                LedgerEntry(
-                    request.request_id,
-                    0,
-                    context_hash,
-                    tokens,
-                    logprobs,
-                    version,
-                    {},
-                    params.distribution,
-                    reason,
-                )
-            ]
-        )
-        return Completion(
-            request.request_id,
-            0,
-            request.prompt_token_ids,
-            tokens,
-            logprobs,
-            "temperature",
-            reason,
-            version,
-        )
+def rest(request, index):
+    """The rest of a response, whose token t follows from its request and t."""
+    so_far, length = len(request.prompt_token_ids) - 100, length_of(request.request_id)
+    tokens = [(request.request_id * 7 + t) % 1000 for t in range(so_far, length)]
+    if length < LIMIT:
+        tokens[-1] = END
+    return tokens, [-float(t + 1) / 8 for t in range(so_far, length)]
 
 
 class Sums:
@@ -111,7 +70,7 @@ def run_rounds(world_size, *, num_wanted, num_rounds=5, chunk=200, saves=()):
     world = ThreadWorld(world_size)
 
     def one_rank(context):
-        session, sums = Session(context), Sums()
+        session, sums = Session(context, rest, END), Sums()
         source = StreamSource(SourceParts(session, config, sums, sums))
         stream, first, found, drawn = NOTHING_OPEN, 0, [], [0]
 
@@ -121,7 +80,7 @@ def run_rounds(world_size, *, num_wanted, num_rounds=5, chunk=200, saves=()):
             return [Prompt(i, "", tuple(range(i, i + 100))) for i in positions]
 
         for number in range(num_rounds):
-            session.engine.weights_version = number
+            session.engine.set_weights_version(number)
             before = world.received[context.rank]
             samples = source.sample(
                 SampleRequests(

@@ -7,6 +7,7 @@ import pytest
 from tests.engines.fake_engine import FakeEngine
 from tests.experience.test_ledger_gate import OneRank, check
 from tests.rollout.agents.agent_stage import families
+from tests.rollout.agents.endpoint_desk import Waiting
 
 from lightrft.datasets.chat_ids import ChatIds, Rendered
 from lightrft.datasets.types import Prompt
@@ -16,7 +17,6 @@ from lightrft.rewards.types import RewardResult
 from lightrft.rollout.agents import conversations
 from lightrft.rollout.agents.agents import note_episode
 from lightrft.rollout.agents.conversations import AgentEpisode, Conversations
-from lightrft.rollout.agents.endpoint import KeyHolder
 from lightrft.rollout.agents.messages import read_chat
 from lightrft.rollout.agents.rounds import AnswerRules, RunSampling, answer_round
 from lightrft.rollout.environments.environments import control_token_ids
@@ -26,21 +26,6 @@ from lightrft.rollout.transcript import Transcript
 
 NUM_EPISODES = 3
 TOKENIZERS = {name: families.family_tokenizer(name) for name in ("Qwen2.5", "Llama 3", "Mistral")}
-
-
-class Waiting:
-    """A call without a server."""
-
-    is_gone = is_retry = False
-
-    def __init__(self, episode, call):
-        self.holder, self.call = KeyHolder(episode), call
-
-    def resolve(self, found):
-        assert not isinstance(found, Exception), found
-        self.turns = found
-        for turn in found:
-            turn.is_delivered = True
 
 
 class Played:
