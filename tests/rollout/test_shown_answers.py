@@ -104,8 +104,8 @@ def answers_of_the_turn_before(patch):
 def rewards_of_the_neighbour(patch):
     right = EpisodeBatch.finish
 
-    def turned(self, problem=None):
-        found = right(self, problem)
+    def turned(self):
+        found = right(self)
         return dict(zip(found, reversed(found.values()), strict=True))
 
     patch.setattr(EpisodeBatch, "finish", turned)

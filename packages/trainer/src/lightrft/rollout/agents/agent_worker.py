@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO, cast
 
 from lightrft.config.registry import AGENT_KINDS, split_kind
-from lightrft.rewards.user_task import load_user_code, total_and_parts
 from lightrft.rewards.worker import Failure, ReportedError, framed, read_frame, write_frame
+from lightrft.rollout.user_code import load_user_code, total_and_parts
 from lightrft.strategy.distributed.network import raise_open_files
 
 # Agents that are not coroutines each wait in a separate thread.

@@ -56,7 +56,7 @@ _STALL_SHARE = 0.25
 
 
 class Agents:
-    """Agents of a run and the endpoint of this rank; a context manager that closes both.
+    """Agents of a run and the endpoint of this rank.
 
     Args:
         config: Options of the rollout: `agent` and the options that depend on it.
@@ -107,12 +107,6 @@ class Agents:
         """Close workers and endpoint; calling it twice is allowed."""
         self.pool.close()
         self.endpoint.close()
-
-    def __enter__(self) -> Agents:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 class AgentSource:

@@ -194,46 +194,47 @@ def _named_json(pattern: str, fence: str = "") -> Body:
     return body
 
 
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\s*")
-_PARAMETER = re.compile(
-    r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|</function>)", re.DOTALL
+def _text_pairs(head: str, pair: str, closing: str, needs: tuple[str, str]) -> Body:
+    """Return a parser of a name followed by its arguments as pairs of a name and a text.
+
+    Args:
+        head, pair: Patterns of the name, and of an argument.
+        closing: Mark behind the arguments.
+        needs: Errors of a call without a name, and of one whose arguments or end are wrong.
+    """
+    first, each = re.compile(head), re.compile(pair, re.DOTALL)
+
+    def body(text: str, place: int) -> tuple[list[ToolCall], int]:
+        name = first.match(text, place)
+        if name is None:
+            raise MalformedCallError(needs[0])
+        arguments: Arguments = {}
+        place = name.end()
+        while match := each.match(text, place):
+            arguments[match[1].strip()] = match[2]
+            place = match.end()
+        if not text.startswith(closing, place):
+            raise MalformedCallError(f"the call of {name[1]} {needs[1]}")
+        return [ToolCall(name[1].strip(), arguments)], place + len(closing)
+
+    return body
+
+
+_xml_body = _text_pairs(
+    r"\s*<function=([^>\n]+)>\s*",
+    r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|</function>)",
+    "</function>",
+    (
+        "a call needs <function=NAME> and </function>",
+        "needs <parameter=NAME>, a value and </parameter> for each argument, and then </function>",
+    ),
 )
-
-
-def _xml_body(text: str, place: int) -> tuple[list[ToolCall], int]:
-    head = _FUNCTION.match(text, place)
-    if head is None:
-        raise MalformedCallError("a call needs <function=NAME> and </function>")
-    arguments: Arguments = {}
-    place = head.end()
-    while match := _PARAMETER.match(text, place):
-        arguments[match[1].strip()] = match[2]
-        place = match.end()
-    if not text.startswith("</function>", place):
-        raise MalformedCallError(
-            f"the call of {head[1]} needs <parameter=NAME>, a value and </parameter> for each "
-            "argument, and then </function>"
-        )
-    return [ToolCall(head[1].strip(), arguments)], place + len("</function>")
-
-
-_GLM_NAME = re.compile(r"\s*([\w.-]+)\s*")
-_GLM_ARGUMENT = re.compile(
+_glm_body = _text_pairs(
+    r"\s*([\w.-]+)\s*",
     r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|</tool_call>|$)",
-    re.DOTALL,
+    "",
+    ("a call begins with the name of a tool", ""),
 )
-
-
-def _glm_body(text: str, place: int) -> tuple[list[ToolCall], int]:
-    head = _GLM_NAME.match(text, place)
-    if head is None:
-        raise MalformedCallError("a call begins with the name of a tool")
-    arguments: Arguments = {}
-    place = head.end()
-    while match := _GLM_ARGUMENT.match(text, place):
-        arguments[match[1].strip()] = match[2]
-        place = match.end()
-    return [ToolCall(head[1], arguments)], place
 
 
 def _python_body(text: str, place: int) -> tuple[list[ToolCall], int]:

@@ -212,7 +212,7 @@ class EpisodeSource:
         wave = batch
         deadline = time.monotonic() + self._parts.config.tool_timeout_seconds
         while True:
-            problem = wave.reset()
+            wave.reset()
             waiting = [episode for episode in wave.episodes if episode.no_room is not None]
             begun = [episode for episode in wave.episodes if episode.no_room is None]
             counts = self._parts.context.gather_objects((len(waiting), len(begun)))
@@ -220,11 +220,11 @@ class EpisodeSource:
                 deadline = time.monotonic() + self._parts.config.tool_timeout_seconds
             elif waiting and time.monotonic() > deadline:
                 for episode in waiting:
-                    problem = wave.failed(episode, cast("EpisodeError", episode.no_room)) or problem
+                    wave.failed(episode, cast("EpisodeError", episode.no_room))
                 waiting, begun = [], waiting
             elif waiting:
                 time.sleep(_ROOM_SECONDS)
-            self._play(batch, begun, on_group, problem)
+            self._play(batch, begun, on_group)
             results |= batch.of(begun).finish()
             if not any(count for count, _ in counts) or not any(
                 self._parts.context.gather_objects(bool(waiting))
@@ -232,27 +232,21 @@ class EpisodeSource:
                 return [results[episode.number] for episode in batch.episodes]
             wave = batch.of(waiting)
 
-    def _play(
-        self,
-        batch: EpisodeBatch,
-        begun: Sequence[Episode],
-        on_group: OnGroup,
-        problem: Exception | None,
-    ) -> None:
+    def _play(self, batch: EpisodeBatch, begun: Sequence[Episode], on_group: OnGroup) -> None:
         """Play begun episodes to their end."""
         wave = batch.of(begun)
         for episode in begun:
             batch.journal.reset(episode)
             batch.ledger.of(episode.sample_id).prompt = episode.prompt
-        while wave.is_open_anywhere(problem):
+        while wave.is_open_anywhere():
             batch.journal.leave()
-            problem = self._round(wave)
-            problem = wave.keep() or problem
+            self._round(wave)
+            wave.keep()
             for group in batch.finished_groups():
                 on_group(group)
         batch.journal.leave()
 
-    def _round(self, batch: EpisodeBatch) -> Exception | None:
+    def _round(self, batch: EpisodeBatch) -> None:
         """Sample a turn of each episode without pending calls, and make its calls; collective."""
         number, recorded = batch.journal.num_rounds, batch.journal.recorded.rounds
         if number < len(recorded):
@@ -282,7 +276,7 @@ class EpisodeSource:
                 return False  # or those that missed the round would wait for calls that just began
             return 2 * (len(open_episodes) - len(batch.busy)) < len(open_episodes)
 
-        return batch.collect(must_wait)
+        batch.collect(must_wait)
 
 
 def check_turns(modality: Modality, config: StreamingOptions) -> None:

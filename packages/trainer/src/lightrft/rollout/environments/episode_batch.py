@@ -37,7 +37,7 @@ class ChangedAnswerError(EpisodeError):
 
 
 class EpisodeWork:
-    """What all episodes of a run share.
+    """Parts of a run that its episodes share.
 
     Args:
         parts: Parts of the run.
@@ -117,13 +117,14 @@ class EpisodeBatch:
     """Episodes that are sampled together, and the work of hosts on them.
 
     Args:
-        work: What all episodes of the run share.
+        work: Parts that all episodes of the run share.
         params: Sampling parameters of turns.
         episodes: Episodes of this rank.
         journal: Journal of this rank.
         ledger: Ledger of prompts, answers, rewards and failures.
         busy: Work of hosts, by number of the episode.
         notes: Messages for the console.
+        problems: Errors of this rank, of which the first is raised on all.
         finished_ids: Groups that `finished_groups` has returned.
     """
 
@@ -134,6 +135,7 @@ class EpisodeBatch:
     ledger: SampleLedger
     busy: dict[int, Future[EpisodeError | None]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    problems: list[Exception] = field(default_factory=list)
     finished_ids: set[int] = field(default_factory=set)
 
     @property
@@ -154,8 +156,9 @@ class EpisodeBatch:
         self.finished_ids.update(group[0].group_id for group in finished)
         return [[episode.as_rollout() for episode in group] for group in finished]
 
-    def is_open_anywhere(self, problem: Exception | None) -> bool:
+    def is_open_anywhere(self) -> bool:
         """Return whether any rank has an open episode; raise on all if one has a problem."""
+        problem = next(iter(self.problems), None)
         is_open = any(episode.may_sample for episode in self.episodes)
         notes = tuple(self.notes)
         self.notes.clear()
@@ -230,14 +233,14 @@ class EpisodeBatch:
         episode.start_over()
         episode.request_id += START_STEP
 
-    def failed(self, episode: Episode, error: EpisodeError) -> Exception | None:
-        """Mark an episode as failed; return an error to raise, unless failures are masked."""
+    def failed(self, episode: Episode, error: EpisodeError) -> None:
+        """Mark an episode as failed, which is a problem unless failures are masked."""
         self.journal.failed(episode, str(error))
         episode.failure, episode.is_open = error, False
         self.ledger.of(episode.sample_id).has_failed = True
-        if self._masks_failures:
-            return None
-        return RewardError(f"the environment failed for prompt {episode.prompt.id}: {error}")
+        if not self._masks_failures:
+            text = f"the environment failed for prompt {episode.prompt.id}: {error}"
+            self.problems.append(RewardError(text))
 
     def begin(self, episodes: Sequence[Episode], work: Work) -> None:
         """Begin work on episodes on their hosts; `collect` waits for it."""
@@ -257,61 +260,57 @@ class EpisodeBatch:
 
         return self.work.pool.begin(list(by_number), on_host)
 
-    def collect(self, must_wait: Callable[[], bool] = lambda: True) -> Exception | None:
-        """Wait for work on hosts; return an error to raise, unless failures are masked.
+    def collect(self, must_wait: Callable[[], bool] = lambda: True) -> None:
+        """Wait for work on hosts.
 
         Args:
             must_wait: Function that returns whether to wait for busy work.
         """
-        first: Exception | None = None
         while self.busy:
             for episode in self.episodes:
                 future = self.busy.get(episode.number)
                 if future is not None and future.done():
                     del self.busy[episode.number]
-                    problem = self._outcome(episode, future)
-                    first = first or problem
+                    self._end_work(episode, future)
             if self.busy and must_wait():
                 wait(self.busy.values(), return_when=FIRST_COMPLETED)
             elif self.busy:
                 break
-        return first
 
-    def _outcome(self, episode: Episode, future: Future[EpisodeError | None]) -> Exception | None:
+    def _end_work(self, episode: Episode, future: Future[EpisodeError | None]) -> None:
         try:
             outcome = future.result()
         except Exception as error:  # noqa: BLE001 - sent to all ranks, then raised
-            return error
+            self.problems.append(error)
+            return
         if isinstance(outcome, ChangedAnswerError):
             self.start_over(episode, outcome)
         elif isinstance(outcome, NoRoomError) and not episode.segments:
             episode.no_room = outcome
         elif outcome is not None:
-            return self.failed(episode, outcome)
+            self.failed(episode, outcome)
         elif episode.is_answered:
             try:
                 self.observe(episode)
             except EpisodeError as error:
-                return self.failed(episode, error)
-        return None
+                self.failed(episode, error)
 
-    def each(self, episodes: Sequence[Episode], work: Work) -> Exception | None:
-        """Work on episodes on their hosts, and wait for all of it; see `collect`."""
+    def each(self, episodes: Sequence[Episode], work: Work) -> None:
+        """Work on episodes on their hosts, and wait for all of it."""
         self.begin(episodes, work)
-        return self.collect()
+        self.collect()
 
-    def reset(self) -> Exception | None:
+    def reset(self) -> None:
         """Begin the episodes; add the message of `reset` to each prompt."""
         for episode in self.episodes:
             episode.no_room = None
-        problem = self.each(self.episodes, Episode.host_on)
+        self.each(self.episodes, Episode.host_on)
         for episode in self.episodes:
             if episode.failure is None and episode.no_room is None:
                 try:
                     self._add_message(episode)
                 except EpisodeError as error:
-                    problem = self.failed(episode, error) or problem
-        return problem
+                    self.failed(episode, error)
 
     def _add_message(self, episode: Episode) -> None:
         num_images = len(episode.prompt.images)
@@ -377,14 +376,14 @@ class EpisodeBatch:
             reward=float(cast("float", answer.get("reward", 0.0))),
         )
 
-    def keep(self) -> Exception | None:
+    def keep(self) -> None:
         """Store what reward functions read of the episodes that have ended."""
         if not self.work.is_kept:
-            return None
+            return
         ended = [e for e in self.episodes if not e.is_open and e.failure is None and e.kept is None]
         futures = self._begin(ended, self._keep)
-        problems = [self._outcome(episode, futures[episode.number]) for episode in ended]
-        return next((problem for problem in problems if problem is not None), None)
+        for episode in ended:
+            self._end_work(episode, futures[episode.number])
 
     def _keep(self, episode: Episode, host: Host) -> None:
         """Store the attributes of an environment for reward functions."""
@@ -411,20 +410,17 @@ class EpisodeBatch:
         total = sum(call.reward for turn in episode.answers for call in turn) + at_end
         return RewardResult(total, {str(episode.environment.spec.name): total, **parts})
 
-    def finish(self, problem: Exception | None = None) -> dict[int, RewardResult | None]:
+    def finish(self) -> dict[int, RewardResult | None]:
         """Reward and close episodes that have ended; collective.
-
-        Args:
-            problem: Error of this rank, raised on all.
 
         Returns:
             Rewards by number of the episode; None where an environment failed.
         """
         unpaid = [e for e in self.episodes if e.failure is None and e.reward is None]
-        reward_problem = self.each(unpaid, self.reward)
+        self.each(unpaid, self.reward)
         # If closing fails, the episode keeps its reward.
         wait(self.work.pool.forget([episode.number for episode in self.episodes]))
-        self.is_open_anywhere(problem or reward_problem)
+        self.is_open_anywhere()
         results: dict[int, RewardResult | None] = {}
         for episode in self.episodes:
             result = None if episode.failure is not None else episode.reward

@@ -103,11 +103,12 @@ class OpenEpisodes:
             episode = self._resume(batch, group, index, numbers)
             episode.max_sampled = self._most(episode, part.lengths[group.request_id])
             episodes.append(episode)
-        problem = self._host(batch, [group.prompt for group, _ in places])
-        while batch.is_open_anywhere(problem):
-            problem = self._round(batch, part.round_number + self._work.parts.config.tool_lag)
+        self._host(batch, [group.prompt for group, _ in places])
+        while batch.is_open_anywhere():
+            self._round(batch, part.round_number + self._work.parts.config.tool_lag)
         ended = batch.of([e for e in episodes if not e.is_open and not e.is_late])
-        rewards = ended.finish(ended.keep())
+        ended.keep()
+        rewards = ended.finish()
         return [self._snapshot(episode, rewards.get(episode.number)) for episode in episodes]
 
     def finished(
@@ -201,7 +202,7 @@ class OpenEpisodes:
             episode.last = _last_turn(episode.prompt, group, sample)
         return episode
 
-    def _host(self, batch: EpisodeBatch, prompts: Sequence[Prompt]) -> Exception | None:
+    def _host(self, batch: EpisodeBatch, prompts: Sequence[Prompt]) -> None:
         """Restore environments that do not match, and begin new episodes.
 
         Args:
@@ -210,22 +211,21 @@ class OpenEpisodes:
         """
         waiting = [e for e in batch.episodes if e.number not in batch.busy]
         away = [e for e in waiting if e.segments and e.generation < 0]
-        problem = batch.each(away, self._bring_back)
+        batch.each(away, self._bring_back)
         unanswered = [e for e in waiting if e.is_unanswered]
         for episode in unanswered:
             batch.parse_turn(episode)
-        problem = batch.each(unanswered, batch.after_turn) or problem
+        batch.each(unanswered, batch.after_turn)
         new = []
         for episode, prompt in zip(batch.episodes, prompts, strict=True):
             if not episode.segments and episode.is_open:
                 # Also if it starts over: the new message of `reset` counts.
                 episode.prompt, episode.generation = prompt, 0
                 new.append(episode)
-        problem = batch.of(new).reset() or problem
+        batch.of(new).reset()
         for episode in new:
             if episode.no_room is not None:
-                problem = batch.failed(episode, episode.no_room) or problem
-        return problem
+                batch.failed(episode, episode.no_room)
 
     def _bring_back(self, episode: Episode, host: Host) -> None:
         try:
@@ -233,7 +233,7 @@ class OpenEpisodes:
         except OtherAnswerError as error:
             raise ChangedAnswerError(str(error)) from error
 
-    def _round(self, batch: EpisodeBatch, due: int) -> Exception | None:
+    def _round(self, batch: EpisodeBatch, due: int) -> None:
         """Sample a turn, or part of one, per episode, and answer its calls; collective.
 
         Args:
@@ -253,7 +253,7 @@ class OpenEpisodes:
         except Exception:
             wait(batch.busy.values())  # or they would use environments of the repeated step
             raise
-        return batch.collect()
+        batch.collect()
 
     def _take(
         self, batch: EpisodeBatch, episode: Episode, completion: Completion, due: int

@@ -20,7 +20,7 @@ from typing import BinaryIO, ClassVar, cast
 
 from lightrft.config.registry import ENVIRONMENT_KINDS, split_kind
 from lightrft.rewards.environment_snapshot import keep_attributes
-from lightrft.rewards.user_task import finite_number, load_user_code, total_and_parts
+from lightrft.rewards.user_task import finite_number
 from lightrft.rewards.worker import Failure, ReportedError
 from lightrft.rollout.environments.calls import ENVIRONMENT_COLUMN
 from lightrft.rollout.environments.content import (
@@ -33,6 +33,7 @@ from lightrft.rollout.environments.content import (
 )
 from lightrft.rollout.environments.operation_loop import OperationLoop, settled
 from lightrft.rollout.running_call import Running
+from lightrft.rollout.user_code import load_user_code, total_and_parts
 
 NOT_TOOLS = ("reset", "get_reward", "get_call_reward")
 # Address in the text of an object, which differs in every process.
