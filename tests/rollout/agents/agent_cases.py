@@ -90,18 +90,6 @@ async def rewrites(client, row):
 
 
 @with_client
-async def compacts(client, row):
-    """Half of the history becomes a summary, and goes on from there."""
-    talk = [user(row["input"])]
-    talk += [await client.ask(talk), user("More.")]
-    talk += [await client.ask(talk), user("Still more.")]
-    short = [user("Summary: a long talk."), *talk[-2:]]
-    short.append(await client.ask(short))
-    await client.ask([*short, user("The end?")])
-    return 1.0
-
-
-@with_client
 async def parallel(client, row):
     """Several answers to one conversation at once, in any order, of which two go on."""
     start = [user(row["input"])]

@@ -1,7 +1,6 @@
 """Agents that show pictures; run in worker processes by the tests."""
 
 import base64
-from pathlib import Path
 
 from tests.rollout.agents.agent_cases import Client
 from tests.rollout.image_environments import bytes_of, squares
@@ -22,8 +21,7 @@ def said(*parts):
 
 async def album(base_url, api_key, row):
     """A picture in the first message and others later, and once others of the same sizes."""
-    shift = int("shift" in row and Path(row["shift"]).exists())
-    first, other = 10 * row["number"] + shift, 10 * row["number"] + 5
+    first, other = 10 * row["number"], 10 * row["number"] + 5
     async with Client(base_url, api_key) as client:
         talk = row["prompt"]
         if isinstance(talk[-1]["content"], str):  # the row has no picture

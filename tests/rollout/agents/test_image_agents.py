@@ -43,13 +43,13 @@ CASES = Path(__file__).with_name("image_agents.py")
 class Stage(ImageStage):
     """An agent that shows more images."""
 
-    def __init__(self, folder, preset, agent="album", *, rows=ROWS, shift="none", reward=None):
+    def __init__(self, folder, preset, agent="album", *, rows=ROWS, reward=None):
         super().__init__(preset)
         options = {"generate_max_len": 24, "prompt_max_len": 900, "max_turns": 3}
         options |= {"engine_type": "hf", "agent": f"{CASES}:{agent}"}
         self.config = TrainConfig(**options_of(len(rows), **options))
         self.player = Agents(self.config, self.tokenizer, folder=folder, modality=self.modality)
-        self.set_rows(folder, rows, {"shift": str(shift)})
+        self.set_rows(folder, rows, {})
         self.reward = reward or CombinedReward((), ())
 
     def sample(self):
@@ -389,20 +389,6 @@ def test_one_conversation_goes_on_over_all_clients(tmp_path):
         assert len(item.rollout.segments) == 3
         found = [image.decode().tobytes() for image in item.rollout.images]
         assert found == [squares(3, (84, 84)).tobytes(), squares(4).tobytes()]
-
-
-@pytest.mark.full
-def test_what_was_shown_is_not_sampled_again_and_other_pixels_are(tmp_path):
-    shift = tmp_path / "shift"
-    first, again = (Stage(tmp_path, "tiny-qwen2.5-vl", shift=shift) for _ in range(2))
-    whole, same = first.sample(), again.sample()
-    assert again.requests == []
-    assert [i.rollout for i in whole.scored] == [i.rollout for i in same.scored]
-    check_exact(again, same)
-    shift.touch()  # the agent shows others of the same sizes, but for what the row has
-    other = Stage(tmp_path, "tiny-qwen2.5-vl", shift=shift)
-    other.sample()
-    assert len(other.requests) == 2 * (2 + 4)
 
 
 @pytest.mark.full
