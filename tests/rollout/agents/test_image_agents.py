@@ -14,6 +14,7 @@ from tests.rollout.agents.agent_stage import options_of
 from tests.rollout.agents.endpoint_desk import Waiting, answer, completed
 from tests.rollout.agents.image_agents import address_of, said
 from tests.rollout.agents.test_agents import check_exact
+from tests.rollout.agents.test_planted_faults import suffix_with
 from tests.rollout.image_environments import bytes_of, squares
 from tests.rollout.image_stage import PRESETS, ROWS, ImageStage
 
@@ -195,19 +196,17 @@ def images_mixed_up(patch):
 
 
 def places(change):
-    """Changes the ids of what follows a turn, where its first image stands."""
+    """Change the ids of what follows a turn, where its first image stands."""
 
-    def plant(patch):
-        own = ChatIds.suffix
+    def changed(chat, rendered):
+        ids = rendered.token_ids
+        return replace(rendered, token_ids=change(ids, first_place(chat, ids)))
 
-        def suffix(self, turn, calls, messages):
-            found = own(self, turn, calls, messages)
-            place = next(n for n, i in enumerate(found.token_ids) if i in self._places)
-            return replace(found, token_ids=change(found.token_ids, place))
+    return suffix_with(changed)
 
-        patch.setattr(ChatIds, "suffix", suffix)
 
-    return plant
+def first_place(chat, ids):
+    return next(n for n, i in enumerate(ids) if i in chat._places)
 
 
 PLANTED = {
