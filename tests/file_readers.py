@@ -435,9 +435,9 @@ JUDGE = {
 
 
 def load_judge(folder):
-    from lightrft.tools.rewards.judge_questions import load_style
+    from lightrft.tools.rewards.judge_questions import load_grading
 
-    return load_style("judge", "none", str(folder / "ask.txt"), str(folder / "rubric.toml"))
+    return load_grading("judge", "none", str(folder / "ask.txt"), str(folder / "rubric.toml"))
 
 
 def make_heads(folder):

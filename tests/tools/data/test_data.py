@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 
 import pytest
@@ -198,14 +197,8 @@ def test_labels_that_are_tests_are_not_taken_for_answers(checked):
 
 
 def test_a_service_is_certified_like_a_function(checked):
-    server = RewardServer(Same())
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        url = f"http://127.0.0.1:{server.server_port}"
-        code, out, _ = checked(NUMBERS, "--remote_rm_url", url)
-    finally:
-        server.shutdown()
-        server.server_close()
+    with RewardServer(Same()) as server:
+        code, out, _ = checked(NUMBERS, "--remote_rm_url", server.http.address)
     assert code == 0
     assert "mean reward by remote" in out
     assert "warning: 3 of 3 empty answers" in out

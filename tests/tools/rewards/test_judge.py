@@ -19,7 +19,7 @@ from lightrft.run.run_inputs import input_files
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.rewards.judge import JudgeReward
 from lightrft.tools.rewards.judge_answers import read_ranking, read_score, read_verdict
-from lightrft.tools.rewards.judge_questions import TEMPLATE, JudgedPrompt, fill_template
+from lightrft.tools.rewards.judge_questions import STYLES, JudgedPrompt, fill_template
 
 
 class Judge:
@@ -242,7 +242,7 @@ MARKERS += ["\uff1c|im_end|\uff1e", "\ufe64bos\ufe65", "\uff3bINST\uff3d"]
 
 
 def quoted(response: str) -> str:
-    return fill_template(TEMPLATE, JudgedPrompt("p", "l"), {"response": response})
+    return fill_template(STYLES["none"], JudgedPrompt("p", "l"), [response])
 
 
 @pytest.mark.parametrize("marker", MARKERS)
@@ -310,23 +310,24 @@ def test_a_continued_run_compares_the_template(tmp_path) -> None:
 def test_scores_are_read_in_the_forms_that_judges_give(content, score) -> None:
     if score is None:
         with pytest.raises(ValueError, match="the last line must be"):
-            read_score(content)
+            read_score(1, content)
     else:
-        assert read_score(content) == score
+        assert read_score(1, content) == [score / 10]
 
 
 def test_verdicts_and_rankings_are_read_and_nothing_else() -> None:
     for text in ("Better: A", "**Better: A**", "[[A]]", "hm\nWinner: `a`.", "<think>B</think>\nA"):
-        assert read_verdict(text) == 1
-    assert [read_verdict(text) for text in ("Better: B", "Better: tie", "**Tie**")] == [0, 0.5, 0.5]
+        assert read_verdict(2, text) == [1, 0]
+    others = [read_verdict(2, text) for text in ("Better: B", "Better: tie", "**Tie**")]
+    assert others == [[0, 1], [0.5, 0.5], [0.5, 0.5]]
     for text in ("", "A is better", "Better: A and B", "Better: C"):
         with pytest.raises(ValueError, match="Better: tie"):
-            read_verdict(text)
+            read_verdict(2, text)
     for text in ("Ranking: 2 > 1 > 3", "**2, 1, 3**", "well\n`2 > 1 > 3`."):
-        assert read_ranking(text, count=3) == [1, 0, 2]
+        assert read_ranking(3, text) == [0.5, 1, 0]
     for text in ("2 > 1", "Ranking: 1 > 1 > 2", "0 > 1 > 2", "1 > 2 > 3 > 4", "good"):
         with pytest.raises(ValueError, match="each number from 1 to 3 once"):
-            read_ranking(text, count=3)
+            read_ranking(3, text)
 
 
 RUBRIC = """

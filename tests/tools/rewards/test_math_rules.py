@@ -50,7 +50,7 @@ def test_plain_answers_start_no_grader() -> None:
     responses = [r"\boxed{0.5}", r"\boxed{2}", "none", r"\boxed{x}", "\\boxed{" + "1+" * 999 + "1}"]
     assert numbers_of(reward, responses, ["1/2", "3", "3", "$x$", "1000"]) == [1, 0, 0, 1, 0]
     # Private here and below: only a worker knows whether it was started.
-    assert [worker.num_starts for worker in reward.workers] == [0, 0]
+    assert [worker.num_starts for worker in reward.workers.workers] == [0, 0]
     assert "math_verify" not in sys.modules
 
 
@@ -82,7 +82,7 @@ def test_an_answer_that_hangs_the_grader_is_undecided_and_harms_no_other() -> No
         reward.close()
     assert results == [None, RewardResult(1.0, {"boxed_math": 1.0})]
     # A fork of the worker was killed, not the worker.
-    assert reward.workers[0].num_starts == 1
+    assert reward.workers.workers[0].num_starts == 1
 
 
 @pytest.mark.parametrize(
@@ -162,13 +162,13 @@ def test_hostile_answers_end_with_the_batch_and_leave_the_worker_alive() -> None
     deadline = seconds(60)
     reward = MathReward(BOXED_MATH, grading_seconds=0.2, batch_seconds=deadline, num_workers=1)
     try:
-        reward.workers[0].start()
+        reward.workers.workers[0].start()
         responses = [f"\\boxed{{{answer}}}" for answer in HOSTILE]
         start = time.monotonic()
         results = results_of(reward, responses, [r"\frac{3}{7}+\sqrt{2}"] * 23)
         # 23 times 0.2 s, then 8 times; a restart of the worker for each would take minutes.
         assert time.monotonic() - start < deadline
-        assert reward.workers[0].num_starts == 1
+        assert reward.workers.workers[0].num_starts == 1
     finally:
         reward.close()
     assert {result.reward for result in results if result is not None} <= {0.0}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self, cast
 
 from lightrft.config import ScorerOptions, ScoringOptions, ServiceOptions, TrainConfig
+from lightrft.config.options import is_number
 from lightrft.config.registry import REWARD_KINDS, REWARD_SERVICES, REWARDS, split_kind
 from lightrft.config.toml import read_toml
 from lightrft.engines.media.media import Media
@@ -272,26 +273,39 @@ def load_recipes(path: str | Path, *, column: str, names: Sequence[str]) -> Rewa
     """
     if len(set(names)) < len(names):
         raise ConfigError(f"reward_recipe needs rewards of different names: got {', '.join(names)}")
-    try:
-        tables = read_toml(Path(path))
-    except ValueError as err:
-        raise ConfigError(f"reward_recipe: cannot read {err}") from err
     recipes: dict[str, dict[str, float]] = {}
-    for value, table in tables.items():
-        if not isinstance(table, dict) or not table:
-            raise ConfigError(f"reward_recipe: {path}: expected a table [{value}] with weights")
+    for value, table in read_tables(path, "reward_recipe").items():
         recipes[value] = {}
         for name, weight in table.items():
-            is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-            if name not in names or not is_number or not math.isfinite(weight):
+            if name not in names or not is_number(weight) or not math.isfinite(weight):
                 raise ConfigError(
                     f"reward_recipe: {path}: got {name} = {weight!r} in [{value}], expected a "
                     f"number for one of {', '.join(sorted(names))}"
                 )
             recipes[value][name] = float(weight)
-    if not recipes:
-        raise ConfigError(f"reward_recipe: {path} has no tables")
     return RewardRecipes(column, recipes)
+
+
+def read_tables(path: str | Path, option: str) -> dict[str, dict[str, object]]:
+    """Return the tables of a TOML file.
+
+    Args:
+        path: Path of the file.
+        option: Option that names the file, for messages.
+
+    Raises:
+        ConfigError: The file cannot be read, has no tables, or something beside them.
+    """
+    try:
+        tables = read_toml(Path(path))
+    except ValueError as err:
+        raise ConfigError(f"{option}: cannot read {err}") from err
+    for name, table in tables.items():
+        if not isinstance(table, dict) or not table:
+            raise ConfigError(f"{option}: {path}: expected a table [{name}] that is not empty")
+    if not tables:
+        raise ConfigError(f"{option}: {path} has no tables")
+    return cast("dict[str, dict[str, object]]", tables)
 
 
 def _apart(value: object) -> object:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
@@ -456,9 +456,15 @@ class WorkerPool:
 
     def call(self, request: object, *, seconds: float) -> object:
         """Wait for an idle worker and return its answer; see `WorkerProcess.call`."""
+        with self.idle() as worker:
+            return worker.call(request, seconds=seconds)
+
+    @contextlib.contextmanager
+    def idle(self) -> Iterator[WorkerProcess]:
+        """Wait for an idle worker, which nobody else calls until the end of the body."""
         worker = self._idle.get()
         try:
-            return worker.call(request, seconds=seconds)
+            yield worker
         finally:
             self._idle.put(worker)
 

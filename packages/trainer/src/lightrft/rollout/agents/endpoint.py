@@ -8,12 +8,13 @@ import json
 import queue
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lightrft.rollout.agents.anthropic_api import read_messages, reply_message
 from lightrft.rollout.agents.conversations import AgentEpisode, CalledTurn
 from lightrft.rollout.agents.http_server import (
+    LOOPBACK,
     HttpError,
     HttpLimits,
     HttpRequest,
@@ -71,22 +72,18 @@ class WaitingCall:
         holder: Episode that the call belongs to.
         call: The request.
         is_retry: Whether the client marks the call as a retry.
-        request: The HTTP request, which knows whether the client is still connected.
         future: Future in the server's loop that receives the turns.
-        loop: Event loop of the server.
     """
 
     holder: KeyHolder
     call: ChatCall
     is_retry: bool
-    request: HttpRequest
     future: asyncio.Future[Sequence[CalledTurn]]
-    loop: asyncio.AbstractEventLoop
 
     @property
     def is_gone(self) -> bool:
         """Whether nobody waits for the answer any more."""
-        return self.request.is_gone.is_set() or self.future.done()
+        return self.future.done()
 
     def resolve(self, found: Sequence[CalledTurn] | HttpError) -> None:
         """Set the answer, from any thread."""
@@ -99,7 +96,7 @@ class WaitingCall:
             else:
                 self.future.set_result(found)
 
-        self.loop.call_soon_threadsafe(settle)
+        self.future.get_loop().call_soon_threadsafe(settle)
 
 
 class Endpoint:
@@ -126,9 +123,10 @@ class Endpoint:
         self._tokenizer, self._names = tokenizer, tuple(model_names)
         self._holders: dict[bytes, KeyHolder] = {}
         self._over: dict[bytes, None] = {}
-        self._num_waiting, self._limits = 0, limits or HttpLimits()
         self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self.server = HttpServer(self._handle, self._limits, port=port, admits=self._admits)
+        self._hosts: tuple[str, ...] = ()
+        self.server = HttpServer(self._handle, limits, port=port, check=self._check)
+        self._hosts = tuple(f"{name}:{self.server.port}" for name in (LOOPBACK, "localhost"))
 
     @property
     def base_url(self) -> str:
@@ -158,53 +156,24 @@ class Endpoint:
         self.server.close()
 
     async def _handle(self, request: HttpRequest) -> HttpResponse:
-        holder = self._holder(request.headers)
         if request.path == _MODELS:
-            _require(request, "GET")
+            request.require("GET")
             model = {"id": self._names[0], "object": "model", "created": 0, "owned_by": "lightrft"}
             return HttpResponse(200, json.dumps({"object": "list", "data": [model]}).encode())
         if request.path not in _CALLS:
             known = ", ".join((*_CALLS, _MODELS))
             raise HttpError(404, f"no such path: there are {known}", code="not_found")
-        _require(request, "POST")
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise HttpError(415, "the content-type must be application/json")
+        request.require("POST")
+        request.require_json()
         body = read_json(request.body)
         if body.get("model") not in self._names:
             raise HttpError(
                 404, f"the model must be {' or '.join(self._names)}", code="model_not_found"
             )
-        return await self._answer(holder, _CALLS[request.path][0](body), request)
-
-    async def _answer(
-        self, holder: KeyHolder, call: ChatCall, request: HttpRequest
-    ) -> HttpResponse:
-        if self._num_waiting >= self._limits.max_waiting:
-            raise HttpError(429, "too many calls wait: ask again later", code="rate_limit_exceeded")
-        loop = asyncio.get_running_loop()
-        retries = request.headers.get("x-stainless-retry-count", "0")
-        waiting = WaitingCall(holder, call, retries != "0", request, loop.create_future(), loop)
-        holder.waiting.add(waiting)
-        self._num_waiting += 1
-        self.events.put(waiting)
-        gone = asyncio.ensure_future(request.is_gone.wait())
-        try:
-            either: set[asyncio.Future[object]] = {waiting.future, gone}  # type: ignore[arg-type]
-            seconds = self._limits.call_seconds
-            await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.future.done():
-                waiting.future.cancel()
-                if gone.done():
-                    raise HttpError(499, "the client has gone")
-                raise HttpError(504, f"no answer within {seconds:g} s", code="timeout")
-            turns = waiting.future.result()
-        finally:
-            gone.cancel()
-            holder.waiting.discard(waiting)
-            self._num_waiting -= 1
-        answer = _CALLS[request.path][1]
-        response = answer(call, turns, self._names[0], self._tokenizer)
+        read, write = _CALLS[request.path]
+        call, holder = read(body), self._holder(request.headers)
+        turns = await self._turns(holder, call, request)
+        response = write(call, turns, self._names[0], self._tokenizer)
 
         delivered = [turn.is_delivered for turn in turns]
 
@@ -214,14 +183,28 @@ class Endpoint:
             for turn, before in zip(turns, delivered, strict=True):
                 turn.is_delivered = is_sent or before
 
-        return HttpResponse(response.status, response.body, response.content_type, on_sent=on_sent)
+        return replace(response, on_sent=on_sent)
 
-    def _admits(self, headers: Mapping[str, str]) -> bool:
+    async def _turns(
+        self, holder: KeyHolder, call: ChatCall, request: HttpRequest
+    ) -> Sequence[CalledTurn]:
+        """Wait for the answering thread; a client that disconnects cancels the wait."""
+        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+        future = asyncio.get_running_loop().create_future()
+        waiting = WaitingCall(holder, call, is_retry, future)
+        holder.waiting.add(waiting)
+        self.events.put(waiting)
         try:
-            self._holder(headers)
-        except HttpError:
-            return False
-        return True
+            return await waiting.future
+        finally:
+            holder.waiting.discard(waiting)
+
+    def _check(self, head: HttpRequest) -> None:
+        """Refuse a request for another server, or without a key of an open episode."""
+        # A web page of another site cannot send this host: browsers send the site's host.
+        if head.headers.get("host") not in self._hosts:
+            raise HttpError(421, "the header host names another server", code="wrong_host")
+        self._holder(head.headers)
 
     def _holder(self, headers: Mapping[str, str]) -> KeyHolder:
         """Return the episode of a request's key."""
@@ -236,11 +219,6 @@ class Endpoint:
         if digest in self._over:
             raise _over()
         raise HttpError(401, "the API key is none of an episode", code="invalid_api_key")
-
-
-def _require(request: HttpRequest, method: str) -> None:
-    if request.method != method:
-        raise HttpError(405, f"{request.path} takes {method} only", code="method_not_allowed")
 
 
 def _over() -> HttpError:

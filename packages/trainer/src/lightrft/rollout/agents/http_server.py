@@ -1,10 +1,10 @@
-"""A small HTTP/1.1 server on the loopback interface, in a separate thread."""
+"""A small HTTP/1.1 server in a separate thread: of agents' calls, and of served rewards."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
+import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +20,10 @@ _ASK_SECONDS, _MAX_ASK_SECONDS = 0.02, 5.0
 _JSON = "application/json"
 # Headers that must not repeat, because other programs may read another copy.
 _ONCE = ("host", "authorization", "x-api-key", "content-type")
+# Statuses after which the same request may succeed.
+_TEMPORARY = (408, 429, 504)
+# Answer to a connection beyond the limit, before anything of its request is read.
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,7 @@ class HttpLimits:
         max_header_bytes: Size of the request line and all headers.
         max_body_bytes: Size of one body.
         max_held_bytes: Size of the bodies of all unanswered requests.
-        max_connections: Number of open connections; further ones are closed.
+        max_connections: Number of open connections; further ones are told to come again.
         max_waiting: Number of requests that wait for their answers.
         read_seconds: Time for a request to arrive in full.
         write_seconds: Time for a client to read what it was sent.
@@ -61,15 +65,25 @@ class HttpRequest:
         method: Method in capitals.
         path: Path without the query.
         headers: Headers by lower-case name.
-        body: Bytes of the body.
-        is_gone: Event that is set once the client disconnects.
+        body: Bytes of the body; empty while they are still to come.
     """
 
     method: str
     path: str
-    headers: dict[str, str]
-    body: bytes
-    is_gone: asyncio.Event
+    headers: Mapping[str, str]
+    body: bytes = b""
+
+    def require(self, method: str) -> None:
+        """Raise an HttpError if the request has another method."""
+        if self.method != method:
+            text = f"{self.path} takes {method} only"
+            raise HttpError(405, text, code="method_not_allowed")
+
+    def require_json(self) -> None:
+        """Raise an HttpError if the body is not marked as JSON."""
+        kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != _JSON:
+            raise HttpError(415, "the content-type must be application/json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,26 +127,33 @@ def error_response(error: HttpError) -> HttpResponse:
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     fields = {"message": str(error), "type": kind, "param": None, "code": error.code}
     # OpenAI's clients retry after a 409, but here a retry only helps if the server is full or slow.
-    retry = ("x-should-retry", "true" if error.status in (429, 504) else "false")
+    headers = [("x-should-retry", "true" if error.status in _TEMPORARY else "false")]
+    if error.status == 401:
+        headers.append(("www-authenticate", "Bearer"))
     # The outer type is Anthropic's.
     body = json.dumps({"type": "error", "error": fields}).encode()
-    return HttpResponse(error.status, body, headers=(retry,))
+    return HttpResponse(error.status, body, headers=tuple(headers))
 
 
 class HttpServer:
-    """Server on a free port of the loopback interface; a context manager.
+    """Server in a thread that runs until `close`.
 
     Data of clients is never logged. A connection that does not speak HTTP/1.1 gets an error if
-    possible and is closed.
+    possible and is closed. A client that disconnects cancels the answer to its request.
 
     Args:
         handle: Function that answers a request; an `HttpError` is sent, other errors become a 500.
         limits: Limits of requests.
-        port: Port to listen on; 0 takes a free one.
-        admits: Function that returns whether a request's headers permit a large body.
+        host, port: Address to listen at; port 0 takes a free one.
+        check: Function that gets the head of a request before its body is read, and raises an
+            `HttpError` to refuse it.
 
     Attributes:
         body_bytes: Size of the bodies of all unanswered requests.
+        num_waiting: Number of requests that wait for their answers.
+
+    Raises:
+        OSError: This machine cannot listen at the address.
     """
 
     def __init__(
@@ -140,48 +161,40 @@ class HttpServer:
         handle: Handle,
         limits: HttpLimits | None = None,
         *,
+        host: str = LOOPBACK,
         port: int = 0,
-        admits: Callable[[Mapping[str, str]], bool] = lambda headers: True,
+        check: Callable[[HttpRequest], object] = lambda head: None,
     ) -> None:
-        self.handle, self.limits, self.admits = handle, limits or HttpLimits(), admits
-        self.body_bytes = 0
+        self.handle, self.limits, self.check = handle, limits or HttpLimits(), check
+        self.body_bytes = self.num_waiting = 0
         self._connections: set[asyncio.Task[None]] = set()
-        self._started = threading.Event()
-        self._error: BaseException | None = None
-        self.loop = asyncio.new_event_loop()
-        self.port = port
-        self._thread = threading.Thread(target=self._run, name="agent-endpoint", daemon=True)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family)
+        self.port: int = self._socket.getsockname()[1]
+        self._loop, self._stop = asyncio.new_event_loop(), asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="http-server", daemon=True)
         self._thread.start()
-        self._started.wait()
-        if self._error is not None:
-            raise self._error
 
     @property
     def address(self) -> str:
-        """Address at which the server listens, as clients write it."""
+        """Address of a server on the loopback interface, as clients write it."""
         return f"http://{LOOPBACK}:{self.port}"
 
     def close(self) -> None:
         """End all connections and the thread; calling it twice is allowed."""
         if self._thread.is_alive():
-            self.loop.call_soon_threadsafe(self._stop.set)
+            self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
+        asyncio.set_event_loop(self._loop)
         try:
-            self.loop.run_until_complete(self._serve())
-        except BaseException as error:  # noqa: BLE001 - raised by the caller, who waits for the start
-            self._error = error
+            self._loop.run_until_complete(self._serve())
         finally:
-            self._started.set()
-            self.loop.close()
+            self._loop.close()
 
     async def _serve(self) -> None:
-        self._stop = asyncio.Event()
-        server = await asyncio.start_server(self._accept, LOOPBACK, self.port, backlog=1024)
-        self.port = server.sockets[0].getsockname()[1]
-        self._started.set()
+        server = await asyncio.start_server(self._accept, sock=self._socket, backlog=1024)
         await self._stop.wait()
         server.close()
         for task in list(self._connections):
@@ -191,6 +204,7 @@ class HttpServer:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         if task is None or len(self._connections) >= self.limits.max_connections:
+            writer.write(_FULL)
             writer.close()
             return
         self._connections.add(task)
@@ -237,27 +251,34 @@ class _Connection:
     async def _serve(self) -> None:
         while True:
             try:
-                async with asyncio.timeout(self.limits.idle_seconds):
-                    first = await self._first_bytes()
-                if not first:
-                    return
-                async with asyncio.timeout(self.limits.read_seconds):
-                    request = await self._request()
-            except h11.RemoteProtocolError as error:
-                is_long = error.error_status_hint == 431
-                unsound = HttpError(error.error_status_hint, "the request is no sound HTTP/1.1")
-                await self._refuse(_long_headers(self.limits) if is_long else unsound)
-                return
+                request = await self._next_request()
             except HttpError as error:
                 await self._refuse(error)
                 return
             if request is None:
                 return
-            is_whole = await self._answer(request)
+            await self._answer(request)
             self._let_go()
-            if not is_whole or self.wire.our_state is not h11.DONE:
+            if self.wire.our_state is not h11.DONE:
                 return
             self.wire.start_next_cycle()
+
+    async def _next_request(self) -> HttpRequest | None:
+        """Return the next request of the connection; None if the client has closed it."""
+        async with asyncio.timeout(self.limits.idle_seconds):
+            if not await self._first_bytes():
+                return None
+        try:
+            async with asyncio.timeout(self.limits.read_seconds):
+                return await self._request()
+        except TimeoutError:
+            text = f"the request took longer than {self.limits.read_seconds:g} s"
+            raise HttpError(408, text, code="timeout") from None
+        except h11.RemoteProtocolError as error:
+            if error.error_status_hint == 431:
+                raise _long_headers(self.limits) from None
+            text = "the request is no sound HTTP/1.1"
+            raise HttpError(error.error_status_hint, text) from None
 
     async def _first_bytes(self) -> bool:
         """Return whether a further request begins."""
@@ -292,30 +313,24 @@ class _Connection:
             if text in headers and text in _ONCE:
                 raise HttpError(400, f"the header {text} was sent twice")
             headers[text] = value.decode("latin-1")
-        path, body = self._checked_path(head, headers), bytearray()
-        is_admitted = self.server.admits(headers)
+        method, path = head.method.decode("ascii").upper(), self._checked_path(head, headers)
+        request, body = HttpRequest(method, path, headers), bytearray()
+        self.server.check(request)
         while not isinstance(event := await self._next(), h11.EndOfMessage):
             if not isinstance(event, h11.Data):
                 return None
             body += event.data
             self.body_bytes += len(event.data)
             self.server.body_bytes += len(event.data)
-            if len(body) > _CHUNK and not is_admitted:
-                raise HttpError(401, "the API key is none of an episode", code="invalid_api_key")
             if self.server.body_bytes > self.limits.max_held_bytes:
                 text = "too many large requests wait: ask again later"
                 raise HttpError(429, text, code="rate_limit_exceeded")
             if len(body) > self.limits.max_body_bytes:
                 raise _too_large(self.limits)
-        method = head.method.decode("ascii").upper()
-        return HttpRequest(method, path, headers, bytes(body), asyncio.Event())
+        return replace(request, body=bytes(body))
 
     def _checked_path(self, head: h11.Request, headers: dict[str, str]) -> str:
         """Return the path, or refuse an invalid request before its body is read."""
-        # A web page of another site cannot send this host: browsers send the site's host.
-        port = self.server.port
-        if headers.get("host") not in (f"{LOOPBACK}:{port}", f"localhost:{port}"):
-            raise HttpError(421, "the header host names another server", code="wrong_host")
         if "content-length" in headers and "transfer-encoding" in headers:
             raise HttpError(400, "a body has either a length or chunks")
         if headers.get("content-encoding", "identity") != "identity":
@@ -327,22 +342,9 @@ class _Connection:
             raise HttpError(404, "no such path", code="not_found")
         return target.partition("?")[0]
 
-    async def _answer(self, request: HttpRequest) -> bool:
-        """Answer a request; return whether the client received the whole answer."""
-        watch = asyncio.create_task(self._watch(request))
-        try:
-            response = await self.server.handle(request)
-        except HttpError as error:
-            response = error_response(error)
-        except Exception:  # noqa: BLE001 - its text may hold data of the client
-            response = error_response(HttpError(500, "the server failed", code="internal"))
-        finally:
-            # The watcher must end before the bytes of a further request are read.
-            watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watch
-        if request.is_gone.is_set():
-            return False
+    async def _answer(self, request: HttpRequest) -> None:
+        """Answer a request; end with a CancelledError if the client disconnects before."""
+        response = await self._response(request)
         # Before sending: a client may act on an answer before the server knows that it arrived.
         note = response.on_sent or (lambda is_sent: None)
         note(True)
@@ -351,10 +353,32 @@ class _Connection:
         except BaseException:
             note(False)
             raise
-        return True
 
-    async def _watch(self, request: HttpRequest) -> None:
-        """Set `is_gone` if the client disconnects while it waits.
+    async def _response(self, request: HttpRequest) -> HttpResponse:
+        server, seconds = self.server, self.limits.call_seconds
+        if server.num_waiting >= self.limits.max_waiting:
+            text = "too many calls wait: ask again later"
+            return error_response(HttpError(429, text, code="rate_limit_exceeded"))
+        server.num_waiting += 1
+        watch = asyncio.create_task(self._watch(asyncio.current_task()))
+        try:
+            async with asyncio.timeout(seconds):
+                return await server.handle(request)
+        except TimeoutError:
+            error = HttpError(504, f"no answer within {seconds:g} s", code="timeout")
+        except HttpError as refusal:
+            error = refusal
+        except Exception:  # noqa: BLE001 - its text may hold data of the client
+            error = HttpError(500, "the server failed", code="internal")
+        finally:
+            server.num_waiting -= 1
+            # The watcher must end before the bytes of a further request are read.
+            watch.cancel()
+            await asyncio.wait({watch})
+        return error_response(error)
+
+    async def _watch(self, answering: asyncio.Task[object] | None) -> None:
+        """Cancel the task that answers if the client disconnects while it waits.
 
         A client that closed its sending side may still want the answer. Only writes reveal
         whether it is connected: the second write shows that the first one failed. Clients ignore
@@ -372,8 +396,8 @@ class _Connection:
                 pause = min(2 * pause, _MAX_ASK_SECONDS)
         except OSError:
             data = b""
-        if not data:
-            request.is_gone.set()
+        if not data and answering is not None:
+            answering.cancel()
 
     async def _send(self, response: HttpResponse) -> None:
         headers = [("content-type", response.content_type), *response.headers]

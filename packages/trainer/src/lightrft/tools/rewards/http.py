@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from lightrft.config.files import finite_float, refuse_constant
-from lightrft.config.options import MASK
+from lightrft.config.options import MASK, is_number
 from lightrft.config.printable import one_line
 
 if TYPE_CHECKING:
@@ -245,13 +245,17 @@ class HttpClient:
             raise RequestError(
                 f"no HTTP answer: {one_line(str(err))}", is_temporary=True, is_garbled=True
             ) from None
-        except (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL) as err:
+        except (
+            httpx.UnsupportedProtocol,
+            httpx.LocalProtocolError,
+            httpx.InvalidURL,
+            ValueError,
+        ) as err:
+            # Host names and header values that cannot be encoded are ValueErrors.
             raise RequestError(f"the request cannot be sent: {type(err).__name__}") from None
         except (httpx.HTTPError, httpx.StreamError, OSError) as err:
             said = one_line(str(err)) or type(err).__name__
             raise RequestError(said, is_temporary=True) from None
-        except ValueError as err:  # host names and header values that cannot be encoded
-            raise RequestError(f"the request cannot be sent: {type(err).__name__}") from None
 
     def _client(self, url: str) -> "httpx.AsyncClient":
         import httpx
@@ -373,7 +377,7 @@ def finite_numbers(values: object, count: int) -> list[float] | None:
     """Return the list as floats if it holds that many finite numbers; else None."""
     if not isinstance(values, list) or len(values) != count:
         return None
-    if not all(isinstance(x, int | float) and not isinstance(x, bool) for x in values):
+    if not all(map(is_number, values)):
         return None
     try:
         numbers = [float(x) for x in values]

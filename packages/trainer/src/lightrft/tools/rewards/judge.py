@@ -10,12 +10,11 @@ import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from lightrft.config import ScorerOptions, ScoringOptions
 from lightrft.config.files import FileError, lines_of, parse_object
+from lightrft.config.options import is_number
 from lightrft.config.printable import one_line
 from lightrft.engines.base import RolloutEngine
 from lightrft.engines.media.media import Media
@@ -38,51 +37,15 @@ from lightrft.tools.rewards.http import (
     shown_address,
 )
 from lightrft.tools.rewards.judge_model import JudgeModel, JudgePolicy
-from lightrft.tools.rewards.judge_questions import JudgedPrompt, Question, Style, load_style
+from lightrft.tools.rewards.judge_questions import JudgedPrompt, Question, load_grading
 from lightrft.tools.rewards.remote import service_address
-from lightrft.tools.rewards.verdicts import VERDICTS, verdict_style
 
 KEY_VARIABLE = "LIGHTRFT_JUDGE_KEY"
 CACHE_FOLDER = "judge_cache"
 MAX_ANSWER_BYTES, CONCURRENCY = 1 << 20, 16
-_PRICES = ("input", "output")
-
-
-@dataclass(slots=True)
-class _Costs:
-    """Costs of the judge since they were last taken; several threads add to them."""
-
-    num_questions: int = 0
-    num_cached: int = 0
-    num_requests: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    seconds: float = 0.0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-class _JudgeServer(Protocol):
-    """A model that answers questions.
-
-    Args:
-        shown: Name for errors.
-        identity: Bytes that change whenever the model changes.
-        keeps_weights: Whether answers to a question stay the same for the whole run.
-    """
-
-    shown: str
-    identity: bytes
-    keeps_weights: bool
-
-    def answers(
-        self, bodies: Sequence[bytes], *, seconds: list[float]
-    ) -> Sequence[bytes | RequestError]:
-        """Return the body or error of each answer."""
-        ...
-
-    def close(self) -> None:
-        """End the model; may be called twice."""
-        ...
+# Names of prices, and what they are the price of.
+_PRICES = {"input": "prompt_tokens", "output": "completion_tokens"}
+_COUNTS = ("questions", "cached", "requests", "seconds", *_PRICES.values())
 
 
 class _ServedJudge:
@@ -150,14 +113,12 @@ class JudgeReward:
         # The engine answers all questions of a rank at once; other judges get CONCURRENCY requests.
         self.whole_batch = config.judges_by_policy
         self.parallel_calls = 0 if config.judges_by_policy else CONCURRENCY
-        if config.judge_compare == VERDICTS:
-            self._style: Style = verdict_style(name, config)
-        else:
-            self._style = load_style(
-                name, config.judge_compare, config.judge_template, config.judge_rubric
-            )
+        self._grading = load_grading(
+            name, config.judge_compare, config.judge_template, config.judge_rubric
+        )
         self._prices = _checked_prices(config.judge_prices or {})
-        self._costs = _Costs()
+        # Sums since they were last taken; several threads add to them.
+        self._counts, self._lock = dict.fromkeys(_COUNTS, 0.0), threading.Lock()
         self._fields: dict[str, object] = {
             "model": config.judge_model,
             "temperature": 0,
@@ -169,7 +130,7 @@ class JudgeReward:
         self.server = self._open(config)
         self._cache = AnswerCache(Path(config.output_dir) / CACHE_FOLDER)
 
-    def _open(self, config: ScoringOptions) -> _JudgeServer:
+    def _open(self, config: ScoringOptions) -> _ServedJudge | JudgeModel | JudgePolicy:
         if config.judge_url is not None:
             return _ServedJudge(config.judge_url, config)
         if config.judges_by_policy:
@@ -198,28 +159,27 @@ class JudgeReward:
             return self._answers(questions, bodies)
 
         tasks = [JudgedPrompt(prompt, label) for prompt, label in zip(prompts, labels, strict=True)]
-        return self._style.grade(tasks, responses, ask)
+        return self._grading.grade(tasks, responses, ask)
 
     def take_tallies(self) -> Tallies:
         """Return the costs since the last call."""
-        with self._costs.lock:
-            taken, self._costs = self._costs, _Costs()
-        tokens = {
-            "prompt_tokens": taken.prompt_tokens,
-            "completion_tokens": taken.completion_tokens,
-        }
+        with self._lock:
+            counts, self._counts = self._counts, dict.fromkeys(_COUNTS, 0.0)
+        requests = counts["requests"]
         tallies: dict[str, tuple[float, float | None]] = {
-            **{name: (total, taken.num_requests) for name, total in tokens.items()},
-            "seconds": (taken.seconds, taken.num_requests),
-            "cached_share": (taken.num_cached, taken.num_questions),
-            "requests": (taken.num_requests, None),
+            **{name: (counts[name], requests) for name in (*_PRICES.values(), "seconds")},
+            "cached_share": (counts["cached"], counts["questions"]),
+            "requests": (requests, None),
         }
         if self._prices:
-            counts = (taken.prompt_tokens, taken.completion_tokens)
-            pairs = zip(_PRICES, counts, strict=True)
-            cost = sum(self._prices.get(name, 0.0) * count for name, count in pairs)
+            cost = sum(price * counts[_PRICES[name]] for name, price in self._prices.items())
             tallies["cost"] = (cost / 1e6, None)
         return {f"{self.name}/{name}": value for name, value in tallies.items()}
+
+    def _count(self, **amounts: float) -> None:
+        with self._lock:
+            for name, amount in amounts.items():
+                self._counts[name] += amount
 
     def close(self) -> None:
         """Close the judge; may be called twice."""
@@ -246,9 +206,7 @@ class JudgeReward:
             for key, question, body in zip(keys, questions, bodies, strict=True)
             if not self._is_known(key, question)
         }
-        with self._costs.lock:
-            self._costs.num_questions += len(questions)
-            self._costs.num_cached += sum(key not in asked for key in keys)
+        self._count(questions=len(questions), cached=sum(key not in asked for key in keys))
         problems = self._ask(asked)
         for key, question in zip(keys, questions, strict=True):
             if key in problems:
@@ -272,9 +230,7 @@ class JudgeReward:
         seconds: list[float] = []
         bodies = [body for _, body in asked.values()]
         answers = self.server.answers(bodies, seconds=seconds) if bodies else []
-        with self._costs.lock:
-            self._costs.num_requests += len(seconds)
-            self._costs.seconds += sum(seconds)
+        self._count(requests=len(seconds), seconds=sum(seconds))
         problems: dict[str, str] = {}
         for (key, (question, _)), answer in zip(asked.items(), answers, strict=True):
             if isinstance(answer, RequestError):
@@ -282,9 +238,7 @@ class JudgeReward:
                 continue
             try:
                 content, prompt_tokens, completion_tokens = read_completion(answer)
-                with self._costs.lock:
-                    self._costs.prompt_tokens += prompt_tokens
-                    self._costs.completion_tokens += completion_tokens
+                self._count(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
                 question.read(content)
             except ValueError as err:
                 problems[key] = str(err)
@@ -295,14 +249,15 @@ class JudgeReward:
 
 def _checked_prices(prices: Mapping[str, object]) -> dict[str, float]:
     """Return the prices per million tokens; raise a ConfigError if one is wrong."""
+    checked = dict[str, float]()
     for name, price in prices.items():
-        is_number = isinstance(price, int | float) and not isinstance(price, bool) and price >= 0
-        if name not in _PRICES or not is_number:
+        if name not in _PRICES or not is_number(price) or price < 0:
             raise ConfigError(
                 f"judge_prices: expected numbers for {' and '.join(_PRICES)}, a million tokens "
                 f"each: got {name}={price!r}"
             )
-    return {name: float(str(price)) for name, price in prices.items()}
+        checked[name] = price
+    return checked
 
 
 def read_completion(answer: bytes) -> tuple[str, int, int]:

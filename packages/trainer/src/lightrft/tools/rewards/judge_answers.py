@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from lightrft.config.options import is_number
 from lightrft.config.printable import one_line
 from lightrft.tools.rewards.http import parse_json
 
@@ -28,7 +29,7 @@ _RANKING = re.compile(
 )
 
 
-def read_score(content: str) -> float:
+def read_score(count: int, content: str) -> list[float]:
     """Return the score of the last line, `Score: N` or `N/10` with any markup, or of a JSON object.
 
     Raises:
@@ -45,11 +46,11 @@ def read_score(content: str) -> float:
     score = float(text)
     if not 0 <= score <= MAX_SCORE:
         raise ValueError(f"the score must be from 0 to {MAX_SCORE:g}: got {text}")
-    return score
+    return [score / MAX_SCORE] * count
 
 
-def read_verdict(content: str) -> float:
-    """Return 1 if the last line is `Better: A`, 0 for B and 0.5 for a tie.
+def read_verdict(count: int, content: str) -> list[float]:
+    """Return 1 for the response that the last line names, `Better: A`; a tie is 0.5 for both.
 
     Raises:
         ValueError: The last line is no verdict; one line.
@@ -61,24 +62,25 @@ def read_verdict(content: str) -> float:
             "the last line must be 'Better: A', 'Better: B' or 'Better: tie', the answer ends with "
             f"{one_line(content[-200:])!r}"
         )
-    return {"a": 1.0, "b": 0.0, "tie": 0.5}[match[1].lower()]
+    return {"a": [1.0, 0.0], "b": [0.0, 1.0], "tie": [0.5] * count}[match[1].lower()]
 
 
-def read_ranking(content: str, *, count: int) -> list[int]:
-    """Return the numbers of the last line, `Ranking: 2 > 1 > 3`, the best first, counted from 0.
+def read_ranking(count: int, content: str) -> list[float]:
+    """Return shares by the last line, `Ranking: 2 > 1 > 3`: 1 for the best and 0 for the last.
 
     Raises:
         ValueError: The last line does not hold each of 1 to `count` once; one line.
     """
     lines = _lines(content)
     match = _RANKING.fullmatch(lines[-1]) if lines else None
-    order = [int(number) - 1 for number in re.findall("[0-9]+", match[1])] if match else []
-    if sorted(order) != list(range(count)):
+    order = re.findall("[0-9]+", match[1]) if match else []
+    if sorted(map(int, order)) != list(range(1, count + 1)):
         raise ValueError(
             f"the last line must be 'Ranking: 2 > 1 > ...' with each number from 1 to {count} "
             f"once, the answer ends with {one_line(content[-200:])!r}"
         )
-    return order
+    places = {int(number): place for place, number in enumerate(order)}
+    return [1 - places[number] / (count - 1) for number in range(1, count + 1)]
 
 
 def _lines(content: str) -> list[str]:
@@ -104,5 +106,4 @@ def _json_score(text: str) -> str | None:
         return None
     values = entries.items() if isinstance(entries, dict) else ()
     scores = [value for name, value in values if name in ("score", "rating", "grade")]
-    is_one = len(scores) == 1 and isinstance(scores[0], int | float)
-    return repr(scores[0]) if is_one and not isinstance(scores[0], bool) else None
+    return repr(scores[0]) if len(scores) == 1 and is_number(scores[0]) else None

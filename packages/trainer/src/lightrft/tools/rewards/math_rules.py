@@ -1,6 +1,5 @@
 """Rule rewards for mathematics, which compare the response's final answer with the label."""
 
-import queue
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -12,11 +11,12 @@ from typing import cast
 from lightrft.config import RewardOptions
 from lightrft.rewards.process import (
     WorkerFailedError,
+    WorkerPool,
     WorkerProcess,
     WorkerTask,
     WorkerTimeoutError,
 )
-from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
+from lightrft.rewards.types import Columns, LabelReader, Labels, RewardError, RewardResult, Texts
 
 # The start of a box, an escaped character (an escaped brace does not count), or a brace.
 _BRACE = re.compile(r"\\?\\(?:boxed|fbox)\s*+\{|\\.|[{}]", flags=re.DOTALL)
@@ -152,7 +152,7 @@ BOXED_MATH = MathRule("boxed_math", last_boxed, _boxed_gold)
 GSM8K = MathRule("gsm8k", _gsm8k_answer, _gsm8k_gold)
 
 
-class MathReward:
+class MathReward(LabelReader[str]):
     """Reward of 1 if the response's final answer equals the label's, else 0.
 
     This process decides on equal texts and plain numbers; math-verify in worker processes decides
@@ -168,7 +168,6 @@ class MathReward:
         num_workers: Largest number of grading processes; each starts when it is needed.
     """
 
-    needs_labels = True
     # One call uses all workers.
     parallel_calls = 1
     whole_batch = False
@@ -185,7 +184,7 @@ class MathReward:
         self._rule = rule
         self._grading_seconds = grading_seconds
         self._batch_seconds = batch_seconds
-        self.workers = [WorkerProcess(_TASK, name=rule.name) for _ in range(num_workers)]
+        self.workers = WorkerPool(_TASK, size=num_workers, name=rule.name)
 
     def score(
         self, prompts: Texts, responses: Texts, labels: Labels, columns: Columns
@@ -195,8 +194,8 @@ class MathReward:
         deadline = time.monotonic() + self._batch_seconds
         outcomes: list[bool | None] = [False] * len(responses)
         pairs: dict[int, tuple[str, str]] = {}
-        for index, (response, label) in enumerate(zip(responses, labels, strict=True)):
-            answer, gold = self._rule.find_answer(response), self._gold(index, label)
+        for index, gold in enumerate(self.read_labels(labels)):
+            answer = self._rule.find_answer(responses[index])
             if answer is None or len(answer) > MAX_ANSWER_CHARACTERS:
                 continue
             outcomes[index] = quick_match(answer, gold)
@@ -213,43 +212,22 @@ class MathReward:
 
     def close(self) -> None:
         """End the worker processes; may be called twice."""
-        for worker in self.workers:
-            worker.close()
+        self.workers.close()
 
-    def label_problem(self, label: str | None) -> str | None:
-        """Return why no response to a row with this label can be right; None if one can."""
-        if label is None:
-            return "the row has no label: set --label_key"
-        try:
-            self._rule.find_gold(label)
-        except ValueError as err:
-            return str(err)
-        return None
-
-    def _gold(self, index: int, label: str | None) -> str:
-        problem = self.label_problem(label)
-        if label is None or problem is not None:
-            raise RewardError(f"reward {self.name!r}, label of sample {index}: {problem}")
+    def read_label(self, label: str) -> str:
+        """Return the reference answer of a label."""
         return self._rule.find_gold(label)
 
     def grade(
         self, pairs: Sequence[tuple[str, str]], seconds: float, deadline: float
     ) -> list[bool | None]:
         """Return whether each answer equals its gold answer; None if that takes more seconds."""
-        if not pairs:
-            return []
-        idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
-        for worker in self.workers:
-            idle.put(worker)
 
         def grade(pair: tuple[str, str]) -> bool | None:
-            worker = idle.get()
-            try:
+            with self.workers.idle() as worker:
                 return self._grade_one(worker, pair, seconds, deadline)
-            finally:
-                idle.put(worker)
 
-        num_threads = min(len(self.workers), len(pairs))
+        num_threads = min(len(self.workers.workers), len(pairs) or 1)
         with ThreadPoolExecutor(num_threads, thread_name_prefix="reward") as threads:
             return list(threads.map(grade, pairs))
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from lightrft.config import ScorerOptions
-from lightrft.config.options import MASK, mask_address
+from lightrft.config.options import MASK, is_number, mask_address
 from lightrft.config.printable import one_line
 from lightrft.engines.media.media import Media
 from lightrft.rewards.build import numbered, reward_urls
@@ -233,7 +233,7 @@ def _described(values: object) -> str:
     if not isinstance(values, list):
         is_short = values is None or isinstance(values, str | float | bool)
         return one_line(repr(values)) if is_short else type(values).__name__
-    wrong = [x for x in values if isinstance(x, bool) or not isinstance(x, int | float)]
+    wrong = [x for x in values if not is_number(x)]
     first = f", the first {type(wrong[0]).__name__}" if wrong else ""
     return f"a list of {len(values)} with {len(wrong)} that are no numbers{first}"
 

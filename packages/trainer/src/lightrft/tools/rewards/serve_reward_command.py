@@ -4,7 +4,9 @@ import argparse
 import errno
 import os
 import sys
+import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightrft.cli.errors import ExitCode, UsageError
@@ -43,19 +45,21 @@ def run(argv: Sequence[str]) -> int:
                 f"warning: whoever reaches {options.host} may send requests; set {TOKEN_VARIABLE}",
                 file=sys.stderr,
             )
-        print(f"serving {reward.name} at http://{options.host}:{server.server_port}", flush=True)
+        print(f"serving {reward.name} at http://{options.host}:{server.http.port}", flush=True)
         end_start_bar()
-        server.serve_forever()
+        threading.Event().wait()  # until an exception, such as Ctrl-C
     return ExitCode.OK
 
 
 def _server(
     reward: "RewardFunction", options: argparse.Namespace, token: str | None
 ) -> "RewardServer":
-    from lightrft.tools.rewards.service import RewardServer, ServiceLimits
+    from lightrft.tools.rewards.service import LIMITS, RewardServer
 
-    limits = ServiceLimits(
+    limits = replace(
+        LIMITS,
         read_seconds=options.read_timeout_seconds,
+        idle_seconds=options.read_timeout_seconds,
         max_body_bytes=options.max_body_mb << 20,
         max_held_bytes=8 * options.max_body_mb << 20,
         max_connections=options.max_connections,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from lightrft.config import RewardOptions
-from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
+from lightrft.rewards.types import Columns, LabelReader, Labels, RewardError, RewardResult, Texts
 from lightrft.tools.rewards.code_tests import (
     MAX_CODE_CHARACTERS,
     CodeOutcome,
@@ -34,7 +34,7 @@ _START_SECONDS = 0.5
 _LATE = ("undecided", "deadline")
 
 
-class UnitTestsReward:
+class UnitTestsReward(LabelReader[CodeTests]):
     """Reward of 1 if the answer's program passes all tests of the row's label, else 0.
 
     Components: `tests_passed` is the share of passed tests; `timeout` is 1 if a program was ended
@@ -50,7 +50,6 @@ class UnitTestsReward:
         ConfigError: No sandbox works here.
     """
 
-    needs_labels = True
     # One call uses all slots.
     parallel_calls = 1
     whole_batch = False
@@ -75,30 +74,18 @@ class UnitTestsReward:
         """Return the reward of each program; None if it is undecided."""
         del prompts, columns
         deadline = time.monotonic() + self._seconds
-        tests = [self._tests(index, label) for index, label in enumerate(labels)]
+        tests = self.read_labels(labels)
         codes = [find_code(text) for text in responses]
         outcomes = self._run_all(codes, tests, deadline)
         return [self._result(*row) for row in zip(codes, tests, outcomes, strict=True)]
 
-    def label_problem(self, label: str | None) -> str | None:
-        """Return why no response to a row with this label can be right; None if one can."""
-        if label is None:
-            return "the row has no label: set --label_key"
-        try:
-            read_tests(label)
-        except ValueError as err:
-            return str(err)
-        return None
+    def read_label(self, label: str) -> CodeTests:
+        """Return the tests of a label; see docs/data_formats.md."""
+        return read_tests(label)
 
     def close(self) -> None:
         """Remove the sandbox's folder; may be called twice."""
         self._sandbox.close()
-
-    def _tests(self, index: int, label: str | None) -> CodeTests:
-        problem = self.label_problem(label)
-        if label is None or problem is not None:
-            raise RewardError(f"reward {self.name!r}, label of sample {index}: {problem}")
-        return read_tests(label)
 
     def _run_all(
         self, codes: Sequence[str], tests: Sequence[CodeTests], deadline: float

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from lightrft.config import TrainConfig
+from lightrft.config.options import is_number
 from lightrft.config.printable import one_line
 from lightrft.experience.teachers import TeacherError, TextScores
 from lightrft.tools.rewards.http import (
@@ -196,7 +197,7 @@ def read_logprob(entry: object) -> float:
         ValueError: It is no log-probability, or belongs to an impossible token.
     """
     logprob = entry.get("logprob") if isinstance(entry, dict) else None
-    if isinstance(logprob, bool) or not isinstance(logprob, int | float):
+    if not is_number(logprob):
         raise ValueError(f"logprob is {one_line(repr(logprob))[:40]}, expected a number")
     # A server's rounding may lift a certain token slightly above 0.
     if not math.isfinite(logprob) or logprob > 1e-3 or logprob <= LEAST_LOGPROB:
