@@ -16,7 +16,6 @@ from lightrft.config.toml import read_toml
 from lightrft.engines.media.media import Media
 from lightrft.rewards.types import (
     NOT_SCORED,
-    CallStyle,
     ChecksLabels,
     Columns,
     CountsCosts,
@@ -30,6 +29,7 @@ from lightrft.rewards.types import (
     Tallies,
     Texts,
     UsesEngine,
+    call_style,
 )
 from lightrft.strategy.config import ConfigError
 
@@ -69,21 +69,17 @@ class CombinedReward:
         self._weights = tuple(weights)
         self._recipes = recipes
         self.name = "+".join(function.name for function in functions)
-        styles = [function for function in functions if isinstance(function, CallStyle)]
-        is_apart = len(styles) == len(functions) and all(style.parallel_calls for style in styles)
-        self.parallel_calls = max(s.parallel_calls for s in styles) if styles and is_apart else 0
-        self.whole_batch = any(style.whole_batch for style in styles)
+        styles = [call_style(function) for function in functions]
+        # A function with calls computes in other processes, so that any thread may call it.
+        self._calls = [parallel_calls for parallel_calls, _ in styles]
+        self.parallel_calls = max(self._calls, default=0) if all(self._calls) else 0
+        self.whole_batch = any(whole_batch for _, whole_batch in styles)
         self.reads_environments = any(
             isinstance(function, ReadsEnvironments) and function.reads_environments
             for function in functions
         )
         # Threads call the sum; each function gets no more of them than it takes.
-        self._turns = [
-            threading.Semaphore(max(1, style.parallel_calls))
-            if isinstance(style, CallStyle)
-            else threading.Semaphore()
-            for style in functions
-        ]
+        self._turns = [threading.Semaphore(calls or 1) for calls in self._calls]
 
     @property
     def needs_labels(self) -> bool:
@@ -115,7 +111,7 @@ class CombinedReward:
 
         count = len(self.functions)
         # In this thread, where signals work: a single function, and those that run in this process.
-        others = [i for i, each in enumerate(self.functions) if count > 1 and _is_elsewhere(each)]
+        others = [index for index in range(count) if count > 1 and self._calls[index]]
         here = [index for index in range(count) if index not in others]
         # Functions wait for processes and services, so threads are enough to overlap them.
         with ThreadPoolExecutor(len(others) or 1, thread_name_prefix="reward") as threads:
@@ -311,11 +307,6 @@ def read_tables(path: str | Path, option: str) -> dict[str, dict[str, object]]:
 def _apart(value: object) -> object:
     """Return a copy of a value; media cannot be changed and are not copied."""
     return value if isinstance(value, Media) else deepcopy(value)
-
-
-def _is_elsewhere(function: RewardFunction) -> bool:
-    """Return whether it computes in other processes, so that it may be called in any thread."""
-    return isinstance(function, CallStyle) and function.parallel_calls > 0
 
 
 def _check_arguments(functions: Sequence[RewardFunction], config: ScorerOptions) -> None:

@@ -3,12 +3,11 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from lightrft.engines.base import RolloutEngine
 
-Label = TypeVar("Label")
 # Scored texts, one entry per response; columns by name.
 Texts = Sequence[str]
 Labels = Sequence[str | None]
@@ -114,6 +113,13 @@ class CallStyle(Protocol):
     whole_batch: bool
 
 
+def call_style(function: RewardFunction) -> tuple[int, bool]:
+    """Return the parallel calls of a reward, and whether it wants the whole batch."""
+    if isinstance(function, CallStyle):
+        return function.parallel_calls, function.whole_batch
+    return 0, False
+
+
 @runtime_checkable
 class UsesEngine(Protocol):
     """A reward that asks the engine of the run, between batches and in the trainer's thread."""
@@ -139,39 +145,6 @@ class ChecksLabels(Protocol):
     def label_problem(self, label: str | None) -> str | None:
         """Return why no response to a row with this label can be right; None if one can."""
         ...
-
-
-class LabelReader(Generic[Label]):
-    """Base of rewards that compare responses with what their rows' labels hold."""
-
-    name: str
-    needs_labels = True
-
-    def read_label(self, label: str) -> Label:
-        """Return what a label holds; raise a ValueError of one line if that is unusable."""
-        raise NotImplementedError
-
-    def label_problem(self, label: str | None) -> str | None:
-        """Return why no response to a row with this label can be right; None if one can."""
-        if label is None:
-            return "the row has no label: set --label_key"
-        try:
-            self.read_label(label)
-        except ValueError as err:
-            return str(err)
-        return None
-
-    def read_labels(self, labels: Labels) -> list[Label]:
-        """Return what the label of each sample holds.
-
-        Raises:
-            RewardError: A label is missing or unusable.
-        """
-        for index, label in enumerate(labels):
-            problem = self.label_problem(label)
-            if problem is not None:
-                raise RewardError(f"reward {self.name!r}, label of sample {index}: {problem}")
-        return [self.read_label(str(label)) for label in labels]
 
 
 @runtime_checkable

@@ -20,12 +20,12 @@ from lightrft.rewards.types import (
     ENVIRONMENTS,
     MEDIA_COLUMNS,
     UNDECIDED,
-    CallStyle,
     KeptEnvironment,
     RewardError,
     RewardFunction,
     RewardResult,
     UsesEngine,
+    call_style,
 )
 from lightrft.rollout.ledger_records import take_evidence
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts
@@ -65,13 +65,12 @@ class GroupScorer:
         ledger: SampleLedger | None = None,
         has_media: bool = False,
     ) -> None:
-        style = reward_function if isinstance(reward_function, CallStyle) else None
+        parallel_calls, self._is_whole = call_style(reward_function)
         self._function = reward_function
         self._columns = sorted(set(columns))
         self._masks_failures, self._has_media = masks_failures, has_media
         self._ledger = ledger or SampleLedger()
-        self._is_whole = style is not None and style.whole_batch
-        self._num_threads = 0 if style is None or self._is_whole else style.parallel_calls
+        self._num_threads = 0 if self._is_whole else parallel_calls
         self._threads: ThreadPoolExecutor | None = None
         self._calls: dict[int, Future[GroupResults]] = {}
         self._is_closed = threading.Event()

@@ -16,7 +16,8 @@ from lightrft.rewards.process import (
     WorkerTask,
     WorkerTimeoutError,
 )
-from lightrft.rewards.types import Columns, LabelReader, Labels, RewardError, RewardResult, Texts
+from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
+from lightrft.tools.rewards.labels import LabelReader
 
 # The start of a box, an escaped character (an escaped brace does not count), or a brace.
 _BRACE = re.compile(r"\\?\\(?:boxed|fbox)\s*+\{|\\.|[{}]", flags=re.DOTALL)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from lightrft.config import RewardOptions
-from lightrft.rewards.types import Columns, LabelReader, Labels, RewardError, RewardResult, Texts
+from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
 from lightrft.tools.rewards.code_tests import (
     MAX_CODE_CHARACTERS,
     CodeOutcome,
@@ -19,6 +19,7 @@ from lightrft.tools.rewards.code_tests import (
     read_tests,
     run_tests,
 )
+from lightrft.tools.rewards.labels import LabelReader
 from lightrft.tools.rewards.sandbox import (
     Ending,
     Sandbox,

@@ -13,8 +13,9 @@ from lightrft.datasets.messages import CALLS, REASONING, Message, joined
 from lightrft.datasets.preference_rows import SAME_ANSWERS, paired_chats
 from lightrft.datasets.types import DataError
 from lightrft.records.answer_order import PAIR_COLUMN, VERDICT
-from lightrft.rewards.types import Columns, LabelReader, Labels, RewardResult, Texts
+from lightrft.rewards.types import Columns, Labels, RewardResult, Texts
 from lightrft.tools.rewards.judge_questions import STYLES, JudgedPrompt, fill_template
+from lightrft.tools.rewards.labels import LabelReader
 
 SOURCE_PREFIX = "both_orders:"
 LETTERS = ("A", "B")
