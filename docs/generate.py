@@ -10,7 +10,6 @@ import inspect
 import re
 import sys
 import textwrap
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,9 +25,8 @@ from lightrft.reporting.metric_table import METRICS
 from lightrft.run.gpus import GB, GPUS
 from lightrft.tools.plan.advice import advise
 from lightrft.tools.plan.constants import CONSTANTS
-from lightrft.tools.plan.duration import scale, step_seconds, where_it_stops_paying
-from lightrft.tools.plan.plan_command import COUNTS, time_table
-from lightrft.tools.plan.setup import SHAPES, ModelSize, Setup
+from lightrft.tools.plan.plan_command import count_table
+from lightrft.tools.plan.setup import SHAPES, Setup
 from lightrft.utils.arguments import GROUPS
 
 FOLDER = Path(__file__).resolve().parent
@@ -36,81 +34,19 @@ NOTE = "<!-- Written by docs/generate.py from the code; changes here are lost. -
 
 
 def constants_table() -> str:
-    """The numbers of the model of time, as Markdown."""
+    """The constants of the plan, as Markdown."""
     lines = ["| constant | value | meaning | from |", "|---|---:|---|---|"]
     for name, found in CONSTANTS.items():
         lines.append(f"| `{name}` | {found.value:g} | {found.meaning} | {found.source} |")
     return "\n".join(lines)
 
 
-# NVIDIA NeMo-RL v0.4, GRPO on DGX H100, 2,048 samples of 64 prompts a step: the model, GPUs,
-# engine_tp_size, mean tokens of a sample with its prompt, and seconds. Prompts are assumed, and the
-# longest responses to be twice the mean.
-PUBLISHED_PROMPT = 106
-PUBLISHED_SOURCE = "NVIDIA NeMo-RL v0.4, GRPO on DGX H100, 2,048 samples a step"
-_QWEN_MOE = replace(
-    ModelSize(48, 2048, 768, 151_936, 32, 4, 128, False, has_qk_norm=True),
-    num_experts=128,
-    num_active_experts=8,
-)
-PUBLISHED = {
-    "Llama-3.1-8B": (
-        ModelSize(32, 4096, 14336, 128_256, 32, 8, 128, False),
-        *(16, 1, 1060, 97.7),
-    ),
-    "Qwen3-32B": (
-        ModelSize(64, 5120, 25600, 151_936, 64, 8, 128, False, has_qk_norm=True),
-        *(32, 4, 3206, 393.0),
-    ),
-    "Qwen3-30B-A3B": (_QWEN_MOE, 32, 4, 3154, 225.0),
-}
-
-
-def published_prediction(name: str) -> float:
-    """Return the predicted seconds of a step of a run in `PUBLISHED`."""
-    size, num_gpus, engine_tp_size, mean_tokens, _ = PUBLISHED[name]
-    gpu = GPUS["h100-80g"]
-    config = TrainConfig(
-        engine_type="vllm",
-        fsdp=True,
-        rollout_batch_size=64,
-        n_samples_per_prompt=32,
-        train_batch_size=512,
-        prompt_max_len=PUBLISHED_PROMPT,
-        generate_max_len=2 * (mean_tokens - PUBLISHED_PROMPT),
-        engine_tp_size=engine_tp_size,
-        init_kl_coef=0.01,
-    )
-    setup = Setup(config, size, num_gpus, min(8, num_gpus), True, gpu.memory_bytes, "vllm")
-    assert setup.mean_row_tokens == mean_tokens
-    return step_seconds(setup, gpu).total
-
-
-def published_table() -> str:
-    """Runs of others beside what is predicted of them, as Markdown."""
-    lines = [
-        f"{PUBLISHED_SOURCE}, beside the prediction for the same numbers of GPUs and tokens:",
-        "",
-        "| model | GPUs | engine_tp_size | mean tokens | s a step | predicted | ratio |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for name, (_, num_gpus, engine_tp_size, mean_tokens, seconds) in PUBLISHED.items():
-        predicted = published_prediction(name)
-        lines.append(
-            f"| {name} | {num_gpus} | {engine_tp_size} | {mean_tokens:,} | "
-            f"{seconds:g} | {predicted:.0f} | {predicted / seconds:.2f} |"
-        )
-    return "\n".join(lines)
-
-
 def gpus_table() -> str:
     """The presets and their sources, as Markdown."""
-    lines = ["| `--gpu` | GB | dense TFLOPS | GB/s | GB/s in a node | from |"]
-    lines.append("|---|---:|---:|---:|---:|---|")
+    lines = ["| `--gpu` | GB | dense TFLOPS | from |", "|---|---:|---:|---|"]
     for name, gpu in GPUS.items():
         lines.append(
-            f"| `{name}` | {gpu.memory_bytes / GB:g} | {gpu.tflops:g} | "
-            f"{gpu.memory_gb_per_second:g} | {gpu.link_gb_per_second:g} | NVIDIA {gpu.source} |"
+            f"| `{name}` | {gpu.memory_bytes / GB:g} | {gpu.tflops:g} | NVIDIA {gpu.source} |"
         )
     return "\n".join(lines)
 
@@ -184,7 +120,7 @@ def metrics() -> str:
 
 
 def scaling() -> str:
-    """docs/scaling.md with the table of predicted seconds between its marks."""
+    """docs/scaling.md with the tables of the plan between its marks."""
     before, _, rest = (FOLDER / "scaling.md").read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
     config = TrainConfig(engine_type="vllm", fsdp=True, gradient_checkpointing=True)
@@ -193,15 +129,10 @@ def scaling() -> str:
         memory = GPUS[gpu].memory_bytes
         setup = Setup(config, SHAPES[name], 8, 8, True, memory, "vllm")
         advice = advise(setup)
-        rows = scale(advice.plan.setup, GPUS[gpu], COUNTS)
         flags = f" {advice.flags}" if advice.flags else ""
         command = f"lightrft plan --pretrain {name} --gpu {gpu} --fsdp --gradient_checkpointing"
-        parts += [
-            f"`{command}{flags}`:",
-            time_table(rows),
-            where_it_stops_paying(advice.plan.setup, rows) + ".",
-        ]
-    text = "\n\n".join(["", *parts, published_table(), constants_table(), gpus_table(), ""])
+        parts += [f"`{command}{flags}`:", "\n".join(count_table(advice.plan.setup))]
+    text = "\n\n".join(["", *parts, constants_table(), gpus_table(), ""])
     return before + BEGIN + text + END + after
 
 

@@ -261,8 +261,7 @@ def table_of(measured: list[dict]) -> str:
 def constants_of(measured: list[dict]) -> dict[str, dict[str, object]]:
     """Return the constants of the plan that follow from the lines.
 
-    Those that no number here gives alone (the step of decoding beside its reads, graphs, links,
-    other nodes) stay assumptions.
+    Those that no number here gives alone (graphs) stay assumptions.
     """
     results = Measured(measured)
     machines = results.of("machine", "versions")
@@ -270,18 +269,10 @@ def constants_of(measured: list[dict]) -> dict[str, dict[str, object]]:
         return {}
     versions = machines[-1]
     place = f"{versions['device']}, torch {versions['torch']}"
-    trained = [results.median("grpo", name, "mfu") for name in MODELS]
-    values = {
-        "train_efficiency": max((v for v in trained if v is not None), default=None),
-        "score_efficiency": results.median("rows", "0.6b_16k", "score_mfu", kind="ours"),
-        "context_gb": results.median("rows", "0.6b_16k", "context_gb", kind="ours"),
-        "host_gb_per_second": results.median("buckets", "to the host", "gb_per_second"),
-    }
-    return {
-        name: {"value": round(value, 4), "measured_on": place}
-        for name, value in values.items()
-        if value is not None
-    }
+    context = results.median("rows", "0.6b_16k", "context_gb", kind="ours")
+    if context is None:
+        return {}
+    return {"context_gb": {"value": round(context, 4), "measured_on": place}}
 
 
 def write_page(measured: list[dict]) -> str:

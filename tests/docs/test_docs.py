@@ -143,13 +143,6 @@ def test_generated_pages_follow_from_the_code(generate):
         assert written == make(), "run: uv run python docs/generate.py"
 
 
-def test_b8_predicted_seconds_are_near_those_of_published_runs(generate):
-    """Between 0.65 and 1.2 of them: other software, and sleeping and saving are left out."""
-    assert len(generate.PUBLISHED) == 3
-    for name, (*_, seconds_of_a_step) in generate.PUBLISHED.items():
-        assert 0.65 < generate.published_prediction(name) / seconds_of_a_step < 1.2, name
-
-
 def test_every_exit_code_is_explained():
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", PAGES["errors.md"], flags=re.MULTILINE)
     assert rows == [(str(int(code)), code.name) for code in ExitCode]

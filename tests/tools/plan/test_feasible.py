@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,6 @@ from lightrft.cli.main import main
 from lightrft.config import TrainConfig
 from lightrft.run.gpus import GPUS
 from lightrft.tools.plan.advice import advise
-from lightrft.tools.plan.duration import step_seconds
 from lightrft.tools.plan.engine_room import engine_room
 from lightrft.tools.plan.memory import plan_memory
 from lightrft.tools.plan.setup import SHAPES, ModelSize, Setup
@@ -106,8 +106,6 @@ def test_a1_a_share_with_room_for_few_rows_is_called_cramped_and_divided():
     assert "the engine is cramped" in engine_room(larger).problem()
     found = advise(setup)
     assert found.changes["engine_tp_size"] > 1
-    gpu = GPUS["h200-141g"]
-    assert step_seconds(found.plan.setup, gpu).total < 0.8 * step_seconds(setup, gpu).total
 
 
 def test_a1_the_start_gives_an_engine_more_where_the_trainer_leaves_it():
@@ -118,19 +116,20 @@ def test_a1_the_start_gives_an_engine_more_where_the_trainer_leaves_it():
     assert "its weights and rows need it" in lines[0]
 
 
-def test_a1_advice_is_the_shortest_step_among_what_fits():
-    setup = setup_of("32b", 8, "h200-141g", gradient_checkpointing=True)
-    gpu = GPUS["h200-141g"]
-    found = advise(setup, gpu)
-    best = step_seconds(found.plan.setup, gpu).total
-    for changes in (
-        {"zero_stage": 3, "engine_tp_size": 8},
-        {"fsdp": True, "engine_tp_size": 2},
-        {"fsdp": True, "fsdp_cpu_offload": True, "engine_tp_size": 4},
-    ):
-        other = replace(setup, config=setup.config.replaced(changes))
-        if plan_memory(other).fits:
-            assert best <= 1.2 * step_seconds(other, gpu).total
+def test_a1_no_advised_change_can_be_left_out():
+    rng = random.Random(22)
+    num_changes = 0
+    for _ in range(6):
+        setup = random_setup(rng)
+        found = advise(setup)
+        for name in found.changes if found.plan.fits else ():
+            if name == "adam_offload" and "fsdp_cpu_offload" in found.changes:
+                continue  # the latter takes its place
+            others = {n: value for n, value in found.changes.items() if n != name}
+            plan = plan_memory(replace(setup, config=setup.config.replaced(others)))
+            assert not plan.fits, (setup, found.changes, name)
+            num_changes += 1
+    assert num_changes > 3
 
 
 def test_a1_zero_3_is_advised_where_it_is_enough():
@@ -198,13 +197,13 @@ def test_a2_host_memory_is_an_option_of_the_command(capsys):
 
 
 def test_the_mean_length_of_responses_is_an_option_of_the_command(capsys):
-    argv = ["plan", "--pretrain", "qwen2.5-0.5b", "--gpus", "1"]
-    seconds = []
+    argv = ["plan", "--pretrain", "qwen2.5-7b", "--gpus", "1", "--gpu", "b200-180g"]
+    argv += ["--fsdp", "--lora_rank", "16", "--rollout_batch_size", "1024"]
+    shares = []
     for share in ("0.25", "1"):
         assert main([*argv, "--mean_length_share", share]) == ExitCode.OK
-        row = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("| 1 |"))
-        seconds.append(float(row.split("|")[-3]))
-    assert seconds[0] < seconds[1]
+        shares += re.findall(r"saves up to (\d+)% of the decoding", capsys.readouterr().out)
+    assert int(shares[0]) > int(shares[1]) == 0
     assert main([*argv, "--mean_length_share", "1.5"]) == ExitCode.USAGE
     assert "expected a number above 0, at most 1" in capsys.readouterr().err
 
@@ -302,5 +301,3 @@ def test_adapters_alone_keep_the_engine_s_weights_on_the_host():
     of_phase = [{p.name: p for p in plan.phases}["train"] for plan in (merged, apart)]
     assert of_phase[1].host_bytes - of_phase[0].host_bytes == pytest.approx(held)
     assert of_phase[1].device_bytes == pytest.approx(of_phase[0].device_bytes)
-    syncs = [step_seconds(p.setup, GPUS["h100-80g"]).phases["sync"] for p in (merged, apart)]
-    assert syncs[1] < 0.6 * syncs[0]

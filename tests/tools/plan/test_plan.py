@@ -16,16 +16,10 @@ from lightrft.config.files import FileError
 from lightrft.reporting.files import write_start
 from lightrft.run.gpus import GPUS, find_gpu, gpu_of
 from lightrft.tools.model_presets import write_tiny_model
-from lightrft.tools.plan.advice import advise, remedies
+from lightrft.tools.plan.advice import advise, overlaps, remedies
 from lightrft.tools.plan.constants import CONSTANTS, with_measured
-from lightrft.tools.plan.duration import (
-    efficiency,
-    forms,
-    scale,
-    step_seconds,
-)
-from lightrft.tools.plan.memory import plan_memory
-from lightrft.tools.plan.plan_command import COUNTS
+from lightrft.tools.plan.memory import gigabytes, plan_memory, with_budget
+from lightrft.tools.plan.plan_command import COUNTS, count_table
 from lightrft.tools.plan.setup import (
     SHAPES,
     WITHOUT_REFERENCE,
@@ -92,37 +86,23 @@ def test_7b_full_fine_tuning_on_one_h100_is_refused_with_what_would_fit(options)
     assert ("--fsdp_cpu_offload: " in str(caught.value)) is ("fsdp" in options)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_no_number_of_gpus_does_more_work_than_all_of_it(name):
-    for options in ({}, {"fsdp_cpu_offload": True}):
-        setup = setup_of(name, 8, "h100-80g", fsdp=True, gradient_checkpointing=True, **options)
-        shares = [x for x in efficiency(scale(setup, GPUS["h100-80g"], COUNTS)) if x is not None]
-        assert shares == [] or max(shares) == 1
-
-
-def test_seconds_are_called_estimates_for_as_long_as_nothing_is_measured(tmp_path, capsys):
-    assert main(["plan", "--pretrain", "qwen2.5-0.5b"]) == ExitCode.OK
-    head, table = capsys.readouterr().out.split("Estimated seconds of a step", 1)[1].split("|", 1)
-    assert f"0 of {len(CONSTANTS)} constants are measured" in head
-    row = next(line for line in table.splitlines() if line.startswith("| 1 |"))
-    for cell in row.split("|")[3:-2]:
-        assert float(cell) == float(f"{float(cell):.2g}")
+def test_what_a_gpu_has_measured_takes_the_place_of_an_assumption(tmp_path):
     path = tmp_path / "measured.json"
     machine = "NVIDIA H100 80GB HBM3, torch 2.11"
-    path.write_text(json.dumps({"train_efficiency": {"value": 0.3, "measured_on": machine}}))
+    path.write_text(json.dumps({"context_gb": {"value": 0.6, "measured_on": machine}}))
     found = with_measured(path)
-    assert found["train_efficiency"].value == 0.3
-    assert found["train_efficiency"].source.startswith(f"measured on {machine}")
+    assert found["context_gb"].value == 0.6
+    assert found["context_gb"].source.startswith(f"measured on {machine}")
     assert found.keys() == CONSTANTS.keys()
 
 
 @pytest.mark.parametrize(
     ("measured", "message"),
     [
-        ({"train_eficiency": {"value": 0.3}}, "got train_eficiency, expected names of constants"),
-        ({"overlap": {"value": "0.8"}}, "overlap: value: got '0.8', expected float"),
-        ({"overlap": {"valeu": 0.8}}, "overlap has unknown 'valeu'"),
-        ({"overlap": 0.8}, "overlap: expected an object"),
+        ({"contxt_gb": {"value": 0.6}}, "got contxt_gb, expected names of constants"),
+        ({"useful_rows": {"value": "32"}}, "useful_rows: value: got '32', expected float"),
+        ({"useful_rows": {"valeu": 32}}, "useful_rows has unknown 'valeu'"),
+        ({"useful_rows": 32}, "useful_rows: expected an object"),
     ],
 )
 def test_measured_constants_that_the_plan_lacks_or_cannot_read_are_refused(
@@ -160,17 +140,9 @@ def test_a_device_is_found_by_its_name():
 @pytest.mark.parametrize("name", GPUS)
 def test_a_preset_has_the_numbers_of_its_data_sheet(name):
     gpu = GPUS[name]
-    number = r"([\d,.]+)"
-    peak, kind = re.search(rf"{number} TFLOPS (sparse|dense)", gpu.source).groups()
-    bandwidth, unit = re.search(rf", {number} (GB/s|TB/s),", gpu.source).groups()
-    link, link_unit = re.search(
-        rf"(?:NVLink|PCIe Gen\d) {number} (GB/s|TB/s)$", gpu.source
-    ).groups()
-    scale = {"GB/s": 1, "TB/s": 1000, "sparse": 0.5, "dense": 1}
-    values = [float(text.replace(",", "")) for text in (peak, bandwidth, link)]
-    assert gpu.tflops == pytest.approx(values[0] * scale[kind], rel=1e-3)
-    assert gpu.memory_gb_per_second == values[1] * scale[unit]
-    assert gpu.link_gb_per_second == values[2] * scale[link_unit] / 2
+    peak, kind = re.search(r"([\d,.]+) TFLOPS (sparse|dense)", gpu.source).groups()
+    dense = float(peak.replace(",", "")) * {"sparse": 0.5, "dense": 1}[kind]
+    assert gpu.tflops == pytest.approx(dense, rel=1e-3)
     assert f"{gpu.memory_bytes / 1e9:g}g" == name.rpartition("-")[2]
 
 
@@ -221,36 +193,6 @@ def test_each_of_several_teachers_counts_unless_a_server_has_it(tmp_path):
     both = (one, one.replace("a=", "b=", 1))
     assert peak(*both) > peak(one) > peak("s=http://127.0.0.1:1")
     assert peak(one, "s=http://127.0.0.1:1") == peak(one)
-
-
-def test_every_model_that_scores_is_one_pass_and_the_update_of_one_batch_scores_itself():
-    def score(**options):
-        given = {"train_batch_size": 128, "rollout_batch_size": 128, "n_samples_per_prompt": 1}
-        setup = setup_of("qwen2.5-7b", 8, "h100-80g", **{"init_kl_coef": 0, **given, **options})
-        return step_seconds(setup, GPUS["h100-80g"]).phases["score"]
-
-    one = score(train_batch_size=64)
-    assert one > 0
-    assert score() == 0 == score(enable_ema=True)
-    assert score(max_epochs=2) == one == score(high_entropy_token_ratio=0.2)
-    assert score(max_epochs=2, use_rollout_logprobs=True) == 0
-    # The reference; and for a term in the rewards the policy, too.
-    assert score(init_kl_coef=0.01, use_kl_loss=True) == one
-    assert score(init_kl_coef=0.01) == 2 * one == score(train_batch_size=64, init_kl_coef=0.01)
-
-
-def test_more_gpus_take_less_time_and_waste_more():
-    setup = setup_of("qwen2.5-7b", 8, "h100-80g", fsdp=True)
-    rows = scale(setup, GPUS["h100-80g"], (1, 8, 64, 512))
-    totals = [row.total for row in rows]
-    assert totals == sorted(totals, reverse=True)
-    shares = efficiency(rows)
-    # One GPU is too small, so nothing is said of it.
-    assert rows[0].memory_bytes is None
-    assert shares[0] is None
-    assert shares[1] == 1
-    assert shares[1:] == sorted(shares[1:], reverse=True)
-    assert shares[-1] < 0.5
 
 
 def test_planning_imports_no_torch():
@@ -324,28 +266,40 @@ def test_losses_without_a_reference_are_those_that_say_so():
     assert {n for n, each in traits.items() if not each.uses_reference} == WITHOUT_REFERENCE
 
 
+def test_a_plan_says_on_how_many_gpus_a_run_fits_and_with_which_micro_batches():
+    setup = setup_of("qwen2.5-7b", 8, "h100-80g", fsdp=True, engine_tp_size=2)
+    head, _, *lines = count_table(setup)
+    assert head == "| GPUs | memory of a rank | micro_batch_tokens |"
+    rows = {int(count): rest for count, *rest in (line.split("|")[1:-1] for line in lines)}
+    assert list(rows) == [number for number in COUNTS if number > 1]
+    assert rows[2] == [" too large ", "  "]
+    memory = [float(cell.split()[0]) for cell, _ in rows.values() if "GB" in cell]
+    assert memory[0] > memory[-1]
+    wide = plan_memory(with_budget(replace(setup, world_size=64)))
+    assert rows[64][0].strip() == gigabytes(wide.worst.device_bytes)
+    assert int(rows[64][1]) == wide.setup.config.micro_batch_tokens
+
+
 def test_streaming_saves_the_decoding_beyond_the_mean_response():
-    gpu = GPUS["h100-80g"]
     few = setup_of("qwen2.5-7b", 512, "h100-80g", generate_max_len=16_000)
-    phases = step_seconds(few, gpu).phases
     # One wave: the second half of its steps has fewer and fewer responses.
-    now, faster = forms(few, gpu)
-    assert now.seconds == sum(phases.values())
-    assert faster.flags == "--stream_chunk 8000"
-    assert now.seconds - faster.seconds == pytest.approx(phases["rollout"] / 2, rel=1e-9)
-    streams = replace(few, config=few.config.replaced({"stream_chunk": 100}))
-    assert len(forms(streams, gpu)) == 1
+    (line,) = overlaps(few)
+    assert line.startswith("--stream_chunk 8000: saves up to 50% of the decoding steps")
+    # Four waves, of which only the last has a tail: half of a response of 2.5.
+    room = plan_memory(few).room
+    num_rows = round(4 * room.rows) * 512 // 8
+    many = replace(few, config=few.config.replaced({"rollout_batch_size": num_rows}))
+    waves = plan_memory(many).room.num_rows / plan_memory(many).room.rows
+    assert f"up to {0.5 / ((waves - 1) * 0.5 + 1):.0%} of" in overlaps(many)[0]
+    for changes in ({"stream_chunk": 100}, {"rollout_lag": 1}):
+        assert overlaps(replace(few, config=few.config.replaced(changes))) == []
 
 
-def test_ranks_that_generate_take_as_long_as_the_slower_side():
-    gpu = GPUS["h200-141g"]
+def test_ranks_that_only_generate_are_proposed_where_both_sides_fit():
     options = {"rollout_batch_size": 64, "gradient_checkpointing": True, "max_epochs": 2}
     setup = setup_of("qwen2.5-7b", 8, "h200-141g", fsdp=True, generate_max_len=8000, **options)
-    splits = [each for each in forms(setup, gpu) if "rollout_ranks" in each.flags]
-    assert [each.flags for each in splits] == ["--rollout_ranks 4 --rollout_lag 1"]
-    half = replace(setup, world_size=4, ranks_per_node=4)
-    phases = step_seconds(half, gpu).phases
-    slower = max(phases["rollout"], phases["score"] + phases["train"])
-    assert splits[0].seconds == slower + step_seconds(setup, gpu).phases["sync"]
-    small = setup_of("qwen2.5-7b", 8, "h100-80g", fsdp=True)
-    assert not any("rollout_ranks" in each.flags for each in forms(small, GPUS["h100-80g"]))
+    _, line = overlaps(setup)
+    # Others do not divide the 128 rows of an update among those that train.
+    assert line.startswith("--rollout_lag 1 --rollout_ranks N fits with N = 4: saves most where")
+    assert len(overlaps(setup_of("qwen2.5-7b", 8, "h100-80g", fsdp=True))) == 1
+    assert len(overlaps(replace(setup, config=setup.config.replaced({"fsdp": False})))) == 1

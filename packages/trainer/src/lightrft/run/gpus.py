@@ -18,16 +18,12 @@ class Gpu:
         device_name: Part of the driver's name for it.
         memory_bytes: Memory of one device.
         tflops: Dense bfloat16 peak, 1e12 operations per second.
-        memory_gb_per_second: Bandwidth of its memory.
-        link_gb_per_second: Bandwidth to a device of its node, one direction.
         source: Data sheet with these numbers.
     """
 
     device_name: str
     memory_bytes: float
     tflops: float
-    memory_gb_per_second: float
-    link_gb_per_second: float
     source: str
 
 

@@ -1,12 +1,11 @@
 """`lightrft config`: resolved options, their schema, their differences, or from another library."""
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from lightrft.cli.errors import ExitCode, UsageError, refuse
-from lightrft.cli.options import Parser, add_options, at_least, available_options, parse_options
+from lightrft.cli.options import Parser, add_options, available_options, parse_options
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import did_you_mean
 from lightrft.config.policy_options import launch_problems
@@ -36,22 +35,7 @@ def run(argv: Sequence[str]) -> int:
 
 def build_parsers() -> list[Parser]:
     """Return the parsers of the actions."""
-    show_parser = Parser(
-        "config show",
-        "Print the options that lightrft train would run with, as TOML, the changed "
-        "ones marked; secrets are left out.",
-        argument_default=argparse.SUPPRESS,
-    )
-    show_parser.add_argument(
-        "--changed", action="store_true", default=False, help="Only what differs from the default."
-    )
-    show_parser.add_argument(
-        "--nproc_per_node",
-        type=at_least(1),
-        default=None,
-        metavar="N",
-        help="Processes that the sizes have to fit; unset does not compare them.",
-    )
+    show_parser = parser_of("config show", takes_options=True)
     add_options(show_parser)
     others = [parser_of(f"config {name}") for name in ("schema", "diff", "translate")]
     return [show_parser, *others]
@@ -60,10 +44,11 @@ def build_parsers() -> list[Parser]:
 def show(argv: Sequence[str]) -> str:
     """Return the options as TOML."""
     config, parsed, problems = parse_options(build_parsers()[0], argv)
-    if parsed.nproc_per_node is not None and not problems:
-        problems = launch_problems(config, parsed.nproc_per_node)
+    processes: int | None = vars(parsed).get("nproc_per_node")
+    if processes is not None and not problems:
+        problems = launch_problems(config, processes)
     refuse(problems, ConfigError)
-    config = config.overlapped(parsed.nproc_per_node or 1)
+    config = config.overlapped(processes or 1)
     values = without_secrets(config)
     lines: list[str] = []
     group = ""

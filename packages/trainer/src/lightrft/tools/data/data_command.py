@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from lightrft.datasets.render import (
 from lightrft.datasets.text_ids import prompt_remark
 from lightrft.datasets.types import DataError
 from lightrft.engines.text import Tokenizer
+from lightrft.tools.commands import parser_of
 from lightrft.tools.data.certificate import Certificate, certify
 from lightrft.tools.data.probes import FORMS, IN_OTHER_WORDS
 from lightrft.tools.data.row_checks import CheckedRow, RowCheck, check_prompts, repeated
@@ -221,15 +221,6 @@ def _kind(value: object) -> str:
     return names.get(type(value), type(value).__name__)
 
 
-DESCRIPTION = """\
-Read every row as a run would, and say what is in them: columns, and of prompts a proposal which of
-them to use; the first rows as the model will see them, of given rows with their trained tokens
-marked; lengths, over-long, empty and duplicate rows, what the reward gives to reference answers, of
-judged answers contradictions and what their lengths explain; and each row that cannot be used. Exit
-code 4 if a row is bad.
-"""
-
-
 # Checks of the rows of a stage.
 STAGE_CHECKS = Registry(
     "stage",
@@ -276,18 +267,6 @@ def run(argv: Sequence[str]) -> int:
     if argv and argv[0] in ("-h", "--help"):
         return check(parse(["--help"]))
     raise UsageError("lightrft data knows one action: lightrft data check SOURCE")
-
-
-def add_stage(parser: argparse.ArgumentParser) -> None:
-    """Add the option that chooses the stage."""
-    parser.add_argument(
-        "--stage",
-        choices=tuple(STAGE_CHECKS),
-        default="policy",
-        help="What the rows are for: prompts of lightrft train (and of distill on samples), or "
-        "given rows of the command of this name, whose options --stage NAME --help lists. "
-        "Default: policy.",
-    )
 
 
 def check(request: Request) -> int:
@@ -416,8 +395,8 @@ def parse(argv: Sequence[str]) -> Request:
         ConfigError: Names are unknown or values wrong; one error lists all.
         UsageError: There is no source.
     """
-    first = Parser("data check", DESCRIPTION, add_help=False)
-    add_stage(first)
+    first = Parser("data check", "", add_help=False)
+    first.add_argument("--stage", choices=tuple(STAGE_CHECKS), default="policy")
     stage: str = first.parse_known_args(argv)[0].stage
     config, parsed, problems = parse_options(build_parser(stage), argv)
     if config.pretrain is not None:
@@ -427,7 +406,7 @@ def parse(argv: Sequence[str]) -> Request:
     if stage != "policy":
         problems += teacher_problems(config)
     refuse(problems, ConfigError)
-    source = parsed.source or config.prompt_data
+    source = vars(parsed).get("source") or config.prompt_data
     if source is None:
         raise UsageError("give a file, a folder or the name of a data set to check")
     names, defaults = set(command_options("data")), vars(TrainConfig())
@@ -437,16 +416,7 @@ def parse(argv: Sequence[str]) -> Request:
 
 def build_parser(stage: str = "policy") -> Parser:
     """Return the parser of `lightrft data check` for the rows of a stage."""
-    parser = Parser("data check", DESCRIPTION, argument_default=argparse.SUPPRESS)
-    parser.add_argument(
-        "source",
-        nargs="?",
-        default=None,
-        metavar="SOURCE",
-        help="File, folder or name of a data set; several separated by commas. "
-        "Default: prompt_data of --config.",
-    )
-    add_stage(parser)
+    parser = parser_of("data check", {"--stage": STAGE_CHECKS}, takes_options=True)
     add_options(parser, _options_of(stage))
     return parser
 

@@ -15,14 +15,7 @@ from lightrft.cli.launch import (
     launch,
     share_processors,
 )
-from lightrft.cli.options import (
-    Parser,
-    add_number,
-    add_options,
-    at_least,
-    finite,
-    parse_options,
-)
+from lightrft.cli.options import Parser, add_options, parse_options
 from lightrft.cli.preflight import (
     check_data,
     device_problems,
@@ -36,16 +29,9 @@ from lightrft.config.train_config import command_options
 from lightrft.reporting.files import CONFIG_FILE
 from lightrft.reporting.start_bar import start_text
 from lightrft.strategy.config import ConfigError
+from lightrft.tools.commands import parser_of
 from lightrft.tools.evaluation.evaluation_run import EvalResult, EvalSettings
 from lightrft.tools.init_model_command import require_empty
-
-DESCRIPTION = """\
-Answer held-out prompts and score the answers: the greedy answer of each prompt, and with
---num_samples the mean over samples (avg@n) and the chance that one of k is right (pass@k,
-unbiased). MODEL is a model directory, or the --output_dir of a run, whose options and final model
-are taken. Results do not depend on the number of processes.
-"""
-DEFAULT_DIRECTORY = "lightrft_eval"
 
 
 def run(argv: Sequence[str]) -> int:
@@ -91,7 +77,7 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, EvalSettings, int]:
     """
     config, parsed, problems = parse_options(build_parser(), argv, first_files=_run_options)
     settings = EvalSettings(
-        parsed.num_samples, tuple(parsed.pass_k), parsed.threshold, parsed.held_out
+        parsed.num_samples, tuple(parsed.pass_k), parsed.threshold, vars(parsed).get("held_out")
     )
     is_run = bool(_run_options(parsed))
     model = Path(parsed.model, "model") if is_run else Path(parsed.model)
@@ -122,50 +108,9 @@ def _run_options(parsed: argparse.Namespace) -> list[Path]:
 
 def build_parser() -> Parser:
     """Return the parser of `lightrft eval`; unset options are missing in its result."""
-    parser = Parser("eval", DESCRIPTION, argument_default=argparse.SUPPRESS)
-    parser.add_argument("model", metavar="MODEL", help="Model directory, or folder of a run.")
-    start = parser.add_argument_group("start")
-    add_number(start, "--nproc_per_node", "Processes to start on this machine.", default=1)
-    start.add_argument(
-        "--output_dir",
-        default=DEFAULT_DIRECTORY,
-        metavar="DIR",
-        help=f"New or empty folder of the results. Default: {DEFAULT_DIRECTORY}.",
-    )
-    add_sampling(parser)
+    parser = parser_of("eval", takes_options=True)
     add_options(parser, command_options("eval"))
     return parser
-
-
-def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Add flags for the samples and the counts; options of the run define the sampling."""
-    group = parser.add_argument_group("samples")
-    default = EvalSettings()
-    text = "Samples of each prompt; 0 draws none, greedy answers only."
-    add_number(group, "--num_samples", text, default=default.num_samples, lowest=0)
-    group.add_argument(
-        "--threshold",
-        default=default.threshold,
-        type=finite,
-        metavar="X",
-        help=f"A response is right from this accuracy on. Default: {default.threshold}.",
-    )
-    group.add_argument(
-        "--pass_k",
-        nargs="+",
-        default=(),
-        type=at_least(1),
-        metavar="K",
-        help="The k of pass@k. Default: 1, 2, 4 ... up to num_samples.",
-    )
-    group.add_argument(
-        "--held_out",
-        default=None,
-        metavar="DATA",
-        help="Prompts, in the form of --eval_data, of which lightrft rows makes none of the "
-        "samples of --save_rollouts. Default: the eval_data of the lightrft train run that MODEL "
-        "is of.",
-    )
 
 
 def format_table(result: EvalResult) -> str:

@@ -1,28 +1,28 @@
-"""Settings with which a run fits into its machine."""
+"""Settings with which a run fits into its machine, and overlaps that fit."""
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from lightrft.config import TrainConfig
-from lightrft.run.gpus import GPUS, Gpu
-from lightrft.tools.plan.duration import step_seconds
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.policy_options import launch_problems
+from lightrft.tools.plan.engine_room import engine_room
 from lightrft.tools.plan.memory import MemoryPlan, fitting_budget, fitting_share, plan_memory
 from lightrft.tools.plan.setup import Setup
 
-# At most one of each row is chosen.
+# At most one of each row is chosen; the cheapest come first.
 CHOICES: tuple[tuple[Mapping[str, object], ...], ...] = (
     ({"gradient_checkpointing": True},),
     ({"micro_train_batch_size": 1, "micro_rollout_batch_size": 1},),
     ({"zero_stage": 3}, {"fsdp": True}),
     ({"adam_offload": True}, {"fsdp_cpu_offload": True, "adam_offload": False}),
 )
+# Settings of the engine, which cost less than all choices.
+ENGINE = ("engine_tp_size", "engine_mem_util")
 # Never chosen, since it trains something else; only proposed.
 ADAPTERS: Mapping[str, object] = {"lora_rank": 16}
 NUM_REMEDIES = 3
-# Each additional setting must shorten the step by at least this share.
-WORTH = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +49,18 @@ class Advice:
         return " ".join(texts)
 
 
-def advise(setup: Setup, gpu: Gpu | None = None) -> Advice:
-    """Return the changes with which all fits and a step is predicted to be shortest.
-
-    Args:
-        setup: Setup of the run.
-        gpu: GPU that times the steps; None takes one with common shares of compute, memory and
-            links.
-    """
+def advise(setup: Setup) -> Advice:
+    """Return the cheapest changes with which all fits, or those that come nearest to it."""
     now = Advice({}, plan_memory(setup))
     if now.plan.fits:
         return now
-    gpu = GPUS["h100-80g"] if gpu is None else gpu
-    nearest = now
-    fitting: list[Advice] = []
-    for advice in _candidates(setup):
-        if advice.plan.fits:
-            fitting.append(advice)
-        elif _excess(advice.plan) < _excess(nearest.plan):
-            nearest = advice
-    return min(fitting, key=lambda each: _cost(each, gpu)) if fitting else nearest
+    candidates = list(_candidates(setup))
+    fitting = [advice for advice in candidates if advice.plan.fits]
+    if not fitting:
+        return min((now, *candidates), key=lambda each: _excess(each.plan))
+    # Each setting costs more than all before it together.
+    order = [*ENGINE, *(name for choice in _choices(setup) for step in choice for name in step)]
+    return min(fitting, key=lambda each: sum(2 ** order.index(name) for name in each.changes))
 
 
 def remedies(setup: Setup) -> list[str]:
@@ -88,15 +80,54 @@ def remedies(setup: Setup) -> list[str]:
     return [f"{flags}: {saved / 1e9:.1f} GB less" for saved, flags in savings[:NUM_REMEDIES]]
 
 
-def _cost(advice: Advice, gpu: Gpu) -> tuple[float, int]:
-    """Return a step's seconds, with a price per setting; without rollouts the cost of settings."""
-    setup = advice.plan.setup
-    if not setup.rolls_out:
-        # From the cheapest on, in the order of `CHOICES`.
-        order = [name for choice in _choices(setup) for step in choice for name in step]
-        return float(sum(2 ** order.index(n) for n in advice.changes)), 0
-    seconds = step_seconds(setup, gpu).total
-    return seconds * (1 + WORTH) ** len(advice.changes), len(advice.changes)
+def overlaps(setup: Setup) -> list[str]:
+    """Return the overlaps of sampling and training that a run may take, with what decides."""
+    config = setup.config
+    if config.rollout_lag or config.stream_chunk or config.has_episodes:
+        return []
+    # With less, the longest responses reach their bound of age and are waited for.
+    chunk = math.ceil(max(setup.mean_tokens, config.max_response_tokens / config.max_staleness))
+    lines = [
+        f"--stream_chunk {chunk}: saves up to {_tail_share(setup):.0%} of the decoding steps, in "
+        "which only responses longer than the mean are left"
+    ]
+    numbers = [str(number) for number in range(1, setup.world_size) if _may_split(setup, number)]
+    if numbers:
+        lines.append(
+            f"--rollout_lag 1 --rollout_ranks N fits with N = {', '.join(numbers)}: saves most "
+            "where N ranks sample as long as the others train"
+        )
+    return lines
+
+
+def _tail_share(setup: Setup) -> float:
+    """Return the share of decoding steps after the mean response of the last wave has ended."""
+    longest, mean, room = setup.config.max_response_tokens, setup.mean_tokens, engine_room(setup)
+    waves = 1.0 if room is None else room.num_rows / max(1.0, room.rows)
+    return (longest - mean) / ((waves - 1) * mean + longest)
+
+
+def _may_split(setup: Setup, number: int) -> bool:
+    """Return whether so many ranks may only generate, and both sides fit."""
+    if not setup.config.fsdp or setup.config.rollout_batch_size % number:
+        return False
+    try:
+        config = setup.config.replaced({"rollout_ranks": number, "rollout_lag": 1})
+    except ConfigError:  # the run may not have such ranks
+        return False
+    room = engine_room(on_ranks(setup, number))
+    trains = replace(on_ranks(setup, setup.world_size - number), engine="")
+    return (
+        not launch_problems(config, setup.world_size)
+        and (room is None or not room.problem())
+        and plan_memory(trains).fits
+    )
+
+
+def on_ranks(setup: Setup, world_size: int) -> Setup:
+    """Return the run on another number of ranks."""
+    node = min(world_size, setup.ranks_per_node)
+    return replace(setup, world_size=world_size, ranks_per_node=node)
 
 
 def _excess(plan: MemoryPlan) -> float:

@@ -9,7 +9,7 @@ from lightrft.config.toml import read_toml
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A number of the model of time.
+    """A number of the plan.
 
     Args:
         value: Number in its unit.
@@ -58,12 +58,6 @@ def with_measured(path: Path = MEASURED_FILE) -> dict[str, Constant]:
 
 
 CONSTANTS = with_measured()
-
-
-def measured_count() -> str:
-    """Describe how many of the constants were measured."""
-    number = sum(bool(each.measured_on) for each in CONSTANTS.values())
-    return f"{number} of {len(CONSTANTS)} constants are measured"
 
 
 def constant(name: str) -> float:

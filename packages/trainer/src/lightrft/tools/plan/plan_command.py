@@ -1,24 +1,15 @@
-"""`lightrft plan`: memory and seconds of a run on GPUs that need not be there."""
+"""`lightrft plan`: the memory of a run on GPUs that need not be there."""
 
-import argparse
 import json
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lightrft.cli.errors import ExitCode, refuse
-from lightrft.cli.options import Parser, add_number, add_options, available_options, parse_options
+from lightrft.cli.options import Parser, add_options, available_options, parse_options
 from lightrft.config import ConfigError
 from lightrft.run.gpus import GB, GPUS, Gpu, find_gpu
-from lightrft.tools.plan.advice import Advice, advise, remedies
-from lightrft.tools.plan.constants import measured_count
-from lightrft.tools.plan.duration import (
-    StepSeconds,
-    efficiency,
-    forms,
-    scale,
-    where_it_stops_paying,
-)
+from lightrft.tools.commands import parser_of
+from lightrft.tools.plan.advice import Advice, advise, on_ranks, overlaps, remedies
 from lightrft.tools.plan.memory import (
     UNTRACED_TOLERANCE,
     MemoryPlan,
@@ -30,8 +21,6 @@ from lightrft.tools.plan.memory import (
 )
 from lightrft.tools.plan.setup import PLANNED, SHAPES, Setup, read_model_size
 
-GPUS_PER_NODE = 8
-MEAN_LENGTH_SHARE = 0.5
 UNTRACED = (
     "not traced on a device: updates of ZeRO in bfloat16 were compared with this sum on CPUs alone "
     f"and may need up to {UNTRACED_TOLERANCE - 1:.0%} more; those of --fsdp were traced"
@@ -84,7 +73,7 @@ def run(argv: Sequence[str]) -> int:
         rows_per_item=PLANNED[stage],
         mean_length_share=parsed.mean_length_share,
     )
-    plan, advice = plan_memory(with_budget(setup)), advise(setup, gpu)
+    plan, advice = plan_memory(with_budget(setup)), advise(setup)
     if parsed.json:
         print(json.dumps(to_json(plan, advice), indent=2))
     else:
@@ -94,59 +83,11 @@ def run(argv: Sequence[str]) -> int:
 
 def build_parser() -> Parser:
     """Return the parser of `lightrft plan`."""
-    parser = Parser(
-        "plan",
-        "Predict memory and seconds of a run from its options, a model's configuration and the "
-        "data sheets of GPUs. Exit code 6 if these settings do not fit, as at the start of the "
-        "run, also if others would. Takes the options of lightrft train and of the stages on "
-        "rows; --pretrain is a model directory or one of: " + ", ".join(SHAPES) + ".",
-        argument_default=argparse.SUPPRESS,
-    )
-    add_number(parser, "--gpus", "GPUs, one rank each.", default=1)
-    add_number(parser, "--gpus_per_node", "GPUs of a node.", default=GPUS_PER_NODE)
-    add_number(
-        parser,
-        "--host_memory",
-        "GB of a node's host memory, with which loading and offloads are compared; 0 compares "
-        "nothing.",
-        default=0,
-        lowest=0,
-    )
-    parser.add_argument(
-        "--mean_length_share",
-        type=_share,
-        default=MEAN_LENGTH_SHARE,
-        metavar="X",
-        help="Mean response over the longest that is allowed, as the model's logs say it. Default: "
-        f"{MEAN_LENGTH_SHARE} [assumed].",
-    )
-    parser.add_argument(
-        "--json", action="store_true", default=False, help="Print JSON, without seconds."
-    )
-    parser.add_argument(
-        "--gpu", default="h100-80g", metavar="NAME", help="One of: " + ", ".join(GPUS) + "."
-    )
-    parser.add_argument(
-        "--stage",
-        choices=tuple(PLANNED),
-        default="",
-        help="What is trained: policy is lightrft train, divergence lightrft distill on rows of "
-        "--prompt_data. Others than policy count memory alone, of rows of --max_row_tokens tokens, "
-        "two of a pair. Unset is that of --config, else policy.",
-    )
+    shapes, gpus = ", ".join(SHAPES), ", ".join(GPUS)
+    stages = {"--stage": PLANNED}
+    parser = parser_of("plan", stages, takes_options=True, shapes=shapes, gpus=gpus)
     add_options(parser, available_options("plan"))
     return parser
-
-
-def _share(text: str) -> float:
-    """Parse a share above 0, at most 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, at most 1: got {text!r}")
-    return value
 
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -207,38 +148,18 @@ def full_report(plan: MemoryPlan, advice: Advice, gpu: Gpu) -> str:
         )
     single = [] if plan.fits else remedies(plan.setup)
     lines += [f"  {number}. {text}" for number, text in enumerate(single, start=1)]
-    return "\n".join(lines + (_seconds(setup, gpu) if setup.rolls_out else []))
-
-
-def _seconds(setup: Setup, gpu: Gpu) -> list[str]:
-    """Return the part of the report about time."""
-    rows = scale(setup, gpu, COUNTS)
-    now, *faster = forms(setup, gpu)
-    return [
-        "",
-        time_table(rows),
-        where_it_stops_paying(setup, rows),
-        *(f"{now.seconds / each.seconds:.1f} times as fast: {each.flags}" for each in faster),
-        f"GPU: NVIDIA {gpu.source}.",
-    ]
-
-
-def time_table(rows: Sequence[StepSeconds]) -> str:
-    """Return a Markdown table with a line for each number of GPUs, after a line on its accuracy."""
-    names = (*rows[0].phases, "total")
-    lines = [
-        f"Estimated seconds of a step, computed and not timed: {measured_count()}, the others are "
-        "assumed (docs/scaling.md).",
-        "",
-        "| GPUs | memory | " + " | ".join(names) + " | efficiency |",
-        "|" + "---:|" * (len(names) + 3),
-    ]
-    for row, share in zip(rows, efficiency(rows), strict=True):
-        cells = ["too large", *[""] * len(names), ""]
-        if share is not None and row.memory_bytes is not None:
-            seconds = (*row.phases.values(), row.total)
-            # Two digits: an estimate has no more.
-            rough = (f"{round(float(f'{value:.2g}'), 2):g}" for value in seconds)
-            cells = [gigabytes(row.memory_bytes), *rough, f"{share:.0%}"]
-        lines.append(f"| {row.num_gpus} | " + " | ".join(cells) + " |")
+    if setup.rolls_out:
+        lines += ["", *count_table(setup), "", *overlaps(setup), f"GPU: NVIDIA {gpu.source}."]
     return "\n".join(lines)
+
+
+def count_table(setup: Setup) -> Iterator[str]:
+    """Yield the lines of a Markdown table with the memory of a rank by number of GPUs."""
+    yield "| GPUs | memory of a rank | micro_batch_tokens |"
+    yield "|---:|---:|---:|"
+    for number in COUNTS:
+        if number % setup.config.engine_tp_size == 0:
+            plan = plan_memory(with_budget(on_ranks(setup, number)))
+            memory = gigabytes(plan.worst.device_bytes) if plan.fits else "too large"
+            budget = plan.setup.config.micro_batch_tokens if plan.fits else None
+            yield f"| {number} | {memory} | {budget or ''} |"

@@ -114,11 +114,6 @@ class ModelSize:
         return self._attention_parameters + self.num_experts * self._expert_parameters
 
     @property
-    def active_layer_parameters(self) -> int:
-        """Numbers of a layer that one token passes through."""
-        return self._attention_parameters + self.num_active_experts * self._expert_parameters
-
-    @property
     def _expert_parameters(self) -> int:
         return 3 * self.hidden * self.intermediate + (self.hidden if self.num_experts > 1 else 0)
 
