@@ -54,7 +54,6 @@ OTHERS = {
     "reporting/metric_table.py": PACKAGE,
     "run/gpus.py": PACKAGE,
     "tools/commands.py": PACKAGE,
-    "tools/quickstart/pipeline.py": PACKAGE,
     "tools/quickstart/task.py": PACKAGE,
     "tools/report/page.py": PACKAGE,
     "tools/rewards/sandbox.py": KERNEL,

@@ -132,13 +132,22 @@ def test_a_wheel_holds_every_file_of_its_packages_and_no_other(wheels, member):
         for path in source.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".so"
     }
+    # Other quick starts, which are installed below the environment.
+    data = ROOT / "packages" / member
+    expected |= {
+        x.relative_to(data).as_posix()
+        for x in data.glob("data/**/*")
+        if x.suffix in (".py", ".toml")
+    }
     with zipfile.ZipFile(wheel_of(wheels, member)) as wheel:
-        names = {name for name in wheel.namelist() if not name.endswith("/")}
+        listed = [name for name in wheel.namelist() if not name.endswith("/")]
+    names = {name.partition(".data/")[2] or name for name in listed}
     found = {name for name in names if ".dist-info/" not in name and not name.endswith(".so")}
     assert found == expected
     assert "lightrft/__init__.py" not in names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
-    assert {name.split("/")[1] for name in found} == set(PACKAGES[member])
+    modules = {name.split("/")[1] for name in found if not name.startswith("data/")}
+    assert modules == set(PACKAGES[member])
 
 
 @pytest.mark.parametrize("member", PACKAGES)
@@ -226,6 +235,8 @@ def test_the_commands_of_the_readme_run_without_uv(bare, tmp_path):
                 r"held-out accuracy.*?([\d.]+)\D*$", shown, flags=re.MULTILINE
             )[-1:]
             assert float(accuracy) > 0.9, shown[-1000:]
+    short = "--steps 1 --warm_start_steps 2 --eval_prompts 4 --output_dir short"
+    assert "calculator" in in_bare(bare, f"lightrft quickstart --environment {short}", tmp_path)
 
 
 def test_mypy_sees_the_types_of_what_is_installed(bare, tmp_path):

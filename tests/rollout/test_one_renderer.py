@@ -5,10 +5,10 @@ from tests.datasets import chat_families as families
 from tests.rollout.agents.agent_stage import AgentStage
 from tests.rollout.stages import Stage, call
 
-from lightrft.tools import quickstart
-from lightrft.tools.quickstart.arithmetic import CALCULATOR
+from lightrft.tools.quickstart.task import examples_folder, load_example
 
-FOLDER = quickstart.__path__[0]
+FOLDER = examples_folder()
+CALCULATOR = load_example("calculator.py:CALCULATOR")
 ENVIRONMENT = f"{FOLDER}/calculator_environment.py:Calculator"
 AGENT = f"{FOLDER}/calculator_agent.py:run"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")

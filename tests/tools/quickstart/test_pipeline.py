@@ -1,13 +1,14 @@
 """The quick start of all stages: its refusals, its pairs, its table, and the whole."""
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from lightrft.cli.main import main
-from lightrft.tools.quickstart.pipeline import pairs
+from lightrft.tools.quickstart.task import load_example
 from lightrft.tools.report.chain import chain_of
 
 pytestmark = pytest.mark.shard("quickstart")
@@ -48,6 +49,7 @@ def test_pairs_hold_whole_right_and_wrong_samples_of_one_prompt_none_twice():
         sample("p", "another", 0.0),
         sample("q", "alone", 1.0),
     ]
+    pairs = load_example("pipeline.py:pairs")
     assert pairs(samples) == [{"prompt": "p", "chosen": "right", "rejected": "wrong"}]
     many = [sample("p", f"{kind}{i}", kind) for i in range(5) for kind in (0.0, 1.0)]
     assert [row["chosen"] for row in pairs(many)] == ["1.00", "1.01", "1.02", "1.03"]
@@ -85,7 +87,8 @@ def stages(monkeypatch):
 
     monkeypatch.setattr("lightrft.run.assembly.run_training", trained)
     monkeypatch.setattr("lightrft.tools.evaluation.evaluation_run.run_evaluation", evaluated)
-    monkeypatch.setattr("lightrft.tools.quickstart.pipeline.become_only_process", lambda: None)
+    pipeline = sys.modules[load_example("pipeline.py:pairs").__module__]
+    monkeypatch.setattr(pipeline, "become_only_process", lambda: None)
     return begun, at
 
 

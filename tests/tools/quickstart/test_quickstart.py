@@ -16,25 +16,23 @@ from tests.tools.quickstart.dice import Dice
 
 from lightrft.cli.main import main
 from lightrft.reporting.metric_table import metric_row
-from lightrft.tools.quickstart.arithmetic import (
-    ADDITION,
-    CALCULATOR,
-    CALCULATOR_AGENT,
-    Addition,
-    demonstrate,
-    draw_additions,
-)
+from lightrft.tools.quickstart.arithmetic import ADDITION, Addition, demonstrate, draw_additions
 from lightrft.tools.quickstart.boxed_sum import score
-from lightrft.tools.quickstart.colours import SHAPES
 from lightrft.tools.quickstart.quickstart_command import (
     ESTIMATORS,
     STRATEGIES,
+    TASKS,
     LiveReward,
     Recipe,
+    build_parser,
     training_config,
 )
-from lightrft.tools.quickstart.task import HELD_OUT_SHARE, is_held_out, write_exercises
-from lightrft.tools.quickstart.tones import TONES
+from lightrft.tools.quickstart.task import (
+    HELD_OUT_SHARE,
+    is_held_out,
+    load_example,
+    write_exercises,
+)
 
 pytestmark = pytest.mark.shard("quickstart")
 
@@ -114,17 +112,25 @@ def test_only_the_response_is_imitated():
 
 
 RECIPES = [Recipe(algorithm=a, strategy=s) for a in ESTIMATORS for s in STRATEGIES]
-TASKS = (CALCULATOR, CALCULATOR_AGENT, SHAPES, TONES)
+EXAMPLES = [load_example(place) for place in TASKS.values()]
 
 
 @pytest.mark.parametrize(
-    "recipe", [*RECIPES, *(Recipe(task=task, **task.numbers) for task in TASKS)]
+    "recipe", [*RECIPES, *(Recipe(task=task, **task.numbers) for task in EXAMPLES)]
 )
 def test_every_recipe_is_a_legal_configuration_without_unused_options(tmp_path, recipe):
     config = training_config(recipe, tmp_path)
     config.check_world_size(1)
     assert config.unused_options() == []
     assert config.rollout_batch_size * recipe.num_steps == recipe.num_prompts
+
+
+@pytest.mark.parametrize("name", ["num_steps", "num_warm_start_steps", "num_eval_prompts"])
+def test_the_help_says_the_numbers_of_every_task(name):
+    usual = getattr(Recipe(), name)
+    numbers = {flag: load_example(place).numbers.get(name, usual) for flag, place in TASKS.items()}
+    others = "".join(f", with --{flag} {n}" for flag, n in numbers.items() if n != usual)
+    assert f"Default: {usual}{others}." in " ".join(build_parser().format_help().split())
 
 
 def test_the_display_shows_reward_and_accuracy(tmp_path):

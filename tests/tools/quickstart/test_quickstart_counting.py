@@ -19,13 +19,19 @@ from lightrft.engines.media.media import Media
 from lightrft.engines.media.sounds import as_audio, as_wav
 from lightrft.engines.media.sources import as_image
 from lightrft.engines.types import MediaBounds
-from lightrft.tools.quickstart.colours import COLOURS, SHAPES, SIGHT, picture
-from lightrft.tools.quickstart.counting import Counted, describe
 from lightrft.tools.quickstart.quickstart_command import Recipe, prepare, reinforce
-from lightrft.tools.quickstart.tones import HEARING, HEIGHTS, NOTE_SECONDS, RATE, TONES, waveform
+from lightrft.tools.quickstart.task import load_example
 from lightrft.tools.quickstart.warm_start import IGNORED, build_student, demonstration_batch
 
 pytestmark = pytest.mark.shard("quickstart_vision")
+COLOURS, SHAPES, SIGHT, picture = (
+    load_example(f"colours.py:{name}") for name in ("COLOURS", "SHAPES", "SIGHT", "picture")
+)
+HEARING, HEIGHTS, NOTE_SECONDS, RATE, TONES, waveform = (
+    load_example(f"tones.py:{name}")
+    for name in ("HEARING", "HEIGHTS", "NOTE_SECONDS", "RATE", "TONES", "waveform")
+)
+Counted, describe = (load_example(f"counting.py:{name}") for name in ("Counted", "describe"))
 
 # Who always gives the best single answer without looking or listening is right this often.
 CHANCE = 0.43

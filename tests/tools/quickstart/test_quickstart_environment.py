@@ -14,17 +14,14 @@ from lightrft.rollout.environments.call_formats import ToolCall
 from lightrft.rollout.environments.calls import choose_parser
 from lightrft.rollout.environments.environments import control_token_ids
 from lightrft.rollout.environments.worker import HostedEnvironments
-from lightrft.tools.quickstart.arithmetic import (
-    CALCULATOR,
-    CALCULATOR_AGENT,
-    Product,
-)
-from lightrft.tools.quickstart.calculator_environment import Calculator
 from lightrft.tools.quickstart.quickstart_command import Recipe, prepare, reinforce
-from lightrft.tools.quickstart.task import HERE
+from lightrft.tools.quickstart.task import examples_folder, load_example
 from lightrft.tools.quickstart.warm_start import IGNORED, build_tokenizer, demonstration_batch
 
 pytestmark = pytest.mark.shard("quickstart_environment")
+CALCULATOR, CALCULATOR_AGENT, Product = (
+    load_example(f"calculator.py:{name}") for name in ("CALCULATOR", "CALCULATOR_AGENT", "Product")
+)
 
 NOISE = """
 import random
@@ -45,7 +42,7 @@ class Calculator:
 
 
 def schemas():
-    path = HERE / CALCULATOR.files["environment.py"]
+    path = examples_folder() / CALCULATOR.files["environment.py"]
     hosted = HostedEnvironments(f"{path}:Calculator", (), 1000, True)
     return hosted.describe()[""]["schemas"]
 
@@ -66,7 +63,7 @@ def test_the_teacher_asks_or_guesses():
 
 
 def test_the_calculator_answers_whole_numbers_and_refuses_all_else():
-    calculator = Calculator()
+    calculator = load_example("calculator_environment.py:Calculator")()
     calculator.reset(prompt="What is 2*3?", answer="6")
     assert calculator.calculate("457*786") == 359202
     assert calculator.calculate("3 - 12") == -9

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
@@ -17,13 +16,13 @@ from lightrft.cli.launch import (
     is_worker,
     share_processors,
 )
-from lightrft.cli.options import Parser, at_least
+from lightrft.cli.options import Parser
 from lightrft.config.files import read_object
 from lightrft.config.options import did_you_mean
 from lightrft.reporting.files import SAMPLES_FILE, SUMMARY_FILE, JsonLines, package_versions
+from lightrft.tools.commands import parser_of
 from lightrft.tools.init_model_command import make_folder, require_empty
-from lightrft.tools.quickstart.arithmetic import ADDITION, CALCULATOR, CALCULATOR_AGENT
-from lightrft.tools.quickstart.colours import SHAPES
+from lightrft.tools.quickstart.arithmetic import ADDITION
 from lightrft.tools.quickstart.recipe import (
     ESTIMATORS,
     STRATEGIES,
@@ -31,24 +30,24 @@ from lightrft.tools.quickstart.recipe import (
     quietly,
     training_config,
 )
-from lightrft.tools.quickstart.task import HELD_OUT_SEED, write_exercises
-from lightrft.tools.quickstart.tones import TONES
+from lightrft.tools.quickstart.task import (
+    HELD_OUT_SEED,
+    Task,
+    load_example,
+    write_exercises,
+)
 
 if TYPE_CHECKING:
     from lightrft.run.assembly import RunSummary
 
 
-PIPELINE_STEPS = 30
-DESCRIPTION = """\
-Make a tiny language model, teach it additions by a teacher who mostly forgets the carry, and let
-reinforcement learning find out that remembering it pays. With --environment, the teacher mostly
-guesses products, and it finds out that asking a calculator pays; with --agent, too, where an
-agent answers that calls the model as a server. With --vision, the teacher is mostly colour-blind,
-and it finds out that looking pays; with --audio he is mostly tone-deaf, and listening pays. Needs
-one CPU core for about a minute, some more with pictures or sounds.
-"""
-# Tasks by their flags.
-TASKS = {"environment": CALCULATOR, "agent": CALCULATOR_AGENT, "vision": SHAPES, "audio": TONES}
+# Other tasks than additions among the examples, by their flags.
+TASKS = {
+    "environment": "calculator.py:CALCULATOR",
+    "agent": "calculator.py:CALCULATOR_AGENT",
+    "vision": "colours.py:SHAPES",
+    "audio": "tones.py:TONES",
+}
 DEFAULT_DIRECTORY = "lightrft_quickstart"
 # Width of a line below a heading, on a terminal of 80 columns.
 LINE_WIDTH = 78
@@ -64,9 +63,8 @@ def run(argv: Sequence[str]) -> int:
     share_processors()
     make_folder(directory)
     if recipe.is_pipeline:
-        from lightrft.tools.quickstart.pipeline import run_pipeline
-
-        run_pipeline(recipe, directory)
+        run_pipeline = load_example("pipeline.py:run_pipeline")
+        cast("Callable[[Recipe, Path], None]", run_pipeline)(recipe, directory)
         return ExitCode.OK
     seconds = {}
     print(
@@ -116,82 +114,29 @@ def parse(argv: Sequence[str]) -> tuple[Recipe, Path]:
     place = options.output_dir
     if options.is_pipeline and (options.algorithm, options.strategy) != ("grpo", "fsdp"):
         raise UsageError("--pipeline takes grpo and fsdp: leave --algorithm and --strategy out")
-    chosen = [task for name, task in TASKS.items() if vars(options).pop(name)]
-    task = chosen[0] if chosen else ADDITION
+    chosen = [example for flag, example in TASKS.items() if vars(options).pop(flag)]
+    task = cast("Task", load_example(chosen[0])) if chosen else ADDITION
     del options.output_dir
     chosen_values = {name: value for name, value in vars(options).items() if value is not None}
-    # With 30 steps, the first reward model's scores rose and the accuracy fell.
-    defaults = {"num_steps": PIPELINE_STEPS} if options.is_pipeline else task.numbers
-    recipe = Recipe(task=task, **{**defaults, **chosen_values})
+    recipe = Recipe(task=task, **{**task.numbers, **chosen_values})
     directory = Path(place) if place else unused_directory(recipe)
     if not goes_on(recipe, directory):
         require_empty(directory)
     return recipe, directory
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return the parser of `lightrft quickstart`."""
-    default = Recipe()
-    parser = Parser("quickstart", DESCRIPTION)
-    names = ", ".join
-    parser.add_argument(
-        "--algorithm",
-        default=default.algorithm,
-        help=f"{names(ESTIMATORS)}. Default: {default.algorithm}.",
-    )
-    parser.add_argument(
-        "--strategy",
-        default=default.strategy,
-        help=f"{names(STRATEGIES)}; the first start of deepspeed compiles for a minute or two. "
-        f"Default: {default.strategy}.",
-    )
-    tasks = parser.add_mutually_exclusive_group()
-    for flag, text in (
-        ("--environment", "Conversations of two turns with a calculator, not additions in one."),
-        ("--agent", "The same conversations, led by an agent that calls the model as a server."),
-        ("--vision", "Count shapes of a colour in pictures, with a vision-language model."),
-        ("--audio", "Count notes of a height in sounds, with a model that hears."),
-    ):
-        tasks.add_argument(flag, action="store_true", help=text)
-    tasks.add_argument(
-        "--pipeline",
-        dest="is_pipeline",
-        action="store_true",
-        help="Imitation, pairs, a reward model, GRPO with it, DPO and a smaller student in one go.",
-    )
-    parser.add_argument(
-        "--output_dir", metavar="DIR", help=f"New or empty folder. Default: {DEFAULT_DIRECTORY}."
-    )
-    parser.add_argument(
-        "--threads",
-        dest="num_threads",
-        type=at_least(1),
-        metavar="N",
-        help="CPU threads. Default: what the size of the model's operations is worth, or "
-        "OMP_NUM_THREADS.",
-    )
-    for flag, name, lowest, text in (
-        ("--seed", "seed", 0, "Fixes every random number."),
-        ("--steps", "num_steps", 1, "Steps of reinforcement."),
-        ("--warm_start_steps", "num_warm_start_steps", 1, "Steps of imitation."),
-        ("--eval_prompts", "num_eval_prompts", 1, "Held-out questions to judge by."),
-    ):
-        usual: int = getattr(default, name)
-        defaults = {f"--{flag}": task.numbers.get(name, usual) for flag, task in TASKS.items()}
-        defaults |= {"--pipeline": PIPELINE_STEPS if name == "num_steps" else usual}
-        others = "".join(f", with {flag} {n}" for flag, n in defaults.items() if n != usual)
-        text += f" Default: {usual}{others}."
-        parser.add_argument(flag, dest=name, type=at_least(lowest), metavar="N", help=text)
-    return parser
+    algorithms, strategies = ", ".join(ESTIMATORS), ", ".join(STRATEGIES)
+    return parser_of("quickstart", algorithms=algorithms, strategies=strategies)
 
 
 def goes_on(recipe: Recipe, directory: Path) -> bool:
     """Return whether a folder holds stages of this recipe, so that only the rest is left to do."""
     if not recipe.is_pipeline:
         return False
-    from lightrft.tools.quickstart.pipeline import has_begun
-
-    return has_begun(recipe, directory)
+    has_begun = load_example("pipeline.py:has_begun")
+    return cast("Callable[[Recipe, Path], bool]", has_begun)(recipe, directory)
 
 
 def unused_directory(recipe: Recipe) -> Path:

@@ -6,15 +6,21 @@ import shutil
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import files
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+from lightrft.cli.errors import UsageError
+from lightrft.config.registry import load_reference
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 HERE = Path(__file__).parent
+# Folder of the other quick starts: in the repository, and below where a wheel is installed.
+EXAMPLES = "data/share/lightrft/quickstart"
 _TASKS = tomllib.loads((HERE / "tasks.toml").read_text("utf-8"))
 # Role and text.
 Message = tuple[str, str]
@@ -75,7 +81,7 @@ class Task:
         lesson: Subject of the imitation, for the console.
         flaw, outlook: Lines about the imitator, and about what its reinforcement shows.
         whole_tokens: Texts that are one token.
-        files: Files of this folder by their names in the folder of the run.
+        files: Files of this folder, or of the examples, by their names in the folder of the run.
         roles: Marks of the tokenizer beside those of user and assistant.
         template: Chat template, in place of that of the tiny models.
         learning_rate: Peak learning rate of the imitation.
@@ -100,7 +106,8 @@ class Task:
     def copy_files(self, folder: Path) -> None:
         """Copy the files into the folder of a run."""
         for name, file in self.files.items():
-            shutil.copyfile(HERE / file, folder / name)
+            source = HERE / file
+            shutil.copyfile(source if source.is_file() else examples_folder() / file, folder / name)
 
 
 def make_task(
@@ -110,6 +117,27 @@ def make_task(
 ) -> Task:
     """Return a task of `tasks.toml` with its exercises."""
     return Task(draw=draw, media_model=media_model, **_TASKS[name])
+
+
+def examples_folder() -> Path:
+    """Return the folder of the other quick starts, which are files as users write them.
+
+    Raises:
+        UsageError: They are not installed.
+    """
+    checkout = HERE.parents[3] / EXAMPLES
+    if checkout.is_dir():
+        return checkout
+    folder = EXAMPLES.removeprefix("data/")
+    for file in files("lightrft-trainer") or ():
+        if str(file.parent).endswith(folder):
+            return Path(str(file.locate())).resolve().parent
+    raise UsageError(f"the examples of {folder} are missing: install the wheel of lightrft-trainer")
+
+
+def load_example(place: str) -> object:
+    """Return what `FILE.py:NAME` names in the folder of the other quick starts."""
+    return load_reference(f"{examples_folder()}/{place}", kind="quick start")
 
 
 def in_folder(options: Mapping[str, object], folder: Path) -> dict[str, object]:

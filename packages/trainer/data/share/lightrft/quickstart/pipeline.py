@@ -20,7 +20,7 @@ from lightrft.reporting.files import EVAL_FILE, read_json
 from lightrft.run.provenance import run_of_model
 from lightrft.tools.model_presets import END
 from lightrft.tools.quickstart.recipe import Recipe, quietly, training_config
-from lightrft.tools.quickstart.task import HELD_OUT_SEED, HERE, in_folder, write_exercises
+from lightrft.tools.quickstart.task import HELD_OUT_SEED, in_folder, write_exercises
 
 # File with the recipe of the stages in a folder.
 BEGUN_FILE = "pipeline.json"
@@ -30,7 +30,7 @@ SAMPLES_PER_PROMPT, PAIRS_PER_PROMPT = 8, 4
 # worse than the imitator.
 TEMPERATURE = 1.5
 STUDENT_WIDTH = 28
-_TABLES = tomllib.loads((HERE / "pipeline.toml").read_text("utf-8"))
+_TABLES = tomllib.loads(Path(__file__).with_name("pipeline.toml").read_text("utf-8"))
 
 
 @dataclass(frozen=True, slots=True)

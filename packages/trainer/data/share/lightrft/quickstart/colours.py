@@ -4,7 +4,8 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from lightrft.tools.quickstart.counting import INITIALIZER_RANGE, Counted, Sense
+from counting import INITIALIZER_RANGE, Counted, Sense
+
 from lightrft.tools.quickstart.task import Exercise, make_task
 
 if TYPE_CHECKING:
@@ -56,10 +57,10 @@ def _build(
     seed: int, tokenizer: "PreTrainedTokenizerBase"
 ) -> "tuple[PreTrainedModel, ProcessorMixin]":
     from lightrft.engines.hf.tower import use_fast_tower
-    from lightrft.tools.tiny_vision_models import build_tiny
+    from lightrft.tools.tiny_media_models import build_tiny
 
     model, processor = build_tiny(
-        seed=seed, initializer_range=INITIALIZER_RANGE, tokenizer=tokenizer
+        "tiny-qwen2.5-vl", seed=seed, initializer_range=INITIALIZER_RANGE, tokenizer=tokenizer
     )
     use_fast_tower(model)
     return model, processor

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from lightrft.tools.quickstart.counting import INITIALIZER_RANGE, Counted, Sense
+from counting import INITIALIZER_RANGE, Counted, Sense
+
 from lightrft.tools.quickstart.task import Exercise, make_task
 
 if TYPE_CHECKING:
@@ -53,9 +54,10 @@ def _save(exercise: Exercise, file: Path) -> None:
 def _build(
     seed: int, tokenizer: "PreTrainedTokenizerBase"
 ) -> "tuple[PreTrainedModel, ProcessorMixin]":
-    from lightrft.tools.tiny_audio_models import build_tiny
+    from lightrft.tools.tiny_media_models import build_tiny
 
     return build_tiny(
+        "tiny-qwen2-audio",
         seed=seed,
         initializer_range=INITIALIZER_RANGE,
         tokenizer=tokenizer,
