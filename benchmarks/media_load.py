@@ -23,7 +23,7 @@ from lightrft.datasets.media import VisionPrompts
 from lightrft.datasets.prompts import load_prompts
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import FAMILIES
-from lightrft.tools.tiny_vision_models import build_tiny
+from lightrft.tools.tiny_media_models import build_tiny
 
 NUM_PICTURES = 20
 
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--stage", choices=("policy", "sft"), default="policy")
     options = parser.parse_args()
     hf.logging.set_verbosity_error()
-    _, processor = build_tiny()
+    _, processor = build_tiny("tiny-qwen2.5-vl")
     reader = VisionPrompts(PromptEncoder(processor, FAMILIES["qwen2_5_vl"]))
     for kind in ("JPEG", "PNG"):
         measure(reader, options.rows, kind, options.stage)

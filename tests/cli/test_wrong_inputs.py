@@ -1295,12 +1295,12 @@ def models(tmp_path_factory):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     from lightrft.tools.model_presets import write_tiny_model
-    from lightrft.tools.tiny_audio_models import write_tiny_audio_model
+    from lightrft.tools.tiny_media_models import write_tiny_media_model
 
     folder = tmp_path_factory.mktemp("stages")
     write_tiny_model(folder / "model", "tiny-qwen3")
     write_tiny_vision_model(folder / "vision", "tiny-qwen2.5-vl", seed=0)
-    write_tiny_audio_model(folder / "hearing")
+    write_tiny_media_model(folder / "hearing", "tiny-qwen2-audio")
     scorer = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
     scorer.save_pretrained(folder / "scorer")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightrft.cli.main import main
-from lightrft.tools.init_model_command import TEXT_PRESETS, VISION_PRESETS
+from lightrft.tools.init_model_command import MEDIA_PRESETS, TEXT_PRESETS
 from lightrft.tools.model_presets import write_shape
 from lightrft.tools.plan.setup import SHAPES, ModelSize
 
@@ -28,14 +28,14 @@ def test_the_model_loads_and_depends_on_the_seed_alone(tmp_path, capsys, preset)
     assert AutoTokenizer.from_pretrained(tmp_path / "a").chat_template
 
 
-def test_the_vision_model_is_that_of_its_seed_with_its_processor(tmp_path, capsys):
+@pytest.mark.parametrize("preset", MEDIA_PRESETS)
+def test_a_model_of_media_is_that_of_its_seed_with_its_processor(tmp_path, capsys, preset):
     from lightrft.models.loading import load_causal_lm, load_processor
-    from lightrft.tools.tiny_vision_models import build_tiny
+    from lightrft.tools.tiny_media_models import build_tiny
 
-    (preset,) = VISION_PRESETS
     assert main(["init-model", str(tmp_path / "a"), "--preset", preset, "--seed", "3"]) == 0
     assert preset in capsys.readouterr().out
-    built, processor = build_tiny(seed=3)
+    built, processor = build_tiny(preset, seed=3)
     loaded, expected = load_causal_lm(str(tmp_path / "a")).state_dict(), built.state_dict()
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in loaded.items())
@@ -43,9 +43,10 @@ def test_the_vision_model_is_that_of_its_seed_with_its_processor(tmp_path, capsy
 
 
 def test_presets_are_those_that_can_be_written():
-    from lightrft.tools.model_presets import PRESETS as KNOWN
+    from lightrft.tools import model_presets, tiny_media_models
 
-    assert set(TEXT_PRESETS) == set(KNOWN)
+    assert set(TEXT_PRESETS) == set(model_presets.PRESETS)
+    assert set(MEDIA_PRESETS) == set(tiny_media_models.MEDIA_PRESETS)
 
 
 @pytest.mark.parametrize("has_qk_norm", [False, True])

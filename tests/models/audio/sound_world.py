@@ -12,7 +12,9 @@ from lightrft.engines.media.families import family_of
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sounds import as_audio
 from lightrft.engines.types import MediaBounds
-from lightrft.tools.tiny_audio_models import RATE, build_tiny
+from lightrft.tools.tiny_media_models import build_tiny
+
+RATE = 16_000
 
 
 def tone(seconds=1.0, hertz=440, rate=RATE, loudness=0.5):
@@ -33,14 +35,14 @@ def as_sound(samples, rate=RATE, name="a sound"):
 
 @cache
 def _parts(seconds):
-    model, processor = build_tiny(seconds=seconds)
+    model, processor = build_tiny("tiny-qwen2-audio", seconds=seconds)
     return shaken(model), PromptEncoder(processor, family_of(model.config))
 
 
 def tiny(seconds=2):
     """A new model with the same weights, and its encoder."""
     model, encoder = _parts(seconds)
-    twin, _ = build_tiny(seconds=seconds)
+    twin, _ = build_tiny("tiny-qwen2-audio", seconds=seconds)
     twin.load_state_dict(model.state_dict())
     return twin.eval(), encoder
 

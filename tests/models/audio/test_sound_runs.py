@@ -10,7 +10,7 @@ from lightrft.engines.hf import forward as engine_forward
 from lightrft.engines.media.inputs import media_inputs
 from lightrft.engines.media.sounds import as_wav
 from lightrft.stages.parity_limits import ParityError
-from lightrft.tools.tiny_audio_models import write_tiny_audio_model
+from lightrft.tools.tiny_media_models import write_tiny_media_model
 
 pytestmark = pytest.mark.shard("vision")
 
@@ -34,7 +34,7 @@ def inputs(tmp_path_factory):
         for name, seconds in zip(names, SECONDS[i % 4], strict=True):
             (folder / name).write_bytes(as_wav(tone(seconds, 200 + 90 * i), 16000))
         rows.append({"input": "<audio>" * len(names) + f" say {i}", "audios": names})
-    write_tiny_audio_model(folder / "model", seed=1)
+    write_tiny_media_model(folder / "model", "tiny-qwen2-audio", seed=1)
     return write_inputs(folder, rows, reward=REWARD)
 
 

@@ -13,7 +13,7 @@ from lightrft.engines.media.media import Media, RowMedia
 from lightrft.engines.types import EngineConfig, GenerationRequest, MultiModalInputs, SamplingParams
 from lightrft.engines.vllm.media import name_tower
 from lightrft.models.actor import Actor
-from lightrft.tools.tiny_audio_models import write_tiny_audio_model
+from lightrft.tools.tiny_media_models import write_tiny_media_model
 
 LOGPROB = 1e-5
 
@@ -90,7 +90,7 @@ def test_features_equal_places_or_the_row_is_refused(monkeypatch):
 
 
 def test_raw_sounds_are_heard_by_the_engine_s_own_processor(tmp_path):
-    write_tiny_audio_model(tmp_path)
+    write_tiny_media_model(tmp_path, "tiny-qwen2-audio")
     engine = HFEngine(EngineConfig("hf", str(tmp_path)))
     _, encoder = tiny()
     own = sound(0.7)

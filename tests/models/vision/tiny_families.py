@@ -9,14 +9,11 @@ import transformers as hf
 from tokenizers import AddedToken
 
 from lightrft.tools.model_presets import END, PAD, SYSTEM, byte_level_core, save_checked
-from lightrft.tools.tiny_vision_models import (
-    IMAGE,
-    MARKS,
-    PIXELS,
-    TEMPLATE,
-    VIDEO,
-)
+from lightrft.tools.tiny_media_models import MEDIA_PRESETS, media_template
 
+QWEN = MEDIA_PRESETS["tiny-qwen2.5-vl"]
+MARKS, IMAGE, VIDEO = QWEN.marks, QWEN.shown["image"], QWEN.shown["video"]
+PIXELS = {name: QWEN.parts["image_processor"][name] for name in ("min_pixels", "max_pixels")}
 PATCH = 14
 LLAMA = {"model_type": "llama", "head_dim": 32}
 SIDE = 56
@@ -507,7 +504,7 @@ def build_tiny(preset, *, seed=0, initializer_range=0.1):
     config, build_processor = family.build(ids, text, tokenizer)
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     config.vision_config.initializer_range = initializer_range
-    template = TEMPLATE.format(image=family.image, video=family.video)
+    template = media_template({"image": family.image, "video": family.video})
     processor = build_processor(chat_template=template)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

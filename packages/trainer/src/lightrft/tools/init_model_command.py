@@ -12,9 +12,8 @@ from lightrft.tools.commands import parser_of
 from lightrft.tools.plan.setup import SHAPES
 
 TEXT_PRESETS = ("tiny-qwen3", "tiny-llama")
-VISION_PRESETS = ("tiny-qwen2.5-vl",)
-AUDIO_PRESETS = ("tiny-qwen2-audio",)
-PRESETS = (*TEXT_PRESETS, *VISION_PRESETS, *AUDIO_PRESETS)
+MEDIA_PRESETS = ("tiny-qwen2.5-vl", "tiny-qwen2-audio")
+PRESETS = (*TEXT_PRESETS, *MEDIA_PRESETS)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -36,14 +35,10 @@ def run(argv: Sequence[str]) -> int:
     make_folder(directory)
 
     hide_progress_bars()
-    if preset in VISION_PRESETS:
-        from lightrft.tools.tiny_vision_models import write_tiny_vision_model
+    if preset in MEDIA_PRESETS:
+        from lightrft.tools.tiny_media_models import write_tiny_media_model
 
-        write_tiny_vision_model(directory, options.seed)
-    elif preset in AUDIO_PRESETS:
-        from lightrft.tools.tiny_audio_models import write_tiny_audio_model
-
-        write_tiny_audio_model(directory, options.seed)
+        write_tiny_media_model(directory, preset, options.seed)
     else:
         from lightrft.tools.model_presets import write_tiny_model
 
