@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
-from pathlib import Path
 
-spec = importlib.util.spec_from_file_location("two_ranks", Path(__file__).parent / "two_ranks.py")
-two_ranks = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(two_ranks)
+from tests.tools.plan import live_bytes, two_ranks
 
 SIZES = {**two_ranks.SIZES, "rows": 2, "seq": 96}
 NUM_ITEMS = 8
@@ -114,7 +110,6 @@ def measure_all(rank, world_size, stages, sizes, options):
 def measure(stage, sizes, options):
     from lightrft.strategy import get_strategy
 
-    live_bytes = two_ranks.load("live_bytes")
     config = run_config(stage, sizes, options)
     with get_strategy(config) as strategy:
         gc.collect()

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 from tests.ranks import run_multiprocess
+from tests.tools.plan import given_stages
 
 from lightrft.tools.plan import setup as plan_setup
 from lightrft.tools.plan.memory import plan_memory, rank_bytes
 from lightrft.tools.plan.setup import ModelSize, Setup
 
 pytestmark = pytest.mark.shard("planning")
-
-spec = importlib.util.spec_from_file_location("given", Path(__file__).parent / "given_stages.py")
-given_stages = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(given_stages)
 
 STAGES = {"sft": 1, "prefer": 2, "reward": 2, "divergence": 1}
 TOLERANCE = 0.10

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 from tests.ranks import run_multiprocess
+from tests.tools.plan import two_ranks
 
 from lightrft.tools.plan.memory import resting, train_peak
 from lightrft.tools.plan.setup import ModelSize, Setup
 
 pytestmark = pytest.mark.shard("planning")
-
-spec = importlib.util.spec_from_file_location("two_ranks", Path(__file__).parent / "two_ranks.py")
-two_ranks = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(two_ranks)
 
 STRATEGIES = {
     "fsdp2": {"fsdp": True},

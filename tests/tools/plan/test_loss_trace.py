@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-from pathlib import Path
 
 import peft  # noqa: F401  # what it makes on import would be counted
 import pytest
 import torch
+from tests.tools.plan import live_bytes
 from torch._subclasses import FakeTensorMode
 
 from lightrft.kernels.logprob import policy_loss, triton_kernels
@@ -21,10 +21,6 @@ pytestmark = [
     pytest.mark.triton,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is missing"),
 ]
-
-spec = importlib.util.spec_from_file_location("live_bytes", Path(__file__).parent / "live_bytes.py")
-live_bytes = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(live_bytes)
 
 KERNELS = ("fold_products", "grad_of_stored_products", "merge_partials")
 

@@ -5,20 +5,14 @@ A plan that is wrong by half in one of them would not pass its comparison, which
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 from tests.ranks import run_multiprocess
+from tests.tools.plan import two_ranks
 
 from lightrft.tools.plan import memory
 from lightrft.tools.plan.setup import ModelSize, Setup
 
 pytestmark = pytest.mark.shard("planning")
-
-spec = importlib.util.spec_from_file_location("two_ranks", Path(__file__).parent / "two_ranks.py")
-two_ranks = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(two_ranks)
 
 FSDP2, ZERO1, ZERO2, ZERO3 = {"fsdp": True}, *({"zero_stage": stage} for stage in (1, 2, 3))
 SHORT = {"hidden": 128, "layers": 2, "vocab": 8000, "seq": 16}

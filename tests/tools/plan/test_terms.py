@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import peft  # noqa: F401  # what it makes on import would land on the device
 import pytest
 import torch
 import transformers
+from tests.tools.plan import live_bytes
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from lightrft.config import TrainConfig
@@ -18,10 +17,6 @@ from lightrft.models.lora import is_factor
 from lightrft.models.sequence_model import freeze
 from lightrft.tools.plan.memory import MemoryTerm, head_bytes, plan_memory, tower_bytes
 from lightrft.tools.plan.setup import ModelSize, Setup
-
-spec = importlib.util.spec_from_file_location("live_bytes", Path(__file__).parent / "live_bytes.py")
-live_bytes = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(live_bytes)
 
 TEXT = {
     "vocab_size": 320,

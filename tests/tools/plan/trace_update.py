@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
+import live_bytes
 import peft  # noqa: F401  # what it makes on import would land on the device
 import torch
 import transformers
@@ -23,10 +22,6 @@ from lightrft.algorithms.policy.clipped import clipped_policy_loss
 from lightrft.config import TrainConfig
 from lightrft.models import Actor, LoraActor, TokenLayout, varlen
 from lightrft.models.layout import LayoutPolicy
-
-spec = importlib.util.spec_from_file_location("live_bytes", Path(__file__).parent / "live_bytes.py")
-live_bytes = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(live_bytes)
 
 # It looks for sequences in the positions' values, which fake tensors have none of.
 masking_utils.find_packed_sequence_indices = lambda position_ids: None

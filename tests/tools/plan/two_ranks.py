@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib.util
 from pathlib import Path
+
+from tests.tools.plan import live_bytes
 
 SIZES = {
     "hidden": 256,
@@ -17,14 +18,6 @@ SIZES = {
     "bf16": False,
     "bucket": 50_000_000,
 }
-
-
-def load(name):
-    """A module beside this file: tests are no packages."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def model_config(sizes):
@@ -126,7 +119,6 @@ def measure(rank, world_size, sizes, options):
     from lightrft.strategy import get_strategy
     from lightrft.strategy.deepspeed import engine_config
 
-    live_bytes = load("live_bytes")
     engine_config.MAX_BUCKET_ELEMENTS = sizes["bucket"]
     config = run_config(sizes, options)
     with get_strategy(config) as strategy:

@@ -80,7 +80,6 @@ def render_report(folder: Path, *, library: Path | None = None, follows: bool = 
         solved=solved_sentence(run),
         curves=curves,
         zeros=[f"{each.title} ({', '.join(each.series)})" for each in drawn if each.is_zero],
-        bins=calibration_bins(run),
         totals=totals,
         timelines=step_timelines(folder),
         stages=STAGES,
@@ -244,21 +243,6 @@ def _sync_line(run: RunData) -> str:
         f"engine hash {engine_hash % 2**64:016x}; {len(run.hashes)} syncs, "
         f"{checked.get(options.get('verify_weight_sync', ''), 'comparison not recorded')}"
     )
-
-
-def calibration_bins(run: RunData) -> list[tuple[str, list[float]]]:
-    """Return each bin's share, confidence and accuracy in a reward model's last evaluation."""
-    bins: list[tuple[str, list[float]]] = []
-    for row in reversed(list(run.metrics.values())):
-        places = sorted(int(n.rpartition("/")[2]) for n in row if n.startswith("eval/bin_share/"))
-        for place in places:
-            names = [f"eval/bin_{what}/{place}" for what in ("share", "confidence", "accuracy")]
-            values = [value for name in names if (value := row.get(name)) is not None]
-            if len(values) == len(names):
-                bins.append((f"{place} to {place + 5} %", values))
-        if bins:
-            break
-    return bins
 
 
 def _curves(run: RunData) -> list[Chart]:
