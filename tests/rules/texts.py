@@ -200,7 +200,7 @@ def prompt_of_a_row_without_room_is_refused(tmp_path: Path) -> None:
 
 
 EPISODES = {
-    "environments": {"environment": "lightrft.tools.quickstart.recipe:Nothing"},
+    "environments": {"environment": "lightrft.tools.quickstart.task:Nothing"},
     "tools": {"tools": ("FILE.py:look",)},
     "agents": {"agent": "FILE.py:play"},
 }

@@ -61,9 +61,8 @@ def train(rank, world_size, directory, model, options):
 
     from lightrft.run.assembly import run_training
     from lightrft.tools.quickstart import boxed_sum
-    from lightrft.tools.quickstart.arithmetic import ADDITION
     from lightrft.tools.quickstart.quickstart_command import Recipe, training_config
-    from lightrft.tools.quickstart.task import HELD_OUT_SEED, write_exercises
+    from lightrft.tools.quickstart.task import ADDITION, HELD_OUT_SEED, write_exercises
 
     torch.set_num_threads(1)
     folder, options = Path(directory), dict(options)

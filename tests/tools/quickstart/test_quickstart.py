@@ -16,7 +16,6 @@ from tests.tools.quickstart.dice import Dice
 
 from lightrft.cli.main import main
 from lightrft.reporting.metric_table import metric_row
-from lightrft.tools.quickstart.arithmetic import ADDITION, Addition, demonstrate, draw_additions
 from lightrft.tools.quickstart.boxed_sum import score
 from lightrft.tools.quickstart.quickstart_command import (
     ESTIMATORS,
@@ -28,7 +27,11 @@ from lightrft.tools.quickstart.quickstart_command import (
     training_config,
 )
 from lightrft.tools.quickstart.task import (
+    ADDITION,
     HELD_OUT_SHARE,
+    Addition,
+    demonstrate,
+    draw_additions,
     is_held_out,
     load_example,
     write_exercises,

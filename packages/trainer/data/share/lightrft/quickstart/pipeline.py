@@ -19,7 +19,7 @@ from lightrft.datasets.row_origin import write_origin
 from lightrft.reporting.files import EVAL_FILE, read_json
 from lightrft.run.provenance import run_of_model
 from lightrft.tools.model_presets import END
-from lightrft.tools.quickstart.recipe import Recipe, quietly, training_config
+from lightrft.tools.quickstart.quickstart_command import Recipe, quietly, training_config
 from lightrft.tools.quickstart.task import HELD_OUT_SEED, in_folder, write_exercises
 
 # File with the recipe of the stages in a folder.
