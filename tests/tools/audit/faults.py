@@ -5,6 +5,11 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+import torch
+
+from lightrft.stages.policy import policy_stage
+from lightrft.strategy import backend
+
 
 def calls(owner, name, change):
     """Call `change(original, *args, **kwargs)` in place of owner.name."""
@@ -51,3 +56,34 @@ def keywords(owner, name, **values):
 def instead(owner, name, value):
     """Put a value in the place of owner.name."""
     return lambda patch: patch.setattr(owner, name, value)
+
+
+def before_each_step(change):
+    """Do something to the main model before the states of each step are recorded."""
+
+    def observer(original, self, *args):
+        with torch.no_grad():
+            change(self.models.main)
+        return original(self, *args)
+
+    return calls(policy_stage.PolicyStage, "observe_step", observer)
+
+
+def scaled(part, factor):
+    """Multiply the parameters that have this in their names, for `before_each_step`."""
+
+    def change(main):
+        for name, value in main.model.named_parameters():
+            if part in name:
+                value.mul_(factor)
+
+    return change
+
+
+def trained_without(part):
+    """Leave parameters that have this in their names out of optimizers."""
+    return calls(
+        backend,
+        "parameter_groups",
+        lambda original, named, decay: original([(n, p) for n, p in named if part not in n], decay),
+    )

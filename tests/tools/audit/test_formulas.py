@@ -11,24 +11,25 @@ import torch
 from lightrft.algorithms import reward_losses
 from lightrft.algorithms.interface import preference_loss_traits
 from lightrft.config import TrainConfig
-from lightrft.config.registry import PREFERENCE_LOSSES, REWARD_LOSSES
-from lightrft.tools.audit import advantages as adv, reward_updates
+from lightrft.config.registry import KL_ESTIMATORS, PREFERENCE_LOSSES, REWARD_LOSSES
+from lightrft.tools.audit import advantages as adv, losses, preference_losses, row_updates
 from lightrft.tools.audit.optimizers import learning_rate
-from lightrft.tools.audit.pairs import Borders, Pair, differentiated
-from lightrft.tools.audit.preference_losses import Answers, Pairs, preference_loss_named
+from lightrft.tools.audit.pairs import Borders, Draw, Pair
+from lightrft.tools.audit.preference_losses import Answers, Pairs, aot
 from lightrft.tools.audit.record import OptimizerFacts
+from lightrft.tools.audit.updates import differentiated
 
 SCORES = adv.Scores(
-    np.array([1.0, 0.0, 0.5, 1.0, 1, 1, 1, 1]),
-    np.full(8, 0.5),
-    np.repeat([0, 1], 4),
-    np.array([4, 2, 6, 3, 2, 2, 3, 3]),
-    np.ones(8, dtype=bool),
+    torch.tensor([1.0, 0.0, 0.5, 1.0, 1, 1, 1, 1]).double(),
+    torch.full((8,), 0.5).double(),
+    torch.arange(8) // 4,
+    torch.tensor([4, 2, 6, 3, 2, 2, 3, 3]).double(),
+    torch.ones(8, dtype=torch.bool),
 )
 
 
 def test_rewards_that_differ_by_rounding_alone_are_equal():
-    scores = dataclasses.replace(SCORES, rewards=np.full_like(SCORES.rewards, 0.3))
+    scores = dataclasses.replace(SCORES, rewards=torch.full_like(SCORES.rewards, 0.3))
     scores.rewards[0] = 0.1 + 0.2
     for name in ("group_norm", "rloo", "gpg", "maxrl"):
         assert not adv.row_advantages(name, scores, {}).any()
@@ -50,14 +51,17 @@ def test_a_decision_within_rounding_of_a_bound_is_the_run_s():
 
 def by_scores(total, at):
     """Return the sum of values of a formula, and its derivatives, at these scores."""
-    scores = torch.as_tensor(at, dtype=torch.float64)
-    found = differentiated(lambda p, _: total(p.exact), Pair(scores, scores), Borders(0.0))
-    return float(found.value.sum()), found.slope.numpy()
+    scores, draw = torch.as_tensor(at, dtype=torch.float64), Draw(0, Borders(0.0))
+
+    def formula(outputs, draw):
+        return {"policy": (1.0, total(outputs[0].exact))}
+
+    terms, (slopes,) = differentiated(formula, [Pair(scores, scores)], scores, draw)
+    return float(terms["policy"][1].sum()), slopes.numpy()
 
 
 def test_equal_margins_keep_the_order_of_the_run():
     """Two margins that rounding alone tells apart, with references that are far apart."""
-    loss = preference_loss_named("aot")
     chosen, rejected, chosen_reference, rejected_reference, ones = (
         torch.tensor(each, dtype=torch.float64)
         for each in ((-5.0, -5.0), (-6.0, -6.0 - 1e-7), (-5.0, -2.0), (-4.0, -9.0), (1, 1))
@@ -65,11 +69,11 @@ def test_equal_margins_keep_the_order_of_the_run():
 
     def slopes(seen):
         seen = torch.tensor(seen, dtype=torch.float64)
-        worse = Answers(rejected, rejected_reference, ones, rejected, rejected_reference)
+        worse = Answers(*(Pair(each, each) for each in (rejected, rejected_reference)), ones)
 
         def total(sums):
-            better = Answers(sums, chosen_reference, ones, seen, chosen_reference)
-            return loss.function(Pairs(better, worse, 1.0, 0.0, 1e-3), loss.defaults)
+            better = Answers(Pair(sums, seen), Pair(chosen_reference, chosen_reference), ones)
+            return aot(Pairs(better, worse, 1.0, 0.0, 1e-3))
 
         return by_scores(total, chosen)[1]
 
@@ -80,14 +84,14 @@ def test_equal_margins_keep_the_order_of_the_run():
 
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_every_preference_loss_of_the_stage_is_audited(name):
-    loss, traits = preference_loss_named(name), preference_loss_traits(PREFERENCE_LOSSES.load(name))
-    assert (loss.of_answers, loss.has_reference) == (traits.is_of_answers, traits.uses_reference)
+    loss = (preference_losses.PREFERENCE_LOSSES | preference_losses.OTHER_NAMES)[name]
+    has_reference = loss not in preference_losses.WITHOUT_REFERENCE
+    assert has_reference == preference_loss_traits(PREFERENCE_LOSSES.load(name)).uses_reference
 
 
 @pytest.mark.parametrize("name", REWARD_LOSSES)
 def test_a_reward_loss_and_its_derivatives_are_those_of_the_stage(name):
-    function = REWARD_LOSSES.load(name)
-    own = reward_updates.REWARD_LOSSES[reward_updates.OTHER_NAMES.get(name, name)]
+    function, own = REWARD_LOSSES.load(name), row_updates.REWARD_LOSSES[name]
     random = np.random.default_rng(3)
     values, other = random.normal(size=9) * 3, random.random(9) < 0.4
     if function in (reward_losses.squared_error, reward_losses.binary_cross_entropy):
@@ -96,6 +100,63 @@ def test_a_reward_loss_and_its_derivatives_are_those_of_the_stage(name):
     leaf = torch.tensor(values, requires_grad=True)
     total = function(leaf, other).sum()
     total.backward()
-    value, slopes = by_scores(lambda scores: own.function(scores, other, own.defaults), values)
+    value, slopes = by_scores(lambda scores: own(scores, other), values)
     assert value == pytest.approx(total.item(), rel=1e-9)
     np.testing.assert_allclose(slopes, leaf.grad.numpy(), rtol=1e-8)
+
+
+TOKENS = torch.randn(4, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) / 4
+MASK = torch.arange(6) < torch.tensor([[6], [2], [4]])
+# Losses of which a part has no derivative by its definition.
+HELD_BACK = {"cispo", "cpgd", "gspo-token", "clip_cov", "kl_cov"}
+
+
+def policy_loss(name):
+    loss, _ = losses.POLICY_LOSSES[name]
+    old, advantages, borders = TOKENS[1], TOKENS[2], Borders(0.0)
+
+    def total(p):
+        pair = Pair(p, p.detach())
+        return loss(losses.Batch(pair, Pair(old, old), advantages, MASK, borders))
+
+    return total
+
+
+def kl(name):
+    other = Pair(TOKENS[3], TOKENS[3])
+    return lambda p: losses.kl_term(name, Pair(p, p.detach()), other, other, MASK, Borders(0.0))
+
+
+def preference_loss(name):
+    function = preference_losses.PREFERENCE_LOSSES[name]
+    ones = torch.full((3,), 6.0, dtype=torch.float64)
+    reference = TOKENS[1].sum(dim=1) - 9
+
+    def total(p):
+        sums = p.sum(dim=1) - 9
+        better, worse = (
+            Answers(Pair(each, each), Pair(reference, reference), ones)
+            for each in (sums, sums.flip(0) - 1)
+        )
+        return function(Pairs(better, worse, 6.0, 0.1, 1e-9))
+
+    return total
+
+
+FORMULAS = {
+    **{name: policy_loss(name) for name in losses.POLICY_LOSSES if name not in HELD_BACK},
+    **{name: kl(name) for name in KL_ESTIMATORS if not name.endswith(("+", "_is"))},
+    **{name: preference_loss(name) for name in preference_losses.PREFERENCE_LOSSES},
+    "value": lambda p: losses.value_term(
+        *(Pair(each, each) for each in (p, TOKENS[1])),
+        TOKENS[2],
+        MASK,
+        clip=0.1,
+        borders=Borders(0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_derivatives_are_those_of_finite_differences(name):
+    torch.autograd.gradcheck(lambda p: FORMULAS[name](p).sum(), TOKENS[0].clone().requires_grad_())

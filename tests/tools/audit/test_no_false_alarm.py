@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.tools.audit import world as step_world
 
 from lightrft.config.registry import (
     ADVANTAGE_ESTIMATORS,
@@ -13,7 +14,6 @@ from lightrft.config.registry import (
     POLICY_LOSSES as LOSS_NAMES,
 )
 from lightrft.records.rollout import ScoredRollout
-from lightrft.records.table import row_table
 from lightrft.tools.audit.advantages import ESTIMATORS
 from lightrft.tools.audit.corrections import PRESETS
 from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED
@@ -227,11 +227,11 @@ def test_all_further_options(changes, audited):
 def test_a_group_without_baseline_is_left_out(audited):
     def without(samples):
         greedy = replace(samples.greedy, is_masked=samples.greedy.group_ids == 1)
-        scored = [
-            replace(each, is_masked=each.is_masked or each.rollout.group_id == 1)
-            for each in samples.scored
-        ]
-        return replace(samples, greedy=greedy, scored=scored, table=row_table(scored))
+        return step_world.with_each(
+            samples,
+            lambda _, item: replace(item, is_masked=item.is_masked or item.rollout.group_id == 1),
+            greedy=greedy,
+        )
 
     norm = {"reward_running_norm": True, "reward_running_norm_minus_mean": True, "reward_clip": 1.0}
     changes = {"advantage_estimator": "remax", **norm}
@@ -242,8 +242,9 @@ def test_a_group_without_baseline_is_left_out(audited):
 
 
 def undecided(samples):
-    scored = [ScoredRollout(item.rollout, 0.0, is_masked=True) for item in samples.scored]
-    return replace(samples, scored=scored, table=row_table(scored))
+    return step_world.with_each(
+        samples, lambda _, item: ScoredRollout(item.rollout, 0.0, is_masked=True)
+    )
 
 
 @pytest.mark.parametrize("name", ["group_norm", "gae"])
@@ -255,17 +256,12 @@ def test_a_step_of_which_nothing_was_decided(name, audited):
 
 
 def test_components_of_rewards(audited):
-    def with_components(samples):
-        scored = [
-            replace(
-                item, components={"long": float(i % 3), **({"odd": i % 5 / 4} if i % 4 else {})}
-            )
-            for i, item in enumerate(samples.scored)
-        ]
-        return replace(samples, scored=scored, table=row_table(scored))
+    def with_components(i, item):
+        odd = {"odd": i % 5 / 4} if i % 4 else {}
+        return replace(item, components={"long": float(i % 3), **odd})
 
     changes = {"advantage_estimator": "gdpo", "advantage_args": {"components": "long,odd=0.5"}}
-    report = audited(changes, shape=with_components)
+    report = audited(changes, shape=lambda samples: step_world.with_each(samples, with_components))
     assert_equal(report)
     found = next(row for row in report.rows if row.quantity == "advantages")
     assert found.own != audited({"advantage_estimator": "gdpo"}).rows[report.rows.index(found)].own

@@ -73,6 +73,13 @@ def test_facts_that_are_no_table_are_one_line(run, capsys, content):
     refusal(run, capsys)
 
 
+@pytest.mark.parametrize("name", [FACTS, SAMPLES, VALUES, "before/actor/state_00000.safetensors"])
+def test_a_file_that_was_cut_is_one_line(run, capsys, name):
+    path = step_folder(run, 1) / name
+    path.write_bytes(path.read_bytes()[:-20])
+    assert "damaged" in refusal(run, capsys)
+
+
 def changed_updates(**changes):
     return lambda facts: facts["updates"][0].update(changes)
 

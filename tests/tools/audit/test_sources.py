@@ -7,11 +7,10 @@ import shutil
 from dataclasses import replace
 
 import pytest
-import torch
+from tests.tools.audit import world as step_world
+from tests.tools.audit.faults import before_each_step, scaled
 
 from lightrft.config import TrainConfig
-from lightrft.records.table import row_table
-from lightrft.stages.policy import policy_stage
 from lightrft.strategy.optimizers import LearningRatePlan, PlannedLR
 from lightrft.tools.audit import report as reports
 from lightrft.tools.audit.findings import DIFFERS, EQUAL, NOT_AUDITED, Findings
@@ -23,34 +22,13 @@ from lightrft.tools.audit.tolerances import tolerances_of
 ADAPTERS = {"lora_rank": 2, "lora_alpha": 3.0, "train_batch_size": 16}
 
 
-def begins_with(patch, change):
-    """Does something to the main model before the states of each step are recorded."""
-    original = policy_stage.PolicyStage.observe_step
-
-    def observer(self, *args):
-        with torch.no_grad():
-            change(dict(self.models.main.model.named_parameters()))
-        return original(self, *args)
-
-    patch.setattr(policy_stage.PolicyStage, "observe_step", observer)
-
-
-def scale(part, factor=1.001):
-    def change(parameters):
-        for name, value in parameters.items():
-            if part in name:
-                value.mul_(factor)
-
-    return change
-
-
-def scale_first_column(part):
+def scaled_first_column(part, factor):
     """Of pairs of adapters that cancel each other, one no longer does."""
 
-    def change(parameters):
-        for name, value in parameters.items():
+    def change(main):
+        for name, value in main.model.named_parameters():
             if part in name:
-                value[:, 0].mul_(1.001)
+                value[:, 0].mul_(factor)
 
     return change
 
@@ -69,16 +47,16 @@ def differing(report):
 @pytest.mark.parametrize(
     ("options", "part", "fault"),
     [
-        ({}, "mlp.up_proj", scale),
-        ({"advantage_estimator": "gae", "freezing_actor_steps": 1}, "self_attn", scale),
-        (ADAPTERS, "lora_B", scale_first_column),
+        ({}, "mlp.up_proj", scaled),
+        ({"advantage_estimator": "gae", "freezing_actor_steps": 1}, "self_attn", scaled),
+        (ADAPTERS, "lora_B", scaled_first_column),
     ],
     ids=["all", "frozen", "adapters"],
 )
 def test_a_run_that_begins_with_other_weights_is_found(options, part, fault, audited, monkeypatch):
     changes = {"max_epochs": 1, **options}
     assert row(audited(changes), "first weights of the actor").verdict == EQUAL
-    begins_with(monkeypatch, fault(part))
+    before_each_step(fault(part, 1.001))(monkeypatch)
     first = audited(changes).first_difference
     assert first.quantity == "first weights of the actor"
     assert part in first.note or "lora" in part
@@ -86,7 +64,7 @@ def test_a_run_that_begins_with_other_weights_is_found(options, part, fault, aud
 
 def test_what_is_frozen_keeps_its_first_weights(world, micro_model, tmp_path, monkeypatch):
     options = {"max_epochs": 1, **ADAPTERS}
-    begins_with(monkeypatch, scale("self_attn.q_proj.base_layer"))
+    before_each_step(scaled("self_attn.q_proj.base_layer", 1.001))(monkeypatch)
     world.record_step(micro_model, tmp_path, options, steps=2)
     shutil.rmtree(step_folder(tmp_path, 1))
     assert audit_step(tmp_path).first_difference.quantity == "first weights of the actor"
@@ -188,17 +166,14 @@ def test_a_run_that_is_made_longer_has_the_gap_of_its_two_plans(world, micro_mod
 def with_parts(*weights):
     """Rewards of two functions that are added with these weights."""
 
-    def change(samples):
-        scored = []
-        for number, item in enumerate(samples.scored):
-            parts = {"right": item.reward, "short": number % 3 / 2, "words": 7.0}
-            reward = 0.0 if item.is_masked else weights[0] * item.reward
-            reward += 0.0 if item.is_masked else weights[1] * parts["short"]
-            own = {} if item.is_masked else parts
-            scored.append(replace(item, reward=reward, unshaped_reward=reward, components=own))
-        return replace(samples, scored=scored, table=row_table(scored))
+    def change(number, item):
+        if item.is_masked:
+            return item
+        parts = {"right": item.reward, "short": number % 3 / 2, "words": 7.0}
+        reward = weights[0] * item.reward + weights[1] * parts["short"]
+        return replace(item, reward=reward, unshaped_reward=reward, components=parts)
 
-    return change
+    return lambda samples: step_world.with_each(samples, change)
 
 
 def test_rewards_are_the_weighted_sum_of_their_components(audited):

@@ -12,7 +12,7 @@ from tests.runs import rollout_options, say_rows, train_on_ranks, write_inputs
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
 from lightrft.tools.audit.findings import DIFFERS
-from lightrft.tools.audit.record import FACTS, SAMPLES, VALUES, recorded_steps, seal, step_folder
+from lightrft.tools.audit.record import FACTS, recorded_steps, seal, step_folder
 from lightrft.tools.model_presets import write_tiny_model
 
 pytestmark = pytest.mark.shard("audit")
@@ -120,21 +120,10 @@ def test_a_changed_state_is_a_difference(runs, tmp_path, capsys):
 @pytest.mark.multiprocess
 @pytest.mark.deepspeed
 def test_what_is_not_there_is_said_in_a_line(runs, tmp_path, capsys):
-    source, run = runs / "zero 2", tmp_path / "run"
     assert main(["audit", str(tmp_path)]) == ExitCode.USAGE
     assert "--audit_every" in capsys.readouterr().err
-    assert main(["audit", str(source), "--step", "1"]) == ExitCode.USAGE
+    assert main(["audit", str(runs / "zero 2"), "--step", "1"]) == ExitCode.USAGE
     assert "expected one of 2" in capsys.readouterr().err
-    for name in (FACTS, SAMPLES, VALUES, "before/actor/state_00000.safetensors"):
-        shutil.rmtree(run, ignore_errors=True)
-        shutil.copytree(source / "audit", run / "audit")
-        shutil.copy(source / "config.toml", run)
-        path = step_folder(run, 2) / name
-        path.write_bytes(path.read_bytes()[:-20])
-        assert main(["audit", str(run)]) == ExitCode.USAGE
-        message = capsys.readouterr().err.strip()
-        assert "damaged" in message
-        assert "\n" not in message
 
 
 @pytest.mark.slow

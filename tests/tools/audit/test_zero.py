@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.tools.audit import world
 
 from lightrft.experience import maker
-from lightrft.records.table import row_table
 from lightrft.tools.audit import report as reports
 from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED
 
@@ -18,8 +18,7 @@ KL_LOSS = {"init_kl_coef": 0.2, "use_kl_loss": True}
 
 
 def equal_rewards(samples):
-    scored = [replace(item, reward=0.7, unshaped_reward=0.7) for item in samples.scored]
-    return replace(samples, scored=scored, table=row_table(scored))
+    return world.with_each(samples, lambda _, item: replace(item, reward=0.7, unshaped_reward=0.7))
 
 
 def round_scores(patch):

@@ -90,8 +90,10 @@ class NoReward:
         pass
 
 
-def scripted_samples(actor, *, noise=0.3, fails=True, greedy=False, mode="temperature"):
+@cache
+def scripted_samples(path, has_greedy):
     """Ragged rows, one group that teaches nothing, one failed reward, an engine that is off."""
+    actor = loaded(path, Actor)
     draw = np.random.default_rng(7)
     rows, scored = [], []
     for group in range(GROUPS):
@@ -105,25 +107,25 @@ def scripted_samples(actor, *, noise=0.3, fails=True, greedy=False, mode="temper
         ids = torch.tensor([[*prompt, *response]])
         with torch.no_grad():
             exact = actor(ids, torch.ones_like(ids, dtype=torch.bool)).logprobs[0, len(prompt) :]
-        logprobs = exact.numpy() + noise * draw.normal(size=len(response))
+        logprobs = exact.numpy() + 0.3 * draw.normal(size=len(response))
         completion = Completion(
             request_id=group,
             sample_index=index,
             prompt_token_ids=prompt,
             output_token_ids=response,
             output_logprobs=tuple(logprobs.tolist()),
-            logprobs_mode=mode,
+            logprobs_mode="temperature",
             finish_reason="length" if len(response) == 10 else "stop",
             weights_version=0,
         )
         rollout = Rollout(
             Prompt(group, "p", prompt), completion, group, group * SAMPLES + index, "r"
         )
-        is_failed = fails and (group, index) == (1, 2)
+        is_failed = (group, index) == (1, 2)
         reward = 0.0 if is_failed else float(reward)
         scored.append(ScoredRollout(rollout, reward, is_masked=is_failed, unshaped_reward=reward))
     best = None
-    if greedy:
+    if has_greedy:
         best = row_table([item for item in scored if item.rollout.completion.sample_index == 0])
     return Samples(scored, row_table(scored), GROUPS, greedy=best)
 
@@ -138,42 +140,46 @@ def fresh(path, kind):
     return copy.deepcopy(loaded(path, kind))
 
 
-@cache
-def samples_of(path, noise, greedy, mode):
-    return scripted_samples(loaded(path, Actor), noise=noise, greedy=greedy, mode=mode)
+def with_each(samples, change, **others):
+    """The samples, each changed by a function of its number and itself."""
+    scored = [change(number, item) for number, item in enumerate(samples.scored)]
+    return replace(samples, scored=scored, table=row_table(scored), **others)
 
 
 def shaped(samples, config):
     """The samples with the rewards that scoring would give them."""
-    penalty, scored = overlong_penalty(config) or (lambda _: 0.0), []
-    for item in samples.scored:
-        if not item.is_masked:
-            length = len(item.rollout.completion.output_token_ids)
-            item = replace(item, reward=item.unshaped_reward + penalty(length))
-        scored.append(item)
-    return replace(samples, scored=scored, table=row_table(scored))
+    penalty = overlong_penalty(config) or (lambda _: 0.0)
+
+    def change(_, item):
+        length = len(item.rollout.completion.output_token_ids)
+        shaping = 0.0 if item.is_masked else penalty(length)
+        return replace(item, reward=item.unshaped_reward + shaping)
+
+    return with_each(samples, change)
 
 
 def with_observations(samples):
     """A third of the tokens of a response, never the last, were answers of a tool."""
-    scored = []
-    for number, item in enumerate(samples.scored):
+
+    def change(number, item):
         completion = item.rollout.completion
         size = len(completion.output_token_ids)
         sampled = tuple((i + number) % 3 != 1 or i + 1 == size for i in range(size))
         logprobs = tuple(x * f for x, f in zip(completion.output_logprobs, sampled, strict=True))
         completion = replace(completion, sampled=sampled, output_logprobs=logprobs)
-        scored.append(replace(item, rollout=replace(item.rollout, completion=completion)))
-    return replace(samples, scored=scored, table=row_table(scored))
+        return replace(item, rollout=replace(item.rollout, completion=completion))
+
+    return with_each(samples, change)
 
 
 def positive(samples):
     """Rewards without their signs."""
-    scored = [
-        replace(each, reward=abs(each.reward), unshaped_reward=abs(each.unshaped_reward))
-        for each in samples.scored
-    ]
-    return replace(samples, scored=scored, table=row_table(scored))
+    return with_each(
+        samples,
+        lambda _, item: replace(
+            item, reward=abs(item.reward), unshaped_reward=abs(item.unshaped_reward)
+        ),
+    )
 
 
 def shape_of(name):
@@ -191,24 +197,17 @@ class Scripted:
             with timer.stage(name):
                 pass
         step, self._step = self._step, self._step + 1
-        if not step:
-            return self._samples
-        scored = [raised(each, 0.5 * step) for each in self._samples.scored]
-        return replace(self._samples, scored=scored, table=row_table(scored))
+        return with_each(self._samples, lambda _, item: raised(item, 0.5 * step))
 
 
 def raised(item, by):
     """A sample of a higher reward."""
     if item.is_masked:
         return item
-    before = item.unshaped_reward
-    unshaped = None if before is None else before + by
-    return replace(item, reward=item.reward + by, unshaped_reward=unshaped)
+    return replace(item, reward=item.reward + by, unshaped_reward=item.unshaped_reward + by)
 
 
-def record_step(
-    model_path, run, changes, *, sgd=False, steps=1, noise=0.3, shape=None, strategy=None
-):
+def record_step(model_path, run, changes, *, sgd=False, steps=1, shape=None):
     """Trains and records; the last step is what is audited.
 
     Args:
@@ -217,7 +216,7 @@ def record_step(
     settings = {**SETTINGS, "pretrain": model_path, "output_dir": str(run), **changes}
     config = TrainConfig(**settings, engine_type="hf")
     needs_critic = config.advantage_estimator == "gae"
-    strategy = strategy or get_fake_strategy(config)
+    strategy = get_fake_strategy(config)
     actor = fresh(model_path, Actor)
     if config.lora_rank:
         actor = LoraActor(actor.model.__class__.from_pretrained(model_path), config)
@@ -240,7 +239,7 @@ def record_step(
     teacher = None
     if config.teacher is not None:
         teacher = strategy.prepare_model(fresh(config.teacher, Actor))
-    samples = samples_of(model_path, noise, config.advantage_estimator == "remax", "temperature")
+    samples = scripted_samples(model_path, config.advantage_estimator == "remax")
     samples = shaped(samples, config)
     if shape is not None:
         samples = shape(samples)

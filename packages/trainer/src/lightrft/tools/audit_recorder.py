@@ -6,9 +6,9 @@ import copy
 import pickle
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from lightrft.records.batch import ExperienceBatch
     from lightrft.strategy.optimizers import OptimizerStepResult
 
+Number = TypeVar("Number", bound=np.generic)
 # Rows by sample id, without padding.
 Flat = NDArray[np.float32] | NDArray[np.int32] | NDArray[np.bool_]
 ByRow = dict[str, dict[int, Flat]]
@@ -55,14 +56,8 @@ OF_UPDATE = ("new", "weights")
 class RecordedUpdate:
     """One optimizer step on this rank; per-token arrays by name and sample id."""
 
-    model: str
-    normalizer: float
+    facts: UpdateFacts
     values: ByRow = field(default_factory=dict)
-    micro_batches: list[list[int]] = field(default_factory=list)
-    losses: dict[str, float] = field(default_factory=dict)
-    grad_norm: float = 0.0
-    learning_rate: float = 0.0
-    is_skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +102,19 @@ class Recorder(Observer):
 
     def _facts_of(self, found: PreparedModel) -> OptimizerFacts:
         scheduler = found.scheduler
-        plan = scheduler.plan if isinstance(scheduler, PlannedLR) else None
-        return OptimizerFacts(
-            kind=type(found.optimizer).__name__,
-            groups=self._backend.optimizer_groups(found),
-            schedule_position=0 if scheduler is None else int(scheduler.last_epoch),
-            schedule_steps=0 if plan is None else plan.num_training_steps,
-            schedule_changed_at=-1 if plan is None else plan.changed_at,
-            schedule_gap=0.0 if plan is None else plan.gap,
+        facts = OptimizerFacts(
+            type(found.optimizer).__name__, self._backend.optimizer_groups(found)
+        )
+        if scheduler is not None:
+            facts = replace(facts, schedule_position=int(scheduler.last_epoch))
+        if not isinstance(scheduler, PlannedLR):
+            return facts
+        plan = scheduler.plan
+        return replace(
+            facts,
+            schedule_steps=plan.num_training_steps,
+            schedule_changed_at=plan.changed_at,
+            schedule_gap=plan.gap,
         )
 
     def _write_states(self, when: str) -> None:
@@ -125,7 +125,8 @@ class Recorder(Observer):
 
     def begin_update(self, model: str, normalizer: Tensor) -> None:
         """Start the record of an optimizer step."""
-        self.updates.append(RecordedUpdate(model, float(normalizer)))
+        facts = UpdateFacts(model, [], float(normalizer), {}, 0.0, 0.0, is_skipped=False)
+        self.updates.append(RecordedUpdate(facts))
 
     def micro_batch(
         self,
@@ -136,7 +137,7 @@ class Recorder(Observer):
     ) -> None:
         """Record a micro batch; numbers of rows are stored at their last trained token."""
         update, rows = self.updates[-1], [int(i) for i in ids]
-        update.micro_batches.append(rows)
+        update.facts.micro_batches.append(rows)
         for name, tensor in values.items():
             if tensor is not None:
                 if tensor.dim() == 1:
@@ -144,13 +145,12 @@ class Recorder(Observer):
                 into = update.values if name in OF_UPDATE else self._values
                 into.setdefault(name, {}).update(by_row(tensor, attention_mask, rows))
         for name, share in terms.items():
-            update.losses[name] = update.losses.get(name, 0.0) + float(share.detach())
+            update.facts.losses[name] = update.facts.losses.get(name, 0.0) + float(share.detach())
 
     def end_update(self, result: OptimizerStepResult) -> None:
         """Record the outcome of an optimizer step."""
         update = self.updates[-1]
-        update.grad_norm, update.learning_rate = result.grad_norm, result.learning_rate
-        update.is_skipped = result.is_skipped
+        update.facts = replace(update.facts, **asdict(result))
 
     def finish(self) -> None:
         """Write the final states and all recorded numbers; collective."""
@@ -177,12 +177,8 @@ class Recorder(Observer):
             tables = [share.samples for share in shares if share.samples is not None]
             raw = _raw_samples(join_tables(tables), data.samples.greedy)
             rewards = data.rewards.rewards.double().cpu().numpy()
-        values: ByRow = {}
-        for share in shares:
-            for name, rows in share.values.items():
-                values.setdefault(name, {}).update(rows)
         updates = [
-            [share.updates[i] for share in shares if share.updates]
+            _joined([share.updates[i] for share in shares if share.updates])
             for i in range(len(self.updates))
         ]
         moments, engine, context = step.moments, step.engine, self._backend.context
@@ -203,15 +199,21 @@ class Recorder(Observer):
             else [float(moments.count), moments.mean, moments.sum_of_squares],
             lora_scale=self._lora_scale(),
             optimizers=self._optimizers,
-            updates=[_joined(parts) for parts in updates],
+            updates=[update.facts for update in updates],
         )
         step.config.save(self._partial / CONFIG)
         write_record(
             self._partial,
             facts,
             raw,
-            _run_values(rewards, raw.sample_ids.tolist(), values),
-            _update_values(updates),
+            _run_values(
+                rewards, raw.sample_ids.tolist(), _merged([share.values for share in shares])
+            ),
+            {
+                f"{number}/{name}": _flat(rows, update.facts.ids, np.float32)
+                for number, update in enumerate(updates)
+                for name, rows in update.values.items()
+            },
         )
         publish(self._partial, self._folder)
 
@@ -289,45 +291,36 @@ def _raw_samples(table: SampleTable, greedy: RowTable | None) -> RawSamples:
     )
 
 
-def _run_values(
-    rewards: NDArray[np.float64], ids: Sequence[int], values: Mapping[str, Mapping[int, Flat]]
-) -> RunValues:
+def _run_values(rewards: NDArray[np.float64], ids: Sequence[int], values: ByRow) -> RunValues:
     """Return flat columns in the order of the ids; columns without rows are empty."""
     kinds: dict[str, type[np.generic]] = {"token_ids": np.int32, "response_mask": np.bool_}
-    columns = {}
-    for name in TOKEN_VALUES:
-        rows, dtype = values.get(name, {}), kinds.get(name, np.float32)
-        parts = [rows[i].astype(dtype) for i in ids if i in rows]
-        columns[name] = np.concatenate([np.zeros(0, dtype), *parts])
-    return RunValues(rewards=rewards, **columns)
+    columns = {
+        name: _flat(values.get(name, {}), ids, kinds.get(name, np.float32)) for name in TOKEN_VALUES
+    }
+    return RunValues(rewards=rewards, **columns)  # type: ignore[arg-type]
 
 
-def _joined(parts: Sequence[RecordedUpdate]) -> UpdateFacts:
+def _flat(rows: Mapping[int, Flat], ids: Sequence[int], dtype: type[Number]) -> NDArray[Number]:
+    """Return the values of rows, one after another."""
+    parts = [rows[i].astype(dtype) for i in ids if i in rows]
+    return np.concatenate([np.zeros(0, dtype), *parts])
+
+
+def _merged(parts: Sequence[ByRow]) -> ByRow:
+    """Merge the values of all ranks."""
+    values: ByRow = {}
+    for part in parts:
+        for name, rows in part.items():
+            values.setdefault(name, {}).update(rows)
+    return values
+
+
+def _joined(parts: Sequence[RecordedUpdate]) -> RecordedUpdate:
     """Merge one optimizer step from the shares of all ranks."""
-    first = parts[0]
-    return UpdateFacts(
-        model=first.model,
-        micro_batches=[micro for part in parts for micro in part.micro_batches],
-        normalizer=first.normalizer,
-        losses={name: sum(part.losses[name] for part in parts) for name in first.losses},
-        grad_norm=first.grad_norm,
-        learning_rate=first.learning_rate,
-        is_skipped=first.is_skipped,
+    facts = [part.facts for part in parts]
+    joined = replace(
+        facts[0],
+        micro_batches=[micro for each in facts for micro in each.micro_batches],
+        losses={name: sum(each.losses[name] for each in facts) for name in facts[0].losses},
     )
-
-
-def _update_values(updates: Sequence[Sequence[RecordedUpdate]]) -> dict[str, NDArray[np.float32]]:
-    """Return per-token values of every optimizer step, flat in the order of micro batches."""
-    arrays = {}
-    for number, parts in enumerate(updates):
-        for name in OF_UPDATE:
-            rows = [
-                part.values[name][i]
-                for part in parts
-                if name in part.values
-                for micro in part.micro_batches
-                for i in micro
-            ]
-            if rows:
-                arrays[f"{number}/{name}"] = np.concatenate(rows).astype(np.float32)
-    return arrays
+    return RecordedUpdate(joined, _merged([part.values for part in parts]))

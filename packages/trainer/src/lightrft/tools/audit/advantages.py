@@ -1,4 +1,4 @@
-"""Advantages of every built-in estimator, computed row by row and token by token.
+"""Advantages of every built-in estimator, computed group by group and token by token.
 
 Sources: group_norm, arXiv:2402.03300; dr_grpo, arXiv:2503.20783; group_mean_batch_std, TRL's
 scale_rewards="batch"; rloo, arXiv:2402.14740; opo, arXiv:2505.23585; remax, arXiv:2310.10505;
@@ -11,13 +11,13 @@ arXiv:2503.01491, 2504.05118.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-import numpy as np
+import torch
+from torch import Tensor
 
 from lightrft.config.parts.learning import AlgorithmOptions
-from lightrft.tools.audit.record import Array, Flags, Integers
 from lightrft.tools.audit.samples import differ
 
 MIN_VARIANCE = 1e-8  # of advantages before whitening
@@ -35,20 +35,20 @@ class Scores:
     Args:
         rewards, greedy: [rows]; greedy rewards are NaN without a greedy completion.
         groups: Group of each row: [rows] int64.
-        lengths: Response tokens of each row, including excluded rows: [rows].
+        lengths: Response tokens of each row, including excluded rows: [rows] float64.
         is_kept: Rows that count in their group: [rows] bool.
         components: Reward components by name: [rows]; NaN where missing.
     """
 
-    rewards: Array
-    greedy: Array
-    groups: Integers
-    lengths: Integers
-    is_kept: Flags
-    components: Mapping[str, Array] = field(default_factory=dict)
+    rewards: Tensor
+    greedy: Tensor
+    groups: Tensor
+    lengths: Tensor
+    is_kept: Tensor
+    components: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def row_advantages(name: str, scores: Scores, settings: Settings) -> Array:
+def row_advantages(name: str, scores: Scores, settings: Settings) -> Tensor:
     """Return one advantage per row; 0 for excluded rows and for groups of equal rewards.
 
     Args:
@@ -56,58 +56,45 @@ def row_advantages(name: str, scores: Scores, settings: Settings) -> Array:
         scores: Rewards and groups.
         settings: Hyper-parameters by name.
     """
-    advantages = np.zeros(len(scores.rewards))
+    advantages, is_kept = torch.zeros_like(scores.rewards), scores.is_kept
     if name == "zero":
         return advantages
     if name == "remax":
-        advantages[scores.is_kept] = (scores.rewards - scores.greedy)[scores.is_kept]
-        return advantages
+        return torch.where(is_kept, scores.rewards - scores.greedy, 0.0)
     if name == "gdpo":
         return _gdpo(scores, settings)
-    batch = scores.rewards[scores.is_kept]
-    groups = [np.flatnonzero(scores.groups == g) for g in np.unique(scores.groups)]
-    members = [rows[scores.is_kept[rows]] for rows in groups]
+    members = [
+        (is_kept & (scores.groups == g)).nonzero()[:, 0] for g in set(scores.groups.tolist())
+    ]
     informative = [rows for rows in members if differ(scores.rewards[rows])]
-    share = len(groups) / max(len(informative), 1)
+    share = len(members) / max(len(informative), 1)
     for rows in informative:
-        lengths = scores.lengths[rows].astype(np.float64)
-        advantages[rows] = _GROUP[name](
-            _Group(scores.rewards[rows], lengths, batch, share, settings)
-        )
+        rewards, batch = scores.rewards[rows], scores.rewards[is_kept]
+        group = _Group(rewards, scores.lengths[rows], batch, share, settings)
+        advantages[rows] = _GROUP[name](group)
     if name == "raft":  # tokens of all kept rows / tokens of the best rows
-        kept, best = scores.lengths[scores.is_kept].sum(), scores.lengths[advantages > 0].sum()
-        advantages *= kept / max(best, 1)
+        best = scores.lengths[advantages > 0].sum().clamp(min=1)
+        advantages *= scores.lengths[is_kept].sum() / best
     return advantages
 
 
-def _gdpo(scores: Scores, settings: Settings) -> Array:
+def _gdpo(scores: Scores, settings: Settings) -> Tensor:
     """Normalise components within groups, and their weighted sum over the step."""
-    total, none = np.zeros(len(scores.rewards)), np.full(len(scores.rewards), math.nan)
+    total = torch.zeros_like(scores.rewards)
+    missing = torch.full_like(total, math.nan)
     for part in str(settings.get("components", "")).split(","):
         name, _, weight = part.partition("=")
-        values = scores.components.get(name.strip(), none) if name.strip() else scores.rewards
-        has = scores.is_kept & np.isfinite(values)
-        component = replace(scores, rewards=np.where(has, values, 0.0), is_kept=has)
-        total += float(weight or 1) * row_advantages("group_norm", component, settings)
+        name = name.strip()
+        values = scores.components.get(name, missing) if name else scores.rewards
+        has = scores.is_kept & values.isfinite()
+        component = replace(scores, rewards=torch.where(has, values, 0.0), is_kept=has)
+        total = total + float(weight or 1) * row_advantages("group_norm", component, settings)
     return total / (_std(total[scores.is_kept]) + float(settings.get("eps", 1e-6)))
 
 
-def enlargement(advantages: Array, scores: Scores) -> float:
-    """Return how much an estimator enlarges reward differences within a group, at least 2."""
-    largest_factor = 1.0
-    for group in np.unique(scores.groups):
-        rows = (scores.groups == group) & scores.is_kept
-        largest = float(np.abs(advantages[rows]).max(initial=0.0))
-        if largest > 0 and differ(scores.rewards[rows]):
-            largest_factor = max(largest_factor, largest / float(np.ptp(scores.rewards[rows])))
-    return 2 * largest_factor
-
-
-def _std(values: Array) -> float:
+def _std(values: Tensor) -> float:
     """Return the standard deviation with n - 1; 1 where it is undefined or 0."""
-    if len(values) < 2 or np.ptp(values) == 0:
-        return 1.0
-    return float(np.std(values, ddof=1))
+    return float(values.std()) if len(values) > 1 and values.max() > values.min() else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,149 +108,130 @@ class _Group:
         settings: Hyper-parameters by name.
     """
 
-    rewards: Array
-    lengths: Array
-    batch: Array
+    rewards: Tensor
+    lengths: Tensor
+    batch: Tensor
     share: float
     settings: Settings
 
     @property
-    def centred(self) -> Array:
-        return np.asarray(self.rewards - self.rewards.mean())
+    def centred(self) -> Tensor:
+        return self.rewards - self.rewards.mean()
 
-    def over(self, std: float, deviations: Array | None = None) -> Array:
+    def over(self, std: float, deviations: Tensor | None = None) -> Tensor:
         numerators = self.centred if deviations is None else deviations
-        return np.asarray(numerators / (std + float(self.settings.get("eps", 1e-6))))
+        return numerators / (std + float(self.settings.get("eps", 1e-6)))
+
+    def over_std(self, deviations: Tensor | None = None) -> Tensor:
+        return self.over(float(self.rewards.std()), deviations)
+
+    def weighted(self, max_weight: float) -> Tensor:
+        return self.centred * min(self.share, max_weight)
+
+    @property
+    def order(self) -> Tensor:
+        return torch.argsort(self.rewards, descending=True, stable=True)
 
 
-def _group_norm(group: _Group) -> Array:
-    return group.over(float(np.std(group.rewards, ddof=1)))
-
-
-def _rloo(group: _Group) -> Array:
+def _rloo(group: _Group) -> Tensor:
     r = group.rewards
-    return np.asarray(r - (r.sum() - r) / (len(r) - 1))
+    return r - (r.sum() - r) / (len(r) - 1)
 
 
-def _gpg(group: _Group) -> Array:
-    return group.centred * min(group.share, float(group.settings.get("max_weight", math.inf)))
-
-
-def _opo(group: _Group) -> Array:
+def _opo(group: _Group) -> Tensor:
     r, n = group.rewards, group.lengths
-    return np.asarray(r - (n * r).sum() / max(n.sum(), 1.0))
+    return r - (n * r).sum() / n.sum().clamp(min=1)
 
 
-def _cpgd(group: _Group) -> Array:
+def _cpgd(group: _Group) -> Tensor:
     weighting = group.settings.get("weighting", "std")
     if weighting == "std":
-        return _group_norm(group)
-    return group.centred * (min(group.share, 3.0) if weighting == "clip_filter" else 1.0)
+        return group.over_std()
+    return group.weighted(3.0 if weighting == "clip_filter" else 1.0)
 
 
-def _batch_mean_group_std(group: _Group) -> Array:
-    from_batch = group.rewards - group.batch.mean()
-    return group.over(float(np.std(group.rewards, ddof=1)), np.asarray(from_batch))
+def _pass_at_k(group: _Group) -> Tensor:
+    lead, (first, second, *_) = torch.zeros_like(group.rewards), group.order
+    lead[first] = group.rewards[first] - group.rewards[second]
+    return group.over_std(lead)
 
 
-def _pass_at_k(group: _Group) -> Array:
-    order, lead = np.argsort(-group.rewards, kind="stable"), np.zeros(len(group.rewards))
-    lead[order[0]] = group.rewards[order[0]] - group.rewards[order[1]]
-    return group.over(float(np.std(group.rewards, ddof=1)), lead)
-
-
-def _best(group: _Group) -> Array:
-    advantages = np.zeros(len(group.rewards))
-    advantages[np.argsort(-group.rewards, kind="stable")[0]] = 1.0
+def _best(group: _Group) -> Tensor:
+    advantages = torch.zeros_like(group.rewards)
+    advantages[group.order[0]] = 1.0
     return advantages
 
 
-_GROUP: dict[str, Callable[[_Group], Array]] = {
-    "group_norm": _group_norm,
-    "grpo": _group_norm,
+_GROUP: dict[str, Callable[[_Group], Tensor]] = {
+    "group_norm": _Group.over_std,
+    "grpo": _Group.over_std,
     "group_mean_batch_std": lambda group: group.over(_std(group.batch)),
     "dr_grpo": lambda group: group.centred,
     "reinforce_baseline": lambda group: group.centred,
     "rloo": _rloo,
     "opo": _opo,
     "cpgd": _cpgd,
-    "batch_mean_group_std": _batch_mean_group_std,
+    "batch_mean_group_std": lambda group: group.over_std(group.rewards - group.batch.mean()),
     "maxrl": lambda group: group.over(float(group.rewards.mean())),
     "pass_at_k": _pass_at_k,
     "raft": _best,
-    "gpg": _gpg,
+    "gpg": lambda group: group.weighted(float(group.settings.get("max_weight", math.inf))),
 }
 ESTIMATORS = (*_GROUP, "gdpo", "remax", "zero", *TOKEN_ESTIMATORS)
 
 
-def token_rewards(rewards: Array, mask: Flags, penalty: Array, paid: Array) -> Array:
+def token_rewards(rewards: Tensor, mask: Tensor, penalty: Tensor, paid: Tensor) -> Tensor:
     """Return the reward of each token: [rows, seq].
 
     The last response token gets the row's reward minus earlier payments. Each token pays its
     penalty.
     """
-    by_token = np.where(mask, paid - penalty, 0.0)
-    for row in np.flatnonzero(mask.any(axis=1)):
-        by_token[row, np.flatnonzero(mask[row])[-1]] += rewards[row] - paid[row, mask[row]].sum()
-    return by_token
+    paid = torch.where(mask, paid, 0.0)
+    rest = (rewards - paid.sum(dim=1))[:, None]
+    is_last = mask & (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True))
+    return torch.where(mask, paid - penalty, 0.0) + torch.where(is_last, rest, 0.0)
 
 
-def backwards(mask: Flags, config: AlgorithmOptions) -> Iterator[tuple[int, int, float]]:
-    """Yield (row, token, discount to the next token) of response tokens, from the last backwards.
-
-    With `turn_credit` discounted, gamma counts turns: it applies only where an observation
-    separates a response token from the next one.
-    """
-    for row in range(len(mask)):
-        following = -1
-        for t in np.flatnonzero(mask[row])[::-1]:
-            is_step = config.turn_credit == "last" or following != t + 1
-            yield row, int(t), config.gamma if is_step else 1.0
-            following = int(t)
-
-
-def returns(rewards: Array, mask: Flags, config: AlgorithmOptions) -> Array:
-    """Return the discounted return from each response token on: [rows, seq]."""
-    totals, rest = np.zeros_like(rewards), np.zeros(len(mask))
-    for row, t, discount in backwards(mask, config):
-        rest[row] = totals[row, t] = rewards[row, t] + discount * rest[row]
-    return totals
-
-
-def policy_lambds(mask: Flags, config: AlgorithmOptions) -> Array:
+def policy_lambds(mask: Tensor, config: AlgorithmOptions) -> Tensor:
     """Return lambd of the policy's advantages: [rows]."""
     options = config.advantage_args or {}
+    lengths = mask.sum(dim=1).clamp(min=1).double()
     if "length_alpha" in options:
-        lengths = np.maximum(mask.sum(axis=1), 1)
-        return np.asarray(np.maximum(1 - 1 / (float(options["length_alpha"]) * lengths), 0.0))
-    return np.full(len(mask), float(options.get("policy_lambd", config.lambd)))
+        return (1 - 1 / (float(options["length_alpha"]) * lengths)).clamp(min=0.0)
+    return torch.full_like(lengths, float(options.get("policy_lambd", config.lambd)))
 
 
 def gae(
-    rewards: Array,
-    values: Array,
-    mask: Flags,
-    config: AlgorithmOptions,
-    lambds: Array | None = None,
-) -> Array:
-    """Return generalised advantages: [rows, seq]; the value after the last token is 0."""
-    lambds = np.full(len(mask), config.lambd) if lambds is None else lambds
-    advantages = np.zeros_like(rewards)
-    next_value, next_advantage = np.zeros(len(mask)), np.zeros(len(mask))
-    for row, t, discount in backwards(mask, config):
-        delta = rewards[row, t] + discount * next_value[row] - values[row, t]
-        advantages[row, t] = delta + discount * lambds[row] * next_advantage[row]
-        next_value[row], next_advantage[row] = values[row, t], advantages[row, t]
+    rewards: Tensor, values: Tensor, mask: Tensor, config: AlgorithmOptions, lambds: Tensor | float
+) -> Tensor:
+    """Return generalised advantages: [rows, seq]; the value after the last token is 0.
+
+    With values of 0 and lambd 1 they are the discounted returns. With `turn_credit` discounted,
+    gamma counts turns: it applies only where an observation separates a response token from the
+    next one.
+    """
+    advantages = torch.zeros_like(rewards)
+    value, advantage = torch.zeros(2, len(mask), dtype=torch.float64)
+    gamma = torch.tensor(config.gamma, dtype=torch.float64)
+    follows = torch.zeros(len(mask), dtype=torch.bool)  # the next token belongs to the same turn
+    for t in reversed(range(mask.shape[1])):
+        is_turn = follows & (config.turn_credit != "last")
+        discount = torch.where(is_turn, 1.0, gamma)
+        delta = rewards[:, t] + discount * value - values[:, t]
+        advantage = torch.where(mask[:, t], delta + discount * lambds * advantage, advantage)
+        value = torch.where(mask[:, t], values[:, t], value)
+        advantages[:, t] = torch.where(mask[:, t], advantage, 0.0)
+        follows = mask[:, t]
     return advantages
 
 
-def whitened(advantages: Array, mask: Flags) -> tuple[Array, float]:
-    """Return (A - mean) / std over the tokens of the step, and that std (with n)."""
+def whitened(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Return (A - mean) / std over the tokens of the step, with n."""
     inside = advantages[mask]
-    if inside.size == 0:
-        return advantages, 1.0
-    variance = float(((inside - inside.mean()) ** 2).mean())
+    if not len(inside):
+        return advantages
+    mean, variance = inside.mean(), float(inside.var(correction=0))
     # Rounding errors of equal float32 numbers are not variance.
-    is_constant = np.ptp(inside) == 0 or variance <= (1e-14 * inside.mean()) ** 2
+    is_constant = inside.max() == inside.min() or variance <= float(1e-14 * mean) ** 2
     std = 1.0 if is_constant else math.sqrt(max(variance, MIN_VARIANCE))
-    return np.where(mask, (advantages - inside.mean()) / std, 0.0), std
+    return torch.where(mask, (advantages - mean) / std, 0.0)

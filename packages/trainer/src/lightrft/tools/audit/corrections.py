@@ -7,6 +7,7 @@ high-entropy tokens, arXiv:2506.01939.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,37 +105,27 @@ def follows_policy(config: TrainConfig) -> bool:
     return any("new" in term.sides for term in parse(config))
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Inputs of corrections: pairs of [rows, seq] tensors of one optimizer batch.
+def correction(
+    terms: Sequence[CorrectionWord],
+    policies: Mapping[str, Pair],
+    advantages: Pair,
+    mask: Tensor,
+    borders: Borders,
+) -> Tensor:
+    """Return each token's loss factor: [rows, seq]; 0 where rejected or outside the mask.
 
     Args:
-        old: Logprobs of the trainer under the sampling distribution.
-        rollout: Logprobs of the engine, exact.
+        terms: Terms of the correction.
+        policies: Logprobs by policy: "old" of the trainer under the sampling distribution, "engine"
+            and "new", the updated policy: [rows, seq] pairs.
         advantages: Advantages of the run and recomputed ones.
-        mask: Tokens of the batch: [rows, seq] bool.
-        new: Logprobs of the updated policy; `old` by default.
+        mask: Tokens of an optimizer batch: [rows, seq] bool.
+        borders: Decisions at bounds.
     """
-
-    old: Pair
-    rollout: Tensor
-    advantages: Pair
-    mask: Tensor
-    new: Pair | None = None
-
-    def of(self, side: str) -> Pair:
-        """Return the logprobs of the policy with this name."""
-        engine = Pair(self.rollout, self.rollout)
-        return {"old": self.old, "engine": engine, "new": self.new or self.old}[side]
-
-
-def correction(terms: tuple[CorrectionWord, ...], tokens: Tokens, borders: Borders) -> Tensor:
-    """Return each token's loss factor: [rows, seq]; 0 where rejected or outside the mask."""
-    mask, scale = tokens.mask, 1.0
-    weights, is_rejected = torch.ones_like(tokens.rollout), torch.zeros_like(mask)
+    weights, is_rejected, scale = torch.ones_like(advantages.exact), torch.zeros_like(mask), 1.0
     for term in terms:
         low, high = term.bound("low", -math.inf), term.bound("high", math.inf)
-        first, second = (tokens.of(side) for side in term.sides)
+        first, second = (policies[side] for side in term.sides)
         value = Pair(
             _value(term, first.exact, second.exact, mask), _value(term, first.run, second.run, mask)
         )
@@ -142,12 +133,16 @@ def correction(terms: tuple[CorrectionWord, ...], tokens: Tokens, borders: Borde
             weights = value.exact.clamp(low, high)
             if "mean-one" in term.options:
                 inside = torch.where(mask, weights, 0.0)
-                is_row = mask.any(dim=1)
-                each = inside[mask] if term.level == "token" else inside[is_row].amax(dim=1)
+                each = (
+                    inside[mask] if term.level == "token" else inside[mask.any(dim=1)].amax(dim=1)
+                )
                 scale = len(each) / float(each.sum()) if each.sum() > 0 else 1.0
             continue
         is_outside = ~borders.at_least(value, low) | borders.above(value, high)
-        is_outside &= mask & _has_sign(term, tokens, borders)
+        signs = _signs(term, first.less(second, mask), advantages, mask)
+        if signs is not None:
+            is_outside &= borders.above(signs, 0.0)
+        is_outside &= mask
         if term.action == "veto" or term.level == "worst":
             is_outside = mask & is_outside.any(dim=1, keepdim=True)
         is_rejected |= is_outside
@@ -188,20 +183,15 @@ def _at_level(level: str, values: Tensor, mask: Tensor) -> Tensor:
     return (total / row_lengths(mask) if level == "geometric" else total).expand_as(values)
 
 
-def _has_sign(term: CorrectionWord, tokens: Tokens, borders: Borders) -> Tensor:
-    advantages, mask = tokens.advantages, tokens.mask
+def _signs(term: CorrectionWord, moved: Pair, advantages: Pair, mask: Tensor) -> Pair | None:
+    """Return numbers that are positive where a term tests; None is everywhere."""
     if not set(SIGNS) & set(term.options):
-        return torch.ones_like(mask)
+        return None
     if "towards" in term.options:
-        first, second = (tokens.of(side) for side in term.sides)
-        moved = first.less(second, mask)
-        gain = Pair(moved.exact * advantages.exact, moved.run * advantages.run)
-        return borders.above(gain, 0.0)
+        return Pair(moved.exact * advantages.exact, moved.run * advantages.run)
     if term.level in ("sequence", "geometric", "largest"):
         advantages = advantages.map(lambda each: _at_level("geometric", each, mask))
-    if "negative" in term.options:
-        advantages = advantages.map(torch.neg)
-    return borders.above(advantages, 0.0)
+    return advantages.map(torch.neg) if "negative" in term.options else advantages
 
 
 def high_entropy(entropy: Pair, mask: Tensor, borders: Borders, config: AlgorithmOptions) -> Tensor:

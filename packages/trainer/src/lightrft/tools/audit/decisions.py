@@ -6,14 +6,9 @@ A recorded number is used only where none of these sources determines it.
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-import torch
-from torch import Tensor
 
 from lightrft.config import TrainConfig
 from lightrft.config.files import lines_of, parse_object
@@ -21,24 +16,9 @@ from lightrft.config.options import is_number, options_of
 from lightrft.config.parts.learning import AlgorithmOptions
 from lightrft.config.parts.rollout import ShapingOptions
 from lightrft.config.parts.run_control import MonitoringOptions
-from lightrft.config.parts.training import TrainingOptions
-from lightrft.tools.audit.findings import Findings
 from lightrft.tools.audit.losses import kl_term
-from lightrft.tools.audit.optimizers import ADAM, ADAM_EPS, DECOUPLED
 from lightrft.tools.audit.pairs import Borders, Pair
-from lightrft.tools.audit.record import (
-    CONFIG,
-    Flags,
-    Integers,
-    RawSamples,
-    RecordError,
-    StepRecord,
-    UpdateFacts,
-    named,
-    read_record,
-    recorded_steps,
-    rows_of,
-)
+from lightrft.tools.audit.record import CONFIG, RecordError, StepRecord, read_record, recorded_steps
 from lightrft.tools.audit.samples import build_rows, merged_moments, paid_rewards
 
 # Largest relative change of the KL weight in one step.
@@ -156,19 +136,17 @@ def _kl_coef(record: StepRecord, before: StepRecord | None, config: TrainConfig)
         return config.init_kl_coef
     if before is None:
         return None
-    run, lengths = before.values, before.samples.prompt_lengths + before.samples.response_lengths
-    mask = run.response_mask
-    num_rows = sum(bool(mask[where].any()) for where in rows_of(lengths))
+    run, rows = before.values, build_rows(before.samples, config)
+    mask = rows.padded(run.response_mask)
+    num_rows = int(mask.any(dim=1).sum())
     if num_rows == 0:
         return before.facts.kl_coef
-    exact = (torch.from_numpy(each).double() for each in (run.old_logprobs, run.ref_logprobs))
-    old, reference = (Pair(each, each) for each in exact)
-    is_token = torch.from_numpy(mask)
-    terms = kl_term(kl_estimator(config), old, reference, old, is_token, Borders(0.0))
-    error = np.clip(
-        float(terms.sum()) / num_rows / config.kl_target - 1, -MAX_KL_ERROR, MAX_KL_ERROR
-    )
-    return float(before.facts.kl_coef * (1 + error * len(lengths) / config.kl_horizon))
+    seen = (rows.padded(each) for each in (run.old_logprobs, run.ref_logprobs))
+    old, reference = (Pair(each, each) for each in seen)
+    terms = kl_term(kl_estimator(config), old, reference, old, mask, Borders(0.0))
+    error = float(terms.sum()) / num_rows / config.kl_target - 1
+    bounded = min(max(error, -MAX_KL_ERROR), MAX_KL_ERROR)
+    return before.facts.kl_coef * (1 + bounded * len(mask) / config.kl_horizon)
 
 
 def _reward_moments(
@@ -216,192 +194,3 @@ def read_left_out(model: str, run: Path, step: int, config: TrainConfig) -> floa
             shares = [count for count in counts if is_number(count) and 0 <= count <= 1]
             total += max(shares, default=0.0)
     return total
-
-
-def check_decisions(
-    results: Findings, decided: Decisions, record: StepRecord, config: TrainConfig, is_kept: Flags
-) -> None:
-    """Compare the values at the start of a step, and the sizes and contents of its update.
-
-    Args:
-        results: Collector of the comparisons.
-        decided: Expected values.
-        record: Record of the step.
-        config: Options of the step.
-        is_kept: Rows that are trained on: [rows] bool.
-    """
-    facts = record.facts
-    _check_groups(results, record.samples, config)
-    if decided.kl_coef is None:
-        results.skip("KL weight", "it follows the KL of the step before, which is not recorded")
-    else:
-        # Allow for float32 rounding of a row's KL terms.
-        results.number("KL weight", facts.kl_coef, decided.kl_coef, floor=1e-6 * decided.kl_coef)
-    _check_moments(results, decided, record, config)
-    has_updates = bool(is_kept.any())
-    for model in facts.optimizers:
-        is_frozen = model == "actor" and facts.step <= config.freezing_actor_steps
-        num_epochs = config.max_epochs if has_updates and not is_frozen else 0
-        updates = [update for update in facts.updates if update.model == model]
-        _check_updates(results, model, updates, record, config, num_epochs)
-        _check_micro_batches(results, updates, record.samples, config)
-
-
-def _check_groups(results: Findings, samples: RawSamples, config: TrainConfig) -> None:
-    """Check that rows of a group share their prompt, and that each group is complete."""
-    whole = list(rows_of(samples.prompt_lengths + samples.response_lengths))
-    prompts = [
-        samples.token_ids[where][:size].tobytes()
-        for where, size in zip(whole, samples.prompt_lengths, strict=True)
-    ]
-    groups, first = np.unique(samples.group_ids, return_index=True)
-    of_group = dict(zip(groups.tolist(), first.tolist(), strict=True))
-    strange = [
-        prompt != prompts[of_group[group]]
-        for prompt, group in zip(prompts, samples.group_ids.tolist(), strict=True)
-    ]
-    results.exact("prompts of groups", np.array(strange), np.zeros(len(strange), dtype=np.bool_))
-    sizes = np.array([int((samples.group_ids == group).sum()) for group in groups])
-    wanted = np.full(config.rollout_batch_size, config.n_samples_per_prompt)
-    results.exact("rows of groups", sizes, wanted)
-
-
-def _check_moments(
-    results: Findings, decided: Decisions, record: StepRecord, config: TrainConfig
-) -> None:
-    seen, wanted_moments = record.facts.reward_moments, decided.reward_moments
-    name = "rewards counted before"
-    if wanted_moments is None:
-        most = (record.facts.step - 1) * config.rollout_batch_size * config.n_samples_per_prompt
-        # Failed rewards are not counted.
-        fails = config.reward_failure == "mask" or config.dynamic_sampling or config.has_episodes
-        least = 1 if fails or config.allow_changes else most
-        count = seen[0] if seen else 0.0
-        short = max(0.0, least - count, 0.0 if config.allow_changes else count - most)
-        results.add(name, count, float(most), short, 0.0)
-    elif wanted_moments and len(seen) == len(wanted_moments):
-        spread = math.sqrt(wanted_moments[2] / max(wanted_moments[0], 1))
-        names = (name, "their mean", "their squared deviations")
-        for each, run, wanted, scale in zip(
-            names, seen, wanted_moments, (0.0, spread, 0.0), strict=True
-        ):
-            results.number(each, run, wanted, scale=scale)
-    elif wanted_moments or seen:
-        results.add(name, float(len(seen)), float(len(wanted_moments)), math.inf, 0.0)
-
-
-def _check_updates(
-    results: Findings,
-    model: str,
-    updates: Sequence[UpdateFacts],
-    record: StepRecord,
-    config: TrainingOptions,
-    num_epochs: int,
-) -> None:
-    """Check that each epoch trains every row once, in the batches drawn from the seed."""
-    place = {int(i): row for row, i in enumerate(record.samples.sample_ids)}
-    num_rows, size = len(place), config.train_batch_size
-    num_batches = num_rows // size
-    batches = [[place[i] for micro in u.micro_batches for i in micro] for u in updates]
-    results.number(f"updates of the {model}", len(batches), num_epochs * num_batches)
-    sizes = np.array([len(batch) for batch in batches], dtype=np.int64)
-    results.exact(f"rows of each update of the {model}", sizes, np.full(len(batches), size))
-    epochs = [batches[i : i + num_batches] for i in range(0, len(batches), max(num_batches, 1))]
-    trained = [np.sort([row for batch in epoch for row in batch]) for epoch in epochs]
-    each = np.concatenate([np.zeros(0, np.int64), *trained])
-    results.exact(f"rows that train the {model}", each, np.tile(np.arange(num_rows), num_epochs))
-    if (sizes == size).all():
-        order = np.random.default_rng([config.seed, record.facts.step - 1]).permutation(num_rows)
-        planned = _in_order(order.reshape(-1, size).tolist())
-        is_odd = np.array([_in_order(epoch) != planned for epoch in epochs], dtype=np.bool_)
-        wanted = np.zeros(num_epochs, dtype=np.bool_)
-        results.exact(f"optimizer batches of the {model}", is_odd, wanted)
-
-
-def _in_order(batches: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Sort the rows of each batch, then the batches."""
-    return sorted(sorted(batch) for batch in batches)
-
-
-def _check_micro_batches(
-    results: Findings, updates: Sequence[UpdateFacts], samples: RawSamples, config: TrainConfig
-) -> None:
-    """Check that micro batches have the configured number of rows or tokens."""
-    size, tokens = config.micro_train_batch_size, config.micro_batch_tokens
-    micros = [micro for update in updates for micro in update.micro_batches]
-    if tokens is None and not config.packing_samples:
-        sizes = np.array([len(micro) for micro in micros], dtype=np.int64)
-        results.exact("rows of micro batches", sizes, np.full(len(micros), size))
-        return
-    lengths = samples.prompt_lengths + samples.response_lengths
-    by_id = dict(zip(samples.sample_ids.tolist(), lengths.tolist(), strict=True))
-    limit = tokens or size * config.max_episode_tokens
-    several = [np.array([by_id[i] for i in micro]) for micro in micros if len(micro) > 1]
-    check_tokens(results, several, config.packing_samples, limit)
-
-
-def check_tokens(
-    results: Findings, micros: Sequence[Integers], packs: bool | None, limit: int
-) -> None:
-    """Check that micro batches of several rows stay within the limit of tokens."""
-    held = [int(each.sum() if packs else len(each) * each.max()) for each in micros]
-    most = max(held, default=0)
-    results.add("tokens of micro batches", float(most), float(limit), max(0.0, most - limit), 0.0)
-
-
-def check_optimizers(
-    results: Findings,
-    decided: Decisions,
-    record: StepRecord,
-    config: TrainingOptions,
-    states: Mapping[str, Mapping[str, Tensor]],
-    wanted: Mapping[str, Collection[str]],
-) -> None:
-    """Compare optimizer classes, numbers, trained names, counters and schedules with the options.
-
-    Args:
-        results: Collector of the comparisons.
-        decided: Expected values.
-        record: Record of the step.
-        config: Options of the step.
-        states: States before the step, by model.
-        wanted: Names of the trained weights, by model.
-    """
-    for model, facts in record.facts.optimizers.items():
-        count, groups = decided.counts[model], facts.groups
-        results.number(f"optimizer of the {model} is AdamW", facts.kind in DECOUPLED, True)
-        for key, expected in (("eps", ADAM_EPS), ("betas", config.adam_betas)):
-            recorded = [np.ravel(group["numbers"].get(key, math.nan)) for group in groups]
-            recorded_values = np.concatenate([np.zeros(0), *recorded])
-            results.exact(f"{key} of the {model}", recorded_values, np.tile(expected, len(groups)))
-        names = {name for group in groups for name in group["names"]}
-        odd = sorted(names ^ set(wanted[model]))
-        note = f"such as {odd[0]}" if odd else ""
-        sizes = float(len(names)), float(len(wanted[model]))
-        results.add(f"trained weights of the {model}", *sizes, float(len(odd)), 0.0, note)
-        num_steps = decided.schedule_steps[model]
-        if num_steps and facts.schedule_steps:
-            results.number(f"schedule length, {model}", facts.schedule_steps, num_steps)
-        if count is None:
-            results.skip(f"updates of the {model} before", "the run does not say how many it took")
-            continue
-        results.number(f"schedule position, {model}", facts.schedule_position, count)
-        counters = [float(value.max()) for value in named(states[model], "step").values()]
-        if counters or (facts.kind in ADAM and count and not named(states[model], "exp_avg")):
-            results.number(f"Adam's steps, {model}", max(counters, default=0.0), count)
-
-
-def check_link(
-    results: Findings, before: StepRecord, states: Mapping[str, Mapping[str, Tensor]]
-) -> None:
-    """Check that a step starts with the final weights and optimizer states of the previous one."""
-    for model, state in states.items():
-        after = before.state("after", model)
-        odd = sorted(
-            name
-            for name in state.keys() | after.keys()
-            if name not in state or name not in after or not torch.equal(state[name], after[name])
-        )
-        note = f"such as {odd[0]}" if odd else ""
-        sizes = float(len(state)), float(len(after))
-        results.add(f"states before, {model}", *sizes, float(len(odd)), 0.0, note)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
-from lightrft.tools.audit.record import Array, Flags
 from lightrft.tools.audit.tolerances import MEAN_SHARES
 
 # Kinds of tolerance that are relative to each value.
@@ -68,23 +69,24 @@ class Findings:
         limit = self.tolerances[kind] * max(abs(own), scale) + floor
         self.add(quantity, float(run), float(own), float(abs(run - own)), limit)
 
-    def exact(self, quantity: str, run: np.ndarray, own: np.ndarray) -> None:
+    def exact(self, quantity: str, run: ArrayLike, own: ArrayLike) -> None:
         """Compare ids, masks and counts."""
+        run, own = np.asarray(run), np.asarray(own)
         if run.shape != own.shape:
             note = f"shapes {run.shape} and {own.shape}"
             self.add(quantity, float(run.size), float(own.size), math.inf, 0.0, note)
             return
         different = run != own
-        note = f"first at {_place(different)}" if different.any() else ""
+        note = f"first at {_place(torch.from_numpy(different))}" if different.any() else ""
         totals = (float(run.sum()), float(own.sum()))
         self.add(quantity, *totals, float(different.sum()), 0.0, note)
 
     def tokens(
         self,
         quantity: str,
-        run: Array | Tensor,
-        own: Array | Tensor,
-        mask: Flags | Tensor,
+        run: Tensor,
+        own: Tensor,
+        mask: Tensor,
         kind: str,
         *,
         scale: float = 1.0,
@@ -100,24 +102,25 @@ class Findings:
             scale: Unit of differences for kinds that are not relative to each value.
             floor: Rounding of each value; called only if the tolerance alone is exceeded.
         """
-        run, own, mask = (np.asarray(each) for each in (run, own, mask))
         if run.shape != own.shape:
-            self.add(quantity, None, None, math.inf, 0.0, f"shapes {run.shape} and {own.shape}")
+            shapes = f"shapes {tuple(run.shape)} and {tuple(own.shape)}"
+            self.add(quantity, None, None, math.inf, 0.0, shapes)
             return
-        limit = self.tolerances[kind]
-        unit = np.maximum(1.0, np.abs(own)) if kind in PER_TOKEN else np.full(own.shape, scale)
-        distance = _distance(run, own, unit, mask)
-        share = MEAN_SHARES.get(kind, math.inf)
-        if not _is_within(distance, mask, limit, share):
-            unit = unit + np.asarray(floor()) / limit
-            distance = _distance(run, own, unit, mask)
-        largest = float(distance.max(initial=0.0))
-        means = [float(each[mask].mean()) if mask.any() else 0.0 for each in (run, own)]
+        limit, share = self.tolerances[kind], MEAN_SHARES.get(kind, math.inf)
+        unit = own.abs().clamp(min=1.0) if kind in PER_TOKEN else torch.full_like(own, scale)
+        distance = torch.where(mask, (run - own).abs() / unit, run.abs()).nan_to_num(
+            math.inf, math.inf
+        )
+        if float(distance.max()) > limit or _mean(distance, mask) > limit * share:
+            unit = unit + floor() / limit
+            distance = torch.where(mask, (run - own).abs() / unit, run.abs()).nan_to_num(
+                math.inf, math.inf
+            )
+        largest, mean = float(distance.max()), _mean(distance, mask)
         note = f"largest at {_place(distance == largest)}" if largest > limit else ""
-        if largest <= limit and not _is_within(distance, mask, limit, share):
-            largest, limit = float(distance[mask].mean()), limit * share
-            note = "mean distance of a token"
-        self.add(quantity, means[0], means[1], largest, limit, note)
+        if largest <= limit < mean / share:
+            largest, limit, note = mean, limit * share, "mean distance of a token"
+        self.add(quantity, _mean(run, mask), _mean(own, mask), largest, limit, note)
 
     def hint(self, text: str) -> None:
         """Add advice to the last finding if it differs."""
@@ -140,16 +143,10 @@ class Findings:
         self.rows.append(Finding(quantity, run, own, difference, limit, verdict, note))
 
 
-def _distance(run: Array, own: Array, unit: Array, mask: Flags) -> Array:
-    distance = np.where(mask, np.abs(run - own) / unit, np.abs(run))
-    return np.where(np.isnan(distance), np.inf, distance)
+def _mean(values: Tensor, mask: Tensor) -> float:
+    return float(values[mask].mean()) if mask.any() else 0.0
 
 
-def _is_within(distance: Array, mask: Flags, limit: float, share: float) -> bool:
-    mean = float(distance[mask].mean()) if mask.any() else 0.0
-    return float(distance.max(initial=0.0)) <= limit and mean <= limit * share
-
-
-def _place(where: Flags) -> str:
-    first = np.argwhere(where)[0].tolist()
-    return f"row {first[0]}, token {first[1]}" if len(first) == 2 else f"row {first[0]}"
+def _place(where: Tensor) -> str:
+    row, *token = where.nonzero()[0].tolist()
+    return f"row {row}, token {token[0]}" if token else f"row {row}"

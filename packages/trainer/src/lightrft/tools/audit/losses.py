@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -52,9 +53,8 @@ class Batch:
         return (total / row_lengths(self.mask)).expand_as(values)
 
 
-Options = Mapping[str, float]
-# One value per token, differentiable by p.
-Loss = Callable[[Batch, Options], Tensor]
+# One value per token, differentiable by p; hyper-parameters are further arguments.
+Loss = Callable[..., Tensor]
 
 
 def _ratio(difference: Tensor) -> Tensor:
@@ -75,112 +75,126 @@ def _bounded(batch: Batch, value: Pair, low: float, high: float) -> Tensor:
     return torch.where(is_high, high, torch.where(is_low, low, value.exact))
 
 
-def _surrogate(batch: Batch, difference: Pair, settings: Options) -> Tensor:
+def _surrogate(
+    batch: Batch, ratio: Pair, clip_low: float, clip_high: float, cap: float = math.inf
+) -> Tensor:
     """Return -min(r A, clip(r) A), with r capped for negative A."""
-    ratio, cap = difference.map(_ratio), settings.get("dual_clip", math.inf)
-    bounded = _bounded(batch, ratio, 1 - settings["clip_low"], 1 + settings["clip_high"])
+    bounded = _bounded(batch, ratio, 1 - clip_low, 1 + clip_high)
     is_capped = (batch.advantages < 0) & batch.borders.above(ratio, cap)
     return -torch.where(is_capped, cap, bounded) * batch.advantages
 
 
-def ppo(batch: Batch, settings: Options) -> Tensor:
+def ppo(
+    batch: Batch, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = math.inf
+) -> Tensor:
     """Follow Schulman et al. 2017, arXiv:1707.06347, eq. 7; Ye et al. 2019, arXiv:1912.09729."""
-    return _surrogate(batch, batch.difference, settings)
+    return _surrogate(batch, batch.difference.map(_ratio), clip_low, clip_high, dual_clip)
 
 
-def gspo(batch: Batch, settings: Options) -> Tensor:
+def gspo(batch: Batch, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
     """Follow Zheng et al. 2025, arXiv:2507.18071, eq. 5: one ratio per row."""
-    return _surrogate(batch, batch.mean_difference, settings)
+    return _surrogate(batch, batch.mean_difference.map(_ratio), clip_low, clip_high)
 
 
-def gspo_token(batch: Batch, settings: Options) -> Tensor:
+def gspo_token(batch: Batch, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
     """Follow the paper of `gspo`, sec. 4.3: each token's gradient uses its advantage."""
     mean = batch.mean_difference
     by_token = Pair(with_slope_of(mean.exact, batch.p.exact), mean.run)
-    return _surrogate(batch, by_token, settings)
+    return _surrogate(batch, by_token.map(_ratio), clip_low, clip_high)
 
 
-def gmpo(batch: Batch, settings: Options) -> Tensor:
+def gmpo(batch: Batch, max_log_ratio: float = 0.4, max_log_fall: float | None = None) -> Tensor:
     """Follow Zhao et al. 2025, arXiv:2507.20673: geometric mean of bounded ratios."""
-    high = settings["max_log_ratio"]
-    bounded = _bounded(batch, batch.difference, -settings.get("max_log_fall", high), high)
+    fall = max_log_ratio if max_log_fall is None else max_log_fall
+    bounded = _bounded(batch, batch.difference, -fall, max_log_ratio)
     return -_ratio(batch.row_mean(bounded)) * batch.advantages
 
 
-def cpgd(batch: Batch, settings: Options) -> Tensor:
+def cpgd(
+    batch: Batch,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    drift_coef: float = 0.001,
+    drift_cap: float = 2.0,
+) -> Tensor:
     """Follow Liu et al. 2025, arXiv:2505.12504: clipped log-ratio, and a drift term."""
-    low, high = math.log(1 - settings["clip_low"]), math.log(1 + settings["clip_high"])
-    bounded = _bounded(batch, batch.difference, low, high)
-    drift = (_ratio(batch.difference.exact) - 1).clamp(max=settings["drift_cap"]).detach()
-    penalty = settings["drift_coef"] * drift * batch.p.exact
-    return penalty - (batch.q.exact + bounded) * batch.advantages
+    bounded = _bounded(batch, batch.difference, math.log(1 - clip_low), math.log(1 + clip_high))
+    drift = (_ratio(batch.difference.exact) - 1).clamp(max=drift_cap).detach()
+    return drift_coef * drift * batch.p.exact - (batch.q.exact + bounded) * batch.advantages
 
 
-def cispo(batch: Batch, settings: Options) -> Tensor:
+def cispo(batch: Batch, clip_low: float = 1.0, clip_high: float = 0.28) -> Tensor:
     """Follow MiniMax-M1 2025, arXiv:2506.13585, eqs. 4 and 5."""
-    ratio = _ratio(batch.difference.exact).detach()
-    weight = ratio.clamp(1 - settings["clip_low"], 1 + settings["clip_high"])
+    weight = _ratio(batch.difference.exact).detach().clamp(1 - clip_low, 1 + clip_high)
     return -weight * batch.advantages * batch.p.exact
 
 
-def sapo(batch: Batch, settings: Options) -> Tensor:
+def sapo(
+    batch: Batch, temperature_positive: float = 1.0, temperature_negative: float = 1.05
+) -> Tensor:
     """Follow Gao et al. 2025, arXiv:2511.20347: a sigmoid gate."""
-    return _gate(batch, batch.difference, settings)
+    return _gate(batch, batch.difference, temperature_positive, temperature_negative)
 
 
-def sapo_sequence(batch: Batch, settings: Options) -> Tensor:
+def sapo_sequence(
+    batch: Batch, temperature_positive: float = 1.0, temperature_negative: float = 1.05
+) -> Tensor:
     """Apply the gate of `sapo` to one ratio per row, the geometric mean."""
-    return _gate(batch, batch.mean_difference, settings)
+    return _gate(batch, batch.mean_difference, temperature_positive, temperature_negative)
 
 
-def ppo_sequence(batch: Batch, settings: Options) -> Tensor:
+def ppo_sequence(batch: Batch, clip_low: float = 0.2, clip_high: float = 0.2) -> Tensor:
     """Follow Ahmadian et al. 2024, arXiv:2402.14740: a response is one action."""
     lengths = row_lengths(batch.mask)
-    return _surrogate(batch, batch.mean_difference.map(lambda mean: mean * lengths), settings)
+    ratio = batch.mean_difference.map(lambda mean: _ratio(mean * lengths))
+    return _surrogate(batch, ratio, clip_low, clip_high)
 
 
-def dro(batch: Batch, settings: Options) -> Tensor:
+def dro(batch: Batch, penalty: float = 0.1) -> Tensor:
     """Follow Richemond et al. 2024, arXiv:2405.19107, token by token."""
-    pull = settings["penalty"] * batch.difference.exact**2 / 2
-    return pull - batch.p.exact * batch.advantages
+    return penalty * batch.difference.exact**2 / 2 - batch.p.exact * batch.advantages
 
 
-def _gate(batch: Batch, difference: Pair, settings: Options) -> Tensor:
+def _gate(batch: Batch, difference: Pair, positive: float, negative: float) -> Tensor:
     """Return -4 / tau sigmoid(tau (r - 1)) A."""
-    advantages, positive = batch.advantages, settings["temperature_positive"]
-    negative = torch.full_like(advantages, settings["temperature_negative"])
-    tau = torch.where(advantages > 0, positive, negative)
+    advantages = batch.advantages
+    tau = torch.where(advantages > 0, positive, torch.full_like(advantages, negative))
     return -4 / tau * torch.sigmoid(tau * (_ratio(difference.exact) - 1)) * advantages
 
 
-def reinforce(batch: Batch, _: Options) -> Tensor:
+def reinforce(batch: Batch) -> Tensor:
     """Follow Williams 1992."""
     return -batch.advantages * batch.p.exact
 
 
-def clip_cov(batch: Batch, settings: Options) -> Tensor:
+def clip_cov(
+    batch: Batch,
+    clip_low: float = 1.0,
+    clip_high: float = 1.0,
+    cov_ratio: float = 2e-4,
+    cov_low: float = 1.0,
+    cov_high: float = 5.0,
+) -> Tensor:
     """Follow Cui et al. 2025, arXiv:2505.22617, with a systematic draw of the tokens left out."""
     covariance, borders = _covariance(batch), batch.borders
-    low, high = 1 - settings["clip_low"], 1 + settings["clip_high"]
-    is_high, is_low = _beyond(batch, batch.difference.map(_ratio), low, high)
-    is_candidate = batch.mask & ~is_high & ~is_low & borders.above(covariance, settings["cov_low"])
-    is_candidate &= ~borders.at_least(covariance, settings["cov_high"])
-    candidates = is_candidate.nonzero()
-    count = min(_share(batch, settings["cov_ratio"]), len(candidates))
+    is_high, is_low = _beyond(batch, batch.difference.map(_ratio), 1 - clip_low, 1 + clip_high)
+    is_candidate = batch.mask & ~is_high & ~is_low & borders.above(covariance, cov_low)
+    candidates = (is_candidate & ~borders.at_least(covariance, cov_high)).nonzero()
+    count = min(_share(batch, cov_ratio), len(candidates))
     kept = torch.ones_like(batch.mask)
     for k in range(count):
         row, t = candidates[(2 * k + 1) * len(candidates) // (2 * count)]
         kept[row, t] = False
-    return torch.where(kept, ppo(batch, settings), 0.0)
+    return torch.where(kept, ppo(batch, clip_low, clip_high), 0.0)
 
 
-def kl_cov(batch: Batch, settings: Options) -> Tensor:
+def kl_cov(batch: Batch, cov_ratio: float = 2e-3, kl_coef: float = 1.0) -> Tensor:
     """Follow the paper of `clip_cov`: |p - q| on the tokens of highest covariance."""
-    count, d = _share(batch, settings["cov_ratio"]), batch.difference
+    count, d = _share(batch, cov_ratio), batch.difference
     highest = batch.borders.highest(_covariance(batch).at(batch.mask), count)
     rows, places = batch.mask.nonzero()[highest].T
     coef = torch.zeros_like(batch.advantages)
-    coef[rows, places] = settings["kl_coef"]
+    coef[rows, places] = kl_coef
     return coef * _size(d, batch.borders) - _ratio(d.exact) * batch.advantages
 
 
@@ -205,47 +219,25 @@ def _size(value: Pair, borders: Borders) -> Tensor:
     return with_slope_of(value.exact.abs(), borders.sign(value) * value.exact)
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyLoss:
-    """Built-in policy loss.
-
-    Args:
-        function: Loss per token.
-        aggregation: Aggregation of its paper.
-        defaults: Hyper-parameters by name.
-    """
-
-    function: Loss
-    aggregation: str
-    defaults: Options
-
-
-_MEAN_OF_MEANS, _TOKEN_MEAN = "seq-mean-token-mean", "token-mean"
-_PPO_CLIPS = {"clip_low": 0.2, "clip_high": 0.2}
-_PPO = {**_PPO_CLIPS, "dual_clip": math.inf}
-_GSPO = {"clip_low": 3e-4, "clip_high": 4e-4}
-_SAPO = {"temperature_positive": 1.0, "temperature_negative": 1.05}
-POLICY_LOSSES: Mapping[str, PolicyLoss] = {
-    "ppo": PolicyLoss(ppo, _MEAN_OF_MEANS, _PPO),
-    "clipped": PolicyLoss(ppo, _MEAN_OF_MEANS, _PPO),
-    "dapo": PolicyLoss(ppo, _TOKEN_MEAN, {**_PPO, "clip_high": 0.28}),
-    "dr_grpo": PolicyLoss(ppo, "seq-mean-token-sum-norm", _PPO),
-    "gspo": PolicyLoss(gspo, _MEAN_OF_MEANS, _GSPO),
-    "gspo-token": PolicyLoss(gspo_token, _MEAN_OF_MEANS, _GSPO),
-    "gmpo": PolicyLoss(gmpo, _MEAN_OF_MEANS, {"max_log_ratio": 0.4}),
-    "cpgd": PolicyLoss(cpgd, _MEAN_OF_MEANS, {**_PPO_CLIPS, "drift_coef": 0.001, "drift_cap": 2.0}),
-    "cispo": PolicyLoss(cispo, _TOKEN_MEAN, {"clip_low": 1.0, "clip_high": 0.28}),
-    "sapo": PolicyLoss(sapo, _MEAN_OF_MEANS, _SAPO),
-    "clip_cov": PolicyLoss(
-        clip_cov,
-        _TOKEN_MEAN,
-        {"clip_low": 1.0, "clip_high": 1.0, "cov_ratio": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
-    ),
-    "kl_cov": PolicyLoss(kl_cov, _TOKEN_MEAN, {"cov_ratio": 2e-3, "kl_coef": 1.0}),
-    "reinforce": PolicyLoss(reinforce, _TOKEN_MEAN, {}),
-    "dro": PolicyLoss(dro, _TOKEN_MEAN, {"penalty": 0.1}),
-    "ppo-sequence": PolicyLoss(ppo_sequence, _MEAN_OF_MEANS, _PPO_CLIPS),
-    "sapo-sequence": PolicyLoss(sapo_sequence, _MEAN_OF_MEANS, _SAPO),
+_TOKEN_MEAN, _MEAN_OF_MEANS = "token-mean", "seq-mean-token-mean"
+# Loss, and the aggregation of its paper.
+POLICY_LOSSES: Mapping[str, tuple[Loss, str]] = {
+    "ppo": (ppo, _MEAN_OF_MEANS),
+    "clipped": (ppo, _MEAN_OF_MEANS),
+    "dapo": (partial(ppo, clip_high=0.28), _TOKEN_MEAN),
+    "dr_grpo": (ppo, "seq-mean-token-sum-norm"),
+    "gspo": (gspo, _MEAN_OF_MEANS),
+    "gspo-token": (gspo_token, _MEAN_OF_MEANS),
+    "gmpo": (gmpo, _MEAN_OF_MEANS),
+    "cpgd": (cpgd, _MEAN_OF_MEANS),
+    "cispo": (cispo, _TOKEN_MEAN),
+    "sapo": (sapo, _MEAN_OF_MEANS),
+    "clip_cov": (clip_cov, _TOKEN_MEAN),
+    "kl_cov": (kl_cov, _TOKEN_MEAN),
+    "reinforce": (reinforce, _TOKEN_MEAN),
+    "dro": (dro, _TOKEN_MEAN),
+    "ppo-sequence": (ppo_sequence, _MEAN_OF_MEANS),
+    "sapo-sequence": (sapo_sequence, _MEAN_OF_MEANS),
 }
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Self, cast
+from typing import ClassVar, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -24,8 +25,9 @@ from transformers import (
 from lightrft.config.files import read_object
 from lightrft.config.parts.learning import TeacherOptions
 from lightrft.config.printable import one_line
-from lightrft.tools.audit.record import Integers, RecordError
+from lightrft.tools.audit.record import RecordError
 
+T = TypeVar("T")
 BASE, FIRST, SECOND = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight"
 AutoKind = type[AutoModel | AutoModelForCausalLM | AutoModelForSequenceClassification]
 # Limit of one forward pass, in float64.
@@ -35,6 +37,13 @@ MAX_LAYERS = 10_000
 POLICY, TRUNK, HEAD = "model", "trunk", "value_head"
 # Output layer of a classifier.
 SCORE = "score"
+
+
+class _ScorerModules(nn.ModuleDict):
+    """Modules that compute a function of theirs, for `functional_call`."""
+
+    def forward(self, function: Callable[[Tensor], T], tokens: Tensor) -> T:
+        return function(tokens)
 
 
 class Scorer(ABC):
@@ -52,8 +61,9 @@ class Scorer(ABC):
     def __init__(
         self, parts: dict[str, nn.Module], *, width: int, lora_scale: float = 0.0, rounds: bool
     ) -> None:
-        self._model = nn.ModuleDict(parts)
+        self._model = _ScorerModules(parts)
         self._width, self._scale, self._rounds = width, lora_scale, rounds
+        self._dtype, self._weights = torch.float64, dict[str, Tensor]()
         model = cast("PreTrainedModel", parts.get(POLICY, parts.get(TRUNK)))
         self._head: nn.Module | None = None
         self._num_ids = int(model.get_input_embeddings().weight.shape[0])
@@ -64,19 +74,18 @@ class Scorer(ABC):
         return [n for n, each in modules if isinstance(each, nn.Linear) and each is not self._head]
 
     def in_bfloat16(self) -> Self:
-        """Return a copy that computes in bfloat16, except a value head, to measure rounding."""
-        rounded = copy.deepcopy(self)
-        for name, part in rounded._model.items():
-            if name != HEAD:
-                part.bfloat16()
+        """Return a model that computes in bfloat16, except a value head, to measure rounding."""
+        rounded = copy.copy(self)
+        rounded._dtype = torch.bfloat16
         return rounded
 
-    @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Load recorded weights, in float64."""
+        """Take recorded weights, in float64."""
         if self._rounds:
             state = {n: v if n.startswith(HEAD) else v.bfloat16() for n, v in state.items()}
-        weights = self.merged({name: value.double() for name, value in state.items()})
+        # Leaves of their own: the recorded tensors stay without gradients.
+        self._weights = {n: v.double().detach().requires_grad_() for n, v in state.items()}
+        weights = self.merged(self._weights)
         parameters = dict(self._model.named_parameters())
         # The second name of a tied parameter may be missing from the record.
         known = dict(self._model.named_parameters(remove_duplicate=False))
@@ -89,17 +98,15 @@ class Scorer(ABC):
                 f"recorded weights are not those of the model: missing {missing[:3]}, unknown "
                 f"{unknown[:3]}, of another shape {other[:3]}; audit another step with --step"
             )
-        for name, value in weights.items():
-            known[name].copy_(value)
 
     @torch.no_grad()
-    def score(self, ids: Integers, mask: Tensor) -> list[Tensor]:
+    def score(self, ids: Tensor, mask: Tensor) -> list[Tensor]:
         """Return the numbers of the masked tokens, 0 elsewhere: [rows, seq] float64 each.
 
         Raises:
             RecordError: A token is not in the model's vocabulary.
         """
-        largest = int(ids.max(initial=0))
+        largest = int(ids.max())
         if largest >= self._num_ids:
             raise RecordError(
                 f"the record is damaged: token {largest} is none of the model's {self._num_ids}; "
@@ -107,24 +114,27 @@ class Scorer(ABC):
             )
         numbers = [torch.zeros(mask.shape, dtype=torch.float64) for _ in range(self.num_outputs)]
         for rows, width in _chunks(mask, self._width):
-            for each, values in zip(numbers, self._outputs_of(ids, rows, width), strict=True):
+            outputs = self.compute(self._outputs, ids[rows, :width])
+            for each, values in zip(numbers, outputs, strict=True):
                 each[rows, 1:width] = values.double()
         return [torch.where(mask, each, 0.0) for each in numbers]
 
-    def slopes(
-        self, ids: Integers, mask: Tensor, weights: Sequence[Tensor], state: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def slopes(self, ids: Tensor, mask: Tensor, weights: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return gradients of the weighted sum of all numbers, by recorded parameter name."""
-        self._model.zero_grad()
+        for leaf in self._weights.values():
+            leaf.grad = None
         for rows, width in _chunks(mask, self._width):
-            outputs = self._outputs_of(ids, rows, width)
+            outputs = self.compute(self._outputs, ids[rows, :width])
             parts = [torch.where(mask, each, 0.0)[rows, 1:width] for each in weights]
             total = sum((part * each).sum() for part, each in zip(parts, outputs, strict=True))
             cast("Tensor", total).backward()  # type: ignore[no-untyped-call]
-        return self._split(state)
+        return {n: leaf.grad for n, leaf in self._weights.items() if leaf.grad is not None}
 
-    def _outputs_of(self, ids: Integers, rows: list[int], width: int) -> tuple[Tensor, ...]:
-        return self._outputs(torch.from_numpy(ids[rows, :width].copy()))
+    def compute(self, function: Callable[[Tensor], T], tokens: Tensor) -> T:
+        """Return a function of the tokens under the loaded weights."""
+        merged = self.merged(self._weights)
+        rounded = {n: v if n.startswith(HEAD) else v.to(self._dtype) for n, v in merged.items()}
+        return cast("T", functional_call(self._model, rounded, (function, tokens)))
 
     @abstractmethod
     def _outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
@@ -141,25 +151,6 @@ class Scorer(ABC):
                 value = value + self._scale * state[layer + SECOND] @ state[layer + FIRST]
             merged[name.replace(BASE, "")] = value
         return merged
-
-    def _split(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return gradients of recorded parameters, including frozen ones, from the model's."""
-        slopes = {
-            name: value.grad.detach().to(torch.float64, copy=True)
-            for name, value in self._model.named_parameters(remove_duplicate=False)
-            if value.grad is not None
-        }
-        gradients: dict[str, Tensor] = {}
-        for name in state:
-            layer = name.removesuffix(FIRST).removesuffix(SECOND)
-            slope = slopes.get(f"{layer}.weight")
-            if name.endswith(FIRST) and slope is not None:
-                gradients[name] = self._scale * state[layer + SECOND].T @ slope
-            elif name.endswith(SECOND) and slope is not None:
-                gradients[name] = self._scale * slope @ state[layer + FIRST].T
-            elif name in slopes:
-                gradients[name] = slopes[name]
-        return gradients
 
 
 class Policy(Scorer):
@@ -205,8 +196,6 @@ class Student(Policy):
         teacher: Folder of the teacher.
     """
 
-    num_outputs: ClassVar = 2
-
     def __init__(
         self, config: TeacherOptions, teacher: Path, folder: Path, lora_scale: float, rounds: bool
     ) -> None:
@@ -225,7 +214,7 @@ class Student(Policy):
         q = self.logprobs(tokens)
         with torch.no_grad():
             # Ids beyond the student's vocabulary are not tokens.
-            p = self.teacher.logprobs(tokens, vocab=q.shape[-1])
+            p = self.teacher.compute(lambda ids: self.teacher.logprobs(ids, q.shape[-1]), tokens)
         chosen = q.gather(-1, tokens[:, 1:, None]).squeeze(-1)
         return self._divergence(q, p), chosen
 

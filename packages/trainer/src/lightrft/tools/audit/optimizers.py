@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +16,7 @@ from lightrft.tools.audit.record import OptimizerFacts
 DECOUPLED = ("AdamW", "MasterWeightsAdamW")
 ADAM = ("Adam", *DECOUPLED)
 KNOWN = (*ADAM, "SGD")
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 ADAM_EPS, BETAS = 1e-8, (0.9, 0.999)
 
 
@@ -74,71 +75,48 @@ class Optimizer:
     groups: Mapping[str, ParameterNumbers]
     moments: dict[str, Tensor] = field(default_factory=dict)
 
-    def step(self, slopes: Mapping[str, Tensor], rate: float, factor: float) -> None:
+    def step(self, slopes: Mapping[str, Tensor], rate: float) -> None:
         """Update the weights once.
 
         Args:
-            slopes: Gradients by name.
+            slopes: Clipped gradients of trained parameters, by name.
             rate: Learning rate of the first group.
-            factor: Factor of gradient clipping.
         """
-        for name, group in self.groups.items():
-            if name not in slopes:
-                continue
-            group_rate, weight = rate * group.rate_share, self.weights[name]
-            slope = slopes[name] * factor
-            if group.weight_decay and self.kind not in ("SGD", "Adam"):
-                self.weights[name] = weight * (1 - group_rate * group.weight_decay)
-            elif group.weight_decay:
-                slope = slope + group.weight_decay * weight
-            step = self._sgd_step if self.kind == "SGD" else self._adam_step
-            change, moments = step(name, slope, group)
-            self.moments |= moments
-            self.weights[name] = self.weights[name] - group_rate * change
+        for name, slope in slopes.items():
+            self.weights[name], moments = self._stepped(name, slope, rate)
+            self.moments |= {f"{key}/{name}": value for key, value in moments.items()}
 
-    def spread(
-        self, slopes: Mapping[str, Tensor], rate: float, factor: float, doubt: float
-    ) -> dict[str, Tensor]:
+    def spread(self, slopes: Mapping[str, Tensor], rate: float, doubt: float) -> dict[str, Tensor]:
         """Return how an error of `doubt` in gradients moves weights in Adam's step; {} for SGD."""
         if self.kind not in ADAM:
             return {}
         spreads = {}
-        for name, group in self.groups.items():
-            if name in slopes:
-                ends = [
-                    self._adam_step(name, (slopes[name] + d) * factor, group)[0]
-                    for d in (doubt, -doubt)
-                ]
-                spreads[name] = rate * group.rate_share * (ends[0] - ends[1]).abs()
+        for name, slope in slopes.items():
+            ends = [self._stepped(name, slope + d, rate)[0] for d in (doubt, -doubt)]
+            spreads[name] = (ends[0] - ends[1]).abs()
         return spreads
 
-    def _sgd_step(
-        self, name: str, slope: Tensor, group: ParameterNumbers
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        if group.momentum == 0:
-            return slope, {}
-        key = f"momentum_buffer/{name}"
-        after = group.momentum * self.moments[key] + slope if key in self.moments else slope
-        return after, {key: after}
-
-    def _adam_step(
-        self, name: str, slope: Tensor, group: ParameterNumbers
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _stepped(self, name: str, slope: Tensor, rate: float) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return a weight and its moments after a step."""
+        group, weight = self.groups[name], self.weights[name]
+        rate *= group.rate_share
+        if self.kind in DECOUPLED:
+            weight = weight * (1 - rate * group.weight_decay)
+        else:
+            slope = slope + group.weight_decay * weight
+        if self.kind == "SGD":
+            before = self.moments.get(f"momentum_buffer/{name}")
+            change = slope if before is None else group.momentum * before + slope
+            return weight - rate * change, {"momentum_buffer": change} if group.momentum else {}
         first, second, count = (
-            self.moments.get(f"{key}/{name}", torch.zeros((), dtype=torch.float64))
-            for key in ("exp_avg", "exp_avg_sq", "step")
+            self.moments.get(f"{key}/{name}", torch.zeros(())) for key in MOMENTS
         )
-        count = count + 1
-        beta1, beta2 = group.betas
+        (beta1, beta2), count = group.betas, count + 1
         first = beta1 * first + (1 - beta1) * slope
         second = beta2 * second + (1 - beta2) * slope**2
-        t = float(count)
-        change: Tensor = (first / (1 - beta1**t)) / ((second / (1 - beta2**t)).sqrt() + group.eps)
-        return change, {
-            f"exp_avg/{name}": first,
-            f"exp_avg_sq/{name}": second,
-            f"step/{name}": count,
-        }
+        corrected = (second / (1 - beta2 ** float(count))).sqrt() + group.eps
+        change = first / (1 - beta1 ** float(count)) / corrected
+        return weight - rate * change, dict(zip(MOMENTS, (first, second, count), strict=True))
 
 
 def as_double(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -146,9 +124,9 @@ def as_double(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.to(torch.float64) for name, value in state.items()}
 
 
-def norm_of(slopes: Mapping[str, Tensor]) -> float:
-    """Return the 2-norm over all parameters."""
-    return math.sqrt(sum(float((value**2).sum()) for value in slopes.values()))
+def norm_of(tensors: Iterable[Tensor]) -> float:
+    """Return the 2-norm over all tensors."""
+    return math.sqrt(sum(float((each**2).sum()) for each in tensors))
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
@@ -159,11 +137,10 @@ def clip_factor(norm: float, max_norm: float) -> float:
 def stored_groups(facts: OptimizerFacts) -> dict[str, ParameterNumbers]:
     """Return each parameter's hyper-parameters in the run's optimizer."""
     groups: dict[str, ParameterNumbers] = {}
-    first: float | None = None
-    for entry in facts.groups:
-        numbers = entry["numbers"]
-        rate = float(numbers["initial_lr"] if "initial_lr" in numbers else numbers["lr"])
-        first = rate / float(numbers.get("rate_factor", 1.0)) if first is None else first
+    rates = [float(g["numbers"].get("initial_lr", g["numbers"].get("lr", 0))) for g in facts.groups]
+    shares = [float(group["numbers"].get("rate_factor", 1.0)) for group in facts.groups]
+    for entry, rate in zip(facts.groups, rates, strict=True):
+        numbers, first = entry["numbers"], rates[0] / shares[0]
         beta1, beta2 = numbers.get("betas", BETAS)
         group = ParameterNumbers(
             rate / first if first else 1.0,

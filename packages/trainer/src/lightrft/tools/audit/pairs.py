@@ -1,14 +1,16 @@
-"""Values of run and audit side by side, decisions at bounds, and derivatives by autograd."""
+"""Values of run and audit side by side, decisions at bounds, and inputs moved by rounding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 HELD = 20.0  # bound of a logarithm before exp
+# Number of times that a formula is computed on moved inputs: some signs, and all of them opposite.
+NUM_DRAWS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +28,13 @@ class Pair:
         """Index both values."""
         return Pair(self.exact[places], self.run[places])
 
+    def minus(self, other: Pair) -> Pair:
+        """Return the difference."""
+        return Pair(self.exact - other.exact, self.run - other.run)
+
     def less(self, other: Pair, mask: Tensor) -> Pair:
         """Return the difference inside the mask, 0 outside."""
-        return Pair(
-            torch.where(mask, self.exact - other.exact, 0.0),
-            torch.where(mask, self.run - other.run, 0.0),
-        )
+        return self.minus(other).map(lambda each: torch.where(mask, each, 0.0))
 
 
 @dataclass(slots=True)
@@ -76,47 +79,44 @@ class Borders:
         return by_run if bool((values.exact[by_run] >= limit).all()) else by_exact
 
 
-# Values whose sum is differentiated by the recomputed scores.
-Formula = Callable[[Pair, Borders], Tensor]
+class Draw:
+    """Random signs of rounding errors; draw 0 has no errors.
+
+    What a formula gives on inputs moved by their rounding, less what it gives on the exact ones,
+    is the rounding of its result.
+
+    Args:
+        number: Number of the draw; an even one has the opposite signs of the one before.
+        borders: Decisions at bounds.
+    """
+
+    def __init__(self, number: int, borders: Borders) -> None:
+        self.number, self.borders = number, borders
+        self._sign = 1.0 if number % 2 else -1.0
+        self._random = torch.Generator().manual_seed((number + 1) // 2)
+
+    def signed(self, sizes: Tensor) -> Tensor:
+        """Return errors of these sizes."""
+        if not self.number:
+            return torch.zeros_like(sizes)
+        signs = torch.randint(0, 2, sizes.shape, generator=self._random) * 2 - 1
+        return self._sign * signs * sizes
+
+    def move(self, value: Pair, error: Tensor) -> Pair:
+        """Return the value with an error, which the run's value shares."""
+        shift = self.signed(error)
+        return value.map(lambda each: each + shift)
 
 
-@dataclass(frozen=True, slots=True)
-class Differentiated:
-    """Values of a formula, and the derivative of their sum by each score."""
-
-    value: Tensor
-    slope: Tensor
-
-    def distance(self, other: Differentiated) -> Differentiated:
-        """Return absolute differences."""
-        return Differentiated((self.value - other.value).abs(), (self.slope - other.slope).abs())
-
-    def plus(self, other: Differentiated) -> Differentiated:
-        """Return the sums."""
-        return Differentiated(self.value + other.value, self.slope + other.slope)
+def draws(borders: Borders) -> list[Draw]:
+    """Return the draw without errors, which counts decisions at bounds, and those with errors."""
+    moved = [Draw(n, Borders(borders.tolerance)) for n in range(1, NUM_DRAWS + 1)]
+    return [Draw(0, borders), *moved]
 
 
-def differentiated(formula: Formula, scores: Pair, borders: Borders) -> Differentiated:
-    """Return values and derivatives of a formula."""
-    leaf = scores.exact.detach().requires_grad_()
-    value = formula(Pair(leaf, scores.run), borders)
-    (slope,) = torch.autograd.grad(value.sum(), leaf)
-    return Differentiated(value.detach(), slope)
-
-
-def with_rounding(
-    formula: Formula, scores: Pair, shifts: Sequence[Tensor], borders: Borders
-) -> tuple[Differentiated, Differentiated]:
-    """Return a formula's result, and its largest change if the scores move by a shift."""
-    exact = differentiated(formula, scores, borders)
-    moved = exact.distance(exact)
-    for shift in shifts:
-        shifted = Pair(scores.exact + shift, scores.run + shift)
-        distance = exact.distance(differentiated(formula, shifted, Borders(borders.tolerance)))
-        moved = Differentiated(
-            torch.maximum(moved.value, distance.value), torch.maximum(moved.slope, distance.slope)
-        )
-    return exact, moved
+def rounding_of(results: list[Tensor]) -> Tensor:
+    """Return the largest distance of the results of the draws from the first one, the exact."""
+    return torch.stack([(each - results[0]).abs() for each in results]).amax(dim=0)
 
 
 def with_slope_of(value: Tensor, other: Tensor) -> Tensor:

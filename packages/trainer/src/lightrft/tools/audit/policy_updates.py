@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lightrft.tools.audit.corrections import follows_policy
+from lightrft.config import TrainConfig
+from lightrft.config.options import Arguments
+from lightrft.config.parts.learning import AlgorithmOptions
+from lightrft.tools.audit.corrections import (
+    correction,
+    follows_policy,
+    high_entropy,
+    parse,
+)
+from lightrft.tools.audit.decisions import kl_estimator
 from lightrft.tools.audit.losses import (
     POLICY_LOSSES,
     Batch,
@@ -19,51 +26,23 @@ from lightrft.tools.audit.losses import (
     token_shares,
     value_term,
 )
-from lightrft.tools.audit.models import Scorer
-from lightrft.tools.audit.pairs import Borders, Differentiated, Pair, differentiated, with_rounding
-from lightrft.tools.audit.replay import (
-    Numbers,
-    ReplayedStep,
-    estimate,
-    policy_options,
-    score_models,
-    token_weights,
-)
-from lightrft.tools.audit.updates import LossTerm, ReplayedLoss, Update
+from lightrft.tools.audit.pairs import Borders, Draw, Pair, draws, rounding_of
+from lightrft.tools.audit.replay import DrawnInputs, ReplayedStep, estimate, score_models
+from lightrft.tools.audit.updates import Formula, Objective, Terms, Update, with_options
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """Inputs of the updates.
+class PolicyObjectives:
+    """Losses of actor and critic, which are means over tokens.
 
     Args:
-        numbers: Per-token numbers before the first update.
-        advantages: Advantages of the run and recomputed ones.
-        returns: Targets of a critic: [rows, seq].
-        error: Rounding of advantages and returns.
+        step: Step under audit.
+        drawn: Inputs of the updates, by draw.
     """
 
-    numbers: Numbers
-    advantages: Pair
-    returns: Tensor
-    error: float
-
-
-class OfTokens(ReplayedLoss):
-    """Loss that is a mean over tokens.
-
-    Args:
-        step, scorer, ended: See `ReplayedLoss`.
-        inputs: Inputs of the updates.
-    """
-
-    def __init__(
-        self, step: ReplayedStep, scorer: Scorer | None, inputs: Inputs, ended: str = ""
-    ) -> None:
-        super().__init__(step, scorer, ended)
-        self.inputs, config = inputs, step.config
-        loss = POLICY_LOSSES.get(config.policy_loss_name)
-        self._mode = config.loss_agg_mode or (loss.aggregation if loss else "")
+    def __init__(self, step: ReplayedStep, drawn: Sequence[DrawnInputs]) -> None:
+        self.step, self.drawn, config = step, drawn, step.config
+        _, aggregation = POLICY_LOSSES.get(config.policy_loss_name, (None, ""))
+        self._mode = config.loss_agg_mode or aggregation
 
     def denominator(self, mask: Tensor) -> float:
         """Return Z of the loss aggregation."""
@@ -75,118 +54,117 @@ class OfTokens(ReplayedLoss):
         """Return each token's share of the mean: [rows, seq]."""
         return token_shares(mask, self._mode) / max(self.denominator(mask), 1e-300)
 
+    def policy(self, update: Update, scores: Pair, error: Tensor) -> Formula:
+        """Compare the weights of tokens; return the loss of the actor on samples."""
+        self._check_weights(update, scores, error)
+        config, share = self.step.config, self.share(update.mask)
 
-class PolicyReplay(OfTokens):
-    """Loss of an actor on samples."""
+        def terms(outputs: Sequence[Pair], draw: Draw) -> Terms:
+            new, numbers = outputs[0], self.drawn[draw.number].numbers
+            weights = self._weights(update.mask, new, draw.number, draw.borders)
+            losses = self._policy_loss(update.micros, new, draw) * share
+            parts = {"policy": (1.0, losses if weights is None else losses * weights)}
+            coef, reference = self.step.kl_coef, numbers.reference
+            if config.use_kl_loss and coef > 0 and reference is not None:
+                name, old = kl_estimator(config), numbers.old
+                kl = kl_term(name, new, reference, old, update.mask, draw.borders)
+                parts["kl"] = coef, share * kl
+            if config.entropy_coef > 0 and len(outputs) > 1:
+                parts["entropy"] = -config.entropy_coef, share * outputs[1].exact
+            return parts
 
-    scores = "logprobs"
+        return terms
 
-    def terms(
-        self, update: Update, scores: Pair, error: Tensor, others: Sequence[Tensor]
-    ) -> Iterator[LossTerm]:
-        """Yield the policy, KL and entropy terms."""
-        step, numbers, mask = self.step, self.inputs.numbers, update.mask
-        config, share = step.config, self.share(mask)
-        weights = token_weights(step, numbers, self.inputs.advantages, mask, scores)
-        if weights is not None and update.weights is not None:
-            self._check_weights(update, update.weights, weights, error)
-        factors = share if weights is None else share * weights
-        yield LossTerm("policy", 1.0, *self._policy_term(update.micros, scores, factors, error))
-        coef, reference = step.kl_coef, numbers.reference
-        if config.use_kl_loss and coef > 0 and reference is not None:
+    def _policy_loss(self, micros: list[list[int]], new: Pair, draw: Draw) -> Tensor:
+        """Return the policy loss of each token, 0 outside the micro batches: [rows, seq]."""
+        config, experience, masks = self.step.config, self.drawn[draw.number], self.step.mask
+        old, advantages = experience.numbers.old, experience.advantages.exact
+        loss, _ = POLICY_LOSSES[config.policy_loss_name]
+        function = with_options(loss, policy_options(config))
+        values = torch.zeros_like(advantages)
+        for rows in micros:
+            p, q, mask = new.at(rows), old.at(rows), masks[rows]
+            batch = Batch(p, q, advantages[rows], mask, draw.borders)
+            values[rows] = torch.where(mask, function(batch), 0.0)
+        return values
 
-            def kl_of(p: Pair, borders: Borders) -> Tensor:
-                kl = kl_term(step.kl_estimator, p, reference, numbers.old, mask, borders)
-                return share * kl
+    def _weights(self, mask: Tensor, new: Pair, number: int, borders: Borders) -> Tensor | None:
+        """Return the factor of each token's loss in an optimizer batch; None is 1."""
+        config, terms, experience = self.step.config, parse(self.step.config), self.drawn[number]
+        weights: Tensor | None = None
+        if config.high_entropy_token_ratio > 0:
+            weights = high_entropy(experience.numbers.entropy, mask, borders, config).double()
+        if terms:
+            rollout, advantages = self.step.rows.rollout_logprobs, experience.advantages
+            policies = {
+                "old": experience.numbers.sampling,
+                "engine": Pair(rollout, rollout),
+                "new": new.map(torch.Tensor.detach),
+            }
+            factors = correction(terms, policies, advantages, mask, borders)
+            weights = factors if weights is None else weights * factors
+        return weights
 
-            # Scores of policy and reference have the same rounding error.
-            shifts = (2 * error, -2 * error)
-            yield LossTerm("kl", coef, *with_rounding(kl_of, scores, shifts, step.borders))
-        if config.entropy_coef > 0:
-            for entropy in others:
-                exact = Differentiated(share * entropy, share)
-                moved = Differentiated(share * error, torch.zeros_like(share))
-                yield LossTerm("entropy", -config.entropy_coef, exact, moved, number=1)
-
-    def _check_weights(self, update: Update, seen: Tensor, weights: Tensor, error: Tensor) -> None:
+    def _check_weights(self, update: Update, scores: Pair, error: Tensor) -> None:
         """Compare token weights; those of the new policy carry the rounding of its scores."""
-        floor = torch.zeros_like(weights)
-        if follows_policy(self.step.config):
-            floor = weights * error.sum(dim=1, keepdim=True)
+        drawn = [
+            self._weights(update.mask, draw.move(scores, error), draw.number, draw.borders)
+            for draw in draws(Borders(self.step.borders.tolerance))
+        ]
+        weights = [each for each in drawn if each is not None]
+        if not weights or update.weights is None:
+            return
         self.step.results.tokens(
             f"token weights, {update.name}",
-            seen,
-            weights,
+            update.weights,
+            weights[0],
             update.mask,
             "weights",
-            scale=max(1.0, float(weights.abs().max())),
-            floor=lambda: floor,
+            scale=max(1.0, float(weights[0].abs().max())),
+            floor=lambda: rounding_of(weights),
         )
 
-    def _policy_term(
-        self, micros: list[list[int]], new: Pair, weights: Tensor, error: Tensor
-    ) -> tuple[Differentiated, Differentiated]:
-        """Return the policy loss, and its change by rounding of scores and advantages."""
-        step, old, advantages = self.step, self.inputs.numbers.old, self.inputs.advantages.exact
-        loss, options = POLICY_LOSSES[step.config.policy_loss_name], policy_options(step.config)
-        masks = torch.from_numpy(step.rows.mask)
+    def value(self, update: Update, scores: Pair, error: Tensor) -> Formula:
+        """Return the loss of a critic."""
+        clip, mask, share = self.step.config.value_clip, update.mask, self.share(update.mask)
 
-        def of(scores: Pair, borders: Borders, shift: float = 0.0) -> Tensor:
-            parts = []
-            for rows in micros:
-                p, q, mask = scores.at(rows), old.at(rows), masks[rows]
-                batch = Batch(p, q, advantages[rows] + shift, mask, borders)
-                values = torch.where(mask, loss.function(batch, options), 0.0)
-                parts.append(values * weights[rows])
-            return torch.cat(parts)
+        def terms(outputs: Sequence[Pair], draw: Draw) -> Terms:
+            experience = self.drawn[draw.number]
+            old, returns = experience.numbers.values, experience.returns.exact
+            if old is None:
+                raise ValueError("the record has updates of a critic, but no values")
+            loss = value_term(outputs[0], old, returns, mask, clip=clip, borders=draw.borders)
+            return {"value": (1.0, share * loss)}
 
-        exact, moved = with_rounding(of, new, (error, -error), step.borders)
-        raised = partial(of, shift=self.inputs.error)
-        further = exact.distance(differentiated(raised, new, Borders(step.borders.tolerance)))
-        return exact, moved.plus(further)
+        return terms
 
 
-class ValueObjective(OfTokens):
-    """Loss of a critic."""
-
-    scores = "values"
-
-    def terms(
-        self, update: Update, scores: Pair, error: Tensor, others: Sequence[Tensor]
-    ) -> Iterator[LossTerm]:
-        """Yield the value term."""
-        step, old, mask = self.step, self.inputs.numbers.values, update.mask
-        share, returns, clip = self.share(mask), self.inputs.returns, step.config.value_clip
-        if old is None:
-            raise ValueError("the record has updates of a critic, but no values")
-
-        def value_of(values: Pair, borders: Borders) -> Tensor:
-            return share * value_term(values, old, returns, mask, clip=clip, borders=borders)
-
-        # Targets have the rounding error of the values.
-        shift = 2 * error + self.inputs.error
-        yield LossTerm(
-            "value", 1.0, *with_rounding(value_of, scores, (shift, -shift), step.borders)
-        )
+def policy_options(config: AlgorithmOptions) -> Arguments:
+    """Return the policy loss's hyper-parameters: common options, then its arguments."""
+    bounds = config.eps_clip_low, config.eps_clip_high
+    low, high = (config.eps_clip if bound is None else bound for bound in bounds)
+    common = {"clip_low": low, "clip_high": high, "dual_clip": config.dual_clip}
+    known = {name: value for name, value in common.items() if value is not None}
+    return known | dict(config.policy_loss_args or {})
 
 
-def _not_recorded(step: ReplayedStep) -> str:
+def _not_recorded(config: TrainConfig, *, is_truncated: bool) -> str:
     """Return which input of the actor's gradients is not recorded; "" if none."""
-    config = step.config
     if config.policy_loss_name not in POLICY_LOSSES:
         return f"policy loss {config.policy_loss_name} is the caller's own"
     if config.pretrain_data is not None and config.ptx_coef > 0:
         return "texts of pretrain_data are not recorded"
-    if step.record.values.log_kept_mass.size and follows_policy(config):
+    if is_truncated and follows_policy(config):
         return "what top_k, top_p and min_p exclude from the new policy is not recorded"
     return ""
 
 
-def policy_objectives(step: ReplayedStep, reference: Path | None) -> dict[str, ReplayedLoss]:
+def policy_objectives(step: ReplayedStep, reference: Path | None) -> dict[str, Objective]:
     """Compare scores, rewards and advantages; return the objectives of actor and critic."""
-    numbers = score_models(step, reference)
-    inputs = Inputs(numbers, *estimate(step, numbers))
+    losses = PolicyObjectives(step, estimate(step, score_models(step, reference)))
+    ended = _not_recorded(step.config, is_truncated=step.record.values.log_kept_mass.size > 0)
+    z = losses.denominator
     return {
-        "actor": PolicyReplay(step, step.policy, inputs, _not_recorded(step)),
-        "critic": ValueObjective(step, step.critic, inputs),
+        "actor": Objective(step.policy, "logprobs", z, losses.policy, ended),
+        "critic": Objective(step.critic, "values", z, losses.value),
     }

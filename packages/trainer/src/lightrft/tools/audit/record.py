@@ -161,6 +161,11 @@ class UpdateFacts:
     learning_rate: float
     is_skipped: bool
 
+    @property
+    def ids(self) -> list[int]:
+        """Sample ids of all micro batches."""
+        return [i for micro in self.micro_batches for i in micro]
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerFacts:
@@ -177,8 +182,8 @@ class OptimizerFacts:
 
     kind: str
     groups: list[dict[str, Any]]
-    schedule_position: int
-    schedule_steps: int
+    schedule_position: int = 0
+    schedule_steps: int = 0
     schedule_changed_at: int = -1
     schedule_gap: float = 0.0
 
@@ -460,7 +465,7 @@ def _update_problems(record: StepRecord) -> Iterator[str]:
     lengths = record.samples.prompt_lengths + record.samples.response_lengths
     sizes = dict(zip(record.samples.sample_ids.tolist(), lengths.tolist(), strict=True))
     for number, update in enumerate(record.facts.updates):
-        ids = [i for micro in update.micro_batches for i in micro]
+        ids = update.ids
         if update.model not in record.facts.optimizers or not sizes.keys() >= set(ids):
             yield f"update {number + 1} of {update.model} is of rows or a model that it lacks"
             return
@@ -468,10 +473,3 @@ def _update_problems(record: StepRecord) -> Iterator[str]:
             values = record.update_values.get(f"{number}/{name}")
             if values is not None and values.shape != (sum(sizes[i] for i in ids),):
                 yield f"{UPDATE}{number}/{name} does not have a number for each token of its rows"
-
-
-def rows_of(lengths: Integers) -> Iterator[slice]:
-    """Yield the slice of each row in a flat array."""
-    stops = np.cumsum(lengths)
-    for stop, length in zip(stops, lengths, strict=True):
-        yield slice(int(stop - length), int(stop))

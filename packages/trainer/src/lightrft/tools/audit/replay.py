@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightrft.config import TrainConfig
-from lightrft.config.parts.learning import AlgorithmOptions
 from lightrft.config.parts.rollout import DrawOptions
 from lightrft.tools.audit.advantages import (
     ESTIMATORS,
-    MIN_VARIANCE,
     TOKEN_ESTIMATORS,
     WHITENING,
     Scores,
-    enlargement,
     gae,
     policy_lambds,
-    returns,
     row_advantages,
     token_rewards,
     whitened,
 )
-from lightrft.tools.audit.corrections import Tokens, correction, high_entropy, parse
 from lightrft.tools.audit.decisions import Decisions, kl_estimator
 from lightrft.tools.audit.findings import Findings
-from lightrft.tools.audit.losses import POLICY_LOSSES, kl_term
+from lightrft.tools.audit.losses import kl_term
 from lightrft.tools.audit.models import (
     FIRST,
     SCORE,
@@ -44,18 +38,18 @@ from lightrft.tools.audit.models import (
     frozen_state,
     sees_media,
 )
-from lightrft.tools.audit.pairs import Borders, Pair, with_rounding
+from lightrft.tools.audit.pairs import Borders, Draw, Pair, draws, rounding_of
 from lightrft.tools.audit.record import (
     COMPONENT,
     TURN_REWARDS,
     VERSIONS,
-    Array,
     StepRecord,
+    UpdateFacts,
     named,
     read_record,
     recorded_steps,
 )
-from lightrft.tools.audit.samples import Rows, build_rows, sampled_lengths, shaped_rewards
+from lightrft.tools.audit.samples import Rows, build_rows, sampled_rows, shaped_rewards
 from lightrft.tools.audit.tolerances import MEAN_SHARES, NOISE_SAFETY, tolerances_of
 
 ALL_LINEAR = "all-linear"
@@ -81,6 +75,21 @@ class Numbers:
     reference: Pair | None
     teacher: Pair | None
     values: Pair | None
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnInputs:
+    """Inputs of the updates, with the errors of a draw.
+
+    Args:
+        numbers: Per-token numbers before the first update.
+        advantages: Advantages of the run and recomputed ones.
+        returns: Targets of a critic, and the run's: [rows, seq].
+    """
+
+    numbers: Numbers
+    advantages: Pair
+    returns: Pair
 
 
 @dataclass(slots=True)
@@ -117,13 +126,14 @@ class ReplayedStep:
     @property
     def mask(self) -> Tensor:
         """Tokens that count: [rows, seq] bool."""
-        return torch.from_numpy(self.rows.mask)
+        return self.rows.mask
 
-    def wide(self, flat: np.ndarray) -> Tensor:
-        """Return a flat per-token array as [rows, seq] float64, 0 on padding."""
-        return torch.from_numpy(self.rows.padded(flat)).double()
+    def micro_rows(self, update: UpdateFacts) -> list[list[int]]:
+        """Return the rows of each micro batch of an update."""
+        row_of = {int(i): row for row, i in enumerate(self.record.samples.sample_ids)}
+        return [[row_of[i] for i in micro] for micro in update.micro_batches]
 
-    def rounding(self, scores: Tensor, kind: str) -> Tensor:
+    def rounding(self, scores: Tensor, kind: str = "logprobs") -> Tensor:
         """Return the rounding of every score that this kind's mean distance allows."""
         share = MEAN_SHARES[kind] / MEAN_SHARES["logprobs"]
         return share * self.unit * scores.abs().clamp(min=1.0)
@@ -138,51 +148,31 @@ class ReplayedStep:
         """True if the run computes in bfloat16."""
         return self.record.facts.compute_dtype == "bfloat16"
 
-    def noise(
-        self, model: Scorer, state: Mapping[str, Tensor], exact: Sequence[Tensor]
-    ) -> list[float]:
-        """Return the mean distance per token caused by bfloat16; infinite for float32 runs."""
-        mask = self.mask
-        if not self.is_rounded or not mask.any():
-            return [math.inf] * len(exact)
-        rounded = model.in_bfloat16()
-        rounded.load(state)
-        pairs = zip(exact, rounded.score(self.rows.ids, mask), strict=True)
-        return [mean_distance(Pair(*each), mask) for each in pairs]
-
     @property
     def kl_coef(self) -> float:
         """Weight of the KL term."""
         expected = self.decided.kl_coef
         return self.record.facts.kl_coef if expected is None else expected
 
-    @property
-    def kl_estimator(self) -> str:
-        """Estimator of the KL term."""
-        return kl_estimator(self.config)
-
-    @property
-    def reward_kl_coef(self) -> float:
-        """Weight of the KL term in the reward."""
-        return 0.0 if self.config.use_kl_loss else self.kl_coef
-
     def trained_names(self, model: str) -> list[str]:
         """Return names of the trained weights: only the adapters if there are any, else all."""
-        config = self.config
+        config, names = self.config, list(named(self.states[model], "weight"))
         if model != "actor" or not config.lora_rank:
-            return list(named(self.states[model], "weight"))
+            return names
         if self.policy is None:
-            return [n for n in named(self.states[model], "weight") if n.endswith((FIRST, SECOND))]
+            return [n for n in names if n.endswith((FIRST, SECOND))]
         targets = config.target_modules
-        head = [n for n in named(self.states[model], "weight") if n.endswith(f".{SCORE}.weight")]
         chosen = [
             layer
             for layer in self.policy.linear_layers()
             if ALL_LINEAR in targets or _is_meant(layer.partition(".")[2], targets)
         ]
+        head = [n for n in names if n.endswith(f".{SCORE}.weight")]
         return head + [layer + factor for layer in chosen for factor in (FIRST, SECOND)]
 
 
+# Numbers per token, with their mean distance by the run's dtype.
+Scored = tuple[Tensor, float]
 # Plain model from a folder with config.json, the adapters' scale, and whether to round weights.
 Builder = Callable[[Path, float, bool], Scorer]
 
@@ -221,100 +211,101 @@ def build_policy(
     return Policy(folder, temperature=temperature, lora_scale=lora_scale, rounds=rounds)
 
 
-def check_rows(step: ReplayedStep) -> None:
-    """Compare ids, masks, engine logprobs, compute dtype and scale of adapters."""
-    findings, rows, values = step.results, step.rows, step.record.values
-    findings.exact("token ids", rows.padded(values.token_ids).astype(np.int64), rows.ids)
-    findings.exact("response mask", rows.padded(values.response_mask), rows.mask)
-    if step.is_reinforced:
-        rollout = rows.padded(values.rollout_logprobs)
-        findings.tokens("rollout logprobs", rollout, rows.rollout_logprobs, rows.mask, "number")
-    if step.config.bf16 is not None:
-        findings.number("computes in bfloat16", step.is_rounded, step.config.bf16)
-    scale = step.record.facts.lora_scale
-    findings.number("scale of adapters", scale, step.decided.lora_scale)
-
-
 def score_models(step: ReplayedStep, reference: Path | None) -> Numbers:
-    """Recompute and compare logprobs, entropies and values of the states before."""
-    config, rows, run, policy = step.config, step.rows, step.record.values, step.policy
-    if policy is None:
-        return _recorded_numbers(step)
+    """Recompute and compare logprobs, entropies and values of the states before.
 
-    def paired(name: str, seen: NDArray[np.float32], exact: Tensor, noise: float) -> Pair:
-        pair = Pair(exact, step.wide(seen))
-        step.results.tokens(name, pair.run, exact, step.mask, "logprobs")
-        if step.is_rounded and rows.mask.any():
-            mean = mean_distance(pair, step.mask)
-            step.results.add(f"{name} (mean distance)", None, None, mean, NOISE_SAFETY * noise)
-        return pair
+    Where no forward pass can be repeated, the run's numbers are taken.
+    """
+    config, run, policy = step.config, step.record.values, step.policy
 
-    def score(model: Scorer, state: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
-        """Return numbers per token, each with its mean distance by the run's dtype."""
-        model.load(state)
-        numbers = model.score(rows.ids, step.mask)
-        return list(zip(numbers, step.noise(model, state, numbers), strict=True))
-
-    (logprobs, noise), (entropy, noise_of_entropy) = score(
-        policy, named(step.states["actor"], "weight")
-    )
-    if step.is_reinforced:
-        _check_engine(step, logprobs)
-    step.unit = min(step.unit, NOISE_SAFETY * noise)
-    sampled = torch.from_numpy(rows.rollout_logprobs) if config.use_rollout_logprobs else logprobs
-    old = paired("old logprobs", run.old_logprobs, sampled, noise)
-    entropies = Pair(entropy, entropy)
-    if run.entropy.size:
-        entropies = paired("entropy", run.entropy, entropy, noise_of_entropy)
-    sampling, ref, teacher, values = _sampling(step, old), None, None, None
-    if run.ref_logprobs.size:
-        state = frozen_state(reference or Path(str(config.pretrain)))
-        ref = paired("reference logprobs", run.ref_logprobs, *score(policy, state)[0])
-    step.results.number("has a teacher", run.teacher_logprobs.size > 0, config.teacher is not None)
-    if run.teacher_logprobs.size and (folder := Path(str(config.teacher))).is_dir():
-        model = build_policy(config, None, folder, 0.0, step.is_rounded)
-        scored = score(model, frozen_state(folder))[0]
-        teacher = paired("teacher logprobs", run.teacher_logprobs, *scored)
-    elif run.teacher_logprobs.size:
-        seen = step.wide(run.teacher_logprobs)
-        step.results.skip("teacher logprobs", f"no model in {folder}; the run's are taken")
-        teacher = Pair(seen, seen)
-    if step.critic is not None and run.values.size:
-        state = named(step.states["critic"], "weight")
-        values = paired("values", run.values, *score(step.critic, state)[0])
-    return Numbers(old, sampling, entropies, ref, teacher, values)
-
-
-def _recorded_numbers(step: ReplayedStep) -> Numbers:
-    """Return the run's numbers, where no forward pass can be repeated."""
-    run, nothing = step.record.values, torch.zeros(step.rows.mask.shape, dtype=torch.float64)
-
-    def taken(name: str, seen: NDArray[np.float32]) -> Pair | None:
-        if not seen.size:
+    def compared(
+        name: str, flat: np.ndarray, model: Scorer | None, source: Path | str, why: str = NO_PASS
+    ) -> Pair | None:
+        if not flat.size:
             return None
-        step.results.skip(name, NO_PASS)
-        wide = torch.where(step.mask, step.wide(seen), 0.0)
-        return Pair(wide, wide)
+        return _compared(step, name, flat, _score(step, model, source)[0], why)
 
-    old = taken("old logprobs", run.old_logprobs) or Pair(nothing, nothing)
-    _check_engine(step, old.run)
+    old, entropy = _score_policy(step)
+    sampling, folder, teacher = old, Path(str(config.teacher)), None
+    if run.log_kept_mass.size:
+        mass = step.rows.padded(run.log_kept_mass)
+        sampling = old.map(lambda each: each - mass)
+        step.results.skip("kept mass", "what top_k, top_p and min_p excluded is taken from the run")
+    has_teacher = run.teacher_logprobs.size > 0
+    step.results.number("has a teacher", has_teacher, config.teacher is not None)
+    if policy is not None and has_teacher and folder.is_dir():
+        teacher = build_policy(config, None, folder, 0.0, step.is_rounded)
+    why = NO_PASS if policy is None else f"no model in {folder}; the run's are taken"
+    pretrain = reference or Path(str(config.pretrain))
     return Numbers(
         old,
-        _sampling(step, old),
-        taken("entropy", run.entropy) or Pair(nothing, nothing),
-        taken("reference logprobs", run.ref_logprobs),
-        taken("teacher logprobs", run.teacher_logprobs),
-        taken("values", run.values),
+        sampling,
+        entropy,
+        compared("reference logprobs", run.ref_logprobs, policy, pretrain),
+        compared("teacher logprobs", run.teacher_logprobs, teacher, folder, why),
+        compared("values", run.values, step.critic, "critic"),
     )
 
 
-def _sampling(step: ReplayedStep, old: Pair) -> Pair:
-    """Return old logprobs under the sampling distribution."""
-    if not step.record.values.log_kept_mass.size:
-        return old
-    mass = step.wide(step.record.values.log_kept_mass)
-    step.results.skip("kept mass", "what top_k, top_p and min_p excluded is taken from the run")
-    return old.map(lambda each: each - mass)
+def _score_policy(step: ReplayedStep) -> tuple[Pair, Pair]:
+    """Return old logprobs and entropies, and compare those of the engine."""
+    run = step.record.values
+    nothing = torch.zeros_like(step.rows.rollout_logprobs)
+    old = entropy = Pair(nothing, nothing)
+    logprobs, entropies = _score(step, step.policy, "actor")
+    if logprobs is not None and entropies is not None:
+        entropy = Pair(entropies[0], entropies[0])
+        _check_engine(step, logprobs[0])
+        step.unit = min(step.unit, NOISE_SAFETY * logprobs[1])
+        if step.config.use_rollout_logprobs:
+            logprobs = step.rows.rollout_logprobs, logprobs[1]
+    if logprobs is not None or run.old_logprobs.size:
+        old = _compared(step, "old logprobs", run.old_logprobs, logprobs)
+    if logprobs is None:
+        _check_engine(step, old.run)
+    if run.entropy.size:
+        entropy = _compared(step, "entropy", run.entropy, entropies)
+    return old, entropy
+
+
+def _score(step: ReplayedStep, model: Scorer | None, source: Path | str) -> list[Scored | None]:
+    """Return numbers per token, each with its mean distance; infinite for float32 runs.
+
+    Args:
+        step: Step under audit.
+        model: Plain model; None if its forward pass cannot be repeated.
+        source: Name of a trained model, or the folder of a frozen one.
+    """
+    if model is None:
+        return [None, None]
+    state = (
+        frozen_state(source) if isinstance(source, Path) else named(step.states[source], "weight")
+    )
+    model.load(state)
+    numbers, mask = model.score(step.rows.ids, step.mask), step.mask
+    if not step.is_rounded or not mask.any():
+        return [(each, math.inf) for each in numbers]
+    rounded = model.in_bfloat16()
+    rounded.load(state)
+    pairs = map(Pair, numbers, rounded.score(step.rows.ids, mask))
+    return [(each.exact, mean_distance(each, mask)) for each in pairs]
+
+
+def _compared(
+    step: ReplayedStep, name: str, flat: np.ndarray, scored: Scored | None, why: str = NO_PASS
+) -> Pair:
+    """Compare numbers of the run with recomputed ones; without these, take the run's."""
+    seen, mask = step.rows.padded(flat), step.mask
+    if scored is None:
+        step.results.skip(name, why)
+        inside = torch.where(mask, seen, 0.0)
+        return Pair(inside, inside)
+    pair = Pair(scored[0], seen)
+    step.results.tokens(name, seen, pair.exact, mask, "logprobs")
+    if step.is_rounded and mask.any():
+        mean = mean_distance(pair, mask)
+        step.results.add(f"{name} (mean distance)", None, None, mean, NOISE_SAFETY * scored[1])
+    return pair
 
 
 def _check_engine(step: ReplayedStep, exact: Tensor) -> None:
@@ -322,9 +313,11 @@ def _check_engine(step: ReplayedStep, exact: Tensor) -> None:
 
     Weights of older versions come from earlier records, if they exist.
     """
-    name, rows = "engine logprobs", step.rows
-    if step.record.facts.engine not in ENGINES_OF_THE_MODEL:
-        step.results.skip(name, f"the engine {step.record.facts.engine!r} computes no model")
+    name, rows, engine = "engine logprobs", step.rows, step.record.facts.engine
+    if not step.is_reinforced:
+        return
+    if engine not in ENGINES_OF_THE_MODEL:
+        step.results.skip(name, f"the engine {engine!r} computes no model")
     elif step.config.use_fire:
         step.results.skip(name, "tokens of several temperatures")
     elif not step.record.samples.is_untruncated.all():
@@ -336,19 +329,25 @@ def _check_engine(step: ReplayedStep, exact: Tensor) -> None:
 
 def _sampling_weights(step: ReplayedStep, exact: Tensor) -> tuple[Tensor, Tensor]:
     """Return logprobs under the weights that sampled each token, and where these are known."""
-    mask, current, policy = step.mask, step.record.facts.weights_version, step.policy
+    facts, mask, policy = step.record.facts, step.mask, step.policy
+    run, current = step.record.folder.parent.parent, facts.weights_version
     versions = step.record.samples.facts.get(VERSIONS, np.zeros(0))
     if current < 0 or not versions.size or policy is None:
         return exact, mask
-    of_token = step.wide(versions)
+    of_token = step.rows.padded(versions)
     expected, is_known = exact.clone(), of_token == current
     older = set(of_token[mask].int().tolist()) - {current}
-    for version, record in _records_of(step.record, older):
-        policy.load(named(record.state("before", "actor"), "weight"))
-        where = of_token == version
-        expected[where] = policy.score(step.rows.ids, mask)[0][where]
-        is_known |= where
-        older.remove(version)
+    for number in reversed([n for n in recorded_steps(run) if n < facts.step] if older else []):
+        record = read_record(run, number)
+        version = record.facts.weights_version
+        if version in older:
+            policy.load(named(record.state("before", "actor"), "weight"))
+            where = of_token == version
+            expected[where] = policy.score(step.rows.ids, mask)[0][where]
+            is_known |= where
+            older.remove(version)
+        if not older or version <= min(older):
+            break
     policy.load(named(step.states["actor"], "weight"))
     for version in sorted(older):
         num_tokens = int((mask & (of_token == version)).sum())
@@ -358,161 +357,129 @@ def _sampling_weights(step: ReplayedStep, exact: Tensor) -> tuple[Tensor, Tensor
     return expected, is_known
 
 
-def _records_of(record: StepRecord, versions: Collection[int]) -> Iterator[tuple[int, StepRecord]]:
-    """Yield earlier steps that began with weights of these versions, the newest first."""
-    run, oldest = record.folder.parent.parent, min(versions, default=0)
-    wanted = set(versions)
-    for number in reversed([n for n in recorded_steps(run) if n < record.facts.step]):
-        earlier = read_record(run, number)
-        version = earlier.facts.weights_version
-        if version in wanted:
-            wanted.remove(version)
-            yield version, earlier
-        if version <= oldest:
-            return
-
-
-def estimate(step: ReplayedStep, numbers: Numbers) -> tuple[Pair, Tensor, float]:
-    """Compute advantages, the returns that a critic learns, and the rounding of both."""
-    config, rows, samples, run = step.config, step.rows, step.record.samples, step.record.values
+def estimate(step: ReplayedStep, numbers: Numbers) -> list[DrawnInputs]:
+    """Compute advantages, and the returns that a critic learns, in every draw; compare them."""
+    config, samples, run = step.config, step.record.samples, step.record.values
     moments = step.decided.reward_moments or step.record.facts.reward_moments
-    rewards, greedy, size = shaped_rewards(samples, rows.is_kept, config, moments)
+    rewards, greedy, size = shaped_rewards(samples, step.rows.is_kept, config, moments)
     error = step.results.tolerances["sum"] * size
     step.results.tokens(
         "rewards",
-        run.rewards[:, None],
+        torch.from_numpy(run.rewards)[:, None],
         rewards[:, None],
-        np.ones((len(rewards), 1), dtype=np.bool_),
+        torch.ones(len(rewards), 1, dtype=torch.bool),
         "number",
-        scale=max(1.0, float(np.abs(rewards).max(initial=0))),
+        scale=max(1.0, float(rewards.abs().max())),
         floor=lambda: error,
     )
-    seen, seen_returns = step.wide(run.advantages), step.wide(run.returns)
-    name, mask = config.advantage_estimator, rows.mask
-    if name not in ESTIMATORS:
+    if config.advantage_estimator not in ESTIMATORS:
+        name = config.advantage_estimator
         step.results.skip("advantages", f"of {name}; the run's are taken")
-        return Pair(seen, seen), seen_returns, error
+    components = {
+        name.removeprefix(COMPONENT): torch.from_numpy(values).double()
+        for name, values in samples.facts.items()
+        if name.startswith(COMPONENT)
+    }
+    groups, lengths = torch.from_numpy(samples.group_ids), sampled_rows(samples).sum(dim=1).double()
+    scores = Scores(rewards, greedy, groups, lengths, step.rows.is_kept, components)
+    drawn = [_experience(step, numbers, scores, error, draw) for draw in draws(step.borders)]
+    if config.advantage_estimator in ESTIMATORS:
+        _check_drawn(step, "returns", [each.returns for each in drawn])
+        _check_drawn(step, "advantages", [each.advantages for each in drawn])
+    return drawn
+
+
+def _check_drawn(step: ReplayedStep, name: str, values: Sequence[Pair]) -> None:
+    """Compare values of the first draw; the others tell their rounding."""
+    first, error = values[0], float(rounding_of([each.exact for each in values]).max())
+    scale = max(float(first.exact.abs().max()), 1e-6)
+    step.results.tokens(
+        name, first.run, first.exact, step.mask, "advantages", scale=scale, floor=lambda: error
+    )
+
+
+def _experience(
+    step: ReplayedStep, numbers: Numbers, scores: Scores, error: float, draw: Draw
+) -> DrawnInputs:
+    """Compute advantages and returns with the errors of a draw.
+
+    Args:
+        step: Step under audit.
+        numbers: Per-token numbers before the first update.
+        scores: Shaped rewards.
+        error: Rounding of a reward.
+        draw: Signs of errors.
+    """
+    config, mask, run = step.config, step.mask, step.record.values
+    numbers, name = _moved(step, numbers, draw), config.advantage_estimator
+    seen, seen_returns = (step.rows.padded(each) for each in (run.advantages, run.returns))
+    if name not in ESTIMATORS:
+        return DrawnInputs(numbers, Pair(seen, seen), Pair(seen_returns, seen_returns))
+    share = step.results.tolerances["sum"]
+    scores = _moved_scores(scores, error, share, draw)
+    rewards, penalty = scores.rewards, torch.zeros(mask.shape, dtype=torch.float64)
     if name not in TOKEN_ESTIMATORS:
-        lengths = sampled_lengths(samples)
-        components = {
-            name.removeprefix(COMPONENT): values.astype(np.float64)
-            for name, values in samples.facts.items()
-            if name.startswith(COMPONENT)
-        }
-        scores = Scores(rewards, greedy, samples.group_ids, lengths, rows.is_kept, components)
         rewards = row_advantages(name, scores, config.advantage_args or {})
-        error *= enlargement(rewards, scores)
-    penalty, moved = _kl_penalty(step, numbers)
-    error += moved
-    shaped = token_rewards(rewards, mask, penalty, _paid_by_turn(step))
+    old, reference, coef = numbers.old, numbers.reference, step.kl_coef
+    if not config.use_kl_loss and coef > 0 and reference is not None:
+        penalty = coef * kl_term(kl_estimator(config), old, reference, old, mask, draw.borders)
+    rewards = token_rewards(rewards, mask, penalty, _paid_by_turn(step))
     if name == "gae" and numbers.values is not None:
-        values = numbers.values.exact.numpy()
-        advantages = gae(shaped, values, mask, config, policy_lambds(mask, config))
-        target = np.where(mask, gae(shaped, values, mask, config) + values, 0.0)
-        error += _row_sum(step.rounding(numbers.values.exact, "logprobs"), step.mask)
+        values = numbers.values.exact
+        advantages = gae(rewards, values, mask, config, policy_lambds(mask, config))
+        target = torch.where(mask, gae(rewards, values, mask, config, config.lambd) + values, 0.0)
     else:
-        advantages = target = returns(shaped, mask, config)
-    learned = torch.from_numpy(target)
-    _check_advantages(step, "returns", Pair(learned, seen_returns), error)
+        advantages = target = gae(rewards, torch.zeros_like(rewards), mask, config, 1.0)
+    rounding = torch.where(mask, share * advantages.abs().max(), 0.0)
+    advantages = advantages + draw.signed(rounding)
     if name in WHITENING or config.advantages_norm:
-        # A run may take rounding errors of equal numbers for variance.
-        is_rounding = np.ptp(advantages[mask]) <= error if mask.any() else True
-        advantages, std = whitened(advantages, mask)
-        error /= math.sqrt(MIN_VARIANCE) if is_rounding else std
-    final = torch.from_numpy(advantages)
+        advantages = whitened(advantages, mask)
     if numbers.teacher is not None:
         # log p - log q of each token, without discount.
-        final = final + config.teacher_coef * numbers.teacher.less(numbers.old, step.mask).exact
-        rounding = step.rounding(numbers.old.exact, "logprobs")[step.mask]
-        error += 2 * config.teacher_coef * max(rounding.tolist(), default=0.0)
+        advantages = advantages + config.teacher_coef * numbers.teacher.less(old, mask).exact
     if config.advantage_clip > 0:
-        final = final.clamp(-config.advantage_clip, config.advantage_clip)
-    _check_advantages(step, "advantages", Pair(final, seen), error)
-    return Pair(final, seen), learned, error
+        advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
+    return DrawnInputs(numbers, Pair(advantages, seen), Pair(target, seen_returns))
 
 
-def _check_advantages(step: ReplayedStep, name: str, values: Pair, error: float) -> None:
-    scale = float(np.abs(np.asarray(values.exact)).max(initial=1e-6))
-    step.results.tokens(
-        name,
-        values.run,
-        values.exact,
-        step.rows.mask,
-        "advantages",
-        scale=scale,
-        floor=lambda: error,
+def _moved(step: ReplayedStep, numbers: Numbers, draw: Draw) -> Numbers:
+    """Return logprobs and values with the errors of a draw."""
+
+    def move(pair: Pair) -> Pair:
+        return draw.move(pair, torch.where(step.mask, step.rounding(pair.exact), 0.0))
+
+    return replace(
+        numbers,
+        old=move(numbers.old),
+        sampling=move(numbers.sampling),
+        reference=numbers.reference and move(numbers.reference),
+        teacher=numbers.teacher and move(numbers.teacher),
+        values=numbers.values and move(numbers.values),
     )
 
 
-def _paid_by_turn(step: ReplayedStep) -> Array:
+def _moved_scores(scores: Scores, error: float, share: float, draw: Draw) -> Scores:
+    """Return rewards with the errors of a draw; equal ones have equal errors."""
+
+    def move(values: Tensor) -> Tensor:
+        return values + torch.sin(1e3 * draw.number * values) * (error + share * values.abs())
+
+    components = {name: move(values) for name, values in scores.components.items()}
+    rewards, greedy = move(scores.rewards), move(scores.greedy)
+    return replace(scores, rewards=rewards, greedy=greedy, components=components)
+
+
+def _paid_by_turn(step: ReplayedStep) -> Tensor:
     """Return the parts of rewards that are paid at the end of turns: [rows, seq]."""
     config, facts = step.config, step.record.samples.facts
     is_whole = config.reward_running_norm or config.reward_clip > 0
     is_placed = config.advantage_estimator in TOKEN_ESTIMATORS and not is_whole
     if not is_placed or TURN_REWARDS not in facts:
-        return np.zeros(step.rows.mask.shape)
+        return torch.zeros(step.mask.shape, dtype=torch.float64)
     return step.rows.padded(facts[TURN_REWARDS])
-
-
-def _kl_penalty(step: ReplayedStep, numbers: Numbers) -> tuple[Array, float]:
-    """Return the KL penalty of each token's reward, and the rounding of a row's sum."""
-    mask, reference, old = step.mask, numbers.reference, numbers.old
-    if step.reward_kl_coef <= 0 or reference is None:
-        return np.zeros(mask.shape), 0.0
-
-    def term_of(scores: Pair, borders: Borders) -> Tensor:
-        return kl_term(step.kl_estimator, scores, reference, old, mask, borders)
-
-    # Scores of policy and reference have the same rounding error.
-    error = 2 * step.rounding(old.exact, "logprobs")
-    exact, moved = with_rounding(term_of, old, (error, -error), step.borders)
-    penalty = step.reward_kl_coef * exact.value
-    return penalty.numpy(), step.reward_kl_coef * _row_sum(moved.value, mask)
 
 
 def mean_distance(values: Pair, mask: Tensor) -> float:
     """Return the mean distance per token, relative to 1 or to the value if larger."""
     distance = (values.run - values.exact).abs() / values.exact.abs().clamp(min=1.0)
     return float(distance[mask].mean())
-
-
-def _row_sum(errors: Tensor, mask: Tensor) -> float:
-    """Return the largest rounding of a row's sum, for errors with independent signs."""
-    return 3 * float((torch.where(mask, errors, 0.0) ** 2).sum(dim=1).sqrt().max())
-
-
-def token_weights(
-    step: ReplayedStep, numbers: Numbers, advantages: Pair, mask: Tensor, new: Pair
-) -> Tensor | None:
-    """Return the factor of each token's loss in an optimizer batch; None is 1.
-
-    Args:
-        step, numbers, advantages: Step under audit, its numbers and advantages.
-        mask: Tokens of the batch: [rows, seq] bool.
-        new: Logprobs that the update differentiates.
-    """
-    terms = parse(step.config)
-    weights: Tensor | None = None
-    if step.config.high_entropy_token_ratio > 0:
-        weights = high_entropy(numbers.entropy, mask, step.borders, step.config).double()
-    if terms:
-        rollout = torch.from_numpy(step.rows.rollout_logprobs)
-        tokens = Tokens(numbers.sampling, rollout, advantages, mask, new)
-        factors = correction(terms, tokens, step.borders)
-        weights = factors if weights is None else weights * factors
-    return weights
-
-
-def policy_options(config: AlgorithmOptions) -> dict[str, float]:
-    """Return the policy loss's hyper-parameters: paper, then common options, then its args."""
-    options = dict(POLICY_LOSSES[config.policy_loss_name].defaults)
-    common = {
-        "clip_low": (config.eps_clip_low, config.eps_clip),
-        "clip_high": (config.eps_clip_high, config.eps_clip),
-        "dual_clip": (config.dual_clip,),
-    }
-    for name, values in common.items():
-        choices = [value for value in values if value is not None]
-        if choices and name in options:
-            options[name] = choices[0]
-    return options | {name: float(value) for name, value in (config.policy_loss_args or {}).items()}

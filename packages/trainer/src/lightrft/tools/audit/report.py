@@ -7,26 +7,31 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from lightrft.config import TrainConfig
-from lightrft.tools.audit.decisions import (
-    check_decisions,
-    check_link,
-    check_optimizers,
-    decide,
-    options_of_step,
-    step_before,
+from lightrft.tools.audit.batches import (
+    check_places,
+    check_rows,
+    check_sampled,
+    check_stored,
+    in_items,
 )
+from lightrft.tools.audit.decisions import decide, options_of_step, step_before
 from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED, Finding
 from lightrft.tools.audit.models import Classifier, Scorer, Student
 from lightrft.tools.audit.policy_updates import policy_objectives
 from lightrft.tools.audit.preference_updates import answer_places, preference_objectives
-from lightrft.tools.audit.record import Flags, RecordError, read_record
-from lightrft.tools.audit.replay import ReplayedStep, build_policy, check_rows, open_step
-from lightrft.tools.audit.reward_updates import reward_objectives, score_places
-from lightrft.tools.audit.sources import check_sources, planned_steps
-from lightrft.tools.audit.stored_rows import check_places, check_stored, in_items
-from lightrft.tools.audit.supervised_updates import divergence_objectives, supervised_objectives
-from lightrft.tools.audit.updates import ReplayedLoss, replay
+from lightrft.tools.audit.record import RecordError, read_record
+from lightrft.tools.audit.replay import ReplayedStep, build_policy, open_step
+from lightrft.tools.audit.row_updates import (
+    divergence_objectives,
+    reward_objectives,
+    score_places,
+    supervised_objectives,
+)
+from lightrft.tools.audit.sources import check_link, check_optimizers, check_sources, planned_steps
+from lightrft.tools.audit.updates import Objective, replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +48,13 @@ class StageAudit:
     """
 
     build: Callable[[TrainConfig, Path | None, Path, float, bool], Scorer]
-    objectives: Callable[[ReplayedStep, Path | None], Mapping[str, ReplayedLoss]]
-    places: Callable[[ReplayedStep], Flags] | None = None
+    objectives: Callable[[ReplayedStep, Path | None], Mapping[str, Objective]]
+    places: Callable[[ReplayedStep], Tensor] | None = None
 
 
 STAGES: Mapping[str, StageAudit] = {
     "policy": StageAudit(build_policy, policy_objectives),
-    "sft": StageAudit(build_policy, supervised_objectives, lambda step: step.rows.mask),
+    "sft": StageAudit(build_policy, supervised_objectives, lambda step: step.mask),
     "prefer": StageAudit(build_policy, preference_objectives, answer_places),
     "reward": StageAudit(
         lambda _, __, folder, lora_scale, rounds: Classifier(
@@ -61,7 +66,7 @@ STAGES: Mapping[str, StageAudit] = {
     "divergence": StageAudit(
         lambda config, teacher, *how: Student(config, teacher or Path(str(config.teacher)), *how),
         divergence_objectives,
-        lambda step: step.rows.mask,
+        lambda step: step.mask,
     ),
 }
 
@@ -126,11 +131,10 @@ def audit_step(run: Path, step: int | None = None, *, reference: Path | None = N
     audited = open_step(record, config, decided, partial(stage.build, config, reference))
     _check_batch(audited, stage, is_configured=is_configured)
     if is_configured:
-        wanted = {name: audited.trained_names(name) for name in audited.states}
-        check_optimizers(audited.results, decided, record, config, audited.states, wanted)
+        check_optimizers(audited)
         check_sources(audited, before, planned)
     if before is not None:
-        check_link(audited.results, before, audited.states)
+        check_link(audited, before)
     replay(audited, stage.objectives(audited, reference), is_configured=is_configured)
     if config.enable_ema:
         audited.results.skip("moving average", "it is not recorded")
@@ -142,7 +146,7 @@ def _check_batch(step: ReplayedStep, stage: StageAudit, *, is_configured: bool) 
     """Compare the rows of the step, and the contents of its optimizer steps."""
     if stage.places is None:
         check_rows(step)
-        check_decisions(step.results, step.decided, step.record, step.config, step.rows.is_kept)
+        check_sampled(step)
         return
     step.rows = replace(step.rows, mask=stage.places(step))
     if is_configured:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lightrft.config import TrainConfig
@@ -15,8 +16,8 @@ from lightrft.config.files import FileError, file_sha256, lines_of, parse_object
 from lightrft.config.parts.data import PromptOptions
 from lightrft.config.parts.training import TrainingOptions
 from lightrft.tools.audit.findings import Findings
-from lightrft.tools.audit.models import POLICY, TRUNK, frozen_state, sees_media
-from lightrft.tools.audit.optimizers import learning_rate
+from lightrft.tools.audit.models import FIRST, POLICY, SECOND, TRUNK, frozen_state
+from lightrft.tools.audit.optimizers import ADAM, ADAM_EPS, DECOUPLED, learning_rate
 from lightrft.tools.audit.record import (
     COMPONENT,
     CONFIG,
@@ -183,57 +184,52 @@ def _plan(facts: OptimizerFacts, config: TrainingOptions) -> tuple[object, ...]:
 def _check_first_weights(step: ReplayedStep) -> None:
     """Check that untrained weights are those of the model in the options.
 
-    Before the first update no weight is trained. New adapters have no effect then, so they are
-    merged, unless the run starts from adapters.
+    Value and score heads are initialised at random.
     """
-    config, facts = step.config, step.record.facts
-    for model, state in step.states.items():
-        name = f"first weights of the {model}"
-        critic_path = config.critic_pretrain if model == "critic" else None
-        path = Path(critic_path if isinstance(critic_path, str) else str(config.pretrain))
-        is_frozen = model == "actor" and facts.step <= config.freezing_actor_steps + 1
-        trained = set() if facts.step == 1 or is_frozen else set(step.trained_names(model))
-        weights = {n: v for n, v in named(state, "weight", "master").items() if n not in trained}
-        if not weights or sees_media(step.record.folder / "before" / model):
+    config = step.config
+    for model, scorer in {"actor": step.policy, "critic": step.critic}.items():
+        weights = _untrained(step, model) if model in step.states else {}
+        if not weights or scorer is None:
             continue
-        begins_plain = not trained and config.lora_path is None
-        merged = _as_in_the_model(step, model, weights, with_adapters=begins_plain)
+        name, is_critic = f"first weights of the {model}", model == "critic"
+        critic_path = config.critic_pretrain if is_critic else None
+        path = Path(critic_path if isinstance(critic_path, str) else str(config.pretrain))
         try:
-            first = frozen_state(path, POLICY if model == "actor" else TRUNK)
+            first = frozen_state(path, TRUNK if is_critic else POLICY)
         except RecordError:
             step.results.skip(name, f"no model in {path}")
             continue
-        _compare(step.results, name, merged, first, CAST[facts.compute_dtype])
+        _compare(step, name, scorer.merged(weights), first)
 
 
-def _as_in_the_model(
-    step: ReplayedStep, model: str, weights: Mapping[str, Tensor], *, with_adapters: bool
-) -> Mapping[str, Tensor]:
-    """Return weights by their names in the model's files, merged with adapters on request."""
-    if not with_adapters:
-        return {name.replace(".base_layer", ""): value for name, value in weights.items()}
-    if step.policy is None or model != "actor":
-        return weights
-    return step.policy.merged(weights)
+def _untrained(step: ReplayedStep, model: str) -> dict[str, Tensor]:
+    """Return recorded weights that no update has changed: all before the first.
+
+    New adapters have no effect then, so they are kept, unless the run starts from adapters.
+    """
+    config, number = step.config, step.record.facts.step
+    is_frozen = model == "actor" and number <= config.freezing_actor_steps + 1
+    trained = set() if number == 1 or is_frozen else set(step.trained_names(model))
+    left_out = () if not trained and config.lora_path is None else (FIRST, SECOND)
+    weights = named(step.states[model], "weight", "master")
+    return {n: v for n, v in weights.items() if n not in trained and not n.endswith(left_out)}
 
 
 def _compare(
-    results: Findings,
-    name: str,
-    weights: Mapping[str, Tensor],
-    first: Mapping[str, Tensor],
-    limit: float,
+    step: ReplayedStep, name: str, weights: Mapping[str, Tensor], first: Mapping[str, Tensor]
 ) -> None:
-    """Compare common weights; value and score heads are initialised at random."""
-    worst, where = 0.0, ""
-    for each in weights.keys() & first.keys():
-        one, other = weights[each].double(), first[each].double()
-        share = math.inf
+    """Compare common weights, each relative to its largest entry."""
+    shares = {"": 0.0}
+    for each in sorted(weights.keys() & first.keys()):
+        one, other = weights[each], first[each]
+        shares[each] = math.inf
         if one.shape == other.shape:
-            share = float((one - other).abs().max() / other.abs().max().clamp(min=1e-30))
-        if not share <= worst:
-            worst, where = share, f"such as {each}"
-    results.add(name, None, None, worst, limit, where if worst > limit else "")
+            share = (one - other).abs().max() / other.abs().max().clamp(min=1e-30)
+            shares[each] = float(share.nan_to_num(math.inf, math.inf))
+    odd = max(shares, key=shares.__getitem__)
+    worst, limit = shares[odd], CAST[step.record.facts.compute_dtype]
+    note = f"such as {odd}" if worst > limit else ""
+    step.results.add(name, None, None, worst, limit, note)
 
 
 def _check_components(results: Findings, samples: RawSamples, config: TrainConfig) -> None:
@@ -268,3 +264,44 @@ def _component_names(functions: Sequence[str]) -> list[str]:
         name = spelling.rpartition(":")[2]
         names.append(f"{name}/{name}" if name in names else name)
     return names
+
+
+def check_optimizers(step: ReplayedStep) -> None:
+    """Compare classes, numbers, names, counters and schedules of optimizers with the options."""
+    results, config, decided = step.results, step.config, step.decided
+    for model, facts in step.record.facts.optimizers.items():
+        count, groups, state = decided.counts[model], facts.groups, step.states[model]
+        results.number(f"optimizer of the {model} is AdamW", facts.kind in DECOUPLED, True)
+        for key, expected in (("eps", ADAM_EPS), ("betas", config.adam_betas)):
+            recorded = [np.ravel(group["numbers"].get(key, math.nan)) for group in groups]
+            values = np.concatenate([np.zeros(0), *recorded])
+            results.exact(f"{key} of the {model}", values, np.tile(expected, len(groups)))
+        names, wanted = {n for g in groups for n in g["names"]}, set(step.trained_names(model))
+        _count_odd(results, f"trained weights of the {model}", names, wanted, names ^ wanted)
+        num_steps = decided.schedule_steps[model]
+        if num_steps and facts.schedule_steps:
+            results.number(f"schedule length, {model}", facts.schedule_steps, num_steps)
+        if count is None:
+            results.skip(f"updates of the {model} before", "the run does not say how many it took")
+            continue
+        results.number(f"schedule position, {model}", facts.schedule_position, count)
+        counters = [float(value.max()) for value in named(state, "step").values()]
+        if counters or (facts.kind in ADAM and count and not named(state, "exp_avg")):
+            results.number(f"Adam's steps, {model}", max(counters, default=0.0), count)
+
+
+def check_link(step: ReplayedStep, before: StepRecord) -> None:
+    """Check that a step starts with the final weights and optimizer states of the previous one."""
+    for model, state in step.states.items():
+        after = before.state("after", model)
+        common = state.keys() & after.keys()
+        odd = {
+            n for n in common if not torch.equal(state[n], after[n])
+        } | state.keys() ^ after.keys()
+        _count_odd(step.results, f"states before, {model}", state, after, odd)
+
+
+def _count_odd(results: Findings, name: str, run: Sized, own: Sized, odd: Collection[str]) -> None:
+    """Add a comparison of names; none may be odd."""
+    note = f"such as {min(odd)}" if odd else ""
+    results.add(name, float(len(run)), float(len(own)), float(len(odd)), 0.0, note)

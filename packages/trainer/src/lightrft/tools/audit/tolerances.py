@@ -25,8 +25,7 @@ terms, in these units:
 
     quantity                  its floor
     rewards                   rounding of the sum of the terms' sizes
-    returns, advantages       the rewards' floor times the enlargement by the estimator, plus the
-                              change of KL penalties and values if each score moves by its rounding
+    returns, advantages       their change if rewards, scores and values move by their rounding
     losses                    change of the sum if each score, reference score and advantage moves
                               by its rounding
     gradient norm, moments    norm of the gradient of these changes, with signs drawn once

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from lightrft.config.options import Arguments
 from lightrft.tools.audit.models import Scorer
 from lightrft.tools.audit.optimizers import (
     ADAM,
@@ -25,9 +25,10 @@ from lightrft.tools.audit.optimizers import (
     norm_of,
     stored_groups,
 )
-from lightrft.tools.audit.pairs import Differentiated, Pair
-from lightrft.tools.audit.record import RecordError, UpdateFacts, named, rows_of
+from lightrft.tools.audit.pairs import Draw, Pair, draws, rounding_of
+from lightrft.tools.audit.record import RecordError, UpdateFacts, named
 from lightrft.tools.audit.replay import NO_PASS, ReplayedStep
+from lightrft.tools.audit.samples import padded
 from lightrft.tools.audit.tolerances import NOISE_OF_GRADIENTS, NOISE_SAFETY
 
 # Rounding of a recorded score.
@@ -38,8 +39,8 @@ ROUNDING = 2.0**-24
 MIN_MOMENT = 1e-5
 # Rounding of an entry of a gradient, relative to the largest one.
 DOUBT = 2e-6
-# Number of draws of rounding signs, and factor of the largest movement.
-DRAWS, SAFETY = 4, 3
+# Factor of the largest movement of scores by errors of weights.
+SAFETY = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,65 +65,43 @@ class Update:
     state: Mapping[str, Tensor]
 
 
+# Terms of a loss by their names in the record: weight, and one value per token or item.
+Terms = Mapping[str, tuple[float, Tensor]]
+# Terms by the outputs of a model, with the errors of a draw; the first output are the scores.
+Formula = Callable[[Sequence[Pair], Draw], Terms]
+
+
 @dataclass(frozen=True, slots=True)
-class LossTerm:
-    """Term of a loss.
-
-    Args:
-        name: Name in the record.
-        weight: Weight in the loss.
-        exact: Values and derivatives by one number per token.
-        moved: Largest change of both by rounding.
-        number: Index of the model's output to differentiate by; 0 for scores.
-    """
-
-    name: str
-    weight: float
-    exact: Differentiated
-    moved: Differentiated
-    number: int = 0
-
-
-class ReplayedLoss(ABC):
+class Objective:
     """Loss of one model, replayed from the record.
 
     Args:
-        step: Step under audit.
         scorer: Plain model; None if its forward pass cannot be repeated.
+        scores: Scores that a run records of each update; "" without.
+        denominator: Function that returns Z of an update on the tokens of a mask.
+        formula: Function that compares the inputs of an update, and returns its loss; it gets the
+            scores by the model's weights, and the rounding of each.
         ended: Reason why its updates cannot be recomputed; "" if they can.
     """
 
-    # Scores that a run records of each update; "" without.
-    scores: ClassVar[str]
+    scorer: Scorer | None
+    scores: str
+    denominator: Callable[[Tensor], float]
+    formula: Callable[[Update, Pair, Tensor], Formula]
+    ended: str = ""
 
-    def __init__(self, step: ReplayedStep, scorer: Scorer | None, ended: str = "") -> None:
-        self.step, self.scorer, self.ended = step, scorer, ended
 
-    @abstractmethod
-    def denominator(self, mask: Tensor) -> float:
-        """Return Z of an update on the tokens of the mask."""
-
-    @abstractmethod
-    def terms(
-        self, update: Update, scores: Pair, error: Tensor, others: Sequence[Tensor]
-    ) -> Iterable[LossTerm]:
-        """Yield the terms of the loss, and compare their inputs.
-
-        Args:
-            update: Update with the tokens that count.
-            scores: Scores by the model's weights: [rows, seq].
-            error: Rounding of each score: [rows, seq].
-            others: Further outputs of the model; empty without a forward pass.
-        """
-
-    def noises(self, slopes: Sequence[Tensor], moved: Tensor) -> list[Tensor]:
-        """Return the rounding of the derivatives by each output; scores move the first."""
-        unit = self.step.unit
-        rounded = [unit * each.abs() for each in slopes]
-        if self.step.is_rounded:
-            # The error of the backward pass is measured; scores are off by their mean distance.
-            return [moved / NOISE_SAFETY, *rounded[1:]]
-        return [moved + rounded[0], *rounded[1:]]
+def differentiated(
+    formula: Formula, outputs: Sequence[Pair], error: Tensor, draw: Draw
+) -> tuple[Terms, tuple[Tensor, ...]]:
+    """Return the terms of a loss, and its derivatives by each output."""
+    moved = [draw.move(outputs[0], error), *outputs[1:]]
+    leaves = [Pair(each.exact.detach().requires_grad_(), each.run) for each in moved]
+    terms = formula(leaves, draw)
+    total = torch.stack([weight * values.sum() for weight, values in terms.values()]).sum()
+    by_output = [leaf.exact for leaf in leaves]
+    slopes = torch.autograd.grad(total, by_output, materialize_grads=True)
+    return {name: (weight, value.detach()) for name, (weight, value) in terms.items()}, slopes
 
 
 class Updates:
@@ -136,7 +115,7 @@ class Updates:
     """
 
     def __init__(
-        self, step: ReplayedStep, model: str, objective: ReplayedLoss, *, is_configured: bool
+        self, step: ReplayedStep, model: str, objective: Objective, *, is_configured: bool
     ) -> None:
         self.step, self._model, self._objective = step, model, objective
         self._is_configured, self._facts = is_configured, step.record.facts.optimizers[model]
@@ -154,14 +133,11 @@ class Updates:
     def _open(self) -> Optimizer:
         state, config = as_double(self.step.states[self._model]), self.step.config
         weights = named(state, "weight", "master")
-        if self._is_configured:
-            names = [name for name in self.step.trained_names(self._model) if name in weights]
-            groups = configured_groups(names, weights, config)
-        else:
-            groups = stored_groups(self._facts)
         moments = {n: v for n, v in state.items() if not n.startswith("weight/")}
-        kind = DECOUPLED[0] if self._is_configured else self._facts.kind
-        return Optimizer(kind, weights, groups, moments)
+        if not self._is_configured:
+            return Optimizer(self._facts.kind, weights, stored_groups(self._facts), moments)
+        names = [name for name in self.step.trained_names(self._model) if name in weights]
+        return Optimizer(DECOUPLED[0], weights, configured_groups(names, weights, config), moments)
 
     def carry_out(self, number: int, facts: UpdateFacts) -> None:
         """Replay the next update of the model, the step's `number`-th."""
@@ -173,44 +149,36 @@ class Updates:
                 self._carry_out(update, scorer)
         self._count += 1
 
-    def compare_after(self) -> None:
-        """Compare the states after the last update."""
-        reason = self._ended or (NO_PASS if self.step.policy is None else "")
-        if reason:
-            self.step.results.skip(f"{self._model} weights after", reason)
-        else:
-            self._compare_after()
-        if not self._ended:
-            self._check_frozen()
-
     def _carry_out(self, update: Update, scorer: Scorer) -> None:
         """Compare an update, and take its step."""
-        step, objective = self.step, self._objective
+        step = self.step
         scorer.load(update.state)
         first, *others = scorer.score(step.rows.ids, update.mask)
         scores = Pair(first, first if update.new is None else update.new)
-        error = self._check_scores(objective.scores, update, scores, scorer)
-        slopes, moved = (
-            [torch.zeros_like(each) for each in (first, *others)],
-            torch.zeros_like(first),
-        )
-        for term in objective.terms(update, scores, error, others):
-            self._check_loss(update, term)
-            slopes[term.number] += term.weight * term.exact.slope
-            moved += abs(term.weight) * term.moved.slope
+        error = self._check_scores(update, scores, scorer)
+        outputs = [scores, *(Pair(each, each) for each in others)]
+        slopes, moved = self._check_losses(update, outputs, error)
 
-        def gradient(by_number: Sequence[Tensor], of: Scorer) -> dict[str, Tensor]:
+        def gradient(by_output: Sequence[Tensor], of: Scorer) -> dict[str, Tensor]:
             of.load(update.state)
-            gradients = of.slopes(step.rows.ids, update.mask, by_number, update.state)
+            gradients = of.slopes(step.rows.ids, update.mask, by_output)
             return {n: value for n, value in gradients.items() if n in self._optimizer.groups}
+
+        def rounding() -> dict[str, Tensor]:
+            draw = Draw(1, step.borders)
+            errors = [draw.signed(step.unit * each.abs()) for each in slopes]
+            drawn = [a + b for a, b in zip(moved, errors, strict=True)]
+            if step.is_rounded:
+                # The error of the backward pass is measured; scores are off by their mean distance.
+                drawn[0] = moved[0] / NOISE_SAFETY
+            return gradient(drawn, scorer)
 
         exact = gradient(slopes, scorer)
         if step.is_rounded and not self._count:
             rounded = gradient(slopes, scorer.in_bfloat16())
-            difference = norm_of({n: rounded[n] - value for n, value in exact.items()})
-            self._rounded = difference / max(norm_of(exact), 1e-300)
-        noises = objective.noises(slopes, moved)
-        self._act(update, exact, lambda: gradient([signed(each) for each in noises], scorer))
+            difference = norm_of(rounded[n] - value for n, value in exact.items())
+            self._rounded = difference / max(norm_of(exact.values()), 1e-300)
+        self._act(update, exact, rounding)
 
     def _follow(self, update: Update) -> None:
         """Compare what needs no forward pass: losses of the run's scores, and the learning rate."""
@@ -220,8 +188,7 @@ class Updates:
         else:
             seen = torch.where(update.mask, update.new, 0.0)
             error = torch.where(update.mask, FLOAT32 * (-seen).clamp(min=1.0), 0.0)
-            for term in self._objective.terms(update, Pair(seen, seen), error, ()):
-                self._check_loss(update, term)
+            self._check_losses(update, [Pair(seen, seen)], error)
         findings.skip(f"gradient norm, {update.name}", NO_PASS)
         if not update.facts.is_skipped:
             self._rate(update)
@@ -229,9 +196,7 @@ class Updates:
     def _open_update(self, number: int, facts: UpdateFacts) -> Update:
         """Return an update with its recorded values, and check its denominator."""
         step, rows = self.step, self.step.rows
-        name = f"{self._model} update {self._count + 1}"
-        index = {int(i): row for row, i in enumerate(step.record.samples.sample_ids)}
-        micros = [[index[i] for i in micro] for micro in facts.micro_batches]
+        name, micros = f"{self._model} update {self._count + 1}", step.micro_rows(facts)
         batch = [row for micro in micros for row in micro]
 
         def recorded(what: str) -> Tensor | None:
@@ -239,35 +204,29 @@ class Updates:
             if flat is None:
                 return None
             values = torch.zeros(rows.ids.shape, dtype=torch.float64)
-            for row, where in zip(batch, rows_of(rows.lengths[batch]), strict=True):
-                values[row, : rows.lengths[row]] = torch.from_numpy(flat[where])
+            values[batch] = padded(flat, rows.is_token[batch])
             return values
 
-        mask = torch.zeros(rows.mask.shape, dtype=torch.bool)
-        mask[batch] = torch.from_numpy(rows.mask[batch])
+        mask = torch.zeros_like(rows.mask)
+        mask[batch] = rows.mask[batch]
         z = self._objective.denominator(mask)
         step.results.number(f"denominator, {name}", facts.normalizer, z)
         new, weights = recorded("new"), recorded("weights")
         if new is not None and self._model == "critic":
             # Outside of responses a critic's values are meaningless.
             new = torch.where(mask, new, 0.0)
-        state = self._optimizer.weights
-        return Update(facts, name, micros, mask, new, weights, dict(state))
+        return Update(facts, name, micros, mask, new, weights, dict(self._optimizer.weights))
 
-    def _check_scores(self, what: str, update: Update, scores: Pair, scorer: Scorer) -> Tensor:
+    def _check_scores(self, update: Update, scores: Pair, scorer: Scorer) -> Tensor:
         """Compare scores by an update's weights; return the rounding of each."""
         drift, mask, before = torch.zeros_like(scores.exact), update.mask, self._count
-        kind = "replayed" if before else "logprobs"
+        kind, what = "replayed" if before else "logprobs", self._objective.scores
 
         def floor() -> Tensor:
-            spread = self._spread
-            draw = torch.Generator().manual_seed(0)
-            for _ in range(DRAWS if spread else 0):
-                moved = dict(update.state)
-                for n, size in spread.items():
-                    signs = torch.randint(0, 2, size.shape, generator=draw) * 2 - 1
-                    moved[n] = update.state[n] + signs * size
-                scorer.load(moved)
+            for draw in draws(self.step.borders)[1:] if self._spread else ():
+                errors = {n: draw.signed(size) for n, size in self._spread.items()}
+                moved = {n: update.state[n] + error for n, error in errors.items()}
+                scorer.load({**update.state, **moved})
                 other = scorer.score(self.step.rows.ids, mask)[0]
                 torch.maximum(drift, (other - scores.exact).abs(), out=drift)
             return SAFETY * drift
@@ -279,15 +238,26 @@ class Updates:
                 self.step.results.hint(f"look at the gradient and the optimizer in update {before}")
         return torch.where(mask, self.step.rounding(scores.exact, kind) + SAFETY * drift, 0.0)
 
-    def _check_loss(self, update: Update, term: LossTerm) -> None:
-        self.step.results.number(
-            f"{term.name} loss, {update.name}",
-            update.facts.losses.get(term.name, math.nan),
-            float(term.exact.value.sum()),
-            "loss",
-            scale=float(term.exact.value.abs().sum()),
-            floor=float(term.moved.value.sum()),
-        )
+    def _check_losses(
+        self, update: Update, outputs: Sequence[Pair], error: Tensor
+    ) -> tuple[Sequence[Tensor], list[Tensor]]:
+        """Compare the terms of a loss; return its derivatives, and their change by rounding."""
+        formula = self._objective.formula(update, outputs[0], error)
+        results = [
+            differentiated(formula, outputs, error, draw) for draw in draws(self.step.borders)
+        ]
+        terms, slopes = results[0]
+        for name, (_, values) in terms.items():
+            self.step.results.number(
+                f"{name} loss, {update.name}",
+                update.facts.losses.get(name, math.nan),
+                float(values.sum()),
+                "loss",
+                scale=float(values.abs().sum()),
+                floor=float(rounding_of([other[name][1] for other, _ in results]).sum()),
+            )
+        moved = [[a - b for a, b in zip(other, slopes, strict=True)] for _, other in results]
+        return slopes, max(moved, key=norm_of)
 
     def _act(
         self,
@@ -298,27 +268,29 @@ class Updates:
         """Clip a gradient and take the optimizer's step; compute rounding only if needed."""
         findings, facts = self.step.results, update.facts
         optimizer, noise = self._optimizer, 0.0
-        norm, name = norm_of(exact), f"gradient norm, {update.name}"
+        norm, name = norm_of(exact.values()), f"gradient norm, {update.name}"
         if facts.is_skipped:
             note = "the run skipped this update: its gradients were not finite"
             findings.add(name, facts.grad_norm, norm, math.inf, 0.0, note)
             return
+        share, difference = findings.tolerances["norm"], abs(facts.grad_norm - norm)
         # Run another backward pass only where rounding may explain the difference.
-        if not abs(facts.grad_norm - norm) <= findings.tolerances["norm"] * norm / 10:
-            noise = 3 * norm_of(rounding())
-        share = findings.tolerances["norm"]
+        if not difference <= share * norm / 10:
+            noise = 3 * norm_of(rounding().values())
         if not self._count:
             share = min(share, NOISE_OF_GRADIENTS * self._rounded)
-        findings.add(name, facts.grad_norm, norm, abs(facts.grad_norm - norm), share * norm + noise)
+        findings.add(name, facts.grad_norm, norm, difference, share * norm + noise)
         if optimizer.kind in ADAM and norm <= noise and not optimizer.moments:
             self._ended = f"the gradient of {update.name} is rounding: Adam steps by its sign"
             return
         rate, factor = self._rate(update), clip_factor(norm, self.step.config.max_norm)
         largest = max((float(value.abs().max()) for value in exact.values()), default=0.0)
-        doubt = max(DOUBT * largest, self._each(noise))
-        for n, size in optimizer.spread(exact, rate, factor, doubt).items():
+        doubt = factor * max(DOUBT * largest, self._each(noise))
+        for value in exact.values():
+            value *= factor
+        for n, size in optimizer.spread(exact, rate, doubt).items():
             self._spread[n] = self._spread.get(n, 0) + size
-        optimizer.step(exact, rate, factor)
+        optimizer.step(exact, rate)
         self._rates += rate
         self._noise += noise * factor
         self._moved += rate * self._noise
@@ -338,25 +310,39 @@ class Updates:
         self.step.results.number(name, seen, rate, floor=floor)
         return rate
 
-    def _compare_after(self) -> None:
-        """Compare moments, weight decay, and the change of the weights."""
-        findings, optimizer = self.step.results, self._optimizer
+    def compare_after(self) -> None:
+        """Compare the states after the last update."""
+        reason = self._ended or (NO_PASS if self.step.policy is None else "")
         after = as_double(self.step.record.state("after", self._model))
-        self._compare_moments(after)
-        before = as_double(self.step.states[self._model])
-        start, weights = (named(state, "weight", "master") for state in (before, after))
+        start = named(as_double(self.step.states[self._model]), "weight", "master")
+        weights = named(after, "weight", "master")
+        if reason:
+            self.step.results.skip(f"{self._model} weights after", reason)
+        else:
+            self._compare_moments(after)
+            self._compare_weights(weights, start)
+        if self._ended:
+            return
+        frozen = start.keys() & weights.keys() - self._optimizer.groups.keys()
+        moved = sorted(n for n in frozen if not torch.equal(weights[n], start[n]))
+        note = f"such as {moved[0]}" if moved else ""
+        name = f"{self._model} frozen weights after"
+        self.step.results.add(name, len(moved), 0.0, len(moved), 0.0, note)
+
+    def _compare_weights(self, weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> None:
+        """Compare weight decay, and the change of the weights."""
+        findings, optimizer = self.step.results, self._optimizer
         counted, is_adam = self._counted(), optimizer.kind in ADAM
 
         def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-            return norm_of({n: (one[n] - other[n]) * counted.get(n, 1) for n in optimizer.groups})
+            return norm_of((one[n] - other[n]) * counted.get(n, 1) for n in optimizer.groups)
 
         if is_adam and self._is_configured and self._rates > 0:
             self._check_decay(weights, start)
         change = distance(optimizer.weights, start)
         limit = findings.tolerances["adam" if is_adam else "sgd"] * change
         limit += 0.0 if is_adam else self._moved
-        size = norm_of({n: start[n] for n in optimizer.groups})
-        limit += ROUNDING * self._count * size
+        limit += ROUNDING * self._count * norm_of(start[n] for n in optimizer.groups)
         findings.add(
             f"{self._model} weights after (change)",
             distance(weights, start),
@@ -365,56 +351,39 @@ class Updates:
             limit,
         )
 
-    def _check_frozen(self) -> None:
-        before, after = self.step.states[self._model], self.step.record.state("after", self._model)
-        start, weights = (named(state, "weight", "master") for state in (before, after))
-        trained = self._optimizer.groups
-        frozen = [n for n in start if n not in trained and n in weights]
-        moved = [n for n in frozen if not torch.equal(weights[n], start[n])]
-        note = f"such as {moved[0]}" if moved else ""
-        self.step.results.add(
-            f"{self._model} frozen weights after", len(moved), 0.0, len(moved), 0.0, note
-        )
-
     def _compare_moments(self, after: Mapping[str, Tensor]) -> None:
         findings, noise = self.step.results, self._noise
+        share = min(findings.tolerances["moments"], NOISE_OF_GRADIENTS * self._rounded)
         betas = [group.betas[0] for group in self._optimizer.groups.values()]
-        share_of_one = 1 - min(betas, default=0.0)
-        floors = {
-            "exp_avg": share_of_one * noise,
-            "exp_avg_sq": noise**2,
-            "step": 0.0,
-            "momentum_buffer": noise,
+        # Share of the size, and floor; a square has twice the relative error of its root.
+        limits = {
+            "exp_avg": (share, (1 - min(betas, default=0.0)) * noise),
+            "exp_avg_sq": (2 * share, noise**2),
+            "step": (0.0, 0.0),
+            "momentum_buffer": (share, noise),
         }
-        for key, floor in floors.items():
-            moments = named(self._optimizer.moments, key)
-            seen = named(after, key)
+        for key, (weight, floor) in limits.items():
+            moments, seen = named(self._optimizer.moments, key), named(after, key)
             if not moments or not self._count:
                 continue
             if moments.keys() - seen.keys():
                 findings.skip(f"{self._model} {key} after", "not recorded")
                 continue
-            size, difference = (
-                norm_of(moments),
-                norm_of({n: seen[n] - v for n, v in moments.items()}),
-            )
-            share = min(findings.tolerances["moments"], NOISE_OF_GRADIENTS * self._rounded)
-            # A square has twice the relative error of its root.
-            weight = {"exp_avg_sq": 2.0, "step": 0.0}.get(key, 1.0)
-            limit = weight * share * size + floor
-            run = norm_of({n: seen[n] for n in moments})
-            findings.add(f"{self._model} {key} after", run, size, difference, limit)
+            size, run = norm_of(moments.values()), norm_of(seen[n] for n in moments)
+            difference = norm_of(seen[n] - value for n, value in moments.items())
+            findings.add(f"{self._model} {key} after", run, size, difference, weight * size + floor)
 
     def _check_decay(self, weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> None:
         """Compare decay: the weights' coefficient in the run's change minus the recomputed one."""
         optimizer, config, findings = self._optimizer, self.step.config, self.step.results
         for what, wanted, is_matrix in (("matrices", config.l2, True), ("vectors", 0.0, False)):
             names = [n for n in optimizer.groups if (start[n].dim() >= 2) == is_matrix]
-            size = norm_of({n: start[n] for n in names}) ** 2
+            size = norm_of(start[n] for n in names) ** 2
             if size == 0:
                 continue
+
             beyond = {n: weights[n] - optimizer.weights[n] for n in names}
-            overlap = sum(float((beyond[n] * start[n]).sum()) for n in names)
+            overlap = _product(beyond, start)
             seen = wanted - overlap / (size * self._rates)
             count = math.sqrt(sum(start[n].numel() for n in names))
             # Rounding of Adam's unit steps and of weights, averaged over all entries.
@@ -423,11 +392,11 @@ class Updates:
             limit = findings.tolerances["decay"] * (wanted + noise)
             # Equal entries, such as those of new norms, are all rounded to the same side.
             rounded = {n: optimizer.weights[n].float() - optimizer.weights[n] for n in names}
-            alike = sum(float((rounded[n] * start[n]).sum()) for n in names)
+            alike = _product(rounded, start)
             limit += 2 * self._count * abs(alike) / (size * self._rates)
             name = f"{self._model} weight decay of {what}"
             # Other errors of the update move weights mostly in other directions.
-            is_other = overlap**2 < 0.5 * size * norm_of(beyond) ** 2
+            is_other = overlap**2 < 0.5 * size * norm_of(beyond.values()) ** 2
             if abs(seen - wanted) > limit and is_other:
                 findings.skip(name, "its share is below the noise of Adam's first step")
             else:
@@ -450,6 +419,11 @@ class Updates:
         return {n: (v > bound).double() for n, v in second.items()}
 
 
+def _product(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Return the sum of products over the parameters of the first."""
+    return sum(float((value * other[n]).sum()) for n, value in one.items())
+
+
 def trained_model(step: ReplayedStep) -> Scorer:
     """Return the plain model of the trained model.
 
@@ -461,9 +435,11 @@ def trained_model(step: ReplayedStep) -> Scorer:
     return step.policy
 
 
-def signed(sizes: Tensor) -> Tensor:
-    """Return the sizes with fixed random signs."""
-    return sizes * torch.from_numpy(np.random.default_rng(0).choice((-1.0, 1.0), sizes.shape))
+def with_options(loss: Callable[..., Tensor], options: Arguments) -> Callable[..., Tensor]:
+    """Return a loss with those hyper-parameters among the options that it has."""
+    known = inspect.signature(loss).parameters
+    chosen = {n: float(v) for n, v in (options or {}).items() if n in known}
+    return partial(loss, **chosen)
 
 
 def unrecomputable(step: ReplayedStep, model: str) -> str:
@@ -477,9 +453,7 @@ def unrecomputable(step: ReplayedStep, model: str) -> str:
     return "" if kind in KNOWN else f"optimizer {kind} is the caller's own"
 
 
-def replay(
-    step: ReplayedStep, objectives: Mapping[str, ReplayedLoss], *, is_configured: bool
-) -> None:
+def replay(step: ReplayedStep, objectives: Mapping[str, Objective], *, is_configured: bool) -> None:
     """Replay all updates of a step in order, then compare the states after them.
 
     Args:
