@@ -27,7 +27,10 @@ def worked():
 
 @pytest.fixture
 def ragged():
-    """`ragged(seed, rows, width)`: random signed numpy arrays, holes in the mask, an empty row."""
+    """`ragged(seed, rows, width)`: random signed numpy arrays, holes in the mask, an empty row.
+
+    `tensors` has the same.
+    """
 
     def make(seed, *, rows=5, width=9):
         rng = np.random.default_rng(seed)
@@ -37,16 +40,18 @@ def ragged():
         mask[0, 0] = True
         mask[-1] = False
         new = -rng.exponential(1.0, (rows, width))
-        return SimpleNamespace(
-            mask=mask,
-            new=new,
-            old=new + rng.normal(0, 0.3, (rows, width)),
-            ref=new + rng.normal(0, 0.5, (rows, width)),
-            rollout=new + rng.normal(0, 0.4, (rows, width)),
-            row_advantages=rng.normal(0, 1, rows),
-            advantages=rng.normal(0, 1, (rows, width)),
-            values=rng.normal(0, 1, (rows, width)),
-            rewards=rng.normal(0, 1, (rows, width)),
-        )
+        arrays = {
+            "mask": mask,
+            "new": new,
+            "old": new + rng.normal(0, 0.3, (rows, width)),
+            "ref": new + rng.normal(0, 0.5, (rows, width)),
+            "rollout": new + rng.normal(0, 0.4, (rows, width)),
+            "row_advantages": rng.normal(0, 1, rows),
+            "advantages": rng.normal(0, 1, (rows, width)),
+            "values": rng.normal(0, 1, (rows, width)),
+            "rewards": rng.normal(0, 1, (rows, width)),
+        }
+        tensors = {name: torch.tensor(array) for name, array in arrays.items()}
+        return SimpleNamespace(**arrays, tensors=SimpleNamespace(**tensors))
 
     return make

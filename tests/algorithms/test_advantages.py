@@ -19,6 +19,7 @@ def build_advantage_estimator(name, options):
     return bind(ADVANTAGE_ESTIMATORS.load(name), options, owner=f"advantage estimator {name!r}")
 
 
+ONE_TOKEN = TokenAdvantageInputs(torch.ones(1, 1), torch.ones(1, 1).bool())
 REWARDS = [1.0, 0.0, 0.5, 1.0]
 TRAITS = {
     name: advantage_traits(build_advantage_estimator(name, {})) for name in ADVANTAGE_ESTIMATORS
@@ -224,7 +225,7 @@ def test_a_reward_that_is_not_finite_is_an_error():
 
 def test_whitening_does_not_depend_on_the_split_over_ranks(ragged):
     batch = ragged(3, rows=6)
-    values, mask = torch.tensor(batch.advantages).float(), torch.tensor(batch.mask)
+    values, mask = batch.tensors.advantages.float(), batch.tensors.mask
     whole = masked_moments(values, mask)
     merged = Moments()
     for i in (0, 2, 4):
@@ -293,13 +294,13 @@ def test_wrong_kind_unknown_name_and_unknown_option_are_errors():
     with pytest.raises(ValueError, match="call estimate_row_advantages"):
         estimate_token_advantages(
             build_advantage_estimator("grpo", {}),
-            TokenAdvantageInputs(torch.ones(1, 1), torch.ones(1, 1).bool()),
+            ONE_TOKEN,
         )
 
     with pytest.raises(ValueError, match="needs the critic's values"):
         estimate_token_advantages(
             build_advantage_estimator("gae", {}),
-            TokenAdvantageInputs(torch.ones(1, 1), torch.ones(1, 1).bool()),
+            ONE_TOKEN,
         )
 
     @advantage_estimator(is_token_level=True)
@@ -307,9 +308,7 @@ def test_wrong_kind_unknown_name_and_unknown_option_are_errors():
         return inputs.token_rewards
 
     with pytest.raises(ValueError, match="must return TokenAdvantages: got Tensor"):
-        estimate_token_advantages(
-            no_tokens, TokenAdvantageInputs(torch.ones(1, 1), torch.ones(1, 1).bool())
-        )
+        estimate_token_advantages(no_tokens, ONE_TOKEN)
     with pytest.raises(ValueError, match=r"one advantage per row, a tensor of shape \(4,\)"):
         estimate_row_advantages(lambda inputs: inputs.rewards[:2], _inputs(REWARDS))
     with pytest.raises(ValueError, match="did you mean reinforce"):

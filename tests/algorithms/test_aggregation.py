@@ -24,16 +24,16 @@ def test_equals_independent_means_on_random_ragged_rows(mode, ragged):
     for seed in range(5):
         batch = ragged(seed)
         expected = _reference(batch.advantages, batch.mask, mode, 7)
-        mask = torch.tensor(batch.mask)
+        mask = batch.tensors.mask
         z = local_normalizer(mask, mode, max_response_tokens=7)
-        value = aggregate(torch.tensor(batch.advantages), mask, mode, z)
+        value = aggregate(batch.tensors.advantages, mask, mode, z)
         assert value.item() == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_any_split_order_width_and_empty_row_gives_the_same_gradient(mode, ragged):
     batch = ragged(11, rows=6)
-    mask = torch.tensor(batch.mask)
+    mask = batch.tensors.mask
 
     def gradient(parts, pad):
         weights = torch.tensor(batch.advantages, requires_grad=True)

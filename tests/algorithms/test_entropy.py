@@ -25,10 +25,10 @@ def test_threshold_equals_the_quantile_of_numpy(ragged):
     batch = ragged(8, rows=20)
     for ratio in (0.05, 0.2, 0.5, 1.0):
         expected = np.quantile(batch.values[batch.mask], 1 - ratio)
-        mask = torch.tensor(batch.mask)
-        threshold = entropy_threshold(torch.tensor(batch.values), mask, ratio=ratio)
+        mask = batch.tensors.mask
+        threshold = entropy_threshold(batch.tensors.values, mask, ratio=ratio)
         assert threshold.item() == pytest.approx(expected, abs=1e-12)
-    everything = high_entropy_mask(torch.tensor(batch.values), mask, threshold=threshold)
+    everything = high_entropy_mask(batch.tensors.values, mask, threshold=threshold)
     assert torch.equal(everything, mask)
 
 
@@ -36,8 +36,8 @@ def test_per_sequence_mask_worked_numbers_and_counts(ragged):
     kept = high_entropy_mask_per_sequence(ENTROPY, MASK, ratio=1 / 3)
     assert kept.tolist() == [[False, True, False, False], [True, False, False, False]]
     batch = ragged(9, rows=12, width=20)
-    mask = torch.tensor(batch.mask)
-    kept = high_entropy_mask_per_sequence(torch.tensor(batch.values), mask, ratio=0.3)
+    mask = batch.tensors.mask
+    kept = high_entropy_mask_per_sequence(batch.tensors.values, mask, ratio=0.3)
     for i, row in enumerate(batch.mask):
         expected = max(1, int(0.3 * row.sum() + 1e-9)) if row.any() else 0
         assert kept[i].sum() == expected

@@ -89,8 +89,8 @@ def test_k3_of_one_token_cannot_own_the_step():
 
 def test_half_precision_inputs_are_computed_in_float32(ragged):
     batch = ragged(4)
-    new, ref = torch.tensor(batch.new).bfloat16(), torch.tensor(batch.ref).bfloat16()
-    mask = torch.tensor(batch.mask)
+    new, ref = batch.tensors.new.bfloat16(), batch.tensors.ref.bfloat16()
+    mask = batch.tensors.mask
     kl = estimate_kl(new, ref, mask, estimator="k1")
     assert kl.dtype == torch.float32
     torch.testing.assert_close(kl, torch.where(mask, new.float() - ref.float(), 0.0))

@@ -8,9 +8,9 @@ from lightrft.algorithms.masking import mask_out, masked_row_mean, masked_row_su
 
 def test_rows_equal_numpy_and_empty_rows_are_zero(ragged):
     batch = ragged(0)
-    mask = torch.tensor(batch.mask)
+    mask = batch.tensors.mask
     for filler in (float("nan"), float("inf"), -float("inf")):
-        values = torch.where(mask, torch.tensor(batch.values), filler)
+        values = torch.where(mask, batch.tensors.values, filler)
         sums = [row[keep].sum() for row, keep in zip(batch.values, batch.mask, strict=True)]
         np.testing.assert_allclose(masked_row_sum(values, mask).numpy(), sums, atol=1e-12)
         means = [x / max(keep.sum(), 1) for x, keep in zip(sums, batch.mask, strict=True)]

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from tests.algorithms.paper_losses import PAPER_LOSSES
+from tests.algorithms.paper_losses import PAPER_LOSSES, rows_of
 
 from lightrft.algorithms import policy_loss
 from lightrft.algorithms.aggregation import aggregate, local_normalizer
@@ -94,8 +94,10 @@ def test_equals_the_paper_on_random_ragged_rows(name, options, ragged):
         batch = ragged(seed)
         rows = np.broadcast_to(batch.row_advantages[:, None], batch.mask.shape)
         advantages = batch.advantages if seed % 2 else rows
-        expected = PAPER_LOSSES[name](batch.new, batch.old, advantages, batch.mask, **options)
-        mask = torch.tensor(batch.mask)
+        expected = PAPER_LOSSES[name](
+            rows_of(batch.new, batch.old, advantages, batch.mask), **options
+        )
+        mask = batch.tensors.mask
         for dtype, atol in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
             new, old, a = (
                 torch.tensor(x, dtype=dtype).masked_fill(~mask, np.nan)
@@ -115,8 +117,8 @@ def test_equals_the_paper_on_random_ragged_rows(name, options, ragged):
 )
 def test_derivatives_equal_finite_differences(name, options, ragged):
     batch = ragged(21, rows=3, width=4)
-    mask, old = torch.tensor(batch.mask), torch.tensor(batch.old)
-    advantages = torch.tensor(batch.row_advantages)[:, None].expand(batch.mask.shape)
+    mask, old = batch.tensors.mask, batch.tensors.old
+    advantages = batch.tensors.row_advantages[:, None].expand(batch.mask.shape)
     loss = build_policy_loss(name, options)
     new = torch.tensor(batch.new, requires_grad=True)
     assert torch.autograd.gradcheck(
@@ -126,10 +128,8 @@ def test_derivatives_equal_finite_differences(name, options, ragged):
 
 
 def test_cispo_weighs_the_gradient_of_reinforce_by_its_clipped_ratio(ragged):
-    batch = ragged(4)
-    new, old, a, mask = (
-        torch.tensor(x) for x in (batch.new, batch.old, batch.advantages, batch.mask)
-    )
+    batch = ragged(4).tensors
+    new, old, a, mask = batch.new, batch.old, batch.advantages, batch.mask
     options = {"clip_low": 0.2, "clip_high": 0.3}
     _, _, gradient = _value_and_grad("cispo", options, "token-mean", new, old, a, mask)
     expected = torch.where(mask, -(new - old).exp().clamp(0.8, 1.3) * a / mask.sum(), 0.0)
@@ -138,10 +138,8 @@ def test_cispo_weighs_the_gradient_of_reinforce_by_its_clipped_ratio(ragged):
 
 @pytest.mark.parametrize("options", [{}, NARROW])
 def test_cpgd_without_drift_follows_the_log_probability_up_to_its_clip(options, ragged):
-    batch = ragged(4)
-    new, old, a, mask = (
-        torch.tensor(x) for x in (batch.new, batch.old, batch.advantages, batch.mask)
-    )
+    batch = ragged(4).tensors
+    new, old, a, mask = batch.new, batch.old, batch.advantages, batch.mask
     options = {**options, "drift_coef": 0.0}
     _, _, gradient = _value_and_grad("cpgd", options, "token-mean", new, old, a, mask)
     log_ratio = new - old

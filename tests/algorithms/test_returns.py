@@ -21,9 +21,9 @@ ALL = torch.ones(1, 4, dtype=torch.bool)
 @pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 1.0), (0.9, 0.8), (0.0, 0.5), (1.0, 0.0)])
 def test_gae_and_returns_equal_a_loop_over_the_sampled_tokens(gamma, lambd, ragged):
     batch = ragged(2)
-    mask, noisy = torch.tensor(batch.mask), torch.tensor(batch.values)
+    mask, noisy = batch.tensors.mask, batch.tensors.values
     noisy[~mask] = float("nan")  # the padding must not leak in
-    rewards = torch.tensor(batch.rewards)
+    rewards = batch.tensors.rewards
     result = generalized_advantages(rewards, noisy, mask, gamma=gamma, lambd=lambd)
     returns = discounted_returns(rewards, mask, gamma=gamma)
     for i in range(len(batch.mask)):

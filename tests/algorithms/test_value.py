@@ -28,7 +28,7 @@ def test_worked_numbers():
 
 def test_equals_numpy_and_ignores_the_padding(ragged):
     batch = ragged(7)
-    mask = torch.tensor(batch.mask)
+    mask = batch.tensors.mask
     values, old, returns = (
         torch.where(mask, torch.tensor(x), float("nan"))
         for x in (batch.values, batch.advantages, batch.rewards)

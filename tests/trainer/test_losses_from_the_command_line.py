@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tests.algorithms.paper_losses import PAPER_LOSSES
+from tests.algorithms.paper_losses import PAPER_LOSSES, rows_of
 from tests.update_inputs import TablePolicy, one_update, sample_table
 
 from lightrft.cli.options import parse_options
@@ -45,7 +45,7 @@ def loss_of(*flags):
     how = {"loss": algorithm.policy_loss, "corrections": algorithm.corrections, "rate": 0.0}
     metrics = one_update(policy, batch, config, **how)
     inputs = (new, batch.outputs.old_logprobs, batch.advantages, batch.rollouts.response_mask)
-    return metrics["policy_loss"], [x.numpy() for x in inputs]
+    return metrics["policy_loss"], rows_of(*inputs)
 
 
 CASES = [
@@ -80,13 +80,13 @@ def test_the_flags_give_the_papers_loss_with_its_aggregation(name, flags, option
     if name == "dr_grpo":  # its divisor is the token budget of a response
         flags, options = (*flags, "--generate_max_len", "40"), {"max_response_tokens": 40}
     rows = "12" if name in ("clip_cov", "kl_cov") else "4"  # these couple the rows they see
-    found, inputs = loss_of("--policy_loss", name, "--micro_train_batch_size", rows, *flags)
-    assert found == pytest.approx(PAPER_LOSSES[name](*inputs, **options), rel=1e-6, abs=1e-9)
+    found, rows = loss_of("--policy_loss", name, "--micro_train_batch_size", rows, *flags)
+    assert found == pytest.approx(PAPER_LOSSES[name](rows, **options), rel=1e-6, abs=1e-9)
 
 
 def test_a_given_aggregation_is_never_overridden():
-    chosen, inputs = loss_of("--policy_loss", "dapo", "--loss_agg_mode", "seq-mean-token-mean")
-    expected = PAPER_LOSSES["ppo"](*inputs, clip_low=0.2, clip_high=0.28)
+    chosen, rows = loss_of("--policy_loss", "dapo", "--loss_agg_mode", "seq-mean-token-mean")
+    expected = PAPER_LOSSES["ppo"](rows, clip_low=0.2, clip_high=0.28)
     assert chosen == pytest.approx(expected, rel=1e-6)
     own, _ = loss_of("--policy_loss", "dapo")
     assert own != pytest.approx(chosen, rel=1e-3)
