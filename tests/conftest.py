@@ -34,7 +34,7 @@ def repository():
 @pytest.fixture(scope="session")
 def test_data():
     """Folder with real data sets; tests that need it skip without it."""
-    folder = Path(os.environ.get("LIGHTRFT_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
+    folder = Path(os.environ.get("LIGHTRFT_TEST_DATA", REPOSITORY.parent / "shared/data"))
     if not folder.is_dir():
         pytest.skip(f"no test data at {folder}; set LIGHTRFT_TEST_DATA")
     return folder

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from tests import machine
-from tests.ranks import find_free_port
+from tests.ranks import find_free_port, rank_environment
 
 
 class Ranks:
@@ -35,9 +35,7 @@ class Ranks:
             with self.log.open("a") as stream:
                 os.dup2(stream.fileno(), 1)
                 os.dup2(stream.fileno(), 2)
-            size = str(self.world_size)
-            os.environ.update(RANK=str(rank), WORLD_SIZE=size, LOCAL_RANK=str(rank))
-            os.environ.update(LOCAL_WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            os.environ.update(rank_environment(rank, self.world_size, port))
             from lightrft.config import TrainConfig
             from lightrft.run.assembly import run_training
 

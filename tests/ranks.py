@@ -117,13 +117,15 @@ def _collect(processes, replies, deadline):
     return results, failures
 
 
-def _launcher_environment(world_size):
+def rank_environment(rank, world_size, port):
+    """What a launcher tells a rank of one node."""
     return {
-        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(find_free_port()),
+        "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
 
@@ -155,14 +157,14 @@ def run_multiprocess(
     """
     function = (str(Path(inspect.getfile(fn)).resolve()), fn.__qualname__)
     context = _fork_server()
-    environment = _launcher_environment(world_size)
+    port = find_free_port()
     outputs = tuple(Connection(os.dup(descriptor), readable=False) for descriptor in (1, 2))
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     processes = [
         context.Process(
             target=_run_rank,
             args=(
-                {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                {**os.environ, **rank_environment(rank, world_size, port)},
                 function,
                 args,
                 pipes[rank][1],

@@ -258,7 +258,7 @@ def assert_same(first, second, *, rel=1e-3, small=1e-6):
 
 def digest(folder):
     """Return a hash of the trained weights."""
-    return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
+    return hashlib.sha256((folder / "model/model.safetensors").read_bytes()).hexdigest()
 
 
 def interrupted(trainer, config, step):

@@ -58,7 +58,7 @@ def test_imports_form_no_circle():
     "line", ["from lightrft.b import x", "if TYPE_CHECKING:\n    from lightrft import b"]
 )
 def test_a_planted_circle_is_found(tmp_path, line):
-    package = tmp_path / "packages" / "p" / "src" / "lightrft"
+    package = tmp_path / "packages/p/src/lightrft"
     package.mkdir(parents=True)
     (package / "a.py").write_text(line)
     (package / "b.py").write_text("def f():\n    from lightrft.a import y\n")

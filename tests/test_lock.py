@@ -8,7 +8,7 @@ PUBLIC_HOSTS = {"pypi.org", "files.pythonhosted.org"}
 
 def test_peers_without_a_network_are_those_of_the_lock(repository):
     lock = (repository / "uv.lock").read_text()
-    script = (repository / "benchmarks" / "gpu" / "fetch_peers.sh").read_text()
+    script = (repository / "benchmarks/gpu/fetch_peers.sh").read_text()
     fetched = dict(re.findall(r'"([\w-]+)==([\w.]+)"', script))
     assert {"liger-kernel", "trl", "datasets"} <= set(fetched)
     for name, version in fetched.items():

@@ -17,7 +17,7 @@ NAMES_A_SHARD = re.compile(r'mark\.shard\("(\w+)"\)')
 
 def slow(repository, *names):
     return subprocess.run(
-        ["bash", repository / ".ci" / "slow", *names], capture_output=True, text=True, check=False
+        ["bash", repository / ".ci/slow", *names], capture_output=True, text=True, check=False
     )
 
 

@@ -46,7 +46,7 @@ def test_the_file_of_a_run_may_be_given_again_and_its_model_is_exported(folder, 
     assert main([command, *again, "--output_dir", "again"]) == 0
     assert steps(folder / "again")[-1]["loss"] == steps(folder / "run")[-1]["loss"]
     assert main(["export", "run", "exported"]) == 0
-    assert (folder / "exported" / "model.safetensors").is_file()
+    assert (folder / "exported/model.safetensors").is_file()
     assert main(["config", "show", *again, "--changed"]) == 0
     assert options.split()[0].removeprefix("--") in capsys.readouterr().out
     if command == "sft":

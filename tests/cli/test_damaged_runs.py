@@ -35,7 +35,7 @@ def called(line):
 
 def ending(run):
     """Return the hashes of the last checkpoints by file, and the exported model."""
-    files = {"model": (run / "model" / "model.safetensors").read_bytes()}
+    files = {"model": (run / "model/model.safetensors").read_bytes()}
     for name in ("_actor", "_critic"):
         manifest = json.loads((run / f"checkpoints/{name}/global_step3/manifest.json").read_text())
         files |= {(name, entry["path"]): entry["sha256"] for entry in manifest["files"]}

@@ -23,7 +23,7 @@ def interrupted(folder, **options):
 
 def test_an_interruption_says_that_the_same_command_continues_and_from_where(tmp_path):
     for step in (9, 10):
-        saved = tmp_path / "checkpoints" / "_actor" / f"global_step{step}"
+        saved = tmp_path / "checkpoints/_actor" / f"global_step{step}"
         saved.mkdir(parents=True)
         (saved / MANIFEST_NAME).write_text("{}")
     assert interrupted(tmp_path) == "interrupted: the same command continues after step 10"

@@ -72,7 +72,7 @@ def program(tmp_path, monkeypatch):
     """A program that nothing has launched."""
     for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_ERROR_FILE", "LIGHTRFT_LAUNCHED"):
         monkeypatch.delenv(name, raising=False)
-    path = tmp_path / "program" / "exit_worker.py"
+    path = tmp_path / "program/exit_worker.py"
     path.parent.mkdir()
     path.write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", str(path.parent), prepend=os.pathsep)
@@ -133,11 +133,11 @@ def test_the_error_of_a_process_is_kept_and_a_second_one_does_not_replace_it(tmp
 
     for rank in (0, 1):
         (tmp_path / str(rank)).mkdir()
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0/error.json"))
     write_error_report("first", 6)
     write_error_report("second", 1)
-    assert json.loads((tmp_path / "0" / "error.json").read_text())["message"]["errorCode"] == 6
+    assert json.loads((tmp_path / "0/error.json").read_text())["message"]["errorCode"] == 6
     assert not has_failed_peer()
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1/error.json"))
     assert has_failed_peer()
     assert os.listdir(tmp_path / "1") == []

@@ -66,7 +66,7 @@ def test_an_update_that_ends_all_weights_publishes_nothing(folder, capsys, more)
 @pytest.mark.usefixtures("only_process")
 def test_a_model_that_is_not_finite_is_not_evaluated_exported_or_trained(folder, capsys):
     assert main(arguments(folder, "run")) == 0
-    spoil(folder / "run" / "model")
+    spoil(folder / "run/model")
     shutil.copytree(folder / "model", folder / "spoilt_model")
     spoil(folder / "spoilt_model")
     for line in (

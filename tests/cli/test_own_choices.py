@@ -68,7 +68,7 @@ def train(folder, name, *flags):
 def test_own_choices_train_and_their_hyper_parameters_change_the_numbers(folder):
     plain = train(folder, "plain", "--advantage_args", "shift=1")
     assert plain["policy_loss"] == pytest.approx(-1.0, abs=1e-4)  # minus the mean advantage
-    assert (folder / "plain" / "lines.txt").read_text() == f"1 {plain['reward']}\n"
+    assert (folder / "plain/lines.txt").read_text() == f"1 {plain['reward']}\n"
     other = train(
         folder,
         "other",

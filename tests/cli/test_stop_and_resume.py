@@ -125,7 +125,7 @@ def test_a_stopped_and_a_killed_run_are_continued_by_the_same_command(folder):
         assert f"\n  {name}" in output
     assert "1 of 1 processes" in output
     assert "step 2/5  reward" in output
-    assert "phase 'generate' took" in (broken.run / "logs" / "rank_0.log").read_text()
+    assert "phase 'generate' took" in (broken.run / "logs/rank_0.log").read_text()
 
     code, output, messages = broken.finish()
     assert code == 0, messages

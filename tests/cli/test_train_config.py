@@ -62,9 +62,9 @@ def test_saved_options_come_back(tmp_path):
         system_prompt="ü\n☃",
         apply_chat_template=True,
     )
-    config.save(tmp_path / "deep" / "config.toml")
-    assert TrainConfig.load(tmp_path / "deep" / "config.toml") == config
-    assert TrainConfig.load(tmp_path / "deep" / "config.toml") != TrainConfig()
+    config.save(tmp_path / "deep/config.toml")
+    assert TrainConfig.load(tmp_path / "deep/config.toml") == config
+    assert TrainConfig.load(tmp_path / "deep/config.toml") != TrainConfig()
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["config.toml"]
 
 

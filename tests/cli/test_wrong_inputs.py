@@ -1311,7 +1311,7 @@ def models(tmp_path_factory):
     write(folder, {"rows.jsonl": PAIR})
     with contextlib.chdir(folder):
         assert main(arguments("reward --reward_pooling attention")) == 0
-        (folder / "run" / "model").rename("pooler")
+        (folder / "run/model").rename("pooler")
     return folder
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tests.datasets.row_files import written
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} </s>{% endfor %}"
@@ -40,15 +41,10 @@ def write(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(rows, str):
             path.write_text(rows, encoding="utf-8")
-        elif name.endswith(".parquet"):
-            pyarrow = pytest.importorskip("pyarrow")
-            from pyarrow import parquet
-
-            parquet.write_table(pyarrow.Table.from_pylist(rows), path)
         elif name.endswith(".json"):
             path.write_text(json.dumps(rows))
         else:
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            written(tmp_path, rows, name)
         return path
 
     return write_file

@@ -3,6 +3,35 @@
 import json
 from pathlib import Path
 
+from tests.datasets import chat_families
+from tokenizers.pre_tokenizers import ByteLevel
+
+from lightrft.config import TrainConfig
+
+CHAT = [
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "ok."},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "all"},
+]
+
+
+def family_tokenizer(family="Qwen2.5", *, use_regex=False):
+    pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    return chat_families.family_tokenizer(family, pre_tokenizer=pre_tokenizer)
+
+
+def load(read, folder, rows, *, tokenizer=None, vocab_size=None, **options):
+    """Write rows, and return what a stage reads of them."""
+    return read(
+        written(folder, rows),
+        tokenizer or family_tokenizer(),
+        TrainConfig(**options),
+        max_samples=100,
+        split="train",
+        vocab_size=vocab_size,
+    )
+
 
 def written(folder, rows, name="rows.jsonl"):
     """Write rows as JSON lines, or as Parquet with one form of all; return the path."""

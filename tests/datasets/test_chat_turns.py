@@ -3,25 +3,17 @@
 import pytest
 from tests.datasets import chat_families
 from tests.datasets.chat_families import FAMILIES
-from tokenizers.pre_tokenizers import ByteLevel
+from tests.datasets.row_files import CHAT, family_tokenizer
 
 from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.chat_turns import ChatTurns
 from lightrft.datasets.messages import Conversation
 from lightrft.datasets.types import DataError
 
-CHAT = [
-    {"role": "user", "content": "hello"},
-    {"role": "assistant", "content": "ok."},
-    {"role": "user", "content": "more"},
-    {"role": "assistant", "content": "all"},
-]
 
-
-def family_tokenizer(family):
+def tokenizer_of(family):
     """The family's tokenizer; Qwen's does not join a newline and the mark that follows it."""
-    splits = ByteLevel(add_prefix_space=False, use_regex=family.startswith("Qwen"))
-    return chat_families.family_tokenizer(family, pre_tokenizer=splits)
+    return family_tokenizer(family, use_regex=family.startswith("Qwen"))
 
 
 def trained_texts(tokenizer, turns):
@@ -30,7 +22,7 @@ def trained_texts(tokenizer, turns):
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "DeepSeek"])
 def test_only_the_last_turn_is_trained_where_that_is_asked_for(family):
-    chat = ChatTurns(ChatIds(family_tokenizer(family)))
+    chat = ChatTurns(ChatIds(tokenizer_of(family)))
     turns = chat.turns(Conversation(CHAT))
     assert len(turns) == 2
     assert chat.turns(Conversation(CHAT), only_last=True) == turns[1:]
@@ -40,11 +32,11 @@ def test_a_template_that_asks_for_thinking_that_it_never_shows_is_refused():
     with pytest.raises(
         DataError, match=r"asks for it by .*<think>.* and shows it as .*begin otherwise"
     ):
-        ChatTurns(ChatIds(family_tokenizer("DeepSeek"))).turns(Conversation(CHAT))
+        ChatTurns(ChatIds(tokenizer_of("DeepSeek"))).turns(Conversation(CHAT))
 
 
 def test_calls_and_their_results_are_context_but_for_the_call():
-    tokenizer = family_tokenizer("Qwen2.5")
+    tokenizer = tokenizer_of("Qwen2.5")
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     chat = [
         CHAT[0],
@@ -63,7 +55,7 @@ def test_calls_and_their_results_are_context_but_for_the_call():
 
 
 def test_an_end_of_turn_outside_of_what_is_trained_is_refused():
-    tokenizer = family_tokenizer("Qwen2.5")
+    tokenizer = tokenizer_of("Qwen2.5")
     plain = tokenizer.chat_template.replace("<|im_end|>", "</turn>")
     tokenizer.chat_template = plain.replace("<|im_start|>", "<turn>")
     with pytest.raises(DataError, match=r"message 2 ends in .*</turn>.*would not stop"):
@@ -81,7 +73,7 @@ def test_a_turn_whose_first_token_joins_the_end_of_its_prompt_is_refused():
 
 @pytest.mark.parametrize("tags", ["<p></p>", "<div> </div>", "[b][/b]"])
 def test_empty_tags_that_no_model_knows_are_trained(tags):
-    tokenizer = family_tokenizer("Qwen2.5")
+    tokenizer = tokenizer_of("Qwen2.5")
     turns = ChatTurns(ChatIds(tokenizer)).turns(
         Conversation([CHAT[0], {"role": "assistant", "content": f"{tags}ok."}])
     )

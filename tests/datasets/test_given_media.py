@@ -115,7 +115,7 @@ def test_pictures_of_a_data_set_stay_encoded(tmp_path, is_list, is_iterable):
     (found,) = kept(tmp_path, data)
     expected = Image.open(io.BytesIO(photo)).tobytes()
     assert pixels(found) == [expected] * (2 if is_list else 1)
-    (file,) = (tmp_path / "inputs" / "media").iterdir()
+    (file,) = (tmp_path / "inputs/media").iterdir()
     assert file.read_bytes() == photo
 
 

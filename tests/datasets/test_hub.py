@@ -17,7 +17,7 @@ def cache(tmp_path_factory):
     (source / "train.jsonl").write_text('{"input": "one", "label": 1}\n{"input": "two"}\n')
     (source / "test.jsonl").write_text('{"input": "three", "label": 3}\n')
     datasets.load_dataset(str(source), cache_dir=str(folder / "cache"))
-    (folder / "cache" / "sums").rename(folder / "cache" / "owner___sums")
+    (folder / "cache/sums").rename(folder / "cache/owner___sums")
     return folder / "cache"
 
 

@@ -1,10 +1,12 @@
 """Rows of preferences: ids and trained tokens of both answers, margins, labels, refusals."""
 
-import pytest
-from tests.datasets.row_files import written
-from tests.datasets.test_supervised_rows import CHAT, SPOKEN, family_tokenizer
+from functools import partial
 
-from lightrft.config import TrainConfig
+import pytest
+from tests.datasets import row_files
+from tests.datasets.row_files import CHAT, family_tokenizer
+from tests.datasets.test_supervised_rows import SPOKEN
+
 from lightrft.datasets.preference_rows import load_preferences
 from lightrft.datasets.types import DataError
 
@@ -25,18 +27,12 @@ CHATS = {
 }
 
 
-def load(folder, rows, *, tokenizer=None, vocab_size=None, **options):
-    path = written(folder, rows)
-    tokenizer = tokenizer or family_tokenizer("Qwen2.5")
-    config = TrainConfig(**options)
-    return load_preferences(
-        path, tokenizer, config, max_samples=100, split="train", vocab_size=vocab_size
-    )
+load = partial(row_files.load, load_preferences)
 
 
 def shown(row):
     """The text of a row, and what is trained of it."""
-    decode = family_tokenizer("Qwen2.5").decode
+    decode = family_tokenizer().decode
     return decode(row.token_ids), decode(row.token_ids[row.is_trained])
 
 

@@ -12,7 +12,7 @@ STRIPPED = "thinking in earlier turns is stripped"
 PROMPT = "the prompt is rendered otherwise once an answer follows it"
 # Where templates would render the history otherwise; Mistral's does with a system message alone.
 DIFFERENCES = {"Qwen3": (STRIPPED,), "DeepSeek": (PROMPT, STRIPPED)}
-PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
+PAGE = Path(__file__).parents[2] / "docs/environments.md"
 IM_RESULT = (
     "\n<|im_start|>user\n<tool_response>\nok\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 )

@@ -1,26 +1,13 @@
 """Rows of supervised training: ids, and what is trained of them."""
 
 import pytest
-from tests.datasets import chat_families
-from tests.datasets.row_files import written
-from tokenizers.pre_tokenizers import ByteLevel
+from tests.datasets import row_files
+from tests.datasets.row_files import CHAT, family_tokenizer
 
-from lightrft.config import ConfigError, TrainConfig
+from lightrft.config import ConfigError
 from lightrft.datasets.supervised_rows import load_supervised
 from lightrft.datasets.types import DataError
 
-
-def family_tokenizer(family, *, use_regex=False):
-    pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=use_regex)
-    return chat_families.family_tokenizer(family, pre_tokenizer=pre_tokenizer)
-
-
-CHAT = [
-    {"role": "user", "content": "hello"},
-    {"role": "assistant", "content": "ok."},
-    {"role": "user", "content": "more"},
-    {"role": "assistant", "content": "all"},
-]
 SPOKEN = [
     {"from": {"user": "human", "assistant": "gpt"}[each["role"]], "value": each["content"]}
     for each in CHAT
@@ -28,10 +15,8 @@ SPOKEN = [
 
 
 def load(folder, rows, *, tokenizer=None, **options):
-    path = written(folder, rows)
-    tokenizer = tokenizer or family_tokenizer("Qwen2.5")
-    config = TrainConfig(**options)
-    data = load_supervised(path, tokenizer, config, max_samples=100, split="train")
+    tokenizer = tokenizer or family_tokenizer()
+    data = row_files.load(load_supervised, folder, rows, tokenizer=tokenizer, **options)
     return data, [
         (tokenizer.decode(row.token_ids), tokenizer.decode(row.token_ids[row.is_trained]))
         for row in data.rows
@@ -145,7 +130,7 @@ def test_rows_without_a_match_are_left_out_and_counted(tmp_path):
 
 
 def test_conversations_need_a_chat_template(tmp_path):
-    tokenizer = family_tokenizer("Qwen2.5")
+    tokenizer = family_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(DataError, match="conversations need a chat template"):
         load(tmp_path, [{"messages": CHAT}], tokenizer=tokenizer)

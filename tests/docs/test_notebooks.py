@@ -45,6 +45,6 @@ def test_a_notebook_trains_within_a_minute(name, tmp_path):
     limit, start = seconds(60), time.monotonic()
     load("notebooks").execute(read(name), tmp_path, timeout_seconds=limit)
     assert time.monotonic() - start < limit
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     rewards = [row["reward"] for row in map(json.loads, lines) if "reward" in row]
     assert rewards[-1] > rewards[0] + 0.3

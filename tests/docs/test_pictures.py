@@ -55,7 +55,7 @@ def test_the_recording_plays_by_its_clock():
         === "visible" && e.getBoundingClientRect().top > 0).map((e) => e.textContent).join(); }"""
     with open_browser() as browser:
         page = browser.new_page()
-        page.goto((DOCS / "pictures" / "quickstart.svg").as_uri())
+        page.goto((DOCS / "pictures/quickstart.svg").as_uri())
         terminal, length = load("play").read(DOCS / "quickstart.cast")
         for seconds in (0.5, length / 2, length - 2, length - 0.01):
             lines = [[t for s, t in line if s <= seconds] for line in terminal.shown]

@@ -95,7 +95,7 @@ def test_the_first_command_as_written_on_a_machine_without_uv(tmp_path):
         )
     }
     # What was downloaded before is used again; everything else is new.
-    caches = os.environ.get("UV_CACHE_DIR", Path.home() / ".cache" / "uv")
+    caches = os.environ.get("UV_CACHE_DIR", Path.home() / ".cache/uv")
     environment |= {"HOME": str(tmp_path), "PATH": str(programs), "UV_CACHE_DIR": str(caches)}
     short = "--steps 1 --warm_start_steps 1 --eval_prompts 8"
     done = run_program(
@@ -118,7 +118,7 @@ def test_own_run(tmp_path):
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     run(command("init-model"), tmp_path)
     run(command("train"), tmp_path)
-    made = {path.name for path in (tmp_path / "runs" / "first").iterdir()}
+    made = {path.name for path in (tmp_path / "runs/first").iterdir()}
     named = {
         "config.toml",
         "metrics.jsonl",
@@ -183,5 +183,5 @@ def test_the_report_of_quickstart_is_photographed(quickstart_run, tmp_path):
 def test_quickstart_rises_for_every_seed_and_strategy(seed, strategy, tmp_path):
     chosen = ("--output_dir", "run", "--seed", str(seed), "--strategy", strategy)
     run(command("quickstart"), tmp_path, *chosen, timeout_seconds=880.0)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.6

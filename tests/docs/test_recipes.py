@@ -13,7 +13,7 @@ from tests.programs import run_python
 
 pytestmark = pytest.mark.shard("recipes")
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs/recipes.md").read_text(encoding="utf-8")
 ROW = re.compile(
     r"^\| [^|]+ \| `(?P<command>lightrft [^`]+)` \| (?P<held_out>[\d:., ]+) "
     r"\| (?P<rewards>[\d., ]+) \| (?P<minutes>[\d.]+) \|$",

@@ -80,7 +80,7 @@ def test_every_page_is_there_and_can_be_searched(site):
     pages = {path.relative_to(docs).with_suffix("") for path in files}
     folders = {path.relative_to(site).parent for path in site.rglob("index.html")}
     assert {path.parent if path.name == "index" else path for path in pages} == folders
-    index = (site / "search" / "search_index.json").read_text()
+    index = (site / "search/search_index.json").read_text()
     assert '"glossary/"' in index
     assert "staleness" in index
 
@@ -143,7 +143,7 @@ def test_no_command_is_cut_and_no_name_of_a_table_broken(site):
             for name in LOOKED_AT:
                 page.goto((site / name / "index.html").as_uri())
                 assert page.evaluate(BROKEN) == [], (name, width)
-        page.goto((site / "errors" / "index.html").as_uri())
+        page.goto((site / "errors/index.html").as_uri())
         page.add_style_tag(content=".md-typeset td code {word-break: break-all}")
         page.add_style_tag(content=".md-typeset table {table-layout: fixed; width: 100%}")
         assert "UNEXPECTED" in page.evaluate(BROKEN)

@@ -154,7 +154,7 @@ def test_a_wheel_holds_every_file_of_its_packages_and_no_other(wheels, member):
 def test_a_wheel_alone_imports_and_runs_its_readme(wheels, member, tmp_path):
     environment = tmp_path / "environment"
     run(UV, "venv", "-q", "--python", "3.11", environment, cwd=tmp_path)
-    python = environment / "bin" / "python"
+    python = environment / "bin/python"
     install = ("--find-links", wheels, "--constraints", wheels / "constraints.txt")
     wheel = wheel_of(wheels, member)
     run(UV, "pip", "install", "-q", "--python", python, *install, wheel, cwd=tmp_path)
@@ -240,7 +240,7 @@ def test_the_commands_of_the_readme_run_without_uv(bare, tmp_path):
 
 
 def test_mypy_sees_the_types_of_what_is_installed(bare, tmp_path):
-    text = (ROOT / "docs" / "library.md").read_text()
+    text = (ROOT / "docs/library.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     assert len(blocks) > 3
     sources = dict(enumerate(blocks)) | {
@@ -249,7 +249,7 @@ def test_mypy_sees_the_types_of_what_is_installed(bare, tmp_path):
     for name, source in sources.items():
         (tmp_path / f"script_{name}.py").write_text(source)
     (tmp_path / "mistakes.py").write_text(MISTAKES)
-    python = ("--python-executable", bare / "bin" / "python", "--no-incremental")
+    python = ("--python-executable", bare / "bin/python", "--no-incremental")
     scripts = sorted(path.name for path in tmp_path.glob("script_*.py"))
     assert "Success" in run(TOOLS / "mypy", *python, *scripts, cwd=tmp_path)
     done = subprocess.run(

@@ -13,6 +13,7 @@ from tests.engines.media_requests import (
     requests_of,
     video_prompt,
 )
+from tests.engines.syncs import canary_of
 from tests.models.batches import perturb
 from tests.models.vision.tiny_world import encoded_prompts, image, prompt, tiny
 
@@ -24,7 +25,7 @@ from lightrft.engines.types import MediaBounds
 from lightrft.kernels import hash_tensor
 from lightrft.models.actor import Actor
 from lightrft.models.loading import save_pretrained
-from lightrft.strategy.weight_sync.canary import actor_canary, media_seen
+from lightrft.strategy.weight_sync.canary import media_seen
 from lightrft.strategy.weight_sync.parameter_source import module_parameter_source
 from lightrft.strategy.weight_sync.sync import WeightSync
 from lightrft.strategy.weight_sync.verification import WeightSyncError
@@ -55,14 +56,8 @@ class World:
 
     def sync(self, **options):
         """Sends the trainer's weights and compares hashes and canaries."""
-        canary = actor_canary(
-            self.actor,
-            self.actor,
-            dtypes=(torch.float32,),
-            max_length=LONGEST,
-            device=torch.device("cpu"),
-            media=media_seen(self.engine, None),
-        )
+        media = media_seen(self.engine, None)
+        canary = canary_of(self.actor, max_length=LONGEST, media=media)
         sync = WeightSync(self.engine, **options)
         return sync.sync(module_parameter_source(self.actor), canary=canary)
 

@@ -1,16 +1,9 @@
 import torch
+from tests.kernels.test_operations import MASK, mix64 as slow_mix64
 
 from lightrft.engines.sampling import mix64, row_keys, uniforms
 
 CPU = torch.device("cpu")
-MASK = 2**64 - 1
-
-
-def slow_mix64(x):
-    z = (x + 0x9E3779B97F4A7C15) & MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
-    return z ^ (z >> 31)
 
 
 def test_mix64_is_splitmix64():

@@ -73,7 +73,7 @@ def test_three_steps_on_real_questions(engine, placement, tiny_model, test_data,
         tmp_path,
         pretrain=tiny_model,
         engine_type=engine,
-        prompt_data=test_data / "gsm8k" / "train.jsonl",
+        prompt_data=test_data / "gsm8k/train.jsonl",
         input_key="question",
         label_key="answer",
         apply_chat_template=True,
@@ -87,7 +87,7 @@ def test_three_steps_on_real_questions(engine, placement, tiny_model, test_data,
     )
     if engine == "hf":
         options |= {
-            "eval_data": test_data / "gsm8k" / "test.jsonl",
+            "eval_data": test_data / "gsm8k/test.jsonl",
             "max_eval_samples": 6,
             "save_steps": 1,
         }

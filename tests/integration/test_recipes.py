@@ -73,7 +73,7 @@ def test_the_recipe_trains_on_four_processes(tmp_path, repository, recipe):
     )
     assert any(not before[name].to(after[name].dtype).equal(after[name]) for name in after)
     if "--plot_every" in printed:
-        assert (tmp_path / "logs" / "gen_len_step_0.png").exists()
+        assert (tmp_path / "logs/gen_len_step_0.png").exists()
     # Nothing that the recipe asks for is ignored without a word.
     ignored = [line for line in finished.stdout.splitlines() if "option without effect" in line]
     for flag in ("fsdp_cpu_offload", "use_mp_opt", "zero_stage"):

@@ -4,16 +4,15 @@ import dataclasses
 
 import pytest
 import torch
-from tests.engines.altered_engines import CopyingEngine, EditingEngine
+from tests.engines.altered_engines import CopyingEngine, EditingEngine, embedded
+from tests.engines.syncs import canary_of, failing
 from tests.models.tiny import tiny_model
 
 from lightrft.engines import EngineConfig
 from lightrft.models import Actor
-from lightrft.strategy.weight_sync.canary import actor_canary
 from lightrft.strategy.weight_sync.parameter_source import module_parameter_source
-from lightrft.strategy.weight_sync.sync import WeightSync, WeightSyncError
+from lightrft.strategy.weight_sync.sync import WeightSync
 
-CPU = torch.device("cpu")
 SMALL_BUCKET, LARGE_BUCKET = 20_000, 2**28
 
 
@@ -30,10 +29,6 @@ def dense_model(seed):
 
 def engine_for(model, dtype="float32"):
     return CopyingEngine(EngineConfig("hf", "", dtype=dtype), module=model)
-
-
-def canary_of(actor):
-    return actor_canary(actor, actor, dtypes=(torch.float32,), max_length=None, device=CPU)
 
 
 @pytest.mark.parametrize("bucket_bytes", [SMALL_BUCKET, LARGE_BUCKET])
@@ -65,10 +60,9 @@ def test_two_experts_exchanged_in_the_engine_are_found_by_the_hash():
             flipped = piece.tensor.view(piece.shape).flip(0).reshape(-1)
             return [dataclasses.replace(piece, tensor=flipped)]
 
-    engine = ExchangesExpertsEngine(EngineConfig("hf", ""), module=moe_model(9))
-    with pytest.raises(WeightSyncError) as caught:
+    engine = embedded(moe_model(9), ExchangesExpertsEngine)
+    with failing("hash") as caught:
         WeightSync(engine).sync(module_parameter_source(actor), canary=canary_of(actor))
-    assert caught.value.check == "hash"
     assert all("experts" in name for name in caught.value.names)
 
 
@@ -105,6 +99,5 @@ def test_an_adapter_that_binds_to_nothing_is_found_by_the_canary():
     of what is to be sent; only the actor computes with it."""
     actor, _, source = adapted("base_model.model.layers.1.self_attn.q_proj.weight")
     engine = engine_for(dense_model(9))
-    with pytest.raises(WeightSyncError) as caught:
+    with failing("canary"):
         WeightSync(engine).sync(source, canary=canary_of(actor))
-    assert caught.value.check == "canary"

@@ -202,7 +202,7 @@ def start_training(node, folder, options):
 
 
 def steps_of(folder):
-    path = folder / "run" / "metrics.jsonl"
+    path = folder / "run/metrics.jsonl"
     rows = lines(path) if path.exists() else []
     return [row for row in rows if "grad_norm" in row]
 
@@ -216,7 +216,7 @@ def test_two_nodes_train_on_real_questions_and_end_when_one_is_killed(
     write_inputs(tiny_models(tmp_path, "model"), [], reward=REWARD)
     options = rollout_options(
         tmp_path,
-        prompt_data=test_data / "gsm8k" / "train.jsonl",
+        prompt_data=test_data / "gsm8k/train.jsonl",
         input_key="question",
         label_key="answer",
         apply_chat_template=True,

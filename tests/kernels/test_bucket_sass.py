@@ -8,7 +8,7 @@ import pytest
 pytestmark = pytest.mark.shard("strategies")
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-TABLE = BENCHMARKS / "results" / "compiled_kernels.json"
+TABLE = BENCHMARKS / "results/compiled_kernels.json"
 TARGETS = (80, 90, 100, 120)
 REGISTERS_OF_A_MULTIPROCESSOR = 65536
 BLOCKS = {"with hash": 2, "without hash": 3}

@@ -9,7 +9,7 @@ import pytest
 from tests.programs import run_python
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-TABLE = BENCHMARKS / "results" / "compiled_kernels.json"
+TABLE = BENCHMARKS / "results/compiled_kernels.json"
 PRODUCTS = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 # Shared memory that a program may have; sm_120 has that of a consumer card.
 MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -112,7 +112,7 @@ def test_the_table_has_every_case_as_it_is_launched(monkeypatch):
 
 
 def test_the_page_shows_the_table():
-    page = (BENCHMARKS / "results" / "compiled_kernels.md").read_text()
+    page = (BENCHMARKS / "results/compiled_kernels.md").read_text()
     lines = [line for line in page.splitlines() if line.startswith("| sm_")]
     rows = read_table()["rows"]
     assert len(lines) == len(rows)

@@ -88,7 +88,7 @@ extern "C" long run_on_host(
 @pytest.fixture(scope="module")
 def run_on_host(repository, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bucket")
-    csrc = repository / "packages" / "kernels" / "csrc"
+    csrc = repository / "packages/kernels/csrc"
     source = (csrc / "bucket.cu").read_text()
     for device, host in REPLACEMENTS.items():
         assert source.count(device) == 1, device

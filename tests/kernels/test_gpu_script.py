@@ -16,7 +16,7 @@ from lightrft.tools.plan.constants import with_measured
 @pytest.fixture
 def gpu(repository, monkeypatch):
     """Import a module of benchmarks/gpu."""
-    monkeypatch.syspath_prepend(str(repository / "benchmarks" / "gpu"))
+    monkeypatch.syspath_prepend(str(repository / "benchmarks/gpu"))
     monkeypatch.setenv("LIGHTRFT_TABLE", "")
     return importlib.import_module
 
@@ -29,7 +29,7 @@ def runner(gpu, tmp_path):
 
 def planted(repository, code):
     """Arguments of python3 for a step that begins with `code`."""
-    place = str(repository / "benchmarks" / "gpu")
+    place = str(repository / "benchmarks/gpu")
     return ("-c", f"import sys, time\nsys.path.insert(0, {place!r})\nimport lines\n{code}")
 
 
@@ -90,7 +90,7 @@ def test_a_step_without_time_is_left_out_and_named(gpu, tmp_path, repository):
     (tmp_path / "out").mkdir()
     runner = gpu("steps").Runner(tmp_path / "out", 1, tmp_path / "scratch")
     assert runner.run(gpu("steps").CALLS["second"])
-    lines = gpu("lines").read(tmp_path / "out" / "table.jsonl")
+    lines = gpu("lines").read(tmp_path / "out/table.jsonl")
     assert {line["outcome"] for line in lines} == {"left out"}
 
 
@@ -117,7 +117,7 @@ def test_steps_are_written_as_the_run_records_them_with_what_its_start_decided(
 @pytest.mark.timeout(1200)
 def test_the_rehearsal_with_vllm_makes_the_whole_row_of_grpo(gpu, repository, tmp_path):
     pytest.importorskip("vllm")
-    script = repository / "benchmarks" / "gpu" / "run_all.sh"
+    script = repository / "benchmarks/gpu/run_all.sh"
     done = run_program(
         script,
         "--rehearse",

@@ -23,7 +23,7 @@ def test_capabilities_agree_with_what_can_be_imported():
 def test_gpu_benchmarks_without_a_gpu_say_so_and_write_nothing(repository, tmp_path):
     results, scratch = tmp_path / "results", tmp_path / "scratch"
     process = run_program(
-        str(repository / "benchmarks" / "gpu" / "run_all.sh"),
+        str(repository / "benchmarks/gpu/run_all.sh"),
         "--out",
         str(results),
         timeout_seconds=60,

@@ -28,7 +28,7 @@ extern "C" std::uint64_t hash_range(
 def test_the_path_equals_the_definition(repository, tmp_path, path):
     if path == "avx2" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("no AVX2 here")
-    csrc = repository / "packages" / "kernels" / "csrc"
+    csrc = repository / "packages/kernels/csrc"
     (tmp_path / "door.cpp").write_text(DOOR)
     supports = int(path == "avx2")
     library = tmp_path / "hash.so"

@@ -3,13 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
+from tests.engines.syncs import canary_of
 from tests.models.batches import LENGTHS, make_batch, relative_norm
 from tests.ranks import run_multiprocess
 
 from lightrft.models import Actor
 from lightrft.models.support import SamplingSupport
 from lightrft.models.ulysses import check_head_counts
-from lightrft.strategy.weight_sync.canary import actor_canary, score_with_actor
+from lightrft.strategy.weight_sync.canary import score_with_actor
 
 
 def run_actor(directory, *, is_fused, group=None, widths=None):
@@ -49,9 +50,7 @@ def check_different_batches(directory, group, rank):
         actor(token_ids, attention_mask, scored_mask=scored_mask)
     with pytest.raises(ValueError, match="must pass the same batch"):
         actor(token_ids[: 2 + rank], attention_mask[: 2 + rank])
-    canary = actor_canary(
-        actor, actor, dtypes=[torch.float32], max_length=None, device=torch.device("cpu")
-    )
+    canary = canary_of(actor)
     sequence = [7, 9 + rank, 11, 13]  # what the engines of two ranks answer may differ
     alone = score_with_actor(Actor.from_pretrained(directory), sequence, device=torch.device("cpu"))
     assert canary.score(sequence) == pytest.approx(alone, abs=1e-5)

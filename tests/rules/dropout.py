@@ -78,7 +78,7 @@ def ratios(folder: Path, model: str, *, num_steps: int, **options: object) -> di
         output_dir=str(folder / "run"),
         **{**SMALL, "max_steps": num_steps, **options},
     )
-    return dict(JsonLines(folder / "run" / "metrics.jsonl"))[num_steps]
+    return dict(JsonLines(folder / "run/metrics.jsonl"))[num_steps]
 
 
 def require_one(metrics: dict[str, float]) -> None:
@@ -95,8 +95,8 @@ def the_ratio_of_an_unchanged_policy_is_one(
     # That of adapters shows in the second step: at first they add nothing.
     from lightrft.tools.model_presets import write_tiny_model
 
-    write_tiny_model(tmp_path / "plain" / "model", "tiny-qwen3", seed=1)
-    model = str(tmp_path / "plain" / "model")
+    write_tiny_model(tmp_path / "plain/model", "tiny-qwen3", seed=1)
+    model = str(tmp_path / "plain/model")
     options = {"teacher": model} if options else {}
     adapters = {"lora_rank": 4, "lora_dropout": 0.3, "init_kl_coef": 0.1, **options}
     require_one(ratios(tmp_path / "plain", model, num_steps=2, **adapters))

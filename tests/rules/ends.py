@@ -36,7 +36,7 @@ def a_run_stops_where_the_tokenizer_ends(tmp_path: Path) -> None:
         **SMALL,
     )
     require_ended(rollouts(tmp_path / "run"))
-    saved = json.loads((tmp_path / "run" / "model" / "generation_config.json").read_text())
+    saved = json.loads((tmp_path / "run/model/generation_config.json").read_text())
     assert saved["eos_token_id"] == END
 
 

@@ -100,7 +100,7 @@ def test_a_young_file_is_not_kept(shown):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "lightrft" / "media"
+    return tmp_path / "cache/lightrft/media"
 
 
 def remembered(config, shown):

@@ -134,7 +134,7 @@ def test_the_report_shows_the_run(tmp_path):
     page = render_report(tmp_path)
     assert "model_lr" in page
     assert "eval/fit" in page
-    kept = load_file(tmp_path / "model" / "model.safetensors")
+    kept = load_file(tmp_path / "model/model.safetensors")
     true = torch.tensor([1.0, -2.0, 0.5])
     assert (kept["weight"][0] - true).norm() < 0.6 * true.norm()
 

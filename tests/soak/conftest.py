@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "soak.py"
+SCRIPT = Path(__file__).parents[2] / "scripts/soak.py"
 # Per step, over the second half of the run: below them is the noise of allocators.
 BOUNDS = {"memory_kib": 16.0, "descriptors": 0.01, "threads": 0.01, "temporary_files": 0.01}
 

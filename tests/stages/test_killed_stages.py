@@ -56,7 +56,7 @@ def settings(folder, way, name):
 
 def end_of(options):
     """All that a run has come to, its model's configuration included."""
-    config = Path(options["output_dir"]) / "model" / "config.json"
+    config = Path(options["output_dir"]) / "model/config.json"
     return result(options, **ENDS) | {"config": json.loads(config.read_text())}
 
 

@@ -7,7 +7,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.ranks import find_free_port
+from tests.ranks import find_free_port, rank_environment
 
 
 def scaled(nominal):
@@ -33,24 +33,16 @@ def texts(folder):
 @contextmanager
 def two_programs(file, folder, *words):
     """Start a file twice with words and the folder; end what is left of both."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(find_free_port()),
-        "OMP_NUM_THREADS": "1",
-    }
-    processes = []
-    for rank in map(str, range(2)):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    processes, port = [], find_free_port()
+    for rank in range(2):
         with (folder / f"rank{rank}.log").open("w") as log:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, file, *words, str(folder)],
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env={**environment, "RANK": rank, "LOCAL_RANK": rank},
+                    env=environment | rank_environment(rank, 2, port),
                 )
             )
     try:

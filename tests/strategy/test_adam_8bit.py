@@ -3,9 +3,9 @@
 import pytest
 import torch
 from tests.ranks import run_multiprocess
+from tests.strategy.backend_world import make, prepared
 from torch import nn
 
-from lightrft.strategy import get_fake_strategy, get_strategy
 from lightrft.strategy.adam_8bit import BLOCK_SIZE, MIN_8BIT_SIZE, Adam8bit
 from lightrft.strategy.optimizers import AdamSettings
 
@@ -107,17 +107,15 @@ def steps(strategy, ready, numbers):
 
 def made(strategy):
     strategy.setup_distributed()
-    ready, *_ = strategy.prepare_models_and_optimizers(Model(), None, None, None, None, 10)
+    ready = prepared(strategy, Model())
     assert isinstance(ready.optimizer, Adam8bit)
     return ready
 
 
 def resumes(rank, world_size, folder, is_fsdp):
     """Four steps, and two, a checkpoint and two, in bits."""
-    options = {"adam_8bit": True, "train_batch_size": 1, "micro_train_batch_size": 1}
-    options |= {"actor_learning_rate": 1e-2, "fsdp": True, "bf16": False}
-    make = get_strategy if is_fsdp else get_fake_strategy
-    with make(options) as strategy:
+    backend = "fsdp2" if is_fsdp else "fake"
+    with make(backend, adam_8bit=True, train_batch_size=1, fsdp=True) as strategy:
         whole = steps(strategy, made(strategy), range(4))
         ready = made(strategy)
         steps(strategy, ready, range(2))

@@ -30,7 +30,7 @@ def source_of(rank, num_ranks, values, dtype=torch.float32):
 def master_of(averages, average, folder):
     """What is averaged, as it is saved."""
     averages.save(folder, average, FileWriter(), rank=0)
-    return load_file(folder / "average" / "rank_00000.safetensors")["w"]
+    return load_file(folder / "average/rank_00000.safetensors")["w"]
 
 
 @pytest.mark.parametrize(("num_writers", "num_readers"), [(1, 1), (1, 3), (3, 2), (4, 1)])

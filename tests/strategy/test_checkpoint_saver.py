@@ -83,7 +83,7 @@ def test_an_old_checkpoint_stays_until_the_new_one_is_complete(tmp_path, monkeyp
 
 
 def fail(folder, files):
-    files.text(folder / "missing folder" / "weights.txt", "")
+    files.text(folder / "missing folder/weights.txt", "")
 
 
 def test_an_error_surfaces_at_the_next_save_into_the_folder(tmp_path):

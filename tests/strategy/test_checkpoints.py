@@ -59,13 +59,13 @@ def test_the_newest_is_kept_even_when_it_alone_is_too_large(tmp_path, caplog):
 
 def test_foreign_folders_are_never_deleted_nor_overwritten(tmp_path):
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    (tmp_path / "mine/notes.txt").write_text("keep")
     for step in range(3):
         save(tmp_path, f"s{step}", max_num=1)
-    assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
+    assert (tmp_path / "mine/notes.txt").read_text() == "keep"
     with pytest.raises(CheckpointError, match="exists and is not a checkpoint"):
         save(tmp_path, "mine")
-    assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
+    assert (tmp_path / "mine/notes.txt").read_text() == "keep"
 
 
 @pytest.mark.parametrize("options", [{"max_num": 0}, {"max_num": -1}, {"max_mem": 0}])
@@ -114,7 +114,7 @@ def test_a_kill_while_a_tag_is_replaced_leaves_the_old_one(tmp_path):
     assert find_checkpoint(tmp_path, "best").manifest.order == 1
     save(tmp_path, "best", num_bytes=20)
     assert find_checkpoint(tmp_path, "best").manifest.order == 2
-    assert (tmp_path / "best" / "weights.bin").stat().st_size == 20
+    assert (tmp_path / "best/weights.bin").stat().st_size == 20
     assert not (tmp_path / ".lightrft-old-best").exists() or tags(tmp_path) == ["best"]
 
 
@@ -163,7 +163,7 @@ def test_a_bad_manifest_blocks_neither_loading_nor_saving(tmp_path, tag, content
 def test_a_folder_in_the_place_of_the_pointer_does_not_block_saving(tmp_path):
     save(tmp_path, "old")
     (tmp_path / "latest").unlink()
-    (tmp_path / "latest" / "deep").mkdir(parents=True)
+    (tmp_path / "latest/deep").mkdir(parents=True)
     assert find_checkpoint(tmp_path).manifest.tag == "old"
     save(tmp_path, "new")
     assert (tmp_path / "latest").read_text() == "new\n"
@@ -199,7 +199,7 @@ def test_a_copy_under_another_name_is_nobodys_checkpoint(tmp_path, caplog):
     shutil.copytree(tmp_path / "s0", tmp_path / "backup")
     save(tmp_path, "s3", max_num=1)
     assert tags(tmp_path) == ["s3"]
-    assert (tmp_path / "backup" / "weights.bin").exists()
+    assert (tmp_path / "backup/weights.bin").exists()
     assert "backup: manifest.json is that of 's0'" in caplog.text
 
 
@@ -208,7 +208,7 @@ def test_the_newest_step_of_which_all_folders_are_whole_is_taken(tmp_path):
     for step in (1, 2, 3):
         for folder in reversed(folders):
             save(folder, f"s{step}")
-    (folders[1] / "s3" / "weights.bin").write_bytes(b"x")
+    (folders[1] / "s3/weights.bin").write_bytes(b"x")
     (folders[0] / "s2" / MANIFEST_NAME).write_bytes(b"\xff")
     assert [found.path.name for found in find_checkpoints(folders)] == ["s1", "s1"]
     shutil.rmtree(folders[1] / "s1")
@@ -282,7 +282,7 @@ def test_files_hold_no_pickle(tmp_path):
     suffixes = {p.suffix for p in path.rglob("*") if p.is_file()}
     assert suffixes == {".bin", ".json", ".safetensors"}
     assert json.loads((path / MANIFEST_NAME).read_text())["format"] == "lightrft-checkpoint"
-    assert load_state(path / "rng" / "rank_00000").keys() >= {"python", "numpy", "torch"}
+    assert load_state(path / "rng/rank_00000").keys() >= {"python", "numpy", "torch"}
 
 
 def test_generators_continue_where_they_were_saved(tmp_path):

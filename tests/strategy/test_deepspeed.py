@@ -145,7 +145,7 @@ def one_rank_program(rank, world_size, folder):
         other = prepared(strategy)
         results["other stage"] = refusal(lambda: strategy.load_ckpt(other, folder, "one"))
     # Positive control: without the guard the same file does run its code.
-    name = next((Path(folder) / "evil" / "deepspeed").glob("*optim_states.pt"))
+    name = next((Path(folder) / "evil/deepspeed").glob("*optim_states.pt"))
     torch.load(name, weights_only=False)
     return results | {"control": proof.exists(), "compiled": os.listdir(extensions)}
 

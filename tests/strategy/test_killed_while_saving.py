@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.machine import seconds
-from tests.ranks import find_free_port, run_multiprocess
+from tests.ranks import find_free_port, rank_environment, run_multiprocess
 
 pytestmark = pytest.mark.shard("strategies")
 
@@ -24,8 +24,7 @@ def start_rank(rank, port, task):
     child = os.fork()
     if child:
         return child
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(rank_environment(rank, 2, port))
     code = 1
     try:
         task(rank)

@@ -42,10 +42,10 @@ def fail(kind, folder):
 def run_rank(place, kind, folder):
     import torch
     from tests.engines.fake_engine import FakeEngine
+    from tests.strategy.backend_world import make
     from torch import nn
 
     from lightrft.engines import factory
-    from lightrft.strategy import get_strategy
 
     is_faulty = os.environ["RANK"] == "1"
 
@@ -84,15 +84,7 @@ def run_rank(place, kind, folder):
         return FaultyEngine.for_module(config, module)
 
     factory.ENGINES["fake"] = build
-    strategy = get_strategy(
-        {
-            "fsdp": True,
-            "bf16": False,
-            "timeout_minutes": scaled(START_SECONDS) / 60,
-            "train_batch_size": 2,
-            "micro_train_batch_size": 1,
-        }
-    )
+    strategy = make("fsdp2", timeout_minutes=scaled(START_SECONDS) / 60)
     # On a busy machine processes start far apart; from here on they are together.
     strategy.sync_and_clear_cache()
     strategy.config.timeout_minutes = scaled(DEADLINE_SECONDS) / 60

@@ -9,21 +9,13 @@ import torch
 import torch.distributed as dist
 from tests.engines.fake_engine import FakeEngine
 from tests.ranks import run_multiprocess
+from tests.strategy.test_distributed_context import Spanning, sharded
 
-from lightrft.strategy import get_strategy
 from lightrft.strategy.distributed.deadlines import current_phase, phase
 
 
-class Spanning(FakeEngine):
-    """An engine whose group generates together, every rank of it."""
-
-    name = "vllm"
-    runs_on_every_rank = True
-
-
 def strategy_of(tp, **settings):
-    config = {"train_batch_size": 8, "micro_train_batch_size": 1, "fsdp": True, "bf16": False}
-    strategy = get_strategy({**config, "engine_tp_size": tp, "plot_every": 1, **settings})
+    strategy = sharded(engine_tp_size=tp, plot_every=1, **settings)
     engine_class = Spanning if tp > 1 else FakeEngine
     strategy.inference_engine = engine_class(
         script=lambda request, index: ([sum(request.prompt_token_ids)], [-0.5]),

@@ -8,8 +8,10 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from tests.machine import seconds, wait_until
-from tests.ranks import find_free_port, run_multiprocess
+from tests.ranks import find_free_port, rank_environment, run_multiprocess
+from tests.strategy.backend_world import make
 
 from lightrft.config import TrainConfig
 from lightrft.config.policy_options import batch_problems
@@ -158,19 +160,7 @@ def test_sglangs_deterministic_mode_is_the_users_to_turn_off(monkeypatch):
 
 
 def sharding_of(rank, world_size, shard_size):
-    import torch
-
-    from lightrft.strategy import get_strategy
-
-    del rank, world_size
-    settings = {
-        "fsdp": True,
-        "bf16": False,
-        "train_batch_size": 2,
-        "micro_train_batch_size": 1,
-        "fsdp_shard_size": shard_size,
-    }
-    with get_strategy(settings) as strategy:
+    with make("fsdp2", fsdp_shard_size=shard_size) as strategy:
         model = strategy.prepare_model(torch.nn.Linear(8, 8), is_training=True)
         return tuple(model.weight.device_mesh.shape), model.weight.to_local().shape[0]
 
@@ -196,13 +186,7 @@ def test_a_rank_whose_peer_never_comes_ends_when_it_is_told_to():
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-c", WAITS],
-                env={
-                    **os.environ,
-                    "RANK": str(rank),
-                    "WORLD_SIZE": "2",
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
-                },
+                env={**os.environ, **rank_environment(rank, 2, port)},
             )
             for rank, port in enumerate(ports)
         ]

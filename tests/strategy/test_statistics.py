@@ -42,10 +42,10 @@ def test_nothing_generated_is_no_error():
 
 def test_files_are_written(tmp_path):
     analyser(2, str(tmp_path / "logs")).collect([1, 2, 2], 4, writes_files=True)
-    record = json.loads((tmp_path / "logs" / "gen_len_step_4.json").read_text())
+    record = json.loads((tmp_path / "logs/gen_len_step_4.json").read_text())
     assert record["lengths"] == [1, 2, 2]
     assert record["max_length"] == 2
-    assert size_of_png((tmp_path / "logs" / "gen_len_step_4.png").read_bytes()) == (700, 400)
+    assert size_of_png((tmp_path / "logs/gen_len_step_4.png").read_bytes()) == (700, 400)
     assert analyser(1, str(tmp_path / "no")).collect([1], 0, writes_files=False) is not None
     assert not (tmp_path / "no").exists()
 

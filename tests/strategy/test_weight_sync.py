@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.engines.altered_engines import embedded
 from tests.engines.fake_engine import FakeEngine
+from tests.engines.syncs import canary_of, failing
 from tests.models.tiny import tiny_model
 from torch import nn
 
@@ -13,7 +14,7 @@ from lightrft.engines import EngineConfig, EngineParameter
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.kernels import hash_tensor
 from lightrft.models import Actor
-from lightrft.strategy.weight_sync.canary import actor_canary, score_with_actor
+from lightrft.strategy.weight_sync.canary import score_with_actor
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, module_parameter_source
 from lightrft.strategy.weight_sync.sync import WeightSync
 from lightrft.strategy.weight_sync.verification import (
@@ -36,10 +37,6 @@ def hf_engine(kind=HFEngine, *, is_tied=False):
 
 def fake_engine(module, kind=FakeEngine, *, dtype="float32"):
     return kind.for_module(EngineConfig("fake", "", dtype), module)
-
-
-def canary_of(actor):
-    return actor_canary(actor, actor, dtypes=(torch.float32,), max_length=None, device=CPU)
 
 
 def send(sync, actor):
@@ -119,10 +116,9 @@ def test_shared_storage_is_copied_never_hashed_once_and_said_to_be_shared():
 
 def test_an_engine_that_only_claims_to_share_is_hashed_and_found():
     actor = tiny_actor()
-    with pytest.raises(WeightSyncError, match="differ from the trainer's") as caught:
+    with failing("hash", "differ from the trainer's"):
         WeightSync(hf_engine(StaleCopiesEngine)).sync(module_parameter_source(actor))
-    assert caught.value.check == "hash"
-    with pytest.raises(WeightSyncError) as caught:
+    with failing("hash") as caught:
         WeightSync(hf_engine(SharesUnderWrongNamesEngine)).sync(module_parameter_source(actor))
     assert set(caught.value.names) == {
         "model.layers.0.mlp.up_proj.weight",
@@ -334,9 +330,8 @@ def test_accounting_names_everything_that_is_missing_unknown_or_of_another_shape
     source = source_of(
         both=torch.zeros(2, 3), transposed=torch.zeros(3, 2), only_trainer=torch.zeros(1)
     )
-    with pytest.raises(WeightSyncError) as caught:
+    with failing("accounting") as caught:
         match_parameters(manifest, source.parameters(), source.tied_names)
-    assert caught.value.check == "accounting"
     assert set(caught.value.names) == {"only_engine", "only_trainer", "transposed"}
     assert "shape (3, 2) in the trainer, (2, 3) in the engine" in str(caught.value)
 

@@ -6,14 +6,13 @@ from datetime import timedelta
 
 import pytest
 import torch
+from tests.engines.syncs import canary_of
 from tests.models.tiny import tiny_model
 from tests.ranks import run_multiprocess
 from tests.strategy.backend_world import OddShapes
 from torch import nn
 
 pytestmark = pytest.mark.shard("strategies")
-
-CPU = torch.device("cpu")
 
 
 def tiny_actor(*, is_tied=False):
@@ -74,7 +73,6 @@ def check_hf_engine(make_source, actor, wrapped, gather, step, *, is_tied):
     """
     from lightrft.engines import EngineConfig
     from lightrft.engines.hf.engine import HFEngine
-    from lightrft.strategy.weight_sync.canary import actor_canary
     from lightrft.strategy.weight_sync.sync import WeightSync
 
     syncs = []
@@ -91,9 +89,7 @@ def check_hf_engine(make_source, actor, wrapped, gather, step, *, is_tied):
             step()
         full = gather()
         for engine, sync, dtype, bucket_bytes in syncs:
-            canary = actor_canary(
-                wrapped, actor, dtypes=[torch.float32, dtype], max_length=None, device=CPU
-            )
+            canary = canary_of(actor, wrapped, dtypes=[torch.float32, dtype])
             source = make_source()
             report = sync.sync(source, canary=canary)
             stored = dict(engine.native.named_parameters())

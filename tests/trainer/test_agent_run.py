@@ -21,7 +21,7 @@ from lightrft.tools.replay import run_replay as replay
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 AGENT = Path(__file__).with_name("agent_of_run.py")
-PROGRAM = Path(__file__).parent.parent / "tools" / "agents" / "program_of_agent.py"
+PROGRAM = Path(__file__).parent.parent / "tools/agents/program_of_agent.py"
 
 
 def options_of(folder, output, **changes):

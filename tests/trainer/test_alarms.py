@@ -205,7 +205,7 @@ def test_stop_on_alarm_ends_a_run_with_its_code_and_all_its_files(tmp_path, tiny
     assert summary["verdict"].startswith("no update: 1 of 1 steps: the gradient was 0")
     assert "ended by an alarm: all rewards are equal (mean 1)" in summary["verdict"]
     assert summary["verdict"] in capsys.readouterr().out
-    assert (run / "model" / "config.json").is_file()
+    assert (run / "model/config.json").is_file()
     page = render_report(run)
     assert "no update: 1 of 1 steps: the gradient was 0" in page
     assert any("zero_gradient_share" in line for line in find_alarms(read_run(run)))

@@ -42,7 +42,7 @@ def test_the_best_model_stays(build_world, tmp_path, metric, first_best, last_be
     assert fit(3) == (first_best, 1, False)
     assert fit(4) == (last_best, 4, True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["_actor", "best"]
-    assert json.loads((tmp_path / "best" / "config.json").read_text())["model_type"] == "qwen3"
+    assert json.loads((tmp_path / "best/config.json").read_text())["model_type"] == "qwen3"
 
 
 def test_an_unknown_metric_is_told_at_the_first_evaluation(build_world, tmp_path):

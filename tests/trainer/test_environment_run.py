@@ -31,7 +31,7 @@ from lightrft.tools.rows.row_file import read_samples
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 FILE = "step-000001.rank-0.jsonl"
-CASES = Path(__file__).parent.parent / "rollout" / "environment_cases.py"
+CASES = Path(__file__).parent.parent / "rollout/environment_cases.py"
 TEMPLATE = """\
 {%- for x in tools or [] %}{{- '<|system|>' + x.function.name }}{%- endfor %}\
 {%- for m in messages %}\
@@ -225,7 +225,7 @@ def test_rewards_of_calls_are_credited_to_the_turns_before_them(alone):
 def test_episodes_are_replayed_without_their_environment(alone, monkeypatch, capsys):
     monkeypatch.setattr(replay, "training_params", with_stops)
     folder = alone[2][1]
-    journal = folder / "journal" / "step-000002.rank-0.jsonl"
+    journal = folder / "journal/step-000002.rank-0.jsonl"
     num_turns = sum(e["event"] == "turn" for e in lines(journal))
 
     def replayed(*words):
@@ -260,4 +260,4 @@ def test_two_processes_give_the_step_of_one(folder, alone):
     for found in run(folder, 2, ({}, sharing)):
         assert_same_step(found, alone[0])
         assert_same_episodes(found, alone[0])
-        assert len(lines(found[1] / "journal" / "step-000001.rank-1.jsonl")) > 16
+        assert len(lines(found[1] / "journal/step-000001.rank-1.jsonl")) > 16

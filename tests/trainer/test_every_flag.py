@@ -180,7 +180,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "parts").mkdir()
     for name in ("train.jsonl", "texts.jsonl", "parts/train.jsonl"):
         (tmp_path / name).write_text(text)
-    (tmp_path / "parts" / "test.jsonl").write_text('{"input": "held out"}\n')
+    (tmp_path / "parts/test.jsonl").write_text('{"input": "held out"}\n')
     (tmp_path / "r.py").write_text("def f(responses):\n    return [0.0 for _ in responses]\n")
     (tmp_path / "recipes.toml").write_text("[a]\nf = 1\n")
     return tmp_path

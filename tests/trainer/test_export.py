@@ -38,7 +38,7 @@ def export(run, target):
 
 
 def test_the_exported_model_is_the_trained_one(tmp_path, run, capsys):
-    target = tmp_path / "out" / "exported"
+    target = tmp_path / "out/exported"
     assert export(run, target) == 0
     assert "weights equal, logits of one prompt within" in capsys.readouterr().out
     names = {path.name for path in target.iterdir()}
@@ -60,7 +60,7 @@ def test_a_place_that_can_be_none_is_one_line_before_anything_is_read(run, capsy
 
 def test_the_model_card_tells_what_was_done_and_no_path(tmp_path, run):
     assert export(run, tmp_path / "out") == 0
-    card = (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out/README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert "for 2 steps" in card
     assert "Mean training reward: 0.250 at first, 0.500 at last." in card
@@ -72,7 +72,7 @@ def test_the_model_card_tells_what_was_done_and_no_path(tmp_path, run):
 def test_a_base_model_of_the_hub_is_named(tmp_path, run):
     (run / "config.toml").write_text('pretrain = "owner/name"\n')
     assert export(run, tmp_path / "out") == 0
-    assert 'base_model: "owner/name"\n' in (tmp_path / "out" / "README.md").read_text()
+    assert 'base_model: "owner/name"\n' in (tmp_path / "out/README.md").read_text()
 
 
 def test_a_base_model_inside_of_a_moved_run_is_found_and_not_taken_for_a_hub_name(
@@ -81,7 +81,7 @@ def test_a_base_model_inside_of_a_moved_run_is_found_and_not_taken_for_a_hub_nam
     (run / "config.toml").write_text('pretrain = "old/start"\noutput_dir = "old"\n')
     (run / "start").symlink_to(models / "0")
     assert export(run, tmp_path / "out") == 0
-    assert "base_model" not in (tmp_path / "out" / "README.md").read_text()
+    assert "base_model" not in (tmp_path / "out/README.md").read_text()
     (run / "start").unlink()
     (run / "start").symlink_to(models / "1")
     assert export(run, tmp_path / "again") == 8

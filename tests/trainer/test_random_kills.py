@@ -87,7 +87,7 @@ def num_lines(path):
 
 def num_events(options):
     """Lines of the first rank's log: phases that ended, and what the run says."""
-    return num_lines(Path(options["output_dir"]) / "logs" / "rank_0.log")
+    return num_lines(Path(options["output_dir"]) / "logs/rank_0.log")
 
 
 def kill_once(options, whole_events, dice):

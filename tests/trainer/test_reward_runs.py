@@ -41,7 +41,7 @@ def metrics_of(tmp_path, tiny_model):
             "reward_workers": 2,
         }
         assert main(["train", *words(rollout_options(tmp_path, **common | changes))]) == 0
-        return lines(tmp_path / "run" / "metrics.jsonl")[-1]
+        return lines(tmp_path / "run/metrics.jsonl")[-1]
 
     return run
 

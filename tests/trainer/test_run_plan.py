@@ -53,8 +53,8 @@ def leave_run(config, *, checkpoint=True, summary=False, stage="", given=None):
     write_start(folder / "run.json", world_size=1, **start)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     if checkpoint:
-        (config.checkpoint_dir / "_actor" / "global_step2").mkdir(parents=True)
-        (config.checkpoint_dir / "_actor" / "global_step2" / "manifest.json").write_text("{}")
+        (config.checkpoint_dir / "_actor/global_step2").mkdir(parents=True)
+        (config.checkpoint_dir / "_actor/global_step2/manifest.json").write_text("{}")
     if summary:
         (folder / "summary.json").write_text('{"num_steps": 2}')
 
@@ -192,16 +192,16 @@ def test_a_run_without_a_checkpoint_starts_over_and_its_files_are_kept(config, h
         aside = set_aside(folder, checkpoints)
         assert aside == folder / f"unfinished_{number}"
         (folder / "metrics.jsonl").write_text("again")
-    assert (folder / "unfinished_1" / "metrics.jsonl").read_text().startswith('{"step": 1}')
-    assert (folder / "unfinished_2" / "metrics.jsonl").read_text() == "again"
-    assert (folder / "unfinished_1" / "config.toml").exists()
-    assert (folder / "unfinished_1" / "checkpoints").exists() == (half != "nothing")
+    assert (folder / "unfinished_1/metrics.jsonl").read_text().startswith('{"step": 1}')
+    assert (folder / "unfinished_2/metrics.jsonl").read_text() == "again"
+    assert (folder / "unfinished_1/config.toml").exists()
+    assert (folder / "unfinished_1/checkpoints").exists() == (half != "nothing")
     assert (folder / "mine.txt").exists()
 
 
 def test_checkpoints_that_lost_their_manifests_are_not_taken_for_none(config):
     leave_run(config(), checkpoint=False)
-    actor = config().checkpoint_dir / "_actor" / "global_step2"
+    actor = config().checkpoint_dir / "_actor/global_step2"
     (actor / "rng").mkdir(parents=True)
     assert plan_run(config()).resumes
     (actor / "rng").rmdir()
@@ -220,7 +220,7 @@ def test_lines_without_a_step_are_dropped_on_resume(tmp_path):
 
 def test_files_of_unknown_origin_are_not_overwritten(config, tmp_path):
     leave_run(config())
-    (tmp_path / "run" / "run.json").unlink()
+    (tmp_path / "run/run.json").unlink()
     refused(config(), "holds another run")
     leave_run(config(output_dir=str(tmp_path / "other")))
     refused(
@@ -273,7 +273,7 @@ def test_a_tokenizer_that_is_another_one_now_breaks_exactness(config, tmp_path):
 
 def test_a_run_of_before_its_record_had_hashes_keeps_the_check_of_its_inputs(config, tmp_path):
     leave_run(config())
-    path = tmp_path / "run" / "run.json"
+    path = tmp_path / "run/run.json"
     start = json.loads(path.read_text())
     del start["sha256"], start["config_sha256"]
     path.write_text(json.dumps(start))
@@ -286,7 +286,7 @@ def test_of_a_complete_run_whose_record_is_damaged_nobody_says_that_nothing_is_l
     config, tmp_path
 ):
     leave_run(config(), summary=True)
-    path = tmp_path / "run" / "run.json"
+    path = tmp_path / "run/run.json"
     path.write_text(path.read_text().replace('"world_size": 1', '"world_size": 2'))
     refused(config(), r"run\.json is damaged")
 
@@ -319,7 +319,7 @@ def test_what_a_plug_in_imports_from_beside_it_is_an_input(config, tmp_path, kin
     (tmp_path / "own.py").write_text(PLUG_IN)
     (tmp_path / "helper.py").write_text("import of_helper, own, broken")
     (tmp_path / "broken.py").write_text("def (")
-    (tmp_path / "parts" / "deeper.py").write_text(
+    (tmp_path / "parts/deeper.py").write_text(
         "from . import sibling\nfrom .one import x\nfrom ......... import y"
     )
     reference = f"{tmp_path / 'own.py'}:f"
@@ -329,7 +329,7 @@ def test_what_a_plug_in_imports_from_beside_it_is_an_input(config, tmp_path, kin
     assert found - {"r.py", "train.jsonl", "own.py"} == {*BESIDE, "broken.py"}
     leave_run(changed)
     assert plan_run(changed).changes == ()
-    (tmp_path / "parts" / "sibling.py").write_text("three = 3\n")
+    (tmp_path / "parts/sibling.py").write_text("three = 3\n")
     refused(changed, r"sibling\.py: contents [0-9a-f]{12} -> contents")
 
 
@@ -341,7 +341,7 @@ def test_credentials_are_not_saved_and_do_not_look_like_a_change(config, tmp_pat
     text = "".join(path.read_text() for path in (tmp_path / "run").glob("*.*"))
     assert "hunter2" not in text
     assert "host/x" in text
-    assert "n" in TrainConfig.load(tmp_path / "run" / "config.toml").engine_args
+    assert "n" in TrainConfig.load(tmp_path / "run/config.toml").engine_args
     assert plan_run(secret).changes == ()
 
 

@@ -35,7 +35,7 @@ def table(rewards, group_ids, lengths, *, masked=(), truncated=(), components=No
     )
 
 
-def test_rewards_lengths_and_shares():
+def test_rewards_lengths_shares_and_the_spread_within_groups():
     metrics = table_metrics(
         table(
             [1.0, 0.0, 0.5, 0.5],
@@ -47,6 +47,7 @@ def test_rewards_lengths_and_shares():
     )
     assert metrics["reward"] == 0.5
     assert metrics["reward_std"] == pytest.approx(np.std([1, 0, 0.5, 0.5]))
+    assert metrics["group_reward_std"] == pytest.approx(0.25)
     assert (metrics["reward_min"], metrics["reward_max"]) == (0.0, 1.0)
     assert (metrics["response_length"], metrics["response_length_max"]) == (3.0, 6.0)
     assert metrics["truncated_share"] == 0.25
@@ -189,11 +190,6 @@ def test_repeated_runs_of_tokens():
     assert repeated_share([7] * 6) == pytest.approx(2 / 3)  # three windows, one of them new
     assert repeated_share([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(1 / 5)
     assert repeated_share([1, 2]) == 0
-
-
-def test_spread_within_groups():
-    metrics = table_metrics(table([1.0, 0.0, 0.5, 0.5], [0, 0, 1, 1], [4, 2, 6, 0]))
-    assert metrics["group_reward_std"] == pytest.approx(0.25)
 
 
 def test_a_rank_without_episodes_of_agents_has_the_names_of_the_others():

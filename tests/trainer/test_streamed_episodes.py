@@ -42,7 +42,7 @@ def train(folder, **changes):
 )
 def test_the_command_streams_episodes_and_its_steps_are_audited(tmp_path, late):
     assert train(tmp_path, **late) == ExitCode.OK
-    rows = runs.lines(tmp_path / "out" / "metrics.jsonl")
+    rows = runs.lines(tmp_path / "out/metrics.jsonl")
     assert len(rows) == 4
     assert max(row["staleness/max"] for row in rows) > 0
     assert all(row["episode/turns"] > 1 and row["reward/Mixer"] >= 0 for row in rows)
@@ -50,7 +50,7 @@ def test_the_command_streams_episodes_and_its_steps_are_audited(tmp_path, late):
     for step in range(1, 5):
         report = audit_step(tmp_path / "out", step)
         assert [row for row in report.rows if row.verdict == DIFFERS] == []
-    assert len(runs.lines(tmp_path / "out" / "samples.jsonl")) == 4 * 8
+    assert len(runs.lines(tmp_path / "out/samples.jsonl")) == 4 * 8
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_a_frozen_tower_stays_and_is_accounted_for(adapters, model, data, tmp_pa
     moved = moved_names(model, config.model_dir)
     assert moved
     assert not any("visual" in name for name in moved)
-    steps = lines(tmp_path / "run" / "metrics.jsonl")
+    steps = lines(tmp_path / "run/metrics.jsonl")
     assert [step["weights_version"] for step in steps] == [1, 2]
     # The second step was sampled after a sync that left the tower out.
     assert all(step["logprob_diff_max"] < 1e-4 for step in steps)
@@ -184,6 +184,6 @@ def test_a_scorer_without_its_head_is_refused(model, tmp_path):
     with pytest.raises(ModelLoadError, match=r"no trained head: score.safetensors"):
         RewardModel.from_pretrained(model)
     path, _ = scorer_folder(model, tmp_path / "scorer")
-    save_file({"weight": torch.zeros(1, 3)}, tmp_path / "scorer" / "score.safetensors")
+    save_file({"weight": torch.zeros(1, 3)}, tmp_path / "scorer/score.safetensors")
     with pytest.raises(ModelLoadError, match=r"expected one tensor `weight` of shape \(1, 128\)"):
         RewardModel.from_pretrained(path)

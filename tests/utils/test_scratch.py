@@ -9,7 +9,7 @@ from lightrft.utils.scratch import scratch_folder
 
 def test_a_killed_process_leaves_nothing_for_good(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "lightrft_scratch_left" / "phases").mkdir(parents=True)
+    (tmp_path / "lightrft_scratch_left/phases").mkdir(parents=True)
     (tmp_path / "mine").mkdir()
     (tmp_path / "lightrft_scratch_link").symlink_to(tmp_path / "mine")
     with scratch_folder() as one, scratch_folder() as two:

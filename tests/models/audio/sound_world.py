@@ -1,14 +1,11 @@
 """A tiny model that hears, sounds, and batches of rows with and without them."""
 
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 from tests.models.vision import tiny_world
-from tests.models.vision.tiny_world import Batch, shaken
+from tests.models.vision.tiny_world import Batch, twin_of
 
-from lightrft.engines.media.encoder import PromptEncoder
-from lightrft.engines.media.families import family_of
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sounds import as_audio
 from lightrft.engines.types import MediaBounds
@@ -33,18 +30,8 @@ def as_sound(samples, rate=RATE, name="a sound"):
     return as_audio({"array": samples, "sampling_rate": rate}, name=name, folder=Path())
 
 
-@cache
-def _parts(seconds):
-    model, processor = build_tiny("tiny-qwen2-audio", seconds=seconds)
-    return shaken(model), PromptEncoder(processor, family_of(model.config))
-
-
 def tiny(seconds=2):
-    """A new model with the same weights, and its encoder."""
-    model, encoder = _parts(seconds)
-    twin, _ = build_tiny("tiny-qwen2-audio", seconds=seconds)
-    twin.load_state_dict(model.state_dict())
-    return twin.eval(), encoder
+    return twin_of(build_tiny, preset="tiny-qwen2-audio", seconds=seconds)
 
 
 def heard(encoder, *sounds):

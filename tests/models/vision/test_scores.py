@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from tests.models.audio import sound_world
+from tests.models.batches import relative_norm
 from tests.models.vision.tiny_families import TINY_FAMILIES
 from tests.models.vision.tiny_world import MROPE, PACKABLE, Batch, scored, set_window, tiny
 
@@ -38,11 +39,6 @@ def gradients(model):
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def distance(found, expected):
-    total = sum(float((found[n] - expected[n]).square().sum()) for n in expected)
-    return (total / sum(float(g.square().sum()) for g in expected.values())) ** 0.5
-
-
 def check_rows(actor, batch, alone):
     """Logprobs of the batch's rows, which are those of each row alone."""
     found = batch.of_rows(scored(actor, batch))
@@ -55,7 +51,7 @@ def check_rows(actor, batch, alone):
 def test_rows_score_as_they_do_alone_padded_and_packed(preset):
     model, _, batch = world(preset)
     weights = [torch.randn(len(r) - s) for r, s in zip(batch.rows, batch.starts, strict=True)]
-    alone = [batch.alone(model, i) for i in range(len(batch.rows))]
+    alone = batch.each_alone(model)
     sum((a * w).sum() for a, w in zip(alone, weights, strict=True)).backward()
     alone = [a.detach() for a in alone]
     expected = gradients(model)
@@ -69,7 +65,7 @@ def test_rows_score_as_they_do_alone_padded_and_packed(preset):
         actor.pack_samples(is_packed)
         found = check_rows(actor, batch, alone)
         sum((f * w).sum() for f, w in zip(found, weights, strict=True)).backward()
-        assert distance(gradients(model), expected) < 1e-5
+        assert relative_norm(gradients(model), expected) < 1e-5
         model.zero_grad()
 
 
@@ -101,7 +97,7 @@ def one_sequence(given):
 @torch.no_grad()
 def test_the_test_sees_packed_rows_without_bounds(preset):
     model, _, batch = world(preset)
-    alone = [batch.alone(model, i) for i in range(len(batch.rows))]
+    alone = batch.each_alone(model)
     actor = Actor(model)
     actor.pack_samples()
     with trunk_given(model, one_sequence):
@@ -132,7 +128,7 @@ def gap_of_plain_stream(model, batch, alone, planted):
 def test_packed_rows_do_not_mix_by_a_cache_or_a_mask_of_ones(preset):
     """Both mix the rows where bounds are read off positions; here attention is told the bounds."""
     model, _, batch = world(preset)
-    alone = [batch.alone(model, i) for i in range(len(batch.rows))]
+    alone = batch.each_alone(model)
     num_tokens = [len(row) for row in batch.rows]
     mask = {"attention_mask": torch.ones(1, sum(num_tokens), dtype=torch.int64)}
     # What transformers' own forward pass takes by default or is often given.
@@ -225,7 +221,7 @@ def test_a_rank_without_media_runs_the_tower_without_effect(preset):
         torch.testing.assert_close(found, alone, atol=LOGPROB, rtol=0)
         found.sum().backward()
         seen = gradients(model)
-        assert distance(seen, expected) < 1e-5
+        assert relative_norm(seen, expected) < 1e-5
         assert not any(seen[name].any() for name in seen.keys() - expected.keys())
         assert set(seen) == reached
         model.zero_grad()
@@ -275,7 +271,7 @@ def test_images_beyond_the_sliding_window_score_as_in_transformers(window):
     batch = Batch(model, encoder)
     assert max(map(len, batch.rows)) > window
     with torch.no_grad():
-        alone = [batch.alone(model, i) for i in range(len(batch.rows))]
+        alone = batch.each_alone(model)
         actor = Actor(model)
         for is_packed in (False, True):
             actor.pack_samples(is_packed)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from tests.models.batches import relative_norm
 from tests.models.vision import wrong_cuts
-from tests.models.vision.test_scores import LOGPROB, distance, gradients, scored
+from tests.models.vision.test_scores import LOGPROB, gradients, scored
 from tests.models.vision.thread_ranks import run_on_threads
 from tests.models.vision.tiny_world import Batch, tiny
 
@@ -22,7 +23,7 @@ def gaps(preset):
     """Of two ranks from each row alone: the largest of logprobs, and that of gradients."""
     model, encoder = tiny(preset)
     batch = Batch(model, encoder)
-    alone = [batch.alone(model, i) for i in range(len(batch.rows))]
+    alone = batch.each_alone(model)
     response_loss(alone).backward()
     alone = [one.detach() for one in alone]
     expected = gradients(model)
@@ -44,7 +45,7 @@ def gaps(preset):
     zero = torch.zeros(())
     # The gradient of one loss is the sum over the ranks.
     total = {name: sum(part.get(name, zero) for _, part in ranks) for name in expected}
-    return largest, distance(total, expected)
+    return largest, relative_norm(total, expected)
 
 
 def cases(table):

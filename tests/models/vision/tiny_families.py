@@ -26,8 +26,8 @@ class TinyFamily:
 
     Args:
         marks: Special tokens of media.
-        build: From the marks' ids, the text settings and the tokenizer to the configuration and
-            a function of the chat template that makes the processor.
+        build: From the marks' ids and the text settings to the configuration and a function of
+            the tokenizer and the chat template that makes the processor.
         image, video: What stands for a medium in the chat template; no video where the family
             reads none.
         named: Attributes of the tokenizer by which its processor finds the marks.
@@ -63,21 +63,19 @@ def qwen_ids(ids):
         "video_token_id": ids["<|video_pad|>"],
         "vision_start_token_id": ids["<|vision_start|>"],
         "vision_end_token_id": ids["<|vision_end|>"],
-        "tie_word_embeddings": False,
     }
 
 
-def qwen_processor(kind, tokenizer):
-    """A function that makes a processor with a chat template."""
+def qwen_processor(kind):
+    """A function that makes a processor with a tokenizer and a chat template."""
     return partial(
         kind,
         image_processor=hf.Qwen2VLImageProcessor(**PIXELS),
-        tokenizer=tokenizer,
         video_processor=hf.Qwen2VLVideoProcessor(**PIXELS),
     )
 
 
-def _qwen2_5_vl(ids, text, tokenizer):
+def _qwen2_5_vl(ids, text):
     config = hf.Qwen2_5_VLConfig(
         text_config=text | {"rope_parameters": _rope([4, 6, 6])},
         vision_config=_qwen_vision(
@@ -85,7 +83,7 @@ def _qwen2_5_vl(ids, text, tokenizer):
         ),
         **qwen_ids(ids),
     )
-    return config, qwen_processor(hf.Qwen2_5_VLProcessor, tokenizer)
+    return config, qwen_processor(hf.Qwen2_5_VLProcessor)
 
 
 def _vision(**more):
@@ -109,7 +107,7 @@ def _rope(sections, **more):
     return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections, **more}
 
 
-def _qwen2_vl(ids, text, tokenizer):
+def _qwen2_vl(ids, text):
     config = hf.Qwen2VLConfig(
         text_config=text | {"rope_parameters": _rope([4, 6, 6])},
         vision_config={
@@ -122,15 +120,15 @@ def _qwen2_vl(ids, text, tokenizer):
         },
         **qwen_ids(ids),
     )
-    return config, qwen_processor(hf.Qwen2VLProcessor, tokenizer)
+    return config, qwen_processor(hf.Qwen2VLProcessor)
 
 
-def _qwen3_vl_moe(ids, text, tokenizer):
+def _qwen3_vl_moe(ids, text):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    return _qwen3_vl(ids, text | experts, tokenizer, hf.Qwen3VLMoeConfig)
+    return _qwen3_vl(ids, text | experts, hf.Qwen3VLMoeConfig)
 
 
-def _qwen3_vl(ids, text, tokenizer, kind=hf.Qwen3VLConfig):
+def _qwen3_vl(ids, text, kind=hf.Qwen3VLConfig):
     config = kind(
         text_config=text
         | {"head_dim": 32, "rope_parameters": _rope([6, 5, 5], mrope_interleaved=True)},
@@ -143,10 +141,10 @@ def _qwen3_vl(ids, text, tokenizer, kind=hf.Qwen3VLConfig):
         ),
         **qwen_ids(ids),
     )
-    return config, _qwen3_processor(tokenizer)
+    return config, _qwen3_processor()
 
 
-def _qwen3_processor(tokenizer):
+def _qwen3_processor():
     half = [0.5] * 3
     return partial(
         hf.Qwen3VLProcessor,
@@ -154,14 +152,13 @@ def _qwen3_processor(tokenizer):
         image_processor=hf.Qwen2VLImageProcessor(
             patch_size=PATCH, image_mean=half, image_std=half, **PIXELS
         ),
-        tokenizer=tokenizer,
         video_processor=hf.Qwen3VLVideoProcessor(
             patch_size=PATCH, size={"shortest_edge": 56 * 56, "longest_edge": 112 * 112 * 8}
         ),
     )
 
 
-def _qwen3_5(ids, text, tokenizer):
+def _qwen3_5(ids, text):
     linear = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 32, "value_head_dim": 32}
     config = hf.Qwen3_5Config(
         text_config=text
@@ -179,10 +176,10 @@ def _qwen3_5(ids, text, tokenizer):
         ),
         **qwen_ids(ids),
     )
-    return config, _qwen3_processor(tokenizer)
+    return config, _qwen3_processor()
 
 
-def _glm4v(ids, text, tokenizer):
+def _glm4v(ids, text):
     marks = {
         "image_token_id": "<|image|>",
         "video_token_id": "<|video|>",
@@ -196,7 +193,6 @@ def _glm4v(ids, text, tokenizer):
         vision_config=_qwen_vision(
             intermediate_size=128, out_hidden_size=128, image_size=SIDE, patch_size=PATCH
         ),
-        tie_word_embeddings=False,
         **{name: ids[mark] for name, mark in marks.items()},
     )
     # Of two frames, as this family counts.
@@ -204,12 +200,11 @@ def _glm4v(ids, text, tokenizer):
     return config, partial(
         hf.Glm4vProcessor,
         image_processor=hf.Glm4vImageProcessor(size=size),
-        tokenizer=tokenizer,
         video_processor=hf.Glm4vVideoProcessor(size=size),
     )
 
 
-def _mistral3(ids, text, tokenizer):
+def _mistral3(ids, text):
     config = hf.Mistral3Config(
         text_config=text | {"model_type": "mistral", "head_dim": 32, "sliding_window": None},
         vision_config=_vision(model_type="pixtral", image_size=2 * SIDE, head_dim=32),
@@ -220,13 +215,12 @@ def _mistral3(ids, text, tokenizer):
     return config, partial(
         hf.PixtralProcessor,
         image_processor=hf.PixtralImageProcessor(size={"longest_edge": 2 * SIDE}, patch_size=PATCH),
-        tokenizer=tokenizer,
         patch_size=PATCH,
         spatial_merge_size=2,
     )
 
 
-def _internvl(ids, text, tokenizer):
+def _internvl(ids, text):
     config = hf.InternVLConfig(
         text_config=text | {"head_dim": 32, "model_type": "qwen3"},
         vision_config=_vision(image_size=[SIDE, SIDE], patch_size=[PATCH, PATCH]),
@@ -240,13 +234,12 @@ def _internvl(ids, text, tokenizer):
         image_processor=hf.GotOcr2ImageProcessor(
             size=SQUARE, crop_to_patches=True, min_patches=1, max_patches=4
         ),
-        tokenizer=tokenizer,
         video_processor=hf.InternVLVideoProcessor(size=SQUARE),
         image_seq_length=4,
     )
 
 
-def _gemma3(ids, text, tokenizer):
+def _gemma3(ids, text):
     config = hf.Gemma3Config(
         text_config=text
         | {
@@ -265,36 +258,41 @@ def _gemma3(ids, text, tokenizer):
     return config, partial(
         hf.Gemma3Processor,
         image_processor=hf.Gemma3ImageProcessor(size=SQUARE, image_seq_length=4),
-        tokenizer=tokenizer,
         image_seq_length=4,
     )
 
 
-def _llava(ids, text, tokenizer):
-    config = hf.LlavaConfig(
-        text_config=text | LLAMA,
-        vision_config=_vision(model_type="clip_vision_model", projection_dim=64),
-        image_token_index=ids["<image>"],
-        vision_feature_layer=-2,
-        vision_feature_select_strategy="default",
-        image_seq_length=16,
-        tie_word_embeddings=False,
-    )
+def _clip(ids, text):
+    return {
+        "text_config": text | LLAMA,
+        "vision_config": _vision(model_type="clip_vision_model", projection_dim=64),
+        "image_token_index": ids["<image>"],
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+    }
+
+
+_CLIP_TOKENS = {
+    "patch_size": PATCH,
+    "vision_feature_select_strategy": "default",
+    "num_additional_image_tokens": 1,
+    "image_token": "<image>",
+}
+
+
+def _llava(ids, text):
+    config = hf.LlavaConfig(**_clip(ids, text), image_seq_length=16)
     return config, partial(
         hf.LlavaProcessor,
         image_processor=hf.CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size=SQUARE),
-        tokenizer=tokenizer,
-        patch_size=PATCH,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        image_token="<image>",
+        **_CLIP_TOKENS,
     )
 
 
 _PINPOINTS = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]
 
 
-def _llava_onevision(ids, text, tokenizer):
+def _llava_onevision(ids, text):
     config = hf.LlavaOnevisionConfig(
         text_config=text | {"model_type": "qwen2"},
         vision_config=_vision(model_type="siglip_vision_model", vision_use_head=False),
@@ -303,14 +301,12 @@ def _llava_onevision(ids, text, tokenizer):
         image_grid_pinpoints=_PINPOINTS,
         vision_feature_layer=-1,
         vision_feature_select_strategy="full",
-        tie_word_embeddings=False,
     )
     return config, partial(
         hf.LlavaOnevisionProcessor,
         image_processor=hf.LlavaOnevisionImageProcessor(
             size=SQUARE, image_grid_pinpoints=_PINPOINTS
         ),
-        tokenizer=tokenizer,
         video_processor=hf.LlavaOnevisionVideoProcessor(size=SQUARE),
         num_image_tokens=16,
         vision_feature_select_strategy="full",
@@ -319,71 +315,47 @@ def _llava_onevision(ids, text, tokenizer):
     )
 
 
-def _llava_next(ids, text, tokenizer):
-    config = hf.LlavaNextConfig(
-        text_config=text | LLAMA,
-        vision_config=_vision(model_type="clip_vision_model", projection_dim=64),
-        image_token_index=ids["<image>"],
-        image_grid_pinpoints=_PINPOINTS,
-        vision_feature_layer=-2,
-        vision_feature_select_strategy="default",
-        tie_word_embeddings=False,
-    )
+def _llava_next(ids, text):
+    config = hf.LlavaNextConfig(**_clip(ids, text), image_grid_pinpoints=_PINPOINTS)
     return config, partial(
         hf.LlavaNextProcessor,
         image_processor=hf.LlavaNextImageProcessor(
             size={"shortest_edge": SIDE}, crop_size=SQUARE, image_grid_pinpoints=_PINPOINTS
         ),
-        tokenizer=tokenizer,
-        patch_size=PATCH,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        image_token="<image>",
+        **_CLIP_TOKENS,
     )
 
 
-def _smolvlm(ids, text, tokenizer):
-    config = hf.SmolVLMConfig(
+def _idefics(kind, ids, text):
+    return kind(
         text_config=text | LLAMA,
         vision_config=_vision(),
         image_token_id=ids["<image>"],
-        pad_token_id=tokenizer.pad_token_id,
         scale_factor=2,
-        tie_word_embeddings=False,
     )
-    return config, partial(
+
+
+_CUT = {"size": {"longest_edge": 2 * SIDE}, "max_image_size": {"longest_edge": SIDE}}
+
+
+def _smolvlm(ids, text):
+    return _idefics(hf.SmolVLMConfig, ids, text), partial(
         hf.SmolVLMProcessor,
-        image_processor=hf.SmolVLMImageProcessor(
-            size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE}
-        ),
-        tokenizer=tokenizer,
-        video_processor=hf.SmolVLMVideoProcessor(
-            size={"longest_edge": SIDE}, max_image_size={"longest_edge": SIDE}
-        ),
+        image_processor=hf.SmolVLMImageProcessor(**_CUT),
+        video_processor=hf.SmolVLMVideoProcessor(**_CUT | {"size": {"longest_edge": SIDE}}),
         image_seq_len=4,
     )
 
 
-def _idefics3(ids, text, tokenizer):
-    config = hf.Idefics3Config(
-        text_config=text | LLAMA,
-        vision_config=_vision(),
-        image_token_id=ids["<image>"],
-        pad_token_id=tokenizer.pad_token_id,
-        scale_factor=2,
-        tie_word_embeddings=False,
-    )
-    return config, partial(
+def _idefics3(ids, text):
+    return _idefics(hf.Idefics3Config, ids, text), partial(
         hf.Idefics3Processor,
-        image_processor=hf.Idefics3ImageProcessor(
-            size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE}
-        ),
-        tokenizer=tokenizer,
+        image_processor=hf.Idefics3ImageProcessor(**_CUT),
         image_seq_len=4,
     )
 
 
-def _mllama(ids, text, tokenizer):
+def _mllama(ids, text):
     ratios = [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]]
     config = hf.MllamaConfig(
         text_config=text
@@ -406,7 +378,6 @@ def _mllama(ids, text, tokenizer):
     return config, partial(
         hf.MllamaProcessor,
         image_processor=hf.MllamaImageProcessor(size=SQUARE, max_image_tiles=4),
-        tokenizer=tokenizer,
     )
 
 
@@ -501,11 +472,11 @@ def build_tiny(preset, *, seed=0, initializer_range=0.1):
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    config, build_processor = family.build(ids, text, tokenizer)
+    config, build_processor = family.build(ids, text)
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     config.vision_config.initializer_range = initializer_range
     template = media_template({"image": family.image, "video": family.video})
-    processor = build_processor(chat_template=template)
+    processor = build_processor(tokenizer=tokenizer, chat_template=template)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = hf.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)

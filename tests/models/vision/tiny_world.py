@@ -32,17 +32,21 @@ def shaken(model):
 
 
 @cache
-def _parts(preset):
-    model, processor = build_tiny(preset)
+def _parts(build, **options):
+    model, processor = build(**options)
     return shaken(model), PromptEncoder(processor, family_of(model.config))
 
 
-def tiny(preset):
+def twin_of(build, **options):
     """A new model with the same weights, and its encoder."""
-    model, encoder = _parts(preset)
-    twin, _ = build_tiny(preset)
+    model, encoder = _parts(build, **options)
+    twin, _ = build(**options)
     twin.load_state_dict(model.state_dict())
     return twin.eval(), encoder
+
+
+def tiny(preset):
+    return twin_of(build_tiny, preset=preset)
 
 
 def set_window(model, window):
@@ -120,6 +124,9 @@ class Batch:
     def alone(self, model, i):
         """Logprobs of row i's response by transformers' own forward."""
         return self.response_logprobs(model(**self.arguments(i), use_cache=False).logits, i)
+
+    def each_alone(self, model):
+        return [self.alone(model, i) for i in range(len(self.rows))]
 
     def response_logprobs(self, logits, i):
         """Of row i's response, from logits [1, tokens, vocab]."""

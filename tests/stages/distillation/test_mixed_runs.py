@@ -50,7 +50,7 @@ def test_a_privileged_prompt_teaches_and_the_first_step_proves_where(models, tmp
     shown = run(models, tmp_path, "shown", teacher_prompt_column="hint", **same).last_metrics
     assert plain["advantage_abs"] < 1e-5
     assert shown["advantage_abs"] > 1e-2
-    log = (tmp_path / "shown" / "logs" / "rank_0.log").read_text()
+    log = (tmp_path / "shown/logs/rank_0.log").read_text()
     assert "teacher = student gives 0" in log
 
 

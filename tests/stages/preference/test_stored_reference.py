@@ -20,7 +20,7 @@ def test_three_ways_are_one_run_and_a_read_file_needs_no_reference(
     tmp_path, models, monkeypatch, capsys
 ):
     rows, held_out = write_rows(tmp_path), write_rows(tmp_path, "held_out", start=8)
-    path = tmp_path / "kept" / "reference.json"
+    path = tmp_path / "kept/reference.json"
     loaded, original = [], Actor.from_pretrained.__func__
 
     def counted(cls, *arguments, **keywords):
@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_one_line_and_is_kept(tmp_path, models, change, err
         train(tmp_path, rows, tmp_path / "second", **changes)
     assert "\n" not in str(caught.value)
     assert path.read_bytes() == before
-    assert not (tmp_path / "second" / "metrics.jsonl").exists()
+    assert not (tmp_path / "second/metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_the_stage_decides_the_learning_rate_that_nobody_gave(
     interrupted(SFTTrainer, config, 2)
     said = f"actor_learning_rate = {rate}: the default of sft"
     assert said in capsys.readouterr().out
-    assert TrainConfig.load(tmp_path / "run" / "config.toml").actor_learning_rate == rate
+    assert TrainConfig.load(tmp_path / "run/config.toml").actor_learning_rate == rate
     # What was decided is kept, and there is nothing to say.
     assert SFTTrainer(config).train().num_resumed_steps == 1
     assert said not in capsys.readouterr().out

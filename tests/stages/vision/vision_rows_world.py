@@ -1,10 +1,9 @@
 """Rows with and without images, read as a run reads them, and what the processor says of each."""
 
-import json
-
 import numpy as np
 import torch
 from PIL import Image
+from tests.datasets.row_files import written
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.media import VisionPrompts
@@ -51,8 +50,7 @@ def write_images(folder):
 
 def write_rows(folder, rows, name="rows.jsonl"):
     write_images(folder)
-    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(folder / name)
+    return written(folder, rows, name)
 
 
 def chat_rows(chats=CHATS):
