@@ -74,8 +74,3 @@ def test_every_command_has_a_parser():
     parser = whole_parser(COMMANDS)
     (commands,) = [action for action in parser._actions if action.choices]
     assert set(commands.choices) == set(COMMANDS)
-
-
-def test_an_unknown_shell_is_named(capsys):
-    assert main(["completion", "bahs"]) == 2
-    assert "unknown shell 'bahs'; did you mean bash" in capsys.readouterr().err

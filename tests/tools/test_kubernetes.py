@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from lightrft.cli.main import main
 
 # A dict names the fields that may occur; {"*": ...} any name; [x] a list of x; a set the values.
@@ -124,19 +122,3 @@ def test_the_manifest_is_one_of_the_published_schema(capsys):
 def test_one_node_has_no_workers(capsys):
     job = manifest_of(capsys, "--", "--pretrain", "m")
     assert list(job["spec"]["pytorchReplicaSpecs"]) == ["Master"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--print", "--", "--pretrain", "m"], "--image"),
-        (["--image", "i", "--", "--pretrain", "m"], "add --print"),
-        (["--print", "--image", "i"], "options of the run are missing"),
-        (["--print", "--image", "i", "--job_name", "B_1", "--", "--pretrain", "m"], "--job_name"),
-        (["--print", "--image", "i", "--memory", "much", "--", "--pretrain", "m"], "--memory"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments, message, capsys):
-    code, shown = run(capsys, *arguments)
-    assert code == 2
-    assert message in shown.err

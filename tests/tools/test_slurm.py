@@ -91,31 +91,3 @@ def test_the_script_starts_every_rank_and_passes_its_code_on(tmp_path, capsys, c
     expected = ["-m", "lightrft.cli.train", "--pretrain", "m", "--input_template", prompt]
     assert lines[1] == "".join(f"[{part}]" for part in expected)
     assert (lines[8:] == ["scontrol requeue 40123"]) == requeues
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (("--print",), "options of the run are missing"),
-        (("--", "--pretrain", "m"), "only prints: add --print"),
-        (("--print", "--time", "soon", "--", "--pretrain", "m"), "--time: got 'soon'"),
-        (("--print", "--job_name", "a b", "--", "--pretrain", "m"), "--job_name: got 'a b'"),
-        (("--print", "--", "--pretrian", "m"), "did you mean pretrain"),
-        (("--print", "--", "--nproc_per_node", "8"), "nproc_per_node: leave it out"),
-        (
-            ("--print", "--nodes", "3", "--gpus_per_node", "1", "--", "--pretrain", "m"),
-            "multiple of the 3 processes",
-        ),
-        (("--print", "--nodes", "0", "--", "--pretrain", "m"), "expected a number >= 1"),
-        (("--print", "--", "--config", "none.toml"), "no such file: none.toml"),
-    ],
-)
-def test_mistakes(argv, message, capsys):
-    code, shown = printed(capsys, *argv)
-    assert (code, shown.out) == (2, "")
-    assert message in shown.err
-
-
-def test_other_launchers_are_refused(capsys):
-    assert main(["launch", "k8s"]) == 2
-    assert "lightrft launch slurm --print" in capsys.readouterr().err

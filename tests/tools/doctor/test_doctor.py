@@ -87,25 +87,6 @@ def test_a_deviation_is_marked_and_gives_exit_code_8(monkeypatch, capsys):
     assert "1 of 2 ways give the same step; 1 not possible with this model" in output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--gpu", "--pretrain", "m"], "--gpu looks at no model"),
-        (["--bf16"], "--bf16 acts only with --invariance"),
-        (["--compile_backend", "inductor"], "--compile_backend needs --pretrain"),
-        (["--compile_backend", "inductor", "--gpu"], "is an examination of its own"),
-        (["--compile_backend", "gcc", "--pretrain", "m"], "invalid choice"),
-        (["--invariance"], "--pretrain"),
-        (["--invariance", "--gpu", "--pretrain", "m"], "two examinations"),
-        (["--invariance", "--pretrain", "/absent/model"], "no model directory"),
-        (["--invariance", "--pretrain", "m", "--nproc_per_node", "3"], "invalid choice"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments, message, capsys):
-    assert main(["doctor", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_two_processes_are_the_default_without_gpus():
     import torch
 

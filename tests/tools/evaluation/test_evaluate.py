@@ -156,36 +156,6 @@ def test_every_metric_follows_from_the_responses(results):
     assert metrics["avg@4/stderr"] == pytest.approx(error)
 
 
-@pytest.mark.parametrize(
-    ("change", "code", "message"),
-    [
-        (("--eval_data", "none.jsonl"), 4, "none.jsonl does not exist"),
-        (("--pass_k", "9"), 2, "pass_k: got [9]"),
-        (("--num_samples", "-1"), 2, "num_samples"),
-        (("--n_samples_per_prompt", "4"), 2, "n_samples_per_prompt"),
-        (("--engine_type", "vlm"), 2, "engine_type"),
-        (("--output_dir", "model"), 2, "not empty"),
-        (("--reward_fn", "none.py:f"), 2, "none.py"),
-    ],
-)
-def test_mistakes_are_told_before_a_model_is_built(
-    folder, monkeypatch, capsys, change, code, message
-):
-    monkeypatch.chdir(folder)
-    argv = ["eval", *arguments(folder, "unused"), *change]
-    assert main(argv) == code
-    assert message in capsys.readouterr().err
-    assert not (folder / "unused").exists()
-
-
-def test_a_missing_model_and_missing_options_come_together(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["eval", "nowhere", "--foo"]) == 2
-    error = capsys.readouterr().err
-    for part in ("foo", "no model directory", "--eval_data is missing", "--reward_fn is missing"):
-        assert part in error
-
-
 def test_prompts_of_responses_are_those_of_the_rows_and_render_again_alike(tmp_path, folder):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     rows = [{"q": "2+2?"}, {"q": chat}, {"q": "<|user|>2+2?"}]

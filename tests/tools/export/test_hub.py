@@ -116,23 +116,3 @@ def test_a_refusal_of_the_hub_comes_before_the_export(hub, run, capsys, status):
     assert "me/sums cannot be written" in err
     assert "hf_of_this_test" not in err
     assert not (run.parent / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "said"),
-    [
-        (["--push_to_hub", "sums"], 2, "got 'sums', expected owner/name"),
-        (["--push_to_hub", "me/a/b"], 2, "got 'me/a/b', expected owner/name"),
-        (["--push_to_hub", "me/sums"], 3, "HF_HUB_OFFLINE"),
-        (["--public"], 2, "add --push_to_hub OWNER/NAME"),
-    ],
-)
-def test_what_cannot_be_uploaded_is_one_line_and_exports_nothing(
-    run, monkeypatch, capsys, options, code, said
-):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert export(run, *options) == code
-    err = capsys.readouterr().err
-    assert said in err
-    assert err.count("\n") == 1
-    assert not (run.parent / "out").exists()

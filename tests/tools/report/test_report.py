@@ -16,7 +16,7 @@ from lightrft.reporting.files import drop_steps_after
 from lightrft.reporting.metric_table import METRICS, STAGES
 from lightrft.tools.report.charts import MAX_BUCKETS, Chart, downsample
 from lightrft.tools.report.page import find_alarms, render_report, write_report
-from lightrft.tools.report.run_data import NotARunError, read_run
+from lightrft.tools.report.run_data import read_run
 from lightrft.tools.report.sample_page import (
     BYTE_BUDGET,
     MAX_TOKENS,
@@ -351,21 +351,6 @@ def test_a_single_response_per_prompt_raises_no_alarm_of_equal_rewards(run):
 def test_every_curve_and_stage_has_a_row():
     names = {name for _, group in report_module.CURVES.items() for name in group}
     assert names | {f"{stage}_seconds" for stage in STAGES} <= set(METRICS)
-
-
-@pytest.mark.parametrize("kind", ["missing", "empty", "file", "other"])
-def test_a_folder_without_a_run_is_one_line_and_exit_code_2(tmp_path, refused, kind):
-    folder = tmp_path / "there"
-    if kind == "file":
-        folder.write_text("")
-    elif kind != "missing":
-        folder.mkdir()
-    if kind == "other":
-        (folder / "notes.txt").write_text("")
-    refused(["report", folder], 2, str(folder))
-    assert not (folder / "report.html").exists()
-    with pytest.raises(NotARunError):
-        write_report(folder)
 
 
 def test_a_resume_keeps_lines_with_unusual_line_separators(tmp_path):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 
-import pytest
 from tests.tools.report.report_runs import append, change_lines, write_run
 
 from lightrft.cli.main import main
 from lightrft.reporting.files import note_interruption, write_event
 from lightrft.tools.report import report_command
 from lightrft.tools.report.comparison import (
-    MAX_RUNS,
     differing_options,
     distinct_names,
     render_comparison,
@@ -99,16 +97,15 @@ def test_runs_are_compared_by_curve_and_by_what_differs(tmp_path, capsys):
     assert "0.250 → 0.250" in text
 
 
-def test_a_comparison_is_written_where_it_is_asked_for(tmp_path, refused):
+def test_a_comparison_is_written_where_it_is_asked_for(tmp_path):
     folders = [str(write_run(tmp_path / name)) for name in ("one", "two")]
     path = tmp_path / "pages" / "all.html"
     assert main(["report", *folders, "--output", str(path)]) == 0
     assert "runs" in path.read_text()
     assert not (tmp_path / "one" / "comparison.html").exists()
-    refused(["report", folders[0], "--output", path], 2, "--output is for a page about several")
 
 
-def test_many_pages_share_one_chart_library(tmp_path, refused):
+def test_many_pages_share_one_chart_library(tmp_path):
     folders = [write_run(tmp_path / "my runs" / name) for name in ("one", "two")]
     assert main(["report", str(folders[0]), "--shared"]) == 0
     assert main(["report", str(folders[1]), "--shared"]) == 0
@@ -150,19 +147,6 @@ def test_hostile_names_and_options_stay_text_in_a_comparison(tmp_path):
     text = render_comparison([one, write_run(tmp_path / "two", 2)])
     assert "<script>alert" not in text
     assert "&lt;script&gt;alert" in text
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["RUN"] * (MAX_RUNS + 1), f"up to {MAX_RUNS} runs, got {MAX_RUNS + 1}"),
-        (["RUN", "nowhere"], "nowhere holds no run"),
-        (["nowhere", "--watch"], "nowhere holds no run"),
-    ],
-)
-def test_what_cannot_be_shown_is_refused_in_one_line(tmp_path, refused, words, said):
-    run = write_run(tmp_path / "run", 2)
-    refused(["report", *(run if word == "RUN" else word for word in words)], 2, said)
 
 
 def test_the_followed_page_changes_with_the_run_and_stays_still_at_the_end(tmp_path, monkeypatch):

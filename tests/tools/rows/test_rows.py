@@ -365,63 +365,30 @@ def test_the_line_that_a_run_is_writing_does_not_count(run_folder):
     assert written(run_folder, use="sft", choice="right")[0] == whole
 
 
-GOOD = ["--for", "sft", "--output", "rows.jsonl"]
-# Name -> lines of the run (None: no file), arguments, exit code, and what the line says.
-WRONG = {
-    "no run": (LINES, ["nothing", *GOOD], 2, "no run at nothing: expected the --output_dir"),
-    "no samples": (None, ["run", *GOOD], 2, "run has no rollouts.jsonl: expected a run of lightrf"),
-    "no use": (LINES, ["run", "--output", "rows.jsonl"], 2, "required: --for"),
-    "another use": (LINES, ["run", *GOOD, "--for", "dpo"], 2, "invalid choice: 'dpo'"),
-    "wrong choice": (LINES, ["run", *GOOD, "--choose", "all"], 2, "rows for sft take right or be"),
-    "no effect": (
-        LINES,
-        ["run", *GOOD, "--choose", "best", "--threshold", "1"],
-        2,
-        "--threshold has no effect on --choose best",
-    ),
-    "not a number": (LINES, ["run", *GOOD, "--threshold", "nan"], 2, "expected a finite number"),
-    "no rows": (LINES, ["run", *GOOD, "--max_per_prompt", "0"], 2, "got '0', expected a number"),
-    "no folder": (LINES, ["run", *GOOD[:-1], "no/rows.jsonl"], 2, "got no/rows.jsonl, expected a"),
-    "no jsonl": (LINES, ["run", *GOOD[:-1], "rows.json"], 2, "got rows.json, expected a .jsonl"),
-    "there already": (LINES, ["run", *GOOD[:-1], "run/rollouts.jsonl"], 2, "exists: give a new f"),
-    "no right one": (
-        LINES,
-        ["run", *GOOD, "--threshold", "2"],
-        4,
-        "accuracies of whole answers go from 0 to 1, --threshold is 2",
-    ),
-    "nothing sampled": ([], ["run", *GOOD], 4, "none of 0 samples fits: there are none"),
-    "no JSON": ([*LINES, "{\n"], ["run", *GOOD], 4, "run/rollouts.jsonl:10: not valid JSON"),
-    "other spans": (
+# Lines of the run, the threshold, and what is said of them.
+WRONG = [
+    (LINES, "2", "accuracies of whole answers go from 0 to 1, --threshold is 2"),
+    ([], "1", "none of 0 samples fits: there are none"),
+    ([*LINES, "{\n"], "1", "run/rollouts.jsonl:10: not valid JSON"),
+    (
         [line(0, sampled_spans=((0, 4),))],
-        ["run", *GOOD],
-        4,
-        "rollouts.jsonl:1: the prompt is empty, or sampled_spans end behind the response",
+        "1",
+        "sampled_spans end behind the response",
     ),
-    "no finite reward": (
-        [line(0, reward=float("nan"))],
-        ["run", *GOOD],
-        4,
-        "rollouts.jsonl:1: reward and accuracy must be finite",
-    ),
-    "a text": (
-        [line(0).replace("[5, 6, 2]", '"a text"')],
-        ["run", *GOOD],
-        4,
-        "rollouts.jsonl:1: response_ids: got 'a text', expected a list",
-    ),
-}
+    ([line(0, reward=float("nan"))], "1", "rollouts.jsonl:1: reward and accuracy must be finite"),
+    ([line(0).replace("[5, 6, 2]", '"a"')], "1", "1: response_ids: got 'a', expected a list"),
+]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_input_is_one_line_and_writes_nothing(run_folder, capsys, monkeypatch, name):
-    lines, argv, code, said = WRONG[name]
+@pytest.mark.parametrize(("lines", "threshold", "said"), WRONG)
+def test_wrong_samples_are_one_line_and_nothing_is_written(
+    run_folder, capsys, monkeypatch, lines, threshold, said
+):
     monkeypatch.chdir(run_folder.parent)
-    (run_folder / "rollouts.jsonl").unlink()
-    if lines is not None:
-        (run_folder / "rollouts.jsonl").write_text("".join(lines))
+    (run_folder / "rollouts.jsonl").write_text("".join(lines))
     before = sorted(run_folder.parent.rglob("*"))
-    assert main(["rows", *argv]) == code
+    argv = ["run", "--for", "sft", "--output", "rows.jsonl", "--threshold", threshold]
+    assert main(["rows", *argv]) == 4
     (shown,) = capsys.readouterr().err.strip().splitlines()
     assert said in shown
     assert sorted(run_folder.parent.rglob("*")) == before

@@ -160,26 +160,6 @@ def test_what_has_no_counterpart_is_said(arguments, said):
     assert said in note
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("x = 1\n", "expected a call of GRPOTrainer, SFTTrainer, DPOTrainer"),
-        ("def (", "expected a Python script"),
-        ("GRPOConfig(temperature=-1)\n", "temperature"),
-        ("GRPOConfig(num_generations=0)\n", "num_generations: got 0, expected an integer from 1"),
-        ("GRPOConfig(num_generations=2.5)\n", "num_generations: got 2.5, expected an integer"),
-        ("GRPOConfig(steps_per_generation='a')\n", "steps_per_generation: got 'a', expected"),
-    ],
-)
-def test_a_wrong_script_is_one_line_and_nothing_is_written(folder, capsys, text, said):
-    (folder / "grpo.py").write_text(text)
-    assert main(["config", "translate", "grpo.py", "run"]) == 2
-    err = capsys.readouterr().err
-    assert said in err
-    assert "Traceback" not in err
-    assert not (folder / "run").exists()
-
-
 def test_files_are_not_written_over(folder, capsys):
     (folder / "run").mkdir()
     (folder / "run/run.toml").write_text("max_steps = 1\n")
@@ -367,9 +347,3 @@ def test_values_that_a_script_leaves_open_need_no_note():
     )
     assert [note for note in made.notes if "loss" in note] == []
     assert "train_on" not in made.options
-
-
-def test_a_script_of_two_trainers_is_two_scripts(folder, capsys):
-    (folder / "both.py").write_text("SFTConfig(seed=1)\nDPOConfig(seed=1)\n")
-    assert main(["config", "translate", "both.py", "made"]) == 2
-    assert "expected one trainer, found DPOTrainer and SFTTrainer" in capsys.readouterr().err
