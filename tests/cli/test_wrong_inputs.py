@@ -573,6 +573,10 @@ OTHER_COMMANDS = lines(
         "quickstart --strategy ddp": "'ddp' ... fsdp",
         "quickstart --steps 0": "--steps ... '0'",
         "quickstart --output_dir model": "model is not empty",
+        "quickstart --pipeline --vision": "--vision: not allowed with argument --pipeline",
+        "quickstart --environment --vision": "--vision: not allowed with argument --environment",
+        "quickstart --pipeline --algorithm ppo": "--pipeline takes grpo and fsdp ... --algorithm",
+        "quickstart --pipeline --strategy deepspeed": "--pipeline takes grpo and fsdp",
         "quickstart --output_dir /proc/xx": "/proc/xx",
         "quickstart --stepz 3": "--stepz",
         "config diff text.toml text.toml": "invalid configuration:\n"
@@ -628,10 +632,17 @@ WITH_TORCH = {
             "eval model --num_samples -1": "--num_samples",
             "eval model --n_samples_per_prompt 4": "n_samples_per_prompt ...",
             "eval model --engine_type vlm": "engine_type ...",
-            "eval model --reward_fn none.py:f --eval_data good.jsonl": "none.py",
             "eval nowhere --foo": "foo\nno model directory\n--eval_data is missing\n"
             "--reward_fn is missing",
             "eval model --threshold nan": "--threshold ... nan",
+            "plan --pretrain qwen2.5-0.5b --mean_length_share 1.5": "expected a number above 0, at "
+            "most 1: got '1.5'",
+            "data": "data check SOURCE",
+            "data chek x": "data check SOURCE",
+            "data check": "give a file",
+            "data check x.jsonl --inputkey a": "did you mean input_key",
+            "data check x.jsonl --pretrain nowhere": "no model directory",
+            "data check x.jsonl --temperature 1": "temperature",
             "data check good.jsonl --remote_rm_url 'http://[::1'": "remote_rm_url ... http://[::1",
             "export nowhere new": "nowhere ... --output_dir",
             "export recorded new --push_to_hub sums": "got 'sums', expected owner/name",
@@ -658,6 +669,7 @@ WITH_TORCH = {
         },
     ),
     **lines(PREFLIGHT, "export", {"recorded new --push_to_hub me/sums": "the hub does not answer"}),
+    **lines(DATA, "data check", {"x.jsonl": "x.jsonl does not exist"}),
     **contents(
         "config translate grpo.py made",
         {
@@ -759,6 +771,7 @@ OPTIONS_OF_STAGES = {
         },
     ),
     **lines(DATA, "reward", {"--prompt_data folder": "folder"}),
+    **lines(DATA, "eval model --reward_fn gsm8k", {"--eval_data no.jsonl": "no.jsonl does not"}),
     **lines(PREFLIGHT, "sft", {"--output_dir reward.py": "output_dir"}),
     **lines(PREFLIGHT, "prefer", {"--output_dir reward.py/run": "output_dir"}),
     **lines(
@@ -831,6 +844,8 @@ OPTIONS_OF_STAGES = {
         "",
         {
             "eval grown --eval_data prompts.jsonl --reward_fn gsm8k --output_dir run": TOO_LARGE,
+            "eval model --eval_data prompts.jsonl --reward_fn none.py:f --generate_max_len 9": "none.py",
+            "eval model --eval_data good.jsonl --reward_fn gsm8k --output_dir model": "not empty",
             "data check prompts.jsonl --pretrain grown": TOO_LARGE,
         },
     ),

@@ -288,23 +288,6 @@ def test_options_of_a_run_may_come_from_its_file(checked, tmp_path, capsys):
     assert parse(["--config", "run.toml"]).given == {"input_key"}
 
 
-@pytest.mark.parametrize(
-    ("argv", "code", "message"),
-    [
-        (["data"], 2, "data check SOURCE"),
-        (["data", "chek", "x"], 2, "data check SOURCE"),
-        (["data", "check"], 2, "give a file"),
-        (["data", "check", "x.jsonl", "--inputkey", "a"], 2, "did you mean input_key"),
-        (["data", "check", "x.jsonl", "--pretrain", "nowhere"], 2, "no model directory"),
-        (["data", "check", "x.jsonl"], 4, "x.jsonl does not exist"),
-        (["data", "check", "x.jsonl", "--temperature", "1"], 2, "temperature"),
-    ],
-)
-def test_mistakes_on_the_command_line(argv, code, message, capsys):
-    assert main(argv) == code
-    assert message in capsys.readouterr().err
-
-
 def test_the_keys_of_common_layouts_are_proposed():
     chat = [{"role": "user", "content": "x"}]
     assert propose_keys({"problem": "x", "solution": "y", "answer": "z"}) == ("problem", "answer")

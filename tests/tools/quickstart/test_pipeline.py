@@ -14,20 +14,6 @@ from lightrft.tools.report.chain import chain_of
 pytestmark = pytest.mark.shard("quickstart")
 
 
-FLAGS = [["--vision"], ["--environment"], ["--algorithm", "ppo"], ["--strategy", "deepspeed"]]
-
-
-@pytest.mark.parametrize("flags", FLAGS)
-def test_other_tasks_and_algorithms_are_refused_in_one_line(tmp_path, capsys, flags):
-    folder = tmp_path / "run"
-    assert main(["quickstart", "--pipeline", "--output_dir", str(folder), *flags]) == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1
-    assert "--pipeline" in lines[0]
-    assert flags[0] in lines[0]
-    assert not folder.exists()
-
-
 def sample(prompt, response, accuracy, *, kind="sampled", is_cut=False):
     return {
         "pass": kind,

@@ -179,12 +179,6 @@ def test_the_imitation_has_the_places_that_the_model_gives():
     assert torch.equal(media["position_ids"], found)
 
 
-def test_environment_and_vision_are_two_tasks(tmp_path, capsys):
-    argv = ["--environment", "--vision", "--output_dir", str(tmp_path / "run")]
-    assert main(["quickstart", *argv]) == 2
-    assert "not allowed with argument" in capsys.readouterr().err
-
-
 @pytest.mark.cover(1)
 def test_a_short_run_shows_what_it_was_shown(kind, tmp_path, capsys):
     folder = tmp_path / "run"
