@@ -844,7 +844,7 @@ OPTIONS_OF_STAGES = {
         "",
         {
             "eval grown --eval_data prompts.jsonl --reward_fn gsm8k --output_dir run": TOO_LARGE,
-            "eval model --eval_data prompts.jsonl --reward_fn none.py:f --generate_max_len 9": "none.py",
+            "eval model --eval_data good.jsonl --reward_fn no.py:f --generate_max_len 9": "no.py",
             "eval model --eval_data good.jsonl --reward_fn gsm8k --output_dir model": "not empty",
             "data check prompts.jsonl --pretrain grown": TOO_LARGE,
         },
