@@ -73,7 +73,7 @@ def test_equal_margins_keep_the_order_of_the_run():
 
         def total(sums):
             better = Answers(Pair(sums, seen), Pair(chosen_reference, chosen_reference), ones)
-            return aot(Pairs(better, worse, 1.0, 0.0, 1e-3))
+            return aot(Pairs(better, worse, 0.0, 1e-3))
 
         return by_scores(total, chosen)[1]
 
@@ -138,7 +138,7 @@ def preference_loss(name):
             Answers(Pair(each, each), Pair(reference, reference), ones)
             for each in (sums, sums.flip(0) - 1)
         )
-        return function(Pairs(better, worse, 6.0, 0.1, 1e-9))
+        return function(Pairs(better, worse, 0.1, 1e-9))
 
     return total
 

@@ -286,7 +286,10 @@ STATES = {
         calls(policy_stage.PolicyStage, "finish", rounds),
         {"steps": 2, "linked": True, "actor_learning_rate": 1e-3},
     ),
-    "bfloat16": (strategy_reads(bf16=True), {}),
+    "bfloat16": (
+        calls(world, "get_fake_strategy", lambda o, config: o(config.replaced({"bf16": True}))),
+        {},
+    ),
 }
 FAULTS = OPTIONS | SIZES | OPTIMIZERS | STATES
 

@@ -157,11 +157,10 @@ def configured_groups(
     names: Collection[str], weights: Mapping[str, Tensor], config: TrainingOptions
 ) -> dict[str, ParameterNumbers]:
     """Return each parameter's hyper-parameters by the options: only matrices are decayed."""
-    beta1, beta2 = config.adam_betas
     return {
         name: ParameterNumbers(
             _rate_share(name, config),
-            (beta1, beta2),
+            config.adam_betas,
             ADAM_EPS,
             config.l2 if weights[name].dim() >= 2 else 0.0,
         )

@@ -63,7 +63,7 @@ class PolicyObjectives:
             new, numbers = outputs[0], self.drawn[draw.number].numbers
             weights = self._weights(update.mask, new, draw.number, draw.borders)
             losses = self._policy_loss(update.micros, new, draw) * share
-            parts = {"policy": (1.0, losses if weights is None else losses * weights)}
+            parts = {"policy": (1.0, losses * weights)}
             coef, reference = self.step.kl_coef, numbers.reference
             if config.use_kl_loss and coef > 0 and reference is not None:
                 name, old = kl_estimator(config), numbers.old
@@ -88,10 +88,10 @@ class PolicyObjectives:
             values[rows] = torch.where(mask, function(batch), 0.0)
         return values
 
-    def _weights(self, mask: Tensor, new: Pair, number: int, borders: Borders) -> Tensor | None:
-        """Return the factor of each token's loss in an optimizer batch; None is 1."""
+    def _weights(self, mask: Tensor, new: Pair, number: int, borders: Borders) -> Tensor:
+        """Return the factor of each token's loss in an optimizer batch."""
         config, terms, experience = self.step.config, parse(self.step.config), self.drawn[number]
-        weights: Tensor | None = None
+        weights = torch.ones_like(new.exact)
         if config.high_entropy_token_ratio > 0:
             weights = high_entropy(experience.numbers.entropy, mask, borders, config).double()
         if terms:
@@ -101,19 +101,17 @@ class PolicyObjectives:
                 "engine": Pair(rollout, rollout),
                 "new": new.map(torch.Tensor.detach),
             }
-            factors = correction(terms, policies, advantages, mask, borders)
-            weights = factors if weights is None else weights * factors
+            weights = weights * correction(terms, policies, advantages, mask, borders)
         return weights
 
     def _check_weights(self, update: Update, scores: Pair, error: Tensor) -> None:
         """Compare token weights; those of the new policy carry the rounding of its scores."""
-        drawn = [
+        if update.weights is None:
+            return
+        weights = [
             self._weights(update.mask, draw.move(scores, error), draw.number, draw.borders)
             for draw in draws(Borders(self.step.borders.tolerance))
         ]
-        weights = [each for each in drawn if each is not None]
-        if not weights or update.weights is None:
-            return
         self.step.results.tokens(
             f"token weights, {update.name}",
             update.weights,

@@ -50,14 +50,12 @@ class Pairs:
 
     Args:
         chosen, rejected: See `Answers`.
-        mean_tokens: Mean number of tokens of chosen answers.
         z: Mean log-ratio of answers behind other prompts.
         doubt: Rounding of a sum.
     """
 
     chosen: Answers
     rejected: Answers
-    mean_tokens: float
     z: float
     doubt: float
 
@@ -207,7 +205,7 @@ def orpo(p: Pairs, beta: float = 0.1) -> Tensor:
 
 def sft(p: Pairs) -> Tensor:
     """Return each pair's share of the mean over tokens of chosen answers."""
-    return -p.chosen.sums.exact / p.mean_tokens
+    return -p.chosen.sums.exact / p.chosen.tokens.mean()
 
 
 def _noisy(x: Tensor, share: float) -> Tensor:

@@ -78,8 +78,7 @@ class PreferenceReplay:
             Answers(sums.at(which), reference.at(which), self._tokens[which])
             for which in (self._is_good, ~self._is_good)
         )
-        mean_tokens = float(chosen.tokens.mean()) if len(chosen.tokens) else 1.0
-        pairs = Pairs(chosen, rejected, mean_tokens, z, doubt)
+        pairs = Pairs(chosen, rejected, z, doubt)
         weights = config.preference_weights or (1.0,) * len(self._losses)
         parts = []
         for loss, weight in zip(self._losses, weights, strict=True):

@@ -382,7 +382,7 @@ def estimate(step: ReplayedStep, numbers: Numbers) -> list[DrawnInputs]:
     }
     groups, lengths = torch.from_numpy(samples.group_ids), sampled_rows(samples).sum(dim=1).double()
     scores = Scores(rewards, greedy, groups, lengths, step.rows.is_kept, components)
-    drawn = [_experience(step, numbers, scores, error, draw) for draw in draws(step.borders)]
+    drawn = [_drawn_inputs(step, numbers, scores, error, draw) for draw in draws(step.borders)]
     if config.advantage_estimator in ESTIMATORS:
         _check_drawn(step, "returns", [each.returns for each in drawn])
         _check_drawn(step, "advantages", [each.advantages for each in drawn])
@@ -398,7 +398,7 @@ def _check_drawn(step: ReplayedStep, name: str, values: Sequence[Pair]) -> None:
     )
 
 
-def _experience(
+def _drawn_inputs(
     step: ReplayedStep, numbers: Numbers, scores: Scores, error: float, draw: Draw
 ) -> DrawnInputs:
     """Compute advantages and returns with the errors of a draw.

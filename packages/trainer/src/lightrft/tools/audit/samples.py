@@ -56,10 +56,8 @@ def padded(flat: np.ndarray, is_token: Tensor) -> Tensor:
 
 def build_rows(samples: RawSamples, config: ShapingOptions) -> Rows:
     """Build rows and masks from raw completions."""
-    prompts, responses = map(torch.from_numpy, (samples.prompt_lengths, samples.response_lengths))
-    lengths = (prompts + responses)[:, None]
-    places = torch.arange(int(lengths.max()))
-    is_token = places < lengths
+    is_token, starts = _token_places(samples), torch.from_numpy(samples.prompt_lengths)[:, None]
+    places = torch.arange(is_token.shape[1])
     is_kept = torch.from_numpy(~samples.is_failed)
     if config.advantage_estimator == "remax":
         # Without a greedy baseline a row has no advantage.
@@ -67,7 +65,7 @@ def build_rows(samples: RawSamples, config: ShapingOptions) -> Rows:
     if config.dynamic_sampling:
         is_kept = is_kept & _is_informative(samples, is_kept)
     # Observations within a response are context: the policy did not sample them.
-    mask = padded(samples.is_sampled, is_token) & (places >= prompts[:, None]) & is_kept[:, None]
+    mask = padded(samples.is_sampled, is_token) & (places >= starts) & is_kept[:, None]
     if config.mask_truncated:
         mask &= torch.from_numpy(~samples.facts[CUT].astype(np.bool_))[:, None]
     ids = padded(samples.token_ids, is_token).long()
@@ -141,8 +139,13 @@ def shaped_rewards(
 
 def sampled_rows(samples: RawSamples) -> Tensor:
     """Return which tokens were sampled: [rows, seq] bool."""
+    return padded(samples.is_sampled, _token_places(samples))
+
+
+def _token_places(samples: RawSamples) -> Tensor:
+    """Return which places of the padded rows have a token: [rows, seq] bool."""
     lengths = torch.from_numpy(samples.prompt_lengths + samples.response_lengths)[:, None]
-    return padded(samples.is_sampled, torch.arange(int(lengths.max())) < lengths)
+    return torch.arange(int(lengths.max())) < lengths
 
 
 def _longest_turns(samples: RawSamples) -> Tensor:
