@@ -230,9 +230,9 @@ def test_attention_that_ignores_what_is_asked_for_falls_to_the_eager_one(capsys)
 
 
 def test_a_model_whose_hidden_states_cannot_be_had_is_named():
-    model = tiny("llama4_text", intermediate_size_mlp=96)
-    model.layer_beside_the_trunk = tiny("qwen3")
-    with pytest.raises(ValueError, match="Llama4ForCausalLM has no part 'language_model'"):
+    model = tiny("qwen3")
+    model.model.tied_projection = model.lm_head
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM has no part with its embedding"):
         Actor(model)
 
 

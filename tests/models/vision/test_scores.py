@@ -174,10 +174,7 @@ def test_media_of_another_prompt_are_refused():
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (hf.Gemma3nConfig, "its tower needs the package timm"),
         (hf.PaliGemmaConfig, "its prompts see themselves in both directions"),
-        (hf.Qwen2_5OmniConfig, "its positions follow from the lengths of sounds"),
-        (hf.Qwen2_5OmniThinkerConfig, "its positions follow from the lengths of sounds"),
     ],
 )
 def test_families_that_do_not_fit_are_refused_with_the_reason(config, reason):

@@ -169,12 +169,13 @@ class RolloutEngine(ABC):
         text_config = hf_config.get_text_config()
         vocabulary, num_rows = self._config.vocabulary, int(text_config.vocab_size)
         self.eos_ids = {*end_of_sequence_ids(hf_config, generation_config), *vocabulary.ends}
+        family = family_of(hf_config)
         self._limits = Limits(
             vocab_size=min(num_rows, vocabulary.num_tokens or num_rows),
             num_rows=num_rows,
             max_model_len=self._config.max_model_len or context_tokens(hf_config),
             engine_name=self.name,
-            reads_media=self.reads_media and family_of(hf_config) is not None,
+            reads_media=self.reads_media and family is not None and bool(family.reads),
         )
 
     def _take_over(self, module: nn.Module | None) -> None:

@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -20,7 +18,7 @@ from transformers import (
 
 from lightrft.engines.engine_weights import tied_names
 from lightrft.engines.hf.engine import architecture_of
-from lightrft.engines.media.families import family_of
+from lightrft.engines.media.families import language_model_class
 from lightrft.engines.types import EngineConfig
 
 
@@ -48,7 +46,7 @@ def model_shape(
     """
     config = copy.deepcopy(config)
     with torch.device("meta"):
-        auto_class = AutoModelForMultimodalLM if family_of(config) else AutoModelForCausalLM
+        auto_class = language_model_class(config)
         model = auto_class.from_config(config) if architecture is None else architecture(config)
     model.tie_weights()
     parameters = dict(model.named_parameters(remove_duplicate=False))

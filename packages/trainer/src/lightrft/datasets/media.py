@@ -14,8 +14,9 @@ from lightrft.datasets.messages import TEXT_TYPES, Message, with_texts
 from lightrft.datasets.render import RowTokenizer, messages_of, render_chat
 from lightrft.datasets.types import DataError, Prompt
 from lightrft.engines.media.errors import MediaError, is_list_of_bytes
+from lightrft.engines.media.families import FAMILIES
 from lightrft.engines.media.media import MEDIA_KINDS, Media, Medium, MediumKind, PromptTokens
-from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
+from lightrft.engines.media.text_encoder import Encoder, TextEncoder
 from lightrft.engines.text import Tokenizer
 from lightrft.engines.types import MediaBounds
 
@@ -76,11 +77,11 @@ def media_row(row: Row, content: Content, config: MediaOptions, encoder: Encoder
         DataError: A medium cannot be read, media and places differ in number, there are more media
             than allowed or any for a model of text, or a text holds a placeholder.
     """
-    if not encoder.reads_media:
+    if isinstance(encoder, TextEncoder):
         if config.text_only:
             content = _without_parts(content)
         else:
-            _refuse_media(row, content, config)
+            _refuse_media(row, content, config, encoder)
         return MediaRow(_as_texts(row, content), Media())
     if config.text_only:
         shown = MediaRow(_without_marks(content), Media())
@@ -176,7 +177,7 @@ def _check_count(row: Row, kind: str, count: int, config: MediaOptions) -> None:
         )
 
 
-def _refuse_media(row: Row, content: Content, config: MediaOptions) -> None:
+def _refuse_media(row: Row, content: Content, config: MediaOptions, encoder: TextEncoder) -> None:
     """Raise a DataError if a row has media, for a model that reads text only."""
     where = [
         f"column {name!r} holds {MEDIA_KINDS[kind].plural}"
@@ -187,6 +188,11 @@ def _refuse_media(row: Row, content: Content, config: MediaOptions) -> None:
     messages = [] if isinstance(content, str) else content
     parts = [part for message in messages for part in as_parts(message["content"])]
     where += [f"a message has a part of type {p['type']!r}" for p in parts if _kind_of(p)]
+    if where and encoder.model_type:
+        raise DataError(
+            f"{row.location}: {where[0]}, and those of models of type {encoder.model_type!r} are "
+            f"not supported, expected one of {', '.join(FAMILIES)}: leave them out with --text_only"
+        )
     if where:
         raise DataError(
             f"{row.location}: {where[0]}, and the model reads text only: train a "
@@ -224,14 +230,20 @@ class TextModality:
     Args:
         renderer: Tokenizer of the model.
         has_model: Whether there is a model; without one media stay unread.
+        processor: Processor that is saved with the model; it reads nothing.
+        model_type: Type of a model whose towers are not known here; "" for models of text.
     """
 
-    encoder = TEXT_ENCODER
-    processor = None
-
-    def __init__(self, renderer: "PreTrainedTokenizerBase", *, has_model: bool = True) -> None:
-        self.renderer = renderer
-        self._has_model = has_model
+    def __init__(
+        self,
+        renderer: "PreTrainedTokenizerBase",
+        *,
+        has_model: bool = True,
+        processor: "ProcessorMixin | None" = None,
+        model_type: str = "",
+    ) -> None:
+        self.renderer, self.processor = renderer, processor
+        self._has_model, self.encoder = has_model, TextEncoder(model_type)
 
     def showing(self, chat: RowTokenizer) -> Tokenizer:
         """Return the reader of rows whose prompts show tools."""
@@ -244,7 +256,7 @@ class TextModality:
         """Return a row's text or messages; raise a DataError for media if there is a model."""
         content = messages_of(row, config)
         if self._has_model:
-            return media_row(row, content, config, TEXT_ENCODER)
+            return media_row(row, content, config, self.encoder)
         media = Media() if config.text_only else column_media(row, config)
         _check_places(row, media, config)
         if config.text_only:

@@ -79,9 +79,9 @@ class Actor(SequenceModel):
         if trunk_of(model) is model:
             raise ValueError(
                 "an actor needs a model whose hidden states can be had apart from its logits: "
-                f"{type(model).__name__} has no part {model.base_model_prefix!r}, nor "
-                "one part that is a model"
+                f"{type(model).__name__} has no part with its embedding and without its projection"
             )
+        self._trunk_name = next(n for n, part in model.named_modules() if part is trunk_of(model))
         head = LinearLogprobHead(
             projection,
             transform=read_head_transform(model),
@@ -151,9 +151,7 @@ class Actor(SequenceModel):
                 share sequences pass different batches.
         """
         layout = self.lay_out(token_ids, attention_mask, scored_mask)
-        output = trunk_output(
-            trunk_of(self.model), layout, media, with_router_logits=self.sums_routers
-        )
+        output = trunk_output(self.trunk, layout, media, with_router_logits=self.sums_routers)
         inside = None if token_loss is None else layout.placed(token_loss)
         hidden: Tensor = output.last_hidden_state
         logprobs, entropies, masses, loss = self.head(
@@ -190,6 +188,11 @@ class Actor(SequenceModel):
                 f"({type(self.model).__name__}); leave aux_loss_coef out"
             )
         self.sums_routers = True
+
+    @property
+    def trunk(self) -> PreTrainedModel:
+        """Part of the model that gives hidden states."""
+        return cast("PreTrainedModel", self.model.get_submodule(self._trunk_name))
 
     @property
     def pretrained(self) -> PreTrainedModel:

@@ -65,6 +65,10 @@ class SequenceBounds:
         return max(b - a for a, b in zip(self.offsets, self.offsets[1:], strict=False))
 
 
+class MissingBoundsError(ValueError):
+    """Packed attention was called without the borders of the sequences."""
+
+
 class AttentionOptions(TypedDict, total=False):
     """Options that transformers passes to attention.
 
@@ -107,11 +111,11 @@ def packed_attention(
         [1, tokens, heads, head_dim], and None for the weights.
 
     Raises:
-        ValueError: The model was called directly.
+        MissingBoundsError: The model was called directly, or does not pass them on.
         LayoutRefusedError: The model's attention is of another kind.
     """
     if sequence_bounds is None or attention_mask is not None:
-        raise ValueError(
+        raise MissingBoundsError(
             "this model reads packed sequences: call it through its actor or critic, or give it "
             "back its attention by pack_samples(False)"
         )
@@ -200,15 +204,18 @@ def attend_stream(qkv: QKV, bounds: SequenceBounds, options: AttentionOptions) -
 
 
 def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the part of a causal language model that gives hidden states.
+    """Return the part of a language model that gives hidden states.
 
-    That is its base model or, where no part has that name, the only part that is a model; the
-    model itself if there is none or several.
+    That is its largest part with the input embedding and without the output projection. Models
+    without one of these give their base model.
     """
-    if model.base_model is not model:
-        return cast("PreTrainedModel", model.base_model)
-    parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
-    return parts[0] if len(parts) == 1 else model
+    embedding, projection = model.get_input_embeddings(), model.get_output_embeddings()
+    if None not in (embedding, projection):
+        for part in model.modules():  # larger parts come before those inside them
+            inside = set(part.modules()) if isinstance(part, PreTrainedModel) else set()
+            if embedding in inside and projection not in inside:
+                return cast("PreTrainedModel", part)
+    return cast("PreTrainedModel", model.base_model)
 
 
 def packing_hindrance(

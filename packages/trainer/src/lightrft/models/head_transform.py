@@ -1,4 +1,4 @@
-"""The change of logits around a model's output projection, measured on the model's own code.
+"""The change of logits around a model's output projection, measured on the code of the model.
 
 Some models multiply hidden states or logits, cap logits, or cut off columns. The forward pass of
 the model is called with a trunk that returns chosen hidden states and a projection that returns

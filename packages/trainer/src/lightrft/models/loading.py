@@ -32,7 +32,7 @@ from lightrft.config.options import short
 from lightrft.config.other_names import said_once
 from lightrft.config.printable import one_line
 from lightrft.engines.hf.tower import use_fast_tower
-from lightrft.engines.media.families import family_of
+from lightrft.engines.media.families import language_model_class
 from lightrft.engines.process_state import deepspeed_unless_used
 from lightrft.kernels.names import first_line
 from lightrft.models.attention import use_short_attention
@@ -46,6 +46,7 @@ DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 # File of a head beside a trunk: transformers has sequence classifiers for hardly any
 # vision-language model, and none that pool.
@@ -240,9 +241,8 @@ def load_processor(path: str) -> ProcessorMixin:
     Raises:
         ModelLoadError: It is missing or unreadable, or lacks packages.
     """
-    files = ("processor_config.json", "preprocessor_config.json")
     try:
-        processor: ProcessorMixin = _read(AutoProcessor, path, files, "processor")
+        processor: ProcessorMixin = _read(AutoProcessor, path, PROCESSOR_FILES, "processor")
     except ImportError as err:
         raise ModelLoadError(
             f"the processor of {path!r} needs more packages: {first_line(err)}; pip install "
@@ -302,10 +302,7 @@ def load_causal_lm(
             unexpected or of another shape; the message names it.
         ValueError: The dtype is unknown.
     """
-    # The other class would read a vision-language model under other names.
-    has_vision = family_of(load_config(path)) is not None
-    auto_class = AutoModelForMultimodalLM if has_vision else AutoModelForCausalLM
-    return load_model(auto_class, path, dtype, allow_new_weights)
+    return load_model(language_model_class(load_config(path)), path, dtype, allow_new_weights)
 
 
 def load_trunk(
@@ -355,7 +352,6 @@ def load_model(
     """
     options: dict[str, object] = {
         "dtype": parse_dtype(dtype),
-        "attn_implementation": "sdpa",
         "trust_remote_code": False,
     }
     config = load_config(path)

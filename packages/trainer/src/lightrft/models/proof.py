@@ -28,6 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightrft.engines.hf.attention import set_text_attention, unfused_layers
 from lightrft.models.actor import Actor
+from lightrft.models.attention import MissingBoundsError
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.sequence_model import SequenceModel, trunk_output
 from lightrft.models.ulysses import LayoutRefusedError
@@ -294,10 +295,14 @@ def require_packing(proof: Proof) -> None:
     Raises:
         LayoutRefusedError: Rows are mixed, or the model's attention cannot be packed.
     """
-    for change, is_same_way in (
-        (proof.leak_between_rows(), True),
-        (proof.distance_of_layout(), False),
-    ):
+    try:
+        changes = (proof.leak_between_rows(), True), (proof.distance_of_layout(), False)
+    except MissingBoundsError as error:
+        raise LayoutRefusedError(
+            f"{proof.name} does not pass the borders of packed sequences to its attention: train "
+            "without packing_samples and sp_size"
+        ) from error
+    for change, is_same_way in changes:
         if proof.exceeds(change, is_same_way=is_same_way):
             raise LayoutRefusedError(
                 f"{proof.name} mixes packed sequences: "

@@ -207,7 +207,7 @@ def _written(said: Statements) -> Iterator[str]:
     listed = [f"{said.named(each)} {place}" for place, each in around.items() if each]
     if listed:
         yield (f"texts: the tokenizer writes {' and '.join(listed)} each of them")
-    begin = said.config.get_text_config().bos_token_id
+    begin = getattr(said.config.get_text_config(), "bos_token_id", None)
     if around["before"] and isinstance(begin, int) and begin not in around["before"]:
         yield (
             f"texts: config.json begins them with {said.named([begin])} and the tokenizer with "

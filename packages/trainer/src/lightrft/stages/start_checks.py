@@ -21,6 +21,7 @@ from lightrft.datasets.media import Modality, TextModality, VisionPrompts
 from lightrft.engines.media.families import family_of
 from lightrft.engines.text import context_tokens
 from lightrft.models.loading import (
+    ModelLoadError,
     chosen_template,
     is_reward_model,
     load_config,
@@ -183,9 +184,16 @@ def load_modality(config: RowDataOptions, tokenizer: PreTrainedTokenizerBase) ->
         return TextModality(tokenizer)
     from lightrft.engines.media.encoder import PromptEncoder  # where a model reads media
 
-    processor = load_processor(str(config.pretrain))
+    try:
+        processor = load_processor(str(config.pretrain))
+    except ModelLoadError:
+        if family.reads:
+            raise
+        return TextModality(tokenizer, model_type=family.model_type)
     template = chosen_template(config, processor.chat_template) if processor.chat_template else None
     processor.chat_template = template or tokenizer.chat_template
+    if not family.reads:
+        return TextModality(tokenizer, processor=processor, model_type=family.model_type)
     limit_pixels(processor, config)
     return VisionPrompts(PromptEncoder(processor, family))
 

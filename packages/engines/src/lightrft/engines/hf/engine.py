@@ -13,8 +13,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
@@ -29,7 +27,7 @@ from lightrft.engines.hf.decode import RowForward, StopRule, decode, stop_token_
 from lightrft.engines.hf.forward import ModelTraits, PlainForward, WholeBatchForward
 from lightrft.engines.hf.layers import module_outputs
 from lightrft.engines.hf.tower import use_fast_tower
-from lightrft.engines.media.families import family_of
+from lightrft.engines.media.families import language_model_class
 from lightrft.engines.media.media import EncodedPrompt
 from lightrft.engines.rows import RawCompletion, RequestedSample
 from lightrft.engines.sampling import row_keys
@@ -256,8 +254,7 @@ def _load(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
             "pass the path of a Hugging Face checkpoint, or a module"
         )
     config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
-    auto_class = AutoModelForMultimodalLM if family_of(config) else AutoModelForCausalLM
-    model, report = auto_class.from_pretrained(
+    model, report = language_model_class(config).from_pretrained(
         model_path,
         dtype=dtype,
         local_files_only=True,

@@ -414,7 +414,7 @@ class MediaReader:
             options = {"local_files_only": True, "trust_remote_code": False}
             config = AutoConfig.from_pretrained(self._model_path, **options)
             family = family_of(config)
-            if family is None:
+            if family is None or not family.reads:
                 raise ValueError(
                     f"the model in {self._model_path} reads text only: got type "
                     f"{config.model_type!r}"

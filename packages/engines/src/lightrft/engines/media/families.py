@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from lightrft.engines.media.media import MediumKind
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForMultimodalLM,
+        PretrainedConfig,
+        PreTrainedModel,
+        ProcessorMixin,
+    )
 
 
 _PICTURES = frozenset[MediumKind]({"image", "video"})
@@ -469,35 +475,54 @@ _FAMILIES = (
     ),
 )
 FAMILIES: Mapping[str, VisionFamily] = {family.model_type: family for family in _FAMILIES}
-_OMNI = (
-    "its positions follow from the lengths of sounds as well, and its checkpoint holds models "
-    "that speak, which are not trained"
-)
-# Reasons why some requested families are not supported.
+# Reasons why some requested families are not supported, text rows included.
 _REFUSED = {
-    "gemma3n": "its tower needs the package timm, and each layer embeds the token ids once more",
     "paligemma": "its prompts see themselves in both directions, text included",
-    "qwen2_5_omni": _OMNI,
-    "qwen2_5_omni_thinker": _OMNI,
-    "qwen3_omni_moe": _OMNI,
 }
+_OF_MEDIA = ("vision_config", "audio_config")
 
 
 def family_of(config: "PretrainedConfig") -> VisionFamily | None:
     """Return the family of a model; None for text models.
 
+    A model with a tower whose family is not known has one that reads no media: its text is trained.
+
     Raises:
-        ValueError: The model reads media and its family is not known.
+        ValueError: Its text cannot be trained, either.
     """
-    family = FAMILIES.get(config.model_type)
-    towers = (getattr(config, name, None) for name in ("vision_config", "audio_config"))
-    reason = _REFUSED.get(config.model_type)
-    if family is None and (reason or any(tower is not None for tower in towers)):
+    name = config.model_type
+    if name in _REFUSED:
         raise ValueError(
-            f"vision-language models of type {config.model_type!r} are not supported"
-            f"{(reason and f' ({reason})') or ''}: expected one of {', '.join(FAMILIES)}"
+            f"vision-language models of type {name!r} are not supported ({_REFUSED[name]}): "
+            f"expected one of {', '.join(FAMILIES)}"
         )
-    return family
+    has_towers = any(getattr(config, part, None) is not None for part in _OF_MEDIA)
+    return FAMILIES.get(name) or (_text_of(name) if has_towers else None)
+
+
+def _text_of(model_type: str) -> VisionFamily:
+    """Return a family of models with towers, whose inputs are not known."""
+
+    def no_dummy(config: "PretrainedConfig", kind: MediumKind) -> TensorsByName:
+        raise ValueError(f"models of type {model_type!r} read no media here")
+
+    return VisionFamily(model_type, {}, no_dummy, kinds={}, towers=(), reads=frozenset())
+
+
+def language_model_class(
+    config: "PretrainedConfig",
+) -> "type[AutoModelForCausalLM | AutoModelForMultimodalLM]":
+    """Return the class of transformers that reads a language model, with its towers if it has any.
+
+    The other class would read a vision-language model under other names.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    family = family_of(config)
+    has_towers = family is not None and (
+        bool(family.reads) or type(config) in AutoModelForMultimodalLM._model_mapping
+    )
+    return AutoModelForMultimodalLM if has_towers else AutoModelForCausalLM  # type: ignore[no-any-return]
 
 
 def placeholder_ids(config: "PretrainedConfig") -> tuple[int, ...]:

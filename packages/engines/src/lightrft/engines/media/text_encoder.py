@@ -14,11 +14,18 @@ if TYPE_CHECKING:
 
 
 class TextEncoder:
-    """Encoder of a text-only model: all its results are empty."""
+    """Encoder of a text-only model: all its results are empty.
+
+    Args:
+        model_type: Type of a model with towers whose inputs are not known; "" for models of text.
+    """
 
     reads_media = False
     marks: Mapping[MediumKind, str] = MappingProxyType({})
     placeholders = frozenset[str]()
+
+    def __init__(self, model_type: str = "") -> None:
+        self.model_type = model_type
 
     def check_places(self, text: str, media: Media) -> None:
         """Do nothing; implement `PromptEncoder.check_places`."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightrft.engines.base import RolloutEngine, StaleEngineError
 from lightrft.engines.media.media import EncodedPrompt, RowMedia
+from lightrft.engines.text import context_tokens
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams, Vocabulary
 from lightrft.strategy.distributed.collectives import Group, gather_objects, group_rank
 from lightrft.strategy.distributed.sequence_parallel import SharesSequences
@@ -253,11 +254,11 @@ def actor_canary(
     if not isinstance(root, PreTrainedModel):
         return None
     text_config = root.config.get_text_config()
-    limits = (max_length, text_config.max_position_embeddings)
+    limits = (max_length, context_tokens(root.config), CANARY_LENGTH + 1)
     longest = min(limit for limit in limits if limit is not None)
     known = vocabulary_of(module) or Vocabulary()
     vocab_size = known.num_tokens or text_config.vocab_size
-    token_ids = canary_token_ids(vocab_size, max(1, min(CANARY_LENGTH, longest - 1)))
+    token_ids = canary_token_ids(vocab_size, max(1, longest - 1))
     is_bare = root is module
 
     def score(sequence: Sequence[int], media: EncodedPrompt | None = None) -> list[float]:

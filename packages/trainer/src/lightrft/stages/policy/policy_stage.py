@@ -398,7 +398,7 @@ def prompt_encoder(parts: RolloutParts, actor: nn.Module) -> Encoder:
     if parts.processor is None or not isinstance(actor, SequenceModel):
         return TEXT_ENCODER
     family = family_of(actor.config)
-    if family is None:
+    if family is None or not family.reads:
         return TEXT_ENCODER
     shared = parts.environments.encoder
     if shared.reads_media:

@@ -17,6 +17,7 @@ from torch.optim import SGD
 
 from lightrft.config import ConfigError
 from lightrft.config.files import read_object, typed
+from lightrft.engines.text import context_tokens
 from lightrft.kernels.names import first_line
 from lightrft.models import load_config
 from lightrft.tools.invariance.cells import FP32_BOUNDS, Cell, bf16_bounds
@@ -70,7 +71,7 @@ def try_cells(rank: int, world_size: int, cells: list[Cell], path: str, file: Pa
         assert not isinstance(deviations, str)  # padded rows are refused by no model
         above = [f"{name} {deviations.value(name):.1e}" for name in deviations.above(bounds)]
         problem = f"differs by more than rounding: {', '.join(above)}" if above else ""
-        tokens = min(TIMED_TOKENS, load_config(path).get_text_config().max_position_embeddings)
+        tokens = min(TIMED_TOKENS, context_tokens(load_config(path)) or TIMED_TOKENS)
         before, after = (seconds_of_step(cell, path, tokens) for cell in cells)
         verdict = CompileVerdict(before, after, tokens, problem)
     except Exception as error:  # noqa: BLE001 - a compiler fails in many ways

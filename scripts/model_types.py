@@ -1,0 +1,240 @@
+"""Which model types of the installed transformers train here, each proved in a tiny random model.
+
+    python scripts/model_types.py              write the tables of docs/models.md
+    python scripts/model_types.py TYPE ...     print the verdicts of some types, with numbers
+
+Each type is built from its default configuration with small sizes, of its text and of its towers.
+It passes the proof at load; then log-probabilities and gradients of three ragged rows of text are
+compared with those of transformers' own forward pass, the model is written and read again, and
+rows are packed. It takes a minute of a core.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+from transformers.utils import logging
+
+from lightrft.engines.media.families import FAMILIES, language_model_class
+from lightrft.models import Actor
+from lightrft.models.attention import use_short_attention
+from lightrft.models.loading import load_causal_lm, save_pretrained
+from lightrft.models.proof import prove_model, require_packing
+from lightrft.models.ulysses import LayoutRefusedError
+from lightrft.stages.models import turn_off_dropout
+from lightrft.strategy import get_fake_strategy
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "models.md"
+SIZES = tomllib.loads((ROOT / "scripts" / "model_types.toml").read_text(encoding="utf-8"))
+TEXT = tuple(sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+IMAGES = tuple(sorted(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
+VOCABULARY, PAD, LENGTHS = 131, 0, (14, 9, 4)
+MAX_PARAMETERS = 30_000_000
+BEGIN, END = "<!-- written by docs/generate.py -->", "<!-- end -->"
+PACKED, PADDED, REFUSED, UNTRIED = "packed", "padded", "refused", "not tried"
+
+
+@dataclass(frozen=True)
+class TypeVerdict:
+    """The outcome of a model type.
+
+    Args:
+        model_type: Name of the type.
+        outcome: PACKED, PADDED, REFUSED, or UNTRIED if transformers builds no small model of it.
+        reason: First line of the error of one that does not train.
+        logprobs: Largest difference of log-probabilities from transformers'.
+        gradient: Norm of the difference of gradients, in norms of transformers'.
+    """
+
+    model_type: str
+    outcome: str
+    reason: str = ""
+    logprobs: float = 0.0
+    gradient: float = 0.0
+
+
+def tiny_config(model_type: str, vocabulary: int = VOCABULARY) -> PretrainedConfig:
+    """Return the default configuration of a type with small sizes; marks are its last 30 ids."""
+    config: PretrainedConfig = AutoConfig.for_model(model_type)
+    _shrink(config, vocabulary)
+    text = config.get_text_config()
+    text.pad_token_id = PAD
+    for name, value in SIZES["types"].get(model_type, {}).items():
+        part, _, option = name.rpartition(".")
+        setattr(getattr(config, part) if part else text, option, value)
+    return config
+
+
+def _shrink(config: PretrainedConfig, vocabulary: int) -> None:
+    """Set the sizes of a configuration and of its parts in place."""
+    options = {k: v for k, v in vars(config).items() if not isinstance(v, bool)}
+    num_layers = next((options[n] for n in SIZES["layers"] if isinstance(options.get(n), int)), 0)
+    kept = _kept_layers(options.get("layer_types") or options.get("layers_block_type") or ())
+    for name, value in options.items():
+        if isinstance(value, PretrainedConfig):
+            _shrink(value, vocabulary)
+        elif name in SIZES["layers"] and isinstance(value, int):
+            setattr(config, name, min(len(kept), value))
+        elif isinstance(value, list) and len(value) == num_layers > len(kept):
+            setattr(config, name, [value[place] for place in kept])
+        elif name.endswith(("_token_id", "_token_index")):
+            is_outside = isinstance(value, int) and value >= VOCABULARY
+            if is_outside or isinstance(value, list):
+                setattr(config, name, vocabulary - 1 - sum(map(ord, name)) % 30)
+        elif name.startswith("vocab_size") and isinstance(value, int):
+            setattr(config, name, vocabulary)
+        elif name in SIZES["sizes"] and isinstance(value, int):
+            setattr(config, name, SIZES["sizes"][name])
+    if "kv_lora_rank" in options:
+        config.num_key_value_heads = config.num_attention_heads
+
+
+def _kept_layers(types: Iterable[str]) -> list[int]:
+    """Return the places of the first layer of each type; of the first two if all are alike."""
+    first = {kind: place for place, kind in reversed(list(enumerate(types)))}
+    return sorted(first.values()) if len(first) > 1 else [0, 1]
+
+
+def tiny_model(model_type: str) -> PreTrainedModel:
+    """Return a random model of a type.
+
+    Raises:
+        ValueError: The sizes did not make it small.
+    """
+    torch.manual_seed(0)
+    config = tiny_config(model_type)
+    model: PreTrainedModel = language_model_class(config).from_config(config)
+    num_parameters = sum(value.numel() for value in model.parameters())
+    if num_parameters > MAX_PARAMETERS:
+        raise ValueError(f"sizes of other names: it has {num_parameters} parameters")
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.ndim > 1:
+                value.mul_(4)  # logits of a size at which an error shows
+    use_short_attention(model)
+    return model
+
+
+def examine(model_type: str) -> TypeVerdict:
+    """Build a model of a type, prove it, compare it with transformers, and pack rows."""
+    try:
+        model = tiny_model(model_type)
+    except Exception as error:  # noqa: BLE001  transformers' own code, with small sizes
+        return TypeVerdict(model_type, UNTRIED, _first_line(error))
+    try:
+        actor = Actor(model)
+        turn_off_dropout(actor, keeps_adapters=False)
+        proof = prove_model(actor, get_fake_strategy({}).context, is_random=False)
+        if proof is None:
+            return TypeVerdict(model_type, UNTRIED, "its random weights give no finite numbers")
+        logprobs, gradient = _differences(actor)
+        _require_export(actor)
+        try:
+            actor.pack_samples()
+            require_packing(proof)
+        except LayoutRefusedError as error:
+            return TypeVerdict(model_type, PADDED, _first_line(error), logprobs, gradient)
+        return TypeVerdict(model_type, PACKED, "", logprobs, gradient)
+    except Exception as error:  # noqa: BLE001  refusals, and models that run on no text alone
+        return TypeVerdict(model_type, REFUSED, _first_line(error))
+
+
+def _differences(actor: Actor) -> tuple[float, float]:
+    """Return the differences of logprobs and gradients from transformers', over ragged rows."""
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(5, VOCABULARY, (len(LENGTHS), max(LENGTHS)), generator=draw)
+    never = torch.tensor(actor.head.forbidden_ids, dtype=torch.long)
+    ids = torch.where(torch.isin(ids, never), 3, ids)
+    mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    upstream = torch.randn(ids.shape, generator=draw) * mask
+    actor.eval()
+    ours = actor(ids.masked_fill(~mask, PAD), mask).logprobs
+    theirs = torch.zeros_like(ours)
+    for row, length in enumerate(LENGTHS):
+        logits = actor.model(input_ids=ids[row : row + 1, :length], use_cache=False).logits[0]
+        allowed = logits.float().index_fill(-1, never, -torch.inf).log_softmax(-1)
+        theirs[row, 1:length] = allowed[:-1].gather(1, ids[row, 1:length, None])[:, 0]
+    trained = [value for value in actor.parameters() if value.requires_grad]
+    got, want = (_gradient((each * upstream).sum(), trained) for each in (ours, theirs))
+    return float((ours - theirs).abs().max()), float((got - want).norm() / want.norm())
+
+
+def _require_export(actor: Actor) -> None:
+    """Write the model and read it again as a run does.
+
+    Raises:
+        ValueError: A tensor differs, or has another name.
+    """
+    with TemporaryDirectory() as folder:
+        save_pretrained(actor.model, None, folder)
+        read = load_causal_lm(folder).state_dict()
+    written = actor.model.state_dict()
+    names = {name for name in {*read, *written} if not _equal(read.get(name), written.get(name))}
+    if names:
+        raise ValueError(f"{len(names)} tensors are not read as written, {min(names)} first")
+
+
+def _equal(left: Tensor | None, right: Tensor | None) -> bool:
+    return left is not None and right is not None and torch.equal(left, right)
+
+
+def _gradient(loss: Tensor, trained: list[torch.nn.Parameter]) -> Tensor:
+    gradients = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
+    return torch.cat([gradient.flatten().double() for gradient in gradients])
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[0].strip()
+
+
+def page(verdicts: Iterable[TypeVerdict]) -> str:
+    """Return the tables of the page of models, as Markdown."""
+    by_type = {verdict.model_type: verdict for verdict in verdicts}
+    return "\n".join([*_table("text", TEXT, by_type), "", *_table("images", IMAGES, by_type)])
+
+
+def _table(title: str, types: tuple[str, ...], by_type: dict[str, TypeVerdict]) -> Iterator[str]:
+    counts = [f"{sum(by_type[t].outcome in (PACKED, PADDED) for t in types)} of {len(types)}"]
+    yield f"{counts[0]} types of transformers' models of {title} train on rows of text:"
+    yield ""
+    yield "| rows | types |"
+    yield "|---|---|"
+    for outcome in (PACKED, PADDED, REFUSED, UNTRIED):
+        names = [t for t in types if by_type[t].outcome == outcome]
+        shown = [f"**{t}**" if t in FAMILIES else t for t in names]
+        yield f"| {outcome} | {', '.join(shown)} |"
+
+
+def main(names: list[str]) -> int:
+    """Print verdicts of some types, or write the page."""
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    if names:
+        for name in names:
+            print(json.dumps(vars(examine(name))), flush=True)
+        return 0
+    verdicts = [examine(name) for name in sorted({*TEXT, *IMAGES})]
+    before, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    PAGE.write_text(f"{before}{begin}\n{page(verdicts)}\n{end}{after}", encoding="utf-8")
+    for verdict in verdicts:
+        if verdict.outcome in (REFUSED, UNTRIED):
+            print(json.dumps(vars(verdict)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""Every type of the installed transformers trains as transformers computes it, or is refused."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from tests.stages.test_proof_at_load import POLICY
+
+from lightrft.cli.main import main
+from lightrft.engines.media.families import language_model_class
+from lightrft.models.loading import load_causal_lm, save_pretrained
+from lightrft.tools.model_presets import byte_level_tokenizer
+from lightrft.trainer import train
+
+ROOT = Path(__file__).resolve().parents[2]
+_SPEC = importlib.util.spec_from_file_location("model_types", ROOT / "scripts/model_types.py")
+types = importlib.util.module_from_spec(_SPEC)
+sys.modules["model_types"] = types
+_SPEC.loader.exec_module(types)
+ACCEPTED = (types.PACKED, types.PADDED)
+
+
+def assert_computed_right(verdict):
+    assert verdict.logprobs < 2e-5, verdict
+    assert verdict.gradient < 1e-5, verdict
+
+
+@pytest.mark.parametrize(
+    ("model_type", "outcome"),
+    [
+        ("gemma4", types.PACKED),
+        ("glm46v", types.PACKED),
+        ("llama4", types.PADDED),
+        ("lfm2_vl", types.PADDED),
+        ("qwen3_5_moe", types.PADDED),
+        ("nemotron", types.PADDED),
+        ("bert", types.REFUSED),
+    ],
+)
+def test_text_of_a_type_that_no_table_of_families_has(model_type, outcome):
+    verdict = types.examine(model_type)
+    assert verdict.outcome == outcome, verdict
+    if outcome in ACCEPTED:
+        assert_computed_right(verdict)
+
+
+@pytest.mark.full
+def test_the_page_says_what_each_type_does():
+    verdicts = [types.examine(name) for name in sorted({*types.TEXT, *types.IMAGES})]
+    for verdict in verdicts:
+        if verdict.outcome in ACCEPTED:
+            assert_computed_right(verdict)
+    _, _, rest = types.PAGE.read_text(encoding="utf-8").partition(types.BEGIN)
+    assert rest.partition(types.END)[0].strip() == types.page(verdicts), (
+        "python scripts/model_types.py"
+    )
+
+
+def saved(folder, model_type):
+    """Write a random model of a type with a tokenizer of bytes; return its folder."""
+    tokenizer = byte_level_tokenizer()
+    config = types.tiny_config(model_type, vocabulary=len(tokenizer) + 30)
+    torch.manual_seed(0)
+    save_pretrained(language_model_class(config).from_config(config), tokenizer, folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("model_type", ["ovis2", "lfm2_vl"])
+def test_text_trains_where_the_towers_are_not_known(model_type, tmp_path):
+    model = saved(tmp_path / "model", model_type)
+    summary = train(
+        model,
+        [{"input": f"Say {n}."} for n in range(4)],
+        lambda responses: [float(place % 2) for place in range(len(responses))],
+        output_dir=str(tmp_path / "run"),
+        **POLICY,
+    )
+    before, after = (load_causal_lm(path).state_dict() for path in (model, summary.model_dir))
+    assert before.keys() == after.keys()
+    # The tower computes nothing for texts, and stays.
+    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert changed
+    assert not any("vision" in name for name in changed)
+
+
+def test_images_of_towers_that_are_not_known_are_refused_in_one_line(tmp_path, capsys):
+    model = saved(tmp_path / "model", "ovis2")
+    Image.new("RGB", (28, 28)).save(tmp_path / "a.png")
+    row = {"prompt": "<image> What?", "completion": "b", "images": [str(tmp_path / "a.png")]}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    rows = ["--prompt_data", str(tmp_path / "rows.jsonl"), "--train_batch_size", "4"]
+    code = main(["sft", "--pretrain", model, *rows, "--fsdp", "--output_dir", str(tmp_path / "r")])
+    text = capsys.readouterr().err
+    assert code == 4
+    assert "those of models of type 'ovis2' are not supported, expected one of qwen2_vl" in text
+    assert "Traceback" not in text
