@@ -96,5 +96,5 @@ def test_images_of_towers_that_are_not_known_are_refused_in_one_line(tmp_path, c
     code = main(["sft", "--pretrain", model, *rows, "--fsdp", "--output_dir", str(tmp_path / "r")])
     text = capsys.readouterr().err
     assert code == 4
-    assert "those of models of type 'ovis2' are not supported, expected one of qwen2_vl" in text
+    assert "those of models of type 'ovis2' are not supported: train one of qwen2_vl" in text
     assert "Traceback" not in text

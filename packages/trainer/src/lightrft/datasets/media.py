@@ -14,9 +14,8 @@ from lightrft.datasets.messages import TEXT_TYPES, Message, with_texts
 from lightrft.datasets.render import RowTokenizer, messages_of, render_chat
 from lightrft.datasets.types import DataError, Prompt
 from lightrft.engines.media.errors import MediaError, is_list_of_bytes
-from lightrft.engines.media.families import FAMILIES
 from lightrft.engines.media.media import MEDIA_KINDS, Media, Medium, MediumKind, PromptTokens
-from lightrft.engines.media.text_encoder import Encoder, TextEncoder
+from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder, TextEncoder
 from lightrft.engines.text import Tokenizer
 from lightrft.engines.types import MediaBounds
 
@@ -186,17 +185,16 @@ def _refuse_media(row: Row, content: Content, config: MediaOptions, encoder: Tex
         if _listed(row.columns.get(name), kind)
     ]
     messages = [] if isinstance(content, str) else content
-    parts = [part for message in messages for part in as_parts(message["content"])]
-    where += [f"a message has a part of type {p['type']!r}" for p in parts if _kind_of(p)]
-    if where and encoder.model_type:
-        raise DataError(
-            f"{row.location}: {where[0]}, and those of models of type {encoder.model_type!r} are "
-            f"not supported, expected one of {', '.join(FAMILIES)}: leave them out with --text_only"
-        )
+    where += [
+        f"a message has a part of type {part['type']!r}"
+        for message in messages
+        for part in as_parts(message["content"])
+        if _kind_of(part)
+    ]
     if where:
         raise DataError(
-            f"{row.location}: {where[0]}, and the model reads text only: train a "
-            "vision-language model, or leave the media out with --text_only"
+            f"{row.location}: {where[0]}, and {encoder.hindrance}, or leave the media out with "
+            "--text_only"
         )
 
 
@@ -231,7 +229,7 @@ class TextModality:
         renderer: Tokenizer of the model.
         has_model: Whether there is a model; without one media stay unread.
         processor: Processor that is saved with the model; it reads nothing.
-        model_type: Type of a model whose towers are not known here; "" for models of text.
+        encoder: Encoder, which says why the model takes no media.
     """
 
     def __init__(
@@ -240,10 +238,10 @@ class TextModality:
         *,
         has_model: bool = True,
         processor: "ProcessorMixin | None" = None,
-        model_type: str = "",
+        encoder: TextEncoder = TEXT_ENCODER,
     ) -> None:
         self.renderer, self.processor = renderer, processor
-        self._has_model, self.encoder = has_model, TextEncoder(model_type)
+        self._has_model, self.encoder = has_model, encoder
 
     def showing(self, chat: RowTokenizer) -> Tokenizer:
         """Return the reader of rows whose prompts show tools."""
@@ -257,10 +255,10 @@ class TextModality:
         content = messages_of(row, config)
         if self._has_model:
             return media_row(row, content, config, self.encoder)
-        media = Media() if config.text_only else column_media(row, config)
-        _check_places(row, media, config)
         if config.text_only:
-            return MediaRow(_as_texts(row, _without_parts(content)), media)
+            return MediaRow(_as_texts(row, _without_parts(content)), Media())
+        media = column_media(row, config)
+        _check_places(row, media, config)
         return MediaRow(content, media)
 
     def renders(self, media: Media) -> bool:

@@ -19,6 +19,7 @@ from lightrft.config import (
 )
 from lightrft.datasets.media import Modality, TextModality, VisionPrompts
 from lightrft.engines.media.families import family_of
+from lightrft.engines.media.text_encoder import TextEncoder
 from lightrft.engines.text import context_tokens
 from lightrft.models.loading import (
     ModelLoadError,
@@ -189,11 +190,11 @@ def load_modality(config: RowDataOptions, tokenizer: PreTrainedTokenizerBase) ->
     except ModelLoadError:
         if family.reads:
             raise
-        return TextModality(tokenizer, model_type=family.model_type)
+        return TextModality(tokenizer, encoder=TextEncoder(family))
     template = chosen_template(config, processor.chat_template) if processor.chat_template else None
     processor.chat_template = template or tokenizer.chat_template
     if not family.reads:
-        return TextModality(tokenizer, processor=processor, model_type=family.model_type)
+        return TextModality(tokenizer, processor=processor, encoder=TextEncoder(family))
     limit_pixels(processor, config)
     return VisionPrompts(PromptEncoder(processor, family))
 

@@ -87,6 +87,8 @@ def grouped_attention(
     rows, heads, num_new, _ = query.shape
     kv_heads = key.shape[1]
     is_other = any(kwargs.get(name) is not None for name in UNFUSED_OPTIONS)
+    # Heads with masks of their own cannot be rows of one product.
+    is_other |= attention_mask is not None and attention_mask.shape[1] != 1
     if num_new != 1 or position_bias is not None or is_other:
         kwargs |= {"scaling": scaling, "position_bias": position_bias}
         return fused_attention(module, query, key, value, attention_mask, **kwargs)

@@ -10,6 +10,7 @@ from lightrft.engines.media.media import EncodedPrompt, LaterImages, Media, Medi
 
 if TYPE_CHECKING:
     from lightrft.engines.media.encoder import PromptEncoder
+    from lightrft.engines.media.families import VisionFamily
     from lightrft.engines.types import MediaBounds
 
 
@@ -17,15 +18,27 @@ class TextEncoder:
     """Encoder of a text-only model: all its results are empty.
 
     Args:
-        model_type: Type of a model with towers whose inputs are not known; "" for models of text.
+        family: Family of a model with towers whose inputs are not known; None for models of text.
     """
 
     reads_media = False
     marks: Mapping[MediumKind, str] = MappingProxyType({})
     placeholders = frozenset[str]()
 
-    def __init__(self, model_type: str = "") -> None:
-        self.model_type = model_type
+    def __init__(self, family: VisionFamily | None = None) -> None:
+        self._family = family
+
+    @property
+    def hindrance(self) -> str:
+        """Reason why the model takes no media, and what to train instead."""
+        if self._family is None:
+            return "the model reads text only: train a vision-language model"
+        from lightrft.engines.media.families import FAMILIES  # where media are refused
+
+        return (
+            f"those of models of type {self._family.model_type!r} are not supported: train one of "
+            f"{', '.join(FAMILIES)}"
+        )
 
     def check_places(self, text: str, media: Media) -> None:
         """Do nothing; implement `PromptEncoder.check_places`."""
