@@ -120,11 +120,5 @@ def is_whole(data):
     return bool(end and size) and len(body) >= int(size[1])
 
 
-def http(head="POST /v1/chat/completions HTTP/1.1", *headers, body=b"", host=None, key="sk-x"):
-    lines = [head, f"host: {host}" if host else "", *headers, f"authorization: Bearer {key}"]
-    text = "\r\n".join(line for line in lines if line) + "\r\n\r\n"
-    return text.encode("latin-1") + body
-
-
 def body_of(**options):
     return json.dumps({"model": "policy", "messages": TALK, **options}).encode()

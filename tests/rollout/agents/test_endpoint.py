@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from tests.machine import seconds
-from tests.rollout.agents.endpoint_desk import CALL, TALK, body_of, completed, http
+from tests.rollout.agents.endpoint_desk import CALL, TALK, body_of, completed
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -179,74 +179,80 @@ def test_keys_and_models(desk):
     assert desk.post().status_code == 409
 
 
+# Heads of requests that no client sends, their lines apart by bars. A name in braces stands for
+# a line of a right request; the key follows, unless there is another.
+HOSTILE_HEADS = """
+POST /v1/chat/completions | host: evil.example | {sized} | {json}
+POST /v1/chat/completions | {sized} | {json}
+POST /v1/chat/completions | host: evil.example:{port} | {sized} | {json}
+POST /v1/chat/completions | {host} | {host} | {sized} | {json}
+GET /v1/chat/completions | {host}
+PUT /v1/chat/completions | {host} | {sized} | {json}
+CONNECT example.org:80 | {host}
+TRACE / | {host}
+POST http://evil.example/v1/models | {host} | {sized} | {json}
+GET /v1/../../etc/passwd | {host}
+GET /v1/%2e%2e/%2e%2e/etc/passwd | {host}
+GET /v1/models%00 | {host}
+POST /v1/chat/completions | {host} | {sized} | transfer-encoding: chunked | {json}
+POST /v1/chat/completions | {host} | {sized} | content-length: 3 | {json}
+POST /v1/chat/completions | {host} | content-length: -5 | {json}
+POST /v1/chat/completions | {host} | content-length: 5000 | {json}
+POST /v1/chat/completions | {host} | content-length: 99999999999 | {json}
+POST /v1/chat/completions | {host} | transfer-encoding: chunked | {json}
+POST /v1/chat/completions | {host} | x: {long} | {sized} | {json}
+POST /v1/chat/completions | {host} | x: a | \tb | x2 : c | {sized} | {json}
+POST /v1/chat/completions | {host} | {sized} | {json} | content-encoding: gzip
+POST /v1/chat/completions | {host} | {sized} | content-type: application/x-www-form-urlencoded
+POST /v1/chat/completions | {host} | {sized} | content-type: text/plain
+POST /v1/chat/completions | {host} | {sized} | {json} | authorization: Bearer sk-\xe9\xff
+POST /v1/chat/completions | {host} | {sized} | {json} | authorization: Bearer
+"""
+HOSTILE_BODIES = (
+    b"{[}",
+    b"[" * 5000 + b"]" * 5000,
+    b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}',
+    b'{"model": "policy", "temperature": NaN, "messages": []}',
+)
+
+
 def hostile(port, key):
     """Requests that no client of this server sends."""
-    own = f"127.0.0.1:{port}"
-    good = body_of()
-    sized = f"content-length: {len(good)}"
-    kind = "content-type: application/json"
 
-    def post(*headers, body=good, **options):
-        return http(
-            options.pop("head", "POST /v1/chat/completions HTTP/1.1"),
-            *headers,
-            body=body,
-            **{"host": own, "key": key, **options},
-        )
+    def request(head, body):
+        lines = head.format(
+            port=port,
+            host=f"host: 127.0.0.1:{port}",
+            json="content-type: application/json",
+            sized=f"content-length: {len(body)}",
+            long="y" * 10_000,
+        ).split(" | ")
+        if "authorization" not in head:
+            lines.append(f"authorization: Bearer {key}")
+        return "\r\n".join([f"{lines[0]} HTTP/1.1", *lines[1:], "", ""]).encode("latin-1") + body
 
-    deep = b"[" * 5000 + b"]" * 5000
-    surrogate = b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}'
-    numbers = b'{"model": "policy", "temperature": NaN, "messages": []}'
-    return {
-        "wrong host": post(sized, kind, host="evil.example"),
-        "no host": post(sized, kind, host=None),
-        "rebound host": post(sized, kind, host=f"evil.example:{port}"),
-        "two hosts": post(f"host: {own}", sized, kind),
-        "get": http("GET /v1/chat/completions HTTP/1.1", host=own, key=key),
-        "put": post(sized, kind, head="PUT /v1/chat/completions HTTP/1.1"),
-        "connect": http("CONNECT example.org:80 HTTP/1.1", host=own, key=key),
-        "trace": http("TRACE / HTTP/1.1", host=own, key=key),
-        "absolute target": post(sized, kind, head="POST http://evil.example/v1/models HTTP/1.1"),
-        "dots": http("GET /v1/../../etc/passwd HTTP/1.1", host=own, key=key),
-        "encoded dots": http("GET /v1/%2e%2e/%2e%2e/etc/passwd HTTP/1.1", host=own, key=key),
-        "null in the path": http("GET /v1/models%00 HTTP/1.1", host=own, key=key),
-        "both lengths": post(sized, "transfer-encoding: chunked", kind, body=b"0\r\n\r\n"),
-        "two lengths": post(sized, "content-length: 3", kind),
-        "negative length": post("content-length: -5", kind),
-        "huge length": post("content-length: 99999999999", kind),
-        "endless chunks": [
-            post("transfer-encoding: chunked", kind, body=b""),
-            *[b"1000\r\n" + b"x" * 4096 + b"\r\n"] * 10,
-        ],
-        "bad chunk": post("transfer-encoding: chunked", kind, body=b"ZZ\r\nx\r\n0\r\n\r\n"),
-        "huge header": post("x: " + "y" * 10_000, sized, kind),
-        "header without end": f"POST / HTTP/1.1\r\nhost: {own}\r\nx: y".encode(),
-        "folded header": post("x: a\r\n\tb\r\nx2 : c", sized, kind),
-        "no http": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20,
-        "http 2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        "compressed": post(sized, kind, "content-encoding: gzip"),
-        "form": post(sized, "content-type: application/x-www-form-urlencoded"),
-        "text": post(sized, "content-type: text/plain"),
-        "no json": post("content-length: 3", kind, body=b"{[}"),
-        "deep json": post(f"content-length: {len(deep)}", kind, body=deep),
-        "half a surrogate": post(f"content-length: {len(surrogate)}", kind, body=surrogate),
-        "nan": post(f"content-length: {len(numbers)}", kind, body=numbers),
-        "latin key": post(sized, kind, key="sk-\xe9\xff"),
-        "empty key": post(sized, kind, key=""),
-        "slow body": post("content-length: 5000", kind, body=b"{"),
-    }
+    right = "POST /v1/chat/completions | {host} | {json} | "
+    chunks = [b"1000\r\n" + b"x" * 4096 + b"\r\n"] * 10
+    return [
+        *(request(head, body_of()) for head in HOSTILE_HEADS.strip("\n").split("\n")),
+        *(request(right + "{sized}", body) for body in HOSTILE_BODIES),
+        [request(right + "transfer-encoding: chunked", b""), *chunks],
+        f"POST / HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\nx: y".encode(),
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20,
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ]
 
 
 def test_hostile_requests_are_answered_by_an_error_or_closed(desk, capfd, caplog):
     cases = hostile(desk.endpoint.server.port, desk.key)
-    assert len(cases) >= 25
-    wrong = {}
-    for name, data in cases.items():
+    assert len(cases) == 33
+    wrong = []
+    for data in cases:
         found = desk.raw(data)
         status = found.split(b" ", 2)[1][:1] if found.startswith(b"HTTP/1.1 ") else b""
         if status not in (b"", b"4") or found.count(b"HTTP/1.1 ") > 1:
-            wrong[name] = found[:200]
-        assert desk.key.encode() not in found, name
+            wrong.append((data, found[:200]))
+        assert desk.key.encode() not in found, data
     assert not wrong
     assert not desk.asked
     assert desk.post().status_code == 200  # it still serves

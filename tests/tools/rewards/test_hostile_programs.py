@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import tempfile
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.machine import wait_until
-from tests.tools.rewards.hostile_programs import (
-    HONEST,
-    PRELUDE,
-    PROGRAMS,
-    QUICK,
-    WITH_AGENTS,
-)
 
 from lightrft.tools.rewards.sandbox import Ending, Sandbox, SandboxLimits
 
+DATA = tomllib.loads(Path(__file__).with_name("hostile_programs.toml").read_text("utf-8"))
+PROGRAMS = {
+    f"{kind}: {name}": program
+    for kind in ("time", "memory", "other")
+    for name, program in DATA[kind].items()
+}
 MIB = 1 << 20
 # Small, so that what passes a limit takes little of the machine.
 LIMITS = SandboxLimits(cpu_seconds=0.6, memory_bytes=256 * MIB, total_bytes=320 * MIB)
@@ -75,8 +75,9 @@ def end(ending: Ending) -> str:
 
 
 def check(sandbox: Sandbox, folder: Path, name: str) -> None:
-    attack, expected = PROGRAMS[name]
-    source = f"{PRELUDE}\n{attack}\nprint('SURVIVED', flush=True)\n".encode()
+    attack = PROGRAMS[name]
+    lines = (DATA["prelude"], attack["program"], "print('SURVIVED', flush=True)\n")
+    source = "\n".join(lines).encode()
     before, shared = left(folder), shared_bytes()
     with ThreadPoolExecutor(2) as threads:
         first, hostile, last = threads.map(
@@ -84,19 +85,19 @@ def check(sandbox: Sandbox, folder: Path, name: str) -> None:
         )
     assert first == last == Ending("ended", 0, b"well\n", b"")
     assert b"SURVIVED" not in hostile.stdout, hostile
-    assert re.search(expected, end(hostile)), hostile
+    assert re.search(attack["ends"], end(hostile)), hostile
     assert left(folder) == before
     assert wait_until(lambda: shared_bytes() < shared + NOISE_BYTES)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", DATA["quick"])
 def test_a_hostile_program_costs_its_own_reward_and_leaves_nothing(sandbox, folder, name) -> None:
     check(sandbox, folder, name)
 
 
 @pytest.mark.parametrize("sandbox", [OF_AGENTS], ids=["agent"], indirect=True)
-@pytest.mark.parametrize("name", WITH_AGENTS)
+@pytest.mark.parametrize("name", DATA["with_agents"])
 def test_a_hostile_agent_gets_no_more_memory(sandbox, folder, name) -> None:
     check(sandbox, folder, name)
 
@@ -105,14 +106,14 @@ def test_honest_programs_end_well(folder) -> None:
     """They use what the filter or the looks could mistake."""
     made = Sandbox("bubblewrap")
     try:
-        assert made.run(HONEST.encode()) == Ending("ended", 0, b"well\n", b"")
+        assert made.run(DATA["honest"].encode()) == Ending("ended", 0, b"well\n", b"")
     finally:
         made.close()
 
 
 @pytest.mark.slow
 @pytest.mark.shard("hostile")
-@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - set(QUICK)))
+@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - set(DATA["quick"])))
 def test_every_hostile_program_costs_its_own_reward_and_leaves_nothing(
     sandbox, folder, name
 ) -> None:

@@ -446,7 +446,7 @@ TURN_SOURCES = Registry(
 # `lightrft.experience.teachers.LogprobServer`.
 TEACHER_SERVERS = Registry(
     "kind of teacher's server",
-    {"http": "lightrft.tools.teachers.openai_server:open_server"},
+    {"http": "lightrft.tools.teachers.openai_server:OpenAIServer"},
     takes_own=False,
 )
 # What a run trains: functions of the options that give a `lightrft.stages.stage.StageInputs`.

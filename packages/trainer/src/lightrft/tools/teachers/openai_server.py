@@ -128,11 +128,6 @@ class OpenAIServer:
         return entries
 
 
-def open_server(place: str, config: TrainConfig) -> OpenAIServer:
-    """Return a client of the server; an entry of `registry.TEACHER_SERVERS`."""
-    return OpenAIServer(place, config)
-
-
 def read_entries(answer: bytes, num_tokens: int) -> list[Entry]:
     """Return the entry of each token of a prompt; {} for the first.
 
