@@ -847,6 +847,29 @@ OPTIONS_OF_STAGES = {
             "eval model --eval_data good.jsonl --reward_fn no.py:f --generate_max_len 9": "no.py",
             "eval model --eval_data good.jsonl --reward_fn gsm8k --output_dir model": "not empty",
             "data check prompts.jsonl --pretrain grown": TOO_LARGE,
+            "data check good.jsonl --stage sft --pretrain nothing": "no model directory at nothing",
+            "data check labelled.jsonl --stage prefer --pretrain model": "preference_loss dpo "
+            "compares two answers",
+        },
+    ),
+    **lines(
+        USAGE,
+        "data check good.jsonl --pretrain model",
+        {
+            "--stage dpo": "argument --stage: invalid choice: 'dpo'",
+            "--stage prefer --train_on all": "train_on",
+            "--stage sft --reward_fn gsm8k": "not of lightrft data check",
+            "--stage sft --max_row_tokens 1": "max_row_tokens: got 1, expected",
+            "--stage sft --chat_template a.jinja": "a.jinja",
+            "--stage distill --teacher nothing": "--teacher",
+        },
+    ),
+    **lines(
+        DATA,
+        "data check odd.jsonl --pretrain model",
+        {
+            "--stage prefer": "odd.jsonl:1: expected columns chosen and rejected",
+            "--stage sft": "odd.jsonl:1: expected a column messages",
         },
     ),
     **lines(
@@ -943,6 +966,19 @@ OPTIONS_OF_STAGES = {
     ),
 }
 ROWS_OF_STAGES = {
+    **contents(
+        "data check rows.jsonl --stage reward --pretrain model",
+        {"{": "no row of 1 can be read", "": "rows.jsonl holds no rows"},
+    ),
+    **contents(
+        "data check rows.jsonl --stage reward --pretrain model --reward_loss bce",
+        {PAIR: "bce"},
+        code=USAGE,
+    ),
+    **contents(
+        "data check rows.jsonl --stage sft --pretrain model --train_on assistant",
+        {SFT: "train_on assistant: rows with"},
+    ),
     **contents(
         "sft",
         {
