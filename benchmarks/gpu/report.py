@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import statistics
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import lines
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "benchmarks" / "results" / "gpu" / "table.jsonl"
 PAGE = ROOT / "docs" / "gpu.md"
-CONSTANTS = ROOT / "packages/trainer/src/lightrft/tools/plan/measured_constants.json"
+CONSTANTS = ROOT / "packages/trainer/src/lightrft/tools/plan/constants.toml"
 BEGIN, END = "<!-- table: written by benchmarks/gpu/report.py -->", "<!-- end of the table -->"
 NOT_MEASURED = "not measured"
 
@@ -275,6 +276,15 @@ def constants_of(measured: list[dict]) -> dict[str, dict[str, object]]:
     return {"context_gb": {"value": round(context, 4), "measured_on": place}}
 
 
+def with_measured(table: str, constants: dict[str, dict[str, object]]) -> str:
+    """Return the table of the plan's constants with measured values in place of others."""
+    for name, entry in constants.items():
+        lines = f'[{name}]\nvalue = {entry["value"]}\nmeasured_on = "{entry["measured_on"]}"\n'
+        before = rf"\[{name}\]\nvalue = .*\n(measured_on = .*\n)?"
+        table = re.sub(before, lambda _, lines=lines: lines, table)
+    return table
+
+
 def write_page(measured: list[dict]) -> str:
     """Return docs/gpu.md with the table of these lines."""
     before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
@@ -293,7 +303,8 @@ def main() -> None:
             parser.error(f"{folder} has no numbers of a GPU: nothing was taken")
         KEPT.parent.mkdir(parents=True, exist_ok=True)
         KEPT.write_text("".join(json.dumps(line) + "\n" for line in measured), "utf-8")
-        CONSTANTS.write_text(json.dumps(constants_of(measured), indent=1) + "\n", "utf-8")
+        table = with_measured(CONSTANTS.read_text("utf-8"), constants_of(measured))
+        CONSTANTS.write_text(table, "utf-8")
         print(f"wrote {CONSTANTS.relative_to(ROOT)}: {', '.join(constants_of(measured))}")
     PAGE.write_text(write_page(measured), "utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}")

@@ -6,11 +6,12 @@ import os
 import sys
 import threading
 import time
+import tomllib
 
 import pytest
 from tests.programs import run_program
 
-from lightrft.tools.plan.constants import with_measured
+from lightrft.tools.plan.constants import Constant
 
 
 @pytest.fixture
@@ -182,8 +183,12 @@ def test_the_table_has_medians_of_warm_steps_beside_what_others_publish(gpu):
 def test_constants_come_from_a_gpu_alone_and_are_those_of_the_plan(gpu, tmp_path):
     constants = gpu("report").constants_of(LINES)
     assert constants == {"context_gb": {"value": 0.6, "measured_on": "NVIDIA H100, torch 2.11.0"}}
-    (tmp_path / "m.json").write_text(json.dumps(constants))
-    assert with_measured(tmp_path / "m.json")["context_gb"].value == 0.6
+    report, table = gpu("report"), gpu("report").CONSTANTS.read_text("utf-8")
+    for _ in range(2):  # measured again
+        table = report.with_measured(table, constants)
+    found = {name: Constant(**entry) for name, entry in tomllib.loads(table).items()}
+    assert found["context_gb"].source == "measured on NVIDIA H100, torch 2.11.0"
+    assert (found["context_gb"].value, found["useful_rows"].source) == (0.6, "assumed")
     assert gpu("report").constants_of([{**LINES[0], "device": "CPU"}, *LINES[1:]]) == {}
 
 

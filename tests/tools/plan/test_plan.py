@@ -12,12 +12,10 @@ from tests.programs import run_python
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.files import FileError
 from lightrft.reporting.files import write_start
 from lightrft.run.gpus import GPUS, find_gpu, gpu_of
 from lightrft.tools.model_presets import write_tiny_model
 from lightrft.tools.plan.advice import advise, overlaps, remedies
-from lightrft.tools.plan.constants import CONSTANTS, with_measured
 from lightrft.tools.plan.memory import gigabytes, plan_memory, with_budget
 from lightrft.tools.plan.plan_command import COUNTS, count_table
 from lightrft.tools.plan.setup import (
@@ -84,35 +82,6 @@ def test_7b_full_fine_tuning_on_one_h100_is_refused_with_what_would_fit(options)
         settle(setup, lambda text: None)
     assert "--lora_rank 16: " in str(caught.value)
     assert ("--fsdp_cpu_offload: " in str(caught.value)) is ("fsdp" in options)
-
-
-def test_what_a_gpu_has_measured_takes_the_place_of_an_assumption(tmp_path):
-    path = tmp_path / "measured.json"
-    machine = "NVIDIA H100 80GB HBM3, torch 2.11"
-    path.write_text(json.dumps({"context_gb": {"value": 0.6, "measured_on": machine}}))
-    found = with_measured(path)
-    assert found["context_gb"].value == 0.6
-    assert found["context_gb"].source.startswith(f"measured on {machine}")
-    assert found.keys() == CONSTANTS.keys()
-
-
-@pytest.mark.parametrize(
-    ("measured", "message"),
-    [
-        ({"contxt_gb": {"value": 0.6}}, "got contxt_gb, expected names of constants"),
-        ({"useful_rows": {"value": "32"}}, "useful_rows: value: got '32', expected float"),
-        ({"useful_rows": {"valeu": 32}}, "useful_rows has unknown 'valeu'"),
-        ({"useful_rows": 32}, "useful_rows: expected an object"),
-    ],
-)
-def test_measured_constants_that_the_plan_lacks_or_cannot_read_are_refused(
-    tmp_path, measured, message
-):
-    path = tmp_path / "measured.json"
-    path.write_text(json.dumps(measured))
-    with pytest.raises(FileError, match=message) as refused:
-        with_measured(path)
-    assert str(refused.value).startswith(str(path))
 
 
 def test_remedies_lower_the_phase_that_needs_most():
