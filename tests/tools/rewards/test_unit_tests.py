@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from pathlib import Path
 
 import pytest
 from tests.rewards.asking import results_of
@@ -44,67 +46,15 @@ def test_a_program_over_its_time_counts_as_timeout(reward) -> None:
     assert [result.reward for result in results] == [0.0, 0.0, 1.0]
 
 
-# None of these adds; each ends well, or claims that the tests have passed.
-PRETENDERS = [
-    "import os; os._exit(0)",
-    "raise SystemExit(0)",
-    "import sys; print('0\\n1'); sys.exit(0)",
-    "import os\nfor file in range(1, 9):\n    try: os.write(file, b'passed 0\\npassed 1\\n')\n"
-    "    except OSError: pass",
-    "import atexit, os\natexit.register(os._exit, 0)",
-    "def add(a, b): raise SystemExit(0)",
-    "import builtins\nbuiltins.AssertionError = SystemExit\ndef add(a, b): return 0",
-    "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
-]
+FORGED = tomllib.loads(Path(__file__).with_name("forged_tests.toml").read_text("utf-8"))
+FORGERIES, VALUES = FORGED["forgeries"], FORGED["values"]
 
 
-@pytest.mark.parametrize("code", PRETENDERS)
+@pytest.mark.parametrize("code", FORGED["pretenders"])
 def test_an_end_without_an_error_is_no_proof(reward, code: str) -> None:
     assert results_of(reward, [code], [ADD])[0].reward == 0.0
 
 
-FRAMES = """
-import os, sys
-frame = sys._getframe()
-while frame:
-    job = frame.f_locals.get("job") or {}
-    for index, _ in enumerate(job.get("tests", ())):
-        print(job["key"], index, file=frame.f_locals["results"], flush=True)
-    frame = frame.f_back
-os._exit(0)
-"""
-OBJECTS = """
-import gc, os
-found = gc.get_objects()
-jobs = [o for o in found if isinstance(o, dict) and "key" in o and "tests" in o]
-for file in [o for o in found if hasattr(o, "write") and hasattr(o, "fileno")]:
-    for job in jobs:
-        for index, _ in enumerate(job["tests"]):
-            print(job["key"], index, file=file, flush=True)
-os._exit(0)
-"""
-GUESSES = """
-import gc, hashlib
-for file in [o for o in gc.get_objects() if hasattr(o, "write") and hasattr(o, "fileno")]:
-    for index in range(2):
-        for guess in range(100):
-            digest = hashlib.sha256(b"%x/1" % guess).hexdigest()
-            try: print(index, digest, file=file, flush=True)
-            except Exception: pass
-def add(a, b): return 0
-"""
-FORGERIES = {
-    "frames": FRAMES,
-    "objects": OBJECTS,
-    "guesses": GUESSES,
-    "an int that equals all": "class Any(int):\n    def __eq__(self, other): return True\n"
-    "def add(a, b): return Any()",
-    "an object that equals all": "class Any:\n    def __eq__(self, other): return True\n"
-    "def add(a, b): return Any()",
-    "compile": "import builtins\nbuiltins.compile = lambda *a, **k: (lambda: 0).__code__\n"
-    "def add(a, b): return 0",
-    "exec": "import builtins\nbuiltins.exec = lambda *a, **k: None\ndef add(a, b): return 0",
-}
 # No comparisons with a constant.
 STATEMENTS = '["assert add(1, 2) == add(2, 1) == 3", "assert (add(2, 2), 1) != (0, 1)"]'
 
@@ -122,40 +72,6 @@ def test_forged_comparisons_with_constants_do_not_pass(reward, name: str) -> Non
 def test_what_runs_other_statements_cannot_be_replaced(reward, name: str) -> None:
     assert results_of(reward, [RIGHT], [STATEMENTS])[0].reward == 1.0
     assert results_of(reward, [FORGERIES[name]], [STATEMENTS])[0].reward == 0.0
-
-
-VALUES = [
-    ("2.0", "2"),
-    ("True", "1"),
-    ("(1, [2.5, None], 'x')", "(1, [2.5, None], 'x')"),
-    ("{'b': {1, 2}, 'a': b'x'}", "{'a': b'x', 'b': {2, 1}}"),
-    ("{1: 2}.keys()", "{1}"),
-    ("collections.OrderedDict(b=1, a=2)", "dict({'a': 2, 'b': 1})"),
-    ("collections.namedtuple('P', 'x y')(1, 2)", "(1, 2)"),
-    ("fractions.Fraction(1, 2)", "0.5"),
-    ("decimal.Decimal('0.5')", "0.5"),
-    ("[3, 1, 2]", "list((3, 1, 2))"),
-    ("{4, 5}", "set((4, 5))"),
-    ("1 + 0j", "1"),
-    ("2 - 1j", "2 - 1j"),
-    ("-0.0", "0"),
-    ("float('inf')", "1e999"),
-    ("bytearray(b'x')", "b'x'"),
-    ("'\\ud800'", "'\\ud800'"),
-    ("10 ** 50", "1" + "0" * 50),
-    ("[1]", "(1,)"),
-    ("'1'", "1"),
-    ("0.1 + 0.2", "0.3"),
-    ("float('nan')", "1e999"),
-    ("float('-inf')", "1e999"),
-    ("{1: 2}", "{1: 3}"),
-    ("{1, 2}", "[1, 2]"),
-    ("None", "0"),
-    ("collections.deque([1])", "[1]"),
-    ("object()", "None"),
-    ("'a,b'", "('a', 'b')"),
-    ("['a', 'b']", "['a,b']"),
-]
 
 
 def test_values_equal_constants_as_they_do_in_python(reward) -> None:
