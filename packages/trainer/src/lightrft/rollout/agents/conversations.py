@@ -295,9 +295,7 @@ class AgentEpisode:
         A failed episode is one row without tokens.
         """
         rows = [] if self.failure else self.talk.branches()
-        if not rows:
-            return [self.to_rollout(0, [])]
-        return [self.to_rollout(number, row) for number, row in enumerate(rows)]
+        return [self.to_rollout(number, row) for number, row in enumerate(rows or [[]])]
 
     def to_rollout(self, number: int, turns: list[CalledTurn]) -> Rollout:
         """Make the rollout of one branch of turns."""
@@ -322,11 +320,11 @@ class AgentEpisode:
     @property
     def counts(self) -> Mapping[str, int]:
         """Counts of its calls by name, for metrics."""
-        kept = sum(len(row) for row in self.talk.branches())
-        num_calls = len(self.talk.turns)
-        num_malformed = sum(turn.is_malformed for turn in self.talk.turns)
-        counts = num_calls, num_calls - kept, len(self.talk.branches()), num_malformed
-        return dict(zip(AGENT_COUNTS, (*counts, self.num_restarts), strict=True))
+        rows, turns = self.talk.branches(), self.talk.turns
+        num_lost = len(turns) - sum(map(len, rows))
+        num_malformed = sum(turn.is_malformed for turn in turns)
+        counts = len(turns), num_lost, len(rows), num_malformed, self.num_restarts
+        return dict(zip(AGENT_COUNTS, counts, strict=True))
 
 
 def _among_siblings(turn: CalledTurn) -> tuple[tuple[int, ...], list[str], str, int]:

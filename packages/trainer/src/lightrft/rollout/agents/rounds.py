@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -287,13 +287,9 @@ def _sample(
     # All ranks that share an engine must make each of its calls.
     for params, turns in (groups or {rules.sampling.params(CallOptions()): []}).items():
         turns.sort(key=lambda turn: turn.order)
-        # The choices of one call share the pixels of their context.
-        media = {id(turn.before): turn.encoded(rules.chat.encoder) for turn in _of_calls(turns)}
+        # The choices of one call share `before`, and with it the pixels of their context.
+        calls = {id(turn.before): turn for turn in turns}
+        media = {key: turn.encoded(rules.chat.encoder) for key, turn in calls.items()}
         completions = sample(params, [turn.request(media[id(turn.before)]) for turn in turns])
         for turn, completion in zip(turns, completions, strict=True):
             rules.finish(turn, completion)
-
-
-def _of_calls(turns: Sequence[CalledTurn]) -> Iterable[CalledTurn]:
-    """Return one turn per call; turns share `before` only within a call."""
-    return {id(turn.before): turn for turn in turns}.values()

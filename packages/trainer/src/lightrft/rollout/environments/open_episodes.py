@@ -45,17 +45,15 @@ _FIRST_NUMBER = 2**32
 
 @dataclass(slots=True)
 class _Hosted:
-    """An episode that this process knows.
+    """An episode whose environment is in a worker.
 
     Args:
-        number: Number of its environment in the worker; None once that has ended.
         episode: The episode, which may be beyond `sample`.
         entry: Ledger entry of the episode.
         sample: Its latest value; None while it goes on.
         answered: Work of its host beyond that value.
     """
 
-    number: int | None
     episode: Episode
     entry: SampleEntry
     sample: OpenSample | None = None
@@ -118,7 +116,6 @@ class OpenEpisodes:
         rollouts = list[Rollout]()
         for index, sample in enumerate(group.samples):
             episode = self._episode(group, index, requests.params)
-            self._hosted.pop(episode.sample_id, None)
             episode.group_id = group_id
             episode.sample_id = group_id * len(group.samples) + index
             rollouts.append(episode.as_rollout())
@@ -134,12 +131,11 @@ class OpenEpisodes:
         lost = [self._hosted.pop(each) for each in self._hosted.keys() - known]
         for hosted in lost:
             hosted.settle()
-        numbers = [hosted.number for hosted in lost if hosted.number is not None]
-        wait(self._work.pool.forget(numbers))
+        wait(self._work.pool.forget([hosted.episode.number for hosted in lost]))
 
     def _free_numbers(self) -> Iterator[int]:
         """Yield the smallest free numbers, so that workers have equally many episodes."""
-        taken = {each.number for each in self._hosted.values()}
+        taken = {each.episode.number for each in self._hosted.values()}
         return (number for number in count(_FIRST_NUMBER) if number not in taken)
 
     def _most(self, episode: Episode, length: int | None) -> int | None:
@@ -164,13 +160,13 @@ class OpenEpisodes:
             episode = self._episode(group, index, batch.params)
             entry = batch.ledger.of(sample_id)
             entry.answers = _answers(sample)
-            number = None
-            if hosted is not None:
+            if hosted is None:
+                episode.number = next(numbers)
+            else:
                 hosted.settle()
-                number = hosted.number
-            episode.number = next(numbers) if number is None else number
+                episode.number = hosted.episode.number
             episode.generation = -1 if episode.segments else 0
-            hosted = self._hosted[sample_id] = _Hosted(episode.number, episode, entry)
+            hosted = self._hosted[sample_id] = _Hosted(episode, entry)
         # If this part is abandoned, the environment's state is unknown.
         hosted.sample = None
         return episode
@@ -278,7 +274,7 @@ class OpenEpisodes:
         if hosted.sample is None:
             hosted.sample = _value_of(episode, hosted.entry, reward)
             if not episode.is_open:
-                hosted.number = None
+                del self._hosted[episode.sample_id]
         return hosted.sample
 
 
