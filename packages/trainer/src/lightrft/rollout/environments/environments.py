@@ -252,7 +252,7 @@ class EpisodeSource:
         if number < len(recorded):
             waiting, completions = batch.repeated(recorded[number])
         else:
-            waiting = [e for e in batch.episodes if e.is_open and e.number not in batch.busy]
+            waiting = [e for e in batch.episodes if e.is_open and e.work is None]
             completions = batch.sample(waiting)
         for episode, completion in zip(waiting, completions, strict=True):
             batch.append(episode, completion)
@@ -260,19 +260,17 @@ class EpisodeSource:
         for episode in waiting:
             batch.parse_turn(episode)
         calling = [episode for episode in waiting if episode.is_open]
-        late = set(batch.busy)
+        late = [e for e in batch.episodes if e.work is not None]
         batch.begin(calling, batch.answer_calls)
 
         def must_wait() -> bool:
             open_episodes = [e for e in batch.episodes if e.is_open]
             if number + 1 < len(recorded):
                 next_turns = recorded[number + 1]
-                return any(
-                    e.number in batch.busy and e.sample_id in next_turns for e in open_episodes
-                )
+                return any(e.work is not None and e.sample_id in next_turns for e in open_episodes)
             if not self._parts.config.late_join:
                 return True
-            if late and not late & batch.busy.keys():
+            if late and not any(e.work is not None for e in late):
                 return False  # or those that missed the round would wait for calls that just began
             return 2 * (len(open_episodes) - len(batch.busy)) < len(open_episodes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -36,7 +37,8 @@ class Episode(Transcript):
         seeds: Seeds of `reset`, shared by all samples of a prompt, and of later calls.
         max_sampled: Limit of sampled tokens for now; None is unlimited.
         no_room: Error that delays its start.
-        is_late: Its last turn is answered, or rewarded, while other episodes go on.
+        work: Work of its host that is not collected yet.
+        is_late: This work goes on while other episodes sample.
         num_restarts, num_forgotten: Number of restarts, and of tokens sampled before them.
         reward: Reward by its environment.
         kept: Final attributes of its environment, if a reward function reads them.
@@ -51,6 +53,7 @@ class Episode(Transcript):
     seeds: tuple[int, int]
     answers: list[list[AnsweredCall]] = field(default_factory=list)
     is_open: bool = True
+    work: Future[EpisodeError | None] | None = None
     is_late: bool = False
     max_sampled: int | None = None
     failure: EpisodeError | None = None

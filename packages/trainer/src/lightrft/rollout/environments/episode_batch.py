@@ -122,7 +122,6 @@ class EpisodeBatch:
         episodes: Episodes of this rank.
         journal: Journal of this rank.
         ledger: Ledger of prompts, answers, rewards and failures.
-        busy: Work of hosts, by number of the episode.
         notes: Messages for the console.
         problems: Errors of this rank, of which the first is raised on all.
         finished_ids: Groups that `finished_groups` has returned.
@@ -133,10 +132,14 @@ class EpisodeBatch:
     episodes: Sequence[Episode]
     journal: Journal
     ledger: SampleLedger
-    busy: dict[int, Future[EpisodeError | None]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[Exception] = field(default_factory=list)
     finished_ids: set[int] = field(default_factory=set)
+
+    @property
+    def busy(self) -> list[Future[EpisodeError | None]]:
+        """Work of hosts that is waited for."""
+        return [e.work for e in self.episodes if e.work is not None and not e.is_late]
 
     @property
     def _masks_failures(self) -> bool:
@@ -244,11 +247,6 @@ class EpisodeBatch:
 
     def begin(self, episodes: Sequence[Episode], work: Work) -> None:
         """Begin work on episodes on their hosts; `collect` waits for it."""
-        self.busy |= self._begin(episodes, work)
-
-    def _begin(
-        self, episodes: Sequence[Episode], work: Work
-    ) -> dict[int, Future[EpisodeError | None]]:
         by_number = {episode.number: episode for episode in episodes}
 
         def on_host(number: int, host: Host) -> None:
@@ -258,7 +256,8 @@ class EpisodeBatch:
                 raise EpisodeError(known)  # a repeated deadline could end otherwise
             work(episode, host)
 
-        return self.work.pool.begin(list(by_number), on_host)
+        for number, future in self.work.pool.begin(list(by_number), on_host).items():
+            by_number[number].work = future
 
     def collect(self, must_wait: Callable[[], bool] = lambda: True) -> None:
         """Wait for work on hosts.
@@ -268,18 +267,17 @@ class EpisodeBatch:
         """
         while self.busy:
             for episode in self.episodes:
-                future = self.busy.get(episode.number)
-                if future is not None and future.done():
-                    del self.busy[episode.number]
-                    self._end_work(episode, future)
+                if episode.work is not None and episode.work.done() and not episode.is_late:
+                    self._end_work(episode, episode.work)
             if self.busy and must_wait():
-                wait(self.busy.values(), return_when=FIRST_COMPLETED)
+                wait(self.busy, return_when=FIRST_COMPLETED)
             elif self.busy:
                 break
 
-    def _end_work(self, episode: Episode, future: Future[EpisodeError | None]) -> None:
+    def _end_work(self, episode: Episode, work: Future[EpisodeError | None]) -> None:
+        episode.work = None
         try:
-            outcome = future.result()
+            outcome = work.result()
         except Exception as error:  # noqa: BLE001 - sent to all ranks, then raised
             self.problems.append(error)
             return
@@ -381,9 +379,8 @@ class EpisodeBatch:
         if not self.work.is_kept:
             return
         ended = [e for e in self.episodes if not e.is_open and e.failure is None and e.kept is None]
-        futures = self._begin(ended, self._keep)
-        for episode in ended:
-            self._end_work(episode, futures[episode.number])
+        # The others may be busy.
+        self.of(ended).each(ended, self._keep)
 
     def _keep(self, episode: Episode, host: Host) -> None:
         """Store the attributes of an environment for reward functions."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING
@@ -34,7 +34,6 @@ from lightrft.rollout.environments.pool import Host
 from lightrft.rollout.open_groups import EpisodeState, OpenGroup, OpenSample
 from lightrft.rollout.source import SampleRequests
 from lightrft.rollout.streaming import Place, ResponsePart
-from lightrft.rollout.workers import EpisodeError
 
 if TYPE_CHECKING:
     from lightrft.engines.media.sources import ImageSource
@@ -51,19 +50,15 @@ class _Hosted:
         episode: The episode, which may be beyond `sample`.
         entry: Ledger entry of the episode.
         sample: Its latest value; None while it goes on.
-        answered: Work of its host beyond that value.
     """
 
     episode: Episode
     entry: SampleEntry
     sample: OpenSample | None = None
-    answered: Future[EpisodeError | None] | None = None
 
     def settle(self) -> None:
         """Wait until no request to the environment is in flight."""
-        if self.answered is not None:
-            wait([self.answered])
-            self.answered = None
+        wait([] if self.episode.work is None else [self.episode.work])
 
 
 class OpenEpisodes:
@@ -153,9 +148,7 @@ class OpenEpisodes:
         hosted = self._hosted.get(sample_id)
         if hosted is not None and hosted.sample is sample:
             episode, batch.ledger.entries[sample_id] = hosted.episode, hosted.entry
-            if hosted.answered is not None:
-                batch.busy[episode.number] = hosted.answered
-                episode.is_late, hosted.answered = False, None
+            episode.is_late = False
         else:
             episode = self._episode(group, index, batch.params)
             entry = batch.ledger.of(sample_id)
@@ -205,7 +198,7 @@ class OpenEpisodes:
             batch: Episodes that go on.
             prompts: Prompt of each, without the message of `reset`.
         """
-        waiting = [e for e in batch.episodes if e.number not in batch.busy]
+        waiting = [e for e in batch.episodes if e.work is None]
         away = [e for e in waiting if e.segments and e.generation < 0]
         batch.each(away, self._bring_back)
         unanswered = [e for e in waiting if e.is_unanswered]
@@ -247,7 +240,7 @@ class OpenEpisodes:
             # Some engines do not call `take` for each completion.
             take([completion for completion in completions if completion.request_id in going])
         except Exception:
-            wait(batch.busy.values())  # or they would use environments of the repeated step
+            wait(batch.busy)  # or they would use environments of the repeated step
             raise
         batch.collect()
 
@@ -265,8 +258,6 @@ class OpenEpisodes:
         batch.parse_turn(episode)
         if episode.is_open or episode.is_late:
             batch.begin([episode], batch.after_turn)
-        if episode.is_late:
-            hosted.answered = batch.busy.pop(episode.number)
 
     def _snapshot(self, episode: Episode, reward: RewardResult | None) -> OpenSample:
         """Return an episode as a part leaves it."""
