@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -13,6 +13,7 @@ from lightrft.rollout.environments.call_formats import ToolCall
 from lightrft.rollout.environments.content import Parts, from_json
 from lightrft.rollout.environments.pool import Host, NoRoomError
 from lightrft.rollout.environments.specs import RowEnvironment
+from lightrft.rollout.open_groups import OpenSample
 from lightrft.rollout.transcript import Transcript
 from lightrft.rollout.workers import EpisodeError
 
@@ -39,6 +40,7 @@ class Episode(Transcript):
         no_room: Error that delays its start.
         work: Work of its host that is not collected yet.
         is_late: This work goes on while other episodes sample.
+        value: Its value between the parts of an open episode; None while it goes on.
         num_restarts, num_forgotten: Number of restarts, and of tokens sampled before them.
         reward: Reward by its environment.
         kept: Final attributes of its environment, if a reward function reads them.
@@ -55,6 +57,7 @@ class Episode(Transcript):
     is_open: bool = True
     work: Future[EpisodeError | None] | None = None
     is_late: bool = False
+    value: OpenSample | None = None
     max_sampled: int | None = None
     failure: EpisodeError | None = None
     no_room: NoRoomError | None = None
@@ -156,6 +159,10 @@ class Episode(Transcript):
             if self.call(host, call.name, call.arguments, number)["text"] != call.text:
                 raise OtherAnswerError(f"{call.name} answered otherwise when it was repeated")
         self.generation = host.generation
+
+    def settle(self) -> None:
+        """Wait until its host has no work on it."""
+        wait([] if self.work is None else [self.work])
 
     def call(
         self, host: Host, name: str, arguments: Mapping[str, object], number: int

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -42,25 +42,6 @@ if TYPE_CHECKING:
 _FIRST_NUMBER = 2**32
 
 
-@dataclass(slots=True)
-class _Hosted:
-    """An episode whose environment is in a worker.
-
-    Args:
-        episode: The episode, which may be beyond `sample`.
-        entry: Ledger entry of the episode.
-        sample: Its latest value; None while it goes on.
-    """
-
-    episode: Episode
-    entry: SampleEntry
-    sample: OpenSample | None = None
-
-    def settle(self) -> None:
-        """Wait until no request to the environment is in flight."""
-        wait([] if self.episode.work is None else [self.episode.work])
-
-
 class OpenEpisodes:
     """Open responses that are episodes; see `OpenResponses`.
 
@@ -72,7 +53,9 @@ class OpenEpisodes:
         self._work = work
         self.special_ids = work.special_ids
         self.tool_names: tuple[str, ...] | None = work.specs.tool_names
-        self._hosted: dict[int, _Hosted] = {}
+        # Episodes whose environments are in workers, by sample id.
+        self._hosted: dict[int, Episode] = {}
+        self._ledger = SampleLedger()
 
     def begin(self, sample_id: int) -> OpenSample:
         """Return an episode without turns."""
@@ -89,7 +72,7 @@ class OpenEpisodes:
         self._forget_others(groups)
         episodes = list[Episode]()
         batch = self._work.batch(
-            episodes, part.params, journal=Journal(None, {}), ledger=SampleLedger()
+            episodes, part.params, journal=Journal(None, {}), ledger=self._ledger
         )
         numbers = self._free_numbers()
         for group, index in places:
@@ -123,14 +106,18 @@ class OpenEpisodes:
     def _forget_others(self, groups: Sequence[OpenGroup]) -> None:
         """End environments of episodes in no group, whose step was abandoned."""
         known = {g.request_id * len(g.samples) + i for g in groups for i in range(len(g.samples))}
-        lost = [self._hosted.pop(each) for each in self._hosted.keys() - known]
-        for hosted in lost:
-            hosted.settle()
-        wait(self._work.pool.forget([hosted.episode.number for hosted in lost]))
+        lost = [self._forget(each) for each in self._hosted.keys() - known]
+        for episode in lost:
+            episode.settle()
+        wait(self._work.pool.forget([episode.number for episode in lost]))
+
+    def _forget(self, sample_id: int) -> Episode:
+        self._ledger.entries.pop(sample_id)
+        return self._hosted.pop(sample_id)
 
     def _free_numbers(self) -> Iterator[int]:
         """Yield the smallest free numbers, so that workers have equally many episodes."""
-        taken = {each.episode.number for each in self._hosted.values()}
+        taken = {each.number for each in self._hosted.values()}
         return (number for number in count(_FIRST_NUMBER) if number not in taken)
 
     def _most(self, episode: Episode, length: int | None) -> int | None:
@@ -146,22 +133,19 @@ class OpenEpisodes:
         """Return an episode that goes on, with its environment if that matches."""
         sample, sample_id = group.samples[index], group.request_id * len(group.samples) + index
         hosted = self._hosted.get(sample_id)
-        if hosted is not None and hosted.sample is sample:
-            episode, batch.ledger.entries[sample_id] = hosted.episode, hosted.entry
-            episode.is_late = False
+        if hosted is not None and hosted.value is sample:
+            episode, hosted.is_late = hosted, False
         else:
-            episode = self._episode(group, index, batch.params)
-            entry = batch.ledger.of(sample_id)
-            entry.answers = _answers(sample)
+            episode = self._hosted[sample_id] = self._episode(group, index, batch.params)
+            self._ledger.entries[sample_id] = SampleEntry(answers=_answers(sample))
             if hosted is None:
                 episode.number = next(numbers)
             else:
                 hosted.settle()
-                episode.number = hosted.episode.number
+                episode.number = hosted.number
             episode.generation = -1 if episode.segments else 0
-            hosted = self._hosted[sample_id] = _Hosted(episode, entry)
         # If this part is abandoned, the environment's state is unknown.
-        hosted.sample = None
+        episode.value = None
         return episode
 
     def _episode(self, group: OpenGroup, index: int, params: SamplingParams) -> Episode:
@@ -252,21 +236,19 @@ class OpenEpisodes:
         if episode.is_cut:
             return
         episode.is_late = self._work.parts.config.tool_lag > 0 and episode.max_sampled is not None
-        hosted = self._hosted[episode.sample_id]
         if episode.is_late:
-            hosted.sample = _value_of(episode, hosted.entry, None, due)
+            episode.value = _value_of(episode, self._ledger.of(episode.sample_id), None, due)
         batch.parse_turn(episode)
         if episode.is_open or episode.is_late:
             batch.begin([episode], batch.after_turn)
 
     def _snapshot(self, episode: Episode, reward: RewardResult | None) -> OpenSample:
         """Return an episode as a part leaves it."""
-        hosted = self._hosted[episode.sample_id]
-        if hosted.sample is None:
-            hosted.sample = _value_of(episode, hosted.entry, reward)
+        if episode.value is None:
+            episode.value = _value_of(episode, self._ledger.of(episode.sample_id), reward)
             if not episode.is_open:
-                del self._hosted[episode.sample_id]
-        return hosted.sample
+                self._forget(episode.sample_id)
+        return episode.value
 
 
 def _value_of(
