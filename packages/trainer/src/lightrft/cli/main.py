@@ -31,7 +31,7 @@ DESCRIPTIONS = {
     },
     "before a run": {
         "data": "check a file of prompts: layout, lengths, bad rows, answers",
-        "plan": "predict memory and time of a run; needs no GPU",
+        "plan": "predict the memory of a run; needs no GPU",
         "config": "show, compare or convert options",
         "launch": "print what starts a run on several nodes",
     },

@@ -1,1 +1,1 @@
-"""Memory and time of a run, predicted from its options; plain arithmetic, without torch."""
+"""Memory of a run, predicted from its options; plain arithmetic, without torch."""
