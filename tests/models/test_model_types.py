@@ -48,6 +48,11 @@ def test_text_of_a_type_that_no_table_of_families_has(model_type, outcome):
         assert_computed_right(verdict)
 
 
+def test_a_model_whose_hidden_states_cannot_be_had_is_named():
+    reason = types.examine("pix2struct").reason
+    assert "Pix2StructForConditionalGeneration has no part with its embedding" in reason
+
+
 @pytest.mark.full
 def test_the_page_says_what_each_type_does():
     verdicts = [types.examine(name) for name in sorted({*types.TEXT, *types.IMAGES})]

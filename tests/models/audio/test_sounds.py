@@ -10,6 +10,7 @@ from tests.models.vision.tiny_world import scored
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.media import Media, RowMedia
+from lightrft.engines.media.text_encoder import TextEncoder
 from lightrft.engines.types import EngineConfig, GenerationRequest, MultiModalInputs, SamplingParams
 from lightrft.engines.vllm.media import name_tower
 from lightrft.models.actor import Actor
@@ -111,8 +112,9 @@ def test_vllm_is_refused_before_it_loads_anything():
         name_tower("qwen2_audio")
 
 
-def test_models_that_hear_and_are_not_known_are_refused():
+def test_models_that_hear_and_are_not_known_read_text_alone():
     from transformers import VoxtralConfig
 
-    with pytest.raises(ValueError, match="type 'voxtral' are not supported"):
-        family_of(VoxtralConfig())
+    family = family_of(VoxtralConfig())
+    assert not family.reads
+    assert "those of models of type 'voxtral' are not supported" in TextEncoder(family).hindrance
