@@ -134,10 +134,14 @@ class Updates:
         state, config = as_double(self.step.states[self._model]), self.step.config
         weights = named(state, "weight", "master")
         moments = {n: v for n, v in state.items() if not n.startswith("weight/")}
-        if not self._is_configured:
-            return Optimizer(self._facts.kind, weights, stored_groups(self._facts), moments)
         names = [name for name in self.step.trained_names(self._model) if name in weights]
-        return Optimizer(DECOUPLED[0], weights, configured_groups(names, weights, config), moments)
+        if self._is_configured:
+            groups = configured_groups(names, weights, config)
+            return Optimizer(DECOUPLED[0], weights, groups, moments)
+        # An optimizer of the caller may also hold weights without gradients.
+        stored = stored_groups(self._facts)
+        groups = {name: stored[name] for name in names if name in stored}
+        return Optimizer(self._facts.kind, weights, groups, moments)
 
     def carry_out(self, number: int, facts: UpdateFacts) -> None:
         """Replay the next update of the model, the step's `number`-th."""
