@@ -56,14 +56,7 @@ class ExchangeBytes:
         return self.rows + self.tokens + self.evidence
 
 
-def predict_exchange(
-    samples,
-    *,
-    world_size,
-    sp_size=1,
-    ledger_gate=True,
-    num_open_groups=0.0,
-):
+def predict_exchange(samples, *, world_size, sp_size=1, ledger_gate=True, num_open_groups=0.0):
     """The mean over ranks of what `exchange`, `deliver_rows` and `deliver_evidence` move.
 
     A sample is trained on a rank that has nothing to do with where it was sampled, so 1 of

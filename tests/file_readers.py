@@ -543,10 +543,7 @@ READERS = {
         ("m/config.json",), make_model, by("lightrft.models.loading:load_config", "m"), (LOADING,)
     ),
     "tokenizer": Reader(
-        ("m/tokenizer.json", "m/tokenizer_config.json"),
-        make_model,
-        load_tokenizer,
-        (LOADING,),
+        ("m/tokenizer.json", "m/tokenizer_config.json"), make_model, load_tokenizer, (LOADING,)
     ),
     "weights": Reader(
         ("m/model.safetensors",), make_model, by("lightrft.models.weight_files:count_model", "m")

@@ -59,13 +59,7 @@ def _fork_server():
     return context
 
 
-def _run_rank(
-    environment,
-    function,
-    args,
-    reply,
-    outputs,
-):
+def _run_rank(environment, function, args, reply, outputs):
     gc.freeze()  # what the server has imported is no garbage: collections need not walk it
     # The server keeps the environment, the output and the errors with which it was started.
     os.environ.clear()
@@ -130,13 +124,7 @@ def rank_environment(rank, world_size, port):
     }
 
 
-def run_multiprocess(
-    fn,
-    world_size,
-    *,
-    timeout_seconds=60.0,
-    args=(),
-):
+def run_multiprocess(fn, world_size, *, timeout_seconds=60.0, args=()):
     """Runs `fn(rank, world_size, *args)` in `world_size` new processes.
 
     Each gets the caller's environment with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,

@@ -19,7 +19,10 @@ def modules_of(name):
     return [path.parent for path in (ROOT / "packages" / name).glob("src/lightrft/*/__init__.py")]
 
 
-@pytest.mark.parametrize("name", PROJECTS)
+for_every_project = pytest.mark.parametrize("name", PROJECTS)
+
+
+@for_every_project
 def test_it_brings_its_licence_and_says_what_it_is(name):
     project = PROJECTS[name]["project"]
     assert project["license-files"] == ["LICENSE"]
@@ -30,7 +33,7 @@ def test_it_brings_its_licence_and_says_what_it_is(name):
     assert {"authors", "classifiers", "keywords"} <= set(project)
 
 
-@pytest.mark.parametrize("name", PROJECTS)
+@for_every_project
 def test_it_asks_for_members_of_its_own_version(name):
     versions = {each["project"]["version"] for each in PROJECTS.values()}
     (version,) = versions
@@ -57,7 +60,7 @@ def test_the_whole_brings_every_member_and_every_extra():
         }
 
 
-@pytest.mark.parametrize("name", PROJECTS)
+@for_every_project
 def test_its_modules_are_all_named_and_typed(name):
     modules = modules_of(name)
     assert modules

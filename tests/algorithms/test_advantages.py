@@ -180,7 +180,10 @@ def test_clip_filter_makes_up_for_constant_groups_up_to_three():
     assert capped[:4].tolist() == pytest.approx([3 * x for x in (0.375, -0.625, -0.125, 0.375)])
 
 
-@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+for_every_group_estimator = pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+
+
+@for_every_group_estimator
 @pytest.mark.parametrize("reward", [0.7, 0.1, 1e6 + 0.1])
 def test_a_constant_group_gets_exactly_zero_in_float32(name, reward):
     for n in (2, 3, 5, 7, 8, 16):
@@ -190,7 +193,7 @@ def test_a_constant_group_gets_exactly_zero_in_float32(name, reward):
         assert _estimate(name, inputs).tolist() == [0.0] * n
 
 
-@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+@for_every_group_estimator
 def test_rewards_that_differ_by_rounding_alone_are_equal(name):
     assert _estimate(name, _inputs([0.1 + 0.2, 0.3, 0.3, 0.3])).tolist() == [0.0] * 4
     assert _estimate(name, _inputs([0.0, 0.1 + 0.2 - 0.3, 0.0, 0.0])).tolist() == [0.0] * 4
@@ -201,7 +204,7 @@ def test_small_differences_of_large_rewards_count():
     torch.testing.assert_close(near, far)
 
 
-@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+@for_every_group_estimator
 def test_one_completion_per_prompt_is_an_error(name):
     with pytest.raises(ValueError, match=r"group 4 has a single completion.*at least 2"):
         _estimate(name, _inputs([1.0, 0.0, 1.0], groups=[1, 1, 4]))
@@ -292,16 +295,10 @@ def test_wrong_kind_unknown_name_and_unknown_option_are_errors():
     with pytest.raises(ValueError, match="call estimate_token_advantages"):
         _estimate("gae", _inputs(REWARDS))
     with pytest.raises(ValueError, match="call estimate_row_advantages"):
-        estimate_token_advantages(
-            build_advantage_estimator("grpo", {}),
-            ONE_TOKEN,
-        )
+        estimate_token_advantages(build_advantage_estimator("grpo", {}), ONE_TOKEN)
 
     with pytest.raises(ValueError, match="needs the critic's values"):
-        estimate_token_advantages(
-            build_advantage_estimator("gae", {}),
-            ONE_TOKEN,
-        )
+        estimate_token_advantages(build_advantage_estimator("gae", {}), ONE_TOKEN)
 
     @advantage_estimator(is_token_level=True)
     def no_tokens(inputs):

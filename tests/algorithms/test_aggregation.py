@@ -19,7 +19,10 @@ def _reference(loss, mask, mode, constant):
     return total / constant if mode == "seq-mean-token-sum-norm" else total
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
+in_every_mode = pytest.mark.parametrize("mode", AGGREGATIONS)
+
+
+@in_every_mode
 def test_equals_independent_means_on_random_ragged_rows(mode, ragged):
     for seed in range(5):
         batch = ragged(seed)
@@ -30,7 +33,7 @@ def test_equals_independent_means_on_random_ragged_rows(mode, ragged):
         assert value.item() == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
+@in_every_mode
 def test_any_split_order_width_and_empty_row_gives_the_same_gradient(mode, ragged):
     batch = ragged(11, rows=6)
     mask = batch.tensors.mask
@@ -52,7 +55,7 @@ def test_any_split_order_width_and_empty_row_gives_the_same_gradient(mode, ragge
         torch.testing.assert_close(gradient(parts, pad), whole, atol=1e-7, rtol=1e-6)
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
+@in_every_mode
 def test_no_token_anywhere_gives_zero_with_a_graph(mode):
     loss = torch.full((2, 3), float("nan"), requires_grad=True)
     mask = torch.zeros(2, 3, dtype=torch.bool)

@@ -16,15 +16,17 @@ P = torch.tensor([[0.6, 0.2, 0.1, 0.1]], dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
-    ("form", "value"),
-    [("reverse", 0.0566411612), ("forward", 0.0570681197), ("jsd", 0.0140741616)],
+    ("form", "value"), [("reverse", 0.0566411612), ("forward", 0.0570681197), ("jsd", 0.0140741616)]
 )
 def test_worked_numbers(form, value):
     found = divergence(Q.log() + 3.0, P.log() - 1.0, form=form)
     assert float(found) == pytest.approx(value, abs=1e-10)
 
 
-@pytest.mark.parametrize("form", DIVERGENCES)
+for_every_form = pytest.mark.parametrize("form", DIVERGENCES)
+
+
+@for_every_form
 def test_a_distribution_has_no_distance_from_itself_and_some_from_others(form):
     logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     assert divergence(logits, logits + 2.0, form=form, beta=0.3).abs().max() < 1e-12
@@ -50,7 +52,7 @@ def buckets(logits, token_ids):
     return [*chosen, sum(p for i, p in enumerate(whole) if i not in token_ids)]
 
 
-@pytest.mark.parametrize("form", DIVERGENCES)
+@for_every_form
 @pytest.mark.parametrize("k", [1, 3, 10])
 def test_a_tail_makes_a_divergence_that_loses_only_what_lies_in_it(form, k):
     generator = torch.Generator().manual_seed(k)
@@ -105,7 +107,7 @@ def plain(student, teacher, form):
     return total
 
 
-@pytest.mark.parametrize("form", DIVERGENCES)
+@for_every_form
 @pytest.mark.parametrize(("softcap", "has_bias"), [(None, True), (4.0, False)])
 @pytest.mark.parametrize("max_logits", [1, 25, 10**6])
 def test_chunks_have_the_value_and_the_gradient_of_the_whole(form, softcap, has_bias, max_logits):
@@ -127,7 +129,7 @@ def test_chunks_have_the_value_and_the_gradient_of_the_whole(form, softcap, has_
         assert (own - wanted).norm() <= 1e-10 * wanted.norm()
 
 
-@pytest.mark.parametrize("form", DIVERGENCES)
+@for_every_form
 def test_chunks_with_a_tail_have_the_value_and_the_gradient_of_the_whole(form):
     student, teacher = projections(5)
     best = teacher.logits(slice(None))[:, :11].log_softmax(-1).topk(3)

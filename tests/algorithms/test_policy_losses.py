@@ -147,7 +147,10 @@ def test_cpgd_without_drift_follows_the_log_probability_up_to_its_clip(options, 
     torch.testing.assert_close(gradient, torch.where(mask & is_free, -a / mask.sum(), 0.0))
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+for_every_loss = pytest.mark.parametrize("name", POLICY_LOSSES)
+
+
+@for_every_loss
 def test_defaults_and_options_are_the_papers(name):
     paper = PAPER_LOSSES[name].__kwdefaults__ or {}
     expected = {key: value for key, value in paper.items() if key != "max_response_tokens"}
@@ -196,7 +199,7 @@ def test_cpgd_drift_has_the_capped_gradient_of_the_kl_from_old_to_new(worked):
     assert grad[worked.mask].tolist() == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@for_every_loss
 def test_far_apart_policies_stay_finite_and_are_counted(name):
     new = torch.tensor([[-500.0, -0.1, -0.2]], requires_grad=True)
     old = torch.tensor([[-0.1, -500.0, -0.2]])
@@ -240,7 +243,7 @@ def test_gspo_token_equals_gspo_where_the_ratio_of_the_row_is_held():
         assert one[2].tolist() == two[2].tolist() == [[0.0, 0.0]]
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@for_every_loss
 def test_the_loss_has_the_dtype_of_the_logprobs_and_refuses_other_shapes(name, worked):
     loss, mask = build_policy_loss(name, {}), worked.mask
     new, old, advantages = (x.float() for x in (worked.new, worked.old, worked.advantages))

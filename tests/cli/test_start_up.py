@@ -81,11 +81,7 @@ def processor_seconds(environment, *words):
 
     before = spent()
     done = subprocess.run(
-        [sys.executable, "-c", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
+        [sys.executable, "-c", *words], capture_output=True, text=True, check=False, env=environment
     )
     return spent() - before, done
 

@@ -754,9 +754,7 @@ OPTIONS_OF_STAGES = {
         {"--train_on all": "train_on is an option of lightrft sft, not of"},
     ),
     **lines(
-        USAGE,
-        "sft | prefer",
-        {"--policy_loss gspo": "policy_loss is an option of lightrft train"},
+        USAGE, "sft | prefer", {"--policy_loss gspo": "policy_loss is an option of lightrft train"}
     ),
     **lines(DATA, "prefer | reward", {"--max_row_tokens 2": "all 2 pairs exceed max_row_tokens"}),
     **lines(

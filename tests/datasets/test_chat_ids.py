@@ -32,7 +32,10 @@ def result(text):
     return {"role": "tool", "name": "function", "tool_call_id": "call00000", "content": text}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+for_every_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+@for_every_family
 def test_what_follows_a_turn_is_what_environments_append(name):
     tokenizer, suffix, chat = of(name)
     turn = tokenizer("hello", add_special_tokens=False)["input_ids"]
@@ -72,7 +75,7 @@ def test_special_tokens_without_a_role_end_turns_in_every_stage():
     ]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@for_every_family
 def test_a_prompt_has_the_ids_of_the_whole_rendering(name):
     tokenizer, _, chat = of(name)
     talk = [{"role": "user", "content": "hello."}]
@@ -83,7 +86,7 @@ def test_a_prompt_has_the_ids_of_the_whole_rendering(name):
     assert list(chat.prompt(talk).token_ids) == expected
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@for_every_family
 def test_no_text_becomes_a_special_token(name):
     tokenizer, _, chat = of(name)
     names = [str(tokenizer.convert_ids_to_tokens(i)) for i in sorted(chat.special_ids)]

@@ -15,10 +15,7 @@ from tests.machine import seconds
 from lightrft.engines.media.containers import BEGINNINGS, demuxer_of
 
 # open, openat, openat2, creat, socket, connect, bind
-CALLS = {
-    "x86_64": (2, 257, 437, 85, 41, 42, 49),
-    "aarch64": (56, 437, 198, 203, 200),
-}
+CALLS = {"x86_64": (2, 257, 437, 85, 41, 42, 49), "aarch64": (56, 437, 198, 203, 200)}
 GUARDED = """
 import ctypes, io, os, struct, sys
 from pathlib import Path
@@ -207,13 +204,7 @@ def test_unknown_bytes_are_refused_before_anything_is_opened(tmp_path):
 
 
 def test_the_first_bytes_name_one_demuxer():
-    known = {
-        "mp4": "mov",
-        "mov": "mov",
-        "mkv": "matroska",
-        "webm": "matroska",
-        "avi": "avi",
-    }
+    known = {"mp4": "mov", "mov": "mov", "mkv": "matroska", "webm": "matroska", "avi": "avi"}
     assert {suffix: demuxer_of(film(suffix, num_frames=2)) for suffix in known} == known
     assert demuxer_of(tag(b"\xff\xf1")) == "aac"
     assert demuxer_of(tag(tag(b"\xff\xfb", 300), 10)) == "mp3"

@@ -36,26 +36,11 @@ ADDRESS = f"data:image/png;base64,{BASE64}"
 
 # Rows as they stand in a file, and the pictures in the order in which the model must see them.
 ROWS = {
-    "mark and column": (
-        '{"input": "see <image>?", "images": ["a.png"]}',
-        "a",
-    ),
-    "column alone": (
-        '{"input": "see", "images": "a.png"}',
-        "a",
-    ),
-    "other column": (
-        '{"input": "see <image>?", "image": {"path": "a.png"}}',
-        "a",
-    ),
-    "both columns, one empty": (
-        '{"input": "?", "image": "a.png", "images": []}',
-        "a",
-    ),
-    "lists of lists": (
-        '{"input": "<image> <image>?", "images": [["b.png"], ["a.png"]]}',
-        "ba",
-    ),
+    "mark and column": ('{"input": "see <image>?", "images": ["a.png"]}', "a"),
+    "column alone": ('{"input": "see", "images": "a.png"}', "a"),
+    "other column": ('{"input": "see <image>?", "image": {"path": "a.png"}}', "a"),
+    "both columns, one empty": ('{"input": "?", "image": "a.png", "images": []}', "a"),
+    "lists of lists": ('{"input": "<image> <image>?", "images": [["b.png"], ["a.png"]]}', "ba"),
     "part": (
         '{"input": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": '
         '"text", "text": "What?"}]}]}',
@@ -107,10 +92,7 @@ ROWS = {
         '"text", "text": "now?"}]}], "images": ["b.png"]}',
         "ba",
     ),
-    "text": (
-        '{"input": "What is 3 + 4?", "images": null}',
-        "",
-    ),
+    "text": ('{"input": "What is 3 + 4?", "images": null}', ""),
     "text in parts": (
         '{"input": [{"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": '
         '"text", "text": "3 + 4?"}]}]}',
@@ -134,7 +116,10 @@ def names_of(media):
     return "".join(pixels[image.decode().tobytes()] for image in media.images)
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+for_every_family = pytest.mark.parametrize("family", TINY_FAMILIES)
+
+
+@for_every_family
 def test_rows_of_every_form_are_read_by_every_family(tmp_path, family):
     _, encoder = tiny(family)
     reader = VisionPrompts(encoder)
@@ -148,7 +133,7 @@ def test_rows_of_every_form_are_read_by_every_family(tmp_path, family):
             assert found.token_ids == encoder.encode(found.text, found.media).token_ids, name
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@for_every_family
 def test_a_text_holds_no_place_of_the_model_s_own(tmp_path, family):
     _, encoder = tiny(family)
     reader = VisionPrompts(encoder)
@@ -162,7 +147,7 @@ def test_a_text_holds_no_place_of_the_model_s_own(tmp_path, family):
             load(tmp_path, {"input": f"what is {mark} ?", **columns}, reader)
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@for_every_family
 def test_without_a_chat_template_the_text_has_the_model_s_own_places(tmp_path, family):
     _, encoder = tiny(family)
     reader = VisionPrompts(encoder)
@@ -189,7 +174,7 @@ def test_a_prompt_does_not_end_with_a_medium(tmp_path):
         load(tmp_path, row, reader, apply_chat_template=False)
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@for_every_family
 def test_a_picture_moves_the_tower_by_what_it_shows(family):
     model, encoder = tiny(family)
     actor, gradients = Actor(model), []
@@ -278,7 +263,7 @@ def shifted(processor):
     return Shifted()
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@for_every_family
 def test_features_are_compared_with_placeholders(family):
     _, encoder = tiny(family)
     own = PromptEncoder(shifted(encoder.processor), encoder.family)
@@ -289,7 +274,7 @@ def test_features_are_compared_with_placeholders(family):
         own.encode(asked, media)
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@for_every_family
 def test_tokens_follow_from_the_sizes_of_pictures(family, monkeypatch):
     """Headers alone give the ids that pixels give, whatever the sizes; another size does not."""
     _, encoder = tiny(family)

@@ -20,10 +20,7 @@ CHATS = {
     "prompt given, too": {"prompt": [ASK], "chosen": [ASK, OK], "rejected": [ASK, ALL]},
     "prompt as text": {"prompt": "hello", "chosen": [ASK, OK], "rejected": [ASK, ALL]},
     "answers as texts": {"prompt": [ASK], "chosen": "ok.", "rejected": "all"},
-    "ShareGPT": {
-        "chosen": SPOKEN[:2],
-        "rejected": [SPOKEN[0], SPOKEN[3]],
-    },
+    "ShareGPT": {"chosen": SPOKEN[:2], "rejected": [SPOKEN[0], SPOKEN[3]]},
 }
 
 

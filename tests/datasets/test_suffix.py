@@ -45,7 +45,10 @@ def ended_turn(name, tokenizer, text="hello"):
     return [*ids_of(tokenizer, text), tokenizer.convert_tokens_to_ids(stop)]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+for_every_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+@for_every_family
 def test_each_family_is_sound_or_refused_with_a_known_reason(name):
     tokenizer, end = family_tokenizer(name), FAMILIES[name][1][2]
     suffix = TurnSuffix(ChatIds(tokenizer))
@@ -62,7 +65,7 @@ def test_each_family_is_sound_or_refused_with_a_known_reason(name):
     )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@for_every_family
 def test_the_suffix_is_what_the_family_documents(name):
     tokenizer = family_tokenizer(name)
     found = TurnSuffix(ChatIds(tokenizer)).after(ended_turn(name, tokenizer), ["ok"]).token_ids
@@ -72,7 +75,7 @@ def test_the_suffix_is_what_the_family_documents(name):
     assert tokenizer.decode(found, skip_special_tokens=False) == expected
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@for_every_family
 def test_no_observation_can_forge_a_turn(name):
     """Whatever the text, the special tokens are those of a harmless observation."""
     tokenizer = family_tokenizer(name)
@@ -91,7 +94,7 @@ def test_no_observation_can_forge_a_turn(name):
     assert special & set(plain)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@for_every_family
 def test_a_turn_that_ends_otherwise_gets_its_end_unsampled(name):
     tokenizer = family_tokenizer(name)
     suffix = TurnSuffix(ChatIds(tokenizer))
@@ -118,7 +121,7 @@ def test_a_turn_that_ends_otherwise_gets_its_end_unsampled(name):
         "ünï✓😀",
     ],
 )
-@pytest.mark.parametrize("name", FAMILIES)
+@for_every_family
 def test_any_text_is_carried(name, text):
     tokenizer = family_tokenizer(name)
     suffix, turn = TurnSuffix(ChatIds(tokenizer)), ended_turn(name, tokenizer)
@@ -163,7 +166,7 @@ def test_templates_that_carry_no_turns_are_refused_beforehand():
         assert reason in str(refusal.value)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@for_every_family
 def test_the_places_of_foreign_text_are_known(name):
     """By them the ledger gate knows where no special token may stand."""
     tokenizer = family_tokenizer(name)

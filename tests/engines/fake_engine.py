@@ -45,14 +45,7 @@ class FakeEngine(RolloutEngine):
     streams = True
     computes_model = False
 
-    def __init__(
-        self,
-        config=USUAL,
-        *,
-        script=None,
-        parameters=None,
-        unwritten=(),
-    ):
+    def __init__(self, config=USUAL, *, script=None, parameters=None, unwritten=()):
         check_options(config.options, ("vocab_size", "eos_token_id"), engine_name=self.name)
         given = _default_parameters(config) if parameters is None else parameters
         super().__init__(config)

@@ -10,12 +10,7 @@ from tests.models.tiny import tiny_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    GenerationConfig,
-    MambaConfig,
-    MambaForCausalLM,
-    Qwen3ForCausalLM,
-)
+from transformers import GenerationConfig, MambaConfig, MambaForCausalLM, Qwen3ForCausalLM
 
 from lightrft.engines import (
     EngineConfig,

@@ -27,8 +27,10 @@ from lightrft.engines.types import (
 )
 from lightrft.models.actor import Actor
 
+for_every_family = pytest.mark.parametrize("preset", TINY_FAMILIES)
 
-@pytest.mark.parametrize("preset", TINY_FAMILIES)
+
+@for_every_family
 def test_samples_score_as_the_trainer_scores_them(preset):
     model, encoder = tiny(preset)
     batch = Batch(model, encoder)
@@ -58,7 +60,7 @@ def test_places_of_media_behind_the_ids_of_the_tokenizer_are_not_sampled_either(
     assert max(made.output_token_ids) < vocabulary.num_tokens
 
 
-@pytest.mark.parametrize("preset", TINY_FAMILIES)
+@for_every_family
 def test_a_placeholder_in_a_text_beside_pictures_is_text(preset):
     """A text of other people's making stops no run, and scores as the trainer scores it."""
     model, encoder = tiny(preset)
@@ -77,7 +79,7 @@ def test_a_placeholder_in_a_text_beside_pictures_is_text(preset):
     assert logprob_error(Actor(model), encoder, prompts, completions) < 1e-5
 
 
-@pytest.mark.parametrize("preset", TINY_FAMILIES)
+@for_every_family
 def test_requests_with_other_numbers_of_media_are_named(tmp_path, preset):
     write_tiny_vision_model(tmp_path, preset)
     engine = HFEngine(EngineConfig("hf", str(tmp_path)))

@@ -12,11 +12,7 @@ from tests.engines.plain_forward import (
 from tests.models.batches import perturb
 from tests.ranks import run_multiprocess
 
-from lightrft.engines import (
-    EngineConfig,
-    SamplingParams,
-    build_engine,
-)
+from lightrft.engines import EngineConfig, SamplingParams, build_engine
 from lightrft.kernels import hash_tensor
 
 pytestmark = pytest.mark.vllm

@@ -6,12 +6,7 @@ from tests.engines.plain_forward import largest_error, random_prompts, send
 from tests.models.batches import perturb
 from tests.models.tiny import SPECIAL, tiny_model
 
-from lightrft.engines import (
-    EngineConfig,
-    SamplingParams,
-    WeightPiece,
-    build_engine,
-)
+from lightrft.engines import EngineConfig, SamplingParams, WeightPiece, build_engine
 from lightrft.engines.model_shape import ModelShape
 from lightrft.engines.vllm import experts, weights
 from lightrft.engines.vllm.layout import LayoutReader

@@ -61,11 +61,7 @@ def rows_of_rank(rank, world_size):
             shapes[f"{name}.{attribute}"] = tuple(full.shape)
             parameter.weight_loader(parameter, full)
     read = LayoutReader(
-        root,
-        ModelShape(shapes, {}),
-        tp_rank=rank,
-        tp_size=world_size,
-        default_dtype=torch.float32,
+        root, ModelShape(shapes, {}), tp_rank=rank, tp_size=world_size, default_dtype=torch.float32
     ).read()
     weights = VLLMWeights(SimpleNamespace(model=root), read, "vllm")
     found = weights.hashes([name for name in shapes if name in read.places])

@@ -112,11 +112,7 @@ def train_step(
     stream = NOTHING_OPEN
     for step in range(num_steps):
         samples = source.collect(
-            draw(),
-            first_request_id=100 * step,
-            timer=StepTimer(),
-            next_prompts=draw,
-            stream=stream,
+            draw(), first_request_id=100 * step, timer=StepTimer(), next_prompts=draw, stream=stream
         )
         with pytest.raises(GatePassed):
             make_experience(
@@ -299,11 +295,7 @@ FAULTS = {
         {},
         "is_masked differ: False was written down",
     ),
-    "accuracies of two rows": (
-        rows_of(column("accuracies", exchanged)),
-        {},
-        "accuracies differ",
-    ),
+    "accuracies of two rows": (rows_of(column("accuracies", exchanged)), {}, "accuracies differ"),
     "components exchanged": (
         rows_of(column("components", lambda v: v[:, ::-1].copy())),
         {},

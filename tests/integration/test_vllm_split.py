@@ -7,11 +7,7 @@ from tests.models.tiny import WIDE, tiny_model
 from tests.ranks import run_multiprocess
 from tests.trainer.test_random_kills import require_same_end, result, settings, write_inputs
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.vllm,
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.full, pytest.mark.vllm, pytest.mark.timeout(900)]
 NUM_STEPS = 3
 
 

@@ -35,10 +35,7 @@ from lightrft.kernels.logprob.types import LogitsTransform, LogprobOutput
 TILES = TileConfig(128, 256, 64, 4, 2, tiles_per_split=2)
 HARD = LogitsTransform(temperature=0.7, softcap=20.0)
 PLAIN = LogitsTransform(1.0, None)
-ENGINES = {
-    "fused": TritonEngine(1024, TILES, TILES),
-    "products": ProductEngine(1024),
-}
+ENGINES = {"fused": TritonEngine(1024, TILES, TILES), "products": ProductEngine(1024)}
 
 
 def engine_logprob(hidden, weight, bias, targets, engine, transform, entropy):
@@ -81,13 +78,7 @@ def check(engine, leaves, targets, upstream, *, transform=HARD, value=5e-5, grad
         gradient = 1.0
     outputs = (output.logprobs, output.entropy)
     compare(
-        outputs,
-        leaves,
-        targets,
-        upstream,
-        value=value,
-        gradient=gradient,
-        **program_of(transform),
+        outputs, leaves, targets, upstream, value=value, gradient=gradient, **program_of(transform)
     )
 
 
@@ -125,7 +116,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", ENGINES)
+by_every_engine = pytest.mark.parametrize("name", ENGINES)
+
+
+@by_every_engine
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_equal_float64(case, name):
     num_tokens, vocab, how, transform = CASES[case]
@@ -134,7 +128,7 @@ def test_values_and_gradients_equal_float64(case, name):
     check(ENGINES[name], leaves, targets, upstream, transform=transform)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@by_every_engine
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_a_forbidden_token_has_no_probability_and_no_gradient(name, softcap):
     leaves, targets, upstream = inputs(20, 300)
@@ -196,7 +190,7 @@ def test_products_are_folded_by_enough_programs():
     assert rows * columns >= 3 * 132
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@by_every_engine
 @pytest.mark.parametrize("shift", [-30.0, -150.0, 1e4, -1e4])
 def test_the_running_maximum_starts_below_every_logit_and_no_column_is_a_phantom(name, shift):
     # Columns beyond the vocabulary read as 0 would hold nearly all the probability.

@@ -62,7 +62,10 @@ def check(impl, num_tokens, vocab, size):
         compare(outputs, leaves, targets, alone, value=VALUES, gradient=bound)
 
 
-@pytest.mark.parametrize("impl", ["triton", "cublas"])
+by_tiles_and_products = pytest.mark.parametrize("impl", ["triton", "cublas"])
+
+
+@by_tiles_and_products
 def test_more_logits_than_32_bits_count(impl):
     # N * V = 16384 * 131072 = 2^31.
     hidden, weight = torch.randn(16384, 64, device="cuda"), torch.randn(131072, 64, device="cuda")
@@ -78,7 +81,7 @@ def test_more_logits_than_32_bits_count(impl):
     assert (output.logprobs[last].double() - exact).abs().max() < 5e-5
 
 
-@pytest.mark.parametrize("impl", ["triton", "cublas"])
+@by_tiles_and_products
 def test_twenty_runs_are_bitwise_equal(impl):
     leaves, targets, upstream = make_inputs(300, 20000, 512)
     first = None
@@ -97,7 +100,7 @@ def test_loss_inside_the_output_layer(budget):
     check_loss(*make_inputs(300, 20000, 512), value=VALUES, gradient=8e-3, how=how)
 
 
-@pytest.mark.parametrize("impl", ["triton", "cublas"])
+@by_tiles_and_products
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0}, {"temperature": 0.7}])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("size", [512, 9])

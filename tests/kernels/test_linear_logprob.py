@@ -21,7 +21,10 @@ def workspace_of(impl, columns=256):
     return Workspace(columns) if impl == "chunked" else None
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+by_every_implementation = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+
+
+@by_every_implementation
 @pytest.mark.parametrize("num_tokens", [0, 1, 127, 128, 129])
 @pytest.mark.parametrize("vocab", [1, 255, 256, 257, 1408])
 def test_values_and_gradients_equal_float64(num_tokens, vocab, impl):
@@ -42,7 +45,7 @@ def test_vocabularies_of_models(vocab):
     check_logprob(leaves, targets, upstream, value=5e-5, gradient=1e-5)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@by_every_implementation
 def test_entropy_value_is_detached_and_none_is_none(impl):
     (hidden, weight, _), targets, _ = make_inputs(9, 50)
     value = linear_logprob(hidden, weight, targets, entropy="value", impl=impl)
@@ -55,14 +58,14 @@ def test_entropy_value_is_detached_and_none_is_none(impl):
     assert hidden.grad is not None
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@by_every_implementation
 def test_all_rows_ignored_give_zeros_and_zero_gradients(impl):
     leaves, targets, upstream = make_inputs(12, 70)
     ignored = torch.full_like(targets, -100)
     check_logprob(leaves, ignored, upstream, impl=impl, value=1e-30, gradient=1e-30)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@by_every_implementation
 def test_ignored_rows_do_not_change_the_others(impl):
     (hidden, weight, _), targets, upstream = make_inputs(20, 90)
     masked = targets.clone()
@@ -80,7 +83,7 @@ def test_ignored_rows_do_not_change_the_others(impl):
     assert gradient[kept].any(dim=1).all()
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@by_every_implementation
 @pytest.mark.parametrize("shift", [1e4, -1e4, -150.0])
 def test_shifted_logits_stay_finite_and_right(impl, shift):
     leaves, targets, upstream = make_inputs(31, 700)
@@ -109,7 +112,7 @@ def test_gradient_of_a_near_certain_target_keeps_its_digits():
     assert weight.grad[1].item() == pytest.approx(-1e-6 * math.log(1e6), rel=0.01)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@by_every_implementation
 def test_bfloat16_inputs_are_computed_in_float32(impl):
     leaves, targets, upstream = make_inputs(64, 500, dtype=torch.bfloat16)
     check_logprob(leaves, targets, upstream, impl=impl, value=5e-5, gradient=3e-3)

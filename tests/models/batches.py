@@ -1,8 +1,10 @@
 """Right-padded rows of unequal lengths, and gradients of what a model makes of them."""
 
+import pytest
 import torch
 from tests.models.tiny import tiny_model
 
+plain_and_fused = pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
 LENGTHS = (19, 5, 33, 1, 12)
 
 

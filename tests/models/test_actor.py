@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.models.batches import relative_norm
+from tests.models.batches import plain_and_fused, relative_norm
 from tests.models.tiny import tiny_model
 
 from lightrft.models import Actor, load_causal_lm
@@ -35,7 +35,7 @@ def gradients(module, outputs, upstream):
     return dict(zip(named, torch.autograd.grad(loss, named.values()), strict=True))
 
 
-@pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
+@plain_and_fused
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_values_and_gradients_equal_transformers(checkpoint, is_fused, temperature):
     token_ids, attention_mask, upstream = make_batch()
@@ -52,7 +52,7 @@ def test_values_and_gradients_equal_transformers(checkpoint, is_fused, temperatu
     assert relative_norm(got, want) < 2e-6
 
 
-@pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
+@plain_and_fused
 def test_scored_mask_selects_and_zeroes(checkpoint, is_fused):
     token_ids, attention_mask, upstream = make_batch()
     actor = Actor.from_pretrained(checkpoint, fused_linear_logprob=is_fused)
@@ -69,7 +69,7 @@ def test_scored_mask_selects_and_zeroes(checkpoint, is_fused):
     assert relative_norm(got, want) < 2e-6
 
 
-@pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
+@plain_and_fused
 def test_nothing_to_score_still_gives_every_parameter_a_zero_gradient(checkpoint, is_fused):
     # Ranks without tokens must reach the same collectives in the backward pass as the others.
     token_ids, attention_mask, _ = make_batch()

@@ -4,7 +4,14 @@ import copy
 
 import pytest
 import torch
-from tests.models.batches import forget_window, gradients, make_batch, relative_norm, sliding_model
+from tests.models.batches import (
+    forget_window,
+    gradients,
+    make_batch,
+    plain_and_fused,
+    relative_norm,
+    sliding_model,
+)
 from transformers import AutoModelForCausalLM
 
 from lightrft.engines.media.media import EncodedPrompt, RowMedia
@@ -47,7 +54,7 @@ def test_left_padding_and_empty_batches_can_be_packed():
     assert not empty.scatter(torch.zeros(0)).any()
 
 
-@pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
+@plain_and_fused
 def test_packed_logprobs_entropies_and_gradients_equal_padded_ones(checkpoint, is_fused):
     actor = Actor.from_pretrained(checkpoint, fused_linear_logprob=is_fused, chunk_size=100)
     logprobs, entropy, expected = actor_results(actor)

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from tests.engines.test_sampling import slow_law
+from tests.models.batches import plain_and_fused
 
 from lightrft.engines.types import SamplingParams
 from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
@@ -84,7 +85,7 @@ def test_no_rows_are_no_error():
     assert replay_support(torch.zeros(0, 8), layer, none, support, chunk_size=16).shape == (0,)
 
 
-@pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
+@plain_and_fused
 def test_padded_and_packed_layouts_agree_and_gradients_stay(checkpoint, is_fused):
     generator = torch.Generator().manual_seed(2)
     token_ids = torch.randint(0, 256, (3, 12), generator=generator)

@@ -172,14 +172,7 @@ def test_a_head_that_computes_otherwise_is_refused_in_one_line(
     rows.write_text((json.dumps(ROWS[command]) + "\n") * 4)
     options = ["--train_batch_size", "4", "--output_dir", str(tmp_path / "run")]
     if command == "train":
-        options += [
-            "--reward_fn",
-            "boxed_math",
-            "--engine_type",
-            "hf",
-            "--rollout_batch_size",
-            "4",
-        ]
+        options += ["--reward_fn", "boxed_math", "--engine_type", "hf", "--rollout_batch_size", "4"]
         options += ["--n_samples_per_prompt", "2", "--generate_max_len", "4"]
     code = main([command, "--pretrain", model, "--prompt_data", str(rows), "--fsdp", *options])
     text = capsys.readouterr().err

@@ -18,10 +18,7 @@ SAMPLING = {"generate_max_len": 4, "prompt_max_len": 32}
 CONTINUED = {
     **{stage: {} for stage in TRAINERS},
     **{f"{stage}, adapters, packed": ADAPTERS for stage in ("sft", "prefer", "reward")},
-    "prefer, two losses": {
-        "preference_loss": ("kto", "aot"),
-        "preference_weights": (1.0, 0.5),
-    },
+    "prefer, two losses": {"preference_loss": ("kto", "aot"), "preference_weights": (1.0, 0.5)},
     "distill, own samples": {**SAMPLING, "offpolicy_fraction": 0.4, "teacher_form": "reverse"},
 }
 
@@ -122,11 +119,7 @@ def test_a_swap_of_chosen_and_rejected_is_named(tmp_path, models, capsys, stage,
 
 @pytest.mark.parametrize(
     ("stage", "metric"),
-    [
-        ("sft", "eval/loss"),
-        ("prefer", "eval/loss"),
-        ("reward", "eval/calibration_error"),
-    ],
+    [("sft", "eval/loss"), ("prefer", "eval/loss"), ("reward", "eval/calibration_error")],
 )
 def test_a_model_that_gets_worse_is_not_the_best(tmp_path, models, capsys, stage, metric):
     rows, held_out = write_rows(tmp_path), write_rows(tmp_path, "held_out", swapped=True)

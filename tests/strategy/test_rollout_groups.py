@@ -18,7 +18,7 @@ def strategy_of(tp, **settings):
     strategy = sharded(engine_tp_size=tp, plot_every=1, **settings)
     engine_class = Spanning if tp > 1 else FakeEngine
     strategy.inference_engine = engine_class(
-        script=lambda request, index: ([sum(request.prompt_token_ids)], [-0.5]),
+        script=lambda request, index: ([sum(request.prompt_token_ids)], [-0.5])
     )
     return strategy
 

@@ -185,8 +185,7 @@ def test_a_rank_whose_peer_never_comes_ends_when_it_is_told_to():
         ports = find_free_port(), first.getsockname()[1]
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-c", WAITS],
-                env={**os.environ, **rank_environment(rank, 2, port)},
+                [sys.executable, "-c", WAITS], env={**os.environ, **rank_environment(rank, 2, port)}
             )
             for rank, port in enumerate(ports)
         ]

@@ -49,7 +49,7 @@ def count_messages(rank, world_size):
     for num_tensors in (20, 200):
         full, source = sharded_source(num_tensors, rank, world_size)
         engine = FakeEngine(
-            parameters={name: torch.zeros_like(tensor) for name, tensor in full.items()},
+            parameters={name: torch.zeros_like(tensor) for name, tensor in full.items()}
         )
         engine.calls.clear()
         with Collectives() as seen:

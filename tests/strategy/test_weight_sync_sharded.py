@@ -57,7 +57,7 @@ def check_fake_engine(source, full):
 
     for bucket_bytes in (64, 2**20):
         engine = FakeEngine(
-            parameters={name: torch.zeros_like(tensor) for name, tensor in full.items()},
+            parameters={name: torch.zeros_like(tensor) for name, tensor in full.items()}
         )
         WeightSync(engine, bucket_bytes=bucket_bytes).sync(source)
         for name, tensor in full.items():

@@ -216,7 +216,7 @@ def sync_often(rank, world_size, planted, faults, seconds):
         wire, memory = wire_of(bridge, planted)
         if side.generates:
             engine = FakeEngine(
-                parameters={name: torch.zeros(shape) for name, shape in SHAPES.items()},
+                parameters={name: torch.zeros(shape) for name, shape in SHAPES.items()}
             )
             generate(bridge, engine, wire, plant)
             held = {name: engine.weights.tensors[name].clone() for name in SHAPES}

@@ -10,11 +10,7 @@ import pytest
 import torch
 from tests.ranks import run_multiprocess
 
-pytestmark = [
-    pytest.mark.shard("learning"),
-    pytest.mark.slow,
-    pytest.mark.timeout(7200),
-]
+pytestmark = [pytest.mark.shard("learning"), pytest.mark.slow, pytest.mark.timeout(7200)]
 
 ALGORITHMS = {
     "grpo": {},

@@ -8,11 +8,7 @@ from tests.models.batches import relative_norm
 
 from lightrft.stages.policy.maker import ExperienceMaker
 
-SINGLE = {
-    "train_batch_size": 16,
-    "micro_train_batch_size": 4,
-    "micro_rollout_batch_size": 4,
-}
+SINGLE = {"train_batch_size": 16, "micro_train_batch_size": 4, "micro_rollout_batch_size": 4}
 
 
 class NoisyEngine(ShiftedEngine):

@@ -7,15 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.ranks import run_multiprocess
-from tests.runs import (
-    compared,
-    interrupted,
-    lines,
-    rollout_options,
-    say_rows,
-    train,
-    write_inputs,
-)
+from tests.runs import compared, interrupted, lines, rollout_options, say_rows, train, write_inputs
 
 from lightrft.strategy.distributed.process_groups import start_process_group
 

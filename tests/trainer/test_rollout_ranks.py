@@ -75,11 +75,7 @@ FILES = {"environment", "agent", "chat_template", "pretrain", "prompt_data", "ev
 CASES = {
     "lag 1, 1 + 1": (1, 1, {"eval_steps": 2}),
     "lag 1, 2 + 1": (2, 1, WHOLE_GROUPS | {"dynamic_sampling": True}),
-    "streaming, 1 + 2": (
-        1,
-        2,
-        {"rollout_lag": 2, "stream_chunk": 2, **ONE_ROW},
-    ),
+    "streaming, 1 + 2": (1, 2, {"rollout_lag": 2, "stream_chunk": 2, **ONE_ROW}),
     "lag 1, 2 + 2": (2, 2, {}),
     "environment, 1 + 2": (1, 2, MIXER | ONE_ROW),
     "environment, streaming, 2 + 1": (2, 1, MIXER | ONE_ROW | {"stream_chunk": 4}),

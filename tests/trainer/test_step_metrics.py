@@ -13,11 +13,7 @@ from lightrft.rewards.types import RewardError
 from lightrft.rollout.source import AGENT_COUNTS, Samples
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.policy_stage import evaluate_prompts
-from lightrft.stages.policy.step_metrics import (
-    conversation_means,
-    rollout_means,
-    table_metrics,
-)
+from lightrft.stages.policy.step_metrics import conversation_means, rollout_means, table_metrics
 from lightrft.strategy import get_fake_strategy
 from lightrft.tools.evaluation.evaluation_run import EvalSettings, summarise
 

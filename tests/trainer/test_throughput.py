@@ -8,12 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightrft.config import TrainConfig
 from lightrft.models import Actor
-from lightrft.run.throughput import (
-    TrainingFlops,
-    peak_tflops,
-    training_flops,
-    utilisation,
-)
+from lightrft.run.throughput import TrainingFlops, peak_tflops, training_flops, utilisation
 from lightrft.stages.stage import Work
 from lightrft.strategy.weight_sync.parameter_source import module_parameter_source
 from lightrft.tools.model_presets import PRESETS

@@ -9,9 +9,7 @@ from lightrft.algorithms.correction_terms import parse_correction
 from lightrft.algorithms.corrections import correction_weights
 from lightrft.config import TrainConfig
 from lightrft.config.registry import POLICY_LOSSES, bind
-from lightrft.records.batch import (
-    select_experience,
-)
+from lightrft.records.batch import select_experience
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.policy.updates import PolicyUpdate, TrainedModel
 from lightrft.strategy.optimizers import OptimizerStepResult

@@ -99,8 +99,11 @@ def places_by_count(trunk, rows, prompts):
     return [torch.arange(len(row)).expand(3, -1) for row in rows]
 
 
+padded_and_packed = pytest.mark.parametrize("is_packed", [False, True])
+
+
 @pytest.mark.cover(2)
-@pytest.mark.parametrize("is_packed", [False, True])
+@padded_and_packed
 @pytest.mark.parametrize("preset", ["tiny-qwen2.5-vl", "tiny-gemma3"])
 def test_ratios_are_one_until_the_first_step(preset, is_packed, build, monkeypatch):
     first, second = log_ratios(build(preset, is_packed=is_packed), monkeypatch)
@@ -114,7 +117,7 @@ def test_ratios_are_one_if_rows_were_scored_in_other_company(build, monkeypatch)
     assert max(first) <= REGROUPED
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
+@padded_and_packed
 def test_other_pixels_in_the_update_are_seen(is_packed, build, monkeypatch):
     trainer = build("tiny-qwen2.5-vl", is_packed=is_packed)
     (media, text), _ = log_ratios(trainer, monkeypatch, other_pixels)
@@ -122,7 +125,7 @@ def test_other_pixels_in_the_update_are_seen(is_packed, build, monkeypatch):
     assert media > 0.01
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
+@padded_and_packed
 def test_other_positions_in_the_update_are_seen(is_packed, build, monkeypatch):
     trainer = build("tiny-qwen2.5-vl", is_packed=is_packed)
     right, sync = forward.axes_of_rows, trainer.strategy.update_engine_weights

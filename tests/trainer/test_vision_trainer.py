@@ -7,11 +7,7 @@ from tests.models.batches import copies
 from tests.models.vision.tiny_families import write_tiny_vision_model
 from tests.models.vision.tiny_world import Batch
 from tests.runs import lines
-from tests.trainer.vision_world import (
-    build_vision_trainer,
-    scorer_folder,
-    vision_options,
-)
+from tests.trainer.vision_world import build_vision_trainer, scorer_folder, vision_options
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.engines.media.media import RowMedia

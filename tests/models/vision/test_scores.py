@@ -47,7 +47,10 @@ def check_rows(actor, batch, alone):
     return found
 
 
-@pytest.mark.parametrize("preset", MEDIA)
+for_every_family = pytest.mark.parametrize("preset", MEDIA)
+
+
+@for_every_family
 def test_rows_score_as_they_do_alone_padded_and_packed(preset):
     model, _, batch = world(preset)
     weights = [torch.randn(len(r) - s) for r, s in zip(batch.rows, batch.starts, strict=True)]
@@ -147,7 +150,7 @@ def test_packed_rows_do_not_mix_by_a_cache_or_a_mask_of_ones(preset):
         assert seen[0]["sequence_bounds"].offsets == (0, *accumulate(num_tokens))
 
 
-@pytest.mark.parametrize("preset", MEDIA)
+@for_every_family
 def test_the_test_sees_media_of_the_wrong_row(preset):
     model, _, batch = world(preset)
     first, _, last = batch.media.prompts
@@ -195,7 +198,7 @@ def test_places_by_count_alone_would_be_wrong(preset):
     assert distance.abs().max() > 0.05
 
 
-@pytest.mark.parametrize("preset", MEDIA)
+@for_every_family
 def test_a_rank_without_media_runs_the_tower_without_effect(preset):
     model, encoder, batch = world(preset)
     text = Batch(model, encoder, prompts=[batch.prompts[1]])

@@ -169,10 +169,7 @@ def _qwen3_5(ids, text):
             "rope_parameters": _rope([6, 5, 5], mrope_interleaved=True, partial_rotary_factor=1.0),
         },
         vision_config=_qwen_vision(
-            intermediate_size=128,
-            patch_size=PATCH,
-            out_hidden_size=128,
-            num_position_embeddings=64,
+            intermediate_size=128, patch_size=PATCH, out_hidden_size=128, num_position_embeddings=64
         ),
         **qwen_ids(ids),
     )
@@ -349,9 +346,7 @@ def _smolvlm(ids, text):
 
 def _idefics3(ids, text):
     return _idefics(hf.Idefics3Config, ids, text), partial(
-        hf.Idefics3Processor,
-        image_processor=hf.Idefics3ImageProcessor(**_CUT),
-        image_seq_len=4,
+        hf.Idefics3Processor, image_processor=hf.Idefics3ImageProcessor(**_CUT), image_seq_len=4
     )
 
 
@@ -376,8 +371,7 @@ def _mllama(ids, text):
         tie_word_embeddings=False,
     )
     return config, partial(
-        hf.MllamaProcessor,
-        image_processor=hf.MllamaImageProcessor(size=SQUARE, max_image_tiles=4),
+        hf.MllamaProcessor, image_processor=hf.MllamaImageProcessor(size=SQUARE, max_image_tiles=4)
     )
 
 

@@ -3,12 +3,7 @@
 import pytest
 import torch
 from tests.models.tiny import tiny_model
-from tests.stages.preference.preference_world import (
-    LABELLED,
-    RAGGED,
-    build_stage,
-    noisy_model,
-)
+from tests.stages.preference.preference_world import LABELLED, RAGGED, build_stage, noisy_model
 from tests.stages.stage_world import STILL
 
 from lightrft.config.registry import PREFERENCE_LOSSES
