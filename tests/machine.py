@@ -49,29 +49,3 @@ def wait_until(condition, nominal=60.0):
             return False
         time.sleep(0.01)
     return True
-
-
-def run_program(*words, limit=240.0, code=0, **environment):
-    """Run a program to its end, which has to be this exit status; return what it wrote.
-
-    Args:
-        words: The command line.
-        limit: Nominal seconds.
-        code: Exit status.
-        environment: Variables beside those of this process.
-    """
-    done = subprocess.run(
-        [*map(str, words)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=seconds(limit),
-        check=False,
-    )
-    assert done.returncode == code, done.stdout[-6000:] + done.stderr[-6000:]
-    return done
-
-
-def run_python(program, **how):
-    """Run a program of Python as `run_program` does."""
-    return run_program(sys.executable, "-c", program, **how)

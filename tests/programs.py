@@ -6,16 +6,20 @@ import sys
 from tests.machine import seconds
 
 
-def run_program(*words, timeout_seconds=200.0, **options):
+def run_program(*words, code=None, timeout_seconds=200.0, **options):
     """Run a program to its end; return its exit code and what it printed.
 
     Args:
         *words: The program and its arguments.
+        code: What its exit code has to be; None for any.
         timeout_seconds: Its deadline where nothing else runs.
         **options: Folder, environment and input, as for `subprocess.run`.
     """
     settings = {"capture_output": True, "text": True, "check": False, **options}
-    return subprocess.run([*map(str, words)], timeout=seconds(timeout_seconds), **settings)
+    done = subprocess.run([*map(str, words)], timeout=seconds(timeout_seconds), **settings)
+    said = f"{words} ended with {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-6000:]}"
+    assert code in (None, done.returncode), said
+    return done
 
 
 def run_python(*words, **options):

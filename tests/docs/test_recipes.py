@@ -47,15 +47,15 @@ def test_every_recipe_has_a_command_a_curve_and_a_cost():
 def test_every_command_runs_and_reaches_the_scores_of_the_page(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     for command in COMMANDS:
-        done = run_python(
+        run_python(
             "-m",
             "lightrft.cli.main",
             *shlex.split(command)[1:],
             timeout_seconds=1500,
             cwd=tmp_path,
             env=environment,
+            code=0,
         )
-        assert done.returncode == 0, command + done.stdout[-2000:] + done.stderr[-2000:]
         if command not in ROWS:
             continue
         folder = tmp_path / command.split("--output_dir ")[1]

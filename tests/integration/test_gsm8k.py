@@ -33,9 +33,7 @@ def run_lightrft(*arguments, timeout_seconds=280.0):
         *map(str, arguments),
         timeout_seconds=timeout_seconds,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, (
-        f"exit {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        code=0,
     )
     return done.stdout
 

@@ -64,8 +64,8 @@ def test_the_recipe_trains_on_four_processes(tmp_path, repository, recipe):
         *words(appended),
         timeout_seconds=1200,
         cwd=tmp_path,
+        code=0,
     )
-    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-6000:]
     assert "step 2: reward" in finished.stdout
     before, after = (
         load_file(folder / "model.safetensors")

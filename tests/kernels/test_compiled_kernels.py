@@ -31,8 +31,8 @@ def compile_cases(*arguments):
         *arguments,
         timeout_seconds=3000,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        code=0,
     )
-    assert process.returncode == 0, process.stderr[-6000:]
     return [json.loads(line) for line in process.stdout.splitlines()]
 
 

@@ -28,8 +28,8 @@ def test_gpu_benchmarks_without_a_gpu_say_so_and_write_nothing(repository, tmp_p
         str(results),
         timeout_seconds=60,
         env={**os.environ, "TMPDIR": str(scratch)},
+        code=1,
     )
-    assert process.returncode == 1
     assert "no GPU" in process.stderr
     assert not results.exists()
     assert not scratch.exists()

@@ -1,12 +1,11 @@
 """The Triton kernels without a GPU: their values in the interpreter."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tests.machine import run_program
+from tests.programs import run_python
 
 from lightrft.kernels import linear_logprob
 
@@ -17,8 +16,9 @@ FOLDER = Path(__file__).parent
 @pytest.mark.triton
 def test_values_in_the_interpreter():
     case_file = FOLDER / "interpreter_cases.py"
-    words = (sys.executable, "-m", "pytest", case_file, "-q", "-p", "no:cacheprovider")
-    done = run_program(*words, limit=280, OMP_NUM_THREADS="1", TRITON_INTERPRET="1")
+    words = ("-m", "pytest", case_file, "-q", "-p", "no:cacheprovider")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    done = run_python(*words, code=0, timeout_seconds=280, env=environment)
     assert "passed" in done.stdout
 
 

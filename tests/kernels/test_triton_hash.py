@@ -60,8 +60,8 @@ def run(code, **environment):
         code,
         timeout_seconds=200,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        code=0,
     )
-    assert process.returncode == 0, process.stdout + process.stderr[-4000:]
     return process.stdout
 
 

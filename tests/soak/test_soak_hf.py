@@ -1,9 +1,10 @@
 """Many steps with the embedded engine: nothing grows."""
 
+import os
 from pathlib import Path
 
 import pytest
-from tests.machine import run_python
+from tests.programs import run_python
 
 pytestmark = pytest.mark.shard("soak")
 
@@ -55,7 +56,8 @@ print(soak.measure()["memory_kib"] - before)
 
 def test_memory_is_what_is_held_and_not_what_a_heap_keeps(script, tmp_path):
     folder = str(Path(script.__file__).parent)
-    done = run_python(HEAP, PYTHONPATH=folder, TMPDIR=str(tmp_path))
+    changes = {"PYTHONPATH": folder, "TMPDIR": str(tmp_path)}
+    done = run_python("-c", HEAP, code=0, timeout_seconds=240, env=os.environ | changes)
     whole, hundredth = map(float, done.stdout.split())
     assert whole > 36_000
     assert hundredth < 9_000
