@@ -230,6 +230,7 @@ def test_bodies_that_wait_are_bounded_together(desk_with):
     desk = desk_with(max_held_bytes=1000)
     answer = desk.post(messages=[{"role": "user", "content": "x" * 1000}])
     assert error_of(answer) == (429, "rate_limit_exceeded")
+    assert answer.headers["x-should-retry"] == "true"
     for _ in range(20):  # what was answered is held no more
         assert desk.post().status_code == 200
 

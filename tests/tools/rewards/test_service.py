@@ -143,7 +143,7 @@ def test_a_token_is_asked_for_before_anything_is_read(serve, monkeypatch):
     server = serve(reward, token="hunter2")
     for wrong in ({}, {"authorization": "Bearer hunter"}, {"authorization": "hunter2"}):
         answer = post(server, b" " * 300_000, {**JSON, **wrong})
-        assert answer.status_code == 401
+        assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
         assert "hunter" not in answer.text
     assert post(server, BODY, {"authorization": "Bearer \xfc".encode()}).status_code == 401
     with pytest.raises(RewardError, match=r"status 401, .*wrong or no token"):

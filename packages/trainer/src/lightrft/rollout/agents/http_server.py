@@ -427,7 +427,9 @@ class _Connection:
         """Send the error if an answer is still possible; the caller then closes the connection."""
         if self.wire.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return
-        await self._send(replace(error_response(error), headers=(("connection", "close"),)))
+        response = error_response(error)
+        closing = (*response.headers, ("connection", "close"))
+        await self._send(replace(response, headers=closing))
         self.writer.write_eof()
         # Closing while bytes arrive resets the connection, and the client may miss the answer.
         left = _MAX_PASSED_OVER
