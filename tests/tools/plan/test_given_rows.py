@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.ranks import run_multiprocess
 from tests.tools.plan import given_stages
+from tests.tools.plan.test_live_bytes import check
 
 from lightrft.tools.plan import setup as plan_setup
 from lightrft.tools.plan.memory import plan_memory, rank_bytes
@@ -13,7 +14,6 @@ from lightrft.tools.plan.setup import ModelSize, Setup
 pytestmark = pytest.mark.shard("planning")
 
 STAGES = {"sft": 1, "prefer": 2, "reward": 2, "divergence": 1}
-TOLERANCE = 0.10
 STATES = ("weights, sharded", "Adam's states", "reference", "teacher")
 
 
@@ -31,12 +31,6 @@ def predict(stage, sizes, options, forgets=()):
     states = [term for term in kept[-1] if term.name in STATES]
     peaks = [rank_bytes(p) for p, phase in zip(kept, phases, strict=True) if phase.name != "load"]
     return rank_bytes(states), max(peaks)
-
-
-def check(predicted, found):
-    states, peak = predicted
-    assert states == pytest.approx(found["idle"], rel=0.02), states / found["idle"]
-    assert peak == pytest.approx(found["peak"], rel=TOLERANCE), peak / found["peak"]
 
 
 def compare(sizes, options, patch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import cast
@@ -16,8 +16,7 @@ from lightrft.tools.data.row_checks import CheckedRow
 MAX_EPISODES = 8
 _WORDS = ("yes", "no", "0", "1", "help", "north", "the answer", "a b c", "")
 Arguments = dict[str, object]
-# Tool name and arguments of a call, by the tools' schemas, the last reply, and random draws.
-Policy = Callable[[Mapping[str, Mapping[str, object]], str, random.Random], tuple[str, Arguments]]
+EMPTY, RANDOM, REPEATED = KINDS = ("empty turns", "random calls", "repeated answers")
 
 
 def play_probes(
@@ -36,19 +35,19 @@ def play_probes(
     """
     pool = EnvironmentPool(config)
     try:
-        episodes = [(kind, row) for kind in POLICIES for row in rows[:MAX_EPISODES]]
+        episodes = [(kind, row) for kind in KINDS for row in rows[:MAX_EPISODES]]
 
         def play(number: int, host: Host) -> float | None:
             kind, row = episodes[number]
             name = str(row.columns.get(ENVIRONMENT_COLUMN))
             spec = pool.specs[""] if "" in pool.specs else pool.specs[name]
-            return _ProbeEpisode(number, host, spec, config).play(row, POLICIES[kind])
+            return _ProbeEpisode(number, host, spec, config).play(row, kind)
 
         futures = pool.begin(range(len(episodes)), play)
         results = [futures[number].result() for number in range(len(episodes))]
     finally:
         pool.close()
-    rewards: dict[str, list[float | None]] = {kind: [] for kind in POLICIES}
+    rewards: dict[str, list[float | None]] = {kind: [] for kind in KINDS}
     for (kind, _), result in zip(episodes, results, strict=True):
         rewards[kind].append(result if isinstance(result, float) else None)
     return rewards
@@ -65,7 +64,7 @@ def report(played: Mapping[str, Sequence[float | None]]) -> list[str]:
         failed = f", {num_failed} failed" if num_failed else ""
         lines.append(f"  {kind}: {mean}{failed}")
         # Random calls may be right by chance; empty turns must never be.
-        luck = 0 if kind == "empty turns" else len(rewards) // 2
+        luck = 0 if kind == EMPTY else len(rewards) // 2
         if num_paid > luck:
             warnings.append(f"warning: {num_paid} of {len(rewards)} {kind} are paid")
     return lines + warnings
@@ -78,7 +77,7 @@ class _ProbeEpisode:
     spec: EnvironmentSpec
     config: EnvironmentOptions
 
-    def play(self, row: CheckedRow, policy: Policy | None) -> float | None:
+    def play(self, row: CheckedRow, kind: str) -> float | None:
         """Play an episode and return its reward; None if the environment gives none."""
         draw = random.Random(self.number)
         known: Arguments = {
@@ -94,10 +93,9 @@ class _ProbeEpisode:
         said = str(reply["text"] if isinstance(reply, dict) else reply or "")
         paid = 0.0
         for turn in range(self.config.max_turns):
-            if policy is None and not self.spec.answers_turns:
+            if kind == EMPTY and not self.spec.answers_turns:
                 break
-            choose = policy or _say_nothing
-            name, arguments = choose(self.spec.functions, said, draw)
+            name, arguments = _call(kind, self.spec.functions, said, draw)
             reply = cast(
                 "dict[str, object]", self._ask("call", turn, name=name, arguments=arguments)
             )
@@ -114,32 +112,17 @@ class _ProbeEpisode:
         return self.host.ask(operation, str(self.number), draws=draws, **details)
 
 
-def _say_nothing(
-    tools: Mapping[str, Mapping[str, object]], said: str, draw: random.Random
+def _call(
+    kind: str, tools: Mapping[str, Mapping[str, object]], said: str, draw: random.Random
 ) -> tuple[str, Arguments]:
-    return next(iter(tools)), {"action": ""}
-
-
-def _call_at_random(
-    tools: Mapping[str, Mapping[str, object]], said: str, draw: random.Random
-) -> tuple[str, Arguments]:
+    """Return tool and arguments: none, random ones, or texts that repeat the last reply."""
+    if kind == EMPTY:
+        return next(iter(tools)), {"action": ""}
     name = draw.choice(sorted(tools))
-    return name, {key: _value(schema, draw) for key, schema in _parameters(tools[name]).items()}
-
-
-def _repeat(
-    tools: Mapping[str, Mapping[str, object]], said: str, draw: random.Random
-) -> tuple[str, Arguments]:
-    """Return a call with the last reply as its texts and random other values."""
-    name, arguments = _call_at_random(tools, said, draw)
-    return name, {k: said if isinstance(v, str) else v for k, v in arguments.items()}
-
-
-POLICIES: Mapping[str, Policy | None] = {
-    "empty turns": None,
-    "random calls": _call_at_random,
-    "repeated answers": _repeat,
-}
+    arguments = {key: _value(schema, draw) for key, schema in _parameters(tools[name]).items()}
+    if kind == REPEATED:
+        arguments = {k: said if isinstance(v, str) else v for k, v in arguments.items()}
+    return name, arguments
 
 
 def _parameters(function: Mapping[str, object]) -> Mapping[str, Mapping[str, object]]:
