@@ -26,7 +26,7 @@ ACCEPTED = (types.PACKED, types.PADDED)
 
 def assert_computed_right(verdict):
     assert verdict.logprobs < 2e-5, verdict
-    assert verdict.gradient < 1e-5, verdict
+    assert verdict.gradient < types.MAX_GRADIENT, verdict
 
 
 @pytest.mark.parametrize(
