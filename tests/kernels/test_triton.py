@@ -12,11 +12,13 @@ from lightrft.kernels import linear_logprob
 FOLDER = Path(__file__).parent
 
 
-@pytest.mark.full
 @pytest.mark.triton
-def test_values_in_the_interpreter():
+@pytest.mark.parametrize(
+    "chosen", ["129 and 257", pytest.param("", marks=pytest.mark.full)], ids=["a cover", "all"]
+)
+def test_values_in_the_interpreter(chosen):
     case_file = FOLDER / "interpreter_cases.py"
-    words = ("-m", "pytest", case_file, "-q", "-p", "no:cacheprovider")
+    words = ("-m", "pytest", case_file, "-q", "-p", "no:cacheprovider", "-k", chosen)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
     done = run_python(*words, code=0, timeout_seconds=280, env=environment)
     assert "passed" in done.stdout
