@@ -166,6 +166,15 @@ REWARDS = {
         {"overlong_buffer": True, "overlong_buffer_len": 5},
         results(world, "overlong_penalty", lambda penalty: lambda length: -penalty(length)),
     ),
+    "rewards are clipped below only": (
+        "rewards",
+        {"reward_clip": 0.5},
+        instead(
+            maker,
+            "clip_rewards",
+            lambda rewards, limit: (rewards.clamp(min=-limit), rewards.abs() > limit),
+        ),
+    ),
     "the running scale divides by n": (
         "rewards",
         {"reward_running_norm": True},
@@ -197,6 +206,10 @@ def divided_by_n(inputs):
     return groups.where_informative(groups.centred / (variance.sqrt() + 1e-6))
 
 
+def without_baseline_of_others(name):
+    return instead(row_level, name, as_estimator(row_level.group_centred_advantages))
+
+
 ADVANTAGES = {
     "the baseline is not shaped": (
         "returns",
@@ -208,10 +221,30 @@ ADVANTAGES = {
         {},
         instead(row_level, "group_norm_advantages", as_estimator(divided_by_n)),
     ),
+    "leave one out keeps the row": (
+        "returns",
+        {"advantage_estimator": "rloo"},
+        without_baseline_of_others("rloo_advantages"),
+    ),
+    "the baseline is not weighted by lengths": (
+        "returns",
+        {"advantage_estimator": "opo"},
+        without_baseline_of_others("opo_advantages"),
+    ),
     "the failed row enters the mean of its group": (
         "returns",
         {"advantage_estimator": "dr_grpo"},
         instead(Groups, "count_per_row", property(lambda self: torch.full_like(self.rewards, 4.0))),
+    ),
+    "gamma acts twice": (
+        "returns",
+        {"gamma": 0.9, "advantage_estimator": "reinforce"},
+        keywords(token_level, "discounted_returns", gamma=lambda gamma: gamma**2),
+    ),
+    "lambda is left out": (
+        "returns",
+        {**GAE, "lambd": 0.8},
+        keywords(token_level, "generalized_advantages", lambd=1.0),
     ),
     "returns are of rewards alone": (
         "returns",
@@ -232,6 +265,22 @@ ADVANTAGES = {
         TEACHER,
         results(maker, "teacher_advantages", lambda advantages: -advantages),
     ),
+    "the teacher has another weight": (
+        "advantages",
+        {**TEACHER, "advantage_estimator": "zero"},
+        calls(
+            maker,
+            "teacher_advantages",
+            lambda original, outputs, mask, config: original(
+                outputs, mask, replace(config, teacher_coef=1.0)
+            ),
+        ),
+    ),
+    "whitening is forgotten": (
+        "advantages",
+        WHITENED,
+        instead(maker, "whiten", lambda advantages, *_: advantages),
+    ),
     "whitening divides by n less one": (
         "advantages",
         WHITENED,
@@ -245,6 +294,15 @@ def with_old_policy(original, old, *args, new_logprobs, **how):
 
 
 TOKEN_WEIGHTS = {
+    "the correction is capped elsewhere": (
+        "token weights",
+        {"off_policy_correction": "tis:high=1.1"},
+        keywords(
+            corrections,
+            "correction_weights",
+            terms=lambda terms: [replace(term, high=2.0) for term in terms],
+        ),
+    ),
     "the trust region stays where the policy was": (
         "token weights",
         {"off_policy_correction": "reject:k3:token:high=0.001:new/old", "max_epochs": 2},
@@ -285,6 +343,15 @@ LOSSES = {
             lambda original, mask, *args, **how: original(torch.ones_like(mask), *args, **how),
         ),
     ),
+    "empty rows are counted": (
+        "denominator",
+        {},
+        instead(
+            updates,
+            "local_normalizer",
+            lambda mask, *_, **__: torch.tensor(float(len(mask))).double(),
+        ),
+    ),
     "the budget is the width of the batch": (
         "denominator",
         {"policy_loss": "dr_grpo"},
@@ -304,6 +371,11 @@ LOSSES = {
         "policy loss",
         {"eps_clip_low": 0.05, "eps_clip_high": 0.3},
         calls(clipped, "clipped_surrogate", with_bounds_exchanged),
+    ),
+    "the better branch is taken": (
+        "policy loss",
+        {},
+        instead(clipped.torch, "minimum", torch.maximum),
     ),
     "the ratio of a row is a sum": (
         "gradient norm",
@@ -460,6 +532,11 @@ OPTIMIZERS = {
         ONE_BATCH,
         trained_without("self_attn"),
     ),
+    "the final norm is not trained": (
+        "trained weights of the actor",
+        ONE_BATCH,
+        trained_without("model.norm"),
+    ),
     "the eps of Adam is a hundred thousandth": (
         "eps of the actor",
         {"bf16": True},
@@ -502,6 +579,11 @@ DECISIONS = {
         "updates of the actor",
         {},
         keywords(maker, "plan_minibatches", train_batch_size=16),
+    ),
+    "optimizer batches are half as large": (
+        "updates of the actor",
+        {},
+        keywords(maker, "plan_minibatches", train_batch_size=4),
     ),
     "an epoch trains one batch twice and the next the other": (
         "rows that train the actor",

@@ -13,8 +13,16 @@ import numpy as np
 import pytest
 import torch
 from tests.tools.audit import world
-from tests.tools.audit.faults import before_each_step, calls, scaled, trained_without
+from tests.tools.audit.faults import (
+    before_each_step,
+    calls,
+    keywords,
+    results,
+    scaled,
+    trained_without,
+)
 
+from lightrft.algorithms.kl import KlController
 from lightrft.algorithms.moments import moments_of
 from lightrft.experience import maker
 from lightrft.models import lora
@@ -90,18 +98,29 @@ ADAPTERS = {"lora_rank": 2, "lora_alpha": 3.0}
 # What acts, and options of the run: parts that read other options than were given.
 OPTIONS = {
     "one epoch of two": (update_reads(max_epochs=1), {"max_epochs": 2}),
+    "one epoch more": (update_reads(max_epochs=2), {}),
     "a bonus for entropy": (update_reads(entropy_coef=0.1), {}),
     "no bonus for entropy": (update_reads(entropy_coef=0.0), {"entropy_coef": 0.1}),
+    "values are clipped": (update_reads(value_clip=0.01), {**CRITIC, "value_clip": 0.0}),
     "the actor is not frozen": (
         update_reads(freezing_actor_steps=-1),
         {**CRITIC, "freezing_actor_steps": 1},
     ),
+    "the actor is frozen": (update_reads(freezing_actor_steps=1), {}),
     "tokens of the batch, not of each row": (
         update_reads(high_entropy_scope="batch"),
         {"high_entropy_token_ratio": 0.3, "high_entropy_scope": "sequence"},
     ),
+    "the other tokens": (
+        update_reads(high_entropy_token_ratio=0.7),
+        {"high_entropy_token_ratio": 0.3},
+    ),
     "a mean over tokens": (update_reads(loss_agg_mode="token-mean"), {}),
     "a KL term of another estimator": (update_reads(kl_estimator="abs"), {**KL_LOSS, "steps": 2}),
+    "no KL term in the loss": (
+        keywords(policy_stage, "PolicyUpdate", kl_coef=0.0),
+        {**KL_LOSS, "steps": 2},
+    ),
     "returns without discount": (
         experience_reads(gamma=1.0),
         {"gamma": 0.8, "advantage_estimator": "reinforce"},
@@ -111,6 +130,7 @@ OPTIONS = {
         experience_reads(advantages_norm=True),
         {"advantage_estimator": "dr_grpo"},
     ),
+    "rewards are not clipped": (experience_reads(reward_clip=0.0), {"reward_clip": 0.3}),
     "the running mean stays in": (
         experience_reads(reward_running_norm_minus_mean=False),
         {**RUNNING, "advantage_estimator": "reinforce"},
@@ -119,13 +139,18 @@ OPTIONS = {
         experience_reads(use_rollout_logprobs=False),
         {"use_rollout_logprobs": True},
     ),
+    "old logprobs of the engine": (experience_reads(use_rollout_logprobs=True), {}),
     "another seed of the batches": (experience_reads(seed=4), {}),
     "turns discounted by token": (
         experience_reads(turn_credit="last"),
         {"gamma": 0.5, "turn_credit": "discounted", "advantage_estimator": "reinforce++"},
     ),
+    "gradients are not clipped": (strategy_reads(max_norm=0.0), {"max_norm": 0.05}),
+    "other betas": (strategy_reads(adam_betas=(0.9, 0.999)), {}),
     "no weight decay": (strategy_reads(l2=0.0), {"l2": 0.1}),
     "another rate of the critic": (strategy_reads(critic_learning_rate=2e-3), CRITIC),
+    "no warm-up": (strategy_reads(lr_warmup_ratio=0.0), {"lr_warmup_ratio": 0.5}),
+    "a constant rate": (strategy_reads(lr_scheduler="constant"), {"lr_scheduler": "linear"}),
     "another end of the rate": (strategy_reads(min_lr_ratio=0.9), {}),
     "a KL weight that follows a target": (
         memory_reads(kl_target=1e-4, kl_horizon=20),
@@ -135,8 +160,16 @@ OPTIONS = {
         memory_reads(kl_target=None),
         {**KL_REWARD, "kl_target": 1e-4, "kl_horizon": 20, "steps": 3, "linked": True},
     ),
+    "a KL weight that follows another target": (
+        memory_reads(kl_target=1e-4),
+        {**KL_LOSS, "kl_target": 1e4, "kl_horizon": 20, "steps": 3, "linked": True},
+    ),
     "a KL weight of another horizon": (
         memory_reads(kl_horizon=80),
+        {**KL_REWARD, "kl_target": 1e-4, "kl_horizon": 20, "steps": 3, "linked": True},
+    ),
+    "a KL controller of half the rows": (
+        keywords(KlController, "update", num_samples=lambda count: count / 2),
         {**KL_REWARD, "kl_target": 1e-4, "kl_horizon": 20, "steps": 3, "linked": True},
     ),
 }
@@ -163,10 +196,12 @@ def with_own_rows(original, self, batch, *args, **kwargs):
 
 
 SIZES = {
+    "the last batch is left out": (results(updates, "epoch_order", lambda order: order[:-1]), {}),
     "a later epoch lacks a batch": (
         calls(updates, "epoch_order", lambda o, n, *, epoch, **k: o(n, epoch=epoch, **k)[epoch:]),
         {"max_epochs": 2},
     ),
+    "the critic learns once": (calls(updates.PolicyUpdate, "value_step", learns_once), CRITIC),
     "the actor learns once": (calls(updates.PolicyUpdate, "policy_step", learns_once), {}),
     "batches of whole groups": (calls(maker, "plan_minibatches", in_given_order), {}),
     "every step has the batches of the first": (
@@ -174,6 +209,10 @@ SIZES = {
         {"steps": 2},
     ),
     "half of each batch": (calls(updates.PolicyUpdate, "policy_step", with_own_rows), {}),
+    "half of the critic's batch": (
+        calls(updates.PolicyUpdate, "value_step", with_own_rows),
+        CRITIC,
+    ),
     "a micro batch of all rows": (
         calls(
             updates.PolicyUpdate,
@@ -207,7 +246,9 @@ def amsgrad(optimizer, module):
 
 
 OPTIMIZERS = {
+    "the embedding is not trained": (trained_without("embed_tokens"), {}),
     "the critic's trunk is not trained": (trained_without("trunk"), CRITIC),
+    "the critic's head is not trained": (trained_without("value_head"), CRITIC),
     "second factors alone are trained": (trained_without("lora_A"), ADAPTERS),
     "adapters of queries alone": (
         calls(lora, "target_layers", lambda o, *a, **k: [n for n in o(*a, **k) if "q_proj" in n]),
