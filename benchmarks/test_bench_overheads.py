@@ -411,7 +411,7 @@ def row_lengths(num_rows: int, longest: int, spread: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "num_rows", "longest", "spread"),
+    "name, size, num_rows, longest, spread",
     [
         ("10M_even", "10M", 32, 96, "even"),
         ("10M_uneven", "10M", 32, 96, "uneven"),

@@ -101,7 +101,7 @@ def a_round(pool):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("name", "workers"), [("Waiting", 1), ("Blocking", 8), ("Blocking", 16)])
+@pytest.mark.parametrize("name, workers", [("Waiting", 1), ("Blocking", 8), ("Blocking", 16)])
 def test_a_round_of_calls(benchmark, tmp_path, capsys, name, workers):
     path = write_environment(tmp_path, "slow", TOOL_SECONDS)
     options = {"environment": f"{path}:{name}", "apply_chat_template": True}

@@ -36,7 +36,7 @@ def step(model: torch.nn.Module, token_ids: torch.Tensor) -> None:
     model.zero_grad()
 
 
-@pytest.mark.parametrize(("hidden", "rows"), SIZES)
+@pytest.mark.parametrize("hidden, rows", SIZES)
 def test_two_threads_against_one(hidden, rows, benchmark):
     if os.environ.get("GOMP_SPINCOUNT") != "100":
         pytest.skip("start it with GOMP_SPINCOUNT=100, as lightrft train does")

@@ -97,7 +97,7 @@ def unpack_all(buckets, outs):
         unpack(bucket, offsets, tensors)
 
 
-@pytest.mark.parametrize(("source_dtype", "out_dtype"), CASES)
+@pytest.mark.parametrize("source_dtype, out_dtype", CASES)
 def test_pack(benchmark, device, source_dtype, out_dtype):
     if device.type == "cuda" and source_dtype == out_dtype == torch.float32:
         pytest.skip("no such transfer in training")

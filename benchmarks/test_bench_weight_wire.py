@@ -115,7 +115,7 @@ def program(rank, world_size, num_generating):
         return seconds
 
 
-@pytest.mark.parametrize(("num_training", "num_generating"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("num_training, num_generating", [(1, 1), (2, 1), (2, 2)])
 def test_the_way_of_weights(num_training, num_generating):
     ranks = num_training + num_generating
     by_owners, by_the_first = run_multiprocess(

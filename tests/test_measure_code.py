@@ -137,7 +137,7 @@ def test_docstrings_comments_and_layout_cost_no_tokens(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("body", "expected"),
+    "body, expected",
     [
         ("pass", 1),
         ("if a: pass\n elif b: pass\n else: pass", 3),

@@ -30,7 +30,7 @@ TESTS = [
 ]
 
 
-@pytest.mark.parametrize(("stage", "cell"), TESTS)
+@pytest.mark.parametrize("stage, cell", TESTS)
 def test_a_rule_holds_in_a_stage(request, stage, cell):
     names = inspect.signature(cell).parameters
     cell(**{name: stage if name == "stage" else request.getfixturevalue(name) for name in names})

@@ -50,7 +50,7 @@ class Case:
 
 
 @pytest.mark.parametrize(
-    ("marks", "cases", "quick"),
+    "marks, cases, quick",
     [((), 20, 20), ((), 30, 20), ((pytest.mark.cover(2).mark,), 7, 2)],
     ids=["as long as may be", "longer", "of long cases"],
 )

@@ -171,7 +171,7 @@ def test_dpo(of_trl, ours, rows_of, name):
 
 
 @pytest.mark.parametrize(
-    ("options", "losses", "changes"),
+    "options, losses, changes",
     [
         (
             {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
@@ -243,7 +243,7 @@ def test_kto(of_trl, ours, rows_of, name, rows):
 
 
 @pytest.mark.parametrize(
-    ("options", "losses", "values"),
+    "options, losses, values",
     [
         ({}, ("cpo",), None),
         ({"cpo_alpha": 0.3, "beta": 0.2}, ("cpo",), {"alpha": 0.3, "beta": 0.2}),
@@ -274,7 +274,7 @@ def test_trl_ignores_label_smoothing_in_the_loss_named_sigmoid(of_trl, ours, row
 
 
 @pytest.mark.parametrize(
-    ("name", "values"), [("aot", {"beta": 0.3}), ("aot_unpaired", {"beta": 0.3}), ("sft", {})]
+    "name, values", [("aot", {"beta": 0.3}), ("aot_unpaired", {"beta": 0.3}), ("sft", {})]
 )
 def test_trl_takes_losses_that_know_the_whole_step_batch_by_batch(
     of_trl, ours, rows_of, base, name, values

@@ -104,7 +104,7 @@ def require_same_tokens(items, data):
 
 
 @pytest.mark.parametrize(
-    ("rows", "options", "changes"),
+    "rows, options, changes",
     [
         (PAIRS, {}, {}),
         (MARGINS, {}, {"packing_samples": True}),

@@ -105,7 +105,7 @@ def test_servers_of_openenv(stage, openenv_server):
 
 
 @pytest.mark.parametrize(
-    ("agent", "told"),
+    "agent, told",
     [
         ("verifiers:nowhere", "'nowhere' not found"),
         ("verifiers:json", "exports no Taskset"),
@@ -133,7 +133,7 @@ def test_a_refused_agent_ends_the_start(stage):
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    "source, told",
     [
         ("verifiers:nowhere", "'nowhere' not found"),
         ("verifiers:textarena?taskset.game=Wordle-v0", "have no end: give select.limit=N"),

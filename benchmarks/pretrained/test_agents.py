@@ -48,7 +48,7 @@ def rows(tmp_path, monkeypatch):
 
 @pytest.mark.shard("smollm2_agents")
 @pytest.mark.parametrize(
-    ("package", "calls", "branches", "options"),
+    "package, calls, branches, options",
     [
         ("openai", 2, 1, {}),
         ("anthropic", 2, 2, {}),

@@ -35,7 +35,7 @@ def write_sums(example, folder) -> list[str]:
 
 @pytest.mark.timeout(3500)
 @pytest.mark.parametrize(
-    ("config", "seed", "gain"),
+    "config, seed, gain",
     [
         pytest.param(config, seed, gain, marks=pytest.mark.shard(f"smollm2_{shard}"))
         for config, shard, seed, gain in (

@@ -81,7 +81,7 @@ BY_ROW = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "of_row"), BY_ROW)
+@pytest.mark.parametrize("name, options, of_row", BY_ROW)
 def test_advantages_of_rows_equal_a_loop_over_groups(name, options, of_row):
     """Groups are interleaved; group 3 is constant, group 4 has one score, some rows have none."""
     rng = np.random.default_rng(5)
@@ -259,7 +259,7 @@ def test_whitening_a_constant_or_a_single_token_is_finite():
     assert (none.mean, none.std(ddof=0)) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize(("offset", "spread"), [(1e8, 1.0), (1e6, 0.01), (-3e9, 0.5)])
+@pytest.mark.parametrize("offset, spread", [(1e8, 1.0), (1e6, 0.01), (-3e9, 0.5)])
 def test_a_small_spread_around_a_large_mean_keeps_its_digits(offset, spread):
     rng = np.random.default_rng(0)
     values = offset + spread * rng.choice([-1.0, 1.0], 1000)

@@ -319,7 +319,7 @@ def test_text_becomes_terms():
 
 
 @pytest.mark.parametrize(
-    ("text", "bounds", "message"),
+    "text, bounds, message",
     [
         ("tiss", {}, "did you mean 'tis'"),
         ("", {}, "such as tis or reject:k3:sequence:high=0.01: got none"),

@@ -16,7 +16,7 @@ P = torch.tensor([[0.6, 0.2, 0.1, 0.1]], dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
-    ("form", "value"), [("reverse", 0.0566411612), ("forward", 0.0570681197), ("jsd", 0.0140741616)]
+    "form, value", [("reverse", 0.0566411612), ("forward", 0.0570681197), ("jsd", 0.0140741616)]
 )
 def test_worked_numbers(form, value):
     found = divergence(Q.log() + 3.0, P.log() - 1.0, form=form)
@@ -34,7 +34,7 @@ def test_a_distribution_has_no_distance_from_itself_and_some_from_others(form):
 
 
 @pytest.mark.parametrize(
-    ("form", "k", "value"),
+    "form, k, value",
     [("forward", 1, 0.0201355136), ("reverse", 1, 0.0204109973), ("forward", 2, 0.0282999125)],
 )
 def test_worked_numbers_with_a_tail(form, k, value):
@@ -108,7 +108,7 @@ def plain(student, teacher, form):
 
 
 @for_every_form
-@pytest.mark.parametrize(("softcap", "has_bias"), [(None, True), (4.0, False)])
+@pytest.mark.parametrize("softcap, has_bias", [(None, True), (4.0, False)])
 @pytest.mark.parametrize("max_logits", [1, 25, 10**6])
 def test_chunks_have_the_value_and_the_gradient_of_the_whole(form, softcap, has_bias, max_logits):
     student, teacher = projections(7, softcap=softcap, has_bias=has_bias)

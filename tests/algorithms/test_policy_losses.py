@@ -87,7 +87,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), CASES)
+@pytest.mark.parametrize("name, options", CASES)
 def test_equals_the_paper_on_random_ragged_rows(name, options, ragged):
     mode = policy_loss_traits(POLICY_LOSSES.load(name)).aggregation
     for seed in range(4):
@@ -112,7 +112,7 @@ def test_equals_the_paper_on_random_ragged_rows(name, options, ragged):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    "name, options",
     [(name, options) for name, options in CASES if name not in ("cispo", "cpgd", "gspo-token")],
 )
 def test_derivatives_equal_finite_differences(name, options, ragged):
@@ -266,7 +266,7 @@ def test_weights_multiply_the_numerator_only(worked):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    "name, options, message",
     [
         ("ppo", {"clip_low": -0.1}, "must not be negative"),
         ("ppo", {"dual_clip": 1.1}, "must exceed 1 \\+ clip_high"),

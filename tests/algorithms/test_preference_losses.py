@@ -166,7 +166,7 @@ def test_no_smoothing_is_dpo():
 
 
 @pytest.mark.parametrize(
-    ("loss", "options", "said"),
+    "loss, options, said",
     [
         (
             "robust_loss",

@@ -18,7 +18,7 @@ REWARDS = torch.tensor([[0.0, 0.0, 0.0, 1.0]]).double()
 ALL = torch.ones(1, 4, dtype=torch.bool)
 
 
-@pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 1.0), (0.9, 0.8), (0.0, 0.5), (1.0, 0.0)])
+@pytest.mark.parametrize("gamma, lambd", [(1.0, 1.0), (0.9, 0.8), (0.0, 0.5), (1.0, 0.0)])
 def test_gae_and_returns_equal_a_loop_over_the_sampled_tokens(gamma, lambd, ragged):
     batch = ragged(2)
     mask, noisy = batch.tensors.mask, batch.tensors.values
@@ -41,7 +41,7 @@ def test_gae_and_returns_equal_a_loop_over_the_sampled_tokens(gamma, lambd, ragg
         assert (tensor[~mask] == 0).all()
 
 
-@pytest.mark.parametrize(("alpha", "lambd"), [(None, 0.3), (0.4, None), (0.05, None), (10.0, None)])
+@pytest.mark.parametrize("alpha, lambd", [(None, 0.3), (0.4, None), (0.05, None), (10.0, None)])
 def test_the_policy_may_have_a_lambda_of_its_own(alpha, lambd, ragged):
     batch = ragged(4)
     mask, values, rewards = (
@@ -68,7 +68,7 @@ def test_two_lambdas_of_the_policy_are_an_error():
             gae_advantages(inputs, **given)
 
 
-@pytest.mark.parametrize(("gamma", "lambd"), [(0.9, 0.8), (0.5, 1.0), (0.0, 0.5)])
+@pytest.mark.parametrize("gamma, lambd", [(0.9, 0.8), (0.5, 1.0), (0.0, 0.5)])
 def test_a_discount_over_turns_equals_a_loop_over_turns(gamma, lambd):
     draw = torch.Generator().manual_seed(5)
     mask = torch.rand(6, 17, generator=draw) < 0.6

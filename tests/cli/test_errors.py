@@ -60,7 +60,7 @@ KNOWN_ERRORS = (
 )
 
 
-@pytest.mark.parametrize(("module", "name", "arguments", "code"), KNOWN_ERRORS)
+@pytest.mark.parametrize("module, name, arguments, code", KNOWN_ERRORS)
 def test_errors_for_the_user_are_one_line(capsys, module, name, arguments, code):
     error = getattr(importlib.import_module(module), name)(*arguments)
     assert run_guarded("lightrft", raise_(error)) == code
@@ -238,7 +238,7 @@ def test_the_words_of_a_reward_are_not_memory_of_ours(capsys):
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
+    "error, words",
     [
         (RuntimeError("[/x/pair.cc:5] Connection closed by peer [::1]:1. GLHF!"), "closed by peer"),
         (RuntimeError("Read error: Connection reset by peer"), "reset by peer"),
@@ -270,6 +270,6 @@ def test_a_service_that_refuses_a_connection_is_no_rank(capsys):
     assert "another rank" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("module", "name"), [row[:2] for row in errors.ERROR_CODES])
+@pytest.mark.parametrize("module, name", [row[:2] for row in errors.ERROR_CODES])
 def test_every_error_with_a_code_is_where_the_table_says(module, name):
     assert issubclass(getattr(importlib.import_module(module), name), Exception)

@@ -58,7 +58,7 @@ def test_later_files_win_and_flags_win_over_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "hint", "value"),
+    "text, hint, value",
     [
         ("1e6", int, 1_000_000),
         ("1.5", int, "1.5"),

@@ -95,7 +95,7 @@ def test_an_installed_package_brings_a_start_hook(lightrft):
 
 
 @pytest.mark.parametrize(
-    ("value", "module", "code", "message"),
+    "value, module, code, message",
     [
         ("my_plugin:walk", PLUGIN, 2, "my_plugin:walk cannot be loaded: AttributeError"),
         ("my_plugin:run", "1 / 0", 2, "cannot be loaded: ZeroDivisionError: division by zero"),

@@ -105,7 +105,7 @@ def test_idle_options_are_named_and_defaults_are_not():
 
 
 @pytest.mark.parametrize(
-    ("prompts", "group", "train", "micro", "ranks"),
+    "prompts, group, train, micro, ranks",
     list(product([1, 6, 16, 20], [1, 8], [4, 12, 64, 100], [1, 3], [1, 2])),
 )
 def test_batch_sizes_are_legal_exactly_if_nothing_is_reported(prompts, group, train, micro, ranks):
@@ -157,7 +157,7 @@ def test_the_file_of_a_run_is_taken_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "remedy"),
+    "options, remedy",
     [
         ({"reward_fn": len}, r"lightrft\.trainer\.train\(MODEL, ROWS, FUNCTION\)"),
         ({"prompt_data": [{"input": "a"}]}, r"lightrft\.trainer\.train"),

@@ -51,7 +51,7 @@ def test_records_are_made_of_what_json_has():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change, message",
     [
         ({"name": 7}, "f: name: got 7, expected str"),
         ({"share": True}, "f: share: got True, expected float"),
@@ -71,7 +71,7 @@ def test_what_has_another_type_is_named_by_its_place(change, message):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content, message",
     [
         (b"[" * 10**5, "nested deeper"),
         (b"[" * 201 + b"]" * 201, "nested deeper than 200"),

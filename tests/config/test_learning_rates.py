@@ -16,6 +16,6 @@ def test_each_stage_has_its_rates_and_others_have_those_of_reinforcement():
         assert default_learning_rate(stage, has_adapters=True) == 1e-6
 
 
-@pytest.mark.parametrize(("given", "rate"), [(None, 1e-6), (0.0, 0.0), (3e-4, 3e-4)])
+@pytest.mark.parametrize("given, rate", [(None, 1e-6), (0.0, 0.0), (3e-4, 3e-4)])
 def test_a_strategy_without_a_stage_takes_what_was_given_or_that_of_reinforcement(given, rate):
     assert TrainConfig(actor_learning_rate=given).peak_learning_rate == rate

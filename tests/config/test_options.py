@@ -35,7 +35,7 @@ class Example:
 
 
 @pytest.mark.parametrize(
-    ("name", "hint", "value", "message"),
+    "name, hint, value, message",
     [
         ("share", float, 0.3, None),
         ("share", float, 1.5, "<= 1"),

@@ -43,7 +43,7 @@ def test_each_leads_to_an_option_and_is_none_itself(name: str) -> None:
 OF_COMMANDS = [(command, name) for command, own in NAMES_OF_COMMANDS.items() for name in own]
 
 
-@pytest.mark.parametrize(("command", "name"), OF_COMMANDS)
+@pytest.mark.parametrize("command, name", OF_COMMANDS)
 def test_names_of_a_trainer_lead_to_options_of_its_command(command: str, name: str) -> None:
     known, there = available_options(command), NAMES_OF_COMMANDS[command][name]
     assert name not in known
@@ -60,7 +60,7 @@ def test_what_is_named_as_a_value_of_a_loss_is_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "there"),
+    "argument, there",
     [
         ("--num_generations", "n_samples_per_prompt"),
         ("--beta=0.04", "init_kl_coef"),
@@ -95,7 +95,7 @@ SAME = [
 ]
 
 
-@pytest.mark.parametrize(("command", "arguments", "expected"), SAME)
+@pytest.mark.parametrize("command, arguments, expected", SAME)
 def test_names_that_mean_the_same_are_taken_with_one_line(
     capsys: pytest.CaptureFixture[str], command: str, arguments: str, expected: dict[str, object]
 ) -> None:
@@ -155,7 +155,7 @@ def test_python_names_the_nearest_options_and_not_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "name"),
+    "command, name",
     [
         ("train", "deepspeed"),
         ("train", "torch_dtype"),

@@ -21,7 +21,7 @@ def changes(config):
 
 
 @pytest.mark.parametrize(
-    ("values", "processes", "expected"),
+    "values, processes, expected",
     [
         ({}, 8, {}),
         ({"rollout_lag": 2}, 8, {"rollout_lag": 2}),

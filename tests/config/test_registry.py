@@ -24,7 +24,7 @@ def test_every_import_string_of_a_table_leads_somewhere(registry):
 
 
 @pytest.mark.parametrize(
-    ("text", "parts"),
+    "text, parts",
     [
         ("own.py:f", ("own.py", "f")),
         ("/a b/own.py:f", ("/a b/own.py", "f")),

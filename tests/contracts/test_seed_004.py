@@ -203,7 +203,7 @@ def test_accumulated_gradient_is_the_quotient():
     assert FakeStrategy(1, 1.0, 2, 8).accumulated_gradient == 4
 
 
-@pytest.mark.parametrize(("given", "missing"), [("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")])
+@pytest.mark.parametrize("given, missing", [("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")])
 def test_a_missing_environment_variable_is_named(monkeypatch, given, missing):
     monkeypatch.setenv(given, "1")
     monkeypatch.delenv(missing, raising=False)

@@ -215,7 +215,7 @@ def test_the_first_bytes_name_one_demuxer():
 
 
 @pytest.mark.parametrize(
-    ("content", "demuxer"),
+    "content, demuxer",
     [
         (bytes(500) + b"\xff\xfb", "mp3"),
         (bytes(10) + b"\xff\xf1", "aac"),

@@ -39,7 +39,7 @@ def test_a_name_finds_its_split_and_configuration(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("name", "split", "what"),
+    "name, split, what",
     [
         ("owner/none", "train", "owner/none"),
         ("owner/sums", "validation", "validation"),

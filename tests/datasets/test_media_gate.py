@@ -363,7 +363,7 @@ def test_grey_arrays_are_grey(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    "value, message",
     [
         (np.zeros((8, 8, 2)), "array of shape"),
         (np.zeros((0, 8)), "array of shape"),

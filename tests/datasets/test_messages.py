@@ -209,7 +209,7 @@ def test_alpaca_is_read_as_turns(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("columns", "options", "found"),
+    "columns, options, found",
     [
         ({"prompt": "a"}, {}, {"input_key": "prompt"}),
         ({"question": "a", "answer": "b"}, {}, {"input_key": "question"}),

@@ -45,7 +45,7 @@ def test_the_order_follows_from_the_seed_alone(sources):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "shares", "counts"),
+    "sizes, shares, counts",
     [
         ((10, 10), (0.5, 0.5), (10, 10)),
         ((10, 1000), (0.1, 0.9), (10, 90)),
@@ -72,7 +72,7 @@ def test_a_run_that_is_resumed_in_the_middle_sees_the_other_prompts(sources, tok
 
 
 @pytest.mark.parametrize(
-    ("shares", "message"),
+    "shares, message",
     [
         ((0.7,), "one number per source of prompt_data: got 1 for 2"),
         ((0.7, 0.2), "positive with sum 1: got 0.7, 0.2"),

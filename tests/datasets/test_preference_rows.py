@@ -69,7 +69,7 @@ def test_shared_answers_are_context(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("columns", "margin"),
+    "columns, margin",
     [
         ({}, None),
         ({"margin": 0.5}, 0.5),

@@ -99,7 +99,7 @@ def test_channels_are_averaged():
 
 
 @pytest.mark.parametrize(
-    ("suffix", "codec", "rate", "tolerance"),
+    "suffix, codec, rate, tolerance",
     [
         ("flac", "flac", 16000, 1e-4),
         ("mp3", "libmp3lame", 16000, 0.1),

@@ -30,7 +30,7 @@ def test_a_text_is_trained_behind_its_first_token_up_to_an_end_that_is_there_onc
 
 
 @pytest.mark.parametrize(
-    ("prompt", "completion", "trained"),
+    "prompt, completion, trained",
     [
         ("hell ", "ok", "ok<|im_end|>"),
         # The merges "hello" and ".\n" lie on both sides: their tokens are sampled.
@@ -58,7 +58,7 @@ def test_prompt_and_completion_may_be_put_into_the_chat_template(tmp_path):
 
 @pytest.mark.parametrize("row", [{"messages": CHAT}, {"conversations": SPOKEN}])
 @pytest.mark.parametrize(
-    ("train_on", "trained"),
+    "train_on, trained",
     [
         (None, "ok.<|im_end|>all<|im_end|>"),
         ("assistant", "ok.<|im_end|>all<|im_end|>"),
@@ -89,9 +89,7 @@ def test_turns_whose_thinking_the_template_strips_get_rows_of_their_own(tmp_path
     assert "1 conversations in one row per turn" in data.summary
 
 
-@pytest.mark.parametrize(
-    ("train_on", "trained"), [(None, [9]), ("completion", [9]), ("all", [8, 9])]
-)
+@pytest.mark.parametrize("train_on, trained", [(None, [9]), ("completion", [9]), ("all", [8, 9])])
 def test_rows_of_token_ids_are_taken_as_they_are(tmp_path, train_on, trained):
     # Nothing follows a token before the first, which is not trained whatever the row says.
     row = {"token_ids": [7, 8, 9], "is_trained": [1, 0, True], "text": "hello"}
@@ -102,7 +100,7 @@ def test_rows_of_token_ids_are_taken_as_they_are(tmp_path, train_on, trained):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "options", "trained"),
+    "pattern, options, trained",
     [
         ("ok|l", {}, "okll"),
         # The merge "hello" is one token, and a user's.

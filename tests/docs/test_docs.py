@@ -224,7 +224,7 @@ def test_the_table_of_rows_is_read_whole():
     assert len(rows_of_data_formats()) == table.count("\n| ") - 1 >= 10
 
 
-@pytest.mark.parametrize(("what", "row", "options"), rows_of_data_formats())
+@pytest.mark.parametrize("what, row, options", rows_of_data_formats())
 def test_every_literal_row_is_accepted_with_its_options(
     what, row, options, tmp_path, monkeypatch, model, capsys
 ):

@@ -13,7 +13,7 @@ TEXT = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
-    ("title", "max_files", "max_tokens"),
+    "title, max_files, max_tokens",
     [("Reinforcement (GRPO)", 15, 25_000), ("Supervised fine-tuning", 8, 12_000)],
 )
 def test_a_list_is_short_and_all_of_it_is_there(title, max_files, max_tokens):

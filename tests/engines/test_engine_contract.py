@@ -446,7 +446,7 @@ def test_other_threads_than_at_the_start_change_no_score(engine):
 
 
 @pytest.mark.parametrize(
-    ("requests", "message"),
+    "requests, message",
     [
         ([GenerationRequest((), 7)], "request 7 has an empty prompt"),
         ([GenerationRequest((5,), 7), GenerationRequest((6,), 7)], "got 7 twice"),

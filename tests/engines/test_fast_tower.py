@@ -56,7 +56,7 @@ def results(tower, grids):
     return found, {name: p.grad for name, p in tower.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(("towers", "kind"), CASES, indirect=["towers"])
+@pytest.mark.parametrize("towers, kind", CASES, indirect=["towers"])
 def test_features_and_gradients_are_those_of_transformers(towers, kind):
     grids = GRIDS[kind]
     (expected, gradients), (found, others) = (results(tower, grids) for tower in towers)

@@ -36,7 +36,7 @@ def greedy_generate(model, request, max_tokens):
 # Decoding
 
 
-@pytest.mark.parametrize(("family", "is_tied"), FAMILIES)
+@pytest.mark.parametrize("family, is_tied", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(tiny_model, family, is_tied):
     model = tiny_model(family, is_tied=is_tied)
     engine = embedded(model)
@@ -46,7 +46,7 @@ def test_greedy_tokens_are_those_of_transformers(tiny_model, family, is_tied):
         assert completion.output_token_ids == greedy_generate(model, request, 24)
 
 
-@pytest.mark.parametrize(("family", "is_tied"), FAMILIES)
+@pytest.mark.parametrize("family, is_tied", FAMILIES)
 @pytest.mark.parametrize("lengths", [(6, 6, 6), (5, 1, 12, 2)])
 def test_logprobs_are_those_of_a_plain_forward(tiny_model, family, is_tied, lengths):
     model = tiny_model(family, is_tied=is_tied)

@@ -54,7 +54,7 @@ def test_a_weight_that_is_replaced_is_the_one_used():
         assert error(layer(inputs), inputs, plain) < 1e-4
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [("float32", True), ("bfloat16", False)])
+@pytest.mark.parametrize("dtype, expected", [("float32", True), ("bfloat16", False)])
 def test_only_float32_layers_are_changed(tiny_model, dtype, expected):
     source = tiny_model()
     engine = HFEngine(EngineConfig("hf", "", dtype=dtype), module=source)

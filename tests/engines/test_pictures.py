@@ -80,7 +80,7 @@ def ways_in(image, form, folder):
     }
 
 
-@pytest.mark.parametrize(("mode", "form"), FORMS)
+@pytest.mark.parametrize("mode, form", FORMS)
 def test_the_mean_is_that_of_what_a_person_sees(mode, form, tmp_path):
     image, expected, _ = MODES[mode]
     for way, value in ways_in(image, form, tmp_path).items():

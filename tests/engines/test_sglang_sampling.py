@@ -93,7 +93,7 @@ def test_the_hash_is_uniform_and_depends_on_seed_position_and_column():
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    "config, message",
     [
         (EngineConfig("sglang", "", dtype="int3"), "unknown dtype 'int3'"),
         (

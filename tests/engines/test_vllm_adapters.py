@@ -121,7 +121,7 @@ def old_base(engine):
 
 
 @pytest.mark.parametrize(
-    ("plant", "check", "name"),
+    "plant, check, name",
     [
         (zero_adapter, "hash", "lora_A"),
         (doubled_scale, "hash", "lora_B"),
@@ -181,7 +181,7 @@ def test_sleep_keeps_the_adapters_and_the_base(world):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes, message",
     [
         ({"adapters": 513}, "adapters of rank 513"),
         ({"tensor_parallel_size": 2}, "engine_tp_size 2"),

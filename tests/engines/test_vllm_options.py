@@ -67,7 +67,7 @@ def test_a_string_that_spells_no_value_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    "config, expected",
     [
         (EngineConfig("vllm", "", awaits_weights=False), "dummy"),
         (EngineConfig("vllm", "model", awaits_weights=False), "auto"),
@@ -148,7 +148,7 @@ class Letters:
 
 
 @pytest.mark.parametrize(
-    ("second", "expected_length", "reason"),
+    "second, expected_length, reason",
     [
         ((1, 3, 4), 4, "stop"),  # "aab" + "b..": the stop string "bb" begins in the first part
         ((3, 4, 5), 6, "length"),

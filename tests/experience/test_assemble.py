@@ -124,7 +124,7 @@ def test_a_group_estimator_is_not_whitened_again():
 
 
 @pytest.mark.parametrize(
-    ("turn_credit", "expected"), [("last", [0.81, 0.9, 1.0]), ("discounted", [0.9, 0.9, 1.0])]
+    "turn_credit, expected", [("last", [0.81, 0.9, 1.0]), ("discounted", [0.9, 0.9, 1.0])]
 )
 def test_tokens_or_turns_are_discounted_and_observations_take_no_time(turn_credit, expected):
     table = make_table([4], [1.0], group_size=1)

@@ -197,7 +197,7 @@ def first_row_of_turns(scored):
 
 
 @pytest.mark.parametrize(
-    ("fault", "named"),
+    "fault, named",
     [
         (retokenised_turn, "token ids differ|tokens, expected"),
         (other_ids_of_a_turn, "turn 0, token .*: token ids differ"),
@@ -334,7 +334,7 @@ def evidence_of_two_ranks(*entries):
 
 
 @pytest.mark.parametrize(
-    ("change", "difference"),
+    "change, difference",
     [
         (
             lambda entry: {"token_ids": tuple(i + 1 for i in entry.token_ids)},

@@ -31,7 +31,7 @@ def test_seed_and_step_change_the_permutation_and_nothing_else_does():
     assert first != plan(lengths, 2, seed=1)
 
 
-@pytest.mark.parametrize(("rows", "size", "world"), [(12, 8, 1), (0, 8, 1), (8, 8, 3)])
+@pytest.mark.parametrize("rows, size, world", [(12, 8, 1), (0, 8, 1), (8, 8, 3)])
 def test_sizes_that_do_not_divide_are_named(rows, size, world):
     with pytest.raises(ValueError, match=f"got {rows} samples, train_batch_size={size}, {world}"):
         plan([1] * rows, world, train_batch_size=size)

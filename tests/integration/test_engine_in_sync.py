@@ -149,7 +149,7 @@ def test_one_process_is_in_sync_after_every_step(one_process):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("backend", "world_size"),
+    "backend, world_size",
     [
         ("fsdp", 2),
         pytest.param("zero2", 2, marks=pytest.mark.deepspeed),

@@ -64,7 +64,7 @@ def steps_of(run):
 
 @pytest.mark.full
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize(("engine", "placement"), CELLS)
+@pytest.mark.parametrize("engine, placement", CELLS)
 def test_three_steps_on_real_questions(engine, placement, tiny_model, test_data, tmp_path):
     run = write_inputs(tmp_path, [], reward=REWARD) / "run"
     options = rollout_options(

@@ -183,7 +183,7 @@ def test_stacks_of_experts_arrive_in_several_buckets():
 
 
 @pytest.mark.parametrize(
-    ("engine_class", "names"),
+    "engine_class, names",
     [
         (SwapsPiecesEngine, {Q_PROJ, K_PROJ}),
         (TransposesPieceEngine, {O_PROJ}),
@@ -237,7 +237,7 @@ def test_the_canary_finds_a_source_that_training_left_behind(engine_class):
 
 
 @pytest.mark.parametrize(
-    ("fault", "names"),
+    "fault, names",
     [(drop_parameter, {O_PROJ}), (rename_parameter, {O_PROJ, "model.layers.0.self_attn.o.weight"})],
 )
 def test_accounting_finds_missing_parameters_before_anything_is_sent(fault, names):

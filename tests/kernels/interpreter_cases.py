@@ -202,7 +202,7 @@ def test_the_running_maximum_starts_below_every_logit_and_no_column_is_a_phantom
 # The sum of weights, 1 + 1e-6, is itself a multiple of 2^-23; and the interpreter adds columns one
 # by one, where each of those terms is lost.
 @pytest.mark.parametrize(
-    ("name", "certainty", "relative"),
+    "name, certainty, relative",
     [("fused", 1e-3, 0.01), ("fused", 1e-6, 0.1), ("products", 1e-3, 0.01)],
 )
 def test_near_certain_target_keeps_its_gradient(name, certainty, relative):

@@ -158,7 +158,7 @@ CASTS = [
 ]
 
 
-@pytest.mark.parametrize(("source_dtype", "out_dtype"), CASTS)
+@pytest.mark.parametrize("source_dtype, out_dtype", CASTS)
 @pytest.mark.parametrize("source_shift", [0, 1, 5])
 @pytest.mark.parametrize("out_shift", [0, 1, 8])
 def test_bits_and_hashes_equal_torch(run_on_host, source_dtype, out_dtype, source_shift, out_shift):

@@ -61,7 +61,7 @@ def test_a_step_that_meets_its_limit_keeps_what_it_has_measured(gpu, runner, rep
 
 
 @pytest.mark.parametrize(
-    ("runs_with", "culprit"),
+    "runs_with, culprit",
     [("enforce_eager=true", "CUDA graphs"), ("TRITON_ATTN", "FlashAttention"), ("x", "binaries")],
 )
 def test_a_way_that_runs_names_the_culprit_and_is_kept(gpu, runner, repository, runs_with, culprit):

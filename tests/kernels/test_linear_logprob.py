@@ -124,7 +124,7 @@ def test_bfloat16_inputs_are_computed_in_float32(impl):
 
 
 # Of the reference, autograd's own products are left to autocast.
-@pytest.mark.parametrize(("impl", "num_exact"), [("reference", 2), ("chunked", 4)])
+@pytest.mark.parametrize("impl, num_exact", [("reference", 2), ("chunked", 4)])
 def test_autocast_changes_neither_values_nor_gradients(impl, num_exact):
     (hidden, weight, _), targets, upstream = make_inputs(30, 200)
 
@@ -155,7 +155,7 @@ def test_frozen_weight_and_frozen_hidden_get_no_gradient():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options, message",
     [
         ({"impl": "cuda"}, "unknown impl 'cuda': expected one of auto, reference, chunked"),
         ({"entropy": "yes"}, "unknown entropy 'yes': expected one of none, value, grad"),

@@ -28,7 +28,7 @@ def inputs(spread=3.0, dtype=torch.float32):
 @pytest.mark.parametrize("entropy", ["none", "value", "grad"])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize(("chunk_tokens", "budget"), [(None, None), (9, 90_000), (7, 0)])
+@pytest.mark.parametrize("chunk_tokens, budget", [(None, None), (9, 90_000), (7, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loss_and_gradients_equal_float64(
     entropy, softcap, temperature, chunk_tokens, budget, dtype

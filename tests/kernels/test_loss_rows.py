@@ -19,7 +19,7 @@ def launched_rows(num_tokens, hidden, weight):
     return [up_to_multiple(count, ProductEngine.row_multiple) for count in counts]
 
 
-@pytest.mark.parametrize(("vocab", "size"), SHAPES)
+@pytest.mark.parametrize("vocab, size", SHAPES)
 def test_b1_every_number_of_tokens_is_multiplied_in_rows_that_the_table_has(vocab, size):
     with FakeTensorMode():
         hidden = torch.empty(1, size, dtype=torch.bfloat16, device="cuda")

@@ -158,7 +158,7 @@ def test_values_are_asserted_where_nothing_may_be_transferred():
     select_rows(mask, torch.tensor([4, 7]), 5, is_static=True)
 
 
-@pytest.mark.parametrize(("ignored", "waits"), [(-100, ["tolist"]), (None, [])])
+@pytest.mark.parametrize("ignored, waits", [(-100, ["tolist"]), (None, [])])
 def test_a_loss_inside_waits_once_for_targets_that_may_be_ignored_and_else_never(ignored, waits):
     with HostWaits() as watch:
         active = policy_loss.active_tokens(torch.tensor([4, 0, 2]), 5, ignored, is_device=True)

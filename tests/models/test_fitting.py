@@ -46,7 +46,7 @@ def refused(load, path, *texts, **options):
 
 @pytest.mark.parametrize("load", LOADERS)
 @pytest.mark.parametrize(
-    ("edit", "words", "allowed"),
+    "edit, words, allowed",
     [
         (lambda tensors: tensors.pop(LAYER), ("1 missing", LAYER[6:], "--allow_new"), LAYER),
         (

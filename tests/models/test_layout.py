@@ -36,7 +36,7 @@ def test_select_takes_the_previous_hidden_state_and_scatter_puts_it_back():
 
 
 @pytest.mark.parametrize(
-    ("row", "column"), [pytest.param(0, 0, id="first token"), pytest.param(1, 2, id="padding")]
+    "row, column", [pytest.param(0, 0, id="first token"), pytest.param(1, 2, id="padding")]
 )
 def test_scoring_a_first_token_or_padding_is_refused(row, column):
     scored = torch.zeros_like(MASK)

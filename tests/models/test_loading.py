@@ -38,7 +38,7 @@ def test_missing_directory(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("files", "load", "said"),
+    "files, load, said",
     [
         (("config.json",), load_causal_lm, "no configuration in .* expected config.json"),
         (("model.safetensors",), load_causal_lm, "no weights in .* expected"),

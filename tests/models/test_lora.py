@@ -121,7 +121,7 @@ def assert_equal_files(one, other):
 
 
 @pytest.mark.parametrize(
-    ("options", "settings", "message"),
+    "options, settings, message",
     [
         ({"lora_rank": 4}, {}, r"have r 3, got lora_rank 4: give --lora_rank 3"),
         ({"lora_alpha": 3.0}, {}, r"lora_alpha 12.*got lora_alpha 3: give --lora_alpha 12"),
@@ -170,7 +170,7 @@ def test_seed_fixes_the_factors_and_leaves_the_generator_alone(checkpoint):
     assert any(differs)
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, 35), (3, 4), (6, 15), (34, 35), (7, 7), (0, 34)])
+@pytest.mark.parametrize("start, stop", [(0, 35), (3, 4), (6, 15), (34, 35), (7, 7), (0, 34)])
 def test_product_has_the_same_bits_in_every_range(start, stop):
     generator = torch.Generator().manual_seed(0)
     first, second = (torch.randn(s, generator=generator) for s in ((3, 7), (5, 3)))

@@ -30,7 +30,7 @@ def assert_computed_right(verdict):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "outcome"),
+    "model_type, outcome",
     [
         ("gemma4", types.PACKED),
         ("glm46v", types.PACKED),

@@ -55,7 +55,7 @@ def test_values_and_gradients_are_those_of_plain_attention(tokens):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "dtype", "is_product"),
+    "tokens, dtype, is_product",
     [
         (MAX_SHORT_TOKENS, torch.bfloat16, True),
         (MAX_SHORT_TOKENS + 1, torch.bfloat16, False),

@@ -60,7 +60,7 @@ def test_a_trial_draws_no_random_numbers_and_needs_no_gradients_of_the_caller(mo
 
 
 @pytest.mark.parametrize(
-    ("shape", "reason"),
+    "shape, reason",
     [
         (SHAPE, "is for GPUs, not for cpu"),
         (SHAPE._replace(device_type="cuda", dtype=torch.float32), "half precision, not torch.flo"),

@@ -266,7 +266,7 @@ def exchanged_groups(table, rank):
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    "fault, message",
     [
         (unmasked_on(0), "sample 3: is_masked differ: True was written down .*, False"),
         (unmasked_on(1), "sample 3: is_masked differ: True was written down .*, False"),

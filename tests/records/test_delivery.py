@@ -78,7 +78,7 @@ def both_ways(shares, *, sp_size, select):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("world_size", "sp_size", "select"),
+    "world_size, sp_size, select",
     [(1, 1, False), (2, 1, False), (2, 2, True), (4, 2, False), (4, 1, True), (8, 1, False)],
 )
 def test_rows_and_batch_equal_the_gathered_form_bit_for_bit(kind, world_size, sp_size, select):
@@ -154,7 +154,7 @@ def measured_bytes(world_size, num_rows, **lengths):
     return world.run(one_rank)
 
 
-@pytest.mark.parametrize(("world_size", "num_turns"), [(2, 1), (4, 3), (8, 1)])
+@pytest.mark.parametrize("world_size, num_turns", [(2, 1), (4, 3), (8, 1)])
 def test_a_rank_gets_little_more_than_the_rows_it_trains_need(world_size, num_turns):
     shape = {"prompt": 100, "response": 500, "num_turns": num_turns}
     for rows, tokens, evidence, needed in measured_bytes(world_size, 8 * world_size, **shape):

@@ -73,7 +73,7 @@ def test_the_line_of_a_step():
 
 
 @pytest.mark.parametrize(
-    ("value", "decimals", "shown"),
+    "value, decimals, shown",
     [
         (0.5, 3, "0.500"),
         (-0.0384, 3, "-.038"),
@@ -94,7 +94,7 @@ def test_a_number_takes_five_columns(value, decimals, shown):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "shown"),
+    "seconds, shown",
     [(59.6, "1:00"), (3599, "59:59"), (3600, "1h00m"), (86399, "23h59m"), (9e5, "10d10h")],
 )
 def test_durations(seconds, shown):
@@ -277,7 +277,7 @@ def tell_of_a_run(stream, num_steps, step_seconds):
 
 
 @pytest.mark.parametrize("width", [80, 200])
-@pytest.mark.parametrize(("num_steps", "step_seconds"), [(40, 1.5), (100_000, 90_000.0)])
+@pytest.mark.parametrize("num_steps, step_seconds", [(40, 1.5), (100_000, 90_000.0)])
 def test_nothing_breaks_and_columns_stand_below_each_other(
     terminal, monkeypatch, width, num_steps, step_seconds
 ):

@@ -64,7 +64,7 @@ def ask(name, count=4, *, times=1, **options):
     return found
 
 
-@pytest.mark.parametrize(("name", "most"), [("batch", 1), ("together", 4), ("plain", 4)])
+@pytest.mark.parametrize("name, most", [("batch", 1), ("together", 4), ("plain", 4)])
 def test_results_keep_their_order_and_awaitables_overlap(file, name: str, most: int) -> None:
     """The later responses are ready first."""
     found = ask(f"{file}:{name}")
@@ -78,7 +78,7 @@ def test_all_calls_share_one_loop(file) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    "name, message",
     [("wrong", "ValueError: no"), ("short", "4 in all, got 0"), ("hangs", "did not return within")],
 )
 def test_failures_are_those_of_plain_functions(file, name: str, message: str) -> None:

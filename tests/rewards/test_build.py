@@ -55,7 +55,7 @@ def test_every_registered_reward_scores_a_right_and_a_wrong_answer(name) -> None
 
 
 @pytest.mark.parametrize(
-    ("names", "weights", "message"),
+    "names, weights, message",
     [
         (
             [],

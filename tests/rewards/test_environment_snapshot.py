@@ -95,7 +95,7 @@ def reads(tmp_path_factory, kept):
 
 
 @pytest.mark.parametrize(
-    ("expression", "expected"),
+    "expression, expected",
     [
         ("e.score + e.half + e.SIZE", 6.25),
         ("e.place == (1, 2) and e.by_number == {1: 'a'} and e.path.name == 'b'", 1.0),
@@ -109,7 +109,7 @@ def test_public_attributes_are_read(reads, expression, expected):
 
 
 @pytest.mark.parametrize(
-    ("expression", "message"),
+    "expression, message",
     [
         ("e.code", "attribute 'code' of the environment Maze cannot be read here: UnpicklingErro"),
         ("e.code", "it holds builtins.exec: keep numbers, texts, lists, dicts, sets, dates, path"),

@@ -64,7 +64,7 @@ def test_arguments_of_a_function_of_verl_come_from_reward_args():
 
 
 @pytest.mark.parametrize(
-    ("name", "there"),
+    "name, there",
     [
         ("environments", "train with --environment"),
         ("completion_ids", "a parameter responses"),

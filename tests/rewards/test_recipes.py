@@ -52,7 +52,7 @@ def test_each_row_is_scored_by_the_rewards_of_its_recipe(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    "text, problem",
     [
         ("[math]\ntwo = 1", "got two = 1 in .math., expected a number for one of model, one, ten"),
         ("[math]\none = true", "got one = True"),

@@ -82,7 +82,7 @@ def score(functions, name, sample, place="worker"):
 
 @pytest.mark.parametrize("place", ["worker", "here"])
 @pytest.mark.parametrize(
-    ("name", "prompt"),
+    "name, prompt",
     [("chat", CHAT), ("text", "Say 2."), ("both", CHAT), ("ours", CHAT), ("acc", CHAT)],
 )
 def test_completions_are_messages_where_the_prompt_is_and_responses_are_texts(

@@ -101,7 +101,7 @@ def test_the_process_lives_on_between_calls_and_ends_with_close(file) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    "name, message",
     [
         ("short", "one result per response, 2 in all, got 1"),
         ("text", "expected a list of 2 numbers or dicts, got str"),
@@ -149,7 +149,7 @@ def test_messages_larger_than_a_pipe_pass(file) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "message"),
+    "name, kind, message",
     [
         ("{file}:exakt", ConfigError, "no function 'exakt'.*did you mean exact"),
         ("{folder}/none.py:f", ConfigError, "no file .*none.py"),

@@ -76,7 +76,7 @@ def test_calls_in_a_conversation_are_only_text(stage):
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    "said, reason",
     [
         ("raise", "step raised ValueError: bang"),
         ("wrong form", "must return observations, reward"),
@@ -136,7 +136,7 @@ class Registered:
 
 
 @pytest.mark.parametrize(
-    ("text", "tools", "message"),
+    "text, tools, message",
     [
         (f"skyrl_gym:{TEXT}:NoStep", (), "expected a class with init"),
         (f"skyrl_gym:{TEXT}:Missing", (), "has no 'Missing'"),
@@ -161,7 +161,7 @@ ANSWERED = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    "answer, message",
     [
         (dripping(ANSWERED % 10**6, b" "), "gave no answer within"),
         (b"HTTP/1.1 302 Found\r\nLocation: %s\r\nContent-Length: 0\r\n\r\n", "redirect"),

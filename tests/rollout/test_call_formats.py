@@ -78,7 +78,7 @@ def test_a_call_that_the_template_writes_is_read_back(name):
 
 
 @pytest.mark.parametrize(
-    ("family", "name"),
+    "family, name",
     [
         ("Qwen2.5", "hermes"),
         ("Qwen3", "hermes"),
@@ -171,7 +171,7 @@ F, G = ("f", {"x": 1}), ("g", {})
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "calls"),
+    "name, text, calls",
     [
         ("hermes", f"hm {call('f', x=1)} and {call('g')}", [F, G]),
         ("hermes", call("f", x=1).removesuffix("</tool_call>"), [F]),
@@ -232,7 +232,7 @@ def test_thinking_inside_of_a_call_is_text_and_a_call_inside_of_thinking_is_none
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    "name, text",
     [
         ("xml", "<tool_call><function=f><parameter=x>1</function></tool_call>"),
         ("xml", "<tool_call><function=f>"),
@@ -370,7 +370,7 @@ SCHEMA = {
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    "given, found",
     [
         ({"l": "[1, 2]"}, {"l": [1, 2]}),
         ({"l": [1, "2"]}, {"l": [1, 2]}),
@@ -391,7 +391,7 @@ def test_arguments_are_read_by_the_whole_schema(given, found):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    "given, message",
     [
         ({"l": ["no"]}, r"argument 'l' at \[0\]: must be integer: got 'no'"),
         ({"l": [1, 2, 3, 4]}, "breaks maxItems 3"),

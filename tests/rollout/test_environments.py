@@ -49,7 +49,7 @@ def test_state_belongs_to_one_episode_and_calls_keep_their_order(stage):
 
 
 @pytest.mark.parametrize(
-    ("what", "outcome", "seen"),
+    "what, outcome, seen",
     [
         ("raise", "error", '{"error": "ValueError: bang"}'),
         ("quit", "error", '{"error": "SystemExit: 3"}'),
@@ -219,7 +219,7 @@ def test_stateless_tools_need_no_class(stage):
 
 
 @pytest.mark.parametrize(
-    ("environment", "message"),
+    "environment, message",
     [
         ("Untyped", "tool tool needs type hints and a Google docstring"),
         ("NoReset", "expected a class with reset"),

@@ -223,7 +223,7 @@ def test_a_conversation_of_skyrl_gyms_make_shows_images(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("shows", "reason"),
+    "shows, reason",
     [
         ("{folder}/large.png", "more than --max_observation_tokens 16: raise"),
         ("{folder}/long.png", "an image cannot be shown: absolute aspect ratio"),
@@ -251,7 +251,7 @@ def test_an_image_without_room_ends_its_episode(calls, tmp_path):
 
 @pytest.mark.parametrize("player", [Environments, Agents])
 @pytest.mark.parametrize(
-    ("preset", "options", "reason"),
+    "preset, options, reason",
     [
         ("tiny-mllama", {}, "models of type mllama attend to images beside the text"),
         (PRESETS[0], {"rollout_lag": 1}, "keep rows with the media of their prompts alone"),

@@ -190,7 +190,7 @@ def test_a_reward_model_scores_the_tokens_that_transformers_gives_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("template", "options", "reads_anew"),
+    "template, options, reads_anew",
     [
         (CHAT_TEMPLATE, {"apply_chat_template": True}, False),
         (None, {"apply_chat_template": True}, False),

@@ -122,7 +122,7 @@ def words(text):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("what", "reason", "num_ends"),
+    "what, reason, num_ends",
     [
         ("hang", "it was cancelled", 0),
         ("hold on", "its worker was killed", 1),

@@ -89,7 +89,7 @@ def penalty(max_tokens, buffer, **options):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "value"), [(70, 0.0), (80, 0.0), (90, -0.5), (100, -1.0), (110, -1.0)]
+    "num_tokens, value", [(70, 0.0), (80, 0.0), (90, -0.5), (100, -1.0), (110, -1.0)]
 )
 def test_overlong_penalty_follows_its_formula(num_tokens, value):
     assert penalty(100, 20)(num_tokens) == pytest.approx(value)

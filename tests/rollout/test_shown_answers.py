@@ -128,7 +128,7 @@ COUNTER = {"environment": "Counter"}
 
 @pytest.mark.cover(3)
 @pytest.mark.parametrize(
-    ("fault", "script", "options", "message"),
+    "fault, script, options, message",
     [
         (neighbours_answers, guessing, {}, SHOWN),
         (answers_before_they_are_rendered, guessing, {}, SHOWN),

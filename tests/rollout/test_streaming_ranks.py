@@ -169,7 +169,7 @@ def test_what_is_trained_does_not_depend_on_the_number_of_ranks():
     assert trained(run_rounds(1, num_wanted=8, chunk=100)) != one  # the comparison can tell
 
 
-@pytest.mark.parametrize(("world_size", "tokens"), [(64, 4096), (512, 16_000)])
+@pytest.mark.parametrize("world_size, tokens", [(64, 4096), (512, 16_000)])
 def test_at_scale_open_rows_cost_little(world_size, tokens):
     samples = StepSamples(8192, 200, tokens, num_turns=4)
     found = predict_exchange(samples, world_size=world_size, num_open_groups=2 * 8192 // 8)

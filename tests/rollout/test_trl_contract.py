@@ -66,7 +66,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("turn", "expected"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("turn, expected", CASES.values(), ids=CASES)
 def test_what_a_turn_is_answered(tmp_path, turn, expected):
     stage, rollout, answers, reward = play(tmp_path, [turn, "done"])
     assert answers == [expected]
@@ -170,7 +170,7 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize(("told", "expected"), TOLD.values(), ids=TOLD)
+@pytest.mark.parametrize("told, expected", TOLD.values(), ids=TOLD)
 def test_what_reset_says_stands_at_the_end_of_the_question(tmp_path, told, expected):
     before = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Well"}]
     messages = [*before, {"role": "user", "content": "Say it."}]
@@ -186,7 +186,7 @@ def test_what_reset_says_stands_at_the_end_of_the_question(tmp_path, told, expec
 
 
 @pytest.mark.parametrize(
-    ("told", "reason"),
+    "told, reason",
     [
         ([{"type": "image", "image": "x.png"}], "answered with an image, and the model reads text"),
         ([" a", 3], "block 2 must be text or an image: got 'int'"),
@@ -219,7 +219,7 @@ def test_rows_without_a_prompt_get_theirs_from_reset(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("told", "said"), [("nan", "a finite number, got nan"), ("a text", "a number, got '0.5'")]
+    "told, said", [("nan", "a finite number, got nan"), ("a text", "a number, got '0.5'")]
 )
 def test_a_reward_that_is_no_number_ends_the_run(tmp_path, told, said):
     # TRL leaves it out of the mean of its group, and says nothing.

@@ -176,7 +176,7 @@ def largest_difference(model, other):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "quantization"), [("llama", None), ("llama", "Q4_1"), ("qwen3", "Q8_0")]
+    "architecture, quantization", [("llama", None), ("llama", "Q4_1"), ("qwen3", "Q8_0")]
 )
 def test_the_logits_are_those_of_the_source(tmp_path, capsys, architecture, quantization):
     source = source_model(architecture)

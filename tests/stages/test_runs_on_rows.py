@@ -41,7 +41,7 @@ def test_an_interrupted_run_continues_to_the_bit(tmp_path, models, way):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("stage", "backend"),
+    "stage, backend",
     [
         *((stage, {"fsdp": True}) for stage in TRAINERS),
         *(
@@ -102,7 +102,7 @@ def test_the_report_shows_a_run_and_the_console_held_out_rows_that_are_trained_o
 
 
 @pytest.mark.parametrize(
-    ("stage", "said"),
+    "stage, said",
     [
         ("prefer", "accuracy is 1.00 on trained pairs and 0.00 on 16 held-out ones"),
         ("reward", "of 16 held-out judgements are met, less than guessing would: chosen and"),
@@ -118,7 +118,7 @@ def test_a_swap_of_chosen_and_rejected_is_named(tmp_path, models, capsys, stage,
 
 
 @pytest.mark.parametrize(
-    ("stage", "metric"),
+    "stage, metric",
     [("sft", "eval/loss"), ("prefer", "eval/loss"), ("reward", "eval/calibration_error")],
 )
 def test_a_model_that_gets_worse_is_not_the_best(tmp_path, models, capsys, stage, metric):
@@ -153,7 +153,7 @@ def test_options_of_other_stages_are_refused(tmp_path, models, stage):
 
 
 @pytest.mark.parametrize(
-    ("stage", "changes", "said"),
+    "stage, changes, said",
     [
         ("sft", {"train_on": "all"}, "train_on is an option of lightrft sft"),
         ("prefer", {"preference_loss": ("ipo",)}, "preference_loss is an option of lightrft pref"),

@@ -162,7 +162,7 @@ def old_base(engine):
 
 
 @pytest.mark.parametrize(
-    ("plant", "check", "name"),
+    "plant, check, name",
     [
         (zero_adapter, "hash", "lora_A"),
         (doubled_scale, "hash", "lora_B"),
@@ -281,7 +281,7 @@ def test_an_actor_without_adapters_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes, message",
     [
         ({"engine_type": "vllm", "engine_tp_size": 2}, "on one rank alone: got engine_tp_size 2"),
         ({"engine_type": "sglang"}, "the sglang engine holds no adapters"),

@@ -33,7 +33,7 @@ def master_of(averages, average, folder):
     return load_file(folder / "average/rank_00000.safetensors")["w"]
 
 
-@pytest.mark.parametrize(("num_writers", "num_readers"), [(1, 1), (1, 3), (3, 2), (4, 1)])
+@pytest.mark.parametrize("num_writers, num_readers", [(1, 1), (1, 3), (3, 2), (4, 1)])
 def test_ranges_of_any_number_of_ranks(tmp_path, monkeypatch, num_writers, num_readers):
     values = {"a": torch.randn(3, 5), "b": torch.randn(2), "whole": torch.randn(4)}
     rank_now = [0]

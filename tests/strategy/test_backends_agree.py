@@ -240,7 +240,7 @@ CASES = [
     for backend in BACKENDS
 ]
 on_every_backend = pytest.mark.parametrize(
-    ("backend", "world_size"),
+    "backend, world_size",
     [
         pytest.param("fake", 1, id="fake"),
         *(
@@ -313,7 +313,7 @@ def short(tables, backend, world_size):
 
 
 # DeepSpeed's own tests have those of its stages on two ranks, where imports alone take longer.
-@pytest.mark.parametrize(("backend", "world_size"), CASES[: len(BACKENDS) + 1])
+@pytest.mark.parametrize("backend, world_size", CASES[: len(BACKENDS) + 1])
 def test_three_steps_and_a_skipped_one_are_those_of_one_process(short, expected):
     for result in short:
         assert_agrees(result["tied"], expected["tied"])

@@ -60,7 +60,7 @@ def test_other_objects_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "expected"),
+    "name, value, expected",
     [
         ("seed", -1, ">= 0"),
         ("seed", True, "expected int"),

@@ -58,7 +58,7 @@ def echo(request, index):
 # ------------------------------------------------------------------ one process
 
 
-@pytest.mark.parametrize(("world", "tp"), [(4, 2), (4, 1), (4, 4), (8, 4)])
+@pytest.mark.parametrize("world, tp", [(4, 2), (4, 1), (4, 4), (8, 4)])
 def test_an_engine_has_neighbouring_ranks_and_data_groups_one_of_each(world, tp):
     together = [list(range(first, first + tp)) for first in range(0, world, tp)]
     apart = [list(range(place, world, tp)) for place in range(tp)]
@@ -83,7 +83,7 @@ def test_accumulation_counts_data_parallel_ranks():
     assert (steps(16, 4), steps(16, 2)) == (2, 4)
 
 
-@pytest.mark.parametrize(("train", "nearest"), [(10, "8 or 16"), (3, "8"), (17, "16 or 24")])
+@pytest.mark.parametrize("train, nearest", [(10, "8 or 16"), (3, "8"), (17, "16 or 24")])
 def test_an_indivisible_batch_shows_the_nearest_legal_ones(train, nearest):
     with pytest.raises(ValueError, match=rf"{train} % \(2 \* 4\) == 0") as caught:
         steps(train, 4)
@@ -91,7 +91,7 @@ def test_an_indivisible_batch_shows_the_nearest_legal_ones(train, nearest):
 
 
 @pytest.mark.parametrize(
-    ("configured", "environment", "expected"),
+    "configured, environment, expected",
     [
         (-1, {}, -1),
         (-1, {"LOCAL_RANK": "3", "RANK": "11"}, 3),
@@ -109,7 +109,7 @@ def test_local_rank(monkeypatch, configured, environment, expected):
     assert resolve_local_rank(configured, 8) == expected
 
 
-@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "4"), ("RANK", "1")])
+@pytest.mark.parametrize("name, value", [("WORLD_SIZE", "4"), ("RANK", "1")])
 def test_a_running_group_of_another_size_is_named(monkeypatch, name, value):
     for asked, answer in (("is_initialized", True), ("get_rank", 0), ("get_world_size", 2)):
         monkeypatch.setattr(dist, asked, lambda answer=answer: answer)

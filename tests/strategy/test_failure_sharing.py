@@ -101,7 +101,7 @@ def fail_on_rank_1(rank, world_size, place, stays):
 
 
 @pytest.mark.cover(2)
-@pytest.mark.parametrize(("place", "stays"), [("inside", True), ("inside", False), ("after", True)])
+@pytest.mark.parametrize("place, stays", [("inside", True), ("inside", False), ("after", True)])
 def test_a_rank_that_waits_for_a_failed_one_ends_with_the_cause(place, stays, capfd):
     told = f"the engine did not start on rank 1: MemoryError: {CAUSE}"
     with pytest.raises(RankFailure) as failure:

@@ -270,7 +270,7 @@ def test_training_on_offloaded_shards_changes_no_bit(two_ranks, expected):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("cell", "kept"), [("float32 shards", "torch.float32"), ("master weights", "torch.bfloat16")]
+    "cell, kept", [("float32 shards", "torch.float32"), ("master weights", "torch.bfloat16")]
 )
 def test_bfloat16_trains_close_to_float32_and_resumes_exactly(two_ranks, expected, cell, kept):
     for result in two_ranks:

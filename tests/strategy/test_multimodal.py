@@ -16,7 +16,7 @@ def media(inputs, kind="image"):
 
 
 @pytest.mark.parametrize(
-    ("images", "counts", "expected"),
+    "images, counts, expected",
     [
         (["a", "b", "c"], [0, 1, 2], [None, ["a"], ["b", "c"]]),
         ([("a", "b"), ("c",), ()], [2, 1, 0], [["a", "b"], ["c"], None]),
@@ -37,7 +37,7 @@ def test_images_reach_their_prompts(images, counts, expected):
 
 
 @pytest.mark.parametrize(
-    ("images", "counts", "message"),
+    "images, counts, message",
     [
         (["a", "b", "c"], [1, 1], r"sum\(images_num\) = 2 entries, got 3"),
         (["a"], [1, 1], "= 2 entries, got 1"),

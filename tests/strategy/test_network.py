@@ -38,7 +38,7 @@ ONE_NODE = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 
 
 @pytest.mark.parametrize(
-    ("interfaces", "own", "towards", "environment", "chosen"),
+    "interfaces, own, towards, environment, chosen",
     [
         pytest.param(ONE, "127.0.1.1", "127.0.0.1", {}, None, id="no launcher"),
         pytest.param(ONE, "127.0.1.1", "127.0.0.1", ONE_NODE, None, id="one node"),
@@ -93,7 +93,7 @@ def limits(monkeypatch, own, most):
 
 
 @pytest.mark.parametrize(
-    ("own", "most", "raised"),
+    "own, most, raised",
     [
         (1024, 1_048_576, [(9216, 1_048_576)]),
         (1024, resource.RLIM_INFINITY, [(9216, resource.RLIM_INFINITY)]),

@@ -119,7 +119,7 @@ def wait_for_error(processes, limit):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("place", "kind"),
+    "place, kind",
     [
         pytest.param(
             place,

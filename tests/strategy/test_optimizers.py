@@ -47,9 +47,9 @@ def rates_of(schedule, num_steps):
     return rates
 
 
-@pytest.mark.parametrize(("max_steps", "ratio"), [(10, 0.11), (100, 0.03), (7, 0.0), (1, 1.0)])
+@pytest.mark.parametrize("max_steps, ratio", [(10, 0.11), (100, 0.03), (7, 0.0), (1, 1.0)])
 @pytest.mark.parametrize(
-    ("name", "after_rise"),
+    "name, after_rise",
     [("cosine_with_min_lr", cosine), ("linear", linear), ("constant", constant)],
 )
 def test_schedule_of_an_optimizer_at_every_step(name, after_rise, max_steps, ratio):

@@ -12,7 +12,7 @@ FACTORS = {r"visual\.merger": 2.0, "visual": 0.1, "lora_B": 16.0}
 
 
 @pytest.mark.parametrize(
-    ("name", "factor"),
+    "name, factor",
     [
         ("model.model.visual.blocks.0.attn.weight", 0.1),
         ("model.model.visual.merger.mlp.weight", 2.0),
@@ -50,7 +50,7 @@ def test_groups_have_one_rate_and_one_decay_each():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    "given, message",
     [
         (
             {"visual": 0.1, "audio": 0.1},
@@ -90,7 +90,7 @@ def test_a_checkpoint_of_other_parts_says_that_factors_may_only_change_their_num
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    "given, message",
     [
         ({"visual": 0}, "visual=0, expected a number above 0; freeze_prefix keeps"),
         ({"visual": -1.0}, "expected a number above 0"),

@@ -77,7 +77,7 @@ def test_models_are_built_without_memory_on_gpus_above_two_gigabytes():
         assert config.builds_on_meta(has_gpu=False, weight_bytes=0) is given
 
 
-@pytest.mark.parametrize(("device", "chosen"), [("cuda", True), ("cpu", False)])
+@pytest.mark.parametrize("device, chosen", [("cuda", True), ("cpu", False)])
 def test_the_decision_is_agreed_and_printed(device, chosen):
     from lightrft.stages.machine_choices import ModelFacts, decide_by_machine
 

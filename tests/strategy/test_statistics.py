@@ -29,7 +29,7 @@ def test_numbers_of_known_lengths():
     )
 
 
-@pytest.mark.parametrize(("every", "due"), [(1, [0, 1, 2, 3]), (2, [0, 2]), (0, []), (-1, [])])
+@pytest.mark.parametrize("every, due", [(1, [0, 1, 2, 3]), (2, [0, 2]), (0, []), (-1, [])])
 def test_interval(every, due):
     watcher = analyser(every)
     found = [s for s in range(4) if watcher.collect([3], s, writes_files=True) is not None]

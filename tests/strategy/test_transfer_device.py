@@ -26,7 +26,7 @@ def start_group(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("backend", "device"),
+    "backend, device",
     [("cpu:gloo,cuda:fake", "cuda:3"), ("cpu:gloo,cuda:gloo", "cpu"), ("gloo", "cpu")],
 )
 def test_weights_travel_on_gpus_where_the_group_has_a_backend_for_them(
@@ -38,7 +38,7 @@ def test_weights_travel_on_gpus_where_the_group_has_a_backend_for_them(
 
 
 @pytest.mark.parametrize(
-    ("config", "device"), [("cpu:gloo,cuda:nccl", "cuda:3"), ("cuda:nccl", "cuda:3")]
+    "config, device", [("cpu:gloo,cuda:nccl", "cuda:3"), ("cuda:nccl", "cuda:3")]
 )
 def test_nccl_is_recognised_alone_and_in_a_compound(start_group, monkeypatch, config, device):
     start_group("gloo")

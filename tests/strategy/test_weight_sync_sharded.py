@@ -252,7 +252,7 @@ def test_fsdp2_weights_reach_every_ranks_engine(world_size):
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(
-    ("world_size", "stages"),
+    "world_size, stages",
     [
         (2, (2, 3)),
         pytest.param(2, (0, 1), marks=pytest.mark.slow),

@@ -266,9 +266,7 @@ def test_two_ranks_bring_their_shards_to_two_engines_and_faults_are_found(plante
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("fault", "seconds"), [("dies@3", 60), ("dies@1", 60), ("stands_still@2", 4)]
-)
+@pytest.mark.parametrize("fault, seconds", [("dies@3", 60), ("dies@1", 60), ("stands_still@2", 4)])
 def test_a_rank_that_is_lost_between_two_buckets_ends_the_others(fault, seconds, capfd):
     with pytest.raises(RankFailure) as failure:
         run(faults=[fault], seconds=seconds)
@@ -284,7 +282,7 @@ def test_a_rank_that_is_lost_between_two_buckets_ends_the_others(fault, seconds,
 
 
 @pytest.mark.parametrize(
-    ("gpus", "backend"),
+    "gpus, backend",
     [
         (["a", "b", "c"], "nccl"),
         (["a", "b", "a"], "gloo"),

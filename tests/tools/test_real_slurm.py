@@ -175,9 +175,7 @@ def ranks_of(cluster) -> list[str]:
     return sorted(log.read_text().splitlines()) if log.exists() else []
 
 
-@pytest.mark.parametrize(
-    ("code", "end"), [(0, "COMPLETED"), (7, "FAILED")], ids=["finished", "failed"]
-)
+@pytest.mark.parametrize("code, end", [(0, "COMPLETED"), (7, "FAILED")], ids=["finished", "failed"])
 def test_slurm_takes_the_script_and_starts_every_rank(cluster, capsys, code, end):
     job = write_job(cluster, capsys, code=code)
     tried = cluster.run("sbatch", "--test-only", str(job))

@@ -63,7 +63,7 @@ def test_the_script_asks_for_the_machines(capsys):
     assert all(text.index(line) < first_command for line in directives)
 
 
-@pytest.mark.parametrize(("code", "requeues"), [(0, False), (75, True), (7, False)])
+@pytest.mark.parametrize("code, requeues", [(0, False), (75, True), (7, False)])
 def test_the_script_starts_every_rank_and_passes_its_code_on(tmp_path, capsys, code, requeues):
     prompt = 'it\'s $HOME; {} "now"'
     text = script_of(capsys, "--nodes", "2", "--", "--pretrain", "m", "--input_template", prompt)

@@ -31,7 +31,7 @@ FINE = {
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    "changes, expected",
     [
         ({}, None),
         ({"policy_loss": math.nan}, "not finite: policy_loss is nan"),
@@ -127,7 +127,7 @@ def test_a_healthy_step_has_no_alarm_and_changes_the_weights(build_world, capsys
 
 
 @pytest.mark.parametrize(
-    ("reward", "expected"),
+    "reward, expected",
     [
         (lambda i: 0.5, ["all rewards are equal (mean 0.5)"]),
         (lambda i: i // 4, ["the rewards of every group are equal"]),

@@ -23,7 +23,7 @@ class Graded(SPMDPPOTrainer):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("metric", "first_best", "last_best"),
+    "metric, first_best, last_best",
     [("eval/reward", 0.5, 0.7), ("eval/truncated_share", 0.5, 1 - 0.7)],
 )
 def test_the_best_model_stays(build_world, tmp_path, metric, first_best, last_best):

@@ -242,7 +242,7 @@ SHARDED = tuple(name for name, settings in BACKENDS.items() if settings is not N
 @pytest.mark.deepspeed
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize(
-    ("backends", "world_size", "num_cases"),
+    "backends, world_size, num_cases",
     [
         (tuple(BACKENDS), 1, 20),
         pytest.param(tuple(BACKENDS), 1, 360, marks=pytest.mark.slow),

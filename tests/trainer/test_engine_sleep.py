@@ -27,7 +27,7 @@ def recording_world(build_world, **options):
     return world, engine
 
 
-@pytest.mark.parametrize(("every", "first"), [(0, "sleep 1"), (-1, "sleep 2")])
+@pytest.mark.parametrize("every, first", [(0, "sleep 1"), (-1, "sleep 2")])
 def test_weights_are_dropped_while_the_trainer_makes_new_ones(build_world, every, first):
     """A step whose logprobs are compared keeps them, to explain a difference."""
     world, engine = recording_world(build_world, parity_check_steps=every)

@@ -70,7 +70,7 @@ def weights(folder, name):
 @pytest.mark.timeout(1500)
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(
-    ("world_size", "backends"),
+    "world_size, backends",
     [
         (2, ("fsdp", "zero3")),
         pytest.param(2, ("zero2",), marks=pytest.mark.slow),

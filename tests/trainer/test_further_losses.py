@@ -42,7 +42,7 @@ def random_texts(count=11):
     return rows
 
 
-@pytest.mark.parametrize(("world_size", "micro"), [(1, 1), (1, 5), (1, 99), (2, 2), (4, 1), (3, 2)])
+@pytest.mark.parametrize("world_size, micro", [(1, 1), (1, 5), (1, 99), (2, 2), (4, 1), (3, 2)])
 def test_mixed_texts_are_the_mean_over_all_their_tokens(world_size, micro):
     texts, policy = random_texts(), TablePolicy(VOCAB)
     mix = PretrainMix(texts, coef=0.3, batch_size=5, seed=7)

@@ -300,7 +300,7 @@ def run_agents(rank, world_size, *how):
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("num_runs", "chain"),
+    "num_runs, chain",
     [(2, 3), pytest.param(8, 4, marks=pytest.mark.slow)],
     ids=["6 kills", "32 kills"],
 )

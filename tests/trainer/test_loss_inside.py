@@ -43,7 +43,7 @@ def step_of(world):
 
 
 @pytest.mark.parametrize(
-    ("args", "options"),
+    "args, options",
     [
         (FUSED, {}),
         (FIRST, {"entropy_coef": 0.01, "policy_loss": "dapo"}),
@@ -96,7 +96,7 @@ LOSS_TOKENS_AT = objective.LossTokens.at
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    "options, reason",
     [
         ({"policy_loss": "gspo"}, "policy_loss gspo couples the tokens of a row"),
         ({"policy_loss": "clip_cov"}, "policy_loss clip_cov couples the rows of a micro-batch"),

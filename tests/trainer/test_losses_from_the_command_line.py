@@ -75,7 +75,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "flags", "options"), CASES)
+@pytest.mark.parametrize("name, flags, options", CASES)
 def test_the_flags_give_the_papers_loss_with_its_aggregation(name, flags, options):
     if name == "dr_grpo":  # its divisor is the token budget of a response
         flags, options = (*flags, "--generate_max_len", "40"), {"max_response_tokens": 40}

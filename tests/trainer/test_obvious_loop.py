@@ -47,7 +47,7 @@ def obvious_loop(world, lag, num_steps):
     return world
 
 
-@pytest.mark.parametrize(("lag", "num_steps"), [(0, 20), (1, 6), (2, 6)])
+@pytest.mark.parametrize("lag, num_steps", [(0, 20), (1, 6), (2, 6)])
 def test_the_trainer_is_the_obvious_loop_bit_for_bit(build_world, lag, num_steps):
     options = {
         "num_prompts": 16,

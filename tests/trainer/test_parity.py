@@ -43,7 +43,7 @@ def test_the_first_step_is_compared_and_told(build_world, told):
     assert "parity" not in "".join(told)
 
 
-@pytest.mark.parametrize(("every", "expected"), [(0, [1]), (2, [1, 2, 4]), (-1, [])])
+@pytest.mark.parametrize("every, expected", [(0, [1]), (2, [1, 2, 4]), (-1, [])])
 def test_the_comparison_follows_its_schedule(build_world, monkeypatch, every, expected):
     world = build_world(parity_check_steps=every, num_prompts=16)
     compared = []

@@ -73,7 +73,7 @@ def test_too_few_prompts_are_named():
 
 
 @pytest.mark.parametrize(
-    ("options", "updates", "steps"),
+    "options, updates, steps",
     [
         ({}, None, 3),
         ({"num_episodes": 2}, None, 6),

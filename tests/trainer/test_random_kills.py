@@ -230,7 +230,7 @@ def run_all(rank, world_size, folder, num_runs, chain, seed):
 @pytest.mark.deepspeed
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("num_runs", "chain"),
+    "num_runs, chain",
     [(4, 2), pytest.param(100, 1, marks=pytest.mark.slow)],
     ids=["8 kills", "100 kills"],
 )

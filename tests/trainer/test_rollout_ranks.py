@@ -179,7 +179,7 @@ def compare_all(rank, world_size, folder, num_schedules, longest):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("num_schedules", "longest"),
+    "num_schedules, longest",
     [(1, 0.02), pytest.param(10, 0.3, marks=pytest.mark.slow)],
     ids=["10 schedules", "100 schedules"],
 )

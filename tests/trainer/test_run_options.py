@@ -89,7 +89,7 @@ def test_bounds_of_alarms():
     assert text == "correction_invalid_share is 0.01, above 0"
 
 
-@pytest.mark.parametrize(("stops", "steps"), [(False, 2), (True, 1)])
+@pytest.mark.parametrize("stops, steps", [(False, 2), (True, 1)])
 def test_an_alarm_warns_and_stops_only_if_told_to(build_world, capsys, stops, steps):
     world = build_world(alarm_length=0.5, stop_on_alarm=stops, max_steps=2)
     assert world.trainer.fit().num_steps == steps

@@ -174,7 +174,7 @@ def test_other_rows_are_another_run(folder, policy):
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    "rows, message",
     [
         ([], "prompt holds no rows"),
         (["Say 5."], "row 1: expected a mapping"),
@@ -214,7 +214,7 @@ OF_ROWS = {"fsdp": True, "train_batch_size": 4, "micro_train_batch_size": 2, "ma
 
 
 @pytest.mark.parametrize(
-    ("call", "rows"),
+    "call, rows",
     [
         (sft, PROMPTED),
         (sft, datasets.Dataset.from_list(PROMPTED)),
@@ -260,7 +260,7 @@ class HalfACallback:
 
 
 @pytest.mark.parametrize(
-    ("callback", "message"),
+    "callback, message",
     [
         (OfTransformers(), "OfTransformers is a callback of transformers: .*end_step"),
         (HalfACallback(), "HalfACallback lacks methods of a callback: subclass lightrft"),
@@ -311,7 +311,7 @@ def test_an_adapter_configuration_of_peft_is_taken(folder, supervised):
 
 
 @pytest.mark.parametrize(
-    ("config", "more", "message"),
+    "config, more, message",
     [
         (peft.LoraConfig(use_dora=True), {}, "use_dora=True has no counterpart"),
         (peft.LoraConfig(r=2), {"lora_rank": 4}, "lora_rank is given as well"),

@@ -176,7 +176,7 @@ def test_a_vision_trainer_asks_for_its_processor_first(build_world):
 
 
 @pytest.mark.parametrize(
-    ("keywords", "error", "message"),
+    "keywords, error, message",
     [
         ({"eps_clp": 0.1}, TypeError, "eps_clip"),
         ({"kl_estimator": "k9"}, ValueError, "k3"),

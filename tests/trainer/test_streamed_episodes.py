@@ -54,7 +54,7 @@ def test_the_command_streams_episodes_and_its_steps_are_audited(tmp_path, late):
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    "changes, says",
     [
         ({"late_join": True}, "stream_chunk excludes late_join"),
         ({"environment": "openenv:http://127.0.0.1:9"}, "stream_chunk excludes environment open"),

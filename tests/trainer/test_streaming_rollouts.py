@@ -115,7 +115,7 @@ def test_the_lengths_trained_in_a_run_are_those_sampled_in_it(build_world, monke
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    "options, says",
     [
         ({"agent": "a.py:run", "apply_chat_template": True}, "stream_chunk excludes agent"),
         ({"stop": ("x",)}, "stop: a text may begin"),

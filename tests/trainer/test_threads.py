@@ -53,7 +53,7 @@ def test_the_environment_counts_unless_the_launcher_set_it(sixteen, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("device", "given", "chosen"),
+    "device, given, chosen",
     [("cpu", None, 1), ("cpu", 5, 5), ("cuda", 5, 5), ("cuda", None, None)],
 )
 def test_a_choice_is_said_kept_and_set(sixteen, tmp_path, device, given, chosen):

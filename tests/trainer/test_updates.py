@@ -98,7 +98,7 @@ def policy_loss(table, batch, mode, *, kl_coef, entropy_coef, constant):
 @pytest.mark.parametrize(
     "mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 )
-@pytest.mark.parametrize(("world_size", "micro"), [(1, 1), (1, 3), (1, 8), (2, 3), (4, 1)])
+@pytest.mark.parametrize("world_size, micro", [(1, 1), (1, 3), (1, 8), (2, 3), (4, 1)])
 def test_gradient_and_loss_equal_the_definition_for_any_split(mode, world_size, micro):
     batch, constant = random_experience(4), 5
     reference = TablePolicy(VOCAB)

@@ -121,7 +121,7 @@ def test_a_prefix_is_whole_parts_of_a_name(model):
 
 
 @pytest.mark.parametrize(
-    ("target", "parts"),
+    "target, parts",
     [
         ("language_model.*", {"language_model"}),
         (r"visual\.merger.*", {"visual.merger"}),
@@ -137,7 +137,7 @@ def test_adapters_lie_on_the_part_that_is_named(model, target, parts):
         target_layers(load_causal_lm(model), (target, "none.*"))
 
 
-@pytest.mark.parametrize(("frozen", "has_tower"), [((), True), (("visual",), False)])
+@pytest.mark.parametrize("frozen, has_tower", [((), True), (("visual",), False)])
 def test_adapters_of_a_tower_follow_what_is_frozen(frozen, has_tower, model):
     actor = LoraActor(load_causal_lm(model), TrainConfig(lora_rank=2, freeze_prefix=frozen))
     adapted = {name for name, value in actor.named_parameters() if value.requires_grad}

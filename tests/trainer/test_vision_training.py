@@ -97,7 +97,7 @@ def test_every_strategy_takes_the_same_step(preset, cell, data, models, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("preset", "cut"),
+    "preset, cut",
     [
         ("tiny-qwen2.5-vl", wrong_cuts.first_features),
         ("tiny-qwen3-vl", wrong_cuts.inner_features_first),
@@ -201,7 +201,7 @@ def test_an_audit_of_images_leaves_out_the_passes_of_models_alone(data, models, 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("place", "name", "fault"),
+    "place, name, fault",
     [
         ("experience.maker", "estimate_row_advantages", "advantages"),
         ("stages.policy.updates", "local_normalizer", "denominator, actor update 1"),
@@ -246,7 +246,7 @@ def test_limits_of_pixels_scale_images_of_a_saved_processor(preset, models, data
 
 
 @pytest.mark.parametrize(
-    ("preset", "name"), [("tiny-gemma3", "Gemma3Processor"), ("tiny-mistral3", "PixtralProcessor")]
+    "preset, name", [("tiny-gemma3", "Gemma3Processor"), ("tiny-mistral3", "PixtralProcessor")]
 )
 def test_limits_of_pixels_are_refused_where_sizes_are_fixed(preset, name, models, data):
     with pytest.raises(ConfigError, match=f"{name} does not support max_pixels and min_pixels"):

@@ -16,7 +16,7 @@ from lightrft.utils import add_arguments
 
 
 @pytest.mark.parametrize(
-    ("hint", "shape"),
+    "hint, shape",
     [
         (bool, FlagShape("switch", opposites=("--no_x",))),
         (bool | None, FlagShape("switch", opposites=("--no_x",))),

@@ -175,7 +175,7 @@ def test_media_of_another_prompt_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("config", "reason"),
+    "config, reason",
     [
         (hf.PaliGemmaConfig, "its prompts see themselves in both directions"),
     ],

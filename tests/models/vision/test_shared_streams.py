@@ -62,7 +62,7 @@ def test_ranks_that_share_rows_score_them_as_they_are_alone(preset):
     assert gradient < 1e-5
 
 
-@pytest.mark.parametrize(("preset", "cut"), cases(wrong_cuts.SILENT))
+@pytest.mark.parametrize("preset, cut", cases(wrong_cuts.SILENT))
 def test_wrong_parts_of_a_stream_are_seen(preset, cut, monkeypatch):
     monkeypatch.setattr(forward, "cut_tokens", cut)
     logprobs, gradient = gaps(preset)
@@ -70,7 +70,7 @@ def test_wrong_parts_of_a_stream_are_seen(preset, cut, monkeypatch):
     assert gradient > 0.05
 
 
-@pytest.mark.parametrize(("preset", "cut"), cases(wrong_cuts.LOUD))
+@pytest.mark.parametrize("preset, cut", cases(wrong_cuts.LOUD))
 def test_parts_of_another_shape_are_refused(preset, cut, monkeypatch):
     monkeypatch.setattr(forward, "cut_tokens", cut)
     with pytest.raises((ValueError, RuntimeError), match=r"do not match|must match the size"):

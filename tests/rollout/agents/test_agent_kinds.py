@@ -27,7 +27,7 @@ def test_options_of_verifiers_are_paths():
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    "text, told",
     [
         ("verifiers:", "expected verifiers:NAME"),
         ("verifiers:a?b", "expected verifiers:NAME"),
@@ -54,7 +54,7 @@ def test_an_agent_of_no_kind_is_refused(tmp_path):
         AgentStage(tmp_path, "other:a.b")
 
 
-@pytest.mark.parametrize(("agent", "count"), [("verifiers:a", 0), ("a.py:b", 1)])
+@pytest.mark.parametrize("agent, count", [("verifiers:a", 0), ("a.py:b", 1)])
 def test_the_sandbox_acts_with_kinds_of_agents(agent, count):
     config = TrainConfig(agent=agent, apply_chat_template=True, sandbox="unsafe")
     assert (

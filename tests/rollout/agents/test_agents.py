@@ -56,7 +56,7 @@ def test_a_conversation_that_goes_on_is_one_row(stage):
 
 
 @pytest.mark.parametrize(
-    ("agent", "num_rows", "num_calls"),
+    "agent, num_rows, num_calls",
     [
         ("rewrites", 2, 3),
         ("parallel", 3, 5),

@@ -235,7 +235,7 @@ def bytes_and(special):
     return PreTrainedTokenizerFast(tokenizer_object=core)
 
 
-@pytest.mark.parametrize(("parser", "special", "said"), SAID_BEFORE_CALLS)
+@pytest.mark.parametrize("parser, special, said", SAID_BEFORE_CALLS)
 def test_what_is_said_before_a_call_is_told_whatever_its_marks_are(parser, special, said):
     tokenizer = bytes_and(special)
     call = CALL.splitlines()[1]

@@ -42,7 +42,7 @@ WAYS = [("whole", loss) for loss in LOSSES]
 WAYS += [(way, loss) for way in ("dropout", "adapters") for loss in ("dpo", "kto", "aot")]
 
 
-@pytest.mark.parametrize(("way", "loss"), WAYS)
+@pytest.mark.parametrize("way, loss", WAYS)
 def test_the_margin_is_0_before_the_first_step(way, loss):
     changes = ADAPTERS if way == "adapters" else {}
     model = tiny_model(attention_dropout=0.5) if way == "dropout" else None

@@ -66,7 +66,7 @@ def change_model(path, model):
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "said"),
+    "change, error, said",
     [
         (damage, FileError, "does not match its own SHA-256"),
         (cut, FileError, "reference.json"),
@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_one_line_and_is_kept(tmp_path, models, change, err
 
 
 @pytest.mark.parametrize(
-    ("loss", "said"), [("kto", "scores answers to other prompts"), ("simpo", "has no reference")]
+    "loss, said", [("kto", "scores answers to other prompts"), ("simpo", "has no reference")]
 )
 def test_losses_that_cannot_use_it_refuse_it(tmp_path, models, loss, said):
     with pytest.raises(ConfigError, match=said):

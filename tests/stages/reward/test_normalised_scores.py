@@ -16,7 +16,7 @@ from lightrft.tools.export.normalised_scores import NormalisingError, normalise_
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("pooling", "way"), [("last", "deviation"), ("attention", "standard")])
+@pytest.mark.parametrize("pooling, way", [("last", "deviation"), ("attention", "standard")])
 def test_exported_scores_are_normalised_wherever_they_are_read(
     tmp_path, model, rows, pooling, way, capsys
 ):

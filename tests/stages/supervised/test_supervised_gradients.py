@@ -21,7 +21,7 @@ def plain():
 
 
 @pytest.mark.parametrize(
-    ("name", "fused"),
+    "name, fused",
     [("token-mean", True), *((n, f) for n in ("seq-mean-token-mean", "dft") for f in (0, 1))],
 )
 def test_loss_and_gradient_are_those_of_the_formula_in_float64(name, fused):

@@ -57,7 +57,7 @@ def test_a_row_longer_than_a_pack_stands_alone():
     assert cut(best_fit([2, 0, 1], [3, 20, 4], 10), [3, 20, 4], 10) == [[20], [4, 3]]
 
 
-@pytest.mark.parametrize(("packs", "padded"), [(True, 0), (False, 42)])
+@pytest.mark.parametrize("packs, padded", [(True, 0), (False, 42)])
 def test_the_model_sees_the_tokens_of_the_rows_and_no_padding(packs, padded):
     rows = tuple(row(length, length // 2, seed=length) for length in (60, 33, 27, 12))
     how = {"packing_samples": packs, "max_row_tokens": 60}

@@ -49,7 +49,7 @@ def test_eight_rows_are_learned_until_greedy_decoding_gives_them_back(tmp_path, 
         assert tokenizer.decode(out[0, asked.shape[1] :]) == answer + tokenizer.eos_token
 
 
-@pytest.mark.parametrize(("changes", "rate"), [({}, 1e-5), ({"lora_rank": 2}, 1e-4)])
+@pytest.mark.parametrize("changes, rate", [({}, 1e-5), ({"lora_rank": 2}, 1e-4)])
 def test_the_stage_decides_the_learning_rate_that_nobody_gave(
     tmp_path, models, capsys, changes, rate
 ):
@@ -77,7 +77,7 @@ def test_an_end_at_which_engines_do_not_stop_is_warned_of(model, end):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "packs", "line"),
+    "kernel, packs, line",
     [
         ("without_argument", True, "packed, one kernel for all rows: varlen_attn, tried here with"),
         ("mixing", True, "packed, one call for each row: varlen_attn computes others than plain"),

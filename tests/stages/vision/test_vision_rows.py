@@ -183,7 +183,7 @@ GOOD = {"messages": [user("<image>one?"), assistant("yes")], "images": ["a.png"]
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    "changes, said",
     [
         ({"images": ["a.png", "b.png"]}, "names 1 images and 0 videos, and the row has 2 and 0"),
         ({"images": []}, "names 1 images and 0 videos, and the row has 0 and 0"),
@@ -200,7 +200,7 @@ def test_images_that_do_not_fit_are_named_with_file_and_row(tmp_path, changes, s
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    "row, said",
     [
         (
             {"prompt": "<image>?", "completion": "a", "images": ["a.png", "b.png"]},

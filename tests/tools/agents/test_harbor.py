@@ -66,7 +66,7 @@ def play(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("said", "reward"), [("cp data/word.txt answer.txt", 1.0), ("echo $A > answer.txt", 0.0)]
+    "said, reward", [("cp data/word.txt answer.txt", 1.0), ("echo $A > answer.txt", 0.0)]
 )
 def test_the_tests_pay_for_what_a_program_left(play, said, reward):
     played = play(said)
@@ -148,7 +148,7 @@ def test_what_a_program_left_at_its_time_limit_is_tested(play):
 
 @pytest.mark.cover(2)
 @pytest.mark.parametrize(
-    ("said", "task", "told"),
+    "said, task, told",
     [
         ("exit 3", {}, "the program ended with exit code 3"),
         ("true", {"tests": "true"}, "the tests wrote no reward.txt"),
@@ -171,7 +171,7 @@ def test_tasks_need_a_sandbox(play):
 
 
 @pytest.mark.parametrize(
-    ("task", "told"),
+    "task, told",
     [
         ({"docker": "FROM ubuntu\nWORKDIR /app\nRUN make\n"}, "'RUN make' is not supported"),
         ({"docker": "FROM node:20\nWORKDIR /app\n"}, "the image node is not to be had"),

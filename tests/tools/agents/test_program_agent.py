@@ -105,7 +105,7 @@ def test_a_program_is_ended_at_its_deadline_with_what_it_started(stage):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("then", "told"),
+    "then, told",
     [
         ("fail", "the program ended with exit code 1: it went wrong"),
         ("flood", "the program printed more than 16777216 bytes"),
@@ -134,7 +134,7 @@ def test_where_a_reward_function_pays_the_output_is_not_read(stage):
 
 @pytest.mark.cover(3)
 @pytest.mark.parametrize(
-    ("command", "told"),
+    "command, told",
     [
         ("", "got '', expected 'PROGRAM"),
         ("python3 agent.py {base_url}", r"expected 'PROGRAM \{base_url\} \{row\}'"),

@@ -122,7 +122,7 @@ def slow(*values):
 
 
 @pytest.mark.parametrize(
-    ("estimator", "place"),
+    "estimator, place",
     [
         *((name, "loss") for name in (None, *KL_ESTIMATORS)),
         ("k1", "reinforce++"),

@@ -225,7 +225,7 @@ def test_the_rows_of_a_run_that_went_on_with_other_options_are_not_audited(recor
 
 
 @pytest.mark.parametrize(
-    ("stage", "name", "code"),
+    "stage, name, code",
     [
         ("prefer", "preference_loss", "@preference_loss()\ndef own(sums): return -sums.gaps\n"),
         ("reward", "reward_loss", "def own(differences, is_tie): return -differences\n"),

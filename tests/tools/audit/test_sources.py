@@ -45,7 +45,7 @@ def differing(report):
 
 
 @pytest.mark.parametrize(
-    ("options", "part", "fault"),
+    "options, part, fault",
     [
         ({}, "mlp.up_proj", scaled),
         ({"advantage_estimator": "gae", "freezing_actor_steps": 1}, "self_attn", scaled),

@@ -80,7 +80,7 @@ def test_there_are_as_many_as_the_page_says():
 
 
 @pytest.mark.parametrize(
-    ("function", "doubt"),
+    "function, doubt",
     [
         (tried_rewards.therefore, "8 of 8 wordier answers get more than the reference answer"),
         (tried_rewards.any_box_is_paid, "8 of 8 empty boxes get more than an empty answer"),

@@ -144,7 +144,7 @@ NUMBERS = [{"input": f"What is {n}?", "label": str(n)} for n in (31, 42, 57)]
 
 
 @pytest.mark.parametrize(
-    ("function", "is_certified"),
+    "function, is_certified",
     [
         ("f(responses, letter): return [float(r[:1] == l) for r, l in zip(responses, letter)]", 0),
         ("f(responses): return [len(r) / 100 for r in responses]", 0),

@@ -50,7 +50,7 @@ class Echoes(Sound):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "warnings"),
+    "name, warnings",
     [
         ("Sound", []),
         ("Generous", ["4 of 4 empty turns", "4 of 4 random calls", "4 of 4 repeated answers"]),

@@ -130,7 +130,7 @@ def test_what_is_beyond_its_limit_is_bad_and_gives_code_3(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("version", "is_good"), [("2.13.0+cu130", True), ("2.10.1", False), ("2.14.0a1", False)]
+    "version, is_good", [("2.13.0+cu130", True), ("2.10.1", False), ("2.14.0a1", False)]
 )
 def test_versions_are_compared_as_numbers(version, is_good, monkeypatch):
     monkeypatch.setattr(machine_checks, "installed_version", lambda _: version)
@@ -180,7 +180,7 @@ def test_the_steps_of_a_gpu_compute_what_they_claim_on_a_processor():
 
 
 @pytest.mark.parametrize(
-    ("kernel", "verdict", "text"),
+    "kernel, verdict, text",
     [
         (
             "without_argument",

@@ -95,7 +95,7 @@ def export(run, *options):
     return main(["export", str(run), str(run.parent / "out"), *options])
 
 
-@pytest.mark.parametrize(("options", "is_private"), [([], True), (["--public"], False)])
+@pytest.mark.parametrize("options, is_private", [([], True), (["--public"], False)])
 def test_the_exported_files_are_uploaded(hub, run, capsys, options, is_private):
     assert export(run, "--push_to_hub", "me/sums", *options) == 0
     assert "uploaded: http://127.0.0.1" in capsys.readouterr().out

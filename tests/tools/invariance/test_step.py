@@ -325,7 +325,7 @@ def test_the_reference_is_what_autograd_says_row_by_row_in_float64(models):
 
 
 @pytest.mark.parametrize(
-    ("planted", "caught"),
+    "planted, caught",
     [
         ("one row left out", {"loss", "gradient", "gradient_tensor", "weights", "update"}),
         ("gradient scaled", {"gradient", "weights"}),

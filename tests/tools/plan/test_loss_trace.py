@@ -81,7 +81,7 @@ def planned(size, num_tokens, *, trains_weight=True):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "num_tokens"),
+    "name, num_tokens",
     [
         ("qwen3-0.6b", 2047),
         ("qwen2.5-0.5b", 8191),

@@ -33,7 +33,7 @@ def setup_of(name, gpus, gpu, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "gpus", "gpu"),
+    "name, gpus, gpu",
     [
         ("qwen2.5-7b", 8, "h100-80g"),
         ("qwen2.5-32b", 8, "h200-141g"),
@@ -174,7 +174,7 @@ def test_planning_imports_no_torch():
 
 
 @pytest.mark.parametrize(
-    ("stage", "said"),
+    "stage, said",
     [("toy", "a run of the stage toy: expected one of policy"), ("divergence", "--teacher is")],
 )
 def test_a_stage_that_cannot_be_planned_is_refused(tmp_path, capsys, stage, said):

@@ -81,7 +81,7 @@ def test_the_split_is_one_in_ten_and_the_same_in_every_process():
 
 
 @pytest.mark.parametrize(
-    ("response", "reward"),
+    "response, reward",
     [
         (r"<think></think>\boxed{843}", 1.0),
         (r"\boxed{844}", 0.0),

@@ -92,7 +92,7 @@ def kind(request):
 
 
 @pytest.mark.parametrize(
-    ("sense", "parts", "question", "keen", "mistaken"),
+    "sense, parts, question, keen, mistaken",
     [
         (SIGHT, "red green red yellow", "<image>How many red?", "2", "green green green yellow"),
         (HEARING, "low mid low top", "<audio>How many low?", "2", "mid mid mid top"),

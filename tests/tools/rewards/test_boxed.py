@@ -10,7 +10,7 @@ from lightrft.tools.rewards.math_rules import last_boxed, last_hashes, quick_mat
 
 
 @pytest.mark.parametrize(
-    ("text", "answer"),
+    "text, answer",
     [
         (r"so \boxed{3}", "3"),
         (r"\boxed{3} no, \boxed{ \frac{1}{2} }.", r"\frac{1}{2}"),
@@ -35,7 +35,7 @@ def test_last_hashes_takes_the_last_mark_to_the_end_of_its_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "number"),
+    "text, number",
     [
         ("18", 18),
         ("-1,234.50", Fraction("-1234.5")),
@@ -62,7 +62,7 @@ def test_plain_numbers(text: str, number: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "gold", "match"),
+    "answer, gold, match",
     [
         ("18.0", "18", True),
         ("0.50", "1/2", True),

@@ -41,7 +41,7 @@ def test_options_may_be_lists_and_signs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "split", "message"),
+    "source, split, message",
     [
         ("reasoning_gym:no_such", "train", "refuses it"),
         ("reasoning_gym:gcd?no_option=1", "train", "refuses it.*no_option"),
@@ -86,7 +86,7 @@ def test_a_task_that_does_not_exist_is_refused_at_the_start() -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "answer"),
+    "response, answer",
     [
         ("<answer>1</answer> <answer> 2 </answer> x", "2"),
         ("a\nb \n\n", "b"),

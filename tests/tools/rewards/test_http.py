@@ -127,7 +127,7 @@ def dripping(first, piece):
 
 
 @pytest.mark.parametrize(
-    ("first", "piece"),
+    "first, piece",
     [
         (b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", b" "),
         (b"HTTP/1.1 200 OK\r\n", b"X-A: b\r\n"),

@@ -167,7 +167,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("entry", "message"), BAD)
+@pytest.mark.parametrize("entry, message", BAD)
 def test_no_bad_answer_becomes_a_score(judge, tmp_path, entry, message: str) -> None:
     config = config_of(judge, tmp_path)
     judge.script = [entry]
@@ -282,7 +282,7 @@ def test_a_continued_run_compares_the_template(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "score"),
+    "content, score",
     [
         ("**Score: 8**", 8),
         ("**Score:** 8", 8),

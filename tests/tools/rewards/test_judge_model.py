@@ -102,7 +102,7 @@ def without_template(folder):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("model", "options", "message"),
+    "model, options, message",
     [
         ("nowhere", {}, "is no folder of a model: give one, of a run RUN/model, or --judge_url"),
         ("scorer", {"judge_args": {"top_p": 2}}, "judge_args: .*top_p=2"),

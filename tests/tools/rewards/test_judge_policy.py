@@ -73,7 +73,7 @@ def test_without_an_engine_there_is_no_policy_to_ask(folder):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options, message",
     [
         ({"stream_chunk": 4}, "judge_model policy: the engine is asked where it has no open"),
         ({"engine_tp_size": 2}, "judge_model policy: each rank asks an engine of its own"),

@@ -86,7 +86,7 @@ def test_an_answer_that_hangs_the_grader_is_undecided_and_harms_no_other() -> No
 
 
 @pytest.mark.parametrize(
-    ("rule", "label", "message"),
+    "rule, label, message",
     [
         (BOXED_MATH, None, "label of sample 1: the row has no label: set --label_key"),
         (BOXED_MATH, " ", "label of sample 1: the label is empty"),

@@ -65,7 +65,7 @@ def test_nobody_listening_is_named():
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    "answer, message",
     [
         ((400, b"no such model"), "/score: status 400, 'no such model'"),
         ((200, b"<html>"), "no JSON"),

@@ -156,7 +156,7 @@ def test_a_token_is_asked_for_before_anything_is_read(serve, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("headers", "status"),
+    "headers, status",
     [
         ({"content-type": "text/plain"}, 415),
         ({"content-type": "application/x-www-form-urlencoded"}, 415),

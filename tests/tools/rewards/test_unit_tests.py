@@ -146,7 +146,7 @@ def test_a_program_that_nothing_ends_is_undecided_alone(monkeypatch, num_slots) 
 
 
 @pytest.mark.parametrize(
-    ("label", "message"),
+    "label, message",
     [
         ("[]", "expected tests"),
         ("3", "expected tests"),
@@ -172,7 +172,7 @@ def test_the_three_forms_of_labels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "code"),
+    "response, code",
     [
         ("x = 1", "x = 1"),
         ("a\n```\nx = 1\n```\nb\n```python\nx = 2\n```\nc", "x = 2\n"),

@@ -91,7 +91,7 @@ def test_conversations_are_shown_with_their_roles(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    "row, said",
     [
         ({"prompt": "a", "chosen": "b"}, "expected columns prompt, chosen and rejected"),
         ({"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}, "found 'prompt_ids'"),
@@ -110,7 +110,7 @@ def test_a_run_knows_the_contents_of_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("response", "letter"),
+    "response, letter",
     [
         ("Verdict: A", "A"),
         ("A is wrong.\nVerdict: B\n", "B"),
@@ -135,7 +135,7 @@ def test_the_reward_needs_the_letter_of_the_better_answer():
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "accuracy", "expected"),
+    "verdicts, accuracy, expected",
     [
         ("AA AA", 0.5, {"consistency": 0.0}),
         ("AB AB", 1.0, {"consistency": 1.0, "consistent_accuracy": 1.0}),

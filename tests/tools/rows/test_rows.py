@@ -330,7 +330,7 @@ def other_tokens(model, folder):
 
 
 @pytest.mark.parametrize(
-    ("command", "choice", "arguments", "said"),
+    "command, choice, arguments, said",
     [
         ("prefer", "best_worst", ["--pretrain", "other"], "rows.jsonl: id 6 is "),
         ("reward", "best_worst", ["--pretrain", "other"], "rows.jsonl: id 6 is "),
@@ -380,7 +380,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("lines", "threshold", "said"), WRONG)
+@pytest.mark.parametrize("lines, threshold, said", WRONG)
 def test_wrong_samples_are_one_line_and_nothing_is_written(
     run_folder, capsys, monkeypatch, lines, threshold, said
 ):

@@ -80,7 +80,7 @@ def test_a_script_of_twenty_lines_trains(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    "arguments, expected",
     [
         ({"loss_type": "grpo"}, {"loss_agg_mode": "seq-mean-token-mean"}),
         ({"loss_type": "dr_grpo"}, {"loss_agg_mode": "seq-mean-token-sum-norm"}),
@@ -116,7 +116,7 @@ def test_names_and_values_are_those_of_the_same_run(arguments, expected):
 
 
 @pytest.mark.parametrize(
-    ("call", "expected"),
+    "call, expected",
     [
         ('load_dataset("json", data_files="a.jsonl", split="train")', "a.jsonl"),
         (
@@ -145,7 +145,7 @@ def test_sizes_count_all_processes():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    "arguments, said",
     [
         ({"num_generations": 3}, "8 samples a step are no whole number of groups of 3"),
         ({"loss_type": "luspo"}, "loss_type = 'luspo': expected one of grpo, dr_grpo, dapo"),
@@ -299,7 +299,7 @@ def test_an_sft_script_trains(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "command", "expected"),
+    "text, command, expected",
     [
         (
             "DPOConfig(beta=0.2, loss_type=['sigmoid', 'bco_pair'], loss_weights=[0.8, 0.2])",
