@@ -1,7 +1,5 @@
 """Files are read back within bounds, as the types say, or refused in one line."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Learning rates that nobody gave."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightrft.config import TrainConfig

@@ -1,10 +1,7 @@
 """An option is written twice: where it is declared and where it is used."""
 
-from __future__ import annotations
-
 import ast
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,12 +35,12 @@ DEFAULTS = {
 """A parameter of a file whose default may equal the option's, with the reason."""
 
 
-def sources() -> dict[str, str]:
+def sources():
     files = sorted(ROOT.glob("packages/*/src/**/*.py"))
     return {str(file.relative_to(ROOT)): file.read_text() for file in files}
 
 
-def classes_that_repeat_options(path: str, tree: ast.AST) -> list[str]:
+def classes_that_repeat_options(path, tree):
     if path.startswith(ALONE) or DECLARATIONS in path or path in CLASSES:
         return []
     found = []
@@ -60,7 +57,7 @@ def classes_that_repeat_options(path: str, tree: ast.AST) -> list[str]:
     return found
 
 
-def second_defaults(path: str, tree: ast.AST) -> list[str]:
+def second_defaults(path, tree):
     if path.startswith(ALONE) or DECLARATIONS in path:
         return []
     pairs: list[tuple[str, ast.expr]] = []
@@ -90,7 +87,7 @@ def second_defaults(path: str, tree: ast.AST) -> list[str]:
     return found
 
 
-def is_text(node: ast.expr) -> bool:
+def is_text(node):
     if isinstance(node, ast.Tuple | ast.List):
         return all(map(is_text, node.elts))
     return isinstance(node, ast.JoinedStr) or (
@@ -98,7 +95,7 @@ def is_text(node: ast.expr) -> bool:
     )
 
 
-def lists_of_options(path: str, tree: ast.AST) -> list[str]:
+def lists_of_options(path, tree):
     found = []
     for node in ast.walk(tree):
         items: list[ast.expr | None] = []
@@ -114,7 +111,7 @@ def lists_of_options(path: str, tree: ast.AST) -> list[str]:
     return found
 
 
-def violations(path: str, text: str) -> list[str]:
+def violations(path, text):
     tree = ast.parse(text)
     found = classes_that_repeat_options(path, tree)
     allowed, _ = DEFAULTS.get(path, ("", ""))
@@ -145,7 +142,7 @@ def test_every_exception_is_needed():
     assert all(lists_of_options(path, ast.parse(texts[path])) for path in COLLECTIONS)
 
 
-def unknown_names(tree: ast.Module) -> set[str]:
+def unknown_names(tree):
     """Attributes that functions of one parameter read from it and that no configuration has."""
     names = set()
     for node in ast.walk(tree):
@@ -172,7 +169,7 @@ def test_rules_cost_no_more_than_a_few_readings_of_all_options():
     """A start makes dozens of records: 2 ms each, and not 35."""
     hints, options = type_hints(TrainConfig), options_of(TrainConfig)
 
-    def check_values(values: dict[str, object]) -> None:
+    def check_values(values):
         for name, (_, info) in options.items():
             check_value(name, values[name], hints[name], info)
 
@@ -180,7 +177,7 @@ def test_rules_cost_no_more_than_a_few_readings_of_all_options():
     assert least_seconds(TrainConfig) < 5 * least_seconds(lambda: check_values(values))
 
 
-def least_seconds(work: Callable[[], object]) -> float:
+def least_seconds(work):
     seconds = []
     for _ in range(10):
         begun = time.process_time()

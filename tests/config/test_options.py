@@ -1,7 +1,5 @@
 """What an option declares is what is checked, shown, saved and hidden."""
 
-from __future__ import annotations
-
 import math
 import typing
 from collections.abc import Mapping

@@ -1,9 +1,6 @@
 """Names of options in TRL, verl and OpenRLHF lead to ours."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
@@ -25,13 +22,12 @@ from lightrft.config.registry import (
     POLICY_LOSSES,
     PREFERENCE_LOSSES,
     REWARD_LOSSES,
-    Registry,
     keyword_options,
 )
 
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
-def test_each_leads_to_an_option_and_is_none_itself(name: str) -> None:
+def test_each_leads_to_an_option_and_is_none_itself(name):
     known = available_options()
     assert name not in known
     assert name not in UNAVAILABLE
@@ -44,14 +40,14 @@ OF_COMMANDS = [(command, name) for command, own in NAMES_OF_COMMANDS.items() for
 
 
 @pytest.mark.parametrize("command, name", OF_COMMANDS)
-def test_names_of_a_trainer_lead_to_options_of_its_command(command: str, name: str) -> None:
+def test_names_of_a_trainer_lead_to_options_of_its_command(command, name):
     known, there = available_options(command), NAMES_OF_COMMANDS[command][name]
     assert name not in known
     assert there.split()[0].rstrip(",") in known
     assert unknown_flags([f"--{name}"], command) == [f"unknown option {name!r}; here it is {there}"]
 
 
-def test_what_is_named_as_a_value_of_a_loss_is_one() -> None:
+def test_what_is_named_as_a_value_of_a_loss_is_one():
     losses = map(PREFERENCE_LOSSES.load, PREFERENCE_LOSSES)
     known = {value for loss in losses for value in keyword_options(loss)}  # type: ignore[arg-type]
     named = [text.split(", ")[1] for text in NAMES_OF_COMMANDS["prefer"].values() if "=" in text]
@@ -71,7 +67,7 @@ def test_what_is_named_as_a_value_of_a_loss_is_one() -> None:
         ("--actor.num_gpus_per_node", "nproc_per_node"),
     ],
 )
-def test_arguments_as_those_programs_take_them(argument: str, there: str) -> None:
+def test_arguments_as_those_programs_take_them(argument, there):
     (problem,) = unknown_flags([argument])
     assert problem.split("here it is ")[1].split(",")[0] == there
 
@@ -96,9 +92,7 @@ SAME = [
 
 
 @pytest.mark.parametrize("command, arguments, expected", SAME)
-def test_names_that_mean_the_same_are_taken_with_one_line(
-    capsys: pytest.CaptureFixture[str], command: str, arguments: str, expected: dict[str, object]
-) -> None:
+def test_names_that_mean_the_same_are_taken_with_one_line(capsys, command, arguments, expected):
     said_once.cache_clear()
     parser = stage_parser(command, "", lists_all=True)
     config, _, problems = parse_options(parser, arguments.split())
@@ -110,9 +104,7 @@ def test_names_that_mean_the_same_are_taken_with_one_line(
     assert all(name in said for name in expected)
 
 
-def test_toml_files_and_python_take_them_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_toml_files_and_python_take_them_too(tmp_path, capsys):
     said_once.cache_clear()
     path = tmp_path / "run.toml"
     path.write_text("num_generations = 4\nbeta = 0.2\n")
@@ -130,7 +122,7 @@ def test_toml_files_and_python_take_them_too(
     )
 
 
-def test_both_names_of_an_option_are_refused(tmp_path: Path) -> None:
+def test_both_names_of_an_option_are_refused(tmp_path):
     parser = stage_parser("train", "", lists_all=True)
     both = ["--num_generations", "4", "--n_samples_per_prompt", "8"]
     twice = ["--lr", "1e-5", "--learning_rate", "1e-5"]
@@ -146,7 +138,7 @@ def test_both_names_of_an_option_are_refused(tmp_path: Path) -> None:
     assert "are one option" in merge_options([path], {}, "prefer")[1][0]
 
 
-def test_python_names_the_nearest_options_and_not_all() -> None:
+def test_python_names_the_nearest_options_and_not_all():
     with pytest.raises(TypeError) as error:
         TrainConfig().replaced({"shufle": False, "rolout_batch_size": 4})
     assert len(str(error.value)) < 250
@@ -169,9 +161,7 @@ def test_python_names_the_nearest_options_and_not_all() -> None:
         ("prefer", "max_prompt_length"),
     ],
 )
-def test_names_of_trl_and_transformers_are_answered_and_never_guessed(
-    command: str, name: str
-) -> None:
+def test_names_of_trl_and_transformers_are_answered_and_never_guessed(command, name):
     (line,) = unknown_flags([f"--{name}"], command)
     assert "did you mean" not in line
     assert "lists all" not in line
@@ -180,16 +170,14 @@ def test_names_of_trl_and_transformers_are_answered_and_never_guessed(
 @pytest.mark.parametrize(
     "registry", [POLICY_LOSSES, ADVANTAGE_ESTIMATORS, PREFERENCE_LOSSES, REWARD_LOSSES]
 )
-def test_a_guess_never_crosses_to_another_algorithm(registry: Registry) -> None:
+def test_a_guess_never_crosses_to_another_algorithm(registry):
     everything = {*ALGORITHMS, *POLICY_LOSSES, *ADVANTAGE_ESTIMATORS, *PREFERENCE_LOSSES}
     for name in everything - {*registry}:
         assert "did you mean" not in did_you_mean(name, registry)
 
 
 @pytest.mark.parametrize("command", ["grpo", "dpo", "kto", "GRPO"])
-def test_a_command_of_an_algorithms_name_is_answered(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_of_an_algorithms_name_is_answered(command, capsys):
     assert main([command]) == 2
     said = capsys.readouterr().err
     assert "did you mean" not in said

@@ -1,7 +1,5 @@
 """Choices by name, by file, by module and by decorator; hyper-parameters from the signature."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightrft.config import ConfigError, register
@@ -63,7 +61,7 @@ def test_register_adds_a_name_once(monkeypatch):
         register("lgogers", "x")
 
 
-def example(rows, *, a: float = 1.0, b: int | None = None, c="x"):
+def example(rows, *, a=1.0, b=None, c="x"):
     return rows, a, b, c
 
 

@@ -1,7 +1,5 @@
 """Secrets in options: shown nowhere, saved nowhere, and the run can still be continued."""
 
-from __future__ import annotations
-
 import os
 import stat
 

@@ -1,7 +1,5 @@
 """The pages of docs: every block runs, generated pages follow from the code, links lead on."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The notebooks of the pages run in a minute, and what they train learns."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -1,7 +1,5 @@
 """The Python blocks of the packages' own READMEs run as they stand."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Pictures of the pages: those that are drawn follow from their scripts, the recording plays."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

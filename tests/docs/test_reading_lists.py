@@ -1,7 +1,5 @@
 """What a newcomer reads of the code, as ARCHITECTURE.md lists it, stays short."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

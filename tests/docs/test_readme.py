@@ -1,7 +1,5 @@
 """Every command of the README does what the README says."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -28,7 +26,7 @@ BASH = [
 BARE, QUICKSTART = BASH[0], BASH[1]
 
 
-def run(command: str, folder: Path, *extra: str, timeout_seconds: float = 280.0) -> str:
+def run(command, folder, *extra, timeout_seconds=280.0):
     """Runs `uv run lightrft ...` with this environment's interpreter, in `folder`."""
     words = shlex.split(command)
     assert words[:3] == ["uv", "run", "lightrft"]
@@ -45,7 +43,7 @@ def run(command: str, folder: Path, *extra: str, timeout_seconds: float = 280.0)
     return done.stdout
 
 
-def command(word: str) -> str:
+def command(word):
     (found,) = [line for line in BASH[1:] if word in line]
     return found
 

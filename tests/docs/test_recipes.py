@@ -1,7 +1,5 @@
 """Recipes reach what their page says."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The site: every page is built, can be searched, and asks nothing of other hosts."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from functools import partial

@@ -4,8 +4,6 @@ Interpreters are those that `uv python find` sees (put others on the PATH); for 
 there the tests skip and say so.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -13,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -181,7 +178,7 @@ def test_an_index_takes_the_wheels(wheels):
 
 
 @pytest.fixture(scope="module", params=PYTHONS)
-def bare(request, wheels, tmp_path_factory) -> Iterator[Path]:
+def bare(request, wheels, tmp_path_factory):
     """An environment into which pip has installed the wheels, without a compiler or a shell."""
     python = interpreter(request.param)
     if python is None:

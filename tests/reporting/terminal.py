@@ -1,7 +1,5 @@
 """A terminal without a window: what a program writes to it, and what then stands on its screen."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

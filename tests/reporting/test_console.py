@@ -1,7 +1,5 @@
 """What is shown of a run: a line a step, a bar on a terminal, signs of life, a log per rank."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re

@@ -1,7 +1,5 @@
 """The line that a terminal shows while a command is silent."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """When each rank did what: its file, and the steps that the report draws."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Trackers: asked for, checked first, never the end of a run."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging

@@ -1,7 +1,5 @@
 """Async reward functions: awaited together, in one loop, with results in order."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -65,7 +63,7 @@ def ask(name, count=4, *, times=1, **options):
 
 
 @pytest.mark.parametrize("name, most", [("batch", 1), ("together", 4), ("plain", 4)])
-def test_results_keep_their_order_and_awaitables_overlap(file, name: str, most: int) -> None:
+def test_results_keep_their_order_and_awaitables_overlap(file, name, most):
     """The later responses are ready first."""
     found = ask(f"{file}:{name}")
     assert [result.reward for result in found] == [0.0, 1.0, 2.0, 3.0]
@@ -73,7 +71,7 @@ def test_results_keep_their_order_and_awaitables_overlap(file, name: str, most: 
 
 
 @pytest.mark.full
-def test_all_calls_share_one_loop(file) -> None:
+def test_all_calls_share_one_loop(file):
     assert [result.reward for result in ask(f"{file}:loop", times=3)] == [3.0] * 4
 
 
@@ -81,7 +79,7 @@ def test_all_calls_share_one_loop(file) -> None:
     "name, message",
     [("wrong", "ValueError: no"), ("short", "4 in all, got 0"), ("hangs", "did not return within")],
 )
-def test_failures_are_those_of_plain_functions(file, name: str, message: str) -> None:
+def test_failures_are_those_of_plain_functions(file, name, message):
     with pytest.raises(RewardError, match=message):
         ask(f"{file}:{name}", reward_timeout_seconds=1.0)
 
@@ -91,7 +89,7 @@ async def _double(responses):
     return [2 * float(response) for response in responses]
 
 
-def test_a_function_of_this_process_is_awaited_also_inside_a_running_loop(monkeypatch) -> None:
+def test_a_function_of_this_process_is_awaited_also_inside_a_running_loop(monkeypatch):
     # Private: a name that is registered for good would reach later tests.
     monkeypatch.setitem(REWARDS.entries, "doubled", _double)
 

@@ -1,7 +1,5 @@
 """Choosing and combining rewards."""
 
-from __future__ import annotations
-
 import pytest
 from tests.rewards.asking import results_of
 
@@ -14,17 +12,17 @@ from lightrft.strategy.config import ConfigError
 class Constant:
     needs_labels = False
 
-    def __init__(self, name: str, reward: float, components: dict[str, float]) -> None:
+    def __init__(self, name, reward, components):
         self.name, self.result, self.is_closed = name, RewardResult(reward, components), False
 
     def score(self, prompts, responses, labels, columns):
         return [self.result] * len(responses)
 
-    def close(self) -> None:
+    def close(self):
         self.is_closed = True
 
 
-def test_the_sum_is_weighted_and_components_are_not() -> None:
+def test_the_sum_is_weighted_and_components_are_not():
     one = Constant("one", 1.0, {"one": 1.0, "timeout": 0.0})
     two = Constant("two", -4.0, {"two": -4.0, "timeout": 1.0})
     with CombinedReward([one, two], [2.0, 0.5]) as reward:
@@ -46,7 +44,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("name", [name for name in REWARDS if name != "judge"])
-def test_every_registered_reward_scores_a_right_and_a_wrong_answer(name) -> None:
+def test_every_registered_reward_scores_a_right_and_a_wrong_answer(name):
     right, wrong, label = ANSWERS[name]
     with build_reward([name], weights=[0.5]) as reward:
         assert reward.needs_labels
@@ -68,11 +66,11 @@ def test_every_registered_reward_scores_a_right_and_a_wrong_answer(name) -> None
         (["gsm8k"], [float("nan")], "expected 1 finite numbers"),
     ],
 )
-def test_wrong_choices(names, weights, message: str) -> None:
+def test_wrong_choices(names, weights, message):
     with pytest.raises(ConfigError, match=message):
         build_reward(names, weights=weights)
 
 
-def test_deadlines_must_be_positive() -> None:
+def test_deadlines_must_be_positive():
     with pytest.raises(ConfigError, match="reward_timeout_seconds"):
         TrainConfig(reward_timeout_seconds=0)

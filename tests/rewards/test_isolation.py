@@ -1,7 +1,5 @@
 """What a reward function leaves behind, holds, sees and prints."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

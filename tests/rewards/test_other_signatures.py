@@ -1,7 +1,5 @@
 """Reward functions as TRL, verl and OpenRLHF write them are called as they expect."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

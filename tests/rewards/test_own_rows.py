@@ -1,7 +1,5 @@
 """Nothing of one response reaches another: rows, conversations, options and pixels are copies."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from copy import deepcopy
@@ -45,7 +43,7 @@ def function_here(source):
 @pytest.mark.parametrize("place", ["worker", "here"])
 def test_what_a_function_does_to_its_row_reaches_no_other_response_pass_or_function(
     tmp_path, place
-) -> None:
+):
     path = tmp_path / "spoil.py"
     path.write_text(SPOILING)
     config = TrainConfig(reward_args={"extra": [0.0] * COUNT})
@@ -63,18 +61,18 @@ class Spoiler:
 
     needs_labels = False
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.name, self.threads = name, set[str]()
 
     def score(self, prompts, responses, labels, columns):
         self.threads.add(threading.current_thread().name)
         return [RewardResult(row.pop("answer")) for row in columns["meta"]]
 
-    def close(self) -> None:
+    def close(self):
         pass
 
 
-def test_objects_with_a_score_get_copies_too() -> None:
+def test_objects_with_a_score_get_copies_too():
     given = columns()
     before = deepcopy(given)
     with CombinedReward([Spoiler("one"), Spoiler("two")], [1.0, 1.0]) as reward:
@@ -93,7 +91,7 @@ def darken(completions, images):
 """
 
 
-def test_a_picture_that_is_drawn_on_is_one_response_s(tmp_path) -> None:
+def test_a_picture_that_is_drawn_on_is_one_response_s(tmp_path):
     Image.new("RGB", (4, 4), (9, 9, 9)).save(tmp_path / "grey.png")
     media = Media({"image": [as_image("grey.png", name="grey", folder=tmp_path)]})
     path = tmp_path / "darken.py"
@@ -109,7 +107,7 @@ def timed(completions):
     return [1.0] * len(completions)
 
 
-def test_functions_of_this_process_run_in_its_thread_one_after_another(tmp_path) -> None:
+def test_functions_of_this_process_run_in_its_thread_one_after_another(tmp_path):
     path = tmp_path / "apart.py"
     path.write_text("def apart(completions):\n    return [1.0] * len(completions)\n")
     mine = Spoiler("mine")

@@ -1,7 +1,5 @@
 """The start of a worker process is bounded by what it does, not by a clock."""
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 from types import SimpleNamespace
@@ -44,7 +42,7 @@ def task_of(tmp_path, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["computes", "waits"])
-def test_a_start_that_does_not_end_is_refused_with_what_it_did(task_of, name) -> None:
+def test_a_start_that_does_not_end_is_refused_with_what_it_did(task_of, name):
     worker = WorkerProcess(task_of(name, start_seconds=1.0))
     with pytest.raises(WorkerFailedError, match="was not ready after") as caught:
         worker.start()
@@ -57,9 +55,7 @@ def test_a_start_that_does_not_end_is_refused_with_what_it_did(task_of, name) ->
 
 
 @pytest.mark.parametrize("reason", ["a busy machine", "many threads"])
-def test_a_start_may_take_long_by_the_clock_or_by_what_it_computes(
-    task_of, monkeypatch, reason
-) -> None:
+def test_a_start_may_take_long_by_the_clock_or_by_what_it_computes(task_of, monkeypatch, reason):
     if reason == "many threads":
         monkeypatch.setattr(Consumption, "is_over", lambda _: True)
     else:
@@ -73,15 +69,13 @@ def test_a_start_may_take_long_by_the_clock_or_by_what_it_computes(
         worker.close()
 
 
-def test_what_neither_computes_nor_waits_ends_as_well(task_of, monkeypatch) -> None:
+def test_what_neither_computes_nor_waits_ends_as_well(task_of, monkeypatch):
     monkeypatch.setattr(Consumption, "is_over", lambda _: False)  # a disk that does not answer
     with pytest.raises(WorkerFailedError, match="was not ready after"):
         WorkerProcess(task_of("waits", start_seconds=0.1)).start()
 
 
-def test_the_temporary_folders_of_an_ended_worker_are_removed(
-    task_of, tmp_path, monkeypatch
-) -> None:
+def test_the_temporary_folders_of_an_ended_worker_are_removed(task_of, tmp_path, monkeypatch):
     """Of one that is killed, as all are, and does not clean up by itself."""
     place = tmp_path / "temporary"
     (place / "lightrft_scratch_left").mkdir(parents=True)

@@ -1,7 +1,5 @@
 """Weights of rewards by row."""
 
-from __future__ import annotations
-
 import pytest
 from tests.rewards.asking import results_of
 

@@ -1,7 +1,5 @@
 """TRL's signature: columns under their own names, and messages where prompts are messages."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightrft.config import TrainConfig
@@ -87,24 +85,24 @@ def score(functions, name, sample, place="worker"):
 )
 def test_completions_are_messages_where_the_prompt_is_and_responses_are_texts(
     functions, name, prompt, place
-) -> None:
+):
     assert score(functions, name, rollout(prompt), place) == 1.0
 
 
-def test_the_turns_of_an_episode_are_the_completion(functions) -> None:
+def test_the_turns_of_an_episode_are_the_completion(functions):
     answer = AnsweredCall("add", {}, "ok", "2")
     turns = ResponseTurns(("I call", "2"), ((answer,), ()))
     assert score(functions, "called", rollout(CHAT, turns)) == 1.0
 
 
-def test_without_a_rollout_the_response_is_one_message(functions) -> None:
+def test_without_a_rollout_the_response_is_one_message(functions):
     path, _ = functions
     with build_reward([f"{path}:chat"], config=CONFIG) as reward:
         (result,) = reward.score(["rendered"], ["2"], ["2"], {"prompt": [CHAT], "answer": [2]})
     assert result.reward == 1.0
 
 
-def test_a_function_that_takes_messages_for_texts_is_told_so() -> None:
+def test_a_function_that_takes_messages_for_texts_is_told_so():
     with (
         REWARDS.lent({"upper": lambda completions: [c.upper() for c in completions]}),
         build_reward(["upper"], config=CONFIG) as reward,
@@ -113,7 +111,7 @@ def test_a_function_that_takes_messages_for_texts_is_told_so() -> None:
         reward.score(["rendered"], ["2"], ["2"], {"prompt": [CHAT]})
 
 
-def test_the_label_s_own_name_needs_labels(functions) -> None:
+def test_the_label_s_own_name_needs_labels(functions):
     path, _ = functions
     with build_reward([f"{path}:acc"], config=CONFIG) as reward:
         assert reward.needs_labels
@@ -121,7 +119,7 @@ def test_the_label_s_own_name_needs_labels(functions) -> None:
         assert not reward.needs_labels
 
 
-def test_a_run_hands_the_label_and_the_messages_of_its_rows(tiny_model, tmp_path) -> None:
+def test_a_run_hands_the_label_and_the_messages_of_its_rows(tiny_model, tmp_path):
     seen = []
 
     def acc(prompts, completions, answer, question, **kwargs):

@@ -1,7 +1,5 @@
 """Reward functions of a user's file: calls, checks, deadlines, crashes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
@@ -67,14 +65,14 @@ def file(tmp_path):
     return path
 
 
-def _score(file, name: str, responses=("a", "b"), columns=None, seconds: float = 60.0):
+def _score(file, name, responses=("a", "b"), columns=None, seconds=60.0):
     config = TrainConfig(reward_timeout_seconds=seconds)
     with build_reward([f"{file}:{name}"], config=config) as f:
         return results_of(f, list(responses), ["a", "c"], **columns or {})
 
 
 @pytest.mark.full
-def test_numbers_dicts_arrays_and_columns(file) -> None:
+def test_numbers_dicts_arrays_and_columns(file):
     columns = {"level": [7, 8], "extra": [object, object]}
     exact = _score(file, "exact", columns=columns)
     assert [result.reward for result in exact] == [0.5, 0.0]
@@ -88,7 +86,7 @@ def test_numbers_dicts_arrays_and_columns(file) -> None:
     assert [result.reward for result in _score(file, "column", columns=columns)] == [7.0, 8.0]
 
 
-def test_the_process_lives_on_between_calls_and_ends_with_close(file) -> None:
+def test_the_process_lives_on_between_calls_and_ends_with_close(file):
     reward = build_reward([f"{file}:counts"])
     for expected in (1.0, 2.0):
         (result,) = results_of(reward, ["a"])
@@ -115,13 +113,13 @@ def test_the_process_lives_on_between_calls_and_ends_with_close(file) -> None:
         ("column", r"needs the argument 'level', which is no column.*it has no other columns"),
     ],
 )
-def test_wrong_results_and_deaths_name_the_function(file, name: str, message: str) -> None:
+def test_wrong_results_and_deaths_name_the_function(file, name, message):
     with pytest.raises(RewardError, match=message) as caught:
         _score(file, name)
     assert f"my_reward.py:{name}" in str(caught.value)
 
 
-def test_a_traceback_starts_in_the_users_file(file) -> None:
+def test_a_traceback_starts_in_the_users_file(file):
     with pytest.raises(RewardError, match="failed: KeyError: 'missing'") as caught:
         _score(file, "raises")
     text = str(caught.value)
@@ -132,7 +130,7 @@ def test_a_traceback_starts_in_the_users_file(file) -> None:
 
 
 @pytest.mark.full
-def test_a_hanging_call_ends_at_its_deadline_and_the_next_call_works(file) -> None:
+def test_a_hanging_call_ends_at_its_deadline_and_the_next_call_works(file):
     config = TrainConfig(reward_timeout_seconds=1.0)
     with build_reward([f"{file}:hangs"], config=config) as reward:
         start = time.monotonic()
@@ -143,7 +141,7 @@ def test_a_hanging_call_ends_at_its_deadline_and_the_next_call_works(file) -> No
     assert result.reward == 1.0
 
 
-def test_messages_larger_than_a_pipe_pass(file) -> None:
+def test_messages_larger_than_a_pipe_pass(file):
     (result,) = _score(file, "parts", ["x" * 3_000_000], {"extra": [b"y" * 1_000_000]})
     assert result.components["length"] == 3_000_000
 
@@ -160,14 +158,14 @@ def test_messages_larger_than_a_pipe_pass(file) -> None:
         ("{folder}/imports.py:f", RewardError, "could not be loaded: ModuleNotFoundError.*no_such"),
     ],
 )
-def test_faults_are_found_before_the_first_call(file, name: str, kind, message: str) -> None:
+def test_faults_are_found_before_the_first_call(file, name, kind, message):
     (file.parent / "broken.py").write_text("def f(:\n")
     (file.parent / "imports.py").write_text("import no_such_module\n")
     with pytest.raises(kind, match=message):
         build_reward([name.format(file=file, folder=file.parent)])
 
 
-def test_an_unguarded_script_is_not_run_again_by_its_workers(file, tmp_path) -> None:
+def test_an_unguarded_script_is_not_run_again_by_its_workers(file, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         "print('start')\n"

@@ -1,8 +1,6 @@
 # ruff: noqa: RUF001
 """Calls of tools as model families write them, and the proof by their chat templates."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

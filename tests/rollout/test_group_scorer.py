@@ -1,7 +1,5 @@
 """One call of the reward for each group, beside the generation; timing changes nothing."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
@@ -28,7 +26,7 @@ from lightrft.strategy import get_fake_strategy
 DEADLINE = 60.0
 
 
-def group(group_id: int, size: int = 2) -> list[Rollout]:
+def group(group_id, size=2):
     row = Prompt(id=group_id, text=f"p{group_id}", token_ids=(1,), label=None, columns={"k": 1})
     return [
         Rollout(
@@ -51,7 +49,7 @@ class Apart:
 
     name, needs_labels, whole_batch = "apart", False, False
 
-    def __init__(self, parallel_calls: int, *, failing: tuple[int, ...] = (), pauses=()) -> None:
+    def __init__(self, parallel_calls, *, failing=(), pauses=()):
         self.parallel_calls = parallel_calls
         self.failing, self.pauses = failing, dict(pauses)
         self.calls: list[list[str]] = []
@@ -79,7 +77,7 @@ class Apart:
         pass
 
 
-def scored(function, *, added=GROUPS, **options) -> list[RewardResult | None]:
+def scored(function, *, added=GROUPS, **options):
     with GroupScorer(function, columns=["k"], **options) as scorer:
         for members in added:
             scorer.add(members)

@@ -1,7 +1,5 @@
 """Rows in flight whose prompts have images: a checkpoint names them, and the data bring them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

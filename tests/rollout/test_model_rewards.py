@@ -1,7 +1,5 @@
 """Reward models in the step: equal calls on every rank, one model on the device at a time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.models.tiny import SHAPE

@@ -1,7 +1,5 @@
 """Episodes that go on over several steps: what they sample, when, and that nobody notices how."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

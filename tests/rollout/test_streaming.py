@@ -1,7 +1,5 @@
 """Which groups a round trains on, and how many tokens an open response has."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Open responses on several ranks: who gets what, in how many bytes, and that nobody notices."""
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

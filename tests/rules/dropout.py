@@ -1,9 +1,5 @@
 """Dropout is off while a model scores and while it is updated, or both have one mask."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from tests.models.tiny import tiny_model
@@ -31,7 +27,7 @@ RATIO = ("ratio_mean", "ratio_max", "approx_kl", "clip_fraction_low", "clip_frac
 SMALL = {**spoken.SMALL, "generate_max_len": 6, "actor_learning_rate": 1e-2, "lr_warmup_ratio": 0.0}
 
 
-def change_by_dropout(case: str) -> float:
+def change_by_dropout(case):
     """Relative distance between the gradients of a step of models with and without dropout."""
     make = reward_world.tiny_classifier if case == "reward" else tiny_model
     gradients = []
@@ -45,17 +41,17 @@ def change_by_dropout(case: str) -> float:
     return distance(*gradients)
 
 
-def no_dropout_reaches_what_is_compared(stage: str) -> None:
+def no_dropout_reaches_what_is_compared(stage):
     for case in CASES_OF[stage]:
         assert case in CASES
         assert change_by_dropout(case) <= 1e-6
 
 
-def dropout_acts_as_the_configuration_asks() -> None:
+def dropout_acts_as_the_configuration_asks():
     assert change_by_dropout("sft") > 1e-2
 
 
-def dropping_model(folder: Path) -> str:
+def dropping_model(folder):
     """A folder of a random GPT-2 with its own dropout of 0.1 in three places."""
     from transformers import GPT2Config
 
@@ -68,7 +64,7 @@ def dropping_model(folder: Path) -> str:
     return str(folder / "model")
 
 
-def ratios(folder: Path, model: str, *, num_steps: int, **options: object) -> dict[str, float]:
+def ratios(folder, model, *, num_steps, **options):
     """What tells the policy of an update from that of its samples, of the last step."""
     rows = [{"input": f"Say {n}."} for n in range(8)]
     train(
@@ -81,13 +77,11 @@ def ratios(folder: Path, model: str, *, num_steps: int, **options: object) -> di
     return dict(JsonLines(folder / "run/metrics.jsonl"))[num_steps]
 
 
-def require_one(metrics: dict[str, float]) -> None:
+def require_one(metrics):
     assert [metrics[name] for name in RATIO] == pytest.approx([1, 1, 0, 0, 0], abs=1e-5)
 
 
-def the_ratio_of_an_unchanged_policy_is_one(
-    stage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def the_ratio_of_an_unchanged_policy_is_one(stage, tmp_path, capsys):
     model = dropping_model(tmp_path)
     options = {"teacher": model} if stage.startswith("distill") else {}
     # Two passes over the samples of one update, as its first epoch has them with a reference.
@@ -103,7 +97,7 @@ def the_ratio_of_an_unchanged_policy_is_one(
     assert "option without effect: lora_dropout is off in reinforcement" in capsys.readouterr().out
 
 
-def dropout_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def dropout_would_be_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(policy_stage.PolicyStage, "kept_dropout", "model")
     metrics = ratios(tmp_path, dropping_model(tmp_path), num_steps=1, init_kl_coef=0.1)
     assert metrics["ratio_max"] > 2
@@ -111,11 +105,11 @@ def dropout_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def the_ratio_is_one_and_would_not_be(
-    stage: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    stage,
+    tmp_path,
+    capsys,
+    monkeypatch,
+):
     the_ratio_of_an_unchanged_policy_is_one(stage, tmp_path, capsys)
     (tmp_path / "other").mkdir()
     dropout_would_be_seen(tmp_path / "other", monkeypatch)

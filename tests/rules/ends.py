@@ -1,11 +1,8 @@
 """Responses end at every end that the model declares."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
-import pytest
 from tests.datasets.row_files import written
 from tests.rules.spoken import END, ROWS, SMALL, rollouts, spoken_model
 from tests.rules.stages import Cell, cells
@@ -18,7 +15,7 @@ from lightrft.trainer import train
 TALKING = {65: 0.0, END: 0.0}
 
 
-def require_ended(samples: list[dict[str, object]]) -> None:
+def require_ended(samples):
     """Every response that holds the end stops there, and some do."""
     responses = [list(sample["response_ids"]) for sample in samples]
     ended = [ids for ids in responses if END in ids]
@@ -26,7 +23,7 @@ def require_ended(samples: list[dict[str, object]]) -> None:
     assert all(ids.index(END) == len(ids) - 1 for ids in ended)
 
 
-def a_run_stops_where_the_tokenizer_ends(tmp_path: Path) -> None:
+def a_run_stops_where_the_tokenizer_ends(tmp_path):
     model = spoken_model(tmp_path, TALKING)
     train(
         model,
@@ -40,7 +37,7 @@ def a_run_stops_where_the_tokenizer_ends(tmp_path: Path) -> None:
     assert saved["eos_token_id"] == END
 
 
-def an_evaluation_stops_where_the_tokenizer_ends(tmp_path: Path) -> None:
+def an_evaluation_stops_where_the_tokenizer_ends(tmp_path):
     model = spoken_model(tmp_path, TALKING)
     rows = written(tmp_path, ROWS)
     argv = [
@@ -56,7 +53,7 @@ def an_evaluation_stops_where_the_tokenizer_ends(tmp_path: Path) -> None:
     require_ended([each for each in rollouts(tmp_path / "e") if each["step"] == 1])
 
 
-def a_served_answer_stops_where_the_tokenizer_ends(tmp_path: Path) -> None:
+def a_served_answer_stops_where_the_tokenizer_ends(tmp_path):
     served = ServedModel(Path(spoken_model(tmp_path, TALKING)), TrainConfig())
     asked = {"model": "m", "max_tokens": 12, "messages": [{"role": "user", "content": "?"}]}
     bodies = [json.dumps({**asked, "seed": seed}).encode() for seed in range(8)]
@@ -68,7 +65,7 @@ def a_served_answer_stops_where_the_tokenizer_ends(tmp_path: Path) -> None:
     assert set(choice["message"]["content"]) <= {"A"}
 
 
-def the_check_of_data_names_every_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def the_check_of_data_names_every_end(tmp_path, capsys):
     model = spoken_model(tmp_path, TALKING)
     rows = written(tmp_path, ROWS)
     assert main(["data", "check", rows, "--pretrain", model]) == 0

@@ -1,10 +1,6 @@
 """Rules of messages: what a row says in them is read by every stage, or refused by it."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from tests.datasets.chat_families import tokenizer_of
@@ -44,21 +40,21 @@ _SCORES = "They read what was sampled as text, behind a prompt that train has re
 _IDS = "Its rows hold the token ids that were sampled, and no message is read."
 
 
-def calling(*arguments: object) -> dict[str, object]:
+def calling(*arguments):
     """An assistant's message with a call of `f`, without arguments or with some."""
     function = {"name": "f", **({"arguments": arguments[0]} if arguments else {})}
     call = {"id": "call00001", "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def row_of(stage: str, talk: Sequence[object], **columns: object) -> dict[str, object]:
+def row_of(stage, talk, **columns):
     """A row of a stage that asks what a talk asks, with an answer where the stage has one."""
     if stage in ("prefer", "reward"):
         return {"prompt": talk, "chosen": [SAID], "rejected": [WORSE], **columns}
     return {"messages": [*talk, SAID] if stage in OF_ANSWERS else talk, **columns}
 
 
-def config_of(stage: str, **options: object) -> TrainConfig:
+def config_of(stage, **options):
     """Options of a stage whose prompts, if it samples, are messages."""
     if stage in OF_ANSWERS:
         return TrainConfig(max_row_tokens=4000, **options)
@@ -67,7 +63,7 @@ def config_of(stage: str, **options: object) -> TrainConfig:
     return TrainConfig(**{**asks, **episodes.get(stage, {}), **options})
 
 
-def load(stage: str, path: str, **options: object) -> tuple[list[str], str]:
+def load(stage, path, **options):
     """The texts of all rows as a stage reads them, trained answers included, and its summary."""
     config = config_of(stage, **options)
     if stage == "data check":
@@ -97,13 +93,13 @@ def load(stage: str, path: str, **options: object) -> tuple[list[str], str]:
     return [TOKENIZER.decode(row.token_ids) for row in rows], data.summary
 
 
-def read(stage: str, folder: Path, talk: Sequence[object], **columns: object) -> str:
+def read(stage, folder, talk, **columns):
     """The text of one row of a stage."""
     (text,), _ = load(stage, written(folder, [row_of(stage, talk, **columns)]))
     return text
 
 
-def asked(talk: Sequence[object], **more: object) -> str:
+def asked(talk, **more):
     """The text that a client's messages become, in the endpoint of agents and in `serve`."""
     from lightrft.rollout.agents.conversations import template_messages
     from lightrft.rollout.agents.messages import read_chat
@@ -114,7 +110,7 @@ def asked(talk: Sequence[object], **more: object) -> str:
     return TOKENIZER.decode(chat.prompt(template_messages(call.messages), call.tools).token_ids)
 
 
-def nulls_of_arrow_are_stripped(stage: str, tmp_path: Path) -> None:
+def nulls_of_arrow_are_stripped(stage, tmp_path):
     pytest.importorskip("pyarrow")
     columns = {} if stage in ("environments", "tools") else {"tools": TOOLS}
     rows = [
@@ -129,7 +125,7 @@ def nulls_of_arrow_are_stripped(stage: str, tmp_path: Path) -> None:
     assert "<call>" not in texts[2]
 
 
-def arguments_are_text_or_object(stage: str, tmp_path: Path) -> None:
+def arguments_are_text_or_object(stage, tmp_path):
     texts = {
         read(stage, tmp_path, [ASK, calling(arguments), RESULT])
         for arguments in ({"city": "Paris"}, '{"city": "Paris"}')
@@ -138,7 +134,7 @@ def arguments_are_text_or_object(stage: str, tmp_path: Path) -> None:
     assert '<call>{"name": "f", "arguments": {"city": "Paris"}}' in text
 
 
-def arguments_of_a_client_are_text() -> None:
+def arguments_of_a_client_are_text():
     from lightrft.rollout.agents.http_server import HttpError
 
     text = asked([ASK, calling('{"city": "Paris"}'), RESULT])
@@ -147,7 +143,7 @@ def arguments_of_a_client_are_text() -> None:
         asked([ASK, calling({"city": "Paris"}), RESULT])
 
 
-def sampled_calls(arguments: str) -> list[object]:
+def sampled_calls(arguments):
     """Arguments of a call that a model samples for a tool."""
     from lightrft.rollout.environments.call_formats import Marked, parse_json_body
 
@@ -156,7 +152,7 @@ def sampled_calls(arguments: str) -> list[object]:
     return [call.arguments for call in parse(text, True)]
 
 
-def arguments_of_samples_are_an_object(stage: str, tmp_path: Path) -> None:
+def arguments_of_samples_are_an_object(stage, tmp_path):
     from lightrft.rollout.environments.call_formats import MalformedCallError
 
     arguments_are_text_or_object(stage, tmp_path)
@@ -169,19 +165,19 @@ def arguments_of_samples_are_an_object(stage: str, tmp_path: Path) -> None:
 NOTHING = ((), (None,), ("null",), ("",), ("{}",), ({},))
 
 
-def calls_need_no_arguments(stage: str, tmp_path: Path) -> None:
+def calls_need_no_arguments(stage, tmp_path):
     for arguments in NOTHING:
         text = read(stage, tmp_path, [ASK, calling(*arguments), RESULT])
         assert '<call>{"name": "f", "arguments": {}}' in text
 
 
-def calls_of_a_client_need_no_arguments() -> None:
+def calls_of_a_client_need_no_arguments():
     for arguments in ("", "null", "{}"):
         text = asked([ASK, calling(arguments), RESULT])
         assert '<call>{"name": "f", "arguments": {}}' in text
 
 
-def calls_of_rows_and_samples_need_no_arguments(stage: str, tmp_path: Path) -> None:
+def calls_of_rows_and_samples_need_no_arguments(stage, tmp_path):
     calls_need_no_arguments(stage, tmp_path)
     for rest in ("", ', "arguments": {}', ', "arguments": null'):
         assert sampled_calls(rest) == [{}]
@@ -190,13 +186,13 @@ def calls_of_rows_and_samples_need_no_arguments(stage: str, tmp_path: Path) -> N
 PARTS_OF_TEXT = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1?"}]
 
 
-def parts_are_joined(stage: str, tmp_path: Path) -> None:
+def parts_are_joined(stage, tmp_path):
     text = read(stage, tmp_path, [{"role": "user", "content": PARTS_OF_TEXT}])
     assert "user\nWhat is 1?<|im_end|>" in text
     assert text == read(stage, tmp_path, [{"role": "user", "content": "What is 1?"}])
 
 
-def parts_of_a_client_are_joined() -> None:
+def parts_of_a_client_are_joined():
     talk = [{"role": "user", "content": PARTS_OF_TEXT}]
     assert "user\nWhat is 1?<|im_end|>" in asked(talk)
 
@@ -204,7 +200,7 @@ def parts_of_a_client_are_joined() -> None:
 BEGUN = [ASK, {"role": "assistant", "content": "It is"}]
 
 
-def a_begun_answer_is_refused(stage: str, tmp_path: Path) -> None:
+def a_begun_answer_is_refused(stage, tmp_path):
     row = row_of(stage, BEGUN)
     if stage in ("sft", "distill on rows"):
         row = {"prompt": BEGUN, "completion": [SAID]}
@@ -213,14 +209,14 @@ def a_begun_answer_is_refused(stage: str, tmp_path: Path) -> None:
         load(stage, written(tmp_path, [row]), **options)
 
 
-def a_begun_answer_of_a_client_is_refused() -> None:
+def a_begun_answer_of_a_client_is_refused():
     from lightrft.rollout.agents.http_server import HttpError
 
     with pytest.raises(HttpError, match="the last message must not be the assistant's"):
         asked(BEGUN)
 
 
-def unread_names_are_said(stage: str, tmp_path: Path) -> None:
+def unread_names_are_said(stage, tmp_path):
     row = row_of(stage, [{**ASK, "mood": "good"}], text="x", instruction="y")
     _, summary = load(stage, written(tmp_path, [row]))
     assert "not read: columns" in summary
@@ -228,7 +224,7 @@ def unread_names_are_said(stage: str, tmp_path: Path) -> None:
         assert name in summary
 
 
-def data_check_says_unread_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def data_check_says_unread_names(tmp_path, capsys):
     from tests.rules.stages import model_folder
 
     from lightrft.tools.data.data_command import run
@@ -244,7 +240,7 @@ def data_check_says_unread_names(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert name in shown
 
 
-def unknown_names_of_a_client_are_refused() -> None:
+def unknown_names_of_a_client_are_refused():
     from lightrft.rollout.agents.http_server import HttpError
 
     with pytest.raises(HttpError, match=r"messages.0. has 'mood', which is not supported"):
@@ -253,7 +249,7 @@ def unknown_names_of_a_client_are_refused() -> None:
         asked([ASK], mood="good")
 
 
-def marked_turns_are_untrained(stage: str, tmp_path: Path) -> None:
+def marked_turns_are_untrained(stage, tmp_path):
     from lightrft.datasets.supervised_rows import load_supervised
 
     bad = {"role": "assistant", "content": "bad", "weight": 0}
@@ -265,13 +261,13 @@ def marked_turns_are_untrained(stage: str, tmp_path: Path) -> None:
     assert trained == "20 degrees.<|im_end|>"
 
 
-def a_judged_answer_that_is_marked_untrained_is_refused(stage: str, tmp_path: Path) -> None:
+def a_judged_answer_that_is_marked_untrained_is_refused(stage, tmp_path):
     row = {**row_of(stage, [ASK]), "chosen": [{**SAID, "weight": 0}]}
     with pytest.raises(DataError, match="is marked untrained"):
         load(stage, written(tmp_path, [row]))
 
 
-def a_label_that_is_nan_is_absent(stage: str, tmp_path: Path) -> None:
+def a_label_that_is_nan_is_absent(stage, tmp_path):
     rows = [{"messages": [ASK], "label": label} for label in (1.0, float("nan"))]
     for name in ("rows.jsonl", "rows.parquet"):
         path = written(tmp_path, rows, name)
@@ -282,7 +278,7 @@ def a_label_that_is_nan_is_absent(stage: str, tmp_path: Path) -> None:
             assert "1 without label" in summary
 
 
-def a_judgement_that_is_nan_is_no_judgement(stage: str, tmp_path: Path) -> None:
+def a_judgement_that_is_nan_is_no_judgement(stage, tmp_path):
     row = {"prompt": "a", "completion": "b", "label": float("nan")}
     with pytest.raises(DataError, match=r"expected|label"):
         load(stage, written(tmp_path, [row]))

@@ -1,9 +1,6 @@
 """Models whose next token does not depend on what came before, for the rules of samples."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import torch
 
@@ -26,7 +23,7 @@ SMALL = {
 }
 
 
-def spoken_model(folder: Path, logits: dict[int, float], *, num_rows: int = NUM_IDS) -> str:
+def spoken_model(folder, logits, *, num_rows=NUM_IDS):
     """A folder of a model that gives these tokens these logits, and all others -40.
 
     Its configurations name no end, so that only tokenizer and chat template know one.
@@ -54,6 +51,6 @@ def spoken_model(folder: Path, logits: dict[int, float], *, num_rows: int = NUM_
     return str(folder / "model")
 
 
-def rollouts(folder: Path) -> list[dict[str, object]]:
+def rollouts(folder):
     """Every sample of a run, as `save_rollouts` writes it."""
     return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]

@@ -1,7 +1,5 @@
 """Stages of the table of rules, the kinds of its cells, and what a stage reads of a row."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +32,7 @@ Cell = Callable[..., None] | str
 PENDING = "pending"
 
 
-def cells(*parts: dict[str, Cell]) -> dict[str, Cell]:
+def cells(*parts):
     """The row of a rule: by a stage, or by several with commas between them, a test or a reason.
 
     Stages that have neither are pending.
@@ -47,7 +45,7 @@ def cells(*parts: dict[str, Cell]) -> dict[str, Cell]:
     return row
 
 
-def model_folder(folder: Path, tokenizer: object, **changes: object) -> Path:
+def model_folder(folder, tokenizer, **changes):
     """A folder of a tiny model without its weights; a reader of rows needs none."""
     from tests.models.tiny import tiny_config
 
@@ -95,7 +93,7 @@ def read(
     return row.token_ids.tolist(), row.is_trained.tolist()
 
 
-def answered(stage: str, prompt: object, answer: object, **columns: object) -> dict[str, object]:
+def answered(stage, prompt, answer, **columns):
     """The columns of a prompt and its answer; of stages that sample, the answer is left out."""
     if stage in ("train", "eval", "data check"):
         return {"input": prompt, **columns}

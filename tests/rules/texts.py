@@ -1,7 +1,5 @@
 """Rules of texts: one beginning, no end behind a prompt, and a length that is known in time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ BOS, EOS = 1, 2
 WORDS = ["<unk>", "<s>", "</s>", "<|end|>", "\u2581", "\n", *"abcdefghijklmnopqrstuvwxyz"]
 
 
-def like_llama(*, ends: bool) -> object:
+def like_llama(*, ends):
     """A tokenizer of the class of Llama, whose flags say what it adds."""
     from transformers import LlamaTokenizer
 
@@ -23,7 +21,7 @@ def like_llama(*, ends: bool) -> object:
     return LlamaTokenizer(vocab=vocabulary, merges=[], add_bos_token=True, add_eos_token=ends)
 
 
-def with_post_processor(*, ends: bool) -> object:
+def with_post_processor(*, ends):
     """A tokenizer of no class of its own, whose post-processor says what it adds."""
     from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -43,7 +41,7 @@ def with_post_processor(*, ends: bool) -> object:
 FORMS = (like_llama, with_post_processor)
 
 
-def begins_once(stage: str, tmp_path: Path) -> None:
+def begins_once(stage, tmp_path):
     for build in FORMS:
         tokenizer = build(ends=False)
         for prompt in ("say", "<s>say"):
@@ -55,7 +53,7 @@ def begins_once(stage: str, tmp_path: Path) -> None:
         assert begun[: len(as_written) - 1] == as_written[:-1]
 
 
-def prompt_is_open(stage: str, tmp_path: Path) -> None:
+def prompt_is_open(stage, tmp_path):
     for build in FORMS:
         ids, is_trained = read(stage, answered(stage, "say", "x"), build(ends=True), tmp_path)
         prompt = [token for token, flag in zip(ids, is_trained, strict=True) if not flag]
@@ -64,25 +62,25 @@ def prompt_is_open(stage: str, tmp_path: Path) -> None:
         assert not any(is_trained) or ids[-1] == EOS
 
 
-def text_of_a_client_begins_once() -> None:
+def text_of_a_client_begins_once():
     for build in FORMS:
         ids = chat_ids(build(ends=True)).text("say").token_ids
         assert ids[0] == BOS
         assert ids.count(BOS) == 1
 
 
-def text_of_a_client_is_open() -> None:
+def text_of_a_client_is_open():
     for build in FORMS:
         assert EOS not in chat_ids(build(ends=True)).text("say").token_ids
 
 
-def chat_ids(tokenizer: object) -> object:
+def chat_ids(tokenizer):
     from lightrft.datasets.chat_ids import ChatIds
 
     return ChatIds(tokenizer)
 
 
-def own_prompt_is_open(tmp_path: Path) -> None:
+def own_prompt_is_open(tmp_path):
 
     from lightrft.datasets.supervised_rows import load_supervised
     from lightrft.stages.distillation.own_samples import prompt_of
@@ -95,7 +93,7 @@ def own_prompt_is_open(tmp_path: Path) -> None:
         assert prompt.count(BOS) == 1
 
 
-def scored_text_begins_once() -> None:
+def scored_text_begins_once():
     from types import SimpleNamespace
 
     from lightrft.rollout.model_rewards import OwnTexts
@@ -140,7 +138,7 @@ POSITIONS, NEW = 64, 12
 TOO_LONG, JUST, BEYOND = "a" * (POSITIONS - NEW), "a" * (POSITIONS - NEW - 1), "a" * POSITIONS
 
 
-def options(folder: Path, rows: list[dict[str, object]]) -> dict[str, object]:
+def options(folder, rows):
     path = written(folder, rows)
     tokenizer = with_post_processor(ends=False)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
@@ -157,7 +155,7 @@ def options(folder: Path, rows: list[dict[str, object]]) -> dict[str, object]:
     }
 
 
-def long_rows_are_left_out_and_counted(stage: str, tmp_path: Path) -> None:
+def long_rows_are_left_out_and_counted(stage, tmp_path):
     from lightrft.datasets.preference_rows import load_preferences
     from lightrft.datasets.supervised_rows import load_supervised
     from lightrft.stages.reward.reward_inputs import load_rows
@@ -170,7 +168,7 @@ def long_rows_are_left_out_and_counted(stage: str, tmp_path: Path) -> None:
     assert "dropped 1 over-long" in data.summary
 
 
-def prompts_without_room_are_left_out_and_counted(stage: str, tmp_path: Path) -> None:
+def prompts_without_room_are_left_out_and_counted(stage, tmp_path):
     from lightrft.models import load_tokenizer
     from lightrft.stages.policy.inputs import load_run_prompts
 
@@ -183,7 +181,7 @@ def prompts_without_room_are_left_out_and_counted(stage: str, tmp_path: Path) ->
         load_run_prompts(config.replaced({"generate_max_len": POSITIONS}), tokenizer)
 
 
-def prompt_of_a_row_without_room_is_refused(tmp_path: Path) -> None:
+def prompt_of_a_row_without_room_is_refused(tmp_path):
     from lightrft.stages.distillation.divergence_inputs import read_inputs
 
     taken = options(tmp_path, [{"prompt": JUST, "completion": "b"}])
@@ -206,7 +204,7 @@ EPISODES = {
 }
 
 
-def episodes_stay_within_the_context(stage: str, tmp_path: Path) -> None:
+def episodes_stay_within_the_context(stage, tmp_path):
     from lightrft.models import load_tokenizer
     from lightrft.stages.policy.inputs import load_run_prompts
     from lightrft.stages.start_checks import prompts_within_context
@@ -225,9 +223,7 @@ def episodes_stay_within_the_context(stage: str, tmp_path: Path) -> None:
     assert (shorter.prompt_max_len, shorter.max_episode_tokens) == (8, 20)
 
 
-def data_check_counts_what_a_run_leaves_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def data_check_counts_what_a_run_leaves_out(tmp_path, capsys):
     from lightrft.tools.data.data_command import run
 
     taken = options(tmp_path, [{"input": text} for text in (JUST, TOO_LONG)])

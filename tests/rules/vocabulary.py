@@ -1,7 +1,5 @@
 """Ids beyond the embedding or the tokenizer are neither sampled nor trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -19,7 +17,7 @@ from lightrft.trainer import train
 PADDED = {65: 0.0, END: 0.0, **dict.fromkeys(range(NUM_IDS, 700), 9.0)}
 
 
-def padding_is_neither_sampled_nor_trained(tmp_path: Path) -> None:
+def padding_is_neither_sampled_nor_trained(tmp_path):
     model = spoken_model(tmp_path, PADDED, num_rows=700)
     run = tmp_path / "run"
     train(
@@ -38,7 +36,7 @@ def padding_is_neither_sampled_nor_trained(tmp_path: Path) -> None:
         assert not torch.equal(before[name][:NUM_IDS], after[name][:NUM_IDS]), name
 
 
-def padding_is_not_served(tmp_path: Path) -> None:
+def padding_is_not_served(tmp_path):
     served = ServedModel(Path(spoken_model(tmp_path, PADDED, num_rows=700)), TrainConfig())
     request = GenerationRequest(request_id=0, prompt_token_ids=(65,), max_tokens=12)
     made = served.engine.generate([request], SamplingParams(n=8, ignore_eos=True))

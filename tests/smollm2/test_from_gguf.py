@@ -1,7 +1,5 @@
 """A model written from a GGUF file is the model that the file was made of."""
 
-from __future__ import annotations
-
 import json
 import struct
 

@@ -1,7 +1,5 @@
 """Completion is generated from the parsers, for every command and flag."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 

@@ -1,7 +1,5 @@
 """`lightrft config` shows, compares and describes options."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 

@@ -1,7 +1,5 @@
 """`lightrft init-model` writes checkpoints that load."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """`lightrft init-run` writes the folder of a run that trains as it is."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 

@@ -6,8 +6,6 @@ https://github.com/kubeflow/training-operator/blob/v1.9.0/pkg/apis/kubeflow.org/
 https://github.com/kubernetes/api/blob/v0.31.0/core/v1/types.go (pods)
 """
 
-from __future__ import annotations
-
 import json
 
 from lightrft.cli.main import main
@@ -60,7 +58,7 @@ SCHEMA = {
 REQUIRED = ("apiVersion", "kind", "metadata", "spec")
 
 
-def problems(value, schema, path="") -> list[str]:
+def problems(value, schema, path=""):
     """Where a value differs from the table."""
     if isinstance(schema, dict):
         if not isinstance(value, dict):

@@ -1,7 +1,5 @@
 """Processes of a run, and which of several failures is told."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Out of memory: recognised however it shows, told with the phase and what helps."""
 
-from __future__ import annotations
-
 import errno
 import re
 

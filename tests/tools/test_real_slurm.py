@@ -4,8 +4,6 @@ Needs Slurm and munge from the system's packages (Debian: slurmctld, slurmd, slu
 and root, under which the node's daemon starts the ranks.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
@@ -70,7 +68,7 @@ echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $MASTER_ADDR:$MASTER_PORT 
 class Cluster:
     """One controller and one node; `run` runs a command that speaks to them."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         self.folder, self.processes = folder, []
         for name in ("state", "spool"):
             (folder / name).mkdir()
@@ -85,7 +83,7 @@ class Cluster:
             if name != "SLURM_CONF":
                 del self.environment[name]
 
-    def start(self) -> None:
+    def start(self):
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
@@ -102,7 +100,7 @@ class Cluster:
         self._daemon("slurmd", "-D")
         self.wait_until(lambda: "idle" in self.run("sinfo", "--noheader", "-o", "%T").stdout)
 
-    def _daemon(self, *command: str) -> None:
+    def _daemon(self, *command):
         with (self.folder / f"{command[0]}.out").open("w") as log:
             self.processes.append(
                 subprocess.Popen(
@@ -110,7 +108,7 @@ class Cluster:
                 )
             )
 
-    def run(self, *command: str) -> subprocess.CompletedProcess:
+    def run(self, *command):
         return subprocess.run(
             command,
             env=self.environment,
@@ -121,7 +119,7 @@ class Cluster:
             check=False,
         )
 
-    def wait_until(self, is_so) -> None:
+    def wait_until(self, is_so):
         limit = time.monotonic() + seconds(240)
         while not is_so():
             told = "\n".join(p.read_text()[-1500:] for p in sorted(self.folder.glob("*.out")))
@@ -129,7 +127,7 @@ class Cluster:
             assert all(process.poll() is None for process in self.processes), told
             time.sleep(0.5)
 
-    def stop(self) -> None:
+    def stop(self):
         for process in reversed(self.processes):
             process.terminate()
         for process in self.processes:
@@ -154,7 +152,7 @@ def cluster():
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_job(cluster, capsys, *, code: int) -> Path:
+def write_job(cluster, capsys, *, code):
     argv = ("--nodes", "1", "--gpus_per_node", "2", "--cpus_per_task", "2", "--time", "10:00")
     assert main(["launch", "slurm", "--print", *argv, "--", "--pretrain", "m"]) == 0
     worker = cluster.folder / "worker"
@@ -165,12 +163,12 @@ def write_job(cluster, capsys, *, code: int) -> Path:
     return job
 
 
-def state_of(cluster, job_id: str) -> dict[str, str]:
+def state_of(cluster, job_id):
     shown = cluster.run("scontrol", "show", "job", "--oneliner", job_id).stdout
     return dict(part.split("=", 1) for part in shown.split() if "=" in part)
 
 
-def ranks_of(cluster) -> list[str]:
+def ranks_of(cluster):
     log = cluster.folder / "ranks"
     return sorted(log.read_text().splitlines()) if log.exists() else []
 

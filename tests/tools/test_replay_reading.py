@@ -1,7 +1,5 @@
 """A replay is of all ranks' journals, sampled as the options say, or of none."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

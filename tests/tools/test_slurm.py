@@ -1,7 +1,5 @@
 """The printed Slurm script: its content, its syntax, and what it does under a stand-in of Slurm."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

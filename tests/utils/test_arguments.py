@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import argparse
 from dataclasses import fields
 
@@ -20,7 +18,7 @@ GUIDE_RECIPES = (
 )
 
 
-def parse(text: str, **options) -> argparse.Namespace:
+def parse(text, **options):
     return add_arguments(argparse.ArgumentParser(), **options).parse_args(text.split())
 
 

@@ -1,7 +1,5 @@
 """One description of flags for the library's and the command's parser."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping
 from dataclasses import fields

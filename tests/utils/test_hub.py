@@ -1,7 +1,5 @@
 """Names of the hub are asked for once: an unreachable hub costs seconds, not minutes."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

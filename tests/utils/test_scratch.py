@@ -1,13 +1,11 @@
 """Temporary folders that end with their process."""
 
-from __future__ import annotations
-
 import tempfile
 
 from lightrft.utils.scratch import scratch_folder
 
 
-def test_a_killed_process_leaves_nothing_for_good(tmp_path, monkeypatch) -> None:
+def test_a_killed_process_leaves_nothing_for_good(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "lightrft_scratch_left/phases").mkdir(parents=True)
     (tmp_path / "mine").mkdir()

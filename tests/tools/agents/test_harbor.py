@@ -1,7 +1,5 @@
 """Tasks in Harbor's folders: programs work in them, and their tests pay."""
 
-from __future__ import annotations
-
 import io
 import re
 import tarfile

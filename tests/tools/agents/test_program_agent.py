@@ -1,7 +1,5 @@
 """Agents that are programs: in the sandbox, with the endpoint as their only network."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

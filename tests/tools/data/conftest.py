@@ -1,7 +1,5 @@
 """`lightrft data check` on rows that a test has."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The certificate of a reward against rewards that can be hacked, and sound ones."""
 
-from __future__ import annotations
-
 import pytest
 from tests.tools.data import tried_rewards
 from tests.tools.data.tried_rewards import HACKABLE, SOUND

@@ -1,7 +1,5 @@
 """`lightrft data check`: every row is looked at, and what is wrong has its place and a code."""
 
-from __future__ import annotations
-
 import re
 import time
 

@@ -1,7 +1,5 @@
 """`lightrft data check` on rows of the stages: what it says is what the stages do."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

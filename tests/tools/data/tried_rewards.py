@@ -1,7 +1,5 @@
 """Rewards of one answer to a sum: those that a model can hack, and sound ones."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections import Counter

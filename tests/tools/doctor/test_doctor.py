@@ -1,7 +1,5 @@
 """`lightrft doctor --invariance` measures a model and says by its exit code whether it is exact."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """`lightrft doctor` without a model: each check has a limit, a remedy and an end."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import threading
@@ -15,7 +13,7 @@ from tests.models import planted_kernels
 
 from lightrft.cli.main import main
 from lightrft.tools.doctor import check as checks, gpu_checks, machine_checks
-from lightrft.tools.doctor.check import Check, CheckResult, Verdict, checked, unchecked
+from lightrft.tools.doctor.check import Check, Verdict, checked, unchecked
 
 pytestmark = pytest.mark.shard("command_line")
 
@@ -33,10 +31,10 @@ def test_a_line_shows_limit_and_remedy_where_they_are_needed():
 
 
 def test_a_check_that_raises_or_never_answers_is_bad_and_the_rest_goes_on():
-    def fails() -> CheckResult:
+    def fails():
         raise OSError("no such device")
 
-    def hangs() -> CheckResult:
+    def hangs():
         time.sleep(30)
         return checked(True, "late")
 

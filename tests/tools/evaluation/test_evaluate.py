@@ -1,7 +1,5 @@
 """`lightrft eval`: the same numbers on one and on several processes, recounted from its files."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Uploads to the hub, which is a server of this test."""
 
-from __future__ import annotations
-
 import base64
 import json
 import threading

@@ -1,7 +1,5 @@
 """One step of a vision-language model is the same however it is carried out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

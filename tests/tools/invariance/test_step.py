@@ -4,8 +4,6 @@ The reference is one process with one padded micro-batch of all rows. By default
 pairs of options runs, and with `-m slow` their whole product.
 """
 
-from __future__ import annotations
-
 import itertools
 from contextlib import contextmanager
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """Runs scripts in processes of their own, in which torch finds a fake H100."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

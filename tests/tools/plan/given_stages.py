@@ -1,7 +1,5 @@
 """Steps of the stages on given rows, with the bytes of their live tensors at the peak."""
 
-from __future__ import annotations
-
 import gc
 
 from tests.tools.plan import live_bytes, two_ranks

@@ -1,7 +1,5 @@
 """Bytes of all live tensors, followed through every operation of torch."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections import Counter

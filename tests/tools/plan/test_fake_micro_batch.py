@@ -1,7 +1,5 @@
 """A whole micro batch on device cuda without a GPU: forward, head, loss, backward, optimizer."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import replace
 from pathlib import Path

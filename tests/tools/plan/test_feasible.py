@@ -1,7 +1,5 @@
 """What a plan calls feasible against sums that are written down here once more."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import replace

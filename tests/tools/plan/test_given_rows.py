@@ -1,7 +1,5 @@
 """A plan of the stages on given rows against the live tensors of their steps on two ranks."""
 
-from __future__ import annotations
-
 import pytest
 from tests.ranks import run_multiprocess
 from tests.tools.plan import given_stages

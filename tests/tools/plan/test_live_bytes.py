@@ -1,7 +1,5 @@
 """A plan against the live tensors, and the resident memory, of real updates on two ranks."""
 
-from __future__ import annotations
-
 import pytest
 from tests.ranks import run_multiprocess
 from tests.tools.plan import two_ranks

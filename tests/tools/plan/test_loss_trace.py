@@ -1,7 +1,5 @@
 """The loss inside the output layer, traced with tensors without memory, against its plan."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 

@@ -1,7 +1,5 @@
 """Plans of the sizes that users rent: they fit, and what they say follows the options."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Terms of a plan one by one against tensors: each comparison fails if its term is off by half."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import peft  # noqa: F401  # what it makes on import would land on the device

@@ -3,8 +3,6 @@
 Prints where they were, and how the host's memory was asked for.
 """
 
-from __future__ import annotations
-
 import json
 
 import torch
@@ -36,7 +34,7 @@ class Copies(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
-def main() -> None:
+def main():
     torch.cuda.init()
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     mesh = init_device_mesh("cuda", (8,))

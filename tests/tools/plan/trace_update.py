@@ -3,8 +3,6 @@
 Arguments: a JSON list of cases; prints a JSON list of what was seen.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json

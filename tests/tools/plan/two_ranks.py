@@ -1,7 +1,5 @@
 """One update of a small model on two ranks, with the bytes of its live tensors at the peak."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The quick start: its task, its teacher, its warm start, and the whole command."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The quick starts that count in pictures and in sounds: what is shown, imitated and learnt."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A browser without a network, and what is wrong with the picture it shows."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Folders of runs for the tests of the report."""
 
-from __future__ import annotations
-
 import json
 
 from lightrft.reporting.files import JsonLinesFile, JsonLinesLogger

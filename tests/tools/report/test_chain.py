@@ -1,7 +1,5 @@
 """Provenance: hashes of runs, data and models, and the chain that a report draws from them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """The report on runs that have ended, run, crashed, or left little."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

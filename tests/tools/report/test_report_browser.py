@@ -1,7 +1,5 @@
 """The report in a real browser that has no network."""
 
-from __future__ import annotations
-
 import base64
 import io
 

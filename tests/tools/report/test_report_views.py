@@ -1,7 +1,5 @@
 """What the report opens on, runs side by side, and a page that follows a run."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -153,7 +151,7 @@ def test_the_followed_page_changes_with_the_run_and_stays_still_at_the_end(tmp_p
     folder = write_run(tmp_path / "run", 3)
     page, seen = folder / "report.html", []
 
-    def sleep(_: float) -> None:
+    def sleep(_):
         seen.append(page.read_text())
         if len(seen) == 4:
             raise KeyboardInterrupt
@@ -172,7 +170,7 @@ def test_a_followed_run_that_is_gone_for_a_while_is_said_once(tmp_path, monkeypa
     folder, elsewhere = write_run(tmp_path / "run", 3), tmp_path / "elsewhere"
     looks = []
 
-    def sleep(_: float) -> None:
+    def sleep(_):
         looks.append((folder / "report.html").exists())
         if len(looks) == 1:
             folder.rename(elsewhere)

@@ -1,9 +1,6 @@
 """A tiny model that knows one line, for judges whose answers must be readable."""
 
-from __future__ import annotations
-
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -11,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightrft.tools.model_presets import ASSISTANT, END, write_tiny_model
 
 
-def write_chain_model(folder: Path, start: str, last: str) -> None:
+def write_chain_model(folder, start, last):
     """A model that answers with `start`, one character of `last`, and the end.
 
     Each token follows from the one before alone, so no character may come twice; of several in

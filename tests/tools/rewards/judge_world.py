@@ -1,7 +1,5 @@
 """Judges of a folder whose model knows one line, and runs that they pay."""
 
-from __future__ import annotations
-
 import json
 
 from tests.runs import rollout_options, say_rows, write
@@ -40,7 +38,7 @@ def judged_options(folder, model="scorer", **changes):
     return options
 
 
-def config_of(folder, model="scorer", **changes) -> TrainConfig:
+def config_of(folder, model="scorer", **changes):
     return TrainConfig(**judged_options(folder, model, **changes))
 
 

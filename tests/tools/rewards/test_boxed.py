@@ -1,7 +1,5 @@
 """Finding final answers, and the comparison that needs no grader."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest
@@ -25,11 +23,11 @@ from lightrft.tools.rewards.math_rules import last_boxed, last_hashes, quick_mat
         ("", None),
     ],
 )
-def test_last_boxed_balances_braces(text: str, answer: str | None) -> None:
+def test_last_boxed_balances_braces(text, answer):
     assert last_boxed(text) == answer
 
 
-def test_last_hashes_takes_the_last_mark_to_the_end_of_its_line() -> None:
+def test_last_hashes_takes_the_last_mark_to_the_end_of_its_line():
     assert last_hashes("#### 1\nso\n####  1,234 \nbye") == "1,234"
     assert last_hashes("### 1") is None
 
@@ -57,7 +55,7 @@ def test_last_hashes_takes_the_last_mark_to_the_end_of_its_line() -> None:
         ("1e3", None),
     ],
 )
-def test_plain_numbers(text: str, number: object) -> None:
+def test_plain_numbers(text, number):
     assert to_number(text) == number
 
 
@@ -81,5 +79,5 @@ def test_plain_numbers(text: str, number: object) -> None:
         ("", "", False),
     ],
 )
-def test_quick_match_decides_only_what_is_plain(answer: str, gold: str, match) -> None:
+def test_quick_match_decides_only_what_is_plain(answer, gold, match):
     assert quick_match(answer, gold) is match

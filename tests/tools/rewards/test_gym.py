@@ -1,10 +1,7 @@
 """Tasks of reasoning-gym as data and as score."""
 
-from __future__ import annotations
-
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 from tests.rewards.asking import results_of
@@ -22,7 +19,7 @@ reasoning_gym = pytest.importorskip("reasoning_gym")
 GCD = "reasoning_gym:gcd?size=8&test_size=4&seed=3&min_value=2&max_value=20"
 
 
-def test_rows_are_those_of_the_package_and_splits_share_none() -> None:
+def test_rows_are_those_of_the_package_and_splits_share_none():
     train, test = read_rows(GCD), read_rows(GCD, split="test")
     made = reasoning_gym.create_dataset("gcd", size=12, seed=3, min_value=2, max_value=20)
     assert [row.columns["input"] for row in train + test] == [e["question"] for e in made]
@@ -33,7 +30,7 @@ def test_rows_are_those_of_the_package_and_splits_share_none() -> None:
     assert neighbour[0]["question"] == made[1]["question"]
 
 
-def test_options_may_be_lists_and_signs() -> None:
+def test_options_may_be_lists_and_signs():
     options = "min_terms=2&max_terms=2&allow_negation=false&allow_parentheses=false"
     source = f"reasoning_gym:basic_arithmetic?size=3&operators=%5B%22%2B%22%5D&{options}"
     for row in read_rows(source):
@@ -52,13 +49,13 @@ def test_options_may_be_lists_and_signs() -> None:
         ("reasoning_gym:gcd", "validation", "expected train or test"),
     ],
 )
-def test_what_is_wrong_with_a_source_is_named(source, split, message: str) -> None:
+def test_what_is_wrong_with_a_source_is_named(source, split, message):
     with pytest.raises(DataError, match=message):
         read_rows(source, split=split)
 
 
 @pytest.mark.full
-def test_scores_are_the_scorers_of_the_extracted_answers() -> None:
+def test_scores_are_the_scorers_of_the_extracted_answers():
     rows = read_rows(GCD)
     golds = [str(row.columns["label"]) for row in rows]
     responses = [f"I think.\n<answer> {gold} </answer>" for gold in golds]
@@ -80,7 +77,7 @@ def test_scores_are_the_scorers_of_the_extracted_answers() -> None:
 
 
 @pytest.mark.full
-def test_a_task_that_does_not_exist_is_refused_at_the_start() -> None:
+def test_a_task_that_does_not_exist_is_refused_at_the_start():
     with pytest.raises(ConfigError, match="no_such"):
         build_reward(["reasoning_gym:no_such"])
 
@@ -95,11 +92,11 @@ def test_a_task_that_does_not_exist_is_refused_at_the_start() -> None:
         ("x" * 30_000, ""),
     ],
 )
-def test_answers_are_extracted(response: str, answer: str) -> None:
+def test_answers_are_extracted(response, answer):
     assert find_answer(response) == answer
 
 
-def test_a_scorer_that_raises_hangs_or_ends_costs_its_own_answer_only(monkeypatch) -> None:
+def test_a_scorer_that_raises_hangs_or_ends_costs_its_own_answer_only(monkeypatch):
     def score(answer, entry):
         if answer == "hang":
             while True:
@@ -124,7 +121,7 @@ def test_a_scorer_that_raises_hangs_or_ends_costs_its_own_answer_only(monkeypatc
     ]
 
 
-def test_what_a_scorer_cannot_decide_is_undecided(monkeypatch) -> None:
+def test_what_a_scorer_cannot_decide_is_undecided(monkeypatch):
     (first, second, *_) = read_rows(GCD)
     entries = {"reasoning_gym": [row.columns["reasoning_gym"] for row in (first, second)]}
     with build_reward(["reasoning_gym:gcd"]) as reward:
@@ -133,7 +130,7 @@ def test_what_a_scorer_cannot_decide_is_undecided(monkeypatch) -> None:
     assert results == [None, RewardResult(0.5, {"gcd": 0.5, "scorer_failed": 0.0})]
 
 
-def test_every_scorer_that_evaluates_answers_is_known() -> None:
+def test_every_scorer_that_evaluates_answers_is_known():
     found = set()
     for name, (dataset, _) in reasoning_gym.factory.DATASETS.items():
         text = inspect.getsource(dataset)
@@ -146,7 +143,7 @@ def test_every_scorer_that_evaluates_answers_is_known() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(EVALUATED | PARSED))
-def test_no_code_of_an_answer_is_evaluated(name: str, tmp_path: Path) -> None:
+def test_no_code_of_an_answer_is_evaluated(name, tmp_path):
     file = tmp_path / "made"
     for code in (
         f"open('{file}', 'w')",

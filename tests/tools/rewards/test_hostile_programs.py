@@ -1,7 +1,5 @@
 """Programs that want more than a sandbox gives: each costs its own reward and leaves nothing."""
 
-from __future__ import annotations
-
 import re
 import signal
 import tempfile
@@ -51,18 +49,18 @@ def sandbox(request, folder):
     made.close()
 
 
-def shared_bytes() -> int:
+def shared_bytes():
     (shared,) = re.findall(r"Shmem:\s+(\d+)", Path("/proc/meminfo").read_text())
     return 1024 * int(shared)
 
 
-def left(folder: Path) -> tuple[set[int], set[str]]:
+def left(folder):
     """Processes below this one, and temporary folders."""
     processes = {each.pid for each in psutil.Process().children(recursive=True)}
     return processes, {path.name for path in folder.iterdir()}
 
 
-def end(ending: Ending) -> str:
+def end(ending):
     """How it ended, in a word and in its last lines."""
     if ending.reason != "ended" or ending.returncode is None:
         return ending.reason
@@ -74,7 +72,7 @@ def end(ending: Ending) -> str:
     return ending.stderr.decode(errors="replace")[-400:]
 
 
-def check(sandbox: Sandbox, folder: Path, name: str) -> None:
+def check(sandbox, folder, name):
     attack = PROGRAMS[name]
     lines = (DATA["prelude"], attack["program"], "print('SURVIVED', flush=True)\n")
     source = "\n".join(lines).encode()
@@ -92,17 +90,17 @@ def check(sandbox: Sandbox, folder: Path, name: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", DATA["quick"])
-def test_a_hostile_program_costs_its_own_reward_and_leaves_nothing(sandbox, folder, name) -> None:
+def test_a_hostile_program_costs_its_own_reward_and_leaves_nothing(sandbox, folder, name):
     check(sandbox, folder, name)
 
 
 @pytest.mark.parametrize("sandbox", [OF_AGENTS], ids=["agent"], indirect=True)
 @pytest.mark.parametrize("name", DATA["with_agents"])
-def test_a_hostile_agent_gets_no_more_memory(sandbox, folder, name) -> None:
+def test_a_hostile_agent_gets_no_more_memory(sandbox, folder, name):
     check(sandbox, folder, name)
 
 
-def test_honest_programs_end_well(folder) -> None:
+def test_honest_programs_end_well(folder):
     """They use what the filter or the looks could mistake."""
     made = Sandbox("bubblewrap")
     try:
@@ -114,7 +112,5 @@ def test_honest_programs_end_well(folder) -> None:
 @pytest.mark.slow
 @pytest.mark.shard("hostile")
 @pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - set(DATA["quick"])))
-def test_every_hostile_program_costs_its_own_reward_and_leaves_nothing(
-    sandbox, folder, name
-) -> None:
+def test_every_hostile_program_costs_its_own_reward_and_leaves_nothing(sandbox, folder, name):
     check(sandbox, folder, name)

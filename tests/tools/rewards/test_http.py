@@ -1,7 +1,5 @@
 """The HTTP client against a loopback server that keeps to nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

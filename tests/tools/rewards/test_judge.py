@@ -1,12 +1,9 @@
 """The judge against a loopback server that answers as it is told."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from tests.answering import answering
@@ -29,7 +26,7 @@ class Judge:
         script: Statuses and bodies.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.script: list[tuple[int, object]] = []
         self.seen: list[dict[str, object]] = []
         self.headers: list[dict[str, str]] = []
@@ -53,7 +50,7 @@ class Judge:
                 self.now -= 1
 
 
-def completion(content, reason="stop", **fields) -> dict[str, object]:
+def completion(content, reason="stop", **fields):
     message = {"role": "assistant", "content": content}
     choice = {"index": 0, "finish_reason": reason, "message": message}
     return {"id": "x", "object": "chat.completion", "choices": [choice], **fields}
@@ -67,16 +64,16 @@ def judge():
         yield made
 
 
-def config_of(judge, folder: Path, **options) -> TrainConfig:
+def config_of(judge, folder, **options):
     values = {"reward_timeout_seconds": 20.0, "judge_model": "m", **options}
     return TrainConfig(judge_url=judge.url, output_dir=str(folder), **values)
 
 
-def judging(config: TrainConfig):
+def judging(config):
     return build_reward(["judge"], config=config)
 
 
-def ask(config: TrainConfig, responses, labels=None) -> list[float]:
+def ask(config, responses, labels=None):
     count = len(responses)
     with judging(config) as reward:
         found = reward.score(["the task"] * count, responses, labels or [None] * count, {})
@@ -84,7 +81,7 @@ def ask(config: TrainConfig, responses, labels=None) -> list[float]:
     return [result.reward for result in found]
 
 
-def test_scores_belong_to_their_responses_whatever_the_order_of_answers(judge, tmp_path) -> None:
+def test_scores_belong_to_their_responses_whatever_the_order_of_answers(judge, tmp_path):
     def answer(request):
         number = int(re.findall(r"answer (\d+)", request["messages"][0]["content"])[0])
         time.sleep(0.01 * (number % 3))
@@ -96,7 +93,7 @@ def test_scores_belong_to_their_responses_whatever_the_order_of_answers(judge, t
     assert 1 < judge.most <= 16
 
 
-def test_the_request_is_that_of_the_protocol(judge, tmp_path, monkeypatch) -> None:
+def test_the_request_is_that_of_the_protocol(judge, tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTRFT_JUDGE_KEY", "a-key")
     config = config_of(judge, tmp_path, judge_args={"max_tokens": 99, "top_p": 0.5})
     assert ask(config, ["r"], ["gold"]) == [0.5]
@@ -116,7 +113,7 @@ def test_the_request_is_that_of_the_protocol(judge, tmp_path, monkeypatch) -> No
     assert judge.headers[0]["authorization"] == "Bearer a-key"
 
 
-def test_answers_are_kept_in_the_folder_of_the_run(judge, tmp_path) -> None:
+def test_answers_are_kept_in_the_folder_of_the_run(judge, tmp_path):
     config = config_of(judge, tmp_path)
     assert ask(config, ["a", "b", "a"]) == [0.5] * 3
     assert len(judge.seen) == 2
@@ -168,7 +165,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("entry, message", BAD)
-def test_no_bad_answer_becomes_a_score(judge, tmp_path, entry, message: str) -> None:
+def test_no_bad_answer_becomes_a_score(judge, tmp_path, entry, message):
     config = config_of(judge, tmp_path)
     judge.script = [entry]
     with pytest.raises(RewardError, match=message) as caught:
@@ -179,7 +176,7 @@ def test_no_bad_answer_becomes_a_score(judge, tmp_path, entry, message: str) -> 
     assert ask(config, ["a"]) == [0.5]
 
 
-def test_one_bad_answer_does_not_cost_the_others_again(judge, tmp_path) -> None:
+def test_one_bad_answer_does_not_cost_the_others_again(judge, tmp_path):
     config = config_of(judge, tmp_path)
     judge.answer = lambda request: (
         "bad" if "odd" in request["messages"][0]["content"] else "Score: 3"
@@ -191,7 +188,7 @@ def test_one_bad_answer_does_not_cost_the_others_again(judge, tmp_path) -> None:
     assert len(judge.seen) == 3
 
 
-def test_a_response_cannot_leave_its_marks() -> None:
+def test_a_response_cannot_leave_its_marks():
     plain = quoted("r")
     mark = re.findall(r"</response (\w+)>", plain)[-1]
     attack = (
@@ -241,18 +238,18 @@ MARKERS = [
 MARKERS += ["\uff1c|im_end|\uff1e", "\ufe64bos\ufe65", "\uff3bINST\uff3d"]
 
 
-def quoted(response: str) -> str:
+def quoted(response):
     return fill_template(STYLES["none"], JudgedPrompt("p", "l"), [response])
 
 
 @pytest.mark.parametrize("marker", MARKERS)
-def test_a_response_cannot_end_its_quotation_in_any_family(marker) -> None:
+def test_a_response_cannot_end_its_quotation_in_any_family(marker):
     text = quoted(f"a{marker}b")
     assert marker not in text
     assert marker in text.replace(" ", "")
 
 
-def test_comparisons_and_lists_of_numbers_stay_as_they_are() -> None:
+def test_comparisons_and_lists_of_numbers_stay_as_they_are():
     response = "if a < b and c > d: x = [1, 2][0]; 3<5, \u00e9 \u2264 \u5b57 \u00ad"
     assert response in quoted(response)
 
@@ -265,7 +262,7 @@ def test_comparisons_and_lists_of_numbers_stay_as_they_are() -> None:
         lambda line: b"[]",
     ],
 )
-def test_a_damaged_cache_is_asked_again(judge, tmp_path, damage) -> None:
+def test_a_damaged_cache_is_asked_again(judge, tmp_path, damage):
     config = config_of(judge, tmp_path)
     assert ask(config, ["a"]) == [0.5]
     file = tmp_path / "judge_cache" / "rank_0.jsonl"
@@ -274,7 +271,7 @@ def test_a_damaged_cache_is_asked_again(judge, tmp_path, damage) -> None:
     assert len(judge.seen) == 2
 
 
-def test_a_continued_run_compares_the_template(tmp_path) -> None:
+def test_a_continued_run_compares_the_template(tmp_path):
     template = tmp_path / "t.txt"
     template.write_text("{mark} {response} {mark}")
     config = TrainConfig(judge_url="http://127.0.0.1/v1", judge_template=str(template))
@@ -307,7 +304,7 @@ def test_a_continued_run_compares_the_template(tmp_path) -> None:
         ("Score: 7.25\n\n", 7.25),
     ],
 )
-def test_scores_are_read_in_the_forms_that_judges_give(content, score) -> None:
+def test_scores_are_read_in_the_forms_that_judges_give(content, score):
     if score is None:
         with pytest.raises(ValueError, match="the last line must be"):
             read_score(1, content)
@@ -315,7 +312,7 @@ def test_scores_are_read_in_the_forms_that_judges_give(content, score) -> None:
         assert read_score(1, content) == [score / 10]
 
 
-def test_verdicts_and_rankings_are_read_and_nothing_else() -> None:
+def test_verdicts_and_rankings_are_read_and_nothing_else():
     for text in ("Better: A", "**Better: A**", "[[A]]", "hm\nWinner: `a`.", "<think>B</think>\nA"):
         assert read_verdict(2, text) == [1, 0]
     others = [read_verdict(2, text) for text in ("Better: B", "Better: tie", "**Tie**")]
@@ -339,7 +336,7 @@ question = "Is it short?"
 """
 
 
-def test_a_rubric_gives_every_part_and_their_weighted_mean(judge, tmp_path) -> None:
+def test_a_rubric_gives_every_part_and_their_weighted_mean(judge, tmp_path):
     (tmp_path / "r.toml").write_text(RUBRIC)
 
     def answer(request):
@@ -363,7 +360,7 @@ def test_a_rubric_gives_every_part_and_their_weighted_mean(judge, tmp_path) -> N
 @pytest.mark.parametrize(
     "text", ["", "[a]\nquestion = 1", "[a]\nweight = 1", "[a]\nquestion='x'\nweight = 0", "a = 1"]
 )
-def test_a_rubric_that_asks_nothing_is_refused(judge, tmp_path, text) -> None:
+def test_a_rubric_that_asks_nothing_is_refused(judge, tmp_path, text):
     (tmp_path / "r.toml").write_text(text)
     with pytest.raises(ConfigError, match="judge_rubric: "):
         build_reward(
@@ -371,20 +368,20 @@ def test_a_rubric_that_asks_nothing_is_refused(judge, tmp_path, text) -> None:
         )
 
 
-def texts_of(request) -> list[str]:
+def texts_of(request):
     """The responses that a request shows, in its order."""
     text = request["messages"][0]["content"]
     return re.findall(r"<response \w{16}>\n(.*)\n</response", text)
 
 
-def compare(judge, folder, compare, prompts, responses) -> list[float | None]:
+def compare(judge, folder, compare, prompts, responses):
     config = config_of(judge, folder, judge_compare=compare)
     with judging(config) as reward:
         found = reward.score(prompts, responses, [None] * len(prompts), {})
     return [None if result is None else result.reward for result in found]
 
 
-def test_pairs_are_asked_in_both_orders_within_each_group(judge, tmp_path) -> None:
+def test_pairs_are_asked_in_both_orders_within_each_group(judge, tmp_path):
     def longer(request):
         first, second = texts_of(request)
         return f"Better: {'A' if len(first) > len(second) else 'B'}"
@@ -400,7 +397,7 @@ def test_pairs_are_asked_in_both_orders_within_each_group(judge, tmp_path) -> No
     )
 
 
-def test_a_trained_judge_is_asked_the_questions_of_its_training(judge, tmp_path) -> None:
+def test_a_trained_judge_is_asked_the_questions_of_its_training(judge, tmp_path):
     pair = {"prompt": "p", "chosen": "yes", "rejected": "no"}
     (tmp_path / "pairs.jsonl").write_text(json.dumps(pair))
     trained = {
@@ -415,7 +412,7 @@ def test_a_trained_judge_is_asked_the_questions_of_its_training(judge, tmp_path)
 
 
 @pytest.mark.parametrize("mode", ["pairs", "ranking"])
-def test_a_judge_that_prefers_a_place_says_nothing(judge, tmp_path, mode) -> None:
+def test_a_judge_that_prefers_a_place_says_nothing(judge, tmp_path, mode):
     judge.answer = lambda request: (
         "Better: A"
         if mode == "pairs"
@@ -425,7 +422,7 @@ def test_a_judge_that_prefers_a_place_says_nothing(judge, tmp_path, mode) -> Non
     assert found == pytest.approx([0.5] * 4)
 
 
-def test_a_ranking_gives_the_places_of_the_responses(judge, tmp_path) -> None:
+def test_a_ranking_gives_the_places_of_the_responses(judge, tmp_path):
     def longest_first(request):
         texts = texts_of(request)
         order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
@@ -442,7 +439,7 @@ def test_a_ranking_gives_the_places_of_the_responses(judge, tmp_path) -> None:
     assert sorted(map(len, orders)) == [2, 2, 3, 3]
 
 
-def test_tokens_time_and_cost_of_the_judge_are_counted(judge, tmp_path) -> None:
+def test_tokens_time_and_cost_of_the_judge_are_counted(judge, tmp_path):
     usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
     judge.script = [(200, completion("Score: 5", usage=usage))] * 3
     prices = {"input": 2.0, "output": 30}
@@ -465,12 +462,12 @@ def test_tokens_time_and_cost_of_the_judge_are_counted(judge, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("prices", [{"inputs": 1.0}, {"input": "x"}, {"output": -1}])
-def test_prices_are_numbers_of_known_names(judge, tmp_path, prices) -> None:
+def test_prices_are_numbers_of_known_names(judge, tmp_path, prices):
     with pytest.raises(ConfigError, match="judge_prices: expected numbers for input and output"):
         judging(config_of(judge, tmp_path, judge_prices=prices))
 
 
-def test_what_is_missing_is_named(tmp_path) -> None:
+def test_what_is_missing_is_named(tmp_path):
     with pytest.raises(
         ConfigError, match=r"needs --judge_model FOLDER, --judge_model policy .*, or --judge_url"
     ):

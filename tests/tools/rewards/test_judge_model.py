@@ -1,7 +1,5 @@
 """A judge of a folder: a model in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -31,7 +29,7 @@ from lightrft.tools.plan.setup import Setup, read_model_size
 from lightrft.tools.rewards.judge import CACHE_FOLDER
 
 
-def worker(reward) -> psutil.Process:
+def worker(reward):
     """The process that holds the model; its parent is the supervisor."""
     [judge] = reward.functions
     found = psutil.Process(judge.server.workers.workers[0].pid).children()

@@ -1,7 +1,5 @@
 """The run's own policy as the judge, through the engine that samples."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from functools import partial
 

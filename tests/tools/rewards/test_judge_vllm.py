@@ -1,7 +1,5 @@
 """The judge against the real server of vLLM, on the loopback interface."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -30,7 +28,7 @@ def ask(address, tmp_path):
     template = tmp_path / "template"
     template.write_text("Grade. {mark} {response} {mark}")
 
-    def call(responses: list[str], *, model: str = "tiny", seconds: float = 120.0, **fields):
+    def call(responses, *, model="tiny", seconds=120.0, **fields):
         config = TrainConfig(
             judge_url=address,
             judge_model=model,
@@ -50,7 +48,7 @@ def ask(address, tmp_path):
 SCORES = {"structured_outputs": {"regex": r"Fine\.\nScore: [0-9]"}, "max_tokens": 32}
 
 
-def test_scores_are_read_from_the_answers_of_the_server(ask, tmp_path) -> None:
+def test_scores_are_read_from_the_answers_of_the_server(ask, tmp_path):
     responses = [f"response {index}" for index in range(12)]
     scores = ask(responses, **SCORES)
     assert all(score in [digit / 10 for digit in range(10)] for score in scores)

@@ -1,7 +1,5 @@
 """Formulas as math-verify compares them, and letters that it would take for units."""
 
-from __future__ import annotations
-
 import pytest
 from tests.machine import seconds
 
@@ -65,7 +63,7 @@ UNITS = [
 ]
 
 
-def test_formulas_are_equal_or_different_both_ways_round() -> None:
+def test_formulas_are_equal_or_different_both_ways_round():
     cases = [(*pair, True) for pair in EQUAL] + [(*pair, False) for pair in DIFFERENT] + UNITS
     # In a process of its own: other tests see to it that this one does not import it.
     grader = WorkerProcess(WorkerTask("lightrft.tools.rewards.math_grader", "MathGrader"))
@@ -81,5 +79,5 @@ def test_formulas_are_equal_or_different_both_ways_round() -> None:
     "pair",
     [("5m", "5"), ("0m+5", "5"), ("2m", "2s"), ("5cm", "50mm"), (r"5\text{ m}", "5m")],
 )
-def test_letters_that_may_be_units_keep_their_names(pair) -> None:
+def test_letters_that_may_be_units_keep_their_names(pair):
     assert readings(*pair) == [pair]

@@ -1,7 +1,5 @@
 """Mathematics rewards: gold answers, the grader in its process, deadlines and errors."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time
@@ -21,7 +19,7 @@ def boxed_math():
         yield reward
 
 
-def test_every_gold_answer_of_gsm8k_scores_one(test_data) -> None:
+def test_every_gold_answer_of_gsm8k_scores_one(test_data):
     for split in ("test", "train"):
         lines = (test_data / "gsm8k" / f"{split}.jsonl").read_text().splitlines()
         labels = [json.loads(line)["answer"] for line in lines]
@@ -33,19 +31,19 @@ def test_every_gold_answer_of_gsm8k_scores_one(test_data) -> None:
             assert sum(numbers_of(reward, wrong, labels)) == 0.0
 
 
-def test_only_the_response_counts_even_if_the_prompt_holds_the_answer() -> None:
+def test_only_the_response_counts_even_if_the_prompt_holds_the_answer():
     with build_reward(["gsm8k"]) as reward:
         results = reward.score([r"\boxed{18} #### 18"] * 2, ["garbage", "18"], ["18"] * 2, {})
     assert [result.reward for result in results] == [0.0, 0.0]
     assert results[0].components == {"gsm8k": 0.0}
 
 
-def test_boxed_comes_before_hashes_in_gsm8k() -> None:
+def test_boxed_comes_before_hashes_in_gsm8k():
     with build_reward(["gsm8k"]) as reward:
         assert numbers_of(reward, [r"\boxed{1} #### 2"] * 2, ["1", "2"]) == [1.0, 0.0]
 
 
-def test_plain_answers_start_no_grader() -> None:
+def test_plain_answers_start_no_grader():
     reward = MathReward(BOXED_MATH)
     responses = [r"\boxed{0.5}", r"\boxed{2}", "none", r"\boxed{x}", "\\boxed{" + "1+" * 999 + "1}"]
     assert numbers_of(reward, responses, ["1/2", "3", "3", "$x$", "1000"]) == [1, 0, 0, 1, 0]
@@ -55,7 +53,7 @@ def test_plain_answers_start_no_grader() -> None:
 
 
 @pytest.mark.full
-def test_the_grader_decides_by_value(boxed_math) -> None:
+def test_the_grader_decides_by_value(boxed_math):
     cases = [
         (r"\frac{1}{2}", "0.5", 1),
         (r"x^2+2x+1", "(x+1)^2", 1),
@@ -73,7 +71,7 @@ def test_the_grader_decides_by_value(boxed_math) -> None:
 
 
 @pytest.mark.full
-def test_an_answer_that_hangs_the_grader_is_undecided_and_harms_no_other() -> None:
+def test_an_answer_that_hangs_the_grader_is_undecided_and_harms_no_other():
     reward = MathReward(BOXED_MATH, grading_seconds=2.0, num_workers=1)
     try:
         responses = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{\frac{1}{2}}"]
@@ -94,12 +92,12 @@ def test_an_answer_that_hangs_the_grader_is_undecided_and_harms_no_other() -> No
         (GSM8K, "Paris", "label of sample 1: expected a number.*'Paris'"),
     ],
 )
-def test_unusable_labels_are_errors_that_name_the_sample(rule, label, message: str) -> None:
+def test_unusable_labels_are_errors_that_name_the_sample(rule, label, message):
     with pytest.raises(RewardError, match=message):
         numbers_of(MathReward(rule), [r"\boxed{1}"] * 2, ["1", label])
 
 
-def steps(response: str) -> int:
+def steps(response):
     """Lines of Python and tokens of patterns that finding the last box takes."""
     count = 0
 
@@ -121,7 +119,7 @@ def steps(response: str) -> int:
     "piece",
     ["\\boxed{", "\\boxed{{}", "\\boxed", "\\boxed ", "{", "}", "\\", "\\boxed{}}", "\\boxed\\{"],
 )
-def test_the_work_on_a_response_grows_with_its_length_and_no_faster(piece) -> None:
+def test_the_work_on_a_response_grows_with_its_length_and_no_faster(piece):
     short, long = (steps(piece * (n // len(piece)) + "}") for n in (4_000, 32_000))
     assert long <= 9 * short
     assert long <= 8 * 32_000
@@ -157,7 +155,7 @@ HOSTILE = [
 
 
 @pytest.mark.full
-def test_hostile_answers_end_with_the_batch_and_leave_the_worker_alive() -> None:
+def test_hostile_answers_end_with_the_batch_and_leave_the_worker_alive():
     assert len(HOSTILE) == 23
     deadline = seconds(60)
     reward = MathReward(BOXED_MATH, grading_seconds=0.2, batch_seconds=deadline, num_workers=1)
@@ -175,7 +173,7 @@ def test_hostile_answers_end_with_the_batch_and_leave_the_worker_alive() -> None
     assert results.count(None) >= 10
 
 
-def test_the_deadline_of_a_batch_holds_for_starts_and_all_answers() -> None:
+def test_the_deadline_of_a_batch_holds_for_starts_and_all_answers():
     reward = MathReward(BOXED_MATH, batch_seconds=0.2, num_workers=1)
     start = time.monotonic()
     try:
@@ -186,7 +184,7 @@ def test_the_deadline_of_a_batch_holds_for_starts_and_all_answers() -> None:
     assert time.monotonic() - start < seconds(20)  # 23 starts, or 23 deadlines of 10 s, take longer
 
 
-def test_answers_cannot_use_up_the_deadline_of_their_batch(monkeypatch) -> None:
+def test_answers_cannot_use_up_the_deadline_of_their_batch(monkeypatch):
     reward, spent = MathReward(BOXED_MATH, batch_seconds=100.0, num_workers=1), []
 
     def undecided(pairs, limit, deadline):
@@ -204,7 +202,7 @@ def test_answers_cannot_use_up_the_deadline_of_their_batch(monkeypatch) -> None:
 
 
 @pytest.mark.full
-def test_what_a_model_writes_can_neither_name_another_gold_answer_nor_end_the_run() -> None:
+def test_what_a_model_writes_can_neither_name_another_gold_answer_nor_end_the_run():
     reward = MathReward(BOXED_MATH, num_workers=1)
     try:
         forged = ["\\boxed{x\0x\0}", '\\boxed{x", "x}', "\\boxed{\ud800}", "\\boxed{\\x\1}"]
@@ -215,7 +213,7 @@ def test_what_a_model_writes_can_neither_name_another_gold_answer_nor_end_the_ru
 
 
 @pytest.mark.full
-def test_a_number_of_thousands_of_digits_is_compared_as_text() -> None:
+def test_a_number_of_thousands_of_digits_is_compared_as_text():
     huge = "7" * 5_000
     (result,) = results_of(MathReward(BOXED_MATH), [r"\boxed{7x}"], [f"\\boxed{{{huge}}}"])
     assert result.reward == 0.0

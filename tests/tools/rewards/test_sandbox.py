@@ -1,7 +1,5 @@
 """Programs that try to get out of the sandbox. A machine without one fails here, never skips."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -53,7 +51,7 @@ def public_folder():
     shutil.rmtree(folder)
 
 
-def printed(ending: Ending) -> object:
+def printed(ending):
     assert ending.reason == "ended", ending
     assert ending.returncode == 0, ending
     return json.loads(ending.stdout)
@@ -73,7 +71,7 @@ print(json.dumps(found))
 """
 
 
-def test_no_listener_of_the_machine_is_reached(sandbox, unsafe) -> None:
+def test_no_listener_of_the_machine_is_reached(sandbox, unsafe):
     name = f"lightrft-{os.getpid()}"
     with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
         unix.bind(f"\0{name}")
@@ -108,7 +106,7 @@ print(json.dumps(found))
 
 def test_files_outside_are_absent_and_nothing_but_its_folder_can_be_written(
     sandbox, unsafe, public_folder
-) -> None:
+):
     secret = public_folder / "secret"
     secret.write_text("secret")
     secret.chmod(0o644)
@@ -133,7 +131,7 @@ print(json.dumps(found))
 """
 
 
-def test_what_is_shown_besides_can_be_read_and_not_written(sandbox, public_folder) -> None:
+def test_what_is_shown_besides_can_be_read_and_not_written(sandbox, public_folder):
     own, shared = public_folder / "own", public_folder / "folder" / "shared"
     shared.parent.mkdir(mode=0o755)
     for file in (own, shared):
@@ -147,7 +145,7 @@ def test_what_is_shown_besides_can_be_read_and_not_written(sandbox, public_folde
     assert sandbox.run(source).returncode == 1
 
 
-def test_the_next_program_finds_nothing_of_the_last_one(sandbox) -> None:
+def test_the_next_program_finds_nothing_of_the_last_one(sandbox):
     sandbox.run(b"open('/tmp/left', 'w').write('x'); open('/dev/shm/left', 'w').write('x')")
     ending = sandbox.run(
         b"import json, os; print(json.dumps([os.listdir('/tmp'), os.listdir('/dev/shm')]))"
@@ -171,7 +169,7 @@ print(json.dumps(len(children)), flush=True)
 """
 
 
-def test_a_bounded_fork_bomb_is_cut_and_harms_no_other_program(sandbox) -> None:
+def test_a_bounded_fork_bomb_is_cut_and_harms_no_other_program(sandbox):
     process = sandbox.run(FORKS.encode())
     found = int(process.stdout)
     assert 0 < found <= LIMITS.num_processes
@@ -195,7 +193,7 @@ with socket.socket(fileno={channel}) as channel:
 """
 
 
-def test_programs_of_one_user_each_have_their_own_limit(monkeypatch) -> None:
+def test_programs_of_one_user_each_have_their_own_limit(monkeypatch):
     monkeypatch.setattr(module, "NUM_USERS", 1)
     monkeypatch.setattr(module, "MAX_SLOTS", 1)
     crowd = Sandbox("bubblewrap", replace(LIMITS, num_processes=12))
@@ -211,7 +209,7 @@ def test_programs_of_one_user_each_have_their_own_limit(monkeypatch) -> None:
         assert [ours.recv(1) for ours, _ in pairs] == [b"\x06"] * 4
 
 
-def test_a_process_with_many_open_files_runs_programs(sandbox) -> None:
+def test_a_process_with_many_open_files_runs_programs(sandbox):
     own, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(own, 1200), most))
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
@@ -238,7 +236,7 @@ assert outputs == [b"well\\n"] * 12, outputs
 """
 
 
-def test_programs_start_where_nobody_waits_for_the_ended_ones() -> None:
+def test_programs_start_where_nobody_waits_for_the_ended_ones():
     done = subprocess.run(
         [sys.executable, "-c", ADOPTING], capture_output=True, text=True, check=False
     )
@@ -246,7 +244,7 @@ def test_programs_start_where_nobody_waits_for_the_ended_ones() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user's programs are all of that user")
-def test_what_the_last_program_left_does_not_count_for_the_next(unsafe) -> None:
+def test_what_the_last_program_left_does_not_count_for_the_next(unsafe):
     mark = f"left-{os.getpid()}"
     leave = f"""
 import os
@@ -267,14 +265,14 @@ for _ in range({LIMITS.num_processes // 2}):
                 os.killpg(process, signal.SIGKILL)
 
 
-def test_memory_is_bounded(sandbox) -> None:
+def test_memory_is_bounded(sandbox):
     ending = sandbox.run(b"x = bytearray(2 << 30); print(len(x))")
     assert ending.returncode == 1
     assert b"MemoryError" in ending.stderr
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_endless_output_ends_the_program(sandbox, stream: str) -> None:
+def test_endless_output_ends_the_program(sandbox, stream):
     ending = sandbox.run(f"import sys\nwhile True: sys.{stream}.write('x' * 1000)".encode())
     assert ending.reason == "output"
     assert len(ending.stdout) + len(ending.stderr) == LIMITS.output_bytes
@@ -292,7 +290,7 @@ print(json.dumps(done), flush=True)
 """
 
 
-def test_signals_reach_no_process_outside(sandbox) -> None:
+def test_signals_reach_no_process_outside(sandbox):
     with subprocess.Popen(["sleep", "60"], user=os.geteuid()) as outside:
         try:
             ending = sandbox.run(SIGNALS.format(outside=outside.pid).encode())
@@ -316,7 +314,7 @@ print(1)
 """
 
 
-def processes_with(mark: str) -> list[int]:
+def processes_with(mark):
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -327,7 +325,7 @@ def processes_with(mark: str) -> list[int]:
     return found
 
 
-def test_a_daemon_with_a_session_of_its_own_ends_with_its_program(sandbox, unsafe) -> None:
+def test_a_daemon_with_a_session_of_its_own_ends_with_its_program(sandbox, unsafe):
     mark = f"lightrft-daemon-{os.getpid()}"
     assert printed(sandbox.run(DAEMON.format(mark=mark).encode())) == 1
     deadline = time.monotonic() + seconds(10)
@@ -350,7 +348,7 @@ for name in os.listdir("/proc"):
 """
 
 
-def test_no_variable_of_the_trainer_is_seen(sandbox, monkeypatch) -> None:
+def test_no_variable_of_the_trainer_is_seen(sandbox, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "a-key-of-the-trainer")
     ending = sandbox.run(ENVIRONMENT.encode())
     assert ending.returncode == 0
@@ -359,7 +357,7 @@ def test_no_variable_of_the_trainer_is_seen(sandbox, monkeypatch) -> None:
     assert b"VIRTUAL_ENV" not in ending.stdout
 
 
-def test_a_program_that_waits_ends_in_time_and_one_that_computes_at_its_limit(sandbox) -> None:
+def test_a_program_that_waits_ends_in_time_and_one_that_computes_at_its_limit(sandbox):
     short = Sandbox("bubblewrap", SandboxLimits(cpu_seconds=0.5))
     waits = short.run(b"import time; time.sleep(60)")
     short.close()
@@ -370,7 +368,7 @@ def test_a_program_that_waits_ends_in_time_and_one_that_computes_at_its_limit(sa
 
 
 @pytest.mark.full
-def test_a_busy_machine_ends_no_program() -> None:
+def test_a_busy_machine_ends_no_program():
     """A program that waits for a processor most of the time gets what it may use all the same."""
     short = Sandbox("bubblewrap", SandboxLimits(cpu_seconds=1.0))
     source = b"import time\nwhile time.process_time() < 0.6: pass\nprint('well')"
@@ -384,7 +382,7 @@ def test_a_busy_machine_ends_no_program() -> None:
         short.close()
 
 
-def test_a_program_prints_the_same_each_time(sandbox) -> None:
+def test_a_program_prints_the_same_each_time(sandbox):
     """The order of a set of texts depends on a seed, which is random outside."""
     runs = {sandbox.run(b"print(set(map(str, range(20))))").stdout for _ in range(3)}
     assert len(runs) == 1
@@ -392,12 +390,12 @@ def test_a_program_prints_the_same_each_time(sandbox) -> None:
     assert len({subprocess.check_output(command, env={}) for _ in range(3)}) > 1
 
 
-def test_a_program_that_closes_its_outputs_is_waited_for(sandbox) -> None:
+def test_a_program_that_closes_its_outputs_is_waited_for(sandbox):
     source = b"import os, time; os.close(1); os.close(2); time.sleep(0.3); os._exit(7)"
     assert sandbox.run(source) == Ending("ended", 7, b"", b"")
 
 
-def test_input_that_nobody_reads_and_long_input_are_no_problem(sandbox) -> None:
+def test_input_that_nobody_reads_and_long_input_are_no_problem(sandbox):
     text = b"x" * (1 << 20)
     assert sandbox.run(b"print('well')", stdin=text).stdout == b"well\n"
     assert sandbox.run(b"import sys; print(len(sys.stdin.read()))", stdin=text).stdout == (
@@ -425,7 +423,7 @@ FAKES = {
 @pytest.mark.parametrize("fake", FAKES)
 def test_a_sandbox_that_does_not_hold_is_refused_with_its_remedies(
     fake, public_folder, monkeypatch
-) -> None:
+):
     text, message = FAKES[fake]
     python = "/usr/bin/python3" if Path("/usr/bin/python3").exists() else sys.executable
     (public_folder / "bwrap").write_text(text.format(python=python))
@@ -471,7 +469,7 @@ print(json.dumps(found))
 _USER = 60123
 
 
-def ordinary_command() -> list[str]:
+def ordinary_command():
     """Starts Python as an ordinary user, who may not reach the interpreter of this environment."""
     if os.geteuid() != 0:
         return [sys.executable]
@@ -485,7 +483,7 @@ def ordinary_command() -> list[str]:
     pytest.skip("no Python of 3.11 or later that another user than root can start")
 
 
-def test_an_ordinary_user_gets_the_same_sandbox(public_folder, tmp_path) -> None:
+def test_an_ordinary_user_gets_the_same_sandbox(public_folder, tmp_path):
     # An interpreter in a folder that only root may enter is passed over.
     hidden = tmp_path / "python" if os.geteuid() == 0 else Path(sys.executable)
     if os.geteuid() == 0:

@@ -1,7 +1,5 @@
 """The reward server against clients that are slow, unknown or wrong; see `test_endpoint_limits`."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -1,7 +1,5 @@
 """The reward that runs a program with the tests of its row."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from pathlib import Path
@@ -29,7 +27,7 @@ def reward():
         yield made
 
 
-def test_answers_get_their_own_results_in_their_order(reward) -> None:
+def test_answers_get_their_own_results_in_their_order(reward):
     responses = [RIGHT, "def add(a, b):\n    return 3", RIGHT_SUM, "print(3)", "def add(", ""]
     labels = [ADD, ADD, SUM, SUM, ADD, ADD]
     results = results_of(reward, responses * 3, labels * 3)
@@ -39,7 +37,7 @@ def test_answers_get_their_own_results_in_their_order(reward) -> None:
 
 
 @pytest.mark.full
-def test_a_program_over_its_time_counts_as_timeout(reward) -> None:
+def test_a_program_over_its_time_counts_as_timeout(reward):
     responses = ["while True: pass", f"{RIGHT_SUM}\nwhile True: pass", RIGHT]
     results = results_of(reward, responses, [ADD, SUM, ADD])
     assert [result.components["timeout"] for result in results] == [1.0, 1.0, 0.0]
@@ -51,7 +49,7 @@ FORGERIES, VALUES = FORGED["forgeries"], FORGED["values"]
 
 
 @pytest.mark.parametrize("code", FORGED["pretenders"])
-def test_an_end_without_an_error_is_no_proof(reward, code: str) -> None:
+def test_an_end_without_an_error_is_no_proof(reward, code):
     assert results_of(reward, [code], [ADD])[0].reward == 0.0
 
 
@@ -60,7 +58,7 @@ STATEMENTS = '["assert add(1, 2) == add(2, 1) == 3", "assert (add(2, 2), 1) != (
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_forged_comparisons_with_constants_do_not_pass(reward, name: str) -> None:
+def test_forged_comparisons_with_constants_do_not_pass(reward, name):
     (result,) = results_of(reward, [FORGERIES[name]], [ADD])
     assert result.reward == result.components["tests_passed"] == 0.0
     assert result.components["suspicious"] == 1.0
@@ -69,12 +67,12 @@ def test_forged_comparisons_with_constants_do_not_pass(reward, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["frames", "objects", "compile", "exec"])
-def test_what_runs_other_statements_cannot_be_replaced(reward, name: str) -> None:
+def test_what_runs_other_statements_cannot_be_replaced(reward, name):
     assert results_of(reward, [RIGHT], [STATEMENTS])[0].reward == 1.0
     assert results_of(reward, [FORGERIES[name]], [STATEMENTS])[0].reward == 0.0
 
 
-def test_values_equal_constants_as_they_do_in_python(reward) -> None:
+def test_values_equal_constants_as_they_do_in_python(reward):
     code = "import collections, decimal, fractions\n"
     code += "\n".join(f"def f{i}(): return {value}" for i, (value, _) in enumerate(VALUES))
     names: dict[str, object] = {}
@@ -87,7 +85,7 @@ def test_values_equal_constants_as_they_do_in_python(reward) -> None:
         assert [result.reward for result in results] == [float(value) for value in equal]
 
 
-def test_an_output_must_be_whole_and_its_program_end_well(reward) -> None:
+def test_an_output_must_be_whole_and_its_program_end_well(reward):
     label = '[{"input": "", "output": "1\\n2\\n"}]'
     responses = [
         "print(1)\nprint(2)",
@@ -100,7 +98,7 @@ def test_an_output_must_be_whole_and_its_program_end_well(reward) -> None:
     assert rewards == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
-def test_a_deadline_of_the_batch_is_an_error_and_no_score() -> None:
+def test_a_deadline_of_the_batch_is_an_error_and_no_score():
     config = TrainConfig(test_timeout_seconds=5.0, reward_timeout_seconds=1.5)
     with (
         build_reward(["unit_tests"], config=config) as reward,
@@ -126,7 +124,7 @@ while time.monotonic() < end:
 
 
 @pytest.mark.full
-def test_time_of_children_that_nobody_waits_for_costs_their_program_alone() -> None:
+def test_time_of_children_that_nobody_waits_for_costs_their_program_alone():
     config = TrainConfig(test_timeout_seconds=0.3, reward_timeout_seconds=120.0)
     with build_reward(["unit_tests"], config=config) as reward:
         results = results_of(reward, [RIGHT, EVADER + RIGHT_ADD, RIGHT], [ADD] * 3)
@@ -135,7 +133,7 @@ def test_time_of_children_that_nobody_waits_for_costs_their_program_alone() -> N
 
 @pytest.mark.full
 @pytest.mark.parametrize("num_slots", [1, 2])
-def test_a_program_that_nothing_ends_is_undecided_alone(monkeypatch, num_slots) -> None:
+def test_a_program_that_nothing_ends_is_undecided_alone(monkeypatch, num_slots):
     monkeypatch.setattr(Consumption, "is_over", lambda _: False)  # as if it hid from every look
     monkeypatch.setattr(unit_tests, "num_slots", lambda: num_slots)
     config = TrainConfig(test_timeout_seconds=0.2, reward_timeout_seconds=8.0)
@@ -158,13 +156,13 @@ def test_a_program_that_nothing_ends_is_undecided_alone(monkeypatch, num_slots) 
         ('{"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}', "no fn_name"),
     ],
 )
-def test_labels_that_are_no_tests_are_named(reward, label: str, message: str) -> None:
+def test_labels_that_are_no_tests_are_named(reward, label, message):
     assert message in (reward.label_problem(label) or "")
     with pytest.raises(RewardError, match="label of sample 0"):
         results_of(reward, [RIGHT], [label])
 
 
-def test_the_three_forms_of_labels() -> None:
+def test_the_three_forms_of_labels():
     pairs = CodeTests(pairs=(("1 2\n", "3\n"), ("3 4\n", "7")))
     assert read_tests(SUM) == pairs
     assert read_tests('{"inputs": ["1 2\\n", "3 4\\n"], "outputs": ["3\\n", "7"]}') == pairs
@@ -181,11 +179,11 @@ def test_the_three_forms_of_labels() -> None:
         ("``` \n```", "\n"),
     ],
 )
-def test_the_last_block_of_a_response_is_its_program(response: str, code: str) -> None:
+def test_the_last_block_of_a_response_is_its_program(response, code):
     assert find_code(response) == code
 
 
-def test_without_a_sandbox_it_runs_only_if_told_and_says_so(caplog) -> None:
+def test_without_a_sandbox_it_runs_only_if_told_and_says_so(caplog):
     config = TrainConfig(sandbox="unsafe", test_timeout_seconds=2.0)
     with build_reward(["unit_tests"], config=config) as reward:
         results = results_of(reward, [RIGHT, RIGHT_SUM, "x"], [ADD, SUM, ADD])

@@ -1,7 +1,5 @@
 """Generative reward models: questions in both orders, verdicts, and how they follow positions."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

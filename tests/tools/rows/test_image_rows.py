@@ -1,7 +1,5 @@
 """Rows of samples with images: recorded by file and hash, read back to the bit, or refused."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

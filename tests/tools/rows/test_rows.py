@@ -1,7 +1,5 @@
 """Rows of a run's recorded samples: which are chosen, that they add up, and that no id changes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The client of a served teacher: numbers as the server has them, and every fault one line."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

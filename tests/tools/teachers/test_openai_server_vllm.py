@@ -1,7 +1,5 @@
 """The client of a served teacher against the real server of vLLM, on the loopback interface."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """`lightrft config translate`: a script of TRL becomes a run that trains."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightrft.cli.main import main
