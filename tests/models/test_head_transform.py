@@ -122,7 +122,13 @@ REFUSED = {
     "another cap": (None, lambda z: z / (1 + z.abs()), False, "a factor and a cap"),
     "hidden states through a function": (torch.tanh, None, False, "more than a factor"),
     "a factor for each hidden state": (lambda h: h * COLUMN[:64], None, False, "than a factor"),
-    "a factor before a bias": (lambda h: h / 3, None, True, "by 0.333333 before an output"),
+    "a factor before a bias": (lambda h: h / 3, None, True, "by 0.333333, or logits"),
+    "a factor before a cap and behind a bias": (
+        None,
+        lambda z: 2 * torch.tanh(0.3 * z / 2),
+        True,
+        "before a cap by 0.3",
+    ),
 }
 
 

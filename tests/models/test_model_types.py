@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from PIL import Image
 from tests.stages.test_proof_at_load import POLICY
 
 from lightrft.cli.main import main
-from lightrft.engines.media.families import language_model_class
-from lightrft.models.loading import load_causal_lm, save_pretrained
+from lightrft.config import TrainConfig
+from lightrft.engines.media.families import language_model_class, placeholder_ids
+from lightrft.models.loading import ModelLoadError, load_causal_lm, save_pretrained
+from lightrft.stages.start_checks import load_modality
 from lightrft.tools.model_presets import byte_level_tokenizer
 from lightrft.trainer import train
 
@@ -90,6 +93,31 @@ def test_text_trains_where_the_towers_are_not_known(model_type, tmp_path):
     changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
     assert changed
     assert not any("vision" in name for name in changed)
+
+
+def test_a_word_that_a_configuration_names_is_no_mark_of_unknown_towers():
+    config = types.tiny_config("qwen3_omni_moe_thinker")
+    config.user_token_id = 7
+    assert placeholder_ids(config) == ()
+
+
+def test_attention_that_a_file_names_need_not_be_installed(tmp_path):
+    path = tmp_path / "model"
+    saved(path, "qwen3")
+    config = json.loads((path / "config.json").read_text())
+    text = json.dumps(config | {"attn_implementation": "flash_attention_2"})
+    (path / "config.json").write_text(text)
+    assert load_causal_lm(str(path)).config._attn_implementation == "lightrft_short"
+
+
+@pytest.mark.parametrize("has_file", [False, True])
+def test_the_processor_of_unknown_towers_is_read_where_there_is_one(has_file, tmp_path):
+    model = saved(tmp_path / "model", "ovis2")
+    if has_file:
+        (tmp_path / "model" / "processor_config.json").write_text("{")
+    with pytest.raises(ModelLoadError, match="processor") if has_file else nullcontext():
+        modality = load_modality(TrainConfig(pretrain=model), byte_level_tokenizer())
+        assert modality.processor is None
 
 
 def test_images_of_towers_that_are_not_known_are_refused_in_one_line(tmp_path, capsys):

@@ -16,7 +16,7 @@ from lightrft.engines.engine_weights import (
     is_full_tensor,
 )
 from lightrft.engines.ledger import Ledger
-from lightrft.engines.media.families import family_of
+from lightrft.engines.media.families import reads_media
 from lightrft.engines.media.media import EncodedPrompt
 from lightrft.engines.native_params import params_of_native
 from lightrft.engines.rows import (
@@ -169,13 +169,12 @@ class RolloutEngine(ABC):
         text_config = hf_config.get_text_config()
         vocabulary, num_rows = self._config.vocabulary, int(text_config.vocab_size)
         self.eos_ids = {*end_of_sequence_ids(hf_config, generation_config), *vocabulary.ends}
-        family = family_of(hf_config)
         self._limits = Limits(
             vocab_size=min(num_rows, vocabulary.num_tokens or num_rows),
             num_rows=num_rows,
             max_model_len=self._config.max_model_len or context_tokens(hf_config),
             engine_name=self.name,
-            reads_media=self.reads_media and family is not None and bool(family.reads),
+            reads_media=self.reads_media and reads_media(hf_config),
         )
 
     def _take_over(self, module: nn.Module | None) -> None:

@@ -86,6 +86,7 @@ ERROR_CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.datasets.types", "DataError", ExitCode.DATA),
     ("lightrft.rewards.types", "RewardError", ExitCode.REWARD),
     ("lightrft.models.loading", "ModelLoadError", ExitCode.USAGE),
+    ("lightrft.models.head_transform", "HeadRefusedError", ExitCode.USAGE),
     ("lightrft.models.ulysses", "LayoutRefusedError", ExitCode.USAGE),
     ("lightrft.strategy.checkpoints.errors", "CheckpointError", ExitCode.USAGE),
     ("lightrft.strategy.distributed.network", "NetworkError", ExitCode.PREFLIGHT),

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from lightrft.engines.media.families import family_of, placeholder_ids
+from lightrft.engines.media.families import placeholder_ids
 from lightrft.engines.media.media import RowMedia
 from lightrft.engines.text import end_of_sequence_ids
 from lightrft.engines.types import Vocabulary
 from lightrft.models.attention import trunk_of
 from lightrft.models.divergence import HeadReader
 from lightrft.models.head import LinearLogprobHead
-from lightrft.models.head_transform import read_head_transform
+from lightrft.models.head_transform import HeadRefusedError, read_head_transform
 from lightrft.models.layout import TokenLayout
 from lightrft.models.loading import load_causal_lm
 from lightrft.models.sequence_model import SequenceModel, trunk_output
@@ -53,8 +53,8 @@ class Actor(SequenceModel):
         chunk_size: Columns of the vocabulary that the fused head computes at a time.
 
     Raises:
-        ValueError: The model has no linear output projection, or changes its logits afterwards in
-            an unknown way.
+        HeadRefusedError: The model has no linear output projection, or changes its logits
+            afterwards in an unknown way.
     """
 
     is_actor = True
@@ -72,12 +72,12 @@ class Actor(SequenceModel):
         super().__init__()
         projection = model.get_output_embeddings()
         if not isinstance(projection, nn.Linear):
-            raise ValueError(
+            raise HeadRefusedError(
                 "an actor needs a model with a linear output projection: got "
                 f"{type(projection).__name__} in {type(model).__name__}"
             )
         if trunk_of(model) is model:
-            raise ValueError(
+            raise HeadRefusedError(
                 "an actor needs a model whose hidden states can be had apart from its logits: "
                 f"{type(model).__name__} has no part with its embedding and without its projection"
             )
@@ -88,7 +88,7 @@ class Actor(SequenceModel):
             is_fused=fused_linear_logprob,
             chunk_size=chunk_size,
             # A response has no features for the placeholders of media.
-            forbidden_ids=placeholder_ids(model.config) if family_of(model.config) else (),
+            forbidden_ids=placeholder_ids(model.config),
         )
         model.set_output_embeddings(head)
         self.model = model

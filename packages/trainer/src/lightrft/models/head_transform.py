@@ -31,7 +31,7 @@ ROUNDINGS = 64
 
 
 class HeadRefusedError(ValueError):
-    """A model changes its logits by something else than a factor, a cap and missing columns."""
+    """A model has no head that can be trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +84,13 @@ def read_head_transform(model: PreTrainedModel) -> HeadTransform:
             "such a head cannot be trained"
         )
     transform = _change(probe.logits[: output.shape[-2]], output, name)
-    if factor == 1.0:
-        return transform
+    is_scaled_before = factor != 1.0 or (transform.softcap is not None and transform.scale != 1.0)
     bias: Tensor | None = projection.bias
-    if bias is not None:
+    if is_scaled_before and bias is not None:
         raise HeadRefusedError(
-            f"{name} multiplies hidden states by {factor:.6g} before an output projection with a "
-            "bias; such a head cannot be trained"
+            f"{name} multiplies hidden states by {factor:.6g}, or logits before a cap by "
+            f"{transform.scale:.6g}, around an output projection with a bias; such a head cannot "
+            "be trained"
         )
     return HeadTransform(
         transform.scale * factor, transform.softcap, transform.num_columns, transform.forbidden

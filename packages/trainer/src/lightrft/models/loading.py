@@ -355,6 +355,10 @@ def load_model(
         "trust_remote_code": False,
     }
     config = load_config(path)
+    # Where the file names another one, that may not be installed.
+    model_class = auto_class._model_mapping.get(type(config), None)
+    is_fused = getattr(model_class, "_supports_sdpa", False)
+    options["attn_implementation"] = "sdpa" if is_fused else "eager"
     if num_labels is not None:
         config.num_labels = num_labels
         options["config"] = config

@@ -22,7 +22,7 @@ from lightrft.engines.media.families import family_of
 from lightrft.engines.media.text_encoder import TextEncoder
 from lightrft.engines.text import context_tokens
 from lightrft.models.loading import (
-    ModelLoadError,
+    PROCESSOR_FILES,
     chosen_template,
     is_reward_model,
     load_config,
@@ -185,15 +185,18 @@ def load_modality(config: RowDataOptions, tokenizer: PreTrainedTokenizerBase) ->
         return TextModality(tokenizer)
     from lightrft.engines.media.encoder import PromptEncoder  # where a model reads media
 
-    try:
-        processor = load_processor(str(config.pretrain))
-    except ModelLoadError:
-        if family.reads:
-            raise
+    path = Path(str(config.pretrain))
+    if (
+        not family.reads
+        and path.is_dir()
+        and not any((path / n).is_file() for n in PROCESSOR_FILES)
+    ):
         return TextModality(tokenizer, encoder=TextEncoder(family))
+    processor = load_processor(str(path))
     template = chosen_template(config, processor.chat_template) if processor.chat_template else None
     processor.chat_template = template or tokenizer.chat_template
     if not family.reads:
+        tokenizer.chat_template = tokenizer.chat_template or template
         return TextModality(tokenizer, processor=processor, encoder=TextEncoder(family))
     limit_pixels(processor, config)
     return VisionPrompts(PromptEncoder(processor, family))

@@ -53,7 +53,8 @@ class ModelTraits:
         self.head_arguments = {"logits_to_keep": 1} if "logits_to_keep" in arguments else {}
         self.family = family_of(model.config)
         self.num_tokens = num_tokens
-        self.forbidden = None if self.family is None else _placeholders(model, num_tokens)
+        forbidden = _placeholders(model, num_tokens)
+        self.forbidden = forbidden if len(forbidden) else None
         layers = DynamicCache(config=model.config).layers
         is_plain = all(type(layer) is DynamicLayer for layer in layers)
         text_config = model.config.get_text_config()

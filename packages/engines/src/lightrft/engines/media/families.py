@@ -475,9 +475,12 @@ _FAMILIES = (
     ),
 )
 FAMILIES: Mapping[str, VisionFamily] = {family.model_type: family for family in _FAMILIES}
+_OMNI = "its checkpoint holds models that speak, which are not trained: give its thinker"
 # Reasons why some requested families are not supported, text rows included.
 _REFUSED = {
     "paligemma": "its prompts see themselves in both directions, text included",
+    "qwen2_5_omni": _OMNI,
+    "qwen3_omni_moe": _OMNI,
 }
 _OF_MEDIA = ("vision_config", "audio_config")
 
@@ -518,20 +521,28 @@ def language_model_class(
     """
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
-    family = family_of(config)
-    has_towers = family is not None and (
-        bool(family.reads) or type(config) in AutoModelForMultimodalLM._model_mapping
+    has_towers = reads_media(config) or (
+        family_of(config) is not None and type(config) in AutoModelForMultimodalLM._model_mapping
     )
     return AutoModelForMultimodalLM if has_towers else AutoModelForCausalLM  # type: ignore[no-any-return]
+
+
+def reads_media(config: "PretrainedConfig") -> bool:
+    """Return whether rows of a model may have media; towers of unknown families read none."""
+    family = family_of(config)
+    return family is not None and bool(family.reads)
 
 
 def placeholder_ids(config: "PretrainedConfig") -> tuple[int, ...]:
     """Return the tokens that stand for media, which a policy must never sample.
 
     Args:
-        config: Configuration of a vision-language model, whose fields such as `image_token_id`
-            and `boi_token_index` name them.
+        config: Configuration, whose fields such as `image_token_id` and `boi_token_index` name
+            them. A model that reads no media has none: in unknown families such a field may name
+            a word.
     """
+    if not reads_media(config):
+        return ()
     kept = {"bos", "eos", "pad", "decoder_start", "sep", "unk"}
     token_ids = {
         value

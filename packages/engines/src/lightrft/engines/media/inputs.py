@@ -104,7 +104,7 @@ def foreign_places(
     Returns:
         Mask of each row, [tokens] bool on a CPU.
     """
-    ids = torch.tensor(placeholder_ids(config))
+    ids = torch.tensor(placeholder_ids(config), dtype=torch.int64)
     masks: list[Tensor] = []
     for row, prompt in zip(rows, prompts or [None] * len(rows), strict=True):
         is_mark = torch.isin(row.cpu(), ids)

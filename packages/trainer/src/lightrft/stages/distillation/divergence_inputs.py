@@ -6,7 +6,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.parts.learning import is_served
 from lightrft.datasets.row_data import SupervisedRow
 from lightrft.datasets.supervised_rows import load_supervised
-from lightrft.engines.media.families import family_of
+from lightrft.engines.media.families import reads_media
 from lightrft.models import load_config
 from lightrft.stages.distillation.divergence_objective import DivergenceObjective, KnownTeachers
 from lightrft.stages.distillation.own_samples import check_prompts
@@ -52,7 +52,7 @@ def read_inputs(config: TrainConfig) -> DivergenceInputs:
         raise ConfigError(
             "fused_linear_logprob: distillation on rows always computes in chunks: leave it out"
         )
-    if config.pretrain is not None and family_of(load_config(config.pretrain)) is not None:
+    if config.pretrain is not None and reads_media(load_config(config.pretrain)):
         raise ConfigError(f"pretrain: {config.pretrain} reads images, and a teacher sees texts")
     is_plain = [*config.teacher_places] == [""] and not is_served(config.teacher_places[""])
     if config.audit_every and (not is_plain or config.offpolicy_fraction < 1):

@@ -159,7 +159,7 @@ def draw_prompts(path: str, seed: int) -> tuple[EncodedPrompt | None, ...]:
         seed: Seed of the noise.
     """
     family = family_of(load_config(path))
-    if family is None:
+    if family is None or not family.reads:
         return ()
     encoder = PromptEncoder(load_processor(path), family)
     rng = np.random.default_rng(seed)

@@ -18,7 +18,7 @@ from torch.optim import SGD, Optimizer
 
 from lightrft.algorithms.aggregation import local_normalizer
 from lightrft.cli.launch import free_port
-from lightrft.engines.media.families import family_of, placeholder_ids
+from lightrft.engines.media.families import placeholder_ids
 from lightrft.engines.process_state import replaced_environment
 from lightrft.experience.minibatches import micro_slices
 from lightrft.models import Actor, ActorOutput, Critic, load_config
@@ -215,7 +215,7 @@ def rows_of(path: str) -> tuple[LossRows, LossRows]:
             vocabulary_of(path).num_tokens or config.get_text_config().vocab_size,
             seed=seed,
             prompts=draw_prompts(path, seed),
-            forbidden_ids=placeholder_ids(config) if family_of(config) else (),
+            forbidden_ids=placeholder_ids(config),
         )
         for seed in (0, 1)
     )

@@ -59,7 +59,7 @@ def replay_run(run: Path, step: int | None) -> tuple[int, Replay]:
     step, journals = read_step(run, step, options)
     config = replace(options, sp_size=1, engine_tp_size=1, fsdp=True, zero_stage=0)
     family = family_of(load_config(str(config.pretrain)))
-    if family is not None:
+    if family is not None and family.reads:
         raise ConfigError(
             f"journals name images and do not hold them: {run} trained a model of type "
             f"{family.model_type}, and only runs of models of text can be replayed"
