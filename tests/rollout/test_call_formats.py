@@ -202,6 +202,11 @@ F, G = ("f", {"x": 1}), ("g", {})
             '<|tool_call>call:f{x:None,l:[None , null],s:<|"|>None<|"|>}<tool_call|>',
             [("f", {"x": None, "l": [None, None], "s": "None"})],
         ),
+        (
+            "gemma",
+            '<|tool_call>call:f{\n a: "h:i",\n <|"|>b<|"|>:{ c:1, d:[2,],},}<tool_call|>',
+            [("f", {"a": "h:i", "b": {"c": 1, "d": [2]}})],
+        ),
     ],
 )
 def test_calls_are_read_in_their_order(name, text, calls):
@@ -246,6 +251,7 @@ def test_thinking_inside_of_a_call_is_text_and_a_call_inside_of_thinking_is_none
         ("lfm", "<|tool_call_start|>[f(1)]<|tool_call_end|>"),
         ("lfm", "<|tool_call_start|>[__import__('os').system('x')]<|tool_call_end|>"),
         ("gemma", "<|tool_call>call:f{x:<tool_call|>"),
+        ("gemma", "<|tool_call>call:f{x:1,,}<tool_call|>"),
         ("gemma", f"<|tool_call>call:f{'{x:' * 5000}"),
         ("harmony", "<|channel|>commentary to=functions.f<|message|>{x"),
         ("mistral", "[TOOL_CALLS] [1]"),

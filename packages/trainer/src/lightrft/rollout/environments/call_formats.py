@@ -272,8 +272,11 @@ def _literal(value: ast.expr) -> object:
 
 
 _GEMMA_CALL = re.compile(r"\s*call:([\w.-]+)\s*(?=\{)")
+_QUOTE = '<|"|>'
 _GEMMA_PART = re.compile(
-    r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<key>[^\s:{}\[\],]+)\s*:|(?P<word>[^,:\[\]{}][^,\[\]{}]*)|.',
+    r'\s*<\|"\|>(?P<text>.*?)<\|"\|>|\s*"(?:[^"\\]|\\.)*"(?=\s*[,}\]])|'
+    r"\s*(?P<key>[^\s:{}\[\],]+)\s*:|(?P<last>(?<![{\[,]),(?=\s*[}\]]))|"
+    r"(?P<word>[^,:\[\]{}]+)|.",
     re.DOTALL,
 )
 
@@ -289,9 +292,11 @@ def _gemma_body(text: str, place: int) -> tuple[list[ToolCall], int]:
         if part["text"] is not None:
             piece = json.dumps(part["text"])
         elif part["key"] is not None:
-            piece = f"{json.dumps(part['key'])}:"
+            piece = f"{json.dumps(part['key'].replace(_QUOTE, ''))}:"
         elif part["word"] is not None:  # some of the templates write null as Python does
             piece = "null" if piece.strip() == "None" else piece
+        elif part["last"] is not None:  # JSON has no comma before the end
+            piece = ""
         else:
             depth += (piece in "{[") - (piece in "}]")
         pieces.append(piece)
