@@ -124,12 +124,13 @@ def test_a_verdict_is_the_only_one_and_the_last_line(response, letter):
     assert read_verdict(response) == letter
 
 
-def test_the_reward_needs_the_letter_of_the_better_answer():
-    with (
-        build_reward(["verdict"]) as reward,
-        pytest.raises(RewardError, match=r"label of sample 1: expected the letter.*got '4'"),
-    ):
-        results_of(reward, ["Verdict: A"] * 2, ["A", "4"])
+@pytest.mark.parametrize(
+    "label, problem", [("4", "expected the letter.*got '4'"), (None, "the row")]
+)
+def test_the_reward_needs_the_letter_of_the_better_answer(label, problem):
+    expected = f"label of sample 1: {problem}.*: give the data as both_orders:FILE"
+    with build_reward(["verdict"]) as reward, pytest.raises(RewardError, match=expected):
+        results_of(reward, ["Verdict: A"] * 2, ["A", label])
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ class LabelReader(Generic[Label]):
 
     name: str
     needs_labels = True
+    how_to_label = "set --label_key"
 
     def read_label(self, label: str) -> Label:
         """Return what a label holds; raise a ValueError of one line if that is unusable."""
@@ -22,7 +23,7 @@ class LabelReader(Generic[Label]):
     def label_problem(self, label: str | None) -> str | None:
         """Return why no response to a row with this label can be right; None if one can."""
         if label is None:
-            return "the row has no label: set --label_key"
+            return f"the row has no label: {self.how_to_label}"
         try:
             self.read_label(label)
         except ValueError as err:

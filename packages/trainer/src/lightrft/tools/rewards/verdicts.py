@@ -77,6 +77,7 @@ class VerdictReward(LabelReader[str]):
 
     parallel_calls = 0
     whole_batch = False
+    how_to_label = f"give the data as {SOURCE_PREFIX}FILE"
 
     def __init__(self, config: RewardOptions, name: str = "verdict") -> None:
         del config
@@ -101,8 +102,8 @@ class VerdictReward(LabelReader[str]):
         """Return the letter of the better answer."""
         if label not in LETTERS:
             raise ValueError(
-                f"expected the letter of the better answer, A or B, got {label!r}: give the data "
-                f"as {SOURCE_PREFIX}FILE"
+                f"expected the letter of the better answer, A or B, got {label!r}: "
+                f"{self.how_to_label}"
             )
         return label
 
