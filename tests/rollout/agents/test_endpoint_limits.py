@@ -123,6 +123,9 @@ def test_connections_beyond_the_bound_are_told_to_come_again(desk_with):
     with connect(port) as further:
         assert further.recv(65536).startswith(b"HTTP/1.1 503 ")
         assert further.recv(1) == b""
+    # More than a connection holds on its way.
+    told = post_part(desk, 10_000_000, of=10_000_000, key=desk.key)
+    assert told == b"HTTP/1.1 503 Service Unavailable"
     lines.pop().close()
 
     def is_served():

@@ -15,6 +15,8 @@ LOOPBACK = "127.0.0.1"
 _CHUNK = 1 << 16
 # Bytes to read and discard of a request that is refused before it has arrived in full.
 _MAX_PASSED_OVER = 1 << 26
+# Connections beyond the limit that may send the rest of their requests; others are just closed.
+_MAX_TURNED_AWAY = 64
 # Pause between checks whether a client that closed one side is still connected.
 _ASK_SECONDS, _MAX_ASK_SECONDS = 0.02, 5.0
 _JSON = "application/json"
@@ -22,7 +24,7 @@ _JSON = "application/json"
 _ONCE = ("host", "authorization", "x-api-key", "content-type")
 # Statuses after which the same request may succeed.
 _TEMPORARY = (408, 429, 504)
-# Answer to a connection beyond the limit, before anything of its request is read.
+# Answer to a connection beyond the limit, whatever it asks.
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -168,6 +170,7 @@ class HttpServer:
         self.handle, self.limits, self.check = handle, limits or HttpLimits(), check
         self.body_bytes = self.num_waiting = 0
         self._connections: set[asyncio.Task[None]] = set()
+        self._turned_away: set[asyncio.Task[None]] = set()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family)
         self.port: int = self._socket.getsockname()[1]
@@ -197,26 +200,33 @@ class HttpServer:
         server = await asyncio.start_server(self._accept, sock=self._socket, backlog=1024)
         await self._stop.wait()
         server.close()
-        for task in list(self._connections):
+        tasks = self._connections | self._turned_away
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        if task is None or len(self._connections) >= self.limits.max_connections:
+        task, tasks = asyncio.current_task(), self._connections
+        is_full = len(tasks) >= self.limits.max_connections
+        if is_full:
+            tasks = self._turned_away
             writer.write(_FULL)
+        if task is None or (len(self._turned_away) >= _MAX_TURNED_AWAY and is_full):
             writer.close()
             return
-        self._connections.add(task)
+        tasks.add(task)
         try:
-            await _Connection(self, reader, writer).serve()
+            if is_full:
+                await _pass_over(reader, writer, self.limits.read_seconds)
+            else:
+                await _Connection(self, reader, writer).serve()
             writer.close()
             async with asyncio.timeout(self.limits.write_seconds):
                 await writer.wait_closed()
         except (OSError, TimeoutError, h11.ProtocolError, asyncio.CancelledError):
             pass  # the client is gone, too slow, or the server ends
         finally:
-            self._connections.discard(task)
+            tasks.discard(task)
             # Without an abort, the connection would stay until the client has read everything.
             writer.transport.abort()
 
@@ -430,12 +440,21 @@ class _Connection:
         response = error_response(error)
         closing = (*response.headers, ("connection", "close"))
         await self._send(replace(response, headers=closing))
-        self.writer.write_eof()
-        # Closing while bytes arrive resets the connection, and the client may miss the answer.
-        left = _MAX_PASSED_OVER
-        async with asyncio.timeout(self.limits.read_seconds):
-            while left > 0 and (data := await self.reader.read(_CHUNK)):
-                left -= len(data)
+        await _pass_over(self.reader, self.writer, self.limits.read_seconds)
+
+
+async def _pass_over(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seconds: float
+) -> None:
+    """Send nothing more, and discard the rest of a request.
+
+    Closing while bytes arrive resets the connection, and the client may miss the answer.
+    """
+    writer.write_eof()
+    left = _MAX_PASSED_OVER
+    async with asyncio.timeout(seconds):
+        while left > 0 and (data := await reader.read(_CHUNK)):
+            left -= len(data)
 
 
 def _long_headers(limits: HttpLimits) -> HttpError:
