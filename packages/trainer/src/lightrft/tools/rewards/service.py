@@ -7,6 +7,7 @@ unauthorised clients are refused before they cost anything.
 import asyncio
 import hmac
 import json
+import logging
 import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
@@ -22,6 +23,8 @@ from lightrft.rollout.agents.http_server import (
     HttpServer,
 )
 from lightrft.tools.rewards.http import parse_json
+
+logger = logging.getLogger(__name__)
 
 _OWN = ("queries", "prompts", "responses", "labels", "references")
 # Rewards have a deadline of their own.
@@ -96,6 +99,9 @@ class RewardServer:
             raise HttpError(400, "nested too deeply") from None
         except ValueError as err:
             raise HttpError(400, one_line(str(err))) from err
+        except Exception:
+            logger.exception("reward %r failed", self._reward.name)
+            raise
         return HttpResponse(200, json.dumps(answer).encode())
 
 
