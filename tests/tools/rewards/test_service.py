@@ -110,14 +110,15 @@ def test_bad_requests_get_a_status_and_the_next_one_its_rewards(serve, body):
     assert post(server).json()["rewards"] == [1.0, 2.0]
 
 
-def test_a_bug_of_a_reward_is_a_500_whose_traceback_the_server_shows(serve, caplog):
+@pytest.mark.parametrize("error", [KeyError("a bug"), TimeoutError("a bug")])
+def test_a_bug_of_a_reward_is_a_500_whose_traceback_the_server_shows(serve, caplog, error):
     class Broken(Lengths):
         def score(self, *request):
-            raise KeyError("a bug")
+            raise error
 
     assert post(serve(Broken())).status_code == 500
     assert "reward 'lengths' failed\nTraceback" in caplog.text
-    assert "KeyError: 'a bug'" in caplog.text
+    assert f"{type(error).__name__}: {error}" in caplog.text
 
 
 def test_requests_are_scored_one_by_one_and_those_beyond_the_bound_come_again(serve):

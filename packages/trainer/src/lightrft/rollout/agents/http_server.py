@@ -372,14 +372,14 @@ class _Connection:
         server.num_waiting += 1
         watch = asyncio.create_task(self._watch(asyncio.current_task()))
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(seconds) as limit:
                 return await server.handle(request)
-        except TimeoutError:
-            error = HttpError(504, f"no answer within {seconds:g} s", code="timeout")
         except HttpError as refusal:
             error = refusal
         except Exception:  # noqa: BLE001 - its text may hold data of the client
             error = HttpError(500, "the server failed", code="internal")
+            if limit.expired():
+                error = HttpError(504, f"no answer within {seconds:g} s", code="timeout")
         finally:
             server.num_waiting -= 1
             # The watcher must end before the bytes of a further request are read.
