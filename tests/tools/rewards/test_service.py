@@ -121,6 +121,11 @@ def test_a_bug_of_a_reward_is_a_500_whose_traceback_the_server_shows(serve, capl
     assert f"{type(error).__name__}: {error}" in caplog.text
 
 
+def test_the_query_of_an_address_is_its_callers(serve):
+    reward = RemoteReward(f"{serve().http.address}/?key=a%20b..c")
+    assert [r.reward for r in results_of(reward, ["abc"])] == [3.0]
+
+
 def test_requests_are_scored_one_by_one_and_those_beyond_the_bound_come_again(serve):
     release, begun, statuses = threading.Event(), threading.Semaphore(0), []
 

@@ -347,10 +347,10 @@ class _Connection:
             raise HttpError(415, "compressed bodies are refused")
         if int(headers.get("content-length") or 0) > self.limits.max_body_bytes:
             raise _too_large(self.limits)
-        target = head.target.decode("ascii", "replace")
-        if not target.startswith("/") or "%" in target or ".." in target or "\\" in target:
+        path = head.target.decode("ascii", "replace").partition("?")[0]
+        if not path.startswith("/") or "%" in path or ".." in path or "\\" in path:
             raise HttpError(404, "no such path", code="not_found")
-        return target.partition("?")[0]
+        return path
 
     async def _answer(self, request: HttpRequest) -> None:
         """Answer a request; end with a CancelledError if the client disconnects before."""
