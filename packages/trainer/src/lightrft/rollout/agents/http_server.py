@@ -400,7 +400,7 @@ class _Connection:
             pause = _ASK_SECONDS
             while not data and not self.writer.is_closing():
                 if self.wire.their_http_version != b"1.1":
-                    break  # HTTP/1.0 has no interim responses
+                    return  # HTTP/1.0 has no interim responses, so nothing tells
                 self._write(h11.InformationalResponse(status_code=100, headers=[]))
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _MAX_ASK_SECONDS)
