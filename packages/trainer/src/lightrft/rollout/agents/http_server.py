@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
 import h11
@@ -94,14 +94,14 @@ class HttpResponse:
 
     Args:
         status: Status code.
-        body: Bytes, or parts that are streamed.
+        body: Bytes of the body.
         content_type: Content type of the body.
         headers: Further headers.
         on_sent: Callback, with True before sending and with False if sending failed.
     """
 
     status: int
-    body: bytes | AsyncIterator[bytes]
+    body: bytes
     content_type: str = _JSON
     headers: tuple[tuple[str, str], ...] = ()
     on_sent: Callable[[bool], None] | None = None
@@ -410,17 +410,11 @@ class _Connection:
             answering.cancel()
 
     async def _send(self, response: HttpResponse) -> None:
-        headers = [("content-type", response.content_type), *response.headers]
-        if isinstance(response.body, bytes):
-            headers.append(("content-length", str(len(response.body))))
+        size = str(len(response.body))
+        fixed = ("content-type", response.content_type), ("content-length", size)
+        headers = [*fixed, *response.headers]
         self._write(h11.Response(status_code=response.status, headers=headers))
-        if isinstance(response.body, bytes):
-            self._write(h11.Data(data=response.body))
-            await self._drain()
-        else:
-            async for part in response.body:
-                self._write(h11.Data(data=part))
-                await self._drain()
+        self._write(h11.Data(data=response.body))
         self._write(h11.EndOfMessage())
         await self._drain()
 

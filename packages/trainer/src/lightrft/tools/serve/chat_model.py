@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from lightrft.config import RolloutOptions
 from lightrft.datasets.chat_ids import ChatIds
@@ -104,7 +104,7 @@ class ChatModel:
 
     def _told(self, turn: CalledTurn, made: Completion, name: str) -> bytes:
         self.rules.finish(turn, made)
-        return cast("bytes", reply(turn.call, [turn], name, self.tokenizer).body)
+        return reply(turn.call, [turn], name, self.tokenizer).body
 
 
 def judge_tokens(fields: Mapping[str, object]) -> int:
