@@ -81,7 +81,6 @@ def test_free_ports_differ():
     assert len({free_port() for _ in range(5)}) > 1
 
 
-@pytest.mark.multiprocess
 def test_message_and_code_of_the_failing_rank_reach_the_caller(tmp_path, monkeypatch):
     (tmp_path / "failing_worker.py").write_text(
         textwrap.dedent("""

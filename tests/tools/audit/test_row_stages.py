@@ -567,7 +567,6 @@ def in_ranks(rank, world_size, given):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_two_ranks_are_sound_and_a_mean_of_each_is_found(folder, tmp_path):
     runs = {
         "sft": {},

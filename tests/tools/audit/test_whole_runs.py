@@ -81,7 +81,6 @@ def compared(report, part):
     return [row for row in report["rows"] if row["quantity"].startswith(part)]
 
 
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_of_two_ranks_has_no_difference(name, runs, capsys):
@@ -96,7 +95,6 @@ def test_a_run_of_two_ranks_has_no_difference(name, runs, capsys):
     assert compared(report, "actor weights after")[0]["own"] > 1e-3
 
 
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 def test_a_changed_state_is_a_difference(runs, tmp_path, capsys):
     from safetensors.torch import load_file, save_file
@@ -117,7 +115,6 @@ def test_a_changed_state_is_a_difference(runs, tmp_path, capsys):
     assert last.startswith("step 2 differs first in: actor we")
 
 
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 def test_what_is_not_there_is_said_in_a_line(runs, tmp_path, capsys):
     assert main(["audit", str(tmp_path)]) == ExitCode.USAGE
@@ -127,7 +124,6 @@ def test_what_is_not_there_is_said_in_a_line(runs, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 @pytest.mark.timeout(1500)
 def test_more_strategies(tmp_path, capsys):

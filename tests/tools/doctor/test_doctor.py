@@ -24,7 +24,6 @@ def lines_of(output):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_a_sound_model_gives_the_same_step_in_every_way_of_one_process(model, capsys):
     assert main(["doctor", "--invariance", "--pretrain", model, "--nproc_per_node", "1"]) == 0
     output = capsys.readouterr().out
@@ -34,7 +33,6 @@ def test_a_sound_model_gives_the_same_step_in_every_way_of_one_process(model, ca
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 def test_two_processes_try_every_backend(model, capsys):
     assert main(["doctor", "--invariance", "--pretrain", model]) == 0
     output = capsys.readouterr().out

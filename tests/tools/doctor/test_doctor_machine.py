@@ -199,7 +199,6 @@ def test_the_attention_kernel_is_tried_and_not_read_off_a_signature(
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 def test_the_engines_steps_find_report_runner_and_parity():
     probe = gpu_checks.EngineProbe()
     gpu_checks.run_probe(probe, "hf", hidden=128, layers=2)

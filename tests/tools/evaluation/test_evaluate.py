@@ -75,7 +75,6 @@ def results(folder):
     return found
 
 
-@pytest.mark.multiprocess
 @pytest.mark.timeout(1000)
 def test_unequal_shares_of_two_processes_give_the_results_of_one(results):
     assert results[1] == results[2]
@@ -87,7 +86,6 @@ def test_unequal_shares_of_two_processes_give_the_results_of_one(results):
     assert len({line["response"] for line in lines if line["pass"] == "sampled"}) > NUM_SAMPLES
 
 
-@pytest.mark.multiprocess
 @pytest.mark.timeout(1000)
 def test_samples_make_rows_without_held_out_prompts(folder, results, tmp_path, capsys):
     saved = [(folder / f"on_{n}" / "rollouts.jsonl").read_text() for n in (1, 2)]

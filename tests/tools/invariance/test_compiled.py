@@ -121,7 +121,6 @@ def test_results_beyond_rounding_and_errors_of_a_compiler_are_problems(
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 @pytest.mark.timeout(600)
 def test_doctor_compares_a_step_with_a_compiler_and_keeps_the_verdict(model, capsys):
     assert main(["doctor", "--compile_backend", "aot_eager", "--pretrain", model]) == 0

@@ -131,7 +131,6 @@ def test_every_family_gives_the_reference_alone(preset, models):
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("backend", ["fsdp", "zero3"])

@@ -267,7 +267,6 @@ def test_the_cover_has_every_pair_of_options():
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_cover_of_all_pairs_of_options_gives_the_reference(world_size, models):
@@ -278,7 +277,6 @@ def test_a_cover_of_all_pairs_of_options_gives_the_reference(world_size, models)
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("model", [pytest.param(name, marks=shard_of(name)) for name in MODELS])
 @pytest.mark.parametrize("backend", list(BACKENDS))
@@ -290,7 +288,6 @@ def test_the_whole_product_of_options_gives_the_reference(backend, model, models
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 @pytest.mark.timeout(1800)
 def test_bfloat16_stays_within_measured_bounds(models):
     choices = [{**c, "bf16": True} for c in COVER if available(c)]

@@ -54,6 +54,5 @@ def predicted_names(stage, sizes, options):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_stages_on_given_rows_hold_what_the_plan_says(monkeypatch):
     compare(given_stages.SIZES, {"fsdp": True}, monkeypatch)

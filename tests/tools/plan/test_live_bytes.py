@@ -54,13 +54,11 @@ def compare(sizes, options):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_fsdp2_holds_what_the_plan_says():
     compare(two_ranks.SIZES, STRATEGIES["fsdp2"])
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -70,7 +68,6 @@ def test_every_strategy_holds_what_the_plan_says(name, bf16):
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(
     "change", [{"hidden": 512}, {"rows": 4, "seq": 256}, {"rows": 8, "seq": 256}]
@@ -81,7 +78,6 @@ def test_the_plan_follows_a_wider_model_and_a_larger_batch(name, change):
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_resident_memory_grows_as_the_plan_says(name):
@@ -168,7 +164,6 @@ def test_a_mistake_by_half_in_a_term_would_be_found(case):
 
 
 @pytest.mark.slow
-@pytest.mark.multiprocess
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("case", CASES)
 def test_a_term_that_is_small_in_most_runs_is_what_the_plan_says(case):

@@ -139,7 +139,6 @@ def cut(rank, world_size, options):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_a_run_is_judged_alike_on_two_ranks_and_after_an_interruption(folder, tmp_path):
     whole, parts, two = (
         run_options(folder, tmp_path / name, n_samples_per_prompt=2, save_steps=1)

@@ -98,7 +98,6 @@ def run(folder, world_size, name, **changes):
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 @pytest.mark.timeout(900)
 def test_a_policy_that_judges_is_trained_alike_on_one_process_and_two(folder):
     metrics, rewards = run(folder, 1, "alone")
@@ -115,7 +114,6 @@ def test_a_policy_that_judges_is_trained_alike_on_one_process_and_two(folder):
 
 
 @pytest.mark.vllm
-@pytest.mark.multiprocess
 @pytest.mark.timeout(900)
 def test_a_policy_that_vllm_samples_judges_through_it(folder):
     metrics, rewards = run(folder, 1, "vllm", engine_type="vllm", max_len=1024)

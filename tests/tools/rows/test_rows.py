@@ -393,7 +393,6 @@ def test_wrong_samples_are_one_line_and_nothing_is_written(
 
 
 @pytest.mark.full
-@pytest.mark.multiprocess
 def test_chosen_ids_are_the_sampled_ones_and_supervised_rows_take_them(tmp_path, model, capsys):
     prompts = [{"prompt": f"say {letter}"} for letter in "aeio"]
     inputs = write_inputs(tmp_path, prompts)

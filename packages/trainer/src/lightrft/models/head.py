@@ -97,8 +97,7 @@ class LinearLogprobHead(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Return the logprobs and entropy of targets; without targets the plain projection.
 
-        The model's forward calls the plain projection, and applies scale and softcap itself. The
-        result is a tuple: ZeRO-3 finds no tensors to hook inside other containers.
+        The result is a tuple: ZeRO-3 finds no tensors to hook inside other containers.
 
         Args:
             hidden: [tokens, hidden], or [..., hidden] without targets.
@@ -120,7 +119,7 @@ class LinearLogprobHead(nn.Module):
         """
         if targets is None:
             return self._projection(hidden)
-        hidden, scaled = self.transform.scale_into(hidden, temperature)
+        hidden, scaled = self._scaled(hidden, temperature)
         bias = self._sampling_bias(hidden)
         layer = self._sampled_layer(bias, scaled)
         if isinstance(token_loss, HeadReader):
@@ -143,6 +142,14 @@ class LinearLogprobHead(nn.Module):
         )
         logprobs = output.logprobs if self.is_fused else output.logprobs.clone()  # FSDP2: no view
         return logprobs, output.entropy, mass, None
+
+    def _scaled(self, hidden: Tensor, temperature: float) -> tuple[Tensor, float]:
+        """Return hidden states and the temperature with which plain logits become scaled ones."""
+        scale = self.transform.scale
+        if self.transform.softcap is None:
+            return hidden, temperature / scale
+        # Logits are scaled before they are capped, and divided by the temperature after it.
+        return hidden if scale == 1 else hidden * scale, temperature
 
     def _projection(self, hidden: Tensor) -> Tensor:
         """Return the plain logits [..., vocab]."""

@@ -50,13 +50,6 @@ class HeadTransform:
     num_columns: int | None = None
     forbidden: tuple[int, ...] = ()
 
-    def scale_into(self, hidden: Tensor, temperature: float) -> tuple[Tensor, float]:
-        """Return hidden states and the temperature with which plain logits become scaled ones."""
-        if self.softcap is None:
-            return hidden, temperature / self.scale
-        # Logits are scaled before they are capped, and divided by the temperature after it.
-        return hidden if self.scale == 1 else hidden * self.scale, temperature
-
 
 def read_head_transform(model: PreTrainedModel) -> HeadTransform:
     """Return how a model changes hidden states and logits around its output projection.

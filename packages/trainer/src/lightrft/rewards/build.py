@@ -16,6 +16,7 @@ from lightrft.config.toml import read_toml
 from lightrft.engines.media.media import Media
 from lightrft.rewards.types import (
     NOT_SCORED,
+    CallStyle,
     ChecksLabels,
     Columns,
     CountsCosts,
@@ -29,7 +30,6 @@ from lightrft.rewards.types import (
     Tallies,
     Texts,
     UsesEngine,
-    call_style,
 )
 from lightrft.strategy.config import ConfigError
 
@@ -38,6 +38,13 @@ if TYPE_CHECKING:
 
 # Makes a reward from the options and its spelling: its name, `KIND:WHAT` or an address.
 RewardFactory = Callable[[ScoringOptions, str], RewardFunction]
+
+
+def call_style(function: RewardFunction) -> tuple[int, bool]:
+    """Return the parallel calls of a reward, and whether it wants the whole batch."""
+    if isinstance(function, CallStyle):
+        return function.parallel_calls, function.whole_batch
+    return 0, False
 
 
 def reward_urls(config: ServiceOptions) -> tuple[str, ...]:

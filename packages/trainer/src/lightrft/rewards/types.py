@@ -113,13 +113,6 @@ class CallStyle(Protocol):
     whole_batch: bool
 
 
-def call_style(function: RewardFunction) -> tuple[int, bool]:
-    """Return the parallel calls of a reward, and whether it wants the whole batch."""
-    if isinstance(function, CallStyle):
-        return function.parallel_calls, function.whole_batch
-    return 0, False
-
-
 @runtime_checkable
 class UsesEngine(Protocol):
     """A reward that asks the engine of the run, between batches and in the trainer's thread."""

@@ -15,6 +15,7 @@ from lightrft.engines.media.media import MEDIA_KINDS, Media
 from lightrft.records.rollout import Rollout, ScoredRollout
 from lightrft.records.sample_ledger import FUNCTION, MODELS, SampleLedger
 from lightrft.records.table import RowTable, exchange
+from lightrft.rewards.build import call_style
 from lightrft.rewards.types import (
     CONVERSATIONS,
     ENVIRONMENTS,
@@ -25,7 +26,6 @@ from lightrft.rewards.types import (
     RewardFunction,
     RewardResult,
     UsesEngine,
-    call_style,
 )
 from lightrft.rollout.ledger_records import take_evidence
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts

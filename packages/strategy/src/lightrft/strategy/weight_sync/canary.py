@@ -13,7 +13,6 @@ from torch import nn
 
 from lightrft.engines.base import RolloutEngine, StaleEngineError
 from lightrft.engines.media.media import EncodedPrompt, RowMedia
-from lightrft.engines.text import context_tokens
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams, Vocabulary
 from lightrft.strategy.distributed.collectives import Group, gather_objects, group_rank
 from lightrft.strategy.distributed.sequence_parallel import SharesSequences
@@ -254,7 +253,9 @@ def actor_canary(
     if not isinstance(root, PreTrainedModel):
         return None
     text_config = root.config.get_text_config()
-    limits = (max_length, context_tokens(root.config), CANARY_LENGTH + 1)
+    # State-space models have no bound.
+    positions = getattr(text_config, "max_position_embeddings", None)
+    limits = (max_length, positions, CANARY_LENGTH + 1)
     longest = min(limit for limit in limits if limit is not None)
     known = vocabulary_of(module) or Vocabulary()
     vocab_size = known.num_tokens or text_config.vocab_size
