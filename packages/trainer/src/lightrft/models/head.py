@@ -97,7 +97,8 @@ class LinearLogprobHead(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Return the logprobs and entropy of targets; without targets the plain projection.
 
-        The result is a tuple: ZeRO-3 finds no tensors to hook inside other containers.
+        The model's forward calls the plain projection, and applies scale and softcap itself. The
+        result is a tuple: ZeRO-3 finds no tensors to hook inside other containers.
 
         Args:
             hidden: [tokens, hidden], or [..., hidden] without targets.

@@ -253,10 +253,8 @@ def actor_canary(
     if not isinstance(root, PreTrainedModel):
         return None
     text_config = root.config.get_text_config()
-    # State-space models have no bound.
-    positions = getattr(text_config, "max_position_embeddings", None)
-    limits = (max_length, positions, CANARY_LENGTH + 1)
-    longest = min(limit for limit in limits if limit is not None)
+    positions = getattr(text_config, "max_position_embeddings", None)  # none in state spaces
+    longest = min(n for n in (max_length, positions, CANARY_LENGTH + 1) if n is not None)
     known = vocabulary_of(module) or Vocabulary()
     vocab_size = known.num_tokens or text_config.vocab_size
     token_ids = canary_token_ids(vocab_size, max(1, longest - 1))
