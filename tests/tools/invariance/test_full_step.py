@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 from tests.runs import OF_THE_MACHINE, rollout_options, tiny_models, train_on_ranks, write_inputs
 
-pytestmark = [pytest.mark.shard("invariance"), pytest.mark.multiprocess]
+pytestmark = pytest.mark.shard("invariance")
 
 REWARD = """
 def score(responses):

@@ -25,7 +25,6 @@ from lightrft.run.run_inputs import media_sha256
 from lightrft.stages.start_checks import load_modality
 from lightrft.tools.rows.row_file import RowRequest, write_rows
 
-pytestmark = pytest.mark.multiprocess
 REWARD = "def score(responses):\n    return [float(ord(r[-1:] or 'a') % 2) for r in responses]\n"
 
 
