@@ -253,7 +253,7 @@ def _token_measures(modules: dict[str, Module], root: Path) -> dict[str, Measure
     above = [
         f"{name}: {size:,d}, accepted {limit:,d}"
         for name, size in folder_tokens(modules).items()
-        if (limit := _read_table(root).get("folders", {name: size}).get(name, 0)) < size
+        if (limit := folder_limit(_read_table(root), name, size)) < size
     ]
     return {
         "folders_above": Measured(len(above), above),
@@ -510,10 +510,22 @@ def _read_table(root: Path) -> dict[str, Any]:
     return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
+def folder_limit(table: dict[str, Any], folder: str, size: int) -> int:
+    """Return the accepted tokens of a folder, those of later capabilities included.
+
+    Without a table of folders that is its size.
+    """
+    if "folders" not in table:
+        return size
+    later = (costs.get("folders", {}).get(folder, 0) for costs in table.get("added", {}).values())
+    return int(table["folders"].get(folder, 0)) + sum(later)
+
+
 def read_accepted(root: Path) -> dict[str, int]:
     """Return the accepted maximum of each measure of the tree at `root`; empty if it names none.
 
-    A table `[added."CAPABILITY"]` adds its numbers to the others and says its `reason`.
+    A table `[added."CAPABILITY"]` adds its numbers to the others and says its `reason`; `folders`
+    in it adds to those of folders.
 
     Raises:
         ValueError: A capability has no reason, or adds to a measure that is not accepted.
@@ -522,6 +534,7 @@ def read_accepted(root: Path) -> dict[str, int]:
     accepted.pop("folders", None)
     path = root / ACCEPTED
     for name, costs in accepted.pop("added", {}).items():
+        costs.pop("folders", None)
         if not str(costs.pop("reason", "")).strip():
             raise ValueError(f"{path}: added.{name!r} has no reason: say what the code is for")
         for measure, tokens in costs.items():

@@ -82,7 +82,9 @@ def _shrink(config: PretrainedConfig, vocabulary: int) -> None:
     """Set the sizes of a configuration and of its parts in place."""
     options = {k: v for k, v in vars(config).items() if not isinstance(v, bool)}
     num_layers = next((options[n] for n in SIZES["layers"] if isinstance(options.get(n), int)), 0)
-    kept = _kept_layers(options.get("layer_types") or options.get("layers_block_type") or ())
+    # Properties of some configurations, which are no options.
+    kinds = (getattr(config, name, None) for name in ("layer_types", "layers_block_type"))
+    kept = _kept_layers(next((each for each in kinds if each), ()))
     for name, value in options.items():
         if isinstance(value, PretrainedConfig):
             _shrink(value, vocabulary)

@@ -80,6 +80,10 @@ def test_a_folder_above_its_budget_is_named(tmp_path):
     (tmp_path / "scripts").mkdir()
     (tmp_path / measures.ACCEPTED).write_text("[folders]\ntrainer = 10\ntools = 11\n")
     assert tree(tmp_path)["folders_above"].places == ["trainer: 329, accepted 10"]
+    with (tmp_path / measures.ACCEPTED).open("a") as file:
+        file.write('[added."loops"]\nfolders.trainer = 319\nreason = "they repeat"\n')
+    assert tree(tmp_path)["folders_above"].places == []
+    assert measures.read_accepted(tmp_path) == {}
 
 
 def test_published_signatures_exist():

@@ -49,7 +49,7 @@ def _mean_over_tokens(rows, loss):
 
 
 def _log_ratio(row):
-    """Of the ratio of GSPO."""
+    """The log of GSPO's ratio of a row."""
     return _mean(p - q for p, q, _ in row)
 
 

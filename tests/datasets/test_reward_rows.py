@@ -22,8 +22,8 @@ load = partial(row_files.load, load_rows, tokenizer=byte_level_tokenizer(), voca
 def test_answers_stand_behind_their_prompt_and_end_as_a_policy_ends_them(tmp_path, is_chat):
     prompt = [{"role": "user", "content": "2+2="}] if is_chat else "2+2="
     path = row_files.written(tmp_path, [RANKING | {"prompt": prompt}])
-    given = {"path": path, "vocab_size": None, "reader": None}
-    (found,) = RANKED.of(read_rows(path), byte_level_tokenizer(), TrainConfig(), **given).rows
+    options = {"path": path, "vocab_size": None, "reader": None}
+    (found,) = RANKED.of(read_rows(path), byte_level_tokenizer(), TrainConfig(), **options).rows
     assert found.ranks == (1.0, 2.0, 2.0)
     before = "<|user|>2+2=<|assistant|>" if is_chat else "2+2="
     texts = [byte_level_tokenizer().decode(answer.token_ids) for answer in found.rows]
@@ -31,9 +31,9 @@ def test_answers_stand_behind_their_prompt_and_end_as_a_policy_ends_them(tmp_pat
 
 
 def test_steps_end_in_their_newline_and_the_last_one_with_the_row(tmp_path):
-    found = load(tmp_path, [STEPS])
-    (each,) = found.rows
-    assert found.summary.endswith("2 labelled steps in 1 answers")
+    loaded = load(tmp_path, [STEPS])
+    (each,) = loaded.rows
+    assert loaded.summary.endswith("2 labelled steps in 1 answers")
     assert each.labels == (True, False)
     tokenizer, ids = byte_level_tokenizer(), each.answer.token_ids
     ends = np.flatnonzero(each.answer.is_trained)

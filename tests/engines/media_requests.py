@@ -37,9 +37,9 @@ def after_answer(encoder, start, said, answer):
     """A prompt and what was said, and behind it an answer of texts and pictures."""
     turn = (*said.prompt_token_ids, *said.output_token_ids)
     suffix = TurnSuffix(ChatIds(encoder.processor.tokenizer, VisionPrompts(encoder)))
-    found = suffix.after(said.output_token_ids, [answer])
-    later = [replace(each, start=each.start + len(turn)) for each in found.later]
-    row = (*turn, *found.token_ids)
+    added = suffix.after(said.output_token_ids, [answer])
+    later = [replace(each, start=each.start + len(turn)) for each in added.later]
+    row = (*turn, *added.token_ids)
     media = encoder.row(row, start, later)
     media = media.continued(row[len(media.token_ids) :])
     assert media.token_ids == row

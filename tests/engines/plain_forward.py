@@ -1,4 +1,4 @@
-"""What a plain forward of a model says of an engine's tokens, prompts, and weights in pieces."""
+"""A plain forward pass of a model: log-probabilities of an engine's tokens and prompts."""
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers

@@ -147,10 +147,11 @@ def test_no_weight_is_read_and_the_model_is_as_before():
     assert not any("forward" in vars(part) for part in parts)
 
 
-def test_a_forward_pass_that_cannot_be_called_is_left_to_the_proof():
+def test_a_head_with_weights_of_its_own_is_refused_where_there_are_none():
     def needs_weights(hidden):
         return hidden + model.model.embed_tokens.weight[0].double()
 
     with torch.device("meta"):
         model = model_with(needs_weights)
-    assert read_head_transform(model) == HeadTransform()
+    with pytest.raises(HeadRefusedError, match=r"^ChangedLogits computes more .* \(.*device"):
+        read_head_transform(model)

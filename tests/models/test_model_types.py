@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,13 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from tests.models.vision.tiny_families import write_tiny_vision_model
 from tests.stages.test_proof_at_load import POLICY
 
 from lightrft.cli.main import main
 from lightrft.config import TrainConfig
 from lightrft.engines.media.families import language_model_class, placeholder_ids
-from lightrft.models.loading import ModelLoadError, load_causal_lm, save_pretrained
+from lightrft.models.loading import (
+    ModelLoadError,
+    load_causal_lm,
+    load_processor,
+    save_pretrained,
+)
 from lightrft.stages.start_checks import load_modality
+from lightrft.tools.invariance.batch import draw_prompts
 from lightrft.tools.model_presets import byte_level_tokenizer
 from lightrft.trainer import train
 
@@ -41,6 +49,10 @@ def assert_computed_right(verdict):
         ("lfm2_vl", types.PADDED),
         ("qwen3_5_moe", types.PADDED),
         ("nemotron", types.PADDED),
+        # No attention of torch's, a mask for each head, layers of three kinds.
+        ("gpt_oss", types.PADDED),
+        ("doge", types.PADDED),
+        ("recurrent_gemma", types.PADDED),
         ("bert", types.REFUSED),
     ],
 )
@@ -77,8 +89,12 @@ def saved(folder, model_type):
     return str(folder)
 
 
-@pytest.mark.parametrize("model_type", ["ovis2", "lfm2_vl"])
-def test_text_trains_where_the_towers_are_not_known(model_type, tmp_path):
+@pytest.mark.parametrize(
+    # Unknown towers, no beginning of texts, masks for each head, no bound of positions.
+    "model_type",
+    ["ovis2", "lfm2_vl", "glm46v", "doge", "mamba"],
+)
+def test_types_that_no_table_has_train_on_text(model_type, tmp_path):
     model = saved(tmp_path / "model", model_type)
     summary = train(
         model,
@@ -118,6 +134,22 @@ def test_the_processor_of_unknown_towers_is_read_where_there_is_one(has_file, tm
     with pytest.raises(ModelLoadError, match="processor") if has_file else nullcontext():
         modality = load_modality(TrainConfig(pretrain=model), byte_level_tokenizer())
         assert modality.processor is None
+
+
+def test_a_processor_of_unknown_towers_is_saved_and_gives_its_template(tmp_path):
+    model = saved(tmp_path / "model", "ovis2")
+    write_tiny_vision_model(tmp_path / "llava", "tiny-llava")
+    template = load_processor(tmp_path / "llava").chat_template
+    for file in (tmp_path / "llava").glob("*processor*"):
+        shutil.copy(file, model)
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = None
+    modality = load_modality(TrainConfig(pretrain=model), tokenizer)
+    assert tokenizer.chat_template == template
+    assert type(modality.processor).__name__ == "LlavaProcessor"
+    assert not modality.encoder.reads_media
+    assert draw_prompts(model, 0) == ()
 
 
 def test_images_of_towers_that_are_not_known_are_refused_in_one_line(tmp_path, capsys):

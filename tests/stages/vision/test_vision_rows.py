@@ -167,9 +167,9 @@ def test_answers_of_pairs_and_rankings_stand_behind_one_image(tmp_path):
     (pair,) = load(load_preferences, write_rows(tmp_path, [row]), encoder, reader).rows
     ranked = {"prompt": [user("<image>what?")], "answers": ["a dog", "no"], "ranks": [1, 2]}
     path = write_rows(tmp_path, [ranked | {"images": ["a.png"]}])
-    given = {"path": path, "vocab_size": None, "reader": reader}
+    options = {"path": path, "vocab_size": None, "reader": reader}
     tokenizer = encoder.processor.tokenizer
-    (ranking,) = RANKED.of(read_rows(path), tokenizer, TrainConfig(), **given).rows
+    (ranking,) = RANKED.of(read_rows(path), tokenizer, TrainConfig(), **options).rows
     for answers in (pair.rows, ranking.rows):
         for answer, text in zip(answers, ("a dog", "no"), strict=True):
             chat = [user("<image>what?"), assistant(text)]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from lightrft.kernels.names import first_line
 from lightrft.models.attention import trunk_of
 
 if TYPE_CHECKING:
@@ -54,22 +55,23 @@ class HeadTransform:
 def read_head_transform(model: PreTrainedModel) -> HeadTransform:
     """Return how a model changes hidden states and logits around its output projection.
 
-    A model whose forward pass cannot be called in this way counts as one that changes nothing; the
-    proof at load compares its logits.
-
     Args:
         model: Causal language model with a linear output projection.
 
     Raises:
-        HeadRefusedError: It changes them by more than a factor, a cap and missing columns.
+        HeadRefusedError: It changes them by more than a factor, a cap and missing columns, or needs
+            weights for it.
     """
+    name = type(model).__name__
     projection = cast("nn.Linear", model.get_output_embeddings())
     probe = _HeadProbe(projection.in_features, projection.out_features)
     try:
         projected, output = probe.run(model, projection)
-    except Exception:  # noqa: BLE001  whatever a stranger's code does without its weights
-        return HeadTransform()
-    name = type(model).__name__
+    except Exception as error:  # whatever a stranger's code does with numbers it does not expect
+        raise HeadRefusedError(
+            f"{name} computes more around its output projection than can be measured without its "
+            f"weights ({first_line(error)}); such a head cannot be trained"
+        ) from error
     factor = _factor(projected, probe.hidden)
     if factor is None:
         raise HeadRefusedError(

@@ -229,10 +229,10 @@ class StreamSource:
             order, num_waited = flight.finish_chosen()
         first = requests.positions.start - parts.context.rank
         places = {request_id: first + i for i, request_id in enumerate(order)}
-        asked = [group for group in flight.own if group.request_id in places]
+        asked = [group for group in flight.groups if group.request_id in places]
         group_ids = [places[group.request_id] for group in asked]
         samples = self._finished(asked, group_ids, requests)
-        left = tuple(group for group in flight.own if group.request_id not in places)
+        left = tuple(group for group in flight.groups if group.request_id not in places)
         state = StreamState(left, flight.num_calls, flight.round_number, options=options)
         state = replace(state, num_groups=len(flight.facts) - len(order))
         if samples.evidence is not None:
@@ -305,7 +305,7 @@ class _Flight:
     ) -> None:
         state = requests.stream
         self._parts, self._requests, self._responses = parts, requests, responses
-        self.own, self.num_calls = list(state.groups), state.num_calls
+        self.groups, self.num_calls = list(state.groups), state.num_calls
         self.round_number = state.num_rounds + 1
         self.facts: list[GroupFacts] = []
 
@@ -321,7 +321,7 @@ class _Flight:
         while True:
             if prompts:  # on all ranks or on none
                 for prompt, i in zip(prompts, requests.request_ids, strict=True):
-                    self.own.append(self._begin(prompt, i + num_new))
+                    self.groups.append(self._begin(prompt, i + num_new))
                 num_new += requests.num_prompts
             self._tell()
             num_then = len(self.facts) + requests.num_prompts
@@ -388,20 +388,20 @@ class _Flight:
         part = ResponsePart(lengths, params, self.round_number, self.num_calls)
         places = [
             (group, index)
-            for group in self.own
+            for group in self.groups
             for index, sample in enumerate(group.samples)
             if part.takes(group, sample)
         ]
-        extended = self._responses.extended(self.own, places, part)
-        own = {group.request_id: group for group in self.own}
+        extended = self._responses.extended(self.groups, places, part)
+        by_id = {group.request_id: group for group in self.groups}
         for (group, index), sample in zip(places, extended, strict=True):
-            before = own[group.request_id]
-            own[group.request_id] = before.extended(index, sample, self.round_number)
-        self.own = list(own.values())
+            before = by_id[group.request_id]
+            by_id[group.request_id] = before.extended(index, sample, self.round_number)
+        self.groups = list(by_id.values())
 
     def _tell(self) -> None:
         """Exchange facts of groups between all ranks, 20 bytes per group; collective."""
-        facts = np.array([each.facts for each in self.own], np.int32).reshape(-1, 5)
+        facts = np.array([each.facts for each in self.groups], np.int32).reshape(-1, 5)
         facts_by_rank = self._parts.context.gather_bytes(facts.tobytes())
         rows = (np.frombuffer(data, np.int32).reshape(-1, 5).tolist() for data in facts_by_rank)
         self.facts = [GroupFacts(*row) for part in rows for row in part]

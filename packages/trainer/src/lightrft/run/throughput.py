@@ -78,8 +78,9 @@ def training_flops(model: nn.Module, source: ParameterSource) -> TrainingFlops |
         elif is_matrix:
             layers += cost * (share if ".experts." in entry.checkpoint_name else 1.0)
     text = pretrained.config.get_text_config()
-    num_heads = text.num_attention_heads
-    width = num_heads * int(text.to_dict().get("head_dim") or text.hidden_size // num_heads)
+    num_heads = int(getattr(text, "num_attention_heads", 0))  # none in state spaces
+    head_dim = text.to_dict().get("head_dim") or text.hidden_size // max(1, num_heads)
+    width = num_heads * int(head_dim)
     return TrainingFlops(layers, head, 6.0 * text.num_hidden_layers * width)
 
 

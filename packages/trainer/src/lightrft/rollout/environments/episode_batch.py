@@ -60,7 +60,7 @@ class EpisodeWork:
 
     @property
     def is_kept(self) -> bool:
-        """Whether reward functions read environments."""
+        """Whether environments are kept, because reward functions read them."""
         function = self.parts.reward_function
         return isinstance(function, ReadsEnvironments) and function.reads_environments
 
@@ -123,7 +123,7 @@ class EpisodeBatch:
         journal: Journal of this rank.
         ledger: Ledger of prompts, answers, rewards and failures.
         notes: Messages for the console.
-        problems: Errors of this rank, of which the first is raised on all.
+        problems: Errors of this rank; the first of all ranks is raised on each.
         finished_ids: Groups that `finished_groups` has returned.
     """
 
