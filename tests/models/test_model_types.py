@@ -90,9 +90,9 @@ def saved(folder, model_type):
 
 
 @pytest.mark.parametrize(
-    # Unknown towers, no beginning of texts, masks for each head, no bound of positions.
+    # Unknown towers, no processor, no beginning of texts, masks for each head, no last position.
     "model_type",
-    ["ovis2", "lfm2_vl", "glm46v", "doge", "mamba"],
+    ["ovis2", "lfm2_vl", "gemma3", "glm46v", "doge", "mamba"],
 )
 def test_types_that_no_table_has_train_on_text(model_type, tmp_path):
     model = saved(tmp_path / "model", model_type)
@@ -152,8 +152,17 @@ def test_a_processor_of_unknown_towers_is_saved_and_gives_its_template(tmp_path)
     assert draw_prompts(model, 0) == ()
 
 
-def test_images_of_towers_that_are_not_known_are_refused_in_one_line(tmp_path, capsys):
-    model = saved(tmp_path / "model", "ovis2")
+UNKNOWN = "those of models of type 'ovis2' are not supported: train one of qwen2_vl"
+
+
+@pytest.mark.parametrize(
+    "model_type, words",
+    [("ovis2", UNKNOWN), ("gemma3", "the model's folder has no processor: add its processor_con")],
+)
+def test_images_that_a_model_cannot_take_are_refused_in_one_line(
+    model_type, words, tmp_path, capsys
+):
+    model = saved(tmp_path / "model", model_type)
     Image.new("RGB", (28, 28)).save(tmp_path / "a.png")
     row = {"prompt": "<image> What?", "completion": "b", "images": [str(tmp_path / "a.png")]}
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
@@ -161,5 +170,5 @@ def test_images_of_towers_that_are_not_known_are_refused_in_one_line(tmp_path, c
     code = main(["sft", "--pretrain", model, *rows, "--fsdp", "--output_dir", str(tmp_path / "r")])
     text = capsys.readouterr().err
     assert code == 4
-    assert "those of models of type 'ovis2' are not supported: train one of qwen2_vl" in text
+    assert words in text
     assert "Traceback" not in text

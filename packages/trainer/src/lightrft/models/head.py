@@ -224,10 +224,3 @@ class LinearLogprobHead(nn.Module):
             num_tokens=self.num_tokens,
         )
         return output.logprobs, output.entropy, mass, output.loss
-
-    def extra_repr(self) -> str:
-        """Return sizes and mode, as `nn.Linear` shows them."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, is_fused={self.is_fused}, transform={self.transform}"
-        )

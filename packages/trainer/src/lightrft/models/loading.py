@@ -235,6 +235,11 @@ def _writable(config: GenerationConfig) -> tuple[GenerationConfig, str]:
     return GenerationConfig(**kept), f"transformers does not write {dropped}: left out"
 
 
+def has_processor(folder: Path) -> bool:
+    """Return whether a folder has a file of a processor."""
+    return any((folder / name).is_file() for name in PROCESSOR_FILES)
+
+
 def load_processor(path: str) -> ProcessorMixin:
     """Return the converter of texts, images and videos into inputs of a vision-language model.
 

@@ -78,10 +78,9 @@ def training_flops(model: nn.Module, source: ParameterSource) -> TrainingFlops |
         elif is_matrix:
             layers += cost * (share if ".experts." in entry.checkpoint_name else 1.0)
     text = pretrained.config.get_text_config()
-    num_heads = int(getattr(text, "num_attention_heads", 0))  # none in state spaces
-    head_dim = text.to_dict().get("head_dim") or text.hidden_size // max(1, num_heads)
-    width = num_heads * int(head_dim)
-    return TrainingFlops(layers, head, 6.0 * text.num_hidden_layers * width)
+    num_heads = getattr(text, "num_attention_heads", 0)  # none in state spaces
+    size = text.to_dict().get("head_dim") or text.hidden_size // max(1, num_heads)
+    return TrainingFlops(layers, head, 6.0 * text.num_hidden_layers * num_heads * size)
 
 
 def peak_tflops(config: RowRunOptions) -> float | None:

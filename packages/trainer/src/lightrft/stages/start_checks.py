@@ -22,8 +22,8 @@ from lightrft.engines.media.families import family_of
 from lightrft.engines.media.text_encoder import TextEncoder
 from lightrft.engines.text import context_tokens
 from lightrft.models.loading import (
-    PROCESSOR_FILES,
     chosen_template,
+    has_processor,
     is_reward_model,
     load_config,
     load_processor,
@@ -178,7 +178,7 @@ def load_modality(config: RowDataOptions, tokenizer: PreTrainedTokenizerBase) ->
 
     Raises:
         ConfigError: An option does not fit the model.
-        ModelLoadError: The model has no processor.
+        ModelLoadError: The model's processor cannot be read.
     """
     family = family_of(load_config(str(config.pretrain)))
     if family is None:
@@ -186,11 +186,7 @@ def load_modality(config: RowDataOptions, tokenizer: PreTrainedTokenizerBase) ->
     from lightrft.engines.media.encoder import PromptEncoder  # where a model reads media
 
     path = Path(str(config.pretrain))
-    if (
-        not family.reads
-        and path.is_dir()
-        and not any((path / n).is_file() for n in PROCESSOR_FILES)
-    ):
+    if path.is_dir() and not has_processor(path):
         return TextModality(tokenizer, encoder=TextEncoder(family))
     processor = load_processor(str(path))
     template = chosen_template(config, processor.chat_template) if processor.chat_template else None

@@ -521,8 +521,9 @@ def language_model_class(
     """
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
-    has_towers = reads_media(config) or (
-        family_of(config) is not None and type(config) in AutoModelForMultimodalLM._model_mapping
+    family = family_of(config)
+    has_towers = family is not None and (
+        family.reads or type(config) in AutoModelForMultimodalLM._model_mapping
     )
     return AutoModelForMultimodalLM if has_towers else AutoModelForCausalLM  # type: ignore[no-any-return]
 

@@ -18,7 +18,8 @@ class TextEncoder:
     """Encoder of a text-only model: all its results are empty.
 
     Args:
-        family: Family of a model with towers whose inputs are not known; None for models of text.
+        family: Family of a model with towers that has no processor, or whose inputs are not known;
+            None for models of text.
     """
 
     reads_media = False
@@ -33,6 +34,8 @@ class TextEncoder:
         """Reason why the model takes no media, and what to train instead."""
         if self._family is None:
             return "the model reads text only: train a vision-language model"
+        if self._family.reads:
+            return "the model's folder has no processor: add its processor_config.json"
         from lightrft.engines.media.families import FAMILIES  # where media are refused
 
         return (

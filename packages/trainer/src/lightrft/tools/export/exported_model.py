@@ -17,9 +17,8 @@ from lightrft.cli.preflight import HUB_ID
 from lightrft.config import TrainConfig
 from lightrft.config.options import options_of
 from lightrft.config.toml import read_toml
-from lightrft.engines.media.families import family_of
 from lightrft.models.loading import (
-    PROCESSOR_FILES,
+    has_processor,
     is_classifier,
     is_reward_model,
     load_causal_lm,
@@ -124,8 +123,6 @@ def _write_and_compare(
 ) -> ExportReport:
     dtype = _dtype_name(source_path)
     tokenizer = load_tokenizer(str(source_path))
-    family = family_of(load_config(str(source_path)))
-    has_processor = any((source_path / name).is_file() for name in PROCESSOR_FILES)
     source = load_exported(source_path, dtype).eval()
     require_finite(nonfinite_names(source.named_parameters()), what="weights are", group=ALONE)
     if normalize_score is not None:
@@ -140,7 +137,7 @@ def _write_and_compare(
         tokenizer.save_pretrained(target)
     else:
         save_pretrained(source, tokenizer, target)
-    if family is not None and (family.reads or has_processor):
+    if has_processor(source_path):
         load_processor(str(source_path)).save_pretrained(target)
     exported = load_exported(target, _dtype_name(target)).eval()
     difference = compare_models(source, exported, load_tokenizer(str(target)), prompt)
