@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -64,21 +64,22 @@ def read_head_transform(model: PreTrainedModel) -> HeadTransform:
     """
     name = type(model).__name__
     projection = cast("nn.Linear", model.get_output_embeddings())
-    probe = _HeadProbe(projection.in_features, projection.out_features)
+    hidden = _powers(projection.in_features, range(-3, 4))
+    logits = _powers(projection.out_features, EXPONENTS)
     try:
-        projected, output = probe.run(model, projection)
+        projected, output = _run(model, hidden, logits)
     except Exception as error:  # whatever a stranger's code does with numbers it does not expect
         raise HeadRefusedError(
             f"{name} computes more around its output projection than can be measured without its "
             f"weights ({first_line(error)}); such a head cannot be trained"
         ) from error
-    factor = _factor(projected, probe.hidden)
+    factor = _factor(projected, hidden)
     if factor is None:
         raise HeadRefusedError(
             f"{name} changes hidden states before its output projection by more than a factor; "
             "such a head cannot be trained"
         )
-    transform = _change(probe.logits[: output.shape[-2]], output, name)
+    transform = _change(logits[: output.shape[-2]], output, name)
     is_scaled_before = factor != 1.0 or (transform.softcap is not None and transform.scale != 1.0)
     bias: Tensor | None = projection.bias
     if is_scaled_before and bias is not None:
@@ -92,52 +93,40 @@ def read_head_transform(model: PreTrainedModel) -> HeadTransform:
     )
 
 
-@dataclass
-class _HeadProbe:
-    """Chosen hidden states [1, tokens, hidden] and logits [tokens, vocab]."""
+def _powers(columns: int, exponents: range) -> Tensor:
+    """Return [tokens, columns] float64 powers of two of either sign, on the CPU."""
+    shape = (NUM_TOKENS, columns)
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, shape, generator=generator, device="cpu") * 2 - 1
+    places = torch.arange(NUM_TOKENS * columns, device="cpu").reshape(shape)
+    return signs * 2.0 ** (exponents.start + places % len(exponents)).double()
 
-    hidden_size: int
-    vocab_size: int
-    hidden: Tensor = field(init=False)
-    logits: Tensor = field(init=False)
 
-    def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
+@torch.no_grad()
+def _run(model: PreTrainedModel, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Call a model's forward pass with chosen hidden states and logits, [tokens, ...] each.
 
-        def powers(columns: int, exponents: range) -> Tensor:
-            shape = (NUM_TOKENS, columns)
-            signs = torch.randint(2, shape, generator=generator, device="cpu") * 2 - 1
-            places = torch.arange(NUM_TOKENS * columns, device="cpu").reshape(shape)
-            return signs * 2.0 ** (exponents.start + places % len(exponents)).double()
+    Returns:
+        What its projection was called with, and its logits [tokens, columns].
+    """
+    projected: list[Tensor] = []
 
-        self.hidden = powers(self.hidden_size, range(-3, 4))[None]
-        self.logits = powers(self.vocab_size, EXPONENTS)
+    def trunk(*_: object, **__: object) -> BaseModelOutputWithPast:
+        return _TrunkOutput(last_hidden_state=hidden[None])
 
-    @torch.no_grad()
-    def run(self, model: PreTrainedModel, projection: nn.Module) -> tuple[Tensor, Tensor]:
-        """Call the model's forward pass.
+    def project(values: Tensor) -> Tensor:
+        projected.append(values)
+        return logits[: values.shape[-2]].expand(*values.shape[:-1], -1).clone()
 
-        Returns:
-            What its projection was called with, and its logits [tokens, columns].
-        """
-        projected: list[Tensor] = []
-
-        def trunk(*_: object, **__: object) -> BaseModelOutputWithPast:
-            return _TrunkOutput(last_hidden_state=self.hidden)
-
-        def project(hidden: Tensor) -> Tensor:
-            projected.append(hidden)
-            return self.logits[: hidden.shape[-2]].expand(*hidden.shape[:-1], -1).clone()
-
-        trunk_parts = trunk_of(model).modules()
-        with ExitStack() as stack:
-            # The device that new tensors get may be that of a model without memory.
-            stack.enter_context(torch.device("cpu"))
-            for part in (m for m in trunk_parts if isinstance(m, PreTrainedModel)):
+    with ExitStack() as stack:
+        # The device that new tensors get may be that of a model without memory.
+        stack.enter_context(torch.device("cpu"))
+        for part in trunk_of(model).modules():
+            if isinstance(part, PreTrainedModel):
                 stack.enter_context(_computing(part, trunk))
-            stack.enter_context(_computing(projection, project))
-            output: CausalLMOutputWithPast = model(input_ids=torch.zeros(1, NUM_TOKENS).long())
-        return projected[-1], cast("Tensor", output.logits)[0]
+        stack.enter_context(_computing(model.get_output_embeddings(), project))
+        output: CausalLMOutputWithPast = model(input_ids=torch.zeros(1, NUM_TOKENS).long())
+    return projected[-1], cast("Tensor", output.logits)[0]
 
 
 class _TrunkOutput(BaseModelOutputWithPast):  # type: ignore[misc]
@@ -164,7 +153,7 @@ def _computing(module: nn.Module, function: Callable[..., object]) -> Iterator[N
 def _factor(values: Tensor, chosen: Tensor) -> float | None:
     """Return the number that all values are multiplied by; None if there is none."""
     tokens = values.reshape(-1, values.shape[-1])
-    wanted = chosen.reshape(-1, chosen.shape[-1])[-len(tokens) :]
+    wanted = chosen[-len(tokens) :]
     if tokens.shape != wanted.shape:
         return None
     ratios = tokens.double() / wanted
