@@ -63,10 +63,14 @@ def test_the_page_shows_the_held_out_numbers_of_a_reward_model(tmp_path, model, 
     assert len(shown) > 15
     assert all(metric_row(name) is not None for name in shown)
     page = write_report(tmp_path / "run").read_text()
+    assert "Calibration on held-out rows" in page
     for title in ("Accuracy", "Score margin", "Calibration error"):
         assert f"<h3>{title}</h3>" in page
     assert "Correlation of score and length" in page
     assert "lightrft reward --config" in page
+    last = json.loads(lines[-1])
+    place = next(name for name in last if name.startswith("eval/bin_accuracy/"))
+    assert f"<td>{place.rpartition('/')[2]} to " in page
 
 
 def test_scores_of_steps_are_those_of_a_token_classifier(tmp_path, model):

@@ -37,9 +37,8 @@ MODELS = {
 
 def setup_of(name, gpus, gpu, *, host=None, **options):
     config = TrainConfig(engine_type="vllm", **options)
-    node, memory = min(8, gpus), GPUS[gpu].memory_bytes
-    share = None if host is None else host / node
-    return Setup(config, MODELS[name], gpus, node, True, memory, "vllm", host_bytes=share)
+    memory = GPUS[gpu].memory_bytes
+    return Setup(config, MODELS[name], gpus, 8, True, memory, "vllm", node_bytes=host)
 
 
 def phase(plan, name):
@@ -144,7 +143,7 @@ def test_a2_whole_models_on_the_host_are_counted():
     plan = plan_memory(setup)
     # 70.55e9 numbers of four bytes, and adapters, on each of eight ranks.
     assert plan.host_bytes == pytest.approx(285.5e9, rel=2e-3)
-    less, enough = (plan_memory(replace(setup, host_bytes=x / 8)) for x in (2.2e12, 2.4e12))
+    less, enough = (plan_memory(replace(setup, node_bytes=x)) for x in (2.2e12, 2.4e12))
     assert any("the host needs 2284" in text for text in less.problems)
     assert not any("host" in text for text in enough.problems)
 
@@ -167,7 +166,7 @@ def test_a2_ranks_read_their_own_rows_with_adapters_and_a_tower_too():
 def test_a2_one_rank_collects_what_it_exports():
     whole = setup_of("70b", 8, "h100-80g", fsdp=True, engine_tp_size=8)
     assert phase(plan_memory(whole), "save").host_bytes == pytest.approx(141e9 / 8, rel=2e-3)
-    less, enough = (plan_memory(replace(whole, host_bytes=x / 8)) for x in (130e9, 150e9))
+    less, enough = (plan_memory(replace(whole, node_bytes=x)) for x in (130e9, 150e9))
     assert any("the host needs 141" in text for text in less.problems)
     assert not any("host" in text for text in enough.problems)
 

@@ -27,7 +27,7 @@ from lightrft.tools.plan.start_check import settle
 
 def setup_of(name, gpus, gpu, **options):
     config, size = TrainConfig(engine_type="vllm", **options), SHAPES.get(name, name)
-    return Setup(config, size, gpus, min(8, gpus), True, GPUS[gpu].memory_bytes, "vllm")
+    return Setup(config, size, gpus, 8, True, GPUS[gpu].memory_bytes, "vllm")
 
 
 @pytest.mark.parametrize(
@@ -245,6 +245,18 @@ def test_a_plan_says_on_how_many_gpus_a_run_fits_and_with_which_micro_batches():
     wide = plan_memory(with_budget(replace(setup, world_size=64)))
     assert rows[64][0].strip() == gigabytes(wide.worst.device_bytes)
     assert int(rows[64][1]) == wide.setup.config.micro_batch_tokens
+
+
+def test_the_table_names_its_settings_and_fills_nodes_and_their_memory(capsys):
+    argv = ["plan", "--pretrain", "qwen2.5-7b", "--host_memory", "200", "--adam_offload"]
+    for gpus, title, rows in (
+        ("1", "With these settings:", {4: "56.7 GB", 8: "too large"}),
+        ("8", "With --fsdp:", {2: "too large", 4: "63.1 GB"}),
+    ):
+        main([*argv, "--gpus", gpus])
+        _, table = capsys.readouterr().out.split(f"\n\n{title}\n")
+        for number, memory in rows.items():
+            assert f"\n| {number} | {memory} |" in table
 
 
 def test_streaming_saves_the_decoding_beyond_the_mean_response():

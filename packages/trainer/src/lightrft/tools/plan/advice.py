@@ -115,19 +115,15 @@ def _may_split(setup: Setup, number: int) -> bool:
         config = setup.config.replaced({"rollout_ranks": number, "rollout_lag": 1})
     except ConfigError:  # the run may not have such ranks
         return False
-    room = engine_room(on_ranks(setup, number))
-    trains = replace(on_ranks(setup, setup.world_size - number), engine="")
+    room, rest = engine_room(replace(setup, world_size=number)), setup.world_size - number
+    # Both sides share the host.
+    host = setup.host_bytes and setup.host_bytes * min(rest, setup.most_per_node)
+    trains = replace(setup, world_size=rest, engine="", node_bytes=host)
     return (
         not launch_problems(config, setup.world_size)
         and (room is None or not room.problem())
         and plan_memory(trains).fits
     )
-
-
-def on_ranks(setup: Setup, world_size: int) -> Setup:
-    """Return the run on another number of ranks."""
-    node = min(world_size, setup.ranks_per_node)
-    return replace(setup, world_size=world_size, ranks_per_node=node)
 
 
 def _excess(plan: MemoryPlan) -> float:
@@ -176,8 +172,11 @@ def _candidates(setup: Setup) -> Iterator[Advice]:
     """Yield each combination with the engine as is, over more GPUs, and with a share that fits."""
     configured, sizes = setup.config.engine_tp_size, [setup.config.engine_tp_size]
     if setup.has_server_engine and setup.has_gpu:
-        most = min(setup.ranks_per_node, setup.world_size)
-        sizes += [tp for tp in (2, 4, 8) if configured < tp <= most and _divides(tp, setup)]
+        sizes += [
+            tp
+            for tp in (2, 4, 8)
+            if configured < tp <= setup.ranks_per_node and _divides(tp, setup)
+        ]
     for changes, tp in product(_combinations(setup), sizes):
         wanted = changes if tp == configured else {**changes, "engine_tp_size": tp}
         plan = plan_memory(_changed(setup, wanted))

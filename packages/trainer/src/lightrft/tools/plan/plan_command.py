@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lightrft.cli.errors import ExitCode, refuse
@@ -9,7 +10,7 @@ from lightrft.cli.options import Parser, add_options, available_options, parse_o
 from lightrft.config import ConfigError
 from lightrft.run.gpus import GB, GPUS, Gpu, find_gpu
 from lightrft.tools.commands import parser_of
-from lightrft.tools.plan.advice import Advice, advise, on_ranks, overlaps, remedies
+from lightrft.tools.plan.advice import Advice, advise, overlaps, remedies
 from lightrft.tools.plan.memory import (
     UNTRACED_TOLERANCE,
     MemoryPlan,
@@ -62,13 +63,11 @@ def run(argv: Sequence[str]) -> int:
         config=config,
         actor_size=read_model_size(str(config.pretrain)),
         world_size=parsed.gpus,
-        ranks_per_node=min(parsed.gpus, parsed.gpus_per_node),
+        most_per_node=parsed.gpus_per_node,
         has_gpu=True,
         capacity_bytes=gpu.memory_bytes,
         engine=ON_A_GPU.get(config.engine_type, config.engine_type),
-        host_bytes=parsed.host_memory * GB / min(parsed.gpus, parsed.gpus_per_node)
-        if parsed.host_memory
-        else None,
+        node_bytes=parsed.host_memory * GB or None,
         stage=stage,
         rows_per_item=PLANNED[stage],
         mean_length_share=parsed.mean_length_share,
@@ -84,8 +83,7 @@ def run(argv: Sequence[str]) -> int:
 def build_parser() -> Parser:
     """Return the parser of `lightrft plan`."""
     shapes, gpus = ", ".join(SHAPES), ", ".join(GPUS)
-    stages = {"--stage": PLANNED}
-    parser = parser_of("plan", stages, takes_options=True, shapes=shapes, gpus=gpus)
+    parser = parser_of("plan", {"--stage": PLANNED}, takes_options=True, shapes=shapes, gpus=gpus)
     add_options(parser, available_options("plan"))
     return parser
 
@@ -120,7 +118,7 @@ def full_report(plan: MemoryPlan, advice: Advice, gpu: Gpu) -> str:
         advice: Settings that fit, or come nearest to it.
         gpu: Device of each rank.
     """
-    setup = plan.setup
+    setup, flags = plan.setup, ""
     budget = setup.config.micro_batch_tokens
     lines = [
         f"{setup.actor_size.parameters / GB:.2f}e9 parameters, {setup.world_size} ranks, "
@@ -138,8 +136,8 @@ def full_report(plan: MemoryPlan, advice: Advice, gpu: Gpu) -> str:
         lines.append("fits: these settings are feasible")
         setup = advice.plan.setup
     elif advice.plan.fits:
-        setup = advice.plan.setup
-        lines += [f"feasible settings: {advice.flags}", summary(plan_memory(with_budget(setup)))]
+        setup, flags = advice.plan.setup, advice.flags
+        lines += [f"feasible settings: {flags}", summary(plan_memory(with_budget(setup)))]
     else:
         lines.append(
             f"nor does what the other options give fit ({advice.flags}; "
@@ -147,9 +145,16 @@ def full_report(plan: MemoryPlan, advice: Advice, gpu: Gpu) -> str:
             "generate_max_len, or --lora_rank"
         )
     single = [] if plan.fits else remedies(plan.setup)
-    lines += [f"  {number}. {text}" for number, text in enumerate(single, start=1)]
+    lines += [f"  {number}. {text}" for number, text in enumerate(single, 1)]
     if setup.rolls_out:
-        lines += ["", *count_table(setup), "", *overlaps(setup), f"GPU: NVIDIA {gpu.source}."]
+        lines += [
+            "",
+            f"With {flags or 'these settings'}:",
+            *count_table(setup),
+            "",
+            *overlaps(setup),
+            f"GPU: NVIDIA {gpu.source}.",
+        ]
     return "\n".join(lines)
 
 
@@ -159,7 +164,7 @@ def count_table(setup: Setup) -> Iterator[str]:
     yield "|---:|---:|---:|"
     for number in COUNTS:
         if number % setup.config.engine_tp_size == 0:
-            plan = plan_memory(with_budget(on_ranks(setup, number)))
-            memory = gigabytes(plan.worst.device_bytes) if plan.fits else "too large"
-            budget = plan.setup.config.micro_batch_tokens if plan.fits else None
-            yield f"| {number} | {memory} | {budget or ''} |"
+            plan = plan_memory(with_budget(replace(setup, world_size=number)))
+            budget = plan.setup.config.micro_batch_tokens or ""
+            cells = f"{gigabytes(plan.worst.device_bytes)} | {budget}"
+            yield f"| {number} | {cells if plan.fits else 'too large | '} |"

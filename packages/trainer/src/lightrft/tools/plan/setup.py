@@ -270,10 +270,10 @@ class Setup:
         config: Options of the run.
         actor_size: Size of the trained policy.
         world_size: Number of ranks.
-        ranks_per_node: Number of ranks on one node.
+        most_per_node: Number of ranks that one node takes.
         has_gpu: Whether ranks have a GPU each.
         capacity_bytes: Memory of a rank's device; of its share of the host without a GPU.
-        host_bytes: Share of the host's memory of this rank; None if it is not known.
+        node_bytes: Memory of a node's host; None if it is not known.
         engine: "vllm", "sglang" or "hf"; "" where only other ranks generate.
         stage: Name in `config.registry.STAGES`.
         rows_per_item: Largest number of answers compared with each other; 1 if none are.
@@ -284,15 +284,25 @@ class Setup:
     config: TrainConfig
     actor_size: ModelSize
     world_size: int
-    ranks_per_node: int
+    most_per_node: int
     has_gpu: bool
     capacity_bytes: float
     engine: str
-    host_bytes: float | None = None
+    node_bytes: float | None = None
     stage: str = "policy"
     rows_per_item: int = 1
     longest_row: int | None = None
     mean_length_share: float = 0.5
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on one node."""
+        return min(self.world_size, self.most_per_node)
+
+    @property
+    def host_bytes(self) -> float | None:
+        """This rank's share of the host's memory; None if it is not known."""
+        return self.node_bytes and self.node_bytes / self.ranks_per_node
 
     @property
     def rolls_out(self) -> bool:

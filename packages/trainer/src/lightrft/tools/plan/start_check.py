@@ -150,11 +150,11 @@ def machine_setup(config: TrainConfig, context: DistributedContext) -> Setup:
         config=config,
         actor_size=read_model_size(str(config.pretrain)),
         world_size=context.world_size,
-        ranks_per_node=ranks,
+        most_per_node=ranks,
         has_gpu=has_gpu,
         capacity_bytes=capacity,
         engine=resolve_engine_type(engine) if engine == "auto" else engine,
-        host_bytes=host if has_gpu else None,
+        node_bytes=ranks * host if has_gpu else None,
     )
 
 
