@@ -558,7 +558,7 @@ OTHER_COMMANDS = lines(
         "quick-start": "did you mean quickstart",
         "init-run model": "model is not empty",
         "launch": "nothing was given ... expected slurm",
-        "launch pbs": "got 'pbs' ... kubernetes",
+        "launch pbs": "got 'pbs' ... kubernetes: lightrft launch slurm --print",
         "init-model": "DIR",
         "init-model new --preset tiny": "'tiny' ... tiny-qwen3",
         "init-model new --shape qwen3-4": "'qwen3-4' ... qwen3-4b",
@@ -575,8 +575,9 @@ OTHER_COMMANDS = lines(
         "quickstart --output_dir model": "model is not empty",
         "quickstart --pipeline --vision": "--vision: not allowed with argument --pipeline",
         "quickstart --environment --vision": "--vision: not allowed with argument --environment",
+        "quickstart --pipeline --environment": "not allowed with argument --pipeline",
         "quickstart --pipeline --algorithm ppo": "--pipeline takes grpo and fsdp ... --algorithm",
-        "quickstart --pipeline --strategy deepspeed": "--pipeline takes grpo and fsdp",
+        "quickstart --pipeline --strategy deepspeed": "pipeline takes grpo and fsdp ... --strategy",
         "quickstart --output_dir /proc/xx": "/proc/xx",
         "quickstart --stepz 3": "--stepz",
         "config diff text.toml text.toml": "invalid configuration:\n"
@@ -668,8 +669,6 @@ WITH_TORCH = {
             "recorded --for sft --output good.jsonl": "good.jsonl exists: give a new file",
         },
     ),
-    **lines(PREFLIGHT, "export", {"recorded new --push_to_hub me/sums": "the hub does not answer"}),
-    **lines(DATA, "data check", {"x.jsonl": "x.jsonl does not exist"}),
     **contents(
         "config translate grpo.py made",
         {
@@ -768,10 +767,24 @@ OPTIONS_OF_STAGES = {
             "--train_on_regex x": "train_on_regex 'x' matches no token",
         },
     ),
-    **lines(DATA, "reward", {"--prompt_data folder": "folder"}),
-    **lines(DATA, "eval model --reward_fn gsm8k", {"--eval_data no.jsonl": "no.jsonl does not"}),
-    **lines(PREFLIGHT, "sft", {"--output_dir reward.py": "output_dir"}),
-    **lines(PREFLIGHT, "prefer", {"--output_dir reward.py/run": "output_dir"}),
+    **lines(
+        DATA,
+        "",
+        {
+            "reward --prompt_data folder": "folder",
+            "eval model --reward_fn gsm8k --eval_data no.jsonl": "no.jsonl does not exist",
+            "data check x.jsonl": "x.jsonl does not exist",
+        },
+    ),
+    **lines(
+        PREFLIGHT,
+        "",
+        {
+            "sft --output_dir reward.py": "output_dir",
+            "prefer --output_dir reward.py/run": "output_dir",
+            "export recorded new --push_to_hub me/sums": "does not answer, or HF_HUB_OFFLINE",
+        },
+    ),
     **lines(
         USAGE,
         "sft",
@@ -1377,8 +1390,10 @@ def require(mistake, folder, capsys):
     code = main(arguments(mistake.line))
     # The time of this process, so that a busy machine changes nothing.
     assert time.process_time() - begin < 10
-    text = capsys.readouterr().err
+    out, text = capsys.readouterr()
     assert code == mistake.code, text
+    # Some show rows, or the head of a table, before what is wrong.
+    assert not out or re.match("data check|doctor", mistake.line)
     assert matches(mistake.said, text), text
     assert "hunter2" not in text
     assert all(line.startswith("lightrft") for line in text.splitlines())

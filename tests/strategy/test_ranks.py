@@ -13,6 +13,12 @@ def report(rank, world_size, factor):
     return rank * factor
 
 
+def fail_on_one(rank, world_size):
+    if rank == 1:
+        raise ZeroDivisionError("planted")
+    time.sleep(3600)
+
+
 def hang(rank, world_size):
     time.sleep(3600)  # longer than any deadline of a busy machine
 
@@ -20,6 +26,13 @@ def hang(rank, world_size):
 def test_results_come_by_rank(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # of another process group
     assert run_multiprocess(report, 2, args=(10,)) == [0, 10]
+
+
+def test_failure_of_one_rank_ends_all_and_shows_its_traceback():
+    begin = time.monotonic()
+    with pytest.raises(RankFailure, match=r"(?s)- rank 1 -.*\n  File .*ZeroDivisionError: planted"):
+        run_multiprocess(fail_on_one, 2)
+    assert time.monotonic() - begin < seconds(40)
 
 
 @pytest.mark.full

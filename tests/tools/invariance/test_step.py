@@ -6,7 +6,7 @@ pairs of options runs, and with `-m slow` their whole product.
 
 import itertools
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -37,6 +37,7 @@ MODELS = ("qwen3", "qwen3-tied", "llama", "llama-tied", "moe")
 BF16_BOUNDS = Deviations(
     outputs=0.06, loss=0.02, weights=0.03, gradient=0.03, gradient_tensor=0.25, update=0.35
 )
+NOTHING = Deviations(**dict.fromkeys(Deviations.__dataclass_fields__, 0.0))
 PLAIN_BF16_BOUNDS = replace(BF16_BOUNDS, loss=0.01, gradient_tensor=0.07)
 BACKENDS = {
     # backend: (numbers of processes, smallest is what one process can tell)
@@ -328,8 +329,6 @@ def test_the_reference_is_what_autograd_says_row_by_row_in_float64(models):
     ],
 )
 def test_planted_differences_are_caught(planted, caught, models, monkeypatch):
-    from lightrft.tools.invariance import measure
-
     path, reference = str(models / "qwen3"), str(models / "qwen3.actor")
     prepare, share = measure.prepare, measure.loss_share
     if planted == "one row left out":
@@ -375,16 +374,14 @@ def test_another_moment_is_a_violation(models):
     planted = {n: v * (1 + 2e-5) if "exp_avg_sq" in n else v for n, v in expected.items()}
     deviations = moment_deviations(planted, expected)
     assert deviations == [0.0, pytest.approx(2e-5, rel=0.1)]
-    nothing = Deviations(**dict.fromkeys(Deviations.__dataclass_fields__, 0.0))
     cell = ("llama", Cell(role="critic"))
-    assert violations([(cell, nothing, max(deviations))])
-    assert not violations([(cell, nothing, 0.0)])
+    assert violations([(cell, NOTHING, max(deviations))])
+    assert not violations([(cell, NOTHING, 0.0)])
 
 
 def test_no_number_is_a_violation():
-    values = {field.name: 0.0 for field in fields(Deviations)}
-    assert Deviations(**{**values, "loss": float("nan")}).above(FP32_BOUNDS) == ["loss"]
-    assert not Deviations(**values).above(FP32_BOUNDS)
+    assert replace(NOTHING, loss=float("nan")).above(FP32_BOUNDS) == ["loss"]
+    assert not NOTHING.above(FP32_BOUNDS)
 
 
 def test_the_doctor_tries_every_feature():
@@ -404,8 +401,7 @@ def test_the_doctor_tries_every_feature():
 def test_the_doctors_bounds_in_bfloat16_are_thrice_the_plainest_way():
     bounds = bf16_bounds(PLAIN_BF16_BOUNDS)
     assert bounds.gradient == pytest.approx(3 * PLAIN_BF16_BOUNDS.gradient)
-    nothing = Deviations(**dict.fromkeys(Deviations.__dataclass_fields__, 0.0))
-    assert bf16_bounds(nothing) == FP32_BOUNDS
+    assert bf16_bounds(NOTHING) == FP32_BOUNDS
     cells = doctor_cells(2, has_deepspeed=True, bf16=True)
     assert cells[0] == Cell(bf16=True)
     assert all(cell.bf16 for cell in cells)

@@ -371,7 +371,7 @@ WRONG = [
     (
         [line(0, sampled_spans=((0, 4),))],
         "1",
-        "sampled_spans end behind the response",
+        "rollouts.jsonl:1: the prompt is empty, or sampled_spans end behind the response",
     ),
     ([line(0, reward=float("nan"))], "1", "rollouts.jsonl:1: reward and accuracy must be finite"),
     ([line(0).replace("[5, 6, 2]", '"a"')], "1", "1: response_ids: got 'a', expected a list"),
