@@ -17,7 +17,11 @@ from lightrft.models.head_transform import HeadRefusedError, HeadTransform, read
 CHANGED = {
     "gemma2": ({"final_logit_softcapping": 1.5}, HeadTransform(softcap=1.5)),
     "nanochat": ({"final_logit_softcapping": 1.5}, HeadTransform(softcap=1.5)),
-    "recurrent_gemma": ({"logits_soft_cap": 1.5}, HeadTransform(softcap=1.5)),
+    # Its cache counts tokens by a layer of attention, the third of three.
+    "recurrent_gemma": (
+        {"logits_soft_cap": 1.5, "num_hidden_layers": 3},
+        HeadTransform(softcap=1.5),
+    ),
     "cohere": ({"logit_scale": 0.25}, HeadTransform(0.25)),
     "granite": ({"logits_scaling": 3.0}, HeadTransform(1 / 3)),
     "hyperclovax": ({"logits_scaling": 3.0}, HeadTransform(3.0)),

@@ -10,6 +10,7 @@ from tests.tools.plan import live_bytes
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from lightrft.config import TrainConfig
+from lightrft.engines.hf.forward import ModelTraits
 from lightrft.models import Actor, LoraActor
 from lightrft.models.lora import is_factor
 from lightrft.models.sequence_model import freeze
@@ -152,7 +153,8 @@ def test_adapters_count_what_peft_adds(kind, frozen):
 def test_keys_and_values_of_a_token_are_those_of_a_cache(tp):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TEXT))
     cache = transformers.DynamicCache(config=model.config)
-    model(torch.zeros(1, 10, dtype=torch.long), past_key_values=cache)
+    inputs = {ModelTraits(model).cache_argument: cache}
+    model(torch.zeros(1, 10, dtype=torch.long), **inputs)
     whole = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) / 10
     size = ModelSize.of_config(model.config.to_dict())
     setup = setup_of(size, engine="vllm", engine_tp_size=tp)

@@ -283,10 +283,16 @@ def _phase_of(error: BaseException) -> str | None:
     return name
 
 
+def _skip_last_collection() -> None:
+    """Keep Python from collecting garbage at its end: with torch and transformers, a second."""
+    # Triton from 3.9 on would print a page about each object that is left.
+    if "triton" not in sys.modules:
+        gc.freeze()
+
+
 def run_guarded(program: str, body: Callable[[], int]) -> int:
     """Run `body`; an exception is reported once, on standard error, and becomes its exit code."""
-    # At its end Python collects garbage among all objects: with torch and transformers, a second.
-    atexit.register(gc.freeze)
+    atexit.register(_skip_last_collection)
     try:
         return body()
     except SystemExit as stop:  # argparse after --help

@@ -72,7 +72,11 @@ class SequenceModel(nn.Module):
 
     def gradient_checkpointing_enable(self) -> None:
         """Recompute activations in the backward pass instead of storing them."""
-        self.pretrained.gradient_checkpointing_enable({"use_reentrant": False})
+        model = self.pretrained
+        # transformers 6 has the first name alone, 5.22 and earlier the second.
+        is_renamed = hasattr(model, "activation_checkpointing_enable")
+        name = f"{'activation' if is_renamed else 'gradient'}_checkpointing_enable"
+        getattr(model, name)({"use_reentrant": False})
 
     @property
     def sequence_group(self) -> ProcessGroup | None:

@@ -24,6 +24,9 @@ from lightrft.engines.media.inputs import (
 
 _logger = logging.getLogger(__name__)
 _warned: set[str] = set()
+# Names by which forwards take their cache: every model since transformers 5.24; models of keys and
+# values, and of states, before. XLM's `cache` is a dictionary instead.
+_CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 # Tokens by which a cache grows at a time.
 _ROOM = 64
 
@@ -43,11 +46,15 @@ class ModelTraits:
 
     def __init__(self, model: PreTrainedModel, num_tokens: int | None = None) -> None:
         arguments = inspect.signature(model.forward).parameters
-        caches = [name for name in ("past_key_values", "cache_params") if name in arguments]
+        caches = [
+            name
+            for name in _CACHE_ARGUMENTS
+            if name in arguments and "dict[" not in str(arguments[name].annotation)
+        ]
         if not caches:
             raise ValueError(
                 f"the hf engine needs a model with a cache; the forward of {type(model).__name__} "
-                "takes neither past_key_values nor cache_params"
+                f"takes none of {', '.join(_CACHE_ARGUMENTS)}"
             )
         self.cache_argument = caches[0]
         self.head_arguments = {"logits_to_keep": 1} if "logits_to_keep" in arguments else {}
@@ -60,7 +67,7 @@ class ModelTraits:
         text_config = model.config.get_text_config()
         self.can_drop_rows = (
             is_plain
-            and self.cache_argument == "past_key_values"
+            and self.cache_argument != "cache_params"
             and "position_ids" in arguments
             and text_config._attn_implementation in MASKED
             and not (self.family and (self.family.takes_types or self.family.attends_to_images))
