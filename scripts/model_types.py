@@ -30,7 +30,7 @@ from lightrft.engines.media.families import FAMILIES, language_model_class
 from lightrft.models import Actor
 from lightrft.models.attention import use_short_attention
 from lightrft.models.loading import load_causal_lm, save_pretrained
-from lightrft.models.proof import prove_model, require_packing
+from lightrft.models.proof import pack_rows, prove_model
 from lightrft.models.ulysses import LayoutRefusedError
 from lightrft.stages.models import turn_off_dropout
 from lightrft.strategy import get_fake_strategy
@@ -143,22 +143,29 @@ def examine(model_type: str) -> TypeVerdict:
         if proof is None:
             return TypeVerdict(model_type, UNTRIED, "its random weights give no finite numbers")
         _require_export(actor)
-        logprobs, gradient = _differences(actor)
-        if gradient > MAX_GRADIENT:  # long sums round more: a fault stays in float64
-            logprobs, gradient = _differences(actor.double())
-            actor.float()
+        logprobs, gradient = _differences(actor, is_packed=False)
         try:
-            actor.pack_samples()
-            require_packing(proof)
+            pack_rows(proof)
         except LayoutRefusedError as error:
             return TypeVerdict(model_type, PADDED, _first_line(error), logprobs, gradient)
-        return TypeVerdict(model_type, PACKED, "", logprobs, gradient)
+        packed = _differences(actor, is_packed=True)
+        return TypeVerdict(
+            model_type, PACKED, "", max(logprobs, packed[0]), max(gradient, packed[1])
+        )
     except Exception as error:  # noqa: BLE001  refusals, and models that run on no text alone
         return TypeVerdict(model_type, REFUSED, _first_line(error))
 
 
-def _differences(actor: Actor) -> tuple[float, float]:
+def _differences(actor: Actor, *, is_packed: bool) -> tuple[float, float]:
     """Return the differences of logprobs and gradients from transformers', over ragged rows."""
+    logprobs, gradient = _compare(actor, is_packed=is_packed)
+    if gradient > MAX_GRADIENT:  # long sums round more: a fault stays in float64
+        logprobs, gradient = _compare(actor.double(), is_packed=is_packed)
+        actor.float()
+    return logprobs, gradient
+
+
+def _compare(actor: Actor, *, is_packed: bool) -> tuple[float, float]:
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(5, VOCABULARY, (len(LENGTHS), max(LENGTHS)), generator=draw)
     never = torch.tensor(actor.head.forbidden_ids, dtype=torch.long)
@@ -166,15 +173,18 @@ def _differences(actor: Actor) -> tuple[float, float]:
     mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
     upstream = torch.randn(ids.shape, generator=draw) * mask
     actor.eval()
+    actor.pack_samples(is_packed)
     ours = actor(ids.masked_fill(~mask, PAD), mask).logprobs
+    trained = [value for value in actor.parameters() if value.requires_grad]
+    got = _gradient((ours * upstream).sum(), trained)
+    actor.pack_samples(False)
     theirs = torch.zeros_like(ours)
     for row, length in enumerate(LENGTHS):
         logits = actor.model(input_ids=ids[row : row + 1, :length], use_cache=False).logits[0]
         allowed = logits.float().index_fill(-1, never, -torch.inf).log_softmax(-1)
         theirs[row, 1:length] = allowed[:-1].gather(1, ids[row, 1:length, None])[:, 0]
-    trained = [value for value in actor.parameters() if value.requires_grad]
-    got, want = (_gradient((each * upstream).sum(), trained) for each in (ours, theirs))
-    return float((ours - theirs).abs().max()), float((got - want).norm() / want.norm())
+    want = _gradient((theirs * upstream).sum(), trained)
+    return float((ours - theirs).detach().abs().max()), float((got - want).norm() / want.norm())
 
 
 def _require_export(actor: Actor) -> None:

@@ -46,13 +46,13 @@ def assert_computed_right(verdict):
         ("gemma4", types.PACKED),
         ("glm46v", types.PACKED),
         ("llama4", types.PADDED),
-        ("lfm2_vl", types.PADDED),
-        ("qwen3_5_moe", types.PADDED),
+        ("lfm2_vl", types.PACKED),
+        ("qwen3_5_moe", types.PACKED),
         ("nemotron", types.PADDED),
         # No attention of torch's, a mask for each head, layers of three kinds.
-        ("gpt_oss", types.PADDED),
+        ("gpt_oss", types.PACKED),
         ("doge", types.PADDED),
-        ("recurrent_gemma", types.PADDED),
+        ("recurrent_gemma", types.PACKED),
         ("bert", types.REFUSED),
     ],
 )

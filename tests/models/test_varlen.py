@@ -85,7 +85,8 @@ def test_the_shape_of_a_model_is_that_of_its_heads():
 def test_recurrent_models_pad_whatever_the_kernel_does(monkeypatch):
     kernels.plant(monkeypatch, kernels.without_argument)
     trial = attention.try_packing(Qwen3NextConfig(num_hidden_layers=4), "cpu", bf16=True)
-    assert trial == KernelTrial(False, "Qwen3NextForCausalLM has layers of type linear_attention")
+    reason = "Qwen3NextForCausalLM may have layers that are called once per packed sequence"
+    assert trial == KernelTrial(False, reason)
 
 
 def decided(monkeypatch, kernel):

@@ -119,7 +119,9 @@ def test_models_that_mix_packed_sequences_are_known_by_their_configuration():
     config = Qwen3Config(num_hidden_layers=2)
     assert packing_hindrance(Qwen3ForCausalLM, config) is None
     config.layer_types = ["full_attention", "conv"]
-    assert packing_hindrance(Qwen3ForCausalLM, config) == "layers of type conv"
+    assert packing_hindrance(Qwen3ForCausalLM, config) is None
+    config.layer_types = ["full_attention", "chunked_attention"]
+    assert packing_hindrance(Qwen3ForCausalLM, config) == "layers of type chunked_attention"
 
 
 def test_the_shard_size_must_divide_the_processes():

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypedDict, Unpack, cast
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import (
+    LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING,
+    create_recurrent_attention_mask,
+    sdpa_mask,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lightrft.engines.hf.attention import UNFUSED_OPTIONS, fused_attention, set_text_attention
@@ -40,6 +45,7 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 MAX_SHORT_TOKENS = 128
 # Queries, keys and values of one stream: [1, heads, tokens, head_dim] each.
 QKV = tuple[Tensor, Tensor, Tensor]
+_packed: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,15 @@ class SequenceBounds:
         """Tokens of the longest sequence."""
         return max(b - a for a, b in zip(self.offsets, self.offsets[1:], strict=False))
 
+    def inputs(self) -> dict[str, object]:
+        """Return them as inputs of a model; kernels of recurrences know other names for them."""
+        if self.group is not None:
+            return {"sequence_bounds": self}
+        places = torch.arange(self.offsets[-1], device=self.offsets_tensor.device)
+        sequences = torch.bucketize(places, self.offsets_tensor[1:], out_int32=True, right=True)
+        cu_seq_lens = {"cu_seq_lens_q": self.offsets_tensor, "cu_seq_lens_k": self.offsets_tensor}
+        return {"sequence_bounds": self, **cu_seq_lens, "seq_idx": sequences[None]}
+
 
 class MissingBoundsError(ValueError):
     """Packed attention was called without the borders of the sequences."""
@@ -75,7 +90,7 @@ class AttentionOptions(TypedDict, total=False):
     Args:
         dropout, scaling: Share of weights to drop, and the factor of the products.
         sliding_window: Number of last tokens that a token sees, itself included; None is all.
-        softcap, s_aux: Must be None in packed attention, which does not support them.
+        softcap, s_aux: Cap of the products and sinks, which only the model's own function knows.
     """
 
     dropout: float
@@ -119,13 +134,17 @@ def packed_attention(
             "this model reads packed sequences: call it through its actor or critic, or give it "
             "back its attention by pack_samples(False)"
         )
-    is_other = any(options.get(name) is not None for name in UNFUSED_OPTIONS)
-    if is_other or not vars(module).get("is_causal", True):
-        raise LayoutRefusedError(
-            f"{type(module).__name__} computes attention with softcap, sinks or without causality, "
-            "which packed sequences do not support: train without packing_samples and sp_size"
-        )
+    _packed.add(module)
     group = sequence_bounds.group
+    is_other = any(options.get(name) is not None for name in UNFUSED_OPTIONS)
+    if not vars(module).get("is_causal", True) or (is_other and group is not None):
+        raise LayoutRefusedError(
+            f"{type(module).__name__} computes attention without causality, or with softcap or "
+            "sinks over several ranks: train without packing_samples and sp_size"
+        )
+    if is_other:
+        qkv = query, key, value
+        return _attend_unfused(module, qkv, sequence_bounds, options), None
     if group is not None:
         query, key, value = gather_sequence(query, key, value, group)
     is_varlen = has_varlen_kernel(query, key, value) and sequence_bounds.blocks is None
@@ -166,6 +185,25 @@ def attend_each(qkv: QKV, bounds: SequenceBounds, options: AttentionOptions) -> 
             )
         )
     return torch.cat(pieces, dim=2)
+
+
+def _attend_unfused(
+    module: nn.Module, qkv: QKV, bounds: SequenceBounds, options: AttentionOptions
+) -> Tensor:
+    """Call the model's eager attention for each sequence: [1, tokens, heads, head_dim]."""
+    pieces = []
+    for start, stop in zip(bounds.offsets, bounds.offsets[1:], strict=False):
+        q, k, v = (x[:, :, start:stop] for x in qkv)
+        blocks = None if bounds.blocks is None else bounds.blocks[start:stop]
+        mask = _visible(stop - start, options.get("sliding_window"), blocks, q.device)
+        mask = None if mask is None else mask[None, None]
+        pieces.append(fused_attention(module, q, k, v, mask, **options)[0])
+    return torch.cat(pieces, dim=1)
+
+
+def attends_packed(part: nn.Module) -> bool:
+    """Return whether packed attention has run inside a part of a model."""
+    return any(module in _packed for module in part.modules())
 
 
 def _visible(
@@ -227,11 +265,28 @@ def packing_hindrance(
         model_class: Class of the model.
         text_config: Configuration of its text part.
     """
-    kinds = set(text_config.to_dict().get("layer_types") or ()) - LAYER_TYPES
+    kinds = {kind for kind in _other_layers(text_config) if not _is_recurrent(kind)}
     if kinds:
         return f"layers of type {', '.join(sorted(kinds))}"
-    supports = model_class._supports_attention_backend and model_class._supports_flash_attn
-    return None if supports else "attention of its own"
+    return None if model_class._supports_flash_attn else "attention of its own"
+
+
+def has_other_layers(text: PreTrainedModel) -> bool:
+    """Return whether a text model may have layers that mix sequences, besides attention."""
+    return bool(_other_layers(text.config.get_text_config())) or not (
+        text._supports_attention_backend
+    )
+
+
+def _other_layers(text_config: PretrainedConfig) -> set[str]:
+    return set(text_config.to_dict().get("layer_types") or ()) - LAYER_TYPES
+
+
+def _is_recurrent(kind: str) -> bool:
+    """Return whether layers of a kind need no other mask than a recurrence's."""
+    masks = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.get(kind)
+    functions = masks.values() if isinstance(masks, dict) else [masks]
+    return create_recurrent_attention_mask in functions
 
 
 def try_packing(config: PretrainedConfig, device_type: str, *, bf16: bool) -> KernelTrial:
@@ -242,6 +297,9 @@ def try_packing(config: PretrainedConfig, device_type: str, *, bf16: bool) -> Ke
     hindrance = packing_hindrance(model_class, config.get_text_config())
     if hindrance is not None:
         return KernelTrial(False, f"{model_class.__name__} has {hindrance}")
+    if _other_layers(config.get_text_config()) or not model_class._supports_attention_backend:
+        reason = f"{model_class.__name__} may have layers that are called once per packed sequence"
+        return KernelTrial(False, reason)
     return try_kernel(KernelShape.of_model(config, device_type, bf16=bf16))
 
 
@@ -253,9 +311,16 @@ def use_packed_attention(model: PreTrainedModel, *, sp_size: int = 1) -> None:
         sp_size: Number of ranks that will share a sequence.
 
     Raises:
-        LayoutRefusedError: Tokens of the model see each other in ways other than attention, or the
-            heads cannot be distributed over the ranks.
+        LayoutRefusedError: Its attention cannot be packed, or the heads cannot be distributed over
+            the ranks.
     """
+    check_packable(model)
+    check_head_counts(model.config.get_text_config().num_attention_heads, sp_size)
+    set_text_attention(model, PACKED)
+
+
+def check_packable(model: PreTrainedModel) -> None:
+    """Raise LayoutRefusedError if the attention of a model cannot be packed."""
     config = model.config.get_text_config()
     # The vision tower may attend differently.
     text = language_model(trunk_of(model))
@@ -271,8 +336,6 @@ def use_packed_attention(model: PreTrainedModel, *, sp_size: int = 1) -> None:
             f"{type(model).__name__} attends from text to images, which packed sequences do not "
             "support: train without packing_samples and sp_size"
         )
-    check_head_counts(config.num_attention_heads, sp_size)
-    set_text_attention(model, PACKED)
 
 
 def short_attention(

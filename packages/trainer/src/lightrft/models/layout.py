@@ -164,7 +164,7 @@ class TokenLayout:
             is_causal: Whether no token sees a later one, whatever the inputs.
         """
         if self.bounds is not None:
-            return {"sequence_bounds": self.bounds}
+            return self.bounds.inputs()
         if is_causal and self.is_right_padded:
             return {}
         return {"attention_mask": self.attention_mask.long()}

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -28,7 +29,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightrft.engines.hf.attention import set_text_attention, unfused_layers
 from lightrft.models.actor import Actor
-from lightrft.models.attention import MissingBoundsError
+from lightrft.models.attention import PACKED, MissingBoundsError, check_packable, trunk_of
+from lightrft.models.by_sequence import separate_sequences
+from lightrft.models.layout import TokenLayout
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.sequence_model import SequenceModel, trunk_output
 from lightrft.models.ulysses import LayoutRefusedError
@@ -141,6 +144,16 @@ class Proof:
         after = self._as_run([self.rows[0].flip(0), *self.rows[1:]])
         return self._agreed(max(map(_distance, before[1:], after[1:])))
 
+    def separate_rows(self) -> None:
+        """Let layers that mix the sequences of a stream be called once for each; print them."""
+        names = separate_rows(self.inner, self.rows, self._through)
+        kinds = {type(self.inner.language_model.get_submodule(name)).__name__ for name in names}
+        if names:
+            self.context.print(
+                f"{len(names)} layers of {self.name} ({', '.join(sorted(kinds))}) are called once "
+                "per packed sequence"
+            )
+
     def _agreed(self, distance: float) -> float:
         return float(self.context.all_reduce(distance, "max"))
 
@@ -169,8 +182,7 @@ class Proof:
 
     def _as_run(self, rows: Sequence[Tensor], *, is_training: bool = False) -> list[Tensor]:
         """Return the [tokens] values of each row as the run computes them, all in one pass."""
-        token_ids = pad_sequence(list(rows), batch_first=True)
-        mask = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], True)
+        token_ids, mask = _padded(rows)
         function = None if isinstance(self.inner, Actor) else self._projections
         values = self._through(function, token_ids, mask, is_training=is_training)
         return [value[is_real] for value, is_real in zip(values, mask, strict=True)]
@@ -286,6 +298,19 @@ def _require_padding(proof: Proof, *, is_random: bool) -> None:
     )
 
 
+def pack_rows(proof: Proof) -> None:
+    """Pack the rows of a proved model; collective.
+
+    Layers besides attention that would mix rows are called once for each of them.
+
+    Raises:
+        LayoutRefusedError: See `require_packing`.
+    """
+    proof.separate_rows()
+    proof.inner.pack_samples()
+    require_packing(proof)
+
+
 def require_packing(proof: Proof) -> None:
     """Prove that rows in one stream are computed as alone; collective.
 
@@ -298,10 +323,7 @@ def require_packing(proof: Proof) -> None:
     try:
         changes = (proof.leak_between_rows(), True), (proof.distance_of_layout(), False)
     except MissingBoundsError as error:
-        raise LayoutRefusedError(
-            f"{proof.name} does not pass the borders of packed sequences to its attention: train "
-            "without packing_samples and sp_size"
-        ) from error
+        raise _not_passed(proof.name) from error
     for change, is_same_way in changes:
         if proof.exceeds(change, is_same_way=is_same_way):
             raise LayoutRefusedError(
@@ -309,6 +331,60 @@ def require_packing(proof: Proof) -> None:
                 f"{proof.numbers(change, is_same_way=is_same_way)}; train without packing_samples "
                 "and sp_size"
             )
+
+
+def separate_rows(
+    model: SequenceModel, rows: Sequence[Tensor], through: Callable[..., Tensor] | None = None
+) -> list[str]:
+    """Let layers of a model that mix the sequences of a stream be called once for each of them.
+
+    Args:
+        model: Model, which is changed in place.
+        rows: Rows to try it with, [tokens] int64 each.
+        through: Function that calls a function of the model, with its inputs, through what wraps
+            the model; None calls it directly.
+
+    Returns:
+        Names of the layers in its language model.
+
+    Raises:
+        LayoutRefusedError: See `separate_sequences`.
+    """
+    check_packable(model.pretrained)
+    trunk, layout = trunk_of(model.pretrained), TokenLayout.packed(*_padded(rows))
+    assert layout.bounds is not None
+
+    def run(_: Tensor) -> Tensor:
+        hidden: Tensor = trunk_output(trunk, layout).last_hidden_state
+        return hidden
+
+    before = model.config.get_text_config()._attn_implementation
+    set_text_attention(model.pretrained, PACKED)
+    try:
+        with torch.no_grad():
+            call = partial(through, run) if through else run
+            names = separate_sequences(
+                model.language_model, partial(call, layout.input_ids), layout.bounds
+            )
+    except MissingBoundsError as error:
+        raise _not_passed(type(model.pretrained).__name__) from error
+    finally:
+        set_text_attention(model.pretrained, before)
+    model.is_separated = True
+    return names
+
+
+def _not_passed(name: str) -> LayoutRefusedError:
+    return LayoutRefusedError(
+        f"{name} does not pass the borders of packed sequences to its attention: train without "
+        "packing_samples and sp_size"
+    )
+
+
+def _padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return token ids [rows, tokens], right-padded, and the bool mask of real tokens."""
+    is_real = [torch.ones_like(row, dtype=torch.bool) for row in rows]
+    return pad_sequence(list(rows), batch_first=True), pad_sequence(is_real, batch_first=True)
 
 
 def random_rows(model: SequenceModel, device: torch.device) -> list[Tensor]:

@@ -14,10 +14,12 @@ from torch.distributed import ProcessGroup
 
 from lightrft.config import ConfigError
 from lightrft.engines.hf.attention import set_text_attention
-from lightrft.engines.media.families import family_of
+from lightrft.engines.media.families import family_of, language_model
 from lightrft.engines.media.media import NO_MEDIA, RowMedia
-from lightrft.models.attention import use_packed_attention
+from lightrft.models.attention import has_other_layers, trunk_of, use_packed_attention
+from lightrft.models.by_sequence import BySequence
 from lightrft.models.layout import LayoutPolicy, TokenLayout
+from lightrft.models.ulysses import LayoutRefusedError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -42,6 +44,8 @@ class SequenceModel(nn.Module):
         self._plain_attention: str | None = None
         # Whether a proof has shown that it computes the same as the wrapped model.
         self.is_proved = False
+        # Whether layers that mix sequences were looked for; see `lightrft.models.by_sequence`.
+        self.is_separated = False
 
     @property
     @abstractmethod
@@ -52,6 +56,11 @@ class SequenceModel(nn.Module):
     def config(self) -> PretrainedConfig:
         """Configuration of the wrapped model."""
         return self.pretrained.config
+
+    @property
+    def language_model(self) -> PreTrainedModel:
+        """Trunk of the wrapped model that reads the tokens."""
+        return language_model(trunk_of(self.pretrained))
 
     @cached_property
     def reads_media(self) -> bool:
@@ -114,12 +123,29 @@ class SequenceModel(nn.Module):
     def _use_policy(self, policy: LayoutPolicy) -> None:
         if policy.is_packed:
             plain = self.pretrained.config.get_text_config()._attn_implementation
+            self._refuse_other_layers(policy)
             use_packed_attention(self.pretrained, sp_size=policy.sp_size)
             if not self.layout_policy.is_packed:
                 self._plain_attention = plain
         elif self.layout_policy.is_packed:
             set_text_attention(self.pretrained, self._plain_attention)
         self.layout_policy = policy
+
+    def _refuse_other_layers(self, policy: LayoutPolicy) -> None:
+        """Raise LayoutRefusedError if layers besides attention may read a stream wrongly."""
+        name, trunk = type(self.pretrained).__name__, self.language_model
+        if policy.sp_group is not None and (
+            has_other_layers(trunk) or any(isinstance(m, BySequence) for m in trunk.modules())
+        ):
+            raise LayoutRefusedError(
+                f"{name} may have layers with a state of the tokens before, which ranks do not "
+                "pass on: train without sp_size"
+            )
+        if not self.is_separated and has_other_layers(trunk):
+            raise LayoutRefusedError(
+                f"{name} may have layers that mix packed sequences: pack it by "
+                "lightrft.models.proof.pack_rows, which looks for them"
+            )
 
 
 def has_prefix(name: str, prefixes: Sequence[str]) -> bool:

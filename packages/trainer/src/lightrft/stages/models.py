@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightrft.config import BuildOptions, ConfigError, TrainConfig
 from lightrft.models import Actor, SequenceModel, load_causal_lm
 from lightrft.models.loading import ModelLoadError
-from lightrft.models.proof import Proof, prove_model, require_packing
+from lightrft.models.proof import Proof, pack_rows, prove_model
 from lightrft.models.sequence_model import freeze
 from lightrft.models.statements import vocabulary_of
 from lightrft.models.ulysses import LayoutRefusedError
@@ -206,9 +206,10 @@ def _packed(
     use_newer_kernel(KernelShape.of_model(model.config, device, bf16=bf16) for model, _ in proofs)
     try:
         for model, proof in proofs:
-            model.pack_samples()
-            if proof is not None:
-                require_packing(proof)
+            if proof is None:
+                model.pack_samples()
+            else:
+                pack_rows(proof)
     except LayoutRefusedError as refusal:
         if "packing_samples" not in context.chosen_options:
             raise ConfigError(f"packing_samples: {refusal}") from refusal

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from lightrft.engines.media.families import family_of
 from lightrft.engines.media.media import NO_MEDIA, EncodedPrompt, Media, RowMedia
 from lightrft.engines.media.sources import ImageSource
 from lightrft.models import ActorOutput
-from lightrft.models.loading import load_config, load_processor
+from lightrft.models.loading import has_processor, load_config, load_processor
 
 NUM_ROWS = 8
 # Unequal, so that ranks and micro-batches hold unequal numbers of tokens.
@@ -152,14 +153,14 @@ SIZES: tuple[tuple[tuple[int, int], ...], ...] = (
 
 
 def draw_prompts(path: str, seed: int) -> tuple[EncodedPrompt | None, ...]:
-    """Return prompts of the rows that have pictures of noise; () for a model of text.
+    """Return prompts of the rows that have pictures of noise; () for a model that reads none.
 
     Args:
-        path: Checkpoint of the model, with its processor.
+        path: Checkpoint of the model; without a processor it reads text.
         seed: Seed of the noise.
     """
     family = family_of(load_config(path))
-    if family is None or not family.reads:
+    if family is None or not family.reads or not has_processor(Path(path)):
         return ()
     encoder = PromptEncoder(load_processor(path), family)
     rng = np.random.default_rng(seed)

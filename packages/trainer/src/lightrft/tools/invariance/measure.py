@@ -22,10 +22,12 @@ from lightrft.engines.media.families import placeholder_ids
 from lightrft.engines.process_state import replaced_environment
 from lightrft.experience.minibatches import micro_slices
 from lightrft.models import Actor, ActorOutput, Critic, load_config
+from lightrft.models.by_sequence import refuse_gathered_layers
+from lightrft.models.proof import random_rows, separate_rows
 from lightrft.models.statements import vocabulary_of
 from lightrft.models.ulysses import LayoutRefusedError
 from lightrft.strategy import get_fake_strategy, get_strategy
-from lightrft.strategy.backend import Backend, PreparedModel, inner_module
+from lightrft.strategy.backend import Backend, PreparedModel, inner_module, wrapped_module
 from lightrft.strategy.model_training import ModelTraining
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.weight_sync.parameter_source import (
@@ -105,14 +107,18 @@ def prepare(
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             model.value_head.weight.normal_(0.0, 0.02, generator=generator)
-    model.pack_samples(cell.packs_samples)
+    if cell.packs_samples:
+        separate_rows(model, random_rows(model, torch.device("cpu")))
+        model.pack_samples()
     if cell.recomputes:
         model.gradient_checkpointing_enable()
     module: nn.Module = model.train()
     if training.backend.wraps_before_optimizer:
         size = 2 if cell.backend == "hsdp" else -1
         module = training.backend.prepare_model(module, is_training=True, shard_size=size)
-    return training.with_optimizer(module, make_optimizer(module))
+    ready = training.with_optimizer(module, make_optimizer(module))
+    refuse_gathered_layers(wrapped_module(ready))
+    return ready
 
 
 def take_step(

@@ -1,0 +1,275 @@
+"""Layers that would mix the sequences of a stream: found by trying, called once per sequence.
+
+Packed attention knows the borders of sequences. Other layers in which tokens see each other, such
+as recurrences and convolutions, may know them, too: they are passed `cu_seq_lens_q` and `seq_idx`,
+which kernels of flash-linear-attention and causal-conv1d read. Whether a layer keeps to the borders
+is measured: one sequence is changed, and no token of a later one may change.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from lightrft.models.attention import SequenceBounds, attends_packed
+from lightrft.models.ulysses import LayoutRefusedError
+
+# Inputs that tell the borders of sequences to a layer.
+BORDERS = ("sequence_bounds", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+# Change of a token's output, in norms of it and units of its dtype, that other tokens may cause by
+# the order of sums alone.
+NOISE = 8
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+class BySequence(nn.Module):
+    """Layer that is called once for each sequence of a stream; mixed into the layer's own class.
+
+    Attributes:
+        stream: Borders of the sequences of the stream that is read; None outside a stream.
+        attends: Whether packed attention, which needs borders, runs inside.
+    """
+
+    stream: SequenceBounds | None = None
+    attends = False
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Call the layer with the tokens of each sequence, and join its outputs."""
+        stream, call = self.stream, super().forward
+        if stream is None:
+            return call(*args, **kwargs)
+        others = {name: value for name, value in kwargs.items() if name not in BORDERS}
+        outputs: list[object] = []
+        for start, stop in zip(stream.offsets, stream.offsets[1:], strict=False):
+            cut = functools.partial(_cut, slice(start, stop), stream.offsets[-1])
+            borders = {"sequence_bounds": _alone(stream, stop - start)} if self.attends else {}
+            inputs = {name: cut(value) for name, value in others.items()}
+            outputs.append(call(*map(cut, args), **inputs, **borders))
+        return _joined(outputs, stream.offsets[-1])
+
+
+def _alone(stream: SequenceBounds, length: int) -> SequenceBounds:
+    """Return the borders of one sequence."""
+    offsets = stream.offsets_tensor.new_tensor([0, length])
+    return replace(stream, offsets=(0, length), offsets_tensor=offsets)
+
+
+def _cut(tokens: slice, num_tokens: int, value: object) -> object:
+    """Return the part of an argument that belongs to some tokens of a stream."""
+    if isinstance(value, tuple):
+        return tuple(_cut(tokens, num_tokens, each) for each in value)
+    if isinstance(value, Tensor) and value.shape[:2] == (1, num_tokens):
+        return value[:, tokens]
+    return value
+
+
+def _joined(outputs: Sequence[object], num_tokens: int) -> object:
+    """Return the outputs of the sequences joined along the tokens; what is of no token is left."""
+    first = outputs[0]
+    if isinstance(first, tuple):
+        parts = zip(*cast("Sequence[tuple[object, ...]]", outputs), strict=True)
+        return tuple(_joined(each, num_tokens) for each in parts)
+    tensors = [each for each in outputs if isinstance(each, Tensor) and each.ndim > 1]
+    if sum(each.shape[1] for each in tensors) != num_tokens:
+        return first
+    return torch.cat(tensors, dim=1)
+
+
+def call_by_sequence(parent: nn.Module, layer: nn.Module) -> None:
+    """Let a layer be called once for each sequence of a stream; it changes in place.
+
+    Args:
+        parent: Part around it that is passed the borders of the sequences as `sequence_bounds`.
+        layer: Layer that mixes sequences otherwise.
+    """
+    layer.__class__ = _class_by_sequence(type(layer))
+    vars(layer)["attends"] = attends_packed(layer)
+    if _enter not in parent._forward_pre_hooks.values():
+        parent.register_forward_pre_hook(_enter, with_kwargs=True)
+        parent.register_forward_hook(_leave, always_call=True)
+
+
+def _class_by_sequence(kind: type[nn.Module]) -> type[nn.Module]:
+    if kind not in _classes:
+        _classes[kind] = type(kind.__name__, (BySequence, kind), {"__module__": kind.__module__})
+    return _classes[kind]
+
+
+# Functions of modules alone: a copied model's hooks must act on the copy.
+def _enter(parent: nn.Module, _: object, kwargs: Mapping[str, object]) -> None:
+    _set_stream(parent, cast("SequenceBounds | None", kwargs.get("sequence_bounds")))
+
+
+def _leave(parent: nn.Module, *_: object) -> None:
+    _set_stream(parent, None)
+
+
+def _set_stream(parent: nn.Module, stream: SequenceBounds | None) -> None:
+    for layer in parent.children():
+        if isinstance(layer, BySequence):
+            layer.stream = stream
+        else:  # what lies in such a layer sees one sequence at a time
+            _set_stream(layer, stream)
+
+
+def separate_sequences(
+    trunk: nn.Module, run: Callable[[], object], stream: SequenceBounds
+) -> list[str]:
+    """Let the layers of a trunk that mix sequences be called once per sequence.
+
+    Args:
+        trunk: Trunk of a text model, with packed attention; it changes in place.
+        run: Function that runs it over a stream, always the same.
+        stream: Borders of the sequences, of which the first has several tokens.
+
+    Returns:
+        Names of the layers.
+
+    Raises:
+        LayoutRefusedError: A layer gets no borders of sequences, or its weights are gathered at
+            each call, and ranks have other numbers of sequences.
+    """
+    parts = _passed_borders(trunk, run)
+    separated: dict[nn.Module, str] = {}
+    while mixing := _mixing(parts, run, stream):
+        # Those without another in them: they mix by themselves.
+        innermost = [part for part in mixing if not mixing.intersection(_inside(part))]
+        parents = {part: _parent(part, parts) for part in innermost}
+        roots = [part for part, parent in parents.items() if parent is None]
+        children = {child: part for part in roots for child in part.children()}
+        layers = {part: parent for part, parent in parents.items() if parent is not None}
+        layers |= {child: children[child] for child in _mixing(set(children), run, stream)}
+        if layers.keys() <= separated.keys():
+            raise LayoutRefusedError(
+                f"{type(innermost[0]).__name__} mixes packed sequences, and no layer in it alone "
+                "does: train without packing_samples and sp_size"
+            )
+        names = {module: name for name, module in trunk.named_modules()}
+        for layer, parent in layers.items():
+            call_by_sequence(parent, layer)
+            separated[layer] = names[layer]
+    if not separated and not attends_packed(trunk):
+        raise LayoutRefusedError(
+            f"{type(trunk).__name__} has attention of its own, which would form a mask over all "
+            "packed sequences: train without packing_samples and sp_size"
+        )
+    refuse_gathered_layers(trunk)
+    return sorted(separated.values())
+
+
+def _inside(part: nn.Module) -> set[nn.Module]:
+    return set(part.modules()) - {part}
+
+
+def _parent(part: nn.Module, parts: set[nn.Module]) -> nn.Module | None:
+    """Return the smallest other part around a part."""
+    around = [other for other in parts if part in _inside(other)]
+    return min(around, key=lambda other: len(_inside(other)), default=None)
+
+
+def refuse_gathered_layers(model: nn.Module) -> None:
+    """Refuse layers whose weights all ranks gather at each call: ranks have other numbers of calls.
+
+    Raises:
+        LayoutRefusedError: DeepSpeed's stage 3 holds weights of layers called once per sequence.
+    """
+    for name, layer in model.named_modules():
+        is_called = isinstance(layer, BySequence)
+        if is_called and any("ds_id" in vars(weight) for weight in layer.parameters()):
+            raise LayoutRefusedError(
+                f"{type(layer).__name__} ({name}) is called once per packed sequence, and ZeRO "
+                "stage 3 gathers its weights at each call: train without packing_samples, or with "
+                "another strategy"
+            )
+
+
+def _passed_borders(trunk: nn.Module, run: Callable[[], object]) -> set[nn.Module]:
+    """Return the parts of a trunk that are passed the borders of sequences."""
+    passed: set[nn.Module] = set()
+
+    def look(part: nn.Module, _: object, inputs: Mapping[str, object]) -> None:
+        if inputs.get("sequence_bounds") is not None:
+            passed.add(part)
+
+    with _before_each(set(trunk.modules()) - {trunk}, look):
+        run()
+    return passed
+
+
+def _mixing(
+    parts: set[nn.Module], run: Callable[[], object], stream: SequenceBounds
+) -> set[nn.Module]:
+    """Return the parts in which tokens see others of another sequence."""
+    mixing: set[nn.Module] = set()
+    is_trying = False
+
+    def look(part: nn.Module, args: tuple[object, ...], inputs: Mapping[str, object]) -> None:
+        nonlocal is_trying
+        if not is_trying:
+            is_trying = True
+            if _mixes(part, args, inputs, stream):
+                mixing.add(part)
+            is_trying = False
+
+    with _before_each(parts, look):
+        run()
+    return mixing
+
+
+def _mixes(
+    part: nn.Module,
+    args: tuple[object, ...],
+    inputs: Mapping[str, object],
+    stream: SequenceBounds,
+) -> bool:
+    """Return whether later tokens change if those of the first sequence do."""
+    first, num_tokens = stream.offsets[1], stream.offsets[-1]
+
+    def later(num_changed: int) -> Tensor | None:
+        change = functools.partial(_changed, num_changed, num_tokens)
+        others = {name: change(value) for name, value in inputs.items()}
+        hidden = _hidden(part.forward(*map(change, args), **others), num_tokens)
+        return None if hidden is None else hidden[0, first:]
+
+    before, after = later(0), later(first)
+    if before is None or after is None:
+        return False
+    shifts, sizes = (x.float().norm(dim=-1) for x in (after - before, before))
+    return bool((shifts > NOISE * torch.finfo(before.dtype).eps * sizes).any())
+
+
+def _hidden(value: object, num_tokens: int) -> Tensor | None:
+    """Return the states of tokens, [1, tokens, hidden], of a value or output; None without."""
+    first = value[0] if isinstance(value, tuple) and value else value
+    if not isinstance(first, Tensor) or not first.is_floating_point() or first.ndim != 3:
+        return None
+    return first if first.shape[:2] == (1, num_tokens) else None
+
+
+def _changed(num_changed: int, num_tokens: int, value: object) -> object:
+    """Return an argument with other states of the first tokens."""
+    hidden = None if isinstance(value, tuple) else _hidden(value, num_tokens)
+    if hidden is None:
+        return value
+    # No change of sign, which a product of two projections would not show.
+    return torch.cat([hidden[:, :num_changed].flip(-1), hidden[:, num_changed:]], dim=1)
+
+
+@contextmanager
+def _before_each(
+    parts: Iterable[nn.Module],
+    look: Callable[[nn.Module, tuple[object, ...], Mapping[str, object]], None],
+) -> Iterator[None]:
+    """Call a function with each part and its inputs before it runs."""
+    with ExitStack() as stack:
+        for part in parts:
+            handle = part.register_forward_pre_hook(look, with_kwargs=True)
+            stack.callback(handle.remove)
+        yield

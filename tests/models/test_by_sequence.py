@@ -1,0 +1,174 @@
+"""Layers besides attention in which tokens see each other, in packed rows."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from tests.models.test_model_types import types
+from tests.models.tiny import tiny_config
+from torch import nn
+from transformers import Qwen3ForCausalLM
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from lightrft.models import Actor
+from lightrft.models.by_sequence import BySequence
+from lightrft.models.proof import pack_rows, prove_model
+from lightrft.models.ulysses import LayoutRefusedError
+from lightrft.strategy import get_fake_strategy
+
+ROWS = torch.arange(5, 5 + 3 * 14).view(3, 14)
+MASK = torch.arange(14) < torch.tensor([14, 9, 4])[:, None]
+
+
+def packed(model):
+    """Return an actor that packs, as a stage makes it."""
+    actor = Actor(model)
+    pack_rows(prove_model(actor, get_fake_strategy({}).context, is_random=False))
+    return actor
+
+
+def called_by_sequence(model):
+    return {type(layer).__name__ for layer in model.modules() if isinstance(layer, BySequence)}
+
+
+def step(actor):
+    """Return logprobs and gradients of a ragged batch."""
+    actor.zero_grad()
+    logprobs = actor(ROWS, MASK).logprobs
+    (logprobs * torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)).sum().backward()
+    gradients = [p.grad for p in actor.parameters() if p.grad is not None]
+    return logprobs.detach(), torch.cat([gradient.flatten() for gradient in gradients])
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize(
+    "model_type, layers",
+    [
+        ("qwen3_5_text", {"Qwen3_5GatedDeltaNet"}),
+        ("nemotron_h", {"NemotronHMamba2Mixer"}),
+        ("lfm2", {"Lfm2ShortConv"}),
+        # Attention with convolutions, and a convolution before a recurrence.
+        ("zaya", {"ZayaAttention"}),
+        ("recurrent_gemma", {"RecurrentGemmaRecurrentBlock"}),
+    ],
+)
+def test_recurrences_and_convolutions_compute_each_packed_row_alone(
+    model_type, layers, recomputes, capsys
+):
+    plain = Actor(types.tiny_model(model_type).train())
+    actor = packed(types.tiny_model(model_type).train())
+    assert called_by_sequence(actor) == layers
+    assert f"({', '.join(layers)}) are called once per packed sequence" in capsys.readouterr().out
+    if recomputes:
+        actor.gradient_checkpointing_enable()
+    for ours, theirs in zip(step(actor), step(plain), strict=True):
+        assert (ours - theirs).norm() < 1e-5 * theirs.norm()
+    # Rows of other numbers, and padded ones.
+    actor.pack_samples(False)
+    assert (step(actor)[0] - step(plain)[0]).abs().max() < 2e-5
+
+
+def test_a_copy_runs_its_own_layers():
+    actor = packed(types.tiny_model("lfm2"))
+    copied = deepcopy(actor)
+    before = actor(ROWS, MASK).logprobs
+    with torch.no_grad():
+        for value in copied.parameters():
+            value.mul_(0.5)
+    assert (copied(ROWS, MASK).logprobs - before).abs().max() > 0.01
+    assert torch.equal(actor(ROWS, MASK).logprobs, before)
+
+
+def by_index(function, name, axis):
+    """Return a function over streams that reads the borders which transformers passes as `name`."""
+
+    def run(*tensors, **options):
+        index = options[name]
+        lengths = index.diff() if name == "cu_seqlens" else index[0].bincount()
+        pieces = zip(*(x.split(lengths.tolist(), axis) for x in tensors[:1]), strict=True)
+        if name == "seq_idx":
+            return torch.cat([function(*p, *tensors[1:], **options) for p in pieces], dim=axis)
+        names = [key for key in ("g", "beta") if key in options]
+        cut = [x.split(lengths.tolist(), axis) for x in (*tensors, *map(options.get, names))]
+        outputs = []
+        for parts in zip(*cut, strict=True):
+            sizes = dict(zip(names, parts[len(tensors) :], strict=True))
+            outputs.append(function(*parts[: len(tensors)], **options | sizes)[0])
+        return torch.cat(outputs, dim=axis), None
+
+    return run
+
+
+def test_kernels_that_know_the_borders_read_the_stream_at_once(monkeypatch):
+    rule, convolution = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
+    expected = step(Actor(types.tiny_model("qwen3_5_text").train()))
+    model = types.tiny_model("qwen3_5_text").train()
+    own = {name: getattr(modeling_qwen3_5, name) for name in (rule, convolution)}
+    kernels = {
+        rule: by_index(own[rule], "cu_seqlens", 1),
+        convolution: by_index(own[convolution], "seq_idx", 2),
+    }
+    actor = Actor(model)
+    proof = prove_model(actor, get_fake_strategy({}).context, is_random=False)
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(modeling_qwen3_5, name, kernel)
+    pack_rows(proof)
+    assert called_by_sequence(actor) == set()
+    for ours, theirs in zip(step(actor), expected, strict=True):
+        assert (ours - theirs).norm() < 1e-5 * theirs.norm()
+
+
+class Blurred(nn.Module):
+    """Layer of nobody's: each token sees a thousandth of the one before it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden):
+        before = nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1]
+        return self.layer(hidden + 1e-3 * before)
+
+
+def stranger(place):
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(tiny_config("qwen3", pad_token_id=0))
+    if place == "layer":
+        model.model.layers[1].mlp = Blurred(model.model.layers[1].mlp)
+    else:
+        model.model.norm = Blurred(model.model.norm)
+    return model
+
+
+def test_a_layer_that_nobody_knows_is_called_by_sequence():
+    actor, plain = packed(stranger("layer").train()), Actor(stranger("layer").train())
+    assert called_by_sequence(actor) == {"Blurred"}
+    for ours, theirs in zip(step(actor), step(plain), strict=True):
+        assert (ours - theirs).norm() < 1e-5 * theirs.norm()
+
+
+def test_a_leak_of_one_token_that_no_layer_causes_is_refused_with_the_number():
+    with pytest.raises(LayoutRefusedError, match=r"mixes packed sequences: max .d log p. = .*e-0"):
+        packed(stranger("trunk"))
+
+
+def test_weights_that_are_gathered_at_each_call_are_refused():
+    actor = Actor(types.tiny_model("lfm2"))
+    proof = prove_model(actor, get_fake_strategy({}).context, is_random=False)
+    for value in actor.parameters():
+        value.ds_id = 0
+    with pytest.raises(LayoutRefusedError, match=r"Lfm2ShortConv .layers.0.conv. .* ZeRO"):
+        pack_rows(proof)
+
+
+def test_a_model_is_not_packed_before_its_layers_were_tried():
+    with pytest.raises(LayoutRefusedError, match="Lfm2ForCausalLM may have layers that mix"):
+        Actor(types.tiny_model("lfm2")).pack_samples()
+
+
+def test_a_state_of_earlier_tokens_cannot_be_shared_by_ranks():
+    actor = packed(types.tiny_model("lfm2"))
+    with pytest.raises(
+        LayoutRefusedError, match="a state of the tokens before, which ranks do not"
+    ):
+        actor.share_sequences(object())
