@@ -92,8 +92,8 @@ def test_a_packed_model_called_past_its_actor_refuses(checkpoint):
 def test_models_that_would_mix_sequences_are_refused(checkpoint):
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     config = copy.deepcopy(model.config)
-    config.layer_types = ["full_attention", "linear_attention"]
+    config.layer_types = ["full_attention", "chunked_attention"]
     model.config = config
-    with pytest.raises(ValueError, match="linear_attention"):
+    with pytest.raises(ValueError, match="chunked_attention"):
         Actor(model).pack_samples()
     assert config._attn_implementation != PACKED

