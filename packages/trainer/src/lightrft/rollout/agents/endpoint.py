@@ -27,7 +27,6 @@ from lightrft.rollout.agents.messages import (
     read_chat,
     read_json,
     read_text,
-    refused,
 )
 from lightrft.rollout.agents.replies import reply
 from lightrft.rollout.agents.responses_api import read_response, reply_response
@@ -236,6 +235,3 @@ def too_long(num_tokens: int, limit: int) -> HttpError:
         f"the conversation has {num_tokens} tokens, and an episode at most {limit}: no answer fits",
         code="context_length_exceeded",
     )
-
-
-__all__ = ["MODEL_NAME", "Endpoint", "KeyHolder", "WaitingCall", "refused", "too_long"]

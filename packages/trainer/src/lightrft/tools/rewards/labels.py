@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
 from lightrft.rewards.types import Labels, RewardError
@@ -9,16 +10,16 @@ from lightrft.rewards.types import Labels, RewardError
 Label = TypeVar("Label")
 
 
-class LabelReader(Generic[Label]):
+class LabelReader(ABC, Generic[Label]):
     """Base of rewards that compare responses with what their rows' labels hold."""
 
     name: str
     needs_labels = True
     how_to_label = "set --label_key"
 
+    @abstractmethod
     def read_label(self, label: str) -> Label:
         """Return what a label holds; raise a ValueError of one line if that is unusable."""
-        raise NotImplementedError
 
     def label_problem(self, label: str | None) -> str | None:
         """Return why no response to a row with this label can be right; None if one can."""

@@ -109,12 +109,12 @@ def _score(reward: RewardFunction, body: bytes) -> dict[str, object]:
     results = reward.score(*_arguments(body))
     decided = [result for result in results if result is not None]
     names = sorted({name for result in decided for name in result.components})
-    complete = [n for n in names if all(n in result.components for result in decided)]
     answer: dict[str, object] = {
         "rewards": [None if result is None else result.reward for result in results],
         "components": {
             name: [None if result is None else result.components[name] for result in results]
-            for name in complete
+            for name in names
+            if all(name in result.components for result in decided)
         },
     }
     if len(decided) < len(results):
