@@ -90,6 +90,16 @@ async def rewrites(client, row):
 
 
 @with_client
+async def compacts(client, row):
+    """The last answer goes on behind a summary, as if nothing had been before it."""
+    talk = [user(row["input"])]
+    short = [user("Summary: a long talk."), await client.ask(talk), user("More.")]
+    short.append(await client.ask(short))
+    await client.ask([*short, user("The end?")])
+    return 1.0
+
+
+@with_client
 async def parallel(client, row):
     """Several answers to one conversation at once, in any order, of which two go on."""
     start = [user(row["input"])]

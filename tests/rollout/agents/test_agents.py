@@ -59,6 +59,7 @@ def test_a_conversation_that_goes_on_is_one_row(stage):
     "agent, num_rows, num_calls",
     [
         ("rewrites", 2, 3),
+        ("compacts", 2, 3),
         ("parallel", 3, 5),
         ("samples_many", 3, 3),
         ("streams", 1, 1),

@@ -96,11 +96,16 @@ def test_calls_that_differ_are_numbered_whichever_comes_first():
     assert len(set(numbers)) == len(asked)
     assert numbers[1:6] == [number(**options) for options in asked[1:6]]
     assert numbers[0] == number()
-    rows = [row[0].request_id for row in talk.branches()]
-    other = conversations()
-    for options in reversed(asked):
-        ask(other, TALK, **options)
-    assert rows == [row[0].request_id for row in other.branches()]
+
+    def rows(asked):
+        talk, said = conversations(), [*TALK, {"role": "assistant", "content": "Yes."}]
+        for options in asked:
+            ask(talk, TALK, **options)
+        for options in asked:
+            ask(talk, [*said, {"role": "user", "content": f"{options}"}])
+        return [[turn.request_id for turn in row] for row in talk.branches()]
+
+    assert rows(asked) == rows(asked[3:] + asked[:3])
 
 
 def test_the_memory_of_an_episode_is_bounded(desk, monkeypatch):
