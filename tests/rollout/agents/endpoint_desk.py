@@ -1,10 +1,10 @@
 """An endpoint whose calls are answered by what a test says."""
 
+import contextlib
 import json
 import re
 import socket
 import threading
-import time
 
 import httpx
 from tests.datasets import chat_families as families
@@ -89,24 +89,19 @@ class Desk:
         headers = {"authorization": f"Bearer {key or self.key}"}
         return httpx.post(self.endpoint.server.address + path, json=body, headers=headers)
 
-    def raw(self, data, *, pause=None):
+    def serves(self):
+        """Whether a call is answered; it may be refused while others' ends are not known yet."""
+        with contextlib.suppress(httpx.HTTPError):
+            return self.post().status_code == 200
+
+    def raw(self, data):
         """Whatever comes back for raw bytes, until the server closes."""
-        port = self.endpoint.server.port
-        with socket.create_connection(("127.0.0.1", port), timeout=seconds(20)) as line:
-            for piece in data if isinstance(data, list) else [data]:
-                try:
-                    line.sendall(piece)
-                except OSError:
-                    break
-                if pause:
-                    time.sleep(pause)
-            found = b""
-            try:
-                while not is_whole(found) and (part := line.recv(65536)):
-                    found += part
-            except OSError:
-                pass
-            return found
+        address, found = ("127.0.0.1", self.endpoint.server.port), b""
+        with socket.create_connection(address, timeout=seconds(20)) as line:
+            line.sendall(data)
+            while not is_whole(found) and (part := line.recv(65536)):
+                found += part
+        return found
 
     def close(self):
         self.endpoint.events.put(None)

@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import httpx
@@ -127,7 +128,7 @@ def test_the_query_of_an_address_is_its_callers(serve):
 
 
 def test_requests_are_scored_one_by_one_and_those_beyond_the_bound_come_again(serve):
-    release, begun, statuses = threading.Event(), threading.Semaphore(0), []
+    release, begun = threading.Event(), threading.Semaphore(0)
 
     class Waits(Lengths):
         def score(self, *request):
@@ -135,21 +136,18 @@ def test_requests_are_scored_one_by_one_and_those_beyond_the_bound_come_again(se
             assert release.wait(seconds(20))
             return super().score(*request)
 
-    server = serve(Waits(), max_waiting=2)
-    clients = [
-        threading.Thread(target=lambda: statuses.append(post(server).status_code)) for _ in range(2)
-    ]
-    for client in clients:
-        client.start()
-    assert wait_until(lambda: server.http.num_waiting == 2)
-    assert begun.acquire(timeout=seconds(20))
-    assert not begun.acquire(blocking=False)
-    refused = post(server)
-    assert (refused.status_code, refused.headers["x-should-retry"]) == (429, "true")
-    release.set()
-    for client in clients:
-        client.join()
-    assert [*statuses, post(server).status_code] == [200] * 3
+    server = serve(reward := Waits(), max_waiting=2)
+    with ThreadPoolExecutor() as threads:
+        calls = [threads.submit(post, server) for _ in range(2)]
+        assert wait_until(lambda: server.http.num_waiting == 2)
+        assert begun.acquire(timeout=seconds(20))
+        assert not begun.acquire(blocking=False)
+        refused = post(server)
+        release.set()
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert [call.result().status_code for call in calls] == [200] * 2
+    assert post(server).status_code == 200
+    assert reward.num_calls == 3
 
 
 def test_a_token_is_asked_for_before_anything_is_read(serve, monkeypatch):

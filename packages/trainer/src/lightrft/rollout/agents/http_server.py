@@ -25,7 +25,10 @@ _ONCE = ("host", "authorization", "x-api-key", "content-type")
 # Statuses after which the same request may succeed.
 _TEMPORARY = (408, 429, 504)
 # Answer to a connection beyond the limit, whatever it asks.
-_FULL = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\n"
+    b"retry-after: 1\r\n\r\n"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,9 @@ def error_response(error: HttpError) -> HttpResponse:
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     fields = {"message": str(error), "type": kind, "param": None, "code": error.code}
     # OpenAI's clients retry after a 409, but here a retry only helps if the server is full or slow.
-    headers = [("x-should-retry", "true" if error.status in _TEMPORARY else "false")]
+    headers = [("x-should-retry", "false")]
+    if error.status in _TEMPORARY:
+        headers = [("x-should-retry", "true"), ("retry-after", "1")]
     if error.status == 401:
         headers.append(("www-authenticate", "Bearer"))
     # The outer type is Anthropic's.
