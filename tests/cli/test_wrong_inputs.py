@@ -758,22 +758,19 @@ OPTIONS_OF_STAGES = {
     **lines(DATA, "prefer | reward", {"--max_row_tokens 2": "all 2 pairs exceed max_row_tokens"}),
     **lines(
         DATA,
-        "sft",
-        {
-            "--max_row_tokens 2": "all 2 rows exceed max_row_tokens = 2",
-            "--eval_data odd.jsonl": "odd.jsonl:1",
-            "--prompt_data no.jsonl": "no.jsonl does not exist",
-            "--train_on assistant": "train_on assistant: rows with prompt",
-            "--train_on_regex x": "train_on_regex 'x' matches no token",
-        },
-    ),
-    **lines(
-        DATA,
         "",
         {
+            "sft --max_row_tokens 2": "all 2 rows exceed max_row_tokens = 2",
+            "sft --eval_data odd.jsonl": "odd.jsonl:1",
+            "sft --prompt_data no.jsonl": "no.jsonl does not exist",
+            "sft --train_on assistant": "train_on assistant: rows with prompt",
+            "sft --train_on_regex x": "train_on_regex 'x' matches no token",
             "reward --prompt_data folder": "folder",
             "eval model --reward_fn gsm8k --eval_data no.jsonl": "no.jsonl does not exist",
             "data check x.jsonl": "x.jsonl does not exist",
+            "data check odd.jsonl --stage prefer --pretrain model": "odd.jsonl:1: expected columns "
+            "chosen and rejected",
+            "data check odd.jsonl --stage sft --pretrain model": "1: expected a column messages",
         },
     ),
     **lines(
@@ -873,14 +870,6 @@ OPTIONS_OF_STAGES = {
             "--stage sft --max_row_tokens 1": "max_row_tokens: got 1, expected",
             "--stage sft --chat_template a.jinja": "a.jinja",
             "--stage distill --teacher nothing": "--teacher",
-        },
-    ),
-    **lines(
-        DATA,
-        "data check odd.jsonl --pretrain model",
-        {
-            "--stage prefer": "odd.jsonl:1: expected columns chosen and rejected",
-            "--stage sft": "odd.jsonl:1: expected a column messages",
         },
     ),
     **lines(
@@ -1285,8 +1274,13 @@ MEDIA = {
         "train on images --apply_chat_template --limit_mm_image_per_prompt 1",
         {'{"input": "?", "images": ["a.png", "a.png"]}': "2 images, more than --limit_mm_image_"},
     ),
-    **contents("train on texts", {'{"input": "?", "images": "a.png"}': "--text_only"}),
-    **contents("train on texts", {'{"input": "?", "audios": "a.wav"}': "--text_only"}),
+    **contents(
+        "train on texts",
+        {
+            '{"input": "?", "images": "a.png"}': "--text_only",
+            '{"input": "?", "audios": "a.wav"}': "--text_only",
+        },
+    ),
     **contents(
         "train on sounds --apply_chat_template --limit_mm_audio_per_prompt 1",
         {

@@ -20,6 +20,7 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer
 from lightrft.models import RewardModel
 from lightrft.reporting.metric_table import metric_row
 from lightrft.strategy import get_fake_strategy
+from lightrft.tools.report.charts import format_number
 from lightrft.tools.report.page import write_report
 
 
@@ -61,16 +62,24 @@ def test_the_page_shows_the_held_out_numbers_of_a_reward_model(tmp_path, model, 
     assert not any(name.startswith("bin_") for name in names)
     shown = [name for name in names if name.startswith("eval/")]
     assert len(shown) > 15
-    assert all(metric_row(name) is not None for name in shown)
+    assert all(map(metric_row, shown))
     page = write_report(tmp_path / "run").read_text()
-    assert "Calibration on held-out rows" in page
-    for title in ("Accuracy", "Score margin", "Calibration error"):
-        assert f"<h3>{title}</h3>" in page
-    assert "Correlation of score and length" in page
-    assert "lightrft reward --config" in page
     last = json.loads(lines[-1])
-    place = next(name for name in last if name.startswith("eval/bin_accuracy/"))
-    assert f"<td>{place.rpartition('/')[2]} to " in page
+    place = next(name[-2:] for name in last if name.startswith("eval/bin_accuracy/"))
+    cells = [
+        format_number(last[f"eval/bin_{x}/{place}"]) for x in ("share", "confidence", "accuracy")
+    ]
+    for text in (
+        "Calibration on held-out rows",
+        f"<td>{place} to ",
+        '</td><td class="number">'.join([" %", *cells]),
+        "<h3>Accuracy</h3>",
+        "<h3>Score margin</h3>",
+        "<h3>Calibration error</h3>",
+        "Correlation of score and length",
+        "lightrft reward --config",
+    ):
+        assert text in page
 
 
 def test_scores_of_steps_are_those_of_a_token_classifier(tmp_path, model):

@@ -37,7 +37,7 @@ MODELS = ("qwen3", "qwen3-tied", "llama", "llama-tied", "moe")
 BF16_BOUNDS = Deviations(
     outputs=0.06, loss=0.02, weights=0.03, gradient=0.03, gradient_tensor=0.25, update=0.35
 )
-NOTHING = Deviations(**dict.fromkeys(Deviations.__dataclass_fields__, 0.0))
+NOTHING = Deviations(*[0.0] * 6)
 PLAIN_BF16_BOUNDS = replace(BF16_BOUNDS, loss=0.01, gradient_tensor=0.07)
 BACKENDS = {
     # backend: (numbers of processes, smallest is what one process can tell)
@@ -141,10 +141,10 @@ def moment_deviations(found, expected):
 
 def measure_with_moments(rank, world_size, work):
     """Deviations of each cell with the larger one of Adam's moments."""
-    left, largest = list(work), []
+    left, largest = iter(work), []
 
     def look(training, ready):
-        expected = load_file(f"{left.pop(0)[2]}.moments")
+        expected = load_file(f"{next(left)[2]}.moments")
         largest.append(max(moment_deviations(moments_of(training, ready), expected)))
 
     with after_adam(look):
@@ -329,7 +329,6 @@ def test_the_reference_is_what_autograd_says_row_by_row_in_float64(models):
     ],
 )
 def test_planted_differences_are_caught(planted, caught, models, monkeypatch):
-    path, reference = str(models / "qwen3"), str(models / "qwen3.actor")
     prepare, share = measure.prepare, measure.loss_share
     if planted == "one row left out":
 
@@ -365,7 +364,7 @@ def test_planted_differences_are_caught(planted, caught, models, monkeypatch):
             return ready
 
         monkeypatch.setattr(measure, "prepare", scaled)
-    ((found),) = measure_cells(0, 1, [(Cell(), path, reference)])
+    ((found),) = measure_cells(0, 1, [(Cell(), str(models / "qwen3"), str(models / "qwen3.actor"))])
     assert caught <= set(found.above(FP32_BOUNDS))
 
 
