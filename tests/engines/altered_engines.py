@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from transformers.cache_utils import LinearAttentionLayer
+
 from lightrft.engines import EngineConfig
 from lightrft.engines.hf.engine import HFEngine
 
@@ -52,3 +54,16 @@ def plant(strategy, actor, engine_class):
     strategy.inference_engine = engine = embedded(module, engine_class)
     strategy.update_engine_weights(actor)
     return engine
+
+
+def no_convolution(monkeypatch):
+    """A decoded token sees no earlier one in convolutions."""
+    update = LinearAttentionLayer.update_conv_state
+
+    def losing(self, conv_states, *args, **options):
+        states = update(self, conv_states, *args, **options)
+        for state in self.conv_states.values():
+            state.zero_()
+        return states
+
+    monkeypatch.setattr(LinearAttentionLayer, "update_conv_state", losing)

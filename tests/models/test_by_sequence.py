@@ -4,7 +4,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from tests.models.test_model_types import types
+from tests.models.all_types import types
 from tests.models.tiny import tiny_config
 from torch import nn
 from transformers import Qwen3ForCausalLM
@@ -47,8 +47,7 @@ def step(actor):
         ("qwen3_5_text", {"Qwen3_5GatedDeltaNet"}),
         ("nemotron_h", {"NemotronHMamba2Mixer"}),
         ("lfm2", {"Lfm2ShortConv"}),
-        # Attention with convolutions, and a convolution before a recurrence.
-        ("zaya", {"ZayaAttention"}),
+        # A convolution before a recurrence.
         ("recurrent_gemma", {"RecurrentGemmaRecurrentBlock"}),
     ],
 )

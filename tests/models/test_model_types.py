@@ -1,15 +1,13 @@
 """Every type of the installed transformers trains as transformers computes it, or is refused."""
 
-import importlib.util
 import json
 import shutil
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from tests.models.all_types import types
 from tests.models.vision.tiny_families import write_tiny_vision_model
 from tests.stages.test_proof_at_load import POLICY
 
@@ -27,11 +25,6 @@ from lightrft.tools.invariance.batch import draw_prompts
 from lightrft.tools.model_presets import byte_level_tokenizer
 from lightrft.trainer import train
 
-ROOT = Path(__file__).resolve().parents[2]
-_SPEC = importlib.util.spec_from_file_location("model_types", ROOT / "scripts/model_types.py")
-types = importlib.util.module_from_spec(_SPEC)
-sys.modules["model_types"] = types
-_SPEC.loader.exec_module(types)
 ACCEPTED = (types.PACKED, types.PADDED)
 
 

@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 from lightrft.engines.hf.attention import GROUPED, use_attention
 from lightrft.engines.hf.forward import ModelTraits
 from lightrft.models import Actor, Critic
-from lightrft.models.attention import SHORT, use_short_attention
+from lightrft.models.attention import SHORT, SequenceBounds, packed_attention, use_short_attention
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.proof import pack_rows, prove_model, require_packing
 from lightrft.models.ulysses import LayoutRefusedError
@@ -238,6 +238,11 @@ def test_caps_of_attention_act_in_trainer_and_engine(cap, capsys, monkeypatch):
     proof = prove(actor)
     assert "attention of Gemma2ForCausalLM is transformers' eager one" in capsys.readouterr().out
     pack_rows(proof)
+    bounds = SequenceBounds((0, 2), torch.tensor([0, 2]), group=object())
+    with pytest.raises(LayoutRefusedError, match="a softcap or sinks over several ranks"):
+        packed_attention(
+            model, *[torch.ones(1, 1, 2, 4)] * 3, None, sequence_bounds=bounds, softcap=cap
+        )
 
 
 def test_attention_that_ignores_what_is_asked_for_falls_to_the_eager_one(capsys):

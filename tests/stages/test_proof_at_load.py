@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from tests.engines.altered_engines import no_convolution
 from tests.models.tiny import SHAPE
 from tests.stages.reward import reward_world
 from tests.stages.stage_world import STILL
@@ -18,6 +19,7 @@ from lightrft.models.head_transform import HeadTransform
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.sequence_model import trunk_output
 from lightrft.strategy import get_fake_strategy
+from lightrft.strategy.weight_sync.verification import WeightSyncError
 from lightrft.tools.model_presets import byte_level_tokenizer, random_model, save_checked
 from lightrft.trainer import train
 
@@ -181,24 +183,32 @@ def test_a_head_that_computes_otherwise_is_refused_in_one_line(
     assert text.count("the head computes other log-probabilities than Gemma2ForCausalLM") == 1
 
 
-def test_packing_by_the_machine_is_switched_off_and_said_in_a_line(capsys):
+def test_packing_by_the_machine_is_switched_off_and_said_in_a_line(capsys, monkeypatch):
     builder, items, options = CASES["sft"]
     strategy = get_fake_strategy(STILL)
-    model = tiny("recurrent_gemma", {})
-    with pytest.raises(ConfigError, match="packing_samples: RecurrentGemmaForCausalLM mixes"):
+    model = tiny("qwen3", {})
+    leak_a_token(monkeypatch)
+    with pytest.raises(ConfigError, match="packing_samples: Qwen3ForCausalLM mixes"):
         builder(strategy, items, model=model, packing_samples=True, **options)
     strategy.context.chosen_options = {"packing_samples": "one kernel"}
     stage = builder(strategy, items, model=model, packing_samples=True, **options)
     assert stage.config.packing_samples is False
     assert not strategy.unwrap_model(stage.models.main.model).layout_policy.is_packed
-    line = (
-        "packing_samples = false: RecurrentGemmaForCausalLM mixes packed sequences: max |d log p|"
-    )
+    line = "packing_samples = false: Qwen3ForCausalLM mixes packed sequences: max |d log p|"
     assert line in capsys.readouterr().out
 
 
-def test_attention_with_caps_is_not_packed_and_says_so_at_the_start():
-    builder, items, options = CASES["sft"]
-    model = tiny("gemma2", {"attn_logit_softcapping": 2.0})
-    with pytest.raises(ConfigError, match="packing_samples: Gemma2Attention computes attention wi"):
-        builder(get_fake_strategy(STILL), items, model=model, packing_samples=True, **options)
+def test_a_cache_that_loses_its_convolution_is_refused_before_the_first_step(
+    monkeypatch, tmp_path, capsys
+):
+    model = saved(tmp_path, "lfm2", {"layer_types": ["conv", "full_attention"]})
+    no_convolution(monkeypatch)
+    with pytest.raises(WeightSyncError, match=r"cache of Lfm2ForCausalLM .* max .d log p. ="):
+        train(
+            model,
+            [{"input": f"Say {n}."} for n in range(4)],
+            lambda responses: [0.0 for _ in responses],
+            output_dir=str(tmp_path / "run"),
+            **POLICY,
+        )
+    assert "step 1" not in capsys.readouterr().out

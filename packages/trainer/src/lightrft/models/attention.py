@@ -139,7 +139,7 @@ def packed_attention(
     is_other = any(options.get(name) is not None for name in UNFUSED_OPTIONS)
     if not vars(module).get("is_causal", True) or (is_other and group is not None):
         raise LayoutRefusedError(
-            f"{type(module).__name__} computes attention without causality, or with softcap or "
+            f"{type(module).__name__} computes attention without causality, or with a softcap or "
             "sinks over several ranks: train without packing_samples and sp_size"
         )
     if is_other:

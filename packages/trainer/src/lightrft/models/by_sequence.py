@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -33,11 +32,9 @@ class BySequence(nn.Module):
 
     Attributes:
         stream: Borders of the sequences of the stream that is read; None outside a stream.
-        attends: Whether packed attention, which needs borders, runs inside.
     """
 
     stream: SequenceBounds | None = None
-    attends = False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: object, **kwargs: object) -> object:
@@ -49,16 +46,9 @@ class BySequence(nn.Module):
         outputs: list[object] = []
         for start, stop in zip(stream.offsets, stream.offsets[1:], strict=False):
             cut = functools.partial(_cut, slice(start, stop), stream.offsets[-1])
-            borders = {"sequence_bounds": _alone(stream, stop - start)} if self.attends else {}
             inputs = {name: cut(value) for name, value in others.items()}
-            outputs.append(call(*map(cut, args), **inputs, **borders))
+            outputs.append(call(*map(cut, args), **inputs))
         return _joined(outputs, stream.offsets[-1])
-
-
-def _alone(stream: SequenceBounds, length: int) -> SequenceBounds:
-    """Return the borders of one sequence."""
-    offsets = stream.offsets_tensor.new_tensor([0, length])
-    return replace(stream, offsets=(0, length), offsets_tensor=offsets)
 
 
 def _cut(tokens: slice, num_tokens: int, value: object) -> object:
@@ -90,7 +80,6 @@ def call_by_sequence(parent: nn.Module, layer: nn.Module) -> None:
         layer: Layer that mixes sequences otherwise.
     """
     layer.__class__ = _class_by_sequence(type(layer))
-    vars(layer)["attends"] = attends_packed(layer)
     if _enter not in parent._forward_pre_hooks.values():
         parent.register_forward_pre_hook(_enter, with_kwargs=True)
         parent.register_forward_hook(_leave, always_call=True)
@@ -146,11 +135,10 @@ def separate_sequences(
         children = {child: part for part in roots for child in part.children()}
         layers = {part: parent for part, parent in parents.items() if parent is not None}
         layers |= {child: children[child] for child in _mixing(set(children), run, stream)}
+        # Attention has the borders: if it mixes nevertheless, the proof refuses the model.
+        layers = {layer: parent for layer, parent in layers.items() if not attends_packed(layer)}
         if layers.keys() <= separated.keys():
-            raise LayoutRefusedError(
-                f"{type(innermost[0]).__name__} mixes packed sequences, and no layer in it alone "
-                "does: train without packing_samples and sp_size"
-            )
+            break
         names = {module: name for name, module in trunk.named_modules()}
         for layer, parent in layers.items():
             call_by_sequence(parent, layer)

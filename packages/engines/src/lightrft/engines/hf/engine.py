@@ -26,7 +26,9 @@ from lightrft.engines.hf.attention import use_attention
 from lightrft.engines.hf.decode import RowForward, StopRule, decode, stop_token_table
 from lightrft.engines.hf.forward import ModelTraits, PlainForward, WholeBatchForward
 from lightrft.engines.hf.layers import module_outputs
+from lightrft.engines.hf.padded import PaddedForward
 from lightrft.engines.hf.tower import use_fast_tower
+from lightrft.engines.hf.trial import can_pad
 from lightrft.engines.media.families import language_model_class
 from lightrft.engines.media.media import EncodedPrompt
 from lightrft.engines.rows import RawCompletion, RequestedSample
@@ -76,6 +78,7 @@ class HFEngine(RolloutEngine):
                 config.tensor_parallel_size,
             )
         self._traits = ModelTraits(self._model, config.vocabulary.num_tokens)
+        self._can_pad: bool | None = None
         self._rows_at_once = rows_at_once(config.options)
         self._read_limits(self._model.config, self._model.generation_config)
 
@@ -88,8 +91,11 @@ class HFEngine(RolloutEngine):
         """Yield rows as they finish."""
 
         def group(row: RequestedSample) -> int:
-            # Rows that cannot be dropped are decoded with others of the same length.
-            return 0 if self._traits.can_drop_rows else len(row.prompt)
+            # Other rows are decoded with those of the same length.
+            return 0 if self._pads(row) else len(row.prompt)
+
+        if not self._traits.can_drop_rows and self._can_pad is None:
+            self._can_pad = can_pad(self._model, self._traits)
 
         for _, chunk in groupby(sorted(rows, key=group), key=group):
             alike = list(chunk)
@@ -147,7 +153,7 @@ class HFEngine(RolloutEngine):
             ]
 
     def _forward(self, rows: Sequence[RequestedSample]) -> RowForward:
-        if not self._traits.can_drop_rows:
+        if not all(map(self._pads, rows)):
             prompts, media = [row.prompt for row in rows], [row.media for row in rows]
             return WholeBatchForward(self._model, self._traits, prompts, media)
         # Rows with the same prompt share one pass over it, even across requests.
@@ -156,7 +162,13 @@ class HFEngine(RolloutEngine):
             index_of.setdefault((row.prompt, row.media), len(index_of)) for row in rows
         ]
         prompts, media = [key[0] for key in index_of], [key[1] for key in index_of]
+        if not self._traits.can_drop_rows:
+            return PaddedForward(self._model, self._traits, prompts, prompt_of_row)
         return PlainForward(self._model, self._traits, prompts, prompt_of_row, media)
+
+    def _pads(self, row: RequestedSample) -> bool:
+        """Return whether a row can be decoded with rows of other lengths, and be dropped."""
+        return self._traits.can_drop_rows or (bool(self._can_pad) and row.media is None)
 
     def _stop_rule(self, params: SamplingParams, num_rows: int) -> StopRule:
         stop_ids = self._stop_ids(params)

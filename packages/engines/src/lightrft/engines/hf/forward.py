@@ -1,7 +1,6 @@
 """Cached forwards of a transformers model over rows of prompts."""
 
 import inspect
-import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -22,8 +21,6 @@ from lightrft.engines.media.inputs import (
     token_types,
 )
 
-_logger = logging.getLogger(__name__)
-_warned: set[str] = set()
 # Names by which forwards take their cache: every model since transformers 5.24; models of keys and
 # values, and of states, before. XLM's `cache` is a dictionary instead.
 _CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
@@ -36,6 +33,7 @@ class ModelTraits:
 
     Attributes:
         cache_argument: Name of its argument for the cache.
+        takes_positions: Whether it takes the places of tokens.
         can_drop_rows: Whether rows can be padded, repeated and dropped, because its cache keeps
             all keys and values of each row separately.
         head_arguments: Extra arguments that restrict the logits to the last position.
@@ -57,6 +55,7 @@ class ModelTraits:
                 f"takes none of {', '.join(_CACHE_ARGUMENTS)}"
             )
         self.cache_argument = caches[0]
+        self.takes_positions = "position_ids" in arguments
         self.head_arguments = {"logits_to_keep": 1} if "logits_to_keep" in arguments else {}
         self.family = family_of(model.config)
         self.num_tokens = num_tokens
@@ -68,18 +67,10 @@ class ModelTraits:
         self.can_drop_rows = (
             is_plain
             and self.cache_argument != "cache_params"
-            and "position_ids" in arguments
+            and self.takes_positions
             and text_config._attn_implementation in MASKED
             and not (self.family and (self.family.takes_types or self.family.attends_to_images))
         )
-        if not self.can_drop_rows and type(model).__name__ not in _warned:
-            _warned.add(type(model).__name__)
-            _logger.warning(
-                "%s has a cache that is not a plain list of keys and values, or an attention that "
-                "takes no mask: only prompts of equal length are decoded together, and finished "
-                "rows stay until the last one ends",
-                type(model).__name__,
-            )
 
     def last_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits of the next token: [rows, tokens, vocab] -> [rows, vocab]."""
@@ -150,7 +141,7 @@ def _with_room(
     return buffer
 
 
-class _CachedForward:
+class CachedForward:
     """Model with its cache and the media of its prompts.
 
     Args:
@@ -212,7 +203,7 @@ class _CachedForward:
         return self._traits.last_logits(output.logits)
 
 
-class PlainForward(_CachedForward):
+class PlainForward(CachedForward):
     """Forward over a cache of every key: rows can share a prompt, be padded and be dropped.
 
     Prompts are padded on the right, where a causal model cannot see the padding. The cache then
@@ -316,7 +307,7 @@ class PlainForward(_CachedForward):
             self._mask = self._mask[rows]
 
 
-class WholeBatchForward(_CachedForward):
+class WholeBatchForward(CachedForward):
     """Forward over any kind of cache: prompts have equal lengths, and rows stay to the end.
 
     Args:

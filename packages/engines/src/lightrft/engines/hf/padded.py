@@ -1,0 +1,70 @@
+"""Cached forward over prompts padded on the left, for caches of every kind.
+
+Transformers pads on the left where it generates: windows of attention and states of recurrences
+then end at the same place in all rows. `trial` decides which models it is right for.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from lightrft.engines.hf.forward import CachedForward, ModelTraits
+
+
+class PaddedForward(CachedForward):
+    """Forward whose prompts are padded on the left: rows can share a prompt and be dropped.
+
+    Args:
+        model: Model in eval mode.
+        traits: Traits of the model.
+        prompts: Distinct prompts of text, each not empty.
+        prompt_of_row: Index of each row's prompt.
+    """
+
+    can_drop_rows = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        traits: ModelTraits,
+        prompts: Sequence[Sequence[int]],
+        prompt_of_row: Sequence[int],
+    ) -> None:
+        super().__init__(model, traits, DynamicCache(config=model.config), prompts, ())
+        self._prompt_of_row = torch.tensor(prompt_of_row, device=self._device)
+        width = max(map(len, prompts))
+        lengths = torch.tensor([[len(prompt)] for prompt in prompts], device=self._device)
+        places = torch.arange(width, device=self._device) - (width - lengths)
+        self._places = places.clamp(min=0)
+        # [rows, tokens so far] int64, 0 on padding; None without padding.
+        self._mask = None if bool((lengths == width).all()) else (places >= 0).long()
+        self._input_ids = torch.tensor(
+            [[*[prompt[0]] * (width - len(prompt)), *prompt] for prompt in prompts],
+            device=self._device,
+        )
+
+    def start(self) -> torch.Tensor:
+        """Run each prompt once, then copy its cache to every row."""
+        logits = self._step(self._input_ids)
+        self._places = self._places[:, -1:]
+        self.keep(self._prompt_of_row)
+        return logits[self._prompt_of_row]
+
+    def advance(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Append one token to every row."""
+        self._places = self._places + 1
+        if self._mask is not None:
+            self._mask = torch.nn.functional.pad(self._mask, (0, 1), value=1)
+        return self._step(tokens[:, None])
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Keep only these rows."""
+        self._cache.reorder_cache(rows)
+        self._places = self._places[rows]
+        if self._mask is not None:
+            self._mask = self._mask[rows]
+
+    def _step(self, input_ids: torch.Tensor) -> torch.Tensor:
+        positions = {"position_ids": self._places} if self._traits.takes_positions else {}
+        return self._run(input_ids, attention_mask=self._mask, **positions)

@@ -1,0 +1,118 @@
+"""Trial of a model's cache: decoded tokens have the log-probabilities of the whole forward pass.
+
+Neither the class of a cache nor a signature tells what it does, so random rows are decoded, each
+alone and all together. Log-probabilities must agree to half of the digits of the model's dtype.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+
+from lightrft.engines.hf.decode import RowForward
+from lightrft.engines.hf.forward import ModelTraits, WholeBatchForward
+from lightrft.engines.hf.padded import PaddedForward
+
+_logger = logging.getLogger(__name__)
+# Numbers of tokens of the prompts, and of the steps before and after rows change their places.
+LENGTHS, NUM_STEPS = (11, 3, 7), (2, 2)
+LARGEST_TOKEN = 4096
+
+
+class CacheRefusedError(ValueError):
+    """A model's cache gives other log-probabilities than its whole forward pass."""
+
+
+@torch.inference_mode()
+def can_pad(model: PreTrainedModel, traits: ModelTraits) -> bool:
+    """Try a model; return whether prompts of other lengths can be decoded together.
+
+    Args:
+        model: Model in eval mode, with its weights.
+        traits: Traits of the model.
+
+    Raises:
+        CacheRefusedError: Rows that are decoded alone differ from the whole forward pass.
+    """
+    allowed = _tokens(model, traits)
+    drawn = torch.randint(
+        len(allowed),
+        (len(LENGTHS), max(LENGTHS) + sum(NUM_STEPS)),
+        generator=torch.Generator().manual_seed(0),
+    )
+    rows = [row[: n + sum(NUM_STEPS)] for n, row in zip(LENGTHS, allowed[drawn], strict=True)]
+    whole = torch.stack([_whole(model, traits, row) for row in rows])[..., allowed]
+    if not bool(whole.isfinite().all()):  # what samples tokens says so
+        return False
+    alone = torch.cat([_decoded(model, partial(_alone, model, traits), [row]) for row in rows])
+    limit = torch.finfo(model.dtype).eps ** 0.5 * max(1.0, float(whole.abs().max()))
+    change = _distance(alone[..., allowed], whole)
+    if not change <= limit:
+        raise CacheRefusedError(
+            f"the cache of {type(model).__name__} gives other log-probabilities than its whole "
+            f"forward pass: max |d log p| = {change:.2g}, at most {limit:.2g} is rounding; the hf "
+            "engine cannot sample from it: take another --engine_type"
+        )
+    try:
+        together = _decoded(model, partial(PaddedForward, model, traits), rows)[..., allowed]
+    except Exception as error:  # noqa: BLE001  the model's own code, with a mask it may not know
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    else:
+        change = _distance(together, whole)
+        if change <= limit:
+            return True
+        reason = f"max |d log p| = {change:.2g}, at most {limit:.2g} is rounding"
+    _logger.warning(
+        "%s computes other numbers for prompts with padding (%s): only prompts of equal length are "
+        "decoded together, and finished rows stay until the last one ends",
+        type(model).__name__,
+        reason,
+    )
+    return False
+
+
+def _tokens(model: PreTrainedModel, traits: ModelTraits) -> torch.Tensor:
+    """Return some tokens that may be sampled, [tokens] int64 on the host."""
+    size = min(traits.num_tokens or model.config.get_text_config().vocab_size, LARGEST_TOKEN)
+    forbidden = set[int]() if traits.forbidden is None else set(traits.forbidden.tolist())
+    return torch.tensor(sorted(set(range(size)) - forbidden))
+
+
+def _whole(model: PreTrainedModel, traits: ModelTraits, row: torch.Tensor) -> torch.Tensor:
+    """Return log-probabilities of the tokens after the prompt, [steps, vocab] on the host."""
+    logits = model(input_ids=row[None].to(model.device), use_cache=False).logits[0]
+    scores = traits.sampled(logits[-sum(NUM_STEPS) - 1 :]).float().log_softmax(-1)
+    return scores.cpu()
+
+
+def _alone(
+    model: PreTrainedModel,
+    traits: ModelTraits,
+    prompts: Sequence[Sequence[int]],
+    _: Sequence[int],
+) -> RowForward:
+    return WholeBatchForward(model, traits, prompts)
+
+
+def _decoded(
+    model: PreTrainedModel, forward_of: Callable[..., RowForward], rows: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Return log-probabilities of decoded rows, [rows, steps, vocab] on the host."""
+    prompts = [row[: -sum(NUM_STEPS)].tolist() for row in rows]
+    forward = forward_of(prompts, range(len(rows)))
+    later = torch.stack([row[-sum(NUM_STEPS) :] for row in rows]).to(model.device)
+    order = torch.arange(len(rows), device=model.device)
+    steps = [forward.start()]
+    for step in range(sum(NUM_STEPS)):
+        if step == NUM_STEPS[0] and forward.can_drop_rows:
+            order = order.flip(0)
+            forward.keep(order)
+        logits = forward.advance(later[order, step])
+        steps.append(logits[order])  # a reversed order is its own inverse
+    return torch.stack(steps, dim=1).float().log_softmax(-1).cpu()
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max().nan_to_num(nan=torch.inf))

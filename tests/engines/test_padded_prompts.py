@@ -1,0 +1,91 @@
+"""The embedded engine decodes prompts of unequal lengths together, whatever a model caches."""
+
+import logging
+
+import pytest
+import torch
+from tests.engines.altered_engines import embedded, no_convolution
+from tests.engines.plain_forward import largest_error, prompts
+from tests.models.all_types import types
+from transformers.cache_utils import CacheLayerMixin
+
+from lightrft.engines import SamplingParams
+from lightrft.engines.hf import engine as hf_engine
+from lightrft.engines.hf.padded import PaddedForward
+from lightrft.engines.hf.trial import CacheRefusedError
+
+REQUESTS = prompts(9, 3, 6, 3)
+PARAMS = SamplingParams(max_tokens=12, n=2)
+
+
+def of_type(model_type):
+    return types.tiny_model(model_type).eval()
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """Numbers of rows of the batches that are decoded, with padding and without."""
+    sizes = []
+
+    class Watched(PaddedForward):
+        def __init__(self, model, traits, batch, prompt_of_row):
+            sizes.append(len(prompt_of_row))
+            super().__init__(model, traits, batch, prompt_of_row)
+
+        def keep(self, rows):
+            sizes.append(len(rows))
+            super().keep(rows)
+
+    monkeypatch.setattr(hf_engine, "PaddedForward", Watched)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    # Recurrence, state-space model, convolution, windows, two in one layer, sinks.
+    "model_type",
+    ["qwen3_5_text", "nemotron_h", "lfm2", "gemma3_text", "falcon_h1", "gpt_oss"],
+)
+def test_rows_of_all_lengths_are_decoded_at_once_and_leave_as_they_end(model_type, batches):
+    model = of_type(model_type)
+    completions = embedded(model).generate(REQUESTS, PARAMS)
+    assert largest_error(model, completions) < 2e-4
+    # All rows share one batch, prompts are copied to their rows, and ended rows are dropped.
+    assert batches[:2] == [8, 8]
+    lengths = sorted(len(row.output_token_ids) for row in completions)
+    assert len(batches) > 2 or lengths[0] == lengths[-1]
+    for request in REQUESTS:
+        alone = embedded(model).generate([request], PARAMS)
+        ids = [c.output_token_ids for c in completions if c.request_id == request.request_id]
+        assert [c.output_token_ids for c in alone] == ids
+
+
+def exchanged_rows(monkeypatch):
+    """Keys of another row are read after rows have changed their places."""
+    monkeypatch.setattr(CacheLayerMixin, "reorder_cache", lambda self, rows: None)
+
+
+def test_a_cache_that_loses_its_convolution_is_refused_with_the_number(monkeypatch):
+    no_convolution(monkeypatch)
+    words = r"cache of Lfm2ForCausalLM gives other .* max .d log p. = \d.*, at most .* is rounding"
+    with pytest.raises(CacheRefusedError, match=words):
+        embedded(of_type("lfm2")).generate(REQUESTS, PARAMS)
+
+
+def test_rows_that_padding_or_dropping_would_change_are_decoded_by_length(
+    monkeypatch, caplog, batches
+):
+    exchanged_rows(monkeypatch)
+    model = of_type("gemma3_text")
+    with caplog.at_level(logging.WARNING, logger="lightrft.engines"):
+        completions = embedded(model).generate(REQUESTS, PARAMS)
+    assert "Gemma3ForCausalLM computes other numbers for prompts with padding" in caplog.text
+    assert largest_error(model, completions) < 2e-4
+    assert batches == []
+
+
+def test_weights_that_are_no_numbers_are_left_to_what_samples(caplog):
+    model = of_type("lfm2")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.fill_(torch.nan)
+    with pytest.raises(FloatingPointError):
+        embedded(model).generate(REQUESTS, PARAMS)
