@@ -96,7 +96,7 @@ FAULTS = {
 def tiny(family, options):
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SHAPE, "pad_token_id": 0, **options})
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    return AutoModelForCausalLM.from_config(config)
 
 
 def build(stage, fault):

@@ -138,7 +138,7 @@ def test_versions_are_compared_as_numbers(version, is_good, monkeypatch):
 
 def test_a_missing_package_is_bad_only_if_nothing_works_without(monkeypatch):
     monkeypatch.setattr(machine_checks, "installed_version", lambda _: None)
-    names = machine_checks.VERSIONS
+    names = machine_checks.LIBRARIES
     verdicts = {name: machine_checks.version_check(name).examine().verdict for name in names}
     assert verdicts["torch"] is verdicts["transformers"] is Verdict.BAD
     assert verdicts["vllm"] is verdicts["deepspeed"] is Verdict.UNCHECKED

@@ -13,7 +13,6 @@ class EngineFacts:
     Args:
         builder: "module:name" of the function that starts it.
         package: Package that it needs, if any.
-        versions: Tested versions of the package, from and below.
         holds_adapters: Whether it holds LoRA adapters beside its weights.
         draws_min_p: Whether it can draw by a seed from the tokens that min_p keeps.
         spans_ranks: Whether the ranks of a group share one engine (tensor parallelism).
@@ -25,7 +24,6 @@ class EngineFacts:
 
     builder: str = ""
     package: str = ""
-    versions: tuple[tuple[int, ...], tuple[int, int]] = ((), (0, 0))
     holds_adapters: bool = False
     draws_min_p: bool = True
     spans_ranks: bool = False

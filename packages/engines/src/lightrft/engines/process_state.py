@@ -1,11 +1,9 @@
-"""Process state around a backend: required functions, and settings it must not change."""
+"""Process state around a backend: settings that it must not change."""
 
-import importlib
-import operator
 import os
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
@@ -69,34 +67,6 @@ def environment(defaults: Mapping[str, str]) -> Iterator[None]:
     absent = {name: value for name, value in defaults.items() if name not in os.environ}
     with replaced_environment(absent):
         yield
-
-
-def require_functions(needed: Mapping[str, Sequence[str]], package: str, remedy: str) -> None:
-    """Check that an installed backend has every function that is called.
-
-    Args:
-        needed: Module -> names in it, with dots for attributes.
-        package: Name of the backend.
-        remedy: Version to install.
-
-    Raises:
-        ImportError: A function is missing; the message names all, and the remedy.
-    """
-    paths = [(module, path) for module, paths in needed.items() for path in paths]
-    missing = [f"{module}.{path}" for module, path in paths if not _exists(module, path)]
-    if missing:
-        raise ImportError(
-            f"the installed {package} lacks {', '.join(missing)}; install {remedy}, or choose "
-            "engine_type='hf'"
-        )
-
-
-def _exists(module: str, path: str) -> bool:
-    try:
-        operator.attrgetter(path)(importlib.import_module(module))
-    except (ImportError, AttributeError):
-        return False
-    return True
 
 
 @contextmanager

@@ -80,6 +80,7 @@ def refuse(problems: Sequence[str], error: type[Exception]) -> None:
 # Errors of the packages below. One can only be raised once its module is loaded, so nothing is
 # imported here. Commands derive theirs from `CommandError`.
 ERROR_CODES: tuple[tuple[str, str, ExitCode], ...] = (
+    ("lightrft.engines.libraries", "LibraryError", ExitCode.PREFLIGHT),
     ("lightrft.config.files", "FileError", ExitCode.USAGE),
     ("lightrft.config.files", "FolderGoneError", ExitCode.PREFLIGHT),
     ("lightrft.config.options", "ConfigError", ExitCode.USAGE),
@@ -302,6 +303,10 @@ def run_guarded(program: str, body: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return ExitCode.BROKEN_PIPE
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the boundary to the shell
+        if isinstance(error, ImportError):
+            from lightrft.engines.libraries import explained
+
+            error = explained(error)
         code = exit_code_of(error)
         # Parts of the text may come from data, models, reward functions and other machines.
         text = printable(mask_address(describe(error)), limit=MAX_ERROR_CHARACTERS)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightrft.config import BuildOptions, ConfigError
+from lightrft.engines.libraries import check_library
 from lightrft.engines.types import AdapterShape
 from lightrft.models.actor import Actor
 from lightrft.models.adapter_files import (
@@ -209,6 +210,7 @@ def _inject(model: PreTrainedModel, config: BuildOptions, whole: Sequence[str]) 
             "--lora_rank needs the package peft, which is not installed: install lightrft[lora], "
             "or leave it out"
         ) from error
+    check_library("peft")
     names = target_layers(model, config.target_modules, frozen=config.freeze_prefix)
     if config.lora_path is not None:
         check_adapters(config, model, names, whole)

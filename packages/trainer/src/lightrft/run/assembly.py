@@ -24,6 +24,7 @@ from lightrft.config.files import held_folder
 from lightrft.config.parts.training import default_learning_rate
 from lightrft.config.registry import STAGES, START_HOOKS, keyword_options
 from lightrft.config.toml import write_whole
+from lightrft.engines.libraries import check_library
 from lightrft.reporting.alarms import run_verdict
 from lightrft.reporting.console import RunConsole
 from lightrft.reporting.files import (
@@ -141,8 +142,11 @@ def run_training(
         ConfigError: Options that cannot be run, or a used folder that they would spoil.
         DataError, ModelLoadError: Prompts, or a model or tokenizer, that cannot be read.
         RewardError: A reward function that cannot be loaded, or that fails.
+        LibraryError: torch or transformers lacks a name that is used.
     """
     require_callbacks(callbacks)
+    for library in ("torch", "transformers"):
+        check_library(library)
     config = config.with_installed_backend()
     if stage == "policy":
         config = config.overlapped(LaunchEnvironment.read().world_size)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightrft.engines.libraries import check_library
 from lightrft.engines.media.media import MediumKind
 
 if TYPE_CHECKING:
@@ -170,6 +171,7 @@ def _tiled_dummy(config: "PretrainedConfig", kind: MediumKind) -> TensorsByName:
     height, width = _image_size(config)
     if kind == "video":
         return {"pixel_values_videos": torch.zeros(1, 1, 3, height, width)}
+    check_library("transformers", "a picture of Llava-Next or Llava-OneVision")
     from transformers.models.llava_onevision.modeling_llava_onevision import (
         image_size_to_num_patches,
     )
@@ -345,6 +347,7 @@ def _sized_features(processor: "ProcessorMixin", tensors: Inputs) -> int:
 
 
 def _sized_facts(processor: "ProcessorMixin", sizes: Sizes) -> Facts:
+    check_library("transformers", "a picture of Mistral 3")
     from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
 
     settings = vars(processor)

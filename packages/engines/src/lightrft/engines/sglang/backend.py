@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightrft.engines.libraries import check_library
 from lightrft.engines.process_state import (
     environment,
     preserved_process_state,
     replaced_environment,
-    require_functions,
 )
 from lightrft.engines.rows import Limits
 from lightrft.engines.sampling import mix64
@@ -25,26 +25,6 @@ from lightrft.engines.types import EngineConfig
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
 
-KNOWN_VERSIONS = "0.5.21"
-_NEEDED: dict[str, tuple[str, ...]] = {
-    "sglang.srt.entrypoints.engine": (
-        "Engine.begin_weight_update",
-        "Engine.end_weight_update",
-        "Engine.update_weights_from_tensor",
-        "Engine.flush_cache",
-        "Engine.release_memory_occupation",
-        "Engine.resume_memory_occupation",
-        "Engine.run_scheduler_process_func",
-        "Engine.shutdown",
-    ),
-    "sglang.srt.managers.io_struct": ("GenerateReqInput.return_sampling_mask",),
-    "sglang.srt.model_executor.model_runner": ("ModelRunner.maybe_enable_batch_invariant_mode",),
-    "sglang.srt.layers.logits_processor": ("LogitsProcessor._get_logits",),
-    "sglang.srt.layers.sampler": ("murmur_hash32",),
-    "sglang.srt.utils": ("MultiprocessingSerializer.serialize",),
-    "sglang.srt.weight_sync.tensor_bucket": ("FlattenedTensorBucket",),
-    "sglang.srt.server_args": ("DETERMINISTIC_ATTENTION_BACKEND_CHOICES",),
-}
 # Set by the trainer's launcher; with them SGLang's processes would join the trainer's job.
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 _LAUNCHER_NAMES = (
@@ -66,7 +46,7 @@ def start_engine(config: EngineConfig, model_path: str, limits: Limits) -> Engin
         limits: Vocabulary and longest prompt plus completion.
 
     Raises:
-        ImportError: The installed SGLang lacks a needed function.
+        LibraryError: The installed SGLang lacks a needed name.
         ValueError: An option is unknown, reserved or malformed.
     """
     is_on_cpu = not torch.cuda.is_available()
@@ -75,7 +55,7 @@ def start_engine(config: EngineConfig, model_path: str, limits: Limits) -> Engin
         # Otherwise the sampler is compiled at its first call, for half a minute.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     with preserved_process_state(), replaced_environment(_hidden_variables()):
-        require_functions(_NEEDED, "SGLang", f"sglang=={KNOWN_VERSIONS}")
+        check_library("sglang")
         arguments = engine_arguments(
             config,
             model_path=model_path,

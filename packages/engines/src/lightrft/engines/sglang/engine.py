@@ -23,12 +23,7 @@ from lightrft.engines.rows import (
     first_job,
     stream_in_parts,
 )
-from lightrft.engines.sglang.backend import (
-    KNOWN_VERSIONS,
-    flattened,
-    generate_native,
-    start_engine,
-)
+from lightrft.engines.sglang.backend import flattened, generate_native, start_engine
 from lightrft.engines.types import (
     EngineConfig,
     EngineParameter,
@@ -117,7 +112,7 @@ class SGLangEngine(RolloutEngine):
             raise ValueError(
                 f"the sglang engine takes models of text: got a model of type "
                 f"{hf_config.model_type!r}, whose images could not be compared with the trainer's "
-                f"(without a GPU, SGLang {KNOWN_VERSIONS} registers no processor for them: its "
+                f"(without a GPU, SGLang registers no processor for them: its "
                 "kernel fused_sigmoid_mul_cpu is missing); use engine_type vllm or hf"
             )
         self._read_limits(hf_config, generation_config)

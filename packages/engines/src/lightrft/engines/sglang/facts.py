@@ -5,7 +5,6 @@ from lightrft.engines.facts import EngineFacts
 FACTS = EngineFacts(
     "lightrft.engines.sglang.engine:SGLangEngine",
     package="sglang",
-    versions=((0, 5, 21), (0, 6)),
     draws_min_p=False,
     spans_ranks=True,
     known_order="none",  # SGLang takes top_p of the mass before top_k

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightrft.engines.process_state import environment, preserved_process_state, require_functions
+from lightrft.engines.libraries import check_library
+from lightrft.engines.process_state import environment, preserved_process_state
 from lightrft.engines.rows import Limits
 from lightrft.engines.types import EngineConfig
 from lightrft.engines.vllm.media import name_tower
@@ -27,39 +28,6 @@ _CPU_DEFAULTS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCH_COMPILE_DISABLE": "1",
 }
-# Module -> names in it that this adapter calls.
-_NEEDED: dict[str, tuple[str, ...]] = {
-    "vllm": (
-        "LLM.collective_rpc",
-        "LLM.enqueue",
-        "LLM.reset_mm_cache",
-        "LLM.reset_prefix_cache",
-        "LLM.sleep",
-        "LLM.wake_up",
-        "SamplingParams",
-    ),
-    "vllm.v1.executor.uniproc_executor": ("ExecutorWithExternalLauncher._distributed_args",),
-    "vllm.v1.engine.llm_engine": (
-        "LLMEngine.abort_request",
-        "LLMEngine.has_unfinished_requests",
-        "LLMEngine.reset_encoder_cache",
-        "LLMEngine.step",
-    ),
-    "vllm.config": ("set_current_vllm_config",),
-    "vllm.engine.arg_utils": ("EngineArgs",),
-    "vllm.model_executor.model_loader.reload": (
-        "initialize_layerwise_reload",
-        "finalize_layerwise_reload",
-    ),
-    "vllm.distributed.parallel_state": (
-        "destroy_distributed_environment",
-        "destroy_model_parallel",
-        "get_tp_group",
-    ),
-    "vllm.model_executor.layers.vocab_parallel_embedding": ("VocabParallelEmbedding",),
-    "vllm.model_executor.models.utils": ("WeightsMapper.map_name",),
-}
-KNOWN_VERSIONS = "0.32.0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +119,7 @@ def start_backend(
         environment({"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}),
         rank_variables(),
     ):
-        require_functions(
-            _NEEDED, "vLLM", f"vllm=={KNOWN_VERSIONS} (or vllm-cpu=={KNOWN_VERSIONS})"
-        )
+        check_library("vllm")
         arguments = engine_arguments(
             config,
             model_path=model_path,

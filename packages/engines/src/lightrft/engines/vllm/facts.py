@@ -5,7 +5,6 @@ from lightrft.engines.facts import EngineFacts
 FACTS = EngineFacts(
     "lightrft.engines.vllm.engine:VLLMEngine",
     package="vllm",
-    versions=((0, 32), (0, 33)),
     holds_adapters=True,
     spans_ranks=True,
     needs_share=True,

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from lightrft.engines.libraries import check_library
 from lightrft.engines.process_state import environment, replaced_environment
 from lightrft.strategy.checkpoints.files import FileWriter
 from lightrft.strategy.distributed.collectives import ALONE, nonfinite_names, require_finite
@@ -38,6 +39,7 @@ def start(timeout: timedelta) -> None:
     if not torch.cuda.is_available():
         # Otherwise DeepSpeed detects it with a warning.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    check_library("deepspeed")
     import deepspeed
     import deepspeed.comm
     import deepspeed.ops

@@ -295,7 +295,7 @@ def frozen_state(folder: Path, begin: str = POLICY) -> dict[str, Tensor]:
 
 def _build(folder: Path, kind: AutoKind) -> PreTrainedModel:
     sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
-    options = {"dtype": torch.float64, "attn_implementation": "sdpa", "trust_remote_code": False}
+    options = {"dtype": torch.float64, "trust_remote_code": False}
     try:
         read_object(folder / "config.json")
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)

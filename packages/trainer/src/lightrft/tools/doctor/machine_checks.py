@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -15,20 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lightrft.cli.preflight import device_files, environment_problems
-from lightrft.engines.factory import ENGINES, engine_facts
+from lightrft.engines.factory import ENGINES
+from lightrft.engines.libraries import LIBRARIES, installed_version
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.doctor.check import Check, CheckResult, check_imports, checked, unchecked
 from lightrft.tools.rewards.sandbox import REMEDIES, Sandbox
 
 GIGABYTE = 1e9
-# Package -> (from, below, what it is needed for).
-VERSIONS = {
-    "torch": ((2, 11), (2, 14), "everything"),
-    "transformers": ((5, 12, 1), (5, 20), "models and tokenizers"),
-    "deepspeed": ((0, 19), (0, 20), "ZeRO; --fsdp does without"),
-}
-_ENGINES = {each.package: each.versions for each in map(engine_facts, ENGINES) if each.package}
-VERSIONS |= {name: (*bounds, f"--engine_type {name}") for name, bounds in _ENGINES.items()}
+_ENGINES = [name for name in ENGINES if name in LIBRARIES]
 REQUIRED = ("torch", "transformers")
 MIN_SHARED_MEMORY = 1.0 * GIGABYTE
 MIN_DISK = 20.0 * GIGABYTE
@@ -46,7 +39,7 @@ def machine_checks() -> list[Check]:
 def _package_checks() -> list[Check]:
     return [
         Check("Python", ">= 3.11, < 3.14", "uv python install 3.11", check_python),
-        *map(version_check, VERSIONS),
+        *map(version_check, LIBRARIES),
         Check(
             "imports",
             f"{LIBRARY_SECONDS:g} s",
@@ -120,50 +113,24 @@ def _host_checks() -> list[Check]:
     ]
 
 
-def numbers_of(version: str) -> tuple[int, ...]:
-    """Return the leading numbers: (2, 13, 0) of "2.13.0+cu130"."""
-    numbers = []
-    for part in version.split("+")[0].split("."):
-        digits = "".join(char for char in part if char.isdigit())
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
-
-
-def shown_version(numbers: tuple[int, ...]) -> str:
-    """Return (2, 13) as "2.13"."""
-    return ".".join(map(str, numbers))
-
-
-def installed_version(name: str) -> str | None:
-    """Return the version of a package or its build for processors; None if there is neither."""
-    for candidate in (name, f"{name}-cpu"):
-        try:
-            return importlib.metadata.version(candidate)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
 def check_python(numbers: tuple[int, int] = sys.version_info[:2]) -> CheckResult:
     """Check the interpreter's version."""
-    return checked((3, 11) <= numbers < (3, 14), shown_version(numbers))
+    return checked((3, 11) <= numbers < (3, 14), ".".join(map(str, numbers)))
 
 
 def version_check(name: str) -> Check:
     """Return the check that a package has a version that this release is tested with."""
-    low, high, purpose = VERSIONS[name]
+    library = LIBRARIES[name]
 
     def examine() -> CheckResult:
         version = installed_version(name)
         if version is None:
-            text = f"not installed (for {purpose})"
+            text = f"not installed (for {library.purpose})"
             return checked(False, text) if name in REQUIRED else unchecked(text)
-        return checked(low <= numbers_of(version) < high, version)
+        return checked(library.is_tested(version), version)
 
-    limit = f">= {shown_version(low)}, < {shown_version(high)}"
-    return Check(name, limit, f"install {name} {limit}, for {purpose}", examine)
+    remedy = f"install {name}{library.limits}, for {library.purpose}"
+    return Check(name, library.limits, remedy, examine)
 
 
 def import_check(name: str) -> Check:
@@ -209,7 +176,7 @@ def check_nccl() -> CheckResult:
     import torch
 
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return checked(version[:2] >= MIN_NCCL, shown_version(version))
+    return checked(version[:2] >= MIN_NCCL, ".".join(map(str, version)))
 
 
 def check_attention(device_type: str = "cuda") -> CheckResult:
