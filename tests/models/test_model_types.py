@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from tests.models.all_types import types
 from tests.models.vision.tiny_families import write_tiny_vision_model
+from tests.runs import lines
 from tests.stages.test_proof_at_load import POLICY
 
 from lightrft.cli.main import main
@@ -167,3 +168,27 @@ def test_images_that_a_model_cannot_take_are_refused_in_one_line(
     assert code == 4
     assert words in text
     assert "Traceback" not in text
+
+
+def lower_case(responses):
+    """Reward the share of lower-case letters."""
+    return [sum(map(str.islower, text)) / max(1, len(text)) for text in responses]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe", "gemma4"])
+def test_present_families_learn_with_packed_rows(model_type, tmp_path):
+    model = saved(tmp_path / "model", model_type)
+    options = {"rollout_batch_size": 4, "n_samples_per_prompt": 8, "train_batch_size": 32}
+    train(
+        model,
+        [{"input": "abc " * number} for number in range(1, 5)],
+        lower_case,
+        output_dir=str(tmp_path / "run"),
+        **{**POLICY, **options, "max_steps": None, "generate_max_len": 8},
+        num_episodes=20,
+        actor_learning_rate=1e-2,
+        packing_samples=True,
+    )
+    rewards = [row["reward"] for row in lines(tmp_path / "run/metrics.jsonl")]
+    assert sum(rewards[-3:]) > 2.5 * sum(rewards[:3])
