@@ -26,7 +26,8 @@ from lightrft.run.gpus import GB, GPUS
 from lightrft.tools.plan.advice import advise
 from lightrft.tools.plan.constants import CONSTANTS
 from lightrft.tools.plan.plan_command import count_table
-from lightrft.tools.plan.setup import SHAPES, Setup
+from lightrft.tools.plan.setup import Setup
+from lightrft.tools.plan.sizes import SHAPES
 from lightrft.utils.arguments import GROUPS
 
 FOLDER = Path(__file__).resolve().parent

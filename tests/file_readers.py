@@ -160,7 +160,7 @@ def make_model(folder):
 
 
 def plan_size(folder):
-    from lightrft.tools.plan.setup import read_model_size
+    from lightrft.tools.plan.sizes import read_model_size
 
     return read_model_size(str(folder / "m")).parameters
 

@@ -315,7 +315,7 @@ def run_trl(options: argparse.Namespace, size, tokens: int) -> None:
 
 def main() -> None:
     """Measure as the options say."""
-    from lightrft.tools.plan.setup import SHAPES, ModelSize
+    from lightrft.tools.plan.sizes import SHAPES, ModelSize
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kind", choices=["ours", "trl"])

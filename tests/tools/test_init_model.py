@@ -6,7 +6,7 @@ import torch
 from lightrft.cli.main import main
 from lightrft.tools.init_model_command import MEDIA_PRESETS, TEXT_PRESETS
 from lightrft.tools.model_presets import write_shape
-from lightrft.tools.plan.setup import SHAPES, ModelSize
+from lightrft.tools.plan.sizes import SHAPES, ModelSize
 
 
 @pytest.mark.parametrize("preset", TEXT_PRESETS)

@@ -20,7 +20,8 @@ from lightrft.tools.plan.memory import (
     plan_memory,
     with_tokens,
 )
-from lightrft.tools.plan.setup import PLANNED, SHAPES, ModelSize, Setup, read_model_size
+from lightrft.tools.plan.setup import PLANNED, Setup
+from lightrft.tools.plan.sizes import SHAPES, ModelSize, read_model_size
 from lightrft.tools.plan.start_check import check_budget, is_hopeless, machine_setup, settle
 
 

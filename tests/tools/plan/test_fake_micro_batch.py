@@ -9,7 +9,8 @@ from tests.machine import seconds
 
 from lightrft.config import TrainConfig
 from lightrft.tools.plan.memory import moments, resting, trunk_bytes
-from lightrft.tools.plan.setup import SHAPES, ModelSize, Setup
+from lightrft.tools.plan.setup import Setup
+from lightrft.tools.plan.sizes import SHAPES, ModelSize
 
 pytestmark = pytest.mark.shard("planning_fake")
 

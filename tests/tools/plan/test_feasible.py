@@ -13,7 +13,8 @@ from lightrft.run.gpus import GPUS
 from lightrft.tools.plan.advice import advise
 from lightrft.tools.plan.engine_room import engine_room
 from lightrft.tools.plan.memory import plan_memory
-from lightrft.tools.plan.setup import SHAPES, ModelSize, Setup
+from lightrft.tools.plan.setup import Setup
+from lightrft.tools.plan.sizes import SHAPES, ModelSize
 from lightrft.tools.plan.start_check import settle
 from lightrft.tools.plan.vision import VisionSize
 

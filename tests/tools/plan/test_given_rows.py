@@ -7,7 +7,8 @@ from tests.tools.plan.test_live_bytes import check
 
 from lightrft.tools.plan import setup as plan_setup
 from lightrft.tools.plan.memory import plan_memory, rank_bytes
-from lightrft.tools.plan.setup import ModelSize, Setup
+from lightrft.tools.plan.setup import Setup
+from lightrft.tools.plan.sizes import ModelSize
 
 pytestmark = pytest.mark.shard("planning")
 

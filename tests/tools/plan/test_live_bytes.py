@@ -6,7 +6,8 @@ from tests.tools.plan import two_ranks
 
 from lightrft.tools.plan import memory
 from lightrft.tools.plan.memory import moments, resting
-from lightrft.tools.plan.setup import ModelSize, Setup
+from lightrft.tools.plan.setup import Setup
+from lightrft.tools.plan.sizes import ModelSize
 
 pytestmark = pytest.mark.shard("planning")
 

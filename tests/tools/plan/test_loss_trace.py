@@ -13,7 +13,8 @@ from lightrft.kernels.logprob import policy_loss, triton_kernels
 from lightrft.kernels.logprob.product_engine import ProductEngine
 from lightrft.kernels.logprob.types import LogitsTransform
 from lightrft.tools.plan.memory import loss_bytes
-from lightrft.tools.plan.setup import SHAPES, Model
+from lightrft.tools.plan.setup import Model
+from lightrft.tools.plan.sizes import SHAPES
 
 pytestmark = [
     pytest.mark.triton,

@@ -16,12 +16,8 @@ from lightrft.tools.model_presets import write_tiny_model
 from lightrft.tools.plan.advice import advise, overlaps, remedies
 from lightrft.tools.plan.memory import gigabytes, plan_memory, with_budget
 from lightrft.tools.plan.plan_command import COUNTS, count_table
-from lightrft.tools.plan.setup import (
-    SHAPES,
-    WITHOUT_REFERENCE,
-    Setup,
-    read_model_size,
-)
+from lightrft.tools.plan.setup import WITHOUT_REFERENCE, Setup
+from lightrft.tools.plan.sizes import SHAPES, read_model_size
 from lightrft.tools.plan.start_check import settle
 
 

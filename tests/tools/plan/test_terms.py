@@ -15,7 +15,8 @@ from lightrft.models import Actor, LoraActor
 from lightrft.models.lora import is_factor
 from lightrft.models.sequence_model import freeze
 from lightrft.tools.plan.memory import MemoryTerm, head_bytes, plan_memory, tower_bytes
-from lightrft.tools.plan.setup import ModelSize, Setup
+from lightrft.tools.plan.setup import Setup
+from lightrft.tools.plan.sizes import ModelSize
 
 TEXT = {
     "vocab_size": 320,

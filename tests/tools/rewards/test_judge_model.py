@@ -25,7 +25,8 @@ from lightrft.config import TrainConfig
 from lightrft.rewards import RewardError, build_reward
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.plan.memory import MemoryTerm, model_terms
-from lightrft.tools.plan.setup import Setup, read_model_size
+from lightrft.tools.plan.setup import Setup
+from lightrft.tools.plan.sizes import read_model_size
 from lightrft.tools.rewards.judge import CACHE_FOLDER
 
 

@@ -83,7 +83,10 @@ def load_config(path: str) -> PretrainedConfig:
 
 def common_fields(config: PretrainedConfig) -> dict[str, object]:
     """Return the fields of a configuration, also under the names that most models use."""
-    fields: dict[str, object] = config.to_dict()
+    kind = type(config)
+    names = [n for n in dir(kind) if n[0] != "_" and isinstance(getattr(kind, n), property)]
+    # Some configurations count their layers in a property.
+    fields: dict[str, object] = {n: getattr(config, n, None) for n in names} | config.to_dict()
     text = config.get_text_config()
     if text is not config:
         fields["text_config"] = common_fields(text)

@@ -9,7 +9,7 @@ from lightrft.cli.launch import hide_progress_bars
 from lightrft.cli.options import Parser
 from lightrft.config.options import did_you_mean
 from lightrft.tools.commands import parser_of
-from lightrft.tools.plan.setup import SHAPES
+from lightrft.tools.plan.sizes import SHAPES
 
 TEXT_PRESETS = ("tiny-qwen3", "tiny-llama")
 MEDIA_PRESETS = ("tiny-qwen2.5-vl", "tiny-qwen2-audio")

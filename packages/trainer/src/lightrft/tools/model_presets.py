@@ -23,7 +23,7 @@ from transformers import (
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lightrft.models.loading import load_processor, save_pretrained
-from lightrft.tools.plan.setup import ModelSize
+from lightrft.tools.plan.sizes import ModelSize
 
 PAD, END, USER, ASSISTANT, SYSTEM = (
     "<|pad|>",

@@ -20,7 +20,7 @@ from lightrft.config.toml import write_whole
 from lightrft.models import load_config
 from lightrft.run.run_inputs import cache_folder
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.tools.plan.setup import read_model_size
+from lightrft.tools.plan.sizes import read_model_size
 
 # Smallest gain that is worth a line.
 MIN_GAIN = 1.05

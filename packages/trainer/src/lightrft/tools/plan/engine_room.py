@@ -25,6 +25,7 @@ class EngineRoom:
         graph_bytes: Bytes of CUDA graphs, which stay while the engine sleeps.
         activation_bytes: Bytes of the largest batch, which vLLM profiles at its start.
         token_bytes: Keys and values of one token on this rank.
+        state_bytes: States of recurrences and convolutions of one row on this rank.
         longest_tokens, mean_tokens: Tokens of the longest and of an average row.
         num_rows: Rows that this engine samples in a step.
     """
@@ -34,6 +35,7 @@ class EngineRoom:
     graph_bytes: float
     activation_bytes: float
     token_bytes: float
+    state_bytes: float
     longest_tokens: float
     mean_tokens: float
     num_rows: int
@@ -46,12 +48,12 @@ class EngineRoom:
     @property
     def rows(self) -> float:
         """Average rows that the cache holds; at most those of a step."""
-        return max(0.0, min(self.cache_tokens / self.mean_tokens, self.num_rows))
+        rows = (self.share_bytes - self.fixed_bytes) / self.row_bytes(self.mean_tokens)
+        return max(0.0, min(rows, self.num_rows))
 
-    @property
-    def cache_tokens(self) -> float:
-        """Tokens whose keys and values fit."""
-        return (self.share_bytes - self.fixed_bytes) / self.token_bytes
+    def row_bytes(self, num_tokens: float) -> float:
+        """Return what the cache keeps of a row of so many tokens."""
+        return self.token_bytes * num_tokens + self.state_bytes
 
     @property
     def useful_rows(self) -> int:
@@ -61,12 +63,12 @@ class EngineRoom:
     @property
     def least_bytes(self) -> float:
         """Smallest share with which it starts: vLLM refuses without room for one longest row."""
-        return self.fixed_bytes + self.token_bytes * self.longest_tokens
+        return self.fixed_bytes + self.row_bytes(self.longest_tokens)
 
     @property
     def useful_bytes(self) -> float:
         """Share with room for a useful number of average rows."""
-        rows = self.useful_rows * self.token_bytes * self.mean_tokens
+        rows = self.useful_rows * self.row_bytes(self.mean_tokens)
         return max(self.least_bytes, self.fixed_bytes + rows)
 
     def problem(self) -> str:
@@ -109,6 +111,7 @@ def engine_room(setup: Setup) -> EngineRoom | None:
         graph_bytes=constant("graph_gb_per_layer") * GB * size.num_layers if setup.has_gpu else 0.0,
         activation_bytes=max(c * tokens * width, logits) if setup.has_gpu else 0.0,
         token_bytes=setup.cache_bytes / tp,
+        state_bytes=setup.state_bytes / tp,
         longest_tokens=setup.row_tokens,
         mean_tokens=setup.mean_row_tokens,
         num_rows=setup.samples_per_rank * tp,

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from lightrft.run.gpus import GB
 from lightrft.tools.plan.constants import constant
 from lightrft.tools.plan.engine_room import EngineRoom, asleep_bytes, engine_room, working_share
-from lightrft.tools.plan.setup import Model, ModelSize, Setup
+from lightrft.tools.plan.setup import FLOAT, Model, Setup
+from lightrft.tools.plan.sizes import ModelSize
 
 # Predictions err by less than this factor; the second one is a guess for untraced devices.
 TOLERANCE, UNTRACED_TOLERANCE = 1.1, 1.3
@@ -34,7 +35,6 @@ LOSS_MULTIPLE = 128
 DIVERGENCE_LOGITS = 2**24
 REWARD_SHARDS = 8
 CONTEXT = "CUDA context and NCCL"
-FLOAT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -649,8 +649,8 @@ def _engine(setup: Setup) -> Iterator[MemoryTerm]:
         yield MemoryTerm(f"engine: keys and values of {room.rows:.0f} rows", rest)
         return
     yield from _engine_weights(setup)
-    tokens = setup.samples_in_flight * setup.row_tokens
-    yield MemoryTerm("engine: keys and values", tokens * setup.cache_bytes)
+    row = setup.row_tokens * setup.cache_bytes + setup.state_bytes
+    yield MemoryTerm("engine: keys and values", setup.samples_in_flight * row)
 
 
 def _waking(setup: Setup) -> Iterator[MemoryTerm]:

@@ -20,7 +20,8 @@ from lightrft.tools.plan.memory import (
     summary,
     with_budget,
 )
-from lightrft.tools.plan.setup import PLANNED, SHAPES, Setup, read_model_size
+from lightrft.tools.plan.setup import PLANNED, Setup
+from lightrft.tools.plan.sizes import SHAPES, read_model_size
 
 UNTRACED = (
     "not traced on a device: updates of ZeRO in bfloat16 were compared with this sum on CPUs alone "

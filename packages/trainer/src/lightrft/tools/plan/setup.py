@@ -1,203 +1,22 @@
 """The models, options and machine of a plan, and what follows from them."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.files import read_object, typed
-from lightrft.config.options import LARGEST_INT, did_you_mean
+from lightrft.config import TrainConfig
 from lightrft.config.parts.machine import MERGED
-from lightrft.config.toml import read_toml
 from lightrft.engines.factory import engine_facts
-from lightrft.tools.plan.vision import TOWERS, VisionSize
+from lightrft.tools.plan.sizes import ModelSize, read_model_size
+from lightrft.tools.plan.vision import TOWERS
 
-
-@dataclass(frozen=True, slots=True)
-class ModelSize:
-    """Sizes of a decoder with gated feed-forward blocks (Llama, Mistral, Qwen and their kin).
-
-    Args:
-        num_layers, hidden, intermediate, vocab: Usual sizes; `intermediate` is that of one expert.
-        num_heads, num_kv_heads, head_dim: Sizes of attention.
-        is_tied: Whether output projection and embedding are one matrix.
-        has_qkv_bias: Whether the projections to queries, keys and values have biases.
-        has_qk_norm: Whether queries and keys are normalised.
-        num_experts, num_active_experts: Feed-forward blocks of a layer, and of a token.
-        vision: Size of its tower; None reads text alone.
-    """
-
-    num_layers: int
-    hidden: int
-    intermediate: int
-    vocab: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    is_tied: bool
-    has_qkv_bias: bool = False
-    has_qk_norm: bool = False
-    num_experts: int = 1
-    num_active_experts: int = 1
-    vision: VisionSize | None = None
-
-    @classmethod
-    def of_config(cls, values: Mapping[str, object]) -> "ModelSize":
-        """Return the size from a model's configuration.
-
-        Args:
-            values: Fields under the names that most models have for them.
-
-        Raises:
-            ConfigError: The configuration lacks a size.
-        """
-        fields = dict(values)
-        # DBRX keeps sizes in further parts.
-        for part in ("text_config", "attn_config", "ffn_config"):
-            inner = values.get(part)
-            fields |= inner if isinstance(inner, Mapping) else {}
-        kind = str(fields.get("model_type", ""))
-
-        def number(*names: str, default: int | None = None) -> int:
-            for name in names:
-                value = fields.get(name)
-                if isinstance(value, int) and 0 < value <= LARGEST_INT:
-                    return value
-            if default is None:
-                raise ConfigError(
-                    f"the configuration of the model has no {names[0]}: expected a decoder with "
-                    "hidden_size, num_hidden_layers, num_attention_heads and vocab_size"
-                )
-            return default
-
-        heads, hidden = number("num_attention_heads"), number("hidden_size")
-        experts = number("num_experts", "num_local_experts", "moe_num_experts", default=1)
-        # Blocks that are not gated have two matrices instead of three.
-        ungated = number("n_inner", "ffn_dim", "dff", default=4 * hidden) * 2 // 3
-        dense = number("intermediate_size", "ffn_hidden_size", default=ungated)
-        return cls(
-            num_layers=number("num_hidden_layers"),
-            hidden=hidden,
-            intermediate=number("moe_intermediate_size", default=dense) if experts > 1 else dense,
-            vocab=number("vocab_size"),
-            num_heads=heads,
-            num_kv_heads=number("kv_n_heads", "num_key_value_heads", default=heads),
-            head_dim=number("head_dim", default=hidden // heads),
-            is_tied=bool({**fields, **values}.get("tie_word_embeddings", False)),
-            has_qkv_bias=bool(fields.get("attention_bias")) or kind.startswith("qwen2"),
-            has_qk_norm=kind.startswith("qwen3"),
-            num_experts=experts,
-            num_active_experts=number("num_experts_per_tok", "moe_top_k", default=1),
-            vision=VisionSize.of_config(values),
-        )
-
-    @property
-    def q_width(self) -> int:
-        """Numbers of a token's queries."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        """Numbers of a token's keys."""
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def embedding_parameters(self) -> int:
-        """Numbers of the embedding, and of an untied output projection."""
-        return self.vocab * self.hidden
-
-    @property
-    def layer_parameters(self) -> int:
-        """Numbers of one layer."""
-        return self._attention_parameters + self.num_experts * self._expert_parameters
-
-    @property
-    def _expert_parameters(self) -> int:
-        return 3 * self.hidden * self.intermediate + (self.hidden if self.num_experts > 1 else 0)
-
-    @property
-    def _attention_parameters(self) -> int:
-        matrices = self.hidden * (2 * self.q_width + 2 * self.kv_width)
-        biases = self.q_width + 2 * self.kv_width if self.has_qkv_bias else 0
-        norms = 2 * self.hidden + (2 * self.head_dim if self.has_qk_norm else 0)
-        return matrices + biases + norms
-
-    @property
-    def root_parameters(self) -> int:
-        """Numbers outside of the layers."""
-        return self.embedding_parameters * (1 if self.is_tied else 2) + self.hidden
-
-    @property
-    def tower_parameters(self) -> int:
-        """Numbers of the vision tower and its projector."""
-        return 0 if self.vision is None else self.vision.parameters
-
-    @property
-    def parameters(self) -> int:
-        """Numbers of the whole model."""
-        text = self.root_parameters + self.num_layers * self.layer_parameters
-        return text + self.tower_parameters
-
-    def adapter_parameters(self, rank: int, *, on_tower: bool = True) -> int:
-        """Count the numbers of adapters on all linear layers, with the tower unless it is frozen.
-
-        Experts are one tensor with an extra axis, which no adapter takes.
-        """
-        ends = 2 * (self.hidden + self.q_width) + 2 * (self.hidden + self.kv_width)
-        if self.num_experts == 1:
-            ends += 3 * (self.hidden + self.intermediate)
-        tower = 0 if self.vision is None or not on_tower else self.vision.adapter_parameters(rank)
-        return self.num_layers * rank * ends + tower
-
-    @property
-    def small_parameters(self) -> int:
-        """Numbers in tensors of at most 100,000 numbers, which stage 3 of ZeRO keeps whole."""
-        matrices = [self.hidden * self.q_width] * 2 + [self.hidden * self.kv_width] * 2
-        matrices += [self.hidden * self.intermediate] * 3 * self.num_experts
-        matrix_numbers = sum(size for size in matrices if size <= 100_000)
-        biases = self.q_width + 2 * self.kv_width if self.has_qkv_bias else 0
-        return self.num_layers * (matrix_numbers + biases + 2 * self.hidden) + self.hidden
-
-
+# Bytes of a float32.
+FLOAT = 4
 # Stages whose memory is known, and the number of answers that they compare with each other.
 PLANNED = {"policy": 1, "sft": 1, "prefer": 2, "reward": 2, "divergence": 1}
 # Preference losses that read no reference.
 WITHOUT_REFERENCE = {"simpo", "cpo", "orpo", "sft"}
-
-
-_SHAPES_FILE = Path(__file__).with_name("shapes.toml")
-# Published shapes, so that a plan needs no download.
-SHAPES = typed(dict[str, ModelSize], read_toml(_SHAPES_FILE), _SHAPES_FILE)
-
-
-def read_model_size(path: str) -> ModelSize:
-    """Return the size of a checkpoint's directory, or of a name in `SHAPES`.
-
-    Raises:
-        ConfigError: The path is neither, or its config.json lacks a size.
-    """
-    if path in SHAPES:
-        return SHAPES[path]
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        near = did_you_mean(path, SHAPES).partition("; known")[0]
-        raise ConfigError(
-            f"no config.json in {path!r}{near}: give a model directory or one of "
-            f"{', '.join(SHAPES)}"
-        )
-    # Imported here: they import torch, which a plan for published shapes does not need.
-    from transformers import CONFIG_MAPPING
-
-    from lightrft.models.loading import ModelLoadError, common_fields, load_config
-
-    values = read_object(file)
-    try:
-        known = values.get("model_type") in CONFIG_MAPPING
-        return ModelSize.of_config(common_fields(load_config(path)) if known else values)
-    except ModelLoadError as error:
-        raise ConfigError(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -386,9 +205,20 @@ class Setup:
     def cache_bytes(self) -> int:
         """Keys and values that an engine keeps of a token, on all of its ranks."""
         size, tp = self.actor_size, self.config.engine_tp_size
+        numbers = 2 * size.num_layers * size.kv_width
+        if size.measured is not None:
+            numbers = size.measured.cached_per_token
         # Ranks beyond the heads of keys hold copies.
         heads = max(size.num_kv_heads, tp) if self.has_server_engine else size.num_kv_heads
-        return 2 * self.compute_bytes * size.num_layers * heads * size.head_dim
+        return self.compute_bytes * numbers * heads // size.num_kv_heads
+
+    @property
+    def state_bytes(self) -> int:
+        """States of recurrences and convolutions that an engine keeps of a row."""
+        size = self.actor_size.measured
+        if size is None:
+            return 0
+        return self.compute_bytes * size.cached_per_row + FLOAT * size.float_per_row
 
     @property
     def is_fused(self) -> bool:

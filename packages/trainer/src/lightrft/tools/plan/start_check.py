@@ -24,7 +24,8 @@ from lightrft.tools.plan.memory import (
     with_budget,
     with_tokens,
 )
-from lightrft.tools.plan.setup import PLANNED, Setup, read_model_size
+from lightrft.tools.plan.setup import PLANNED, Setup
+from lightrft.tools.plan.sizes import read_model_size
 
 
 def check_budget(
