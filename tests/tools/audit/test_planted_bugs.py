@@ -305,7 +305,11 @@ TOKEN_WEIGHTS = {
     ),
     "the trust region stays where the policy was": (
         "token weights",
-        {"off_policy_correction": "reject:k3:token:high=0.001:new/old", "max_epochs": 2},
+        {
+            "off_policy_correction": "reject:k3:token:high=0.001:new/old",
+            "max_epochs": 2,
+            "also": "gradient norm, actor update 4",
+        },
         calls(corrections, "correction_weights", with_old_policy),
     ),
     "the correction is upside down": (
@@ -537,11 +541,7 @@ OPTIMIZERS = {
         ONE_BATCH,
         trained_without("model.norm"),
     ),
-    "the eps of Adam is a hundred thousandth": (
-        "eps of the actor",
-        {"bf16": True},
-        adam_reads(eps=1e-5),
-    ),
+    "the eps of Adam is a millionth": ("eps of the actor", {"bf16": True}, adam_reads(eps=1e-6)),
 }
 
 

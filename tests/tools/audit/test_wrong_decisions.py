@@ -125,6 +125,7 @@ OPTIONS = {
         experience_reads(gamma=1.0),
         {"gamma": 0.8, "advantage_estimator": "reinforce"},
     ),
+    "another lambda": (experience_reads(lambd=1.0), {**CRITIC, "lambd": 0.5}),
     "advantages are not clipped": (experience_reads(advantage_clip=0.0), {"advantage_clip": 0.5}),
     "advantages are whitened": (
         experience_reads(advantages_norm=True),
@@ -202,7 +203,6 @@ SIZES = {
         {"max_epochs": 2},
     ),
     "the critic learns once": (calls(updates.PolicyUpdate, "value_step", learns_once), CRITIC),
-    "the actor learns once": (calls(updates.PolicyUpdate, "policy_step", learns_once), {}),
     "batches of whole groups": (calls(maker, "plan_minibatches", in_given_order), {}),
     "every step has the batches of the first": (
         calls(maker, "plan_minibatches", of_first_step),
@@ -247,6 +247,8 @@ def amsgrad(optimizer, module):
 
 OPTIMIZERS = {
     "the embedding is not trained": (trained_without("embed_tokens"), {}),
+    "the output layer alone is trained": (trained_without("layers"), {}),
+    "norms are not trained": (trained_without("norm"), {}),
     "the critic's trunk is not trained": (trained_without("trunk"), CRITIC),
     "the critic's head is not trained": (trained_without("value_head"), CRITIC),
     "second factors alone are trained": (trained_without("lora_A"), ADAPTERS),
@@ -364,3 +366,7 @@ def test_a_wrong_decision_is_found(name, micro_model, tmp_path, monkeypatch):
         for step in recorded_steps(tmp_path)[:-1]:
             shutil.rmtree(step_folder(tmp_path, step))
     assert audit_step(tmp_path).first_difference is not None
+
+
+def test_there_are_enough_wrong_decisions():
+    assert len(FAULTS) >= 50

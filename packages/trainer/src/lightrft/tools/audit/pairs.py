@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 HELD = 20.0  # bound of a logarithm before exp
+# Tolerance above which a run computes in bfloat16; its weights differ enough to choose otherwise.
+ROUNDED = 0.1
 # Number of times that a formula is computed on moved inputs: some signs, and all of them opposite.
 NUM_DRAWS = 4
 
@@ -46,10 +48,14 @@ class Borders:
     Args:
         tolerance: Largest difference of equal values, relative to 1 or to the value if larger.
         num_taken: Number of decisions taken from the run against the recomputed value.
+        repeats: True to repeat the choices of highest values: another choice is no rounding.
+        choices: Choices of highest values, in the order of the computation.
     """
 
     tolerance: float
     num_taken: int = 0
+    repeats: bool = False
+    choices: list[Tensor] = field(default_factory=list)
 
     def above(self, value: Pair, bound: float) -> Tensor:
         """Return whether the value exceeds the bound."""
@@ -71,12 +77,17 @@ class Borders:
 
     def highest(self, values: Pair, count: int) -> Tensor:
         """Return the places of the `count` highest values; the first ones among equal values."""
+        if self.repeats:
+            self.choices.append(self.choices.pop(0))
+            return self.choices[-1]
         by_exact, by_run = (
             torch.argsort(each, descending=True, stable=True)[:count]
             for each in (values.exact, values.run)
         )
         limit = values.exact[by_exact[-1:]] - self.tolerance
-        return by_run if bool((values.exact[by_run] >= limit).all()) else by_exact
+        is_equal = (values.exact[by_run] >= limit).all()
+        self.choices.append(by_run if is_equal else by_exact)
+        return self.choices[-1]
 
 
 class Draw:
@@ -92,15 +103,12 @@ class Draw:
 
     def __init__(self, number: int, borders: Borders) -> None:
         self.number, self.borders = number, borders
-        self._sign = 1.0 if number % 2 else -1.0
+        self._sign = number and (1.0 if number % 2 else -1.0)
         self._random = torch.Generator().manual_seed((number + 1) // 2)
 
     def signed(self, sizes: Tensor) -> Tensor:
         """Return errors of these sizes."""
-        if not self.number:
-            return torch.zeros_like(sizes)
-        signs = torch.randint(0, 2, sizes.shape, generator=self._random) * 2 - 1
-        return self._sign * signs * sizes
+        return self._sign * signed(sizes, self._random)
 
     def move(self, value: Pair, error: Tensor) -> Pair:
         """Return the value with an error, which the run's value shares."""
@@ -108,13 +116,19 @@ class Draw:
         return value.map(lambda each: each + shift)
 
 
+def signed(sizes: Tensor, random: torch.Generator) -> Tensor:
+    """Return errors of these sizes with random signs."""
+    return sizes * (torch.randint(0, 2, sizes.shape, generator=random) * 2 - 1)
+
+
 def draws(borders: Borders) -> list[Draw]:
     """Return the draw without errors, which counts decisions at bounds, and those with errors."""
-    moved = [Draw(n, Borders(borders.tolerance)) for n in range(1, NUM_DRAWS + 1)]
-    return [Draw(0, borders), *moved]
+    borders.choices.clear()
+    others = replace(borders, repeats=borders.tolerance < ROUNDED)
+    return [Draw(n, others if n else borders) for n in range(NUM_DRAWS + 1)]
 
 
-def rounding_of(results: list[Tensor]) -> Tensor:
+def rounding_of(results: Sequence[Tensor]) -> Tensor:
     """Return the largest distance of the results of the draws from the first one, the exact."""
     return torch.stack([(each - results[0]).abs() for each in results]).amax(dim=0)
 

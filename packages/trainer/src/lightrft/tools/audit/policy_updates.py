@@ -56,14 +56,28 @@ class PolicyObjectives:
 
     def policy(self, update: Update, scores: Pair, error: Tensor) -> Formula:
         """Compare the weights of tokens; return the loss of the actor on samples."""
-        self._check_weights(update, scores, error)
         config, share = self.step.config, self.share(update.mask)
+        # Weights of the new policy carry the rounding of its scores.
+        weights = [
+            self._weights(update.mask, draw.move(scores, error), draw.borders)
+            for draw in draws(self.step.borders)
+        ]
+        if update.weights is not None:
+            self.step.results.tokens(
+                f"token weights, {update.name}",
+                update.weights,
+                weights[0],
+                update.mask,
+                "weights",
+                scale=max(1.0, float(weights[0].abs().max())),
+                floor=lambda: rounding_of(weights),
+            )
 
         def terms(outputs: Sequence[Pair], draw: Draw) -> Terms:
             new, numbers = outputs[0], self.drawn[draw.number].numbers
-            weights = self._weights(update.mask, new, draw.number, draw.borders)
             losses = self._policy_loss(update.micros, new, draw) * share
-            parts = {"policy": (1.0, losses * weights)}
+            # A token that is left out stays out in every draw: its whole loss is no rounding.
+            parts = {"policy": (1.0, losses * weights[0])}
             coef, reference = self.step.kl_coef, numbers.reference
             if config.use_kl_loss and coef > 0 and reference is not None:
                 name, old = kl_estimator(config), numbers.old
@@ -88,39 +102,21 @@ class PolicyObjectives:
             values[rows] = torch.where(mask, function(batch), 0.0)
         return values
 
-    def _weights(self, mask: Tensor, new: Pair, number: int, borders: Borders) -> Tensor:
+    def _weights(self, mask: Tensor, new: Pair, borders: Borders) -> Tensor:
         """Return the factor of each token's loss in an optimizer batch."""
-        config, terms, experience = self.step.config, parse(self.step.config), self.drawn[number]
+        config, terms, experience = self.step.config, parse(self.step.config), self.drawn[0]
         weights = torch.ones_like(new.exact)
         if config.high_entropy_token_ratio > 0:
             weights = high_entropy(experience.numbers.entropy, mask, borders, config).double()
         if terms:
-            rollout, advantages = self.step.rows.rollout_logprobs, experience.advantages
+            rollout = self.step.rows.rollout_logprobs
             policies = {
                 "old": experience.numbers.sampling,
                 "engine": Pair(rollout, rollout),
-                "new": new.map(torch.Tensor.detach),
+                "new": new,
             }
-            weights = weights * correction(terms, policies, advantages, mask, borders)
+            weights = weights * correction(terms, policies, experience.advantages, mask, borders)
         return weights
-
-    def _check_weights(self, update: Update, scores: Pair, error: Tensor) -> None:
-        """Compare token weights; those of the new policy carry the rounding of its scores."""
-        if update.weights is None:
-            return
-        weights = [
-            self._weights(update.mask, draw.move(scores, error), draw.number, draw.borders)
-            for draw in draws(Borders(self.step.borders.tolerance))
-        ]
-        self.step.results.tokens(
-            f"token weights, {update.name}",
-            update.weights,
-            weights[0],
-            update.mask,
-            "weights",
-            scale=max(1.0, float(weights[0].abs().max())),
-            floor=lambda: rounding_of(weights),
-        )
 
     def value(self, update: Update, scores: Pair, error: Tensor) -> Formula:
         """Return the loss of a critic."""

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from lightrft.tools.audit.batches import items_of
 from lightrft.tools.audit.losses import normalizer, token_shares
-from lightrft.tools.audit.pairs import Draw, Pair
+from lightrft.tools.audit.pairs import Draw, Pair, with_slope_of
 from lightrft.tools.audit.record import RecordError
 from lightrft.tools.audit.replay import ReplayedStep, score_models
 from lightrft.tools.audit.updates import (
@@ -88,8 +88,10 @@ def divergence_objectives(step: ReplayedStep, _: Path | None) -> dict[str, Objec
         def terms(outputs: Sequence[Pair], draw: Draw) -> Terms:
             divergence, logprobs = (each.exact for each in outputs)
             # Logprobs of the vocabulary round even if student and teacher agree.
-            rounding = draw.signed(step.unit * torch.ones_like(share))
-            return {"policy": (1.0, share * (divergence + rounding * logprobs))}
+            rounding = draw.signed(torch.full_like(share, step.unit))
+            return {
+                "policy": (1.0, share * with_slope_of(divergence, divergence + rounding * logprobs))
+            }
 
         return terms
 

@@ -25,7 +25,7 @@ from lightrft.tools.audit.optimizers import (
     norm_of,
     stored_groups,
 )
-from lightrft.tools.audit.pairs import Draw, Pair, draws, rounding_of
+from lightrft.tools.audit.pairs import NUM_DRAWS, Draw, Pair, draws, rounding_of, signed
 from lightrft.tools.audit.record import RecordError, UpdateFacts, named
 from lightrft.tools.audit.replay import NO_PASS, ReplayedStep
 from lightrft.tools.audit.samples import padded
@@ -170,8 +170,9 @@ class Updates:
 
         def rounding() -> dict[str, Tensor]:
             draw = Draw(1, step.borders)
-            errors = [draw.signed(step.unit * each.abs()) for each in slopes]
-            drawn = [a + b for a, b in zip(moved, errors, strict=True)]
+            drawn = [
+                a + draw.signed(step.unit * b.abs()) for a, b in zip(moved, slopes, strict=True)
+            ]
             if step.is_rounded:
                 # The error of the backward pass is measured; scores are off by their mean distance.
                 drawn[0] = moved[0] / NOISE_SAFETY
@@ -227,9 +228,10 @@ class Updates:
         kind, what = "replayed" if before else "logprobs", self._objective.scores
 
         def floor() -> Tensor:
-            for draw in draws(self.step.borders)[1:] if self._spread else ():
-                errors = {n: draw.signed(size) for n, size in self._spread.items()}
-                moved = {n: update.state[n] + error for n, error in errors.items()}
+            # Scores move almost in proportion: opposite signs would tell the same again.
+            random = torch.Generator().manual_seed(0)
+            for _ in range(NUM_DRAWS if self._spread else 0):
+                moved = {n: update.state[n] + signed(v, random) for n, v in self._spread.items()}
                 scorer.load({**update.state, **moved})
                 other = scorer.score(self.step.rows.ids, mask)[0]
                 torch.maximum(drift, (other - scores.exact).abs(), out=drift)
@@ -260,8 +262,9 @@ class Updates:
                 scale=float(values.abs().sum()),
                 floor=float(rounding_of([other[name][1] for other, _ in results]).sum()),
             )
-        moved = [[a - b for a, b in zip(other, slopes, strict=True)] for _, other in results]
-        return slopes, max(moved, key=norm_of)
+        by_output = zip(*(others for _, others in results), strict=True)
+        # The largest change of each, with the signs of one draw: tokens of a row may share theirs.
+        return slopes, [rounding_of(each).copysign(each[1] - each[0]) for each in by_output]
 
     def _act(
         self,
