@@ -83,10 +83,9 @@ def load_config(path: str) -> PretrainedConfig:
 
 def common_fields(config: PretrainedConfig) -> dict[str, object]:
     """Return the fields of a configuration, also under the names that most models use."""
-    kind = type(config)
-    names = [n for n in dir(kind) if n[0] != "_" and isinstance(getattr(kind, n), property)]
     # Some configurations count their layers in a property.
-    fields: dict[str, object] = {n: getattr(config, n, None) for n in names} | config.to_dict()
+    names = [n for n, value in vars(type(config)).items() if isinstance(value, property)]
+    fields: dict[str, object] = {name: getattr(config, name) for name in names} | config.to_dict()
     text = config.get_text_config()
     if text is not config:
         fields["text_config"] = common_fields(text)
@@ -192,20 +191,28 @@ def read_generation_config(path: str) -> tuple[GenerationConfig | None, str]:
     Returns:
         None and "" without a file; None and the reason for a file that transformers cannot read.
     """
-    from transformers.utils import logging as transformers_logging
-
     if Path(path).is_dir() and not (Path(path) / "generation_config.json").is_file():
         return None, ""
+    with without_warnings():
+        try:
+            config = GenerationConfig.from_pretrained(path, local_files_only=_only_local(path))
+            return _writable(config)
+        except OSError as err:
+            is_here = Path(path).is_dir()
+            return None, f"{first_line(err)}: correct it, or remove it" if is_here else ""
+        except Exception as err:  # noqa: BLE001 - settings of any kind in a file
+            return None, f"{first_line(err)}: correct it, or remove it"
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Keep transformers from printing warnings in the body."""
+    from transformers.utils import logging as transformers_logging
+
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        config = GenerationConfig.from_pretrained(path, local_files_only=_only_local(path))
-        return _writable(config)
-    except OSError as err:
-        is_here = Path(path).is_dir()
-        return None, f"{first_line(err)}: correct it, or remove it" if is_here else ""
-    except Exception as err:  # noqa: BLE001 - settings of any kind in a file
-        return None, f"{first_line(err)}: correct it, or remove it"
+        yield
     finally:
         transformers_logging.set_verbosity(level)
 

@@ -236,11 +236,11 @@ def _measure(_: str, path: str) -> MeasuredSize | None:
     from transformers.cache_utils import Cache
 
     from lightrft.engines.media.families import language_model_class
-    from lightrft.models.loading import load_config
+    from lightrft.models.loading import load_config, without_warnings
 
     config, counts = load_config(path), list[tuple[int, int]]()
     try:
-        with torch.device("meta"), torch.no_grad():
+        with torch.device("meta"), torch.no_grad(), without_warnings():
             model = language_model_class(config).from_config(config, dtype=torch.bfloat16).eval()
             for number in NUM_TOKENS:
                 ids = torch.zeros(1, number, dtype=torch.int64)
