@@ -147,7 +147,7 @@ class CachedForward:
     Args:
         model: Model in eval mode.
         traits: Traits of the model.
-        cache: Cache of keys, values or states.
+        cache: Cache of keys, values or states; None lets the model make its own kind.
         prompts: Tokens of each prompt.
         media: Encoded prompt of each; () if none has media.
     """
@@ -156,7 +156,7 @@ class CachedForward:
         self,
         model: PreTrainedModel,
         traits: ModelTraits,
-        cache: Cache,
+        cache: Cache | None,
         prompts: Sequence[Sequence[int]],
         media: Prompts,
     ) -> None:
@@ -197,9 +197,12 @@ class CachedForward:
             input_ids=input_ids,
             use_cache=True,
             **inputs,
-            **{self._traits.cache_argument: self._cache},
+            **({} if self._cache is None else {self._traits.cache_argument: self._cache}),
             **self._traits.head_arguments,
         )
+        if self._cache is None:
+            caches = [value for value in output.values() if isinstance(value, Cache)]
+            self._cache = caches[0] if caches else output[self._traits.cache_argument]
         return self._traits.last_logits(output.logits)
 
 
@@ -300,6 +303,7 @@ class PlainForward(CachedForward):
         return mask[..., : self._cached_length]
 
     def _select(self, rows: torch.Tensor) -> None:
+        assert self._cache is not None
         self._cache.batch_select_indices(rows)
         if self._is_ragged or self._axes is not None:
             self._positions = self._positions[..., rows, :]
@@ -326,7 +330,7 @@ class WholeBatchForward(CachedForward):
         prompts: Sequence[Sequence[int]],
         media: Prompts = (),
     ) -> None:
-        super().__init__(model, traits, DynamicCache(config=model.config), prompts, media)
+        super().__init__(model, traits, None, prompts, media)
         self._input_ids = torch.tensor(prompts, device=self._device)
         # Inputs of tokens after the prompt, which repeat those of its last token.
         self._later: dict[str, torch.Tensor] = {}

@@ -7,7 +7,7 @@ then end at the same place in all rows. `trial` decides which models it is right
 from collections.abc import Sequence
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lightrft.engines.hf.forward import CachedForward, ModelTraits
 
@@ -31,7 +31,7 @@ class PaddedForward(CachedForward):
         prompts: Sequence[Sequence[int]],
         prompt_of_row: Sequence[int],
     ) -> None:
-        super().__init__(model, traits, DynamicCache(config=model.config), prompts, ())
+        super().__init__(model, traits, None, prompts, ())
         self._prompt_of_row = torch.tensor(prompt_of_row, device=self._device)
         width = max(map(len, prompts))
         lengths = torch.tensor([[len(prompt)] for prompt in prompts], device=self._device)
@@ -60,6 +60,7 @@ class PaddedForward(CachedForward):
 
     def keep(self, rows: torch.Tensor) -> None:
         """Keep only these rows."""
+        assert self._cache is not None
         self._cache.reorder_cache(rows)
         self._places = self._places[rows]
         if self._mask is not None:
