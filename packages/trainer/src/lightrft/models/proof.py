@@ -29,7 +29,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightrft.engines.hf.attention import set_text_attention, unfused_layers
 from lightrft.models.actor import Actor
-from lightrft.models.attention import PACKED, MissingBoundsError, check_packable, trunk_of
+from lightrft.models.attention import (
+    PACKED,
+    MissingBoundsError,
+    check_packable,
+    has_other_layers,
+    trunk_of,
+)
 from lightrft.models.by_sequence import separate_sequences
 from lightrft.models.layout import TokenLayout
 from lightrft.models.loading import ModelLoadError
@@ -306,9 +312,16 @@ def pack_rows(proof: Proof) -> None:
     Raises:
         LayoutRefusedError: See `require_packing`.
     """
-    proof.separate_rows()
+    if has_other_layers(proof.inner.language_model):
+        proof.separate_rows()
     proof.inner.pack_samples()
-    require_packing(proof)
+    try:
+        require_packing(proof)
+    except LayoutRefusedError:
+        if proof.inner.is_separated:
+            raise
+        proof.separate_rows()
+        require_packing(proof)
 
 
 def require_packing(proof: Proof) -> None:
