@@ -21,19 +21,29 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+import transformers as hf
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
-from transformers.models.auto import modeling_auto
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, ProcessorMixin
+from transformers.models.auto import (
+    image_processing_auto,
+    modeling_auto,
+    processing_auto,
+    video_processing_auto,
+)
 from transformers.utils import logging
 
-from lightrft.engines.media.families import FAMILIES, language_model_class
+from lightrft.engines.media.encoder import PromptEncoder
+from lightrft.engines.media.families import FAMILIES, family_of, language_model_class
 from lightrft.models import Actor
 from lightrft.models.attention import use_short_attention
 from lightrft.models.loading import load_causal_lm, save_pretrained
 from lightrft.models.proof import pack_rows, prove_model
 from lightrft.models.ulysses import LayoutRefusedError
+from lightrft.models.vision.proof import prove_media
 from lightrft.stages.models import turn_off_dropout
 from lightrft.strategy import get_fake_strategy
+from lightrft.tools import model_presets
+from lightrft.tools.tiny_media_models import media_template
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"
@@ -116,8 +126,11 @@ def tiny_model(model_type: str) -> PreTrainedModel:
     Raises:
         ValueError: The sizes did not make it small.
     """
+    return _random_model(tiny_config(model_type))
+
+
+def _random_model(config: PretrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = tiny_config(model_type)
     model: PreTrainedModel = language_model_class(config).from_config(config)
     num_parameters = sum(value.numel() for value in model.parameters())
     if num_parameters > MAX_PARAMETERS:
@@ -154,6 +167,82 @@ def examine(model_type: str) -> TypeVerdict:
         )
     except Exception as error:  # noqa: BLE001  refusals, and models that run on no text alone
         return TypeVerdict(model_type, REFUSED, _first_line(error))
+
+
+def tiny_vision(model_type: str) -> tuple[PreTrainedModel, ProcessorMixin]:
+    """Return a random model of a type that reads images, and a processor for small ones."""
+    row = SIZES["images"][model_type]
+    row = SIZES["images"].get(row.get("like"), {}) | row
+    core, tokens = model_presets.byte_level_core(), row["tokens"]
+    core.add_special_tokens(list(tokens.values()))
+    tokenizer = hf.PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=model_presets.PAD,
+        eos_token=model_presets.END,
+        bos_token=model_presets.SYSTEM,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        extra_special_tokens=tokens,
+    )
+    processor = _processor(model_type, row, tokenizer)
+    # Some types get further tokens when their tokenizer is read.
+    config = tiny_config(model_type, vocabulary=len(tokenizer) + 8)
+    for option, name in row["ids"].items():
+        setattr(config, option, tokenizer.convert_tokens_to_ids(tokens[name]))
+    for name, value in row.get("sizes", {}).items():
+        part, _, option = name.rpartition(".")
+        if isinstance(value, dict):
+            kind = value.get("model_type")
+            value = tiny_config(kind) if kind else {int(key): each for key, each in value.items()}
+        setattr(getattr(config, part) if part else config, option, value)
+    return _random_model(config), processor
+
+
+def _processor(
+    model_type: str, row: dict[str, dict[str, object]], tokenizer: hf.PreTrainedTokenizerFast
+) -> ProcessorMixin:
+    """Return the processor of a type with the classes that transformers' tables name."""
+    tables = {
+        "image_processor": image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES,
+        "video_processor": video_processing_auto.VIDEO_PROCESSOR_MAPPING_NAMES,
+        "feature_extractor": {"gemma4": "Gemma4AudioFeatureExtractor"},
+    }
+    kind = getattr(hf, processing_auto.PROCESSOR_MAPPING_NAMES[model_type])
+    parts = {}
+    for part in kind.get_attributes():
+        if part != "tokenizer":
+            name = row.get("classes", {}).get(part) or tables[part][model_type]
+            name = name["torchvision"] if isinstance(name, dict) else name
+            parts[part] = getattr(hf, name)(**row.get(part, {}))
+    template = media_template({"image": row.get("shown") or row["tokens"]["image_token"]})
+    options = row.get("processor", {})
+    made: ProcessorMixin = kind(**parts, tokenizer=tokenizer, chat_template=template, **options)
+    return made
+
+
+def examine_images(model_type: str) -> TypeVerdict:
+    """Prove that a model of a type reads images, as a run with images does at its start."""
+    if model_type not in SIZES["images"]:
+        return TypeVerdict(model_type, UNTRIED)
+    try:
+        model, processor = tiny_vision(model_type)
+        encoder = PromptEncoder(processor, family_of(model.config))
+        if encoder.hindrance:
+            return TypeVerdict(model_type, REFUSED, encoder.hindrance)
+        actor = Actor(model)
+        proof = prove_media(actor, get_fake_strategy({}).context, encoder)
+        if proof is None:
+            return TypeVerdict(model_type, UNTRIED, "its random weights give no finite numbers")
+    except Exception as error:  # noqa: BLE001  refusals
+        return TypeVerdict(model_type, REFUSED, _first_line(error))
+    logprobs = proof.distance_of_layout()
+    try:
+        proof.separate_rows()
+        actor.pack_samples()
+        proof.require_packing()
+    except LayoutRefusedError as error:
+        return TypeVerdict(model_type, PADDED, _first_line(error), logprobs)
+    return TypeVerdict(model_type, PACKED, "", logprobs)
 
 
 def _differences(actor: Actor, *, is_packed: bool) -> tuple[float, float]:
@@ -216,15 +305,26 @@ def _first_line(error: Exception) -> str:
     return lines[0].strip()
 
 
-def page(verdicts: Iterable[TypeVerdict]) -> str:
-    """Return the tables of the page of models, as Markdown."""
-    by_type = {verdict.model_type: verdict for verdict in verdicts}
-    return "\n".join([*_table("text", TEXT, by_type), "", *_table("images", IMAGES, by_type)])
+def page(texts: Iterable[TypeVerdict], images: Iterable[TypeVerdict]) -> str:
+    """Return the tables of the page of models, as Markdown.
+
+    Args:
+        texts: Verdicts on rows of text, of all types.
+        images: Verdicts on rows with images, of the types that read them without a row.
+    """
+    by_type = {verdict.model_type: verdict for verdict in texts}
+    seen = {verdict.model_type: verdict for verdict in images}
+    lines = [*_table("text train on rows of text", TEXT, by_type), ""]
+    lines += [*_table("images train on rows of text", IMAGES, by_type), ""]
+    # Types with a row are tried by tests/models/vision, and lie as their texts do.
+    seen |= {t: by_type[t] for t in IMAGES if t in FAMILIES and t not in seen}
+    seen |= {t: TypeVerdict(t, UNTRIED) for t in IMAGES if t not in seen}
+    return "\n".join([*lines, *_table("images train on rows with images", IMAGES, seen)])
 
 
 def _table(title: str, types: tuple[str, ...], by_type: dict[str, TypeVerdict]) -> Iterator[str]:
     counts = [f"{sum(by_type[t].outcome in (PACKED, PADDED) for t in types)} of {len(types)}"]
-    yield f"{counts[0]} types of transformers' models of {title} train on rows of text:"
+    yield f"{counts[0]} types of transformers' models of {title}:"
     yield ""
     yield "| rows | types |"
     yield "|---|---|"
@@ -241,12 +341,15 @@ def main(names: list[str]) -> int:
     if names:
         for name in names:
             print(json.dumps(vars(examine(name))), flush=True)
+            if name in SIZES["images"]:
+                print("images", json.dumps(vars(examine_images(name))), flush=True)
         return 0
     verdicts = [examine(name) for name in sorted({*TEXT, *IMAGES})]
+    images = [examine_images(name) for name in SIZES["images"]]
     before, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
-    PAGE.write_text(f"{before}{begin}\n{page(verdicts)}\n{end}{after}", encoding="utf-8")
-    for verdict in verdicts:
+    PAGE.write_text(f"{before}{begin}\n{page(verdicts, images)}\n{end}{after}", encoding="utf-8")
+    for verdict in (*verdicts, *images):
         if verdict.outcome in (REFUSED, UNTRIED):
             print(json.dumps(vars(verdict)))
     return 0

@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 from tests.datasets.media_files import encoded, picture
 from tests.datasets.row_files import prompts_of
 from tests.models.vision.tiny_families import TINY_FAMILIES
-from tests.models.vision.tiny_world import Batch, prompt, scored, tiny
+from tests.models.vision.tiny_world import Batch, prompt, scored, tiny, tower_of
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import Row
@@ -185,8 +185,8 @@ def test_a_picture_moves_the_tower_by_what_it_shows(family):
         scored(actor, batch)[batch.scored].sum().backward()
         tower = [
             weight.grad.flatten()
-            for key, weight in model.named_parameters()
-            if any(part in key for part in encoder.family.towers) and weight.grad is not None
+            for weight in tower_of(model).parameters()
+            if weight.grad is not None
         ]
         gradients.append(torch.cat(tower))
     assert (gradients[0] - gradients[1]).norm() > 0.01 * gradients[0].norm() > 0

@@ -12,7 +12,7 @@ from tests.engines.media_requests import (
     video_prompt,
 )
 from tests.models.vision.tiny_families import TINY_FAMILIES, write_tiny_vision_model
-from tests.models.vision.tiny_world import Batch, image, prompt, set_window, tiny
+from tests.models.vision.tiny_world import LINEAR, Batch, image, prompt, set_window, tiny, tower_of
 
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.media.errors import MediaError
@@ -37,10 +37,10 @@ def test_samples_score_as_the_trainer_scores_them(preset):
     engine = embedded(model)
     params = SamplingParams(max_tokens=9, min_tokens=5, n=2, seed=4)
     calls = []
-    tower = getattr(engine.native.base_model, batch.family.towers[0])
+    tower = tower_of(engine.native)
     tower.register_forward_hook(lambda *_: calls.append(1))
     completions = engine.generate(requests_of(batch.prompts), params)
-    by_length = preset in ("tiny-gemma3", "tiny-mllama", "tiny-qwen3.5")
+    by_length = preset in ("tiny-gemma3", "tiny-mllama", *LINEAR)
     assert len(calls) <= (2 if by_length else 1)
     forbidden = set(placeholder_ids(model.config))
     prompts = [p for p in batch.prompts for _ in range(2)]
@@ -48,7 +48,7 @@ def test_samples_score_as_the_trainer_scores_them(preset):
         assert item.prompt_token_ids == (p if isinstance(p, tuple) else p.token_ids)
         assert not forbidden & set(item.output_token_ids)
     # Linear attention is computed token by token here, and by the trainer in chunks.
-    bound = 3e-5 if preset == "tiny-qwen3.5" else 1e-5
+    bound = 3e-5 if preset in LINEAR else 1e-5
     assert logprob_error(Actor(model), encoder, batch.prompts, completions, n=2) < bound
 
 

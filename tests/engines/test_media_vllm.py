@@ -15,7 +15,7 @@ from tests.engines.media_requests import (
 )
 from tests.engines.syncs import canary_of
 from tests.models.batches import perturb
-from tests.models.vision.tiny_world import encoded_prompts, image, prompt, tiny
+from tests.models.vision.tiny_world import encoded_prompts, image, prompt, tiny, tower_of
 
 from lightrft.engines import EngineConfig, SamplingParams, build_engine
 from lightrft.engines.media.families import placeholder_ids
@@ -63,7 +63,7 @@ class World:
 
     @property
     def tower(self):
-        return getattr(self.model.base_model, self.encoder.family.towers[0])
+        return tower_of(self.model)
 
     def error(self, prompts, params=SAMPLED):
         """Largest difference of logprobs, and what was sampled."""

@@ -4,7 +4,7 @@ import pytest
 from tests.engines.altered_engines import CopyingEngine, embedded
 from tests.engines.syncs import failing
 from tests.models.vision.tiny_families import TINY_FAMILIES, write_tiny_vision_model
-from tests.models.vision.tiny_world import tiny
+from tests.models.vision.tiny_world import tiny, tower_of
 from transformers import AutoModelForCausalLM
 
 from lightrft.engines.media.families import family_of
@@ -29,7 +29,8 @@ def modules_of(model):
     kind = family.model_type.split("_")[0]
     projector = dict.fromkeys(("qwen2", "qwen3", "glm4v"), "visual.merger")
     projector |= dict.fromkeys(("smolvlm", "idefics3"), "connector")
-    return [*family.towers, projector.get(kind, "multi_modal_projector")]
+    (tower,) = (n for n, part in model.base_model.named_children() if part is tower_of(model))
+    return [tower, projector.get(kind, "multi_modal_projector")]
 
 
 @pytest.mark.parametrize("preset", TINY_FAMILIES)

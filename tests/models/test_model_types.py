@@ -70,8 +70,9 @@ def test_the_page_says_what_each_type_does():
     for verdict in verdicts:
         if verdict.outcome in ACCEPTED:
             assert_computed_right(verdict)
+    images = [types.examine_images(name) for name in types.SIZES["images"]]
     _, _, rest = types.PAGE.read_text(encoding="utf-8").partition(types.BEGIN)
-    assert rest.partition(types.END)[0].strip() == types.page(verdicts), (
+    assert rest.partition(types.END)[0].strip() == types.page(verdicts, images), (
         "python scripts/model_types.py"
     )
 
@@ -148,12 +149,15 @@ def test_a_processor_of_unknown_towers_is_saved_and_gives_its_template(tmp_path)
     assert draw_prompts(model, 0) == ()
 
 
-UNKNOWN = "those of models of type 'ovis2' are not supported: train one of qwen2_vl"
+UNKNOWN = "those of models of type 'video_llava' are not supported: its class has no pixel_values"
 
 
 @pytest.mark.parametrize(
     "model_type, words",
-    [("ovis2", UNKNOWN), ("gemma3", "the model's folder has no processor: add its processor_con")],
+    [
+        ("video_llava", UNKNOWN),
+        ("gemma3", "the model's folder has no processor: add its processor_con"),
+    ],
 )
 def test_images_that_a_model_cannot_take_are_refused_in_one_line(
     model_type, words, tmp_path, capsys

@@ -85,8 +85,7 @@ def scores(stage, rollouts, media, *, is_packed=False):
     stage.actor = stage.actor or Actor(stage.model)
     stage.actor.pack_samples(is_packed)
     with torch.no_grad():
-        kinds_of_all = RowMedia(media).kinds
-        own = RowMedia(media, kinds_of_all)
+        own = RowMedia(media)
         found = stage.actor(ids, real, scored_mask=scored, media=own).logprobs
     return [found[i][scored[i]] for i in range(len(rows))]
 

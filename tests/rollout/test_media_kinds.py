@@ -14,7 +14,7 @@ from lightrft.datasets.media import VisionPrompts, with_media
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.errors import MediaError
-from lightrft.engines.media.families import VisionFamily
+from lightrft.engines.media.family import VisionFamily
 from lightrft.engines.media.inputs import media_inputs
 from lightrft.engines.media.media import MEDIA_KINDS, Media, MediaKind, RowMedia
 from lightrft.engines.media.sources import FileSource
@@ -87,10 +87,9 @@ class Model(torch.nn.Module):
 
 FAMILY = VisionFamily(
     "toy",
-    {"tone_values": "items"},
-    lambda config, kind: {"tone_values": torch.zeros(1, 2)},
     kinds={"tone": "tone_values"},
     reads=frozenset({"tone"}),
+    places=(PLACE,),
 )
 
 

@@ -51,8 +51,9 @@ def pictures(encoder):
 @pytest.mark.parametrize("preset", TINY_FAMILIES)
 def test_pictures_of_several_prompts_are_those_of_each(preset, calls):
     _, encoder = tiny(preset)
-    encoder.forget()
     prompts = pictures(encoder)
+    encoder.kept_all(prompts)  # which tries on blank pictures whether one call is enough
+    encoder.forget()
     expected = [encoder.encode(*each) for each in prompts]
     made = calls(encoder.processor)
     found = encoder.kept_all([*prompts, prompts[0]])
@@ -68,8 +69,9 @@ def test_pictures_of_several_prompts_are_those_of_each(preset, calls):
 
 def test_requests_of_a_rollout_take_one_call(calls):
     _, encoder = tiny(MROPE[0])
-    encoder.forget()
     shown = pictures(encoder)
+    encoder.kept_all(shown)
+    encoder.forget()
     encoded = [encoder.encode(*each) for each in shown]
     prompts = [
         Prompt(i, text, own.token_ids, media=media)
@@ -84,7 +86,6 @@ def test_requests_of_a_rollout_take_one_call(calls):
 
 def test_sounds_of_several_prompts_are_those_of_each(calls):
     _, encoder = sound_world.tiny()
-    encoder.forget()
     prompts = [
         (sound_world.prompt(encoder, text, len(own)), sound_world.heard(encoder, *own))
         for text, own in [
@@ -92,6 +93,8 @@ def test_sounds_of_several_prompts_are_those_of_each(calls):
             ("Louder?", (sound_world.sound(0.31, 1), sound_world.sound(1.7, 2))),
         ]
     ]
+    encoder.kept_all(prompts)
+    encoder.forget()
     expected = [encoder.encode(*each) for each in prompts]
     made = calls(encoder.processor)
     for own, each in zip(encoder.kept_all(prompts), expected, strict=True):

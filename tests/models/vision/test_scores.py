@@ -10,7 +10,17 @@ import transformers as hf
 from tests.models.audio import sound_world
 from tests.models.batches import relative_norm
 from tests.models.vision.tiny_families import TINY_FAMILIES
-from tests.models.vision.tiny_world import MROPE, PACKABLE, Batch, pack, scored, set_window, tiny
+from tests.models.vision.tiny_world import (
+    LINEAR,
+    MROPE,
+    PACKABLE,
+    Batch,
+    pack,
+    scored,
+    set_window,
+    tiny,
+    tower_of,
+)
 
 from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.engines.media.inputs import token_types
@@ -128,7 +138,7 @@ def gap_of_plain_stream(model, batch, alone, planted):
 
 
 # Transformers' own forward pass mixes packed rows in layers of linear attention.
-@pytest.mark.parametrize("preset", [name for name in CAN_PACK if name != "tiny-qwen3.5"])
+@pytest.mark.parametrize("preset", [name for name in CAN_PACK if name not in LINEAR])
 @torch.no_grad()
 def test_packed_rows_do_not_mix_by_a_cache_or_a_mask_of_ones(preset):
     """Both mix the rows where bounds are read off positions; here attention is told the bounds."""
@@ -216,10 +226,9 @@ def test_a_rank_without_media_runs_the_tower_without_effect(preset):
     reached = set(gradients(model))
     model.zero_grad()
     calls = []
-    tower = getattr(model.base_model, batch.family.towers[0])
-    tower.register_forward_hook(lambda *_: calls.append(1))
+    tower_of(model).register_forward_hook(lambda *_: calls.append(1))
     for kind in batch.family.kinds:
-        present = RowMedia((None,), frozenset({kind}))
+        present = RowMedia((None,), encoder.blanks([kind]))
         found = text.of_rows(scored(actor, text, present))[0]
         torch.testing.assert_close(found, alone, atol=LOGPROB, rtol=0)
         found.sum().backward()

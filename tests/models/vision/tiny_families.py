@@ -123,9 +123,11 @@ def _qwen2_vl(ids, text):
     return config, qwen_processor(hf.Qwen2VLProcessor)
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
 def _qwen3_vl_moe(ids, text):
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    return _qwen3_vl(ids, text | experts, hf.Qwen3VLMoeConfig)
+    return _qwen3_vl(ids, text | EXPERTS, hf.Qwen3VLMoeConfig)
 
 
 def _qwen3_vl(ids, text, kind=hf.Qwen3VLConfig):
@@ -158,9 +160,14 @@ def _qwen3_processor():
     )
 
 
-def _qwen3_5(ids, text):
+def _qwen3_5_moe(ids, text):
+    experts = EXPERTS | {"shared_expert_intermediate_size": 64}
+    return _qwen3_5(ids, text | experts, hf.Qwen3_5MoeConfig)
+
+
+def _qwen3_5(ids, text, kind=hf.Qwen3_5Config):
     linear = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 32, "value_head_dim": 32}
-    config = hf.Qwen3_5Config(
+    config = kind(
         text_config=text
         | {f"linear_{name}": value for name, value in linear.items()}
         | {
@@ -430,6 +437,7 @@ TINY_FAMILIES = {
         "<image>",
     ),
     "tiny-qwen3.5": TinyFamily(MARKS, _qwen3_5, IMAGE, "<|video_pad|>"),
+    "tiny-qwen3.5-moe": TinyFamily(MARKS, _qwen3_5_moe, IMAGE, "<|video_pad|>"),
     "tiny-glm4v": TinyFamily(
         (
             "<|begin_of_image|>",

@@ -15,7 +15,8 @@ from lightrft.engines.media.sources import as_image
 from lightrft.models.proof import random_rows, separate_rows
 
 PACKABLE = [name for name in TINY_FAMILIES if name != "tiny-mllama"]
-MROPE = ["tiny-qwen2-vl", "tiny-qwen2.5-vl", "tiny-qwen3-vl", "tiny-qwen3.5", "tiny-glm4v"]
+LINEAR = ("tiny-qwen3.5", "tiny-qwen3.5-moe")
+MROPE = ["tiny-qwen2-vl", "tiny-qwen2.5-vl", "tiny-qwen3-vl", *LINEAR, "tiny-glm4v"]
 
 
 def pack(actor):
@@ -54,6 +55,12 @@ def twin_of(build, **options):
 
 def tiny(preset):
     return twin_of(build_tiny, preset=preset)
+
+
+def tower_of(model):
+    """The first module that reads pixels or sounds."""
+    towers = ("visual", "vision_tower", "vision_model", "audio_tower")
+    return next(part for name, part in model.base_model.named_children() if name in towers)
 
 
 def set_window(model, window):

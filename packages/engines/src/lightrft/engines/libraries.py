@@ -110,6 +110,7 @@ TRANSFORMERS = Library(
             "transformers.core_model_loading:dot_natural_key",
             "transformers.core_model_loading:rename_source_key",
             "transformers:PreTrainedModel._adjust_missing_and_unexpected_keys",
+            "transformers:AutoModel._model_mapping",
             "transformers:AutoModelForMultimodalLM._model_mapping",
         ),
         "a chat template": (
@@ -121,7 +122,6 @@ TRANSFORMERS = Library(
         "a picture of Llava-Next or Llava-OneVision": (
             "transformers.models.llava_next:LlavaNextProcessor._get_number_of_features",
             "transformers.models.llava_onevision:LlavaOnevisionProcessor._get_number_of_features",
-            "transformers.models.llava_onevision.modeling_llava_onevision:image_size_to_num_patches",
         ),
         "a picture of Mistral 3": (
             "transformers.models.pixtral.image_processing_pixtral:get_resize_output_image_size",

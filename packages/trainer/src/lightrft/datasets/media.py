@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
     from lightrft.engines.media.encoder import PromptEncoder
+    from lightrft.engines.media.family import VisionFamily
 
 # A text, or the messages of a chat.
 Content: TypeAlias = str | Sequence[Message]
@@ -43,6 +44,20 @@ class MediaRow:
 
     content: Content
     media: Media
+
+
+def encoder_of(processor: "ProcessorMixin", family: "VisionFamily") -> Encoder:
+    """Return the encoder of a model's prompts; one of text if its family or processor is not known.
+
+    Args:
+        processor, family: As for `PromptEncoder`.
+    """
+    if not family.reads:
+        return TextEncoder(family)
+    from lightrft.engines.media.encoder import PromptEncoder  # where a model reads media
+
+    encoder = PromptEncoder(processor, family)
+    return TextEncoder(family, encoder.hindrance) if encoder.hindrance else encoder
 
 
 def media_columns(config: MediaOptions) -> dict[str, tuple[str, ...]]:

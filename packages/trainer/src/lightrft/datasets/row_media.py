@@ -248,7 +248,7 @@ class RowPixels:
         prompts = [None if row.shown is None else next(encoded) for row in rows]
         # The next pass has other rows, and the pixels of all would not fit into memory.
         self.encoder.forget()
-        return RowMedia(tuple(prompts), self.present)
+        return RowMedia(tuple(prompts), self.encoder.blanks(self.present))
 
 
 TEXT_ALONE = RowPixels()

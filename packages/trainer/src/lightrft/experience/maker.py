@@ -487,7 +487,8 @@ def make_experience(
         )
         media = RowMedia()
         if encoder.reads_media:
-            media = RowMedia(prompts, agree_on_kinds(context, RowMedia(prompts).kinds))
+            kinds = agree_on_kinds(context, RowMedia(prompts).kinds)
+            media = RowMedia(prompts, encoder.blanks(kinds))
     batch = _batch(samples, rows, media, config, plan, context, engine)
     slices = plan.forward_slices(table.lengths, rank=rank, config=config)
     if evidence is not None:

@@ -66,13 +66,18 @@ class Proof:
         self.model, self.context = model, context
         self.inner = cast("SequenceModel", inner_module(model))
         self.name = type(self.inner.pretrained).__name__
-        self.rows = random_rows(self.inner, context.device)
+        self.rows = self._drawn_rows()
+        # Inputs of the model's own forward pass beside tokens.
+        self.own_inputs: dict[str, Tensor] = {}
         self._largest, self._draws = 1.0, 0
         with self._attending(EAGER):
             self.expected = [self._own(row) for row in self.rows]
         # Rounding of a layer, and of sums of logits in float32.
         self.unit, self.floor = 0.0, 0.0
         self.measure_rounding(self.rows[:1], 1)
+
+    def _drawn_rows(self) -> list[Tensor]:
+        return random_rows(self.inner, self.context.device)
 
     def limit(self, *, is_same_way: bool = False) -> float:
         """Return the largest distance that counts as rounding; arguments as for `exceeds`."""
@@ -169,11 +174,13 @@ class Proof:
 
     def _own_values(self, token_ids: Tensor) -> Tensor:
         if not isinstance(self.inner, Actor):
-            output = self.inner.pretrained(input_ids=token_ids, use_cache=False)
+            output = self.inner.pretrained(input_ids=token_ids, use_cache=False, **self.own_inputs)
             values = projected(output.last_hidden_state[0, :-1])
         else:
             logprobs = self._own_logits(token_ids).log_softmax(-1)
-            values = logprobs[0, :-1].gather(-1, token_ids[0, 1:, None]).squeeze(-1)
+            # Marks of media may have no row in the output projection; nothing scores them.
+            scored = token_ids[0, 1:, None].clamp(max=logprobs.shape[-1] - 1)
+            values = logprobs[0, :-1].gather(-1, scored).squeeze(-1)
         return torch.cat([values.new_zeros(1), values])
 
     def _own_logits(self, token_ids: Tensor) -> Tensor:
@@ -181,7 +188,8 @@ class Proof:
         actor = cast("Actor", self.inner)
         head = actor.head
         with head.in_float32():
-            logits: Tensor = actor.model(input_ids=token_ids, use_cache=False).logits.float()
+            output = actor.model(input_ids=token_ids, use_cache=False, **self.own_inputs)
+            logits: Tensor = output.logits.float()
         self._largest = max(self._largest, float(logits.abs().max()))
         never = logits.new_tensor(head.forbidden_ids).long()
         return logits.index_fill(-1, never, -torch.inf)[..., : head.num_tokens]

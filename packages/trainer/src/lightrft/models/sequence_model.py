@@ -249,7 +249,7 @@ def trunk_output(
         from lightrft.models.vision.forward import image_blocks, run_trunk, vision_inputs
 
         extra |= vision_inputs(trunk, family, layout, media)
-        if layout.bounds is not None and family.takes_types:
+        if layout.bounds is not None and family.has_blocks:
             extra["sequence_bounds"] = replace(layout.bounds, blocks=image_blocks(layout, media))
         return run_trunk(trunk, family, layout, media, extra)
     if not media.is_empty:

@@ -97,7 +97,7 @@ class ModelRewards:
         """
         weights = [self._weights(rollout) for rollout in rollouts]
         scores: list[dict[str, float]] = [{} for _ in rollouts]
-        present = self._kinds(rollouts, encoder)
+        present = encoder.blanks(self._kinds(rollouts, encoder))
         encoded = [encode_row(rollout, encoder) for rollout in rollouts]
         for entry, reader in zip(self._models, self._readers, strict=True):
             wanted = [i for i, row in enumerate(weights) if entry.name in row]

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.config import BuildOptions, ConfigError, TrainConfig
+from lightrft.engines.media.text_encoder import TEXT_ENCODER, TextEncoder
 from lightrft.models import Actor, SequenceModel, load_causal_lm
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.proof import Proof, pack_rows, prove_model
@@ -25,6 +26,8 @@ from lightrft.strategy.backend import AnyModel, PreparedModel, inner_module
 from lightrft.strategy.weight_sync.parameter_source import engine_source
 
 if TYPE_CHECKING:
+    from lightrft.engines.media.text_encoder import Encoder
+    from lightrft.models.vision.proof import MediaProof
     from lightrft.strategy.backend import Backend
     from lightrft.strategy.distributed.context import DistributedContext
 
@@ -129,12 +132,14 @@ def configure_models(
     models: Sequence[nn.Module | None],
     *,
     kept: KeptDropout,
+    encoder: Encoder = TEXT_ENCODER,
 ) -> TrainConfig:
     """Set layout, heads and activations of all models as configured, and prove them once.
 
     Args:
         config, context, models: Options of the run, its ranks, and the models.
         kept: Dropout that acts while the stage trains.
+        encoder: Encoder of rows with media, on which trained models are proved, too.
 
     Returns:
         Configuration; without packing if packing was the machine's choice and a model mixes packed
@@ -142,14 +147,14 @@ def configure_models(
 
     Raises:
         ConfigError: A model cannot be packed, or `sp_size` is not the strategy's.
-        ModelLoadError: See `lightrft.models.proof.prove_model`.
+        ModelLoadError: See `lightrft.models.proof.prove_model`, and `prove_media` beside it.
     """
     if config.sp_size != context.config.sp_size:
         raise ConfigError(
             f"sp_size is {config.sp_size} in the trainer and {context.config.sp_size} in the "
             "strategy: set it where the strategy is made"
         )
-    proofs: list[tuple[SequenceModel, Proof | None]] = []
+    proofs: list[tuple[SequenceModel, Proof | None, MediaProof | None]] = []
     for model, module in _unwrapped(models):
         if kept != "model":
             turn_off_dropout(module, keeps_adapters=kept == "adapters")
@@ -161,7 +166,12 @@ def configure_models(
             proof = None
             if not module.is_proved:
                 proof = prove_model(model, context, is_random=drops or not is_trained)
-            proofs.append((module, proof))
+            media = None
+            if is_trained and not isinstance(encoder, TextEncoder):
+                from lightrft.models.vision.proof import prove_media  # of rows with media
+
+                media = prove_media(model, context, encoder)
+            proofs.append((module, proof, media))
         elif config.packing_samples:
             raise ConfigError(
                 "packing_samples needs models of lightrft.models (Actor, Critic): got "
@@ -169,7 +179,7 @@ def configure_models(
             )
     if config.packing_samples:
         config = _packed(config, context, proofs)
-    for module, _ in proofs:
+    for module, _, _ in proofs:
         module.is_proved = True
     return config
 
@@ -180,9 +190,10 @@ def prove_models(
     models: Sequence[nn.Module | None],
     *,
     kept: KeptDropout,
+    encoder: Encoder = TEXT_ENCODER,
 ) -> TrainConfig:
     """Configure and prove models as `configure_models`, then pad: an engine copies one next."""
-    config = configure_models(config, context, models, kept=kept)
+    config = configure_models(config, context, models, kept=kept, encoder=encoder)
     for _, module in _unwrapped(models):
         if isinstance(module, SequenceModel):
             module.pack_samples(False)
@@ -199,21 +210,25 @@ def _unwrapped(models: Sequence[nn.Module | None]) -> Iterator[tuple[nn.Module, 
 def _packed(
     config: TrainConfig,
     context: DistributedContext,
-    proofs: Sequence[tuple[SequenceModel, Proof | None]],
+    proofs: Sequence[tuple[SequenceModel, Proof | None, MediaProof | None]],
 ) -> TrainConfig:
     """Pack the samples of all models, or of none; see `configure_models`."""
     device, bf16 = context.device.type, context.computes_in_bf16
-    use_newer_kernel(KernelShape.of_model(model.config, device, bf16=bf16) for model, _ in proofs)
+    use_newer_kernel(
+        KernelShape.of_model(model.config, device, bf16=bf16) for model, _, _ in proofs
+    )
     try:
-        for model, proof in proofs:
+        for model, proof, media in proofs:
             if proof is None:
                 model.pack_samples()
             else:
                 pack_rows(proof)
+            if media is not None:
+                media.require_packing()
     except LayoutRefusedError as refusal:
         if "packing_samples" not in context.chosen_options:
             raise ConfigError(f"packing_samples: {refusal}") from refusal
-        for model, _ in proofs:
+        for model, _, _ in proofs:
             model.pack_samples(False)
         use_own_kernel()
         context.chosen_options["packing_samples"] = str(refusal)

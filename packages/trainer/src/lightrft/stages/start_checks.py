@@ -17,7 +17,7 @@ from lightrft.config import (
     RowDataOptions,
     TrainConfig,
 )
-from lightrft.datasets.media import Modality, TextModality, VisionPrompts
+from lightrft.datasets.media import Modality, TextModality, VisionPrompts, encoder_of
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.text_encoder import TextEncoder
 from lightrft.engines.text import context_tokens
@@ -183,19 +183,19 @@ def load_modality(config: RowDataOptions, tokenizer: PreTrainedTokenizerBase) ->
     family = family_of(load_config(str(config.pretrain)))
     if family is None:
         return TextModality(tokenizer)
-    from lightrft.engines.media.encoder import PromptEncoder  # where a model reads media
-
     path = Path(str(config.pretrain))
     if path.is_dir() and not has_processor(path):
         return TextModality(tokenizer, encoder=TextEncoder(family))
     processor = load_processor(str(path))
     template = chosen_template(config, processor.chat_template) if processor.chat_template else None
     processor.chat_template = template or tokenizer.chat_template
-    if not family.reads:
-        tokenizer.chat_template = tokenizer.chat_template or template
-        return TextModality(tokenizer, processor=processor, encoder=TextEncoder(family))
-    limit_pixels(processor, config)
-    return VisionPrompts(PromptEncoder(processor, family))
+    if family.reads:
+        limit_pixels(processor, config)
+    encoder = encoder_of(processor, family)
+    if not isinstance(encoder, TextEncoder):
+        return VisionPrompts(encoder)
+    tokenizer.chat_template = tokenizer.chat_template or template
+    return TextModality(tokenizer, processor=processor, encoder=encoder)
 
 
 # How often a processor's size counts each pixel: GLM-4V's is the size of two frames.

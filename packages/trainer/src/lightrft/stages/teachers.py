@@ -14,7 +14,7 @@ from lightrft.config import ConfigError, ModelOptions, RowDataOptions, TrainConf
 from lightrft.config.options import mask_address
 from lightrft.config.parts.learning import TeacherOptions, is_served
 from lightrft.config.registry import TEACHER_SERVERS
-from lightrft.engines.media.families import reads_media
+from lightrft.engines.media.families import has_row
 from lightrft.experience.teachers import (
     LogprobServer,
 )
@@ -135,7 +135,7 @@ def require_same_tokens(
             teacher has no logprob for ids that the student can sample.
     """
     models = load_config(str(config.pretrain)), load_config(path)
-    if any(map(reads_media, models)):
+    if any(map(has_row, models)):
         raise ConfigError("teacher: student and teacher of images are not supported so far")
     if is_classifier(models[1]):
         raise ConfigError(f"teacher: {path} is a reward model: give a language model")

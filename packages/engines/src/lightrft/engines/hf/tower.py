@@ -41,13 +41,17 @@ def attention_of_parts(
 
     Args:
         module, attention_mask, kwargs: Further arguments from transformers; parts have no mask.
-        query, key, value: [1, heads, tokens, head_dim].
+        query: [1, heads, tokens, head_dim].
+        key, value: [1, kv_heads, tokens, head_dim].
         cu_seq_lens_q: Starts of the parts and the end of the last, [parts + 1].
         scaling, dropout: Scale of the products, and dropout of the weights.
 
     Returns:
         [1, tokens, heads, head_dim], and None for the weights.
     """
+    num_sharing = query.shape[1] // key.shape[1]
+    if num_sharing > 1:
+        key, value = (each.repeat_interleave(num_sharing, dim=1) for each in (key, value))
     bounds = cu_seq_lens_q.tolist()
     starts: dict[int, list[int]] = defaultdict(list)
     for start, stop in pairwise(bounds):

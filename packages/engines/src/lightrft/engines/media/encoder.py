@@ -1,6 +1,6 @@
 """Encoders of prompts with media to the inputs of models and engines."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -8,10 +8,12 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from lightrft.engines.media.errors import MediaError
-from lightrft.engines.media.families import VisionFamily, family_of
+from lightrft.engines.media.families import family_of
+from lightrft.engines.media.family import VisionFamily
 from lightrft.engines.media.films import FrameRules
 from lightrft.engines.media.media import (
     MEDIA_KINDS,
@@ -22,15 +24,18 @@ from lightrft.engines.media.media import (
     PromptTokens,
 )
 from lightrft.engines.media.sounds import SoundRules
+from lightrft.engines.types import MediaBounds
 from lightrft.kernels.names import first_line
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
-    from lightrft.engines.types import GenerationRequest, MediaBounds
+    from lightrft.engines.types import GenerationRequest
 
 # Text inputs that every processor returns.
 _TEXT_INPUTS = ("input_ids", "attention_mask")
+# Width and height of a blank picture, and of another one.
+_SQUARE, _WIDE = (64, 64), (160, 64)
 
 
 class PromptEncoder:
@@ -47,7 +52,98 @@ class PromptEncoder:
         self.processor = processor
         self.family = family
         self._kept: dict[tuple[str, ...], EncodedPrompt] = {}
-        self._splits = True
+        self._blanks: dict[MediumKind, EncodedPrompt] = {}
+
+    @cached_property
+    def _nests(self) -> bool:
+        """Whether the processor takes a list of images for each prompt; else one of them all."""
+        if self.family.inputs is None:
+            return True
+        text, media = self._blank("image", 1)
+        try:
+            self.processor(text=[text], images=[[medium.decode() for medium in media]])
+        except Exception:  # noqa: BLE001  processors raise anything
+            return False
+        return True
+
+    @cached_property
+    def axes(self) -> Mapping[str, int]:
+        """Axis along which each input of images grows: one image and two of the same are tried."""
+        if "image" not in self.marks:
+            return {}
+        one, two = (self._processed([self._blank("image", count)]) for count in (1, 2))
+        return {
+            name: next((i for i, n in enumerate(value.shape) if two[name].shape[i] == 2 * n), 0)
+            for name, value in one.items()
+            if self._is_of_media(name)
+        }
+
+    @cached_property
+    def _splits(self) -> bool:
+        """Whether one call for two prompts, whose pictures differ in size, gives what two give."""
+        (kind, *_) = self.family.kinds
+        prompts = [self._blank(kind, 1, size) for size in (_SQUARE, _WIDE)]
+        together: list[EncodedPrompt] = []
+        with suppress(ValueError):
+            together = self._encoded(prompts)
+        return bool(together) and all(
+            torch.equal(tensor, one.tensors[name])
+            for one, prompt in zip(together, prompts, strict=True)
+            for name, tensor in self.encode(*prompt).tensors.items()
+        )
+
+    @cached_property
+    def hindrance(self) -> str:
+        """Why the processor is not one of its family, by encoding one and two images; "" if it is.
+
+        Families with a row are not tried: their processors are known.
+        """
+        if self.family.inputs is None:
+            return ""
+        if "image" not in self.marks:
+            return "its processor has no image_token"
+        try:
+            for count in (1, 2):
+                self.encode(*self._blank("image", count))
+        except Exception as error:  # noqa: BLE001  processors give anything, too
+            return first_line(error)
+        return ""
+
+    def blanks(self, kinds: Iterable[MediumKind]) -> dict[MediumKind, EncodedPrompt]:
+        """Return a prompt with a small medium without content for each of some kinds."""
+        for kind in kinds:
+            if kind not in self._blanks:
+                self._blanks[kind] = self.encode(*self._blank(kind, 1))
+        return {kind: self._blanks[kind] for kind in kinds}
+
+    def _blank(
+        self, kind: MediumKind, count: int, size: tuple[int, int] = _SQUARE
+    ) -> tuple[str, Media]:
+        """Return a text with so many places, and media without content for them."""
+        from PIL import Image  # of models that read media
+
+        return self.question(kind, [MEDIA_KINDS[kind].blank(Image.new("RGB", size))] * count)
+
+    def question(self, kind: MediumKind, values: Sequence[object]) -> tuple[str, Media]:
+        """Return a message with media and a text behind them.
+
+        Args:
+            kind: Kind of the media.
+            values: Media as a data set has them.
+        """
+        media = [MEDIA_KINDS[kind].read(v, name=f"a tried {kind}", folder=Path()) for v in values]
+        text, mark = self._rendered(kind, len(media)), self.marks[kind]
+        if text.count(mark) != len(media):
+            text = f"{mark} " * len(media) + "?"
+        return text, self.fitted(Media({kind: media}), MediaBounds())
+
+    def _rendered(self, kind: MediumKind, count: int) -> str:
+        """Return a message with so many media by the chat template; "" if it renders none."""
+        parts = [*([{"type": kind}] * count), {"type": "text", "text": "?"}]
+        messages = [{"role": "user", "content": parts}]
+        with suppress(Exception):  # templates raise anything
+            return str(self.processor.apply_chat_template(messages, tokenize=False))
+        return ""
 
     def encode(self, text: str, media: Media) -> EncodedPrompt:
         """Encode one prompt.
@@ -66,28 +162,14 @@ class PromptEncoder:
 
     def _encoded(self, prompts: Sequence[tuple[str, Media]]) -> list[EncodedPrompt]:
         """Encode a single prompt, or several of one kind; return [] if they cannot be separated."""
-        arguments = self._arguments(prompts)
-        all_media = sum((media for _, media in prompts), Media())
-        try:
-            outputs: Mapping[str, Tensor] = self.processor(
-                return_tensors="pt", add_special_tokens=False, **arguments
-            )
-        except MediaError:
-            raise
-        except Exception as err:  # processors raise anything, even a bare StopIteration
-            reason = first_line(err)
-            raise ValueError(
-                f"{reason} (the processor of {self.family.model_type}, of {all_media.counts})"
-            ) from err
+        outputs = self._processed(prompts)
         types = self.family.token_types
         if types is not None and types not in outputs:
             raise ValueError(
                 f"the processor of {self.family.model_type} gave no {types}: positions and masks "
                 "of images follow from it; load the processor that was saved with the model"
             )
-        tensors = {
-            name: value for name, value in outputs.items() if name not in (*_TEXT_INPUTS, types)
-        }
+        tensors = {name: value for name, value in outputs.items() if self._is_of_media(name)}
         parts = [tensors]
         if len(prompts) > 1:
             parts = self.family.split(tensors, [len([*media]) for _, media in prompts])
@@ -106,10 +188,36 @@ class PromptEncoder:
                     kinds=frozenset(kinds),
                     media=media,
                     sizes=self._sizes(),
+                    axes=self.axes if kinds else {},
                 )
             )
             self._check_features(encoded[-1])
         return encoded
+
+    def _processed(self, prompts: Sequence[tuple[str, Media]]) -> Mapping[str, Tensor]:
+        """Return what the processor makes of prompts."""
+        arguments = self._arguments(prompts)
+        if self.family.inputs is not None and self.family.token_types == "mm_token_type_ids":
+            arguments["return_mm_token_type_ids"] = True  # not every processor's default
+        try:
+            outputs: Mapping[str, Tensor] = self.processor(
+                return_tensors="pt", add_special_tokens=False, **arguments
+            )
+        except MediaError:
+            raise
+        except Exception as err:  # processors raise anything, even a bare StopIteration
+            all_media = sum((media for _, media in prompts), Media())
+            raise ValueError(
+                f"{first_line(err)} (the processor of {self.family.model_type}, of "
+                f"{all_media.counts})"
+            ) from err
+        return outputs
+
+    def _is_of_media(self, name: str) -> bool:
+        """Return whether an output of the processor is an input of the model beside tokens."""
+        if name in (*_TEXT_INPUTS, self.family.token_types):
+            return False
+        return self.family.inputs is None or name in self.family.inputs
 
     def _arguments(self, prompts: Sequence[tuple[str, Media]]) -> dict[str, object]:
         """Return the processor's arguments: texts and decoded media of the prompts."""
@@ -119,9 +227,10 @@ class PromptEncoder:
         for text, media in prompts:
             self.check_places(text, media)
             for kind in media.kinds:
-                media_arguments = MEDIA_KINDS[kind].arguments(
-                    [medium.decode() for medium in media[kind]]
-                )
+                decoded = [medium.decode() for medium in media[kind]]
+                media_arguments = MEDIA_KINDS[kind].arguments(decoded)
+                if kind == "image" and not self._nests:
+                    media_arguments = {"images": decoded}
                 for name, value in media_arguments.items():
                     before = arguments.get(name)
                     if isinstance(before, list) and isinstance(value, list):
@@ -166,11 +275,18 @@ class PromptEncoder:
     def marks(self) -> dict[MediumKind, str]:
         """Placeholder of a medium in texts, by kind."""
         attributes = vars(self.processor)
-        return {
+        marks = {
             kind: str(attributes[name])
             for kind, name in self.family.marks.items()
             if name in attributes
         }
+        if self.family.inputs is None or "image" not in marks:
+            return marks
+        # Some chat templates write another token, in whose place the processor puts the features'.
+        text = self._rendered("image", 1)
+        tokens = (value for name, value in attributes.items() if name.endswith("_token"))
+        shown = [mark for mark in (marks["image"], *tokens) if text.count(str(mark)) == 1]
+        return {"image": str([*shown, marks["image"]][0])}
 
     @cached_property
     def placeholders(self) -> frozenset[str]:
@@ -195,11 +311,12 @@ class PromptEncoder:
 
     def _check_features(self, encoded: EncodedPrompt) -> None:
         """Raise a ValueError unless each placeholder token has its feature."""
-        if self.family.num_features is None:
-            return
-        count = self.family.num_features
-        features = count(self.processor, encoded.tensors) if encoded.kinds else 0
-        places = sum(self._are_places(encoded))
+        places, count = sum(self._are_places(encoded)), self.family.num_features
+        features = 0
+        if count is not None and encoded.kinds:
+            features = count(self.processor, encoded.tensors)
+        elif encoded.kinds:
+            features = max(1, places)  # the model counts its own
         if places != features:
             raise ValueError(
                 f"the processor of {self.family.model_type} gave {features} features and {places} "
@@ -209,11 +326,12 @@ class PromptEncoder:
 
     def _are_places(self, encoded: EncodedPrompt) -> list[bool]:
         """Return whether each token stands for a feature."""
-        if encoded.token_types is not None:
+        ids = self.family.places
+        if not ids and encoded.token_types is not None:
             return [kind > 0 for kind in encoded.token_types]
-        processor_vars = vars(self.processor)
+        known = vars(self.processor)
         names = ("image_token_id", "video_token_id", "audio_token_id")
-        ids = {processor_vars[name] for name in names if name in processor_vars}
+        ids = ids or tuple(known[name] for name in names if name in known)
         return [token in ids for token in encoded.token_ids]
 
     def ends_with_text(self, text: str) -> bool:
@@ -224,10 +342,10 @@ class PromptEncoder:
         """Return the processor's size bounds, for families whose images keep their sizes."""
         if not self.family.has_axes:
             return {}
-        processor = self.processor
+        parts = {"images_kwargs": "image_processor", "videos_kwargs": "video_processor"}
+        known = vars(self.processor)
         return {
-            "images_kwargs": {"size": dict(processor.image_processor.size)},
-            "videos_kwargs": {"size": dict(processor.video_processor.size)},
+            name: {"size": dict(known[part].size)} for name, part in parts.items() if part in known
         }
 
     def fitted(self, media: Media, bounds: "MediaBounds") -> Media:
@@ -243,7 +361,7 @@ class PromptEncoder:
     def frame_rules(self, bounds: "MediaBounds") -> FrameRules:
         """Return rules for frames and sizes of videos that the processor leaves unchanged."""
         multiple = fewest = 1
-        if self.family.has_axes:
+        if self.family.has_axes and "video_processor" in vars(self.processor):
             frames = self.processor.video_processor
             multiple = int(frames.patch_size) * int(frames.merge_size)
             fewest = int(frames.temporal_patch_size)
@@ -328,7 +446,10 @@ class PromptEncoder:
         if len(given) == 1:  # without a copy
             return dict(given[0])
         names = dict.fromkeys(name for tensors in given for name in tensors)
-        return {n: self.family.join(n, [tensors.get(n) for tensors in given]) for n in names}
+        return {
+            name: self.family.join(self.axes.get(name, 0), [tensors.get(name) for tensors in given])
+            for name in names
+        }
 
     def num_places(self, text: str) -> int:
         """Return the number of image placeholders in a rendered text."""

@@ -1,5 +1,6 @@
 """Inputs of a vision-language model beside the tokens of a batch."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
@@ -7,7 +8,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from lightrft.engines.media.families import VisionFamily, placeholder_ids
+from lightrft.engines.media.families import placeholder_ids
+from lightrft.engines.media.family import VisionFamily
 from lightrft.engines.media.media import EncodedPrompt
 
 if TYPE_CHECKING:
@@ -41,7 +43,8 @@ def media_inputs(
             else None
             for row, row_inputs in zip(rows, inputs_by_row, strict=True)
         ]
-        joined = family.join(name, tensors)
+        axis = next(p.axes.get(name, 0) for p in prompts if p is not None and name in p.tensors)
+        joined = family.join(axis, tensors)
         if is_token_axis:
             missing = joined.new_zeros(len(rows), width - joined.shape[1], *joined.shape[2:])
             joined = torch.cat([joined, missing], dim=1)
@@ -71,21 +74,23 @@ def token_types(rows: Sequence[Tensor], prompts: Prompts) -> list[Tensor]:
 def axes_of_rows(
     trunk: "PreTrainedModel", rows: Sequence[Tensor], prompts: Prompts
 ) -> list[Tensor]:
-    """Return each row's token places in time, height and width: [3, tokens] int64 each.
+    """Return each row's token places, as time, height and width: [axes, tokens] int64 each.
 
     Tokens after the prompt follow its largest place, as text does.
     """
     known: dict[int, Tensor] = {}
+    rope = trunk.config.get_text_config().rope_parameters
+    num_axes = len(rope.get("mrope_section", "thw"))
     axes: list[Tensor] = []
     for row, prompt in zip(rows, prompts, strict=True):
         if prompt is None:
-            axes.append(torch.arange(len(row)).expand(3, -1))
+            axes.append(torch.arange(len(row)).expand(num_axes, -1))
             continue
         if id(prompt) not in known:
             known[id(prompt)] = _axes_of_prompt(trunk, prompt)
         start = known[id(prompt)]
         after = start.max() + 1 + torch.arange(len(row) - start.shape[1])
-        axes.append(torch.cat([start, after.expand(3, -1)], dim=1))
+        axes.append(torch.cat([start, after.expand(num_axes, -1)], dim=1))
     return axes
 
 
@@ -135,9 +140,10 @@ def read_as_text(model: "PreTrainedModel", input_ids: Tensor, foreign: Tensor) -
 
 
 def _axes_of_prompt(trunk: "PreTrainedModel", prompt: EncodedPrompt) -> Tensor:
-    """Return the places [3, tokens] by the rule of the trunk's class."""
+    """Return the places [axes, tokens] by the rule of the trunk's class."""
     names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-    grids = {name: prompt.tensors[name] for name in names if name in prompt.tensors}
+    taken = inspect.signature(trunk.get_rope_index).parameters
+    grids = {n: prompt.tensors[n] for n in names if n in prompt.tensors and n in taken}
     places, _ = trunk.get_rope_index(
         torch.tensor([prompt.token_ids]),
         mm_token_type_ids=torch.tensor([prompt.token_types]),
@@ -153,7 +159,7 @@ def _behind_media(places: Tensor, types: Sequence[int]) -> Tensor:
     extends further in time. vLLM and Qwen's code, which trained the checkpoints, do not.
 
     Args:
-        places: Places of the tokens, [3, tokens].
+        places: Places of the tokens, [axes, tokens].
         types: Kind of each token; 0 is text.
     """
     places = places.clone()

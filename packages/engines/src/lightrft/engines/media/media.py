@@ -33,6 +33,7 @@ class MediaKind:
         arguments: Function from the decoded media of a prompt to processor arguments.
         native: Function that converts a decoded medium for an engine with its processor.
         is_scaled: Whether its name in such an engine includes the sizes for scaling it.
+        blank: Function from a small picture without content to a medium, as a data set has it.
     """
 
     plural: str
@@ -40,6 +41,7 @@ class MediaKind:
     arguments: Callable[[Sequence[object]], dict[str, object]]
     native: Callable[[object], object] = lambda decoded: decoded
     is_scaled: bool = False
+    blank: Callable[[object], object] = lambda picture: picture
 
     def read(self, value: object, *, name: str, folder: Path) -> Medium:
         """Make a medium from a data set's value, like `as_image`."""
@@ -79,9 +81,19 @@ MEDIA_KINDS: dict[MediumKind, MediaKind] = {
         "images", f"{_SOURCES}:as_image", lambda decoded: {"images": [decoded]}, is_scaled=True
     ),
     "video": MediaKind(
-        "videos", f"{_SOURCES}:as_video", _video_arguments, _native_video, is_scaled=True
+        "videos",
+        f"{_SOURCES}:as_video",
+        _video_arguments,
+        _native_video,
+        is_scaled=True,
+        blank=lambda picture: {"frames": [picture] * 4, "fps": 1.0},
     ),
-    "audio": MediaKind("audios", "lightrft.engines.media.sounds:as_audio", _audio_arguments),
+    "audio": MediaKind(
+        "audios",
+        "lightrft.engines.media.sounds:as_audio",
+        _audio_arguments,
+        blank=lambda _: {"array": [0.0] * 4000, "sampling_rate": 16000},
+    ),
 }
 
 
@@ -184,6 +196,7 @@ class EncodedPrompt:
         request_token_ids: Tokens with one placeholder for each medium, as engines take them.
         token_types: Kind of each of `token_ids`; None if the family has no such input.
         tensors: Model inputs of this prompt's media by name, in order of appearance.
+        axes: Axis along which each input grows with the number of media; 0 for missing names.
         kinds: Kinds of its media.
         media: Sources of the encoded media, for engines with their processor.
         sizes: Arguments that make such a processor scale images in the same way.
@@ -196,6 +209,7 @@ class EncodedPrompt:
     kinds: frozenset[MediumKind]
     media: Media = field(default_factory=Media)
     sizes: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    axes: Mapping[str, int] = field(default_factory=dict)
 
     def continued(self, token_ids: Sequence[int]) -> Self:
         """Return the prompt followed by tokens of text."""
@@ -248,12 +262,12 @@ class RowMedia:
 
     Args:
         prompts: Encoded prompt of each row; None for rows without media.
-        present: Kinds that some rank has in this forward pass; every rank runs its vision tower
-            once for each.
+        present: Prompt with a blank medium of each kind that some rank has in this forward pass;
+            every rank runs its vision tower once for each.
     """
 
     prompts: tuple[EncodedPrompt | None, ...] = ()
-    present: frozenset[MediumKind] = frozenset()
+    present: Mapping[MediumKind, EncodedPrompt] = field(default_factory=dict)
 
     @property
     def kinds(self) -> frozenset[MediumKind]:

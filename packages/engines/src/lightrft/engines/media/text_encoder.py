@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -10,7 +10,7 @@ from lightrft.engines.media.media import EncodedPrompt, LaterImages, Media, Medi
 
 if TYPE_CHECKING:
     from lightrft.engines.media.encoder import PromptEncoder
-    from lightrft.engines.media.families import VisionFamily
+    from lightrft.engines.media.family import VisionFamily
     from lightrft.engines.types import MediaBounds
 
 
@@ -18,30 +18,26 @@ class TextEncoder:
     """Encoder of a text-only model: all its results are empty.
 
     Args:
-        family: Family of a model with towers that has no processor, or whose inputs are not known;
-            None for models of text.
+        family: Family of a model with towers; None for models of text.
+        reason: Why its media cannot be read; "" if it has no processor.
     """
 
     reads_media = False
     marks: Mapping[MediumKind, str] = MappingProxyType({})
     placeholders = frozenset[str]()
 
-    def __init__(self, family: VisionFamily | None = None) -> None:
-        self._family = family
+    def __init__(self, family: VisionFamily | None = None, reason: str = "") -> None:
+        self._family, self._reason = family, reason
 
     @property
     def hindrance(self) -> str:
         """Reason why the model takes no media, and what to train instead."""
         if self._family is None:
             return "the model reads text only: train a vision-language model"
-        if self._family.reads:
+        if self._family.reads and not self._reason:
             return "the model's folder has no processor: add its processor_config.json"
-        from lightrft.engines.media.families import FAMILIES  # where media are refused
-
-        return (
-            f"those of models of type {self._family.model_type!r} are not supported: train one of "
-            f"{', '.join(FAMILIES)}"
-        )
+        reason = self._reason or "its class has no pixel_values, get_image_features or image token"
+        return f"those of models of type {self._family.model_type!r} are not supported: {reason}"
 
     def check_places(self, text: str, media: Media) -> None:
         """Do nothing; implement `PromptEncoder.check_places`."""
@@ -63,6 +59,11 @@ class TextEncoder:
         """Return the prompt unchanged."""
         del token_ids, later
         return prompt
+
+    def blanks(self, kinds: Iterable[MediumKind]) -> dict[MediumKind, EncodedPrompt]:
+        """Return {}: there are no kinds."""
+        del kinds
+        return {}
 
     def num_places(self, text: str) -> int:
         """Return 0: a text model has no places for images."""

@@ -345,7 +345,7 @@ def score_with_actor(
                 # Placeholders may lie outside of the head's vocabulary (Mllama): none is scored.
                 scored = mask.bool()
                 scored[:, : len(media.token_ids)] = False
-                options = {"media": RowMedia((media,), media.kinds), "scored_mask": scored}
+                options = {"media": RowMedia((media,)), "scored_mask": scored}
             values: list[float] = actor(tokens, mask, **options).logprobs[0].float().tolist()
             return values
     finally:

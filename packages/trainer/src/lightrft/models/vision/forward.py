@@ -1,5 +1,6 @@
 """Forward pass of a trunk over rows, some of which have images or videos."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, cast
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.engines.media.cross_attention import only_own_images
-from lightrft.engines.media.families import VisionFamily, language_model
+from lightrft.engines.media.families import language_model
+from lightrft.engines.media.family import VisionFamily
 from lightrft.engines.media.inputs import (
     axes_of_rows,
     foreign_places,
@@ -16,7 +18,7 @@ from lightrft.engines.media.inputs import (
     read_as_text,
     token_types,
 )
-from lightrft.engines.media.media import EncodedPrompt, MediumKind, RowMedia
+from lightrft.engines.media.media import EncodedPrompt, RowMedia
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,13 +49,16 @@ def vision_inputs(
     _check_prompts(rows, prompts)
     inputs_by_name: dict[str, object] = {"position_ids": layout.position_ids}
     if family.has_axes:
-        # The place in the text tells the model where sequences of a stream begin.
         axes = layout.place(axes_of_rows(trunk, rows, prompts))
-        inputs_by_name["position_ids"] = torch.cat([layout.position_ids[None], axes])
+        # Some models see by the place in the text where sequences of a stream begin; attention
+        # within bounds does not need it, and not every class takes it.
+        is_taken = family.inputs is None
+        places = torch.cat([layout.position_ids[None], axes]) if is_taken else axes
+        inputs_by_name["position_ids"] = places
     if family.takes_types and layout.bounds is None and media.kinds:
         inputs_by_name[str(family.token_types)] = layout.place(token_types(rows, prompts))
     if family.attends_to_images and media.present and not media.kinds:
-        prompts[0] = _dummy_prompt(trunk, family, rows[0])
+        prompts[0] = _unseen(family, media.present["image"], rows[0])
     inputs = media_inputs(family, rows, prompts, width=layout.input_ids.shape[1])
     return inputs_by_name | {
         name: value.to(layout.input_ids.device) for name, value in inputs.items()
@@ -83,9 +88,11 @@ def _check_prompts(rows: Sequence[Tensor], prompts: Sequence[EncodedPrompt | Non
             )
 
 
-def _dummy_prompt(trunk: "PreTrainedModel", family: VisionFamily, row: Tensor) -> EncodedPrompt:
-    tensors = family.dummy(trunk.config, "image")
-    return EncodedPrompt(tuple(row.tolist()), (), None, tensors, frozenset())
+def _unseen(family: VisionFamily, blank: EncodedPrompt, row: Tensor) -> EncodedPrompt:
+    """Return a row of text with a blank image that no token attends to."""
+    first = {n: torch.zeros_like(blank.tensors[n][:, :1]) for n in family.token_axis}
+    tensors = {**blank.tensors, **first}
+    return EncodedPrompt(tuple(row.tolist()), (), None, tensors, frozenset(), axes=blank.axes)
 
 
 def run_trunk(
@@ -107,12 +114,12 @@ def run_trunk(
         marks = foreign_places(trunk.config, rows, media.of_rows(len(rows)))
         foreign = layout.place([mark.long() for mark in marks]).bool()
         input_ids = hooks.enter_context(read_as_text(trunk, input_ids, foreign))
-        absent = sorted(media.present - media.kinds)
+        absent = [prompt for kind, prompt in media.present.items() if kind not in media.kinds]
         if family.attends_to_images:
             if "pixel_values" in arguments:
                 hooks.enter_context(only_own_images(trunk, media.of_rows(len(input_ids))))
         elif absent:
-            hook = _with_dummies(trunk, family, absent)
+            hook = _with_blanks(trunk, family, absent)
             hooks.enter_context(trunk.get_input_embeddings().register_forward_hook(hook))
         if layout.own is not None:
             hooks.enter_context(cut_tokens(trunk, layout.own))
@@ -120,35 +127,33 @@ def run_trunk(
     return output
 
 
-def _with_dummies(
-    trunk: "PreTrainedModel", family: VisionFamily, kinds: Sequence[MediumKind]
+def _with_blanks(
+    trunk: "PreTrainedModel", family: VisionFamily, blanks: Sequence[EncodedPrompt]
 ) -> Callable[..., object]:
     """Run the tower without effect: its parameters are gathered and get zero gradients."""
 
     def hook(module: nn.Module, args: object, output: Tensor) -> Tensor:
-        for kind in kinds:
-            inputs = family.dummy(trunk.config, kind)
-            inputs = {name: value.to(output.device) for name, value in inputs.items()}
-            features = _features(trunk, kind, inputs, family)
-            for leaf in _floats(_used(features)):
+        for blank in blanks:
+            for leaf in _floats(_used(features_of(trunk, family, blank))):
                 output = output + 0.0 * leaf.sum().to(output.dtype)
         return output
 
     return hook
 
 
-def _features(
-    trunk: "PreTrainedModel",
-    kind: MediumKind,
-    inputs: Mapping[str, Tensor],
-    family: VisionFamily,
-) -> object:
-    """Return the features of one kind by the model's method, or by that of the family."""
-    dtype, pixels = next(trunk.parameters()).dtype, family.kinds.values()
-    typed = {k: v.to(dtype) if k in pixels else v for k, v in inputs.items()}
+def features_of(trunk: "PreTrainedModel", family: VisionFamily, prompt: EncodedPrompt) -> object:
+    """Return the features of a prompt with media of one kind, as the trunk's method gives them."""
+    parameter, pixels = next(trunk.parameters()), family.kinds.values()
+    inputs = {
+        name: value.to(parameter.device, parameter.dtype if name in pixels else None)
+        for name, value in prompt.tensors.items()
+    }
     if family.features is not None:
-        return family.features(trunk, typed)
-    return getattr(trunk, f"get_{kind}_features")(**typed, return_dict=True)
+        return family.features(trunk, inputs)
+    (kind,) = prompt.media.kinds
+    method = getattr(trunk, f"get_{kind}_features")
+    taken = inspect.signature(method).parameters
+    return method(**{n: v for n, v in inputs.items() if n in taken}, return_dict=True)
 
 
 def _used(features: object) -> object:

@@ -6,7 +6,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.parts.learning import is_served
 from lightrft.datasets.row_data import SupervisedRow
 from lightrft.datasets.supervised_rows import load_supervised
-from lightrft.engines.media.families import reads_media
+from lightrft.engines.media.families import has_row
 from lightrft.models import load_config
 from lightrft.stages.distillation.divergence_objective import DivergenceObjective, KnownTeachers
 from lightrft.stages.distillation.own_samples import check_prompts
@@ -52,7 +52,7 @@ def read_inputs(config: TrainConfig) -> DivergenceInputs:
         raise ConfigError(
             "fused_linear_logprob: distillation on rows always computes in chunks: leave it out"
         )
-    if config.pretrain is not None and reads_media(load_config(config.pretrain)):
+    if config.pretrain is not None and has_row(load_config(config.pretrain)):
         raise ConfigError(f"pretrain: {config.pretrain} reads images, and a teacher sees texts")
     is_plain = [*config.teacher_places] == [""] and not is_served(config.teacher_places[""])
     if config.audit_every and (not is_plain or config.offpolicy_fraction < 1):
@@ -62,6 +62,8 @@ def read_inputs(config: TrainConfig) -> DivergenceInputs:
         )
     require_options(config, "distill")
     reading, data, held_out = read_rows(config, load_supervised)
+    if any(row.shown for row in data.rows):
+        raise ConfigError("prompt_data has images, and a teacher sees texts: leave them out")
     check_auditable(config, data.rows)
     if config.offpolicy_fraction < 1:
         check_prompts(data.rows, config.replaced(prompts_within_context(config)))

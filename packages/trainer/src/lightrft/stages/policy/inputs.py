@@ -18,6 +18,7 @@ from lightrft.datasets import Prompt, PromptDataset, collate_prompts, load_promp
 from lightrft.datasets.batch_stream import planned_steps
 from lightrft.datasets.media import Modality
 from lightrft.datasets.types import DataError
+from lightrft.engines.media.text_encoder import TEXT_ENCODER
 from lightrft.engines.text import Tokenizer
 from lightrft.models import Actor, Critic, load_tokenizer
 from lightrft.models.statements import Statements, read_statements
@@ -121,7 +122,9 @@ class PolicyInputs:
             reward_models = prepare_reward_models(config, strategy.backend)
             # Proofs come first: an engine is compared with these models next.
             each = (*(trained.model for trained in models.trained), *frozen.all)
-            config = prove_models(config, strategy.context, each, kept=PolicyStage.kept_dropout)
+            kept, has_media = PolicyStage.kept_dropout, any(p.media for p in self.prompts.prompts)
+            encoder = self.modality.encoder if has_media else TEXT_ENCODER
+            config = prove_models(config, strategy.context, each, kept=kept, encoder=encoder)
         if strategy.inference_engine is None:
             strategy.setup_inference_engine(config, config.engine_type, actor=models.main.model)
         else:  # the engine of other ranks, which run the environments

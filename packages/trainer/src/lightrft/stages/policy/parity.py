@@ -238,7 +238,7 @@ def first_divergence(
     """
     tokens = torch.tensor([list(token_ids)], device=device)
     mask = torch.ones_like(tokens, dtype=torch.bool)
-    inputs = {} if media is None else {"media": RowMedia((media,), media.kinds)}
+    inputs = {} if media is None else {"media": RowMedia((media,))}
     expected = module_outputs(checkpoint_module(trainer), lambda: actor(tokens, mask, **inputs))
     outputs = engine.layer_outputs(token_ids, media)
     if not outputs:

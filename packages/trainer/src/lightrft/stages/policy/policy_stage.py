@@ -12,6 +12,7 @@ from torch import nn
 
 from lightrft.config import ConfigError, RolloutOptions, TrainConfig
 from lightrft.datasets.batch_stream import Batches, known_items, planned_steps
+from lightrft.datasets.media import encoder_of
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
@@ -403,9 +404,7 @@ def prompt_encoder(parts: RolloutParts, actor: nn.Module) -> Encoder:
     shared = parts.environments.encoder
     if shared.reads_media:
         return shared
-    from lightrft.engines.media.encoder import PromptEncoder  # where a model reads media
-
-    return PromptEncoder(cast("ProcessorMixin", parts.processor), family)
+    return encoder_of(cast("ProcessorMixin", parts.processor), family)
 
 
 def evaluate_prompts(

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightrft.config import RowRunOptions, TrainConfig
 from lightrft.datasets.row_data import Item, RowData
 from lightrft.datasets.row_media import RowPixels
+from lightrft.engines.media.text_encoder import TEXT_ENCODER
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.models import configure_models
 from lightrft.stages.observer import ObservedRows, ObservedStep, Observer, open_observer
@@ -55,13 +56,17 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
         self.item_name, self.kept_dropout = objective.item_name, objective.kept_dropout
         self.syncs_engine = objective.syncs_engine
         model = models.main.model
+        rows = (row for item in (*data.rows, *self.held_out) for row in item.rows)
+        pixels = RowPixels.of(data.encoder, rows)
         self.config = configure_models(
-            config, strategy.context, [model, *objective.frozen], kept=objective.kept_dropout
+            config,
+            strategy.context,
+            [model, *objective.frozen],
+            kept=objective.kept_dropout,
+            encoder=data.encoder if pixels.present else TEXT_ENCODER,
         )
         for each in objective.frozen:
             each.eval()
-        rows = (row for item in (*data.rows, *self.held_out) for row in item.rows)
-        pixels = RowPixels.of(data.encoder, rows)
         self.passes = RowPasses(self.config, strategy.context, model, pixels)
         size = config.train_batch_size // strategy.world_size
         self.loader = strategy.setup_dataloader(data, size, collate_fn=list)

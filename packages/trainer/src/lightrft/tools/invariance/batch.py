@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.aggregation import aggregate
+from lightrft.datasets.media import encoder_of
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.media import NO_MEDIA, EncodedPrompt, Media, RowMedia
 from lightrft.engines.media.sources import ImageSource
+from lightrft.engines.media.text_encoder import TextEncoder
 from lightrft.models import ActorOutput
 from lightrft.models.loading import has_processor, load_config, load_processor
 
@@ -108,9 +110,10 @@ def make_rows(
         if prompt is not None:
             token_ids[row, : len(prompt.token_ids)] = prompt.token_ids
     media = NO_MEDIA
-    if any(prompts):
+    shown = next(filter(None, prompts), None)
+    if shown is not None:
         # Every forward pass of every rank runs the tower, as it does in a run.
-        media = RowMedia(tuple(prompts), frozenset({"image"}))
+        media = RowMedia(tuple(prompts), {"image": shown})
     return LossRows(
         token_ids=torch.from_numpy(token_ids),
         attention_mask=torch.from_numpy(columns < lengths),
@@ -162,7 +165,9 @@ def draw_prompts(path: str, seed: int) -> tuple[EncodedPrompt | None, ...]:
     family = family_of(load_config(path))
     if family is None or not family.reads or not has_processor(Path(path)):
         return ()
-    encoder = PromptEncoder(load_processor(path), family)
+    encoder = encoder_of(load_processor(path), family)
+    if isinstance(encoder, TextEncoder):
+        return ()
     rng = np.random.default_rng(seed)
     return tuple(_encode(encoder, sizes, rng) if sizes else None for sizes in SIZES)
 

@@ -13,7 +13,7 @@ from torch import nn
 from lightrft.config import ConfigError, SamplingOptions, TrainConfig
 from lightrft.config.files import typed
 from lightrft.config.options import short
-from lightrft.engines.media.families import family_of
+from lightrft.engines.media.families import has_row
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.models import load_tokenizer
 from lightrft.models.loading import load_config
@@ -58,11 +58,11 @@ def replay_run(run: Path, step: int | None) -> tuple[int, Replay]:
     options = TrainConfig.load(run / CONFIG_FILE)
     step, journals = read_step(run, step, options)
     config = replace(options, sp_size=1, engine_tp_size=1, fsdp=True, zero_stage=0)
-    family = family_of(load_config(str(config.pretrain)))
-    if family is not None and family.reads:
+    model_config = load_config(str(config.pretrain))
+    if has_row(model_config):
         raise ConfigError(
             f"journals name images and do not hold them: {run} trained a model of type "
-            f"{family.model_type}, and only runs of models of text can be replayed"
+            f"{model_config.model_type}, and only runs of models of text can be replayed"
         )
     tokenizer = load_tokenizer(str(config.pretrain), config)
     replay = Replay()

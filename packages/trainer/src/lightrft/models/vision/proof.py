@@ -1,0 +1,175 @@
+"""Proof at load: rows with images are computed as the model's own forward pass computes each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from lightrft.engines.media.families import family_of
+from lightrft.engines.media.inputs import media_inputs, token_types
+from lightrft.engines.media.media import EncodedPrompt, RowMedia
+from lightrft.kernels.names import first_line
+from lightrft.models.actor import Actor
+from lightrft.models.attention import MissingBoundsError
+from lightrft.models.loading import ModelLoadError
+from lightrft.models.proof import Proof, projected
+from lightrft.models.sequence_model import SequenceModel, trunk_output
+from lightrft.models.ulysses import LayoutRefusedError
+from lightrft.strategy.backend import inner_module
+
+if TYPE_CHECKING:
+    from lightrft.engines.media.encoder import PromptEncoder
+    from lightrft.engines.media.family import VisionFamily
+    from lightrft.strategy.distributed.context import DistributedContext
+
+# Widths and heights of the pictures of each row.
+SIZES: tuple[tuple[tuple[int, int], ...], ...] = (((64, 64),), (), ((160, 64), (64, 96)))
+_TEXT_ALONE = "train its text alone with --text_only"
+
+
+class MediaProof(Proof):
+    """Passes of a model over rows with one image, none and two; see `Proof`.
+
+    Args:
+        model, context: As for `Proof`.
+        encoder: Encoder of the model's prompts, equal on all ranks.
+    """
+
+    def __init__(
+        self, model: nn.Module, context: DistributedContext, encoder: PromptEncoder
+    ) -> None:
+        rng = np.random.default_rng(0)
+        self.prompts: list[EncodedPrompt | None] = []
+        for sizes in SIZES:
+            pictures = [rng.integers(0, 255, (h, w, 3), dtype=np.uint8) for w, h in sizes]
+            shown = encoder.encode(*encoder.question("image", pictures)) if pictures else None
+            self.prompts.append(shown)
+        super().__init__(model, context)
+
+    @property
+    def distance_of_pictures(self) -> float:
+        """Distance of a row from itself with its picture in negative: what a swap would change."""
+        row, first = self.rows[0], self.prompts[0]
+        assert first is not None
+        negative = {n: -t if t.is_floating_point() else t for n, t in first.tensors.items()}
+        other = self._own_of(row, replace(first, tensors=negative))
+        return self._agreed(float((other - self.expected[0]).abs().max()))
+
+    @property
+    def _family(self) -> VisionFamily:
+        return cast("VisionFamily", family_of(self.inner.config))
+
+    def _drawn_rows(self) -> list[Tensor]:
+        rows = []
+        for prompt, text in zip(self.prompts, super()._drawn_rows(), strict=True):
+            ids = () if prompt is None else prompt.token_ids
+            rows.append(torch.cat([text.new_tensor(ids), text]))
+        return rows
+
+    def _is_scored(self, row: Tensor) -> Tensor:
+        """Return whether each token is text behind the images, [tokens] bool."""
+        prompt = self._prompt_of(row)
+        start = 1 if prompt is None else len(prompt.token_ids)
+        return torch.arange(len(row), device=row.device) >= start
+
+    def _own(self, row: Tensor) -> Tensor:
+        return self._own_of(row, self._prompt_of(row))
+
+    def _own_of(self, row: Tensor, prompt: EncodedPrompt | None) -> Tensor:
+        """Return the values of a row by the model's own pass, with the media of a prompt."""
+        if prompt is not None:
+            family, host = self._family, row.cpu()
+            inputs = media_inputs(family, [host], [prompt], width=len(row))
+            if family.token_types is not None:
+                inputs[family.token_types] = torch.stack(token_types([host], [prompt]))
+            inputs["attention_mask"] = torch.ones_like(host)[None]
+            self.own_inputs = {name: value.to(row.device) for name, value in inputs.items()}
+        try:
+            return super()._own(row).where(self._is_scored(row), 0.0)
+        finally:
+            self.own_inputs = {}
+
+    def _prompt_of(self, row: Tensor) -> EncodedPrompt | None:
+        return next(p for r, p in zip(self.rows, self.prompts, strict=True) if r is row)
+
+    def _as_run(self, rows: Sequence[Tensor], *, is_training: bool = False) -> list[Tensor]:
+        token_ids = pad_sequence(list(rows), batch_first=True)
+        mask = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], True)
+        is_scored = pad_sequence([self._is_scored(row) for row in rows], True)
+        media = RowMedia(tuple(self._prompt_of(row) for row in rows))
+        forward = self.inner.forward
+
+        def run(ids: Tensor, is_real: Tensor) -> Tensor:
+            if isinstance(self.inner, Actor):
+                output = forward(ids, is_real, scored_mask=is_scored, media=media)
+                return cast("Tensor", output.logprobs)
+            layout = self.inner.lay_out(ids, is_real)
+            hidden = trunk_output(self.inner.pretrained, layout, media).last_hidden_state
+            return layout.scatter(projected(layout.select(hidden)))
+
+        values = self._through(run, token_ids, mask, is_training=is_training)
+        values = values.where(is_scored, 0.0)
+        return [value[is_real] for value, is_real in zip(values, mask, strict=True)]
+
+    def require_packing(self) -> None:
+        """Prove that rows of a model that packs already are computed as alone; collective.
+
+        Raises:
+            LayoutRefusedError: They are not.
+        """
+        try:
+            distance = self.distance_of_layout()
+        except MissingBoundsError as error:
+            raise LayoutRefusedError(f"{error}; train without packing_samples") from error
+        if self.exceeds(distance):
+            raise LayoutRefusedError(
+                f"{self.name} computes packed rows with images otherwise: "
+                f"{self.numbers(distance)}; train without packing_samples and sp_size"
+            )
+
+
+def prove_media(
+    model: nn.Module, context: DistributedContext, encoder: PromptEncoder
+) -> MediaProof | None:
+    """Prove that a prepared model computes rows with images as its own pass does; collective.
+
+    Args:
+        model: Sequence model with everything that a strategy has put around it.
+        context: Ranks.
+        encoder: Encoder of its prompts.
+
+    Returns:
+        Proof, for a test of packing; None if the plain pass gives no finite numbers, or the model
+        reads no images.
+
+    Raises:
+        ModelLoadError: It computes something else, or sees no images.
+    """
+    if "image" not in encoder.marks:
+        return None
+    name = type(cast("SequenceModel", inner_module(model)).pretrained).__name__
+    try:
+        proof = MediaProof(model, context, encoder)
+        if not proof.is_finite:
+            return None
+        seen, distance = proof.distance_of_pictures, proof.distance_of_layout()
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelLoadError(
+            f"{name} cannot compute rows with images: {first_line(error)}; {_TEXT_ALONE}"
+        ) from error
+    if not proof.exceeds(seen):
+        raise ModelLoadError(
+            f"{name} computes the same for other images: {proof.numbers(seen)}; {_TEXT_ALONE}"
+        )
+    if proof.exceeds(distance):
+        raise ModelLoadError(
+            f"rows with images are not computed by {name} as each row alone: "
+            f"{proof.numbers(distance)}; {_TEXT_ALONE}"
+        )
+    return proof
