@@ -83,6 +83,12 @@ def test_a_deviation_is_marked_and_gives_exit_code_8(monkeypatch, capsys):
     assert "1 of 2 ways give the same step; 1 not possible with this model" in output
 
 
+def test_rounding_of_the_plainest_way_widens_the_bounds_and_an_error_of_it_does_not():
+    good = Deviations(**dict.fromkeys(Deviations.__dataclass_fields__, 7e-7))
+    assert doctor.bounds_of([(Cell(), good)]).gradient == pytest.approx(2.1e-6)
+    assert doctor.bounds_of([(Cell(), replace(good, gradient=1e-5))]) == FP32_BOUNDS
+
+
 def test_two_processes_are_the_default_without_gpus():
     import torch
 

@@ -22,8 +22,8 @@ from lightrft.tools.invariance.cells import (
     FP32_BOUNDS,
     Cell,
     Deviations,
-    bf16_bounds,
     doctor_cells,
+    rounding_bounds,
 )
 from lightrft.tools.invariance.measure import measure_cells, write_reference
 
@@ -398,9 +398,9 @@ def test_the_doctor_tries_every_feature():
 
 
 def test_the_doctors_bounds_in_bfloat16_are_thrice_the_plainest_way():
-    bounds = bf16_bounds(PLAIN_BF16_BOUNDS)
+    bounds = rounding_bounds(PLAIN_BF16_BOUNDS)
     assert bounds.gradient == pytest.approx(3 * PLAIN_BF16_BOUNDS.gradient)
-    assert bf16_bounds(NOTHING) == FP32_BOUNDS
+    assert rounding_bounds(NOTHING) == FP32_BOUNDS
     cells = doctor_cells(2, has_deepspeed=True, bf16=True)
     assert cells[0] == Cell(bf16=True)
     assert all(cell.bf16 for cell in cells)

@@ -130,13 +130,14 @@ def examine_model(options: Namespace) -> int:
 
 
 def bounds_of(results: Sequence[CellResult]) -> Deviations:
-    """Return float32's bounds, or for bfloat16 those from the first, plainest way."""
-    from lightrft.tools.invariance.cells import FP32_BOUNDS, bf16_bounds
+    """Return the bounds that follow from the rounding of the first, plainest way."""
+    from lightrft.tools.invariance.cells import FP32_BOUNDS, rounding_bounds
 
     cell, deviations = results[0]
-    if not cell.bf16 or isinstance(deviations, str):
+    # In float32 a plain way beyond the bounds is wrong, not rounded.
+    if isinstance(deviations, str) or (not cell.bf16 and deviations.above(FP32_BOUNDS)):
         return FP32_BOUNDS
-    return bf16_bounds(deviations)
+    return rounding_bounds(deviations)
 
 
 def build_parser() -> Parser:

@@ -106,19 +106,19 @@ FP32_BOUNDS = Deviations(
 )
 
 
-# In bfloat16 all ways round about as much, and different sums round differently.
-BF16_FACTOR = 3.0
+# All ways round about as much, and different sums round differently.
+ROUNDING_FACTOR = 3.0
 
 
-def bf16_bounds(plainest: Deviations) -> Deviations:
-    """Return bounds of a way in bfloat16 against float32, from the plainest way's deviation.
+def rounding_bounds(plainest: Deviations) -> Deviations:
+    """Return bounds of a way against float32, from the plainest way's deviation.
 
     Args:
-        plainest: Deviations of one process with one padded micro-batch in bfloat16.
+        plainest: Deviations of one process with padded micro-batches in the same dtype.
     """
     names = Deviations.__dataclass_fields__
     return Deviations(
-        **{n: max(FP32_BOUNDS.value(n), BF16_FACTOR * plainest.value(n)) for n in names}
+        **{n: max(FP32_BOUNDS.value(n), ROUNDING_FACTOR * plainest.value(n)) for n in names}
     )
 
 

@@ -20,7 +20,7 @@ from lightrft.config.files import read_object, typed
 from lightrft.engines.text import context_tokens
 from lightrft.kernels.names import first_line
 from lightrft.models import load_config
-from lightrft.tools.invariance.cells import FP32_BOUNDS, Cell, bf16_bounds
+from lightrft.tools.invariance.cells import FP32_BOUNDS, Cell, rounding_bounds
 from lightrft.tools.invariance.measure import (
     make_strategy,
     measure_cells,
@@ -65,7 +65,7 @@ def try_cells(rank: int, world_size: int, cells: list[Cell], path: str, file: Pa
     (plainest,) = measured([(eager, path, str(reference))])
     if isinstance(plainest, str):
         raise ConfigError(f"{path} cannot be tried: {plainest}")
-    bounds = bf16_bounds(plainest) if eager.bf16 else FP32_BOUNDS
+    bounds = rounding_bounds(plainest) if eager.bf16 else FP32_BOUNDS
     try:
         (deviations,) = measured([(compiled, path, str(reference))])
         assert not isinstance(deviations, str)  # padded rows are refused by no model
