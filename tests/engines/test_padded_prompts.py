@@ -45,14 +45,12 @@ def batches(monkeypatch):
     "model_type",
     ["qwen3_5_text", "nemotron_h", "lfm2", "gemma3_text", "falcon_h1", "gpt_oss"],
 )
-def test_rows_of_all_lengths_are_decoded_at_once_and_leave_as_they_end(model_type, batches):
+def test_rows_of_all_lengths_are_decoded_at_once(model_type, batches):
     model = of_type(model_type)
     completions = embedded(model).generate(REQUESTS, PARAMS)
     assert largest_error(model, completions) < 2e-4
-    # All rows share one batch, prompts are copied to their rows, and ended rows are dropped.
+    # All rows share one batch, and prompts are copied to their rows.
     assert batches[:2] == [8, 8]
-    lengths = sorted(len(row.output_token_ids) for row in completions)
-    assert len(batches) > 2 or lengths[0] == lengths[-1]
     for request in REQUESTS:
         alone = embedded(model).generate([request], PARAMS)
         ids = [c.output_token_ids for c in completions if c.request_id == request.request_id]
@@ -83,7 +81,7 @@ def test_rows_that_padding_or_dropping_would_change_are_decoded_by_length(
     assert batches == []
 
 
-def test_weights_that_are_no_numbers_are_left_to_what_samples(caplog):
+def test_weights_that_are_no_numbers_are_left_to_what_samples():
     model = of_type("lfm2")
     with torch.no_grad():
         model.get_output_embeddings().weight.fill_(torch.nan)
