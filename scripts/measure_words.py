@@ -107,9 +107,18 @@ def measure(root: Path) -> dict[str, tuple[int, list[str]]]:
 
 
 def read_accepted(root: Path) -> dict[str, int]:
-    """Return the accepted value of each measure."""
+    """Return the accepted value of each measure.
+
+    A table `[added."CAPABILITY"]` adds its numbers to the others and says its `reason`.
+    """
     with open(root / ACCEPTED, "rb") as file:
-        return tomllib.load(file)
+        accepted = tomllib.load(file)
+    for costs in accepted.pop("added", {}).values():
+        if not costs.pop("reason").strip():
+            raise ValueError(f"{ACCEPTED}: each capability says its reason")
+        for name, words in costs.items():
+            accepted[name] += words
+    return accepted
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,13 +23,15 @@ class MeasuredSize:
 
     Args:
         parameters: Numbers of the whole model.
+        layers: Numbers of its layers, without towers.
         cached_per_token: Numbers that a cache keeps of each token, in the model's dtype.
         cached_per_row: Numbers that it keeps of each row whatever its length, in that dtype:
             windows of convolutions.
-        float_per_row: The same in float32: states of recurrences.
+        float_per_row: Numbers in float32 that it keeps of each row: states of recurrences.
     """
 
     parameters: int
+    layers: int
     cached_per_token: int
     cached_per_row: int
     float_per_row: int
@@ -133,8 +136,7 @@ class ModelSize:
     def layer_parameters(self) -> int:
         """Numbers of one layer; of an average one if they were counted."""
         if self.measured is not None:
-            layers = self.measured.parameters - self.root_parameters - self.tower_parameters
-            return layers // self.num_layers
+            return self.measured.layers // self.num_layers
         return self._attention_parameters + self.num_experts * self._expert_parameters
 
     @property
@@ -235,7 +237,8 @@ def _measure(_: str, path: str) -> MeasuredSize | None:
     import torch
     from transformers.cache_utils import Cache
 
-    from lightrft.engines.media.families import language_model_class
+    from lightrft.engines.media.families import language_model, language_model_class
+    from lightrft.models.attention import trunk_of
     from lightrft.models.loading import load_config, without_warnings
 
     config, counts = load_config(path), list[tuple[int, int]]()
@@ -253,6 +256,11 @@ def _measure(_: str, path: str) -> MeasuredSize | None:
     per_token = (second - first) // (NUM_TOKENS[1] - NUM_TOKENS[0])
     return MeasuredSize(
         parameters=sum(value.numel() for value in model.parameters()),
+        layers=sum(
+            value.numel()
+            for name, value in language_model(trunk_of(model)).named_parameters()
+            if re.search(r"\.\d+\.", name)
+        ),
         cached_per_token=per_token,
         cached_per_row=first - NUM_TOKENS[0] * per_token,
         float_per_row=states,
