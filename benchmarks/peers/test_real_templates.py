@@ -30,11 +30,12 @@ READ = {
     "glm": "glm4moe",
     "deepseek": "deepseekv3",
     "harmony": "gptoss",
-    "lfm": "lfm2_2_5_vl lfm2_v2",
+    "invoke": "muse_glimmer",
+    "lfm": "lfm2_2_5 lfm2_2_5_v2 lfm2_2_5_vl lfm2_v2",
     "llama": "llama3_1 llama3_2",
 }
 PARSER_OF = {name: parser for parser, names in READ.items() for name in names.split()}
-# They write no calls, but for the format of muse_glimmer, which no parser reads.
+# They write no calls.
 REFUSED = {
     "cohere",
     "cohere2",
@@ -43,11 +44,8 @@ REFUSED = {
     "gemma3",
     "idefics3",
     "lfm2",
-    "lfm2_2_5",
-    "lfm2_2_5_v2",
     "llama3",
     "llava_next",
-    "muse_glimmer",
     "phi3",
     "phi3_5",
     "qwen2_5_vl",

@@ -47,6 +47,14 @@ GEMMA = """\
 {%- for x in v %}{{- show(x) }}{{- ',' if not loop.last else '' }}{%- endfor %}{{- ']' }}\
 {%- else %}{{- v | tojson }}{%- endif %}{%- endmacro %}\
 {{- '<|tool_call>call:' + f.name }}{{- show(f.arguments) }}{{- '<tool_call|>' }}"""
+KIMI = """\
+{{- '<|tool_call_begin|>functions.' + f.name + ':0<|tool_call_argument_begin|>' + \
+(f.arguments | tojson) + '<|tool_call_end|>' }}"""
+INVOKE = """\
+{{- '<minimax:tool_call>\\n<invoke name="' + f.name + '">\\n' }}\
+{%- for n, v in f.arguments | items %}{{- '<parameter name="' + n + '">' + \
+(v if v is string else v | tojson) + '</parameter>\\n' }}{%- endfor %}\
+{{- '</invoke>\\n</minimax:tool_call>' }}"""
 HARMONY = """\
 {%- for m in messages %}{%- if m.tool_calls %}{{- '<|start|>assistant<|channel|>commentary \
 to=functions.' + m.tool_calls[0].function.name + ' <|constrain|>json<|message|>' + \
@@ -58,6 +66,8 @@ TEMPLATES = {
     "xml": TURNS % XML,
     "glm": TURNS % GLM,
     "deepseek": TURNS % DEEPSEEK,
+    "kimi": TURNS % KIMI,
+    "invoke": TURNS % INVOKE,
     "lfm": TURNS % LFM,
     "gemma": TURNS % GEMMA,
     "harmony": HARMONY,

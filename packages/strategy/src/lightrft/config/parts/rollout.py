@@ -417,7 +417,7 @@ class EpisodeOptions(EnvironmentOptions):
         acts_with="environment or tools or agent or agent_command",
         choices=(
             *("auto", "hermes", "xml", "glm", "deepseek", "lfm", "gemma", "harmony", "mistral"),
-            *("llama", "pythonic"),
+            *("llama", "pythonic", "kimi", "invoke"),
         ),
     )
     max_observation_tokens: int = option(

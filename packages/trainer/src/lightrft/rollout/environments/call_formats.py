@@ -6,7 +6,9 @@ import ast
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 from lightrft.config.files import finite_float, refuse_constant
@@ -24,10 +26,12 @@ class ToolCall:
     Args:
         name: Name of the tool.
         arguments: Arguments by name.
+        call_id: Id of the call, if the format has one.
     """
 
     name: str
     arguments: Arguments = field(default_factory=dict)
+    call_id: str = ""
 
 
 class MalformedCallError(ValueError):
@@ -154,7 +158,8 @@ def from_value(value: object, names: Sequence[str]) -> ToolCall:
     arguments: object = next((value[name] for name in names if value.get(name) is not None), {})
     if not isinstance(arguments, dict):
         raise MalformedCallError(f"the arguments of {value['name']} must be an object")
-    return ToolCall(value["name"], arguments)
+    call_id = value.get("id")
+    return ToolCall(value["name"], arguments, call_id if isinstance(call_id, str) else "")
 
 
 _JSON = json.JSONDecoder(parse_constant=refuse_constant, parse_float=finite_float)
@@ -178,7 +183,7 @@ def parse_json_body(text: str, place: int) -> tuple[list[ToolCall], int]:
 
 
 def _named_json(pattern: str, fence: str = "") -> Body:
-    """Return a parser of a name followed by its arguments as JSON."""
+    """Return a parser of a name, perhaps with an id, followed by its arguments as JSON."""
     head, end_of_fence = re.compile(pattern, re.DOTALL), re.compile(rf"\s*{fence}")
 
     def body(text: str, place: int) -> tuple[list[ToolCall], int]:
@@ -187,9 +192,11 @@ def _named_json(pattern: str, fence: str = "") -> Body:
             raise MalformedCallError("a call needs a name and its arguments as JSON")
         value, end = _decoded(text, match.end())
         if not isinstance(value, dict):
-            raise MalformedCallError(f"the arguments of {match[1]} must be an object")
+            raise MalformedCallError(f"the arguments of {match['name']} must be an object")
         closed = end_of_fence.match(text, end)
-        return [ToolCall(match[1].strip(), value)], closed.end() if closed else end
+        call_id = match.groupdict().get("id") or ""
+        call = ToolCall(match["name"].strip(), value, call_id)
+        return [call], closed.end() if closed else end
 
     return body
 
@@ -245,6 +252,9 @@ def _python_body(text: str, place: int) -> tuple[list[ToolCall], int]:
 
 def _python_calls(expression: str) -> list[ToolCall]:
     try:
+        with suppress(SyntaxError):  # some templates leave newlines in quotes, as LFM2.5's
+            ast.parse(one_line := expression.replace("\n", "\\n"), mode="eval")
+            expression = one_line
         items = cast("ast.List", ast.parse(expression, mode="eval").body).elts
         return list(map(_python_call, items))
     except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError) as error:
@@ -306,10 +316,15 @@ def _gemma_body(text: str, place: int) -> tuple[list[ToolCall], int]:
     return [ToolCall(head[1], cast("Arguments", value))], end
 
 
+# Llama 4 marks the text before its calls.
+_LLAMA_TEXT = re.compile(r"<\|python_start\|>.*?<\|python_end\|>\s*", re.DOTALL)
+
+
 def llama_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
-    """Parse `{"name": ..., "parameters": {...}}`, several joined by `;` (Llama 3)."""
+    """Parse `{"name": ..., "parameters": {...}}`, several joined by `;` (Llama 3) or not (4)."""
     del is_ended
     said = spoken(text, before).replace("<|python_tag|>", "").strip()
+    said = _LLAMA_TEXT.sub("", said)
     if not re.match(r'\{\s*"(name|type)"', said):
         return []
     calls = []
@@ -336,6 +351,31 @@ def xml_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
     )
 
 
+def invoke_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
+    """Parse `<invoke name="f"><parameter name="x">1</parameter></invoke>`.
+
+    The family writes a prefix of its own before both names (MiniMax none, DeepSeek `DSML`).
+    """
+    prefixes = _INVOKE.findall(text)
+    return _invokes(prefixes[-1])(text, is_ended, before) if prefixes else []
+
+
+_INVOKE = re.compile(r'<([^\s<>/"]*)invoke name="')
+
+
+@lru_cache(maxsize=16)
+def _invokes(prefix: str) -> CallParser:
+    name = re.escape(prefix)
+    body = _text_pairs(
+        r'([^"\n]+)">\s*',
+        rf'<{name}parameter name="([^"\n]+)"[^>\n]*>(.*?)</{name}parameter>\s*'
+        rf"(?=<{name}parameter name=|</{name}invoke>)",
+        "",
+        ('a call needs <invoke name="NAME">', ""),
+    )
+    return Marked(f'<{prefix}invoke name="', f"</{prefix}invoke>", body)
+
+
 def mistral_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
     """Parse `[TOOL_CALLS][{"name": ..., "arguments": {...}}]` or repeated `[TOOL_CALLS]f{...}`."""
     del is_ended
@@ -344,7 +384,9 @@ def mistral_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]
         return []
     if not said.lstrip().startswith("["):
         pieces = said.split("[TOOL_CALLS]")
-        body = _named_json(r"\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)")
+        body = _named_json(
+            r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\])?\s*(?=\{)"
+        )
         return [call for piece in pieces for call in body(piece, 0)[0]]
     value, _ = _decoded(said, 0)
     return [from_value(each, ("arguments",)) for each in cast("list[object]", value)]
@@ -377,7 +419,14 @@ glm_calls = Marked("<tool_call>", "</tool_call>", _glm_body)
 deepseek_calls = Marked(
     _CALL_BEGIN,
     _CALL_END,
-    _named_json(rf"(?:function{_SEP})?([\w.-]+)(?:{_SEP}|\s*```json)\s*", "(?:```)?"),
+    _named_json(rf"(?:function{_SEP})?(?P<name>[\w.-]+)(?:{_SEP}|\s*```json)\s*", "(?:```)?"),
+)
+kimi_calls = Marked(
+    "<|tool_call_begin|>",
+    "<|tool_call_end|>",
+    _named_json(
+        r"\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>\s*"
+    ),
 )
 lfm_calls = Marked("<|tool_call_start|>", "<|tool_call_end|>", _python_body)
 gemma_calls = Marked("<|tool_call>", "<tool_call|>", _gemma_body)
@@ -388,6 +437,8 @@ PARSERS: Mapping[str, CallParser] = {
     "xml": xml_calls,
     "glm": glm_calls,
     "deepseek": deepseek_calls,
+    "kimi": kimi_calls,
+    "invoke": invoke_calls,
     "lfm": lfm_calls,
     "gemma": gemma_calls,
     "harmony": harmony_calls,
@@ -399,4 +450,10 @@ PARSERS: Mapping[str, CallParser] = {
 MARKS = (
     *("<tool_call>", "<|python_tag|>", "<function=", _CALLS_BEGIN, _CALL_BEGIN),
     *("<|tool_call_start|>", "<|tool_call>", "[TOOL_CALLS]"),
+    *(
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>",
+        "<minimax:tool_call>",
+        "<\uff5cDSML\uff5c",
+    ),
 )
