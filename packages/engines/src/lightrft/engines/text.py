@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -102,18 +104,37 @@ def declared_ends(source: PretrainedConfig | GenerationConfig | None) -> set[int
     return {each for each in values if isinstance(each, int) and each >= 0}
 
 
-def text_behind_answer(tokenizer: Tokenizer) -> str | None:
-    """Return what a chat template writes after an answer; None if it drops the answer."""
+def text_behind_answer(tokenizer: Tokenizer, eos_token: str | None) -> str | None:
+    """Return what a chat template writes behind an answer, from the end of the turn on.
+
+    That is the model's end of sequence if a message that follows the answer leaves it there: marks
+    before it (like Cohere's end of a text) are part of the turn.
+
+    Args:
+        tokenizer: Tokenizer or processor with the template.
+        eos_token: End of sequence of the model.
+
+    Returns:
+        None if the template drops the answer.
+    """
     mark = f"Q{secrets.token_hex(8)}Z"
-    talk: list[dict[str, object]] = [
-        {"role": "user", "content": "question"},
-        {"role": "assistant", "content": mark},
-    ]
-    text = tokenizer.apply_chat_template(
-        talk, tools=None, tokenize=False, add_generation_prompt=False
-    )
-    _, is_shown, rest = str(text).rpartition(mark)
-    return rest if is_shown else None
+    question: dict[str, object] = {"role": "user", "content": "question"}
+    answer: dict[str, object] = {"role": "assistant", "content": mark}
+
+    def behind(messages: list[dict[str, object]]) -> str | None:
+        text = tokenizer.apply_chat_template(
+            messages, tools=None, tokenize=False, add_generation_prompt=False
+        )
+        _, is_shown, rest = str(text).rpartition(mark)
+        return rest if is_shown else None
+
+    last = behind([question, answer])
+    if last and eos_token and not last.lstrip().startswith(eos_token):
+        with suppress(Exception):  # some templates refuse what follows; it is said where it matters
+            texts = [last, behind([question, answer, question]) or ""]
+            both = os.path.commonprefix(texts)  # noqa: RUF071 - by characters
+            last = last[max(0, both.find(eos_token)) :]
+    return last
 
 
 def context_tokens(config: PretrainedConfig) -> int | None:

@@ -44,6 +44,23 @@ MAX_IMAGES = 64
 MAX_PIXELS = 1 << 25
 
 
+QUESTION: Message = {"role": "user", "content": "question"}
+# Mistral's templates require ids of nine letters and digits.
+CALL: Message = {
+    "id": "call00000",
+    "type": "function",
+    "function": {"name": "function", "arguments": "{}"},
+}
+_RESULT: Message = {
+    "role": "tool",
+    "name": "function",
+    "tool_call_id": "call00000",
+    "content": "result",
+}
+_ANSWER: Message = {"role": "assistant", "content": "answer"}
+_CALLING: Message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+
 class ImageRenderingError(RenderingError):
     """An image of a conversation cannot be shown; the message says why."""
 
@@ -65,6 +82,19 @@ class Rendered:
     token_ids: tuple[int, ...]
     text_spans: tuple[tuple[int, int], ...] = ()
     later: tuple[LaterImages, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """End of an assistant's turn.
+
+    Args:
+        token: Id that ends the last turn; None if the first token of the next turn does.
+        text: Special token that ends a turn before others; "" if the next turn's first does.
+    """
+
+    token: int | None
+    text: str
 
 
 class ChatIds:
@@ -105,7 +135,7 @@ class ChatIds:
                 "completion"
             )
         try:
-            rest = text_behind_answer(self.renderer)
+            rest = text_behind_answer(self.renderer, self.tokenizer.eos_token)
         except Exception as error:  # a template is a program of the model's author
             raise refused(f"it fails on an assistant turn: {error}") from error
         if rest is None:
@@ -113,23 +143,92 @@ class ChatIds:
         first = self.encode_text(rest.lstrip())[:1]
         return first[0] if first and first[0] in self.special_ids else None
 
+    @cached_property
+    def _ends(self) -> dict[bool, TurnEnd]:
+        """How turns end: False without calls, True with calls."""
+        end, text = self.end_of_turn, self._end_in_history([], QUESTION)
+        ends = TurnEnd(end, text)
+        try:
+            return {False: ends, True: ends if end is None else self._end_of_calls(ends)}
+        except RenderingError:  # it writes no calls, or no results
+            return {False: ends, True: ends}
+
+    def _end_in_history(self, calls: Sequence[Message], following: Message) -> str:
+        """Return the token that ends a turn before a message; "" if the message's first does."""
+        end = self.end_of_turn
+        text = "" if end is None else str(self.tokenizer.convert_ids_to_tokens(end))
+        with suppress(RenderingError):
+            rest = self._rest(calls, [following])
+            # gpt-oss ends its last answer otherwise than those before it.
+            if text and text not in rest and (place := self._pattern.match(rest.lstrip())):
+                return place[0]
+        return text
+
+    def _end_of_calls(self, ends: TurnEnd) -> TurnEnd:
+        """Return the end of a turn with calls: that of others, or the last token of the text."""
+        rest = self._rest([CALL], ()).rstrip()
+        if ends.text in rest:
+            return ends
+        written = [place for place in self._pattern.finditer(rest) if place.end() == len(rest)]
+        names = [place[0] for place in written if place[0] in self._names]
+        if not names or names[0] not in self._rest([CALL], [_RESULT]):
+            return ends
+        return TurnEnd(self._names[names[0]], names[0])
+
+    def end_of(self, message: Message) -> int | None:
+        """Return the id that ends an assistant's message; None if the next turn's first does."""
+        return self._ends[bool(message.get("tool_calls"))].token
+
+    def first_behind(self, message: Message, following: Sequence[Message]) -> int | None:
+        """Return the special token that a template without end of turns writes behind a turn.
+
+        Args:
+            message: The assistant's message.
+            following: The message behind it; without one, a question or the result of a call.
+
+        Returns:
+            None if it writes none.
+        """
+        calls = cast("Sequence[Message]", message.get("tool_calls") or ())
+        following = following or [_RESULT if calls else QUESTION]
+        try:
+            ids = self.encode_text(self._behind(calls, following, asks=False))
+        except RenderingError:
+            return None
+        return ids[0] if ids and ids[0] in self.special_ids else None
+
     @property
-    def stop_ids(self) -> frozenset[int]:
-        """Ids that end a sampled turn and are not part of its text."""
-        ends = self.end_of_turn, self.tokenizer.eos_token_id
+    def ends_otherwise(self) -> bool:
+        """Whether a turn before others ends in another token than the last one (gpt-oss)."""
+        return any(
+            each.token is not None and self._names.get(each.text) != each.token
+            for each in self._ends.values()
+        )
+
+    @property
+    def _stops(self) -> frozenset[int]:
+        """Ids that end a turn by the template."""
+        ends = {each.token for each in self._ends.values()}
+        if self.end_of_turn is None:
+            ends |= {self.first_behind(turn, ()) for turn in (_CALLING, _ANSWER)}
         return frozenset(each for each in ends if each is not None)
 
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end a sampled turn and are not part of its text."""
+        eos = self.tokenizer.eos_token_id
+        return self._stops | (frozenset() if eos is None else {eos})
+
     def with_end_of_turn(self, params: SamplingParams) -> SamplingParams:
-        """Return sampling parameters that also stop at the end of an assistant turn."""
-        end = self.end_of_turn
-        if end is None:
-            return params
-        return replace(params, stop_token_ids=(*params.stop_token_ids, end))
+        """Return sampling parameters that also stop where the template ends a turn."""
+        further = sorted(self._stops.difference(params.stop_token_ids))
+        return replace(params, stop_token_ids=(*params.stop_token_ids, *further))
 
     @cached_property
-    def _end_text(self) -> str:
-        end = self.end_of_turn
-        return "" if end is None else str(self.tokenizer.convert_ids_to_tokens(end))
+    def header_ids(self) -> list[int]:
+        """Ids that a prompt has before the assistant's turn, behind a question."""
+        asked, plain = (self.render([QUESTION], asks=asks) for asks in (True, False))
+        return self.encode_text(asked.removeprefix(plain))
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Rendered:
         """Return a client's conversation, up to the header of the assistant's turn.
@@ -182,7 +281,7 @@ class ChatIds:
             RenderingError: The template refuses such messages, or an image cannot be shown.
         """
         frame, texts = self.pieces(calls, messages, slots, may_refuse=may_refuse)
-        return self._joined(messages, frame, texts, turn)
+        return self._joined(messages, frame, texts, turn, has_calls=bool(calls))
 
     def pieces(
         self,
@@ -225,7 +324,8 @@ class ChatIds:
         for each in messages:
             with suppress(RenderingError):
                 forms.append(for_template(each, as_text=False))
-        framed = [(each.get("tool_calls"), each.get("name")) for each in forms]
+        keys = ("tool_calls", "name", "tool_call_id")
+        framed = [[each.get(key) for key in keys] for each in forms]
         if self.forges(json.dumps([*framed, *tools], ensure_ascii=False)):
             raise RenderingError("a call or a tool holds the name of a special token")
         images = _images(messages)
@@ -239,35 +339,25 @@ class ChatIds:
                 raise RenderingError("a text holds what the model reads as the place of an image")
         return rendered
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
-        """Return the text of messages, up to the header of the assistant's turn.
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Message] = (), *, asks: bool = True
+    ) -> str:
+        """Return the text of messages, up to the header of the assistant's turn if it `asks`.
 
         Raises:
             RenderingError: The template refuses them.
         """
         shown = [for_template(each, as_text=True) for each in messages]
-        return self.template.render(shown, tools, asks=True)
+        return self.template.render(shown, tools, asks=asks)
 
-    def _behind(self, calls: Sequence[Message], messages: Sequence[Message]) -> str:
+    def _behind(
+        self, calls: Sequence[Message], messages: Sequence[Message], *, asks: bool = True
+    ) -> str:
         """Return the text of messages behind a turn with such calls."""
-        mark = f"Q{secrets.token_hex(8)}Z"
-        marked = [_with_mark(call, mark) for call in calls]
-        turn: Message = {"role": "assistant", "content": "" if marked else mark}
-        if marked:
-            turn["tool_calls"] = marked
-        opening: list[Message] = [{"role": "user", "content": "question"}, turn]
-        try:
-            rendered = self.render([*opening, *messages])
-        except RenderingError:
-            if len(marked) < 2:
-                raise
-            turn["tool_calls"] = marked[-1:]  # Llama 3 writes one call a message
-            rendered = self.render([*opening, *messages])
-        _, matched, after = rendered.rpartition(mark)
-        if not matched:
-            raise RenderingError("the chat template drops what the assistant says")
-        if self.end_of_turn is not None:
-            _, matched, after = after.partition(self._end_text)
+        after = self._rest(calls, messages, asks=asks)
+        end = self._ends[bool(calls)].text
+        if end:
+            _, matched, after = after.partition(end)
             if not matched:
                 raise RenderingError("an assistant turn before others has no end")
             return after
@@ -275,6 +365,28 @@ class ChatIds:
         if place is None:
             raise RenderingError("nothing ends an assistant turn")
         return after[place.start() :]
+
+    def _rest(
+        self, calls: Sequence[Message], messages: Sequence[Message], *, asks: bool = False
+    ) -> str:
+        """Return the text behind a random word in a turn, with messages behind the turn."""
+        mark = f"Q{secrets.token_hex(8)}Z"
+        marked = [_with_mark(call, mark) for call in calls]
+        turn: Message = {"role": "assistant", "content": "" if marked else mark}
+        if marked:
+            turn["tool_calls"] = marked
+        opening = [QUESTION, turn]
+        try:
+            rendered = self.render([*opening, *messages], asks=asks)
+        except RenderingError:
+            if len(marked) < 2:
+                raise
+            turn["tool_calls"] = marked[-1:]  # Llama 3 writes one call a message
+            rendered = self.render([*opening, *messages], asks=asks)
+        _, matched, after = rendered.rpartition(mark)
+        if not matched:
+            raise RenderingError("the chat template drops what the assistant says")
+        return after
 
     def _cut(
         self,
@@ -319,6 +431,8 @@ class ChatIds:
         frame: Sequence[str],
         texts: Sequence[str],
         turn: Sequence[int] | None,
+        *,
+        has_calls: bool = False,
     ) -> Rendered:
         """Return the ids of pieces with the texts between them and the images of messages.
 
@@ -327,19 +441,21 @@ class ChatIds:
             frame: Pieces of the template, one more than texts.
             texts: Texts between the pieces.
             turn: Sampled ids before them; None at the beginning of a conversation.
+            has_calls: Whether the turn calls tools.
         """
         images = _images(messages)
         left, ids = [*images], list[int]()
         spans, later = list[tuple[int, int]](), list[LaterImages]()
         anchor, first = "", None
         if turn is not None:
-            last, anchor = next(reversed(turn), None), self._end_text
+            end, last = self._ends[has_calls], next(reversed(turn), None)
             # Without an end of turns, the sampled stop token is the next turn's first.
-            first = last if self.end_of_turn is None else None
-            ids += [] if self.end_of_turn in (None, last) else [self.end_of_turn]
+            anchor, first = end.text, last if end.token is None else None
+            written = self._names.get(end.text)
+            ids += [] if written is None or last in (end.token, written) else [written]
         for index, piece in enumerate(frame):
             if index:
-                start, anchor, first = len(ids), self._end_text, None
+                start, anchor, first = len(ids), self._ends[has_calls].text, None
                 ids += self.encode_text(texts[index - 1], split_special_tokens=True)
                 spans.append((start, len(ids)))
             shown = tuple(left[: self.encoder.num_places(piece)])

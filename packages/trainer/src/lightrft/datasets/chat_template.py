@@ -20,11 +20,8 @@ from lightrft.engines.text import Tokenizer
 
 # Nine letters and digits: Mistral's templates require such ids of calls.
 _MARK = "Qmark7Zab"
-# Keys without which a message means something else.
-_CHANGES_MEANING = {
-    CALLS: "the calls of tools (tool_calls)",
-    REASONING: f"the thinking beside the content ({', '.join(REASONING_KEYS)})",
-}
+# An assistant's message with calls, some parts of which templates drop.
+_CALLER = "assistant with calls"
 _REMEDY = "give a template that writes them (--chat_template FILE), or leave them out of the rows"
 
 
@@ -88,21 +85,36 @@ class ChatTemplate:
             raise DataError(f"the chat template does not show tools: {_REMEDY}")
         unread = dict[str, None]()
         for place, message in enumerate(messages):
-            role = str(message["role"])
             for key in message.keys() - {"role"}:
                 tries = partial(self._shows, messages, tools, place, key)
-                if key == "content" and role in ("user", ASSISTANT):
-                    continue
                 if key == REASONING:
                     self._choose_reasoning(messages, tools, place)
-                elif not self._is_read(role, key, tries):
-                    what = _CHANGES_MEANING.get(key, "")
-                    if key == "content":
-                        what = f"messages of role {role}"
-                    if what:
-                        raise DataError(f"the chat template drops {what}: {_REMEDY}")
+                elif key == CALLS:
+                    self._require_calls(message, tries)
+                elif key == "content":
+                    self._require_content(message, tries)
+                elif not self._is_read(str(message["role"]), key, tries):
                     unread[key] = None
         return [*unread]
+
+    def _require_calls(self, message: Message, tries: Callable[..., bool]) -> None:
+        """Raise a DataError if the template drops calls of a message, or some of several."""
+        what = "the calls of tools (tool_calls)"
+        is_read = self._is_read(ASSISTANT, CALLS, tries)
+        if is_read and len(cast("Sequence[Message]", message[CALLS])) > 1:
+            what = "some of several calls in a message"
+            is_read = self._is_read(_CALLER, CALLS, partial(tries, only_last=True))
+        if not is_read:
+            raise DataError(f"the chat template drops {what}: {_REMEDY}")
+
+    def _require_content(self, message: Message, tries: Callable[[], bool]) -> None:
+        """Raise a DataError if the template drops messages of a role, or the text beside calls."""
+        role = str(message["role"])
+        what = f"messages of role {role}"
+        if role == ASSISTANT and CALLS in message and message["content"]:
+            role, what = _CALLER, "the text beside calls"
+        if role not in ("user", ASSISTANT) and not self._is_read(role, "content", tries):
+            raise DataError(f"the chat template drops {what}: {_REMEDY}")
 
     def _is_read(self, role: str, key: str, tries: Callable[[], bool]) -> bool:
         if (role, key) not in self._reads:
@@ -120,18 +132,37 @@ class ChatTemplate:
                 self._reads[ASSISTANT, REASONING] = True
                 return
         self._reasoning = REASONING
-        raise DataError(f"the chat template drops {_CHANGES_MEANING[REASONING]}: {_REMEDY}")
+        names = ", ".join(REASONING_KEYS)
+        raise DataError(
+            f"the chat template drops the thinking beside the content ({names}): {_REMEDY}"
+        )
 
     def _shows(
-        self, messages: Sequence[Message], tools: Sequence[Message], place: int, key: str
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message],
+        place: int,
+        key: str,
+        *,
+        only_last: bool = False,
     ) -> bool:
-        """Return whether a mark as the value of a message's key is rendered."""
+        """Return whether a mark as the value of a message's key is rendered.
+
+        Of several calls, the mark may be in the last alone.
+        """
         message = messages[place]
         value: object = _MARK
         if key == CALLS:
             marked = {"name": _MARK, "arguments": json.dumps({"value": _MARK})}
             calls = cast("Sequence[Message]", message[CALLS])
-            value = [{**call, "function": {**_function(call), **marked}} for call in calls]
+            kept = calls[:-1] if only_last else ()
+            value = [
+                *kept,
+                *(
+                    {**call, "function": {**_function(call), **marked}}
+                    for call in calls[len(kept) :]
+                ),
+            ]
         # Many templates drop the thinking of earlier turns but write that of the last.
         rest = () if message["role"] == ASSISTANT else messages[place + 1 :]
         return self._comes_out([*messages[:place], {**message, key: value}, *rest], tools)

@@ -6,19 +6,20 @@ import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import cast
 
-from lightrft.datasets.chat_ids import ChatIds
+from lightrft.datasets.chat_ids import QUESTION, ChatIds
 from lightrft.datasets.messages import ASSISTANT, CALLS, REASONING, Conversation, Message
 from lightrft.datasets.types import DataError
 
-_QUESTION: Message = {"role": "user", "content": "question"}
 # Marks of the beginning and the end of thinking with nothing between them.
 _EMPTY_THINKING = re.compile(
     r"\s*(?P<mark><(\w+)>|\[(\w+)\]|<\|START_(\w+)\|>)\s*(?:</\2>|\[/\3\]|<\|END_\4\|>)\s*"
 )
 # Mark of the beginning of thinking at the end of a prompt.
 _OPENED_THINKING = re.compile(r"(?:<\w+>|\[\w+\]|<\|START_\w+\|>)\s*\Z")
+_MARKS = re.compile(r"<[^<>\s]+>|\[\w+\]")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -58,7 +59,8 @@ class ChatTurns:
 
     def __init__(self, chat: ChatIds) -> None:
         self._chat, self._tokenizer = chat, chat.tokenizer
-        self.template, self._end = chat.template, chat.end_of_turn
+        self.template = chat.template
+        chat.end_of_turn  # noqa: B018 - a template without turns is refused first
 
     def conversation(
         self, messages: Sequence[Message], tools: Sequence[Message] = ()
@@ -100,19 +102,21 @@ class ChatTurns:
 
     def _turn(self, messages: Sequence[Message], place: int, tools: Sequence[Message]) -> Turn:
         prompt = self.template.render(messages[:place], tools, asks=True)
-        answered = self.template.render(messages[: place + 1], tools)
+        head, answered = self._answered(messages, place, tools, prompt)
         # Both in one call: calls cost more than the encoding.
         encoded = self._tokenizer([prompt, answered], add_special_tokens=False)["input_ids"]
         before, whole = map(tuple, encoded)
         if whole[: len(before)] != before:
             raise DataError(_otherwise(prompt, answered, place))
-        turn = self._ended(messages, place, tools, whole, start=len(before))
+        _require_thinking(messages[place], answered[len(prompt) :], place)
+        turn = self._ended(messages, place, whole, start=len(before))
+        turn = replace(turn, prompt=prompt, num_messages=place)
         opened = _OPENED_THINKING.search(prompt)
         empty = _EMPTY_THINKING.match(answered, opened.start() if opened else len(prompt))
         if empty and empty.end() > len(prompt) and self._is_thinking(empty["mark"], tools):
             turn = replace(turn, start=self._places(answered, [empty.end()])[0])
         if _GENERATION.search(self._template(tools)):
-            self._compare(turn, messages[: place + 1], tools, len(prompt))
+            self._compare(turn, messages[: place + 1], tools, answered, len(prompt) - len(head))
         if (
             not _says_something(messages[place])
             or not self._tokenizer.decode(turn.token_ids[turn.start : -1]).strip()
@@ -121,33 +125,70 @@ class ChatTurns:
                 f"message {place + 1} is empty, and a model that is trained on it would learn to "
                 'end at once: leave it out, or exclude it with "weight": 0'
             )
-        return replace(turn, prompt=prompt, num_messages=place)
+        return turn
+
+    def _answered(
+        self, messages: Sequence[Message], place: int, tools: Sequence[Message], prompt: str
+    ) -> tuple[str, str]:
+        """Return the prompt as history shows it, and the real prompt with the turn behind it.
+
+        Templates drop thinking of earlier turns once the last one is a final answer, and show no
+        block of empty thinking, with which prompts of models that must not think end.
+        """
+        answered = self.template.render(messages[: place + 1], tools)
+        if answered.startswith(prompt):
+            return prompt, answered
+        bare = [_without(each, REASONING) for each in messages[:place]]
+        heads = [self.template.render(bare, tools, asks=True)] if bare != messages[:place] else []
+        block = self._closed_block
+        if block and prompt.endswith(block):
+            heads.append(prompt.removesuffix(block))
+        for head in heads:
+            turn = answered[len(head) :]
+            if answered.startswith(head) and not turn.startswith(tuple(_MARKS.findall(block)[:1])):
+                return head, prompt + turn
+        raise DataError(_otherwise(prompt, answered, place))
+
+    @cached_property
+    def _closed_block(self) -> str:
+        """Block of empty thinking that ends prompts and is not in history; "" without one."""
+        mark = "answer"
+        try:
+            asked, plain = (self.template.render([QUESTION], asks=asks) for asks in (True, False))
+            history = self.template.render([QUESTION, {"role": ASSISTANT, "content": mark}])
+        except DataError:
+            return ""
+        if not (asked.startswith(plain) and history.startswith(plain)):
+            return ""
+        header, shown = asked[len(plain) :], history[len(plain) :].partition(mark)[0]
+        block = header.removeprefix(shown) if shown else ""
+        is_closed = block != header and len(_MARKS.findall(block)) > 1
+        return block if is_closed else ""
 
     def _ended(
         self,
         messages: Sequence[Message],
         place: int,
-        tools: Sequence[Message],
         whole: tuple[int, ...],
         *,
         start: int,
     ) -> Turn:
         """Return the turn from `start` of the ids to the token that ends it."""
-        ends = [i for i in range(start, len(whole)) if whole[i] == self._end]
+        message = messages[place]
+        end = self._chat.end_of(message)
+        ends = [i for i in range(start, len(whole)) if whole[i] == end]
         if len(ends) > 1:
             raise DataError(
-                f"message {place + 1} has {self._tokenizer.convert_ids_to_tokens(self._end)!r} in "
+                f"message {place + 1} has {self._tokenizer.convert_ids_to_tokens(end)!r} in "
                 "its text, which would end the turn in its middle: leave it out"
             )
         if ends:
             return Turn(whole[: ends[0] + 1], start)
-        following = (
-            [*messages[: place + 2]] if place + 1 < len(messages) else [*messages, _QUESTION]
-        )
-        text = self.template.render(following, tools)
-        later = tuple(self._chat.encode_text(text))[: len(whole) + 1]
-        if self._end is None and later[:-1] == whole and later[-1] in self._chat.special_ids:
-            return Turn(later, start)
+        if end is None:
+            # Behind another message, the template may drop the thinking of this one.
+            first = self._chat.first_behind(message, messages[place + 1 : place + 2])
+            if first is not None:
+                return Turn((*whole, first), start)
         raise DataError(
             f"message {place + 1} ends in {self._tokenizer.decode(whole[-8:])!r}, which is no "
             "special token: a model that is trained on it would not stop; give a template whose "
@@ -155,14 +196,20 @@ class ChatTurns:
         )
 
     def _compare(
-        self, turn: Turn, messages: Sequence[Message], tools: Sequence[Message], start: int
+        self,
+        turn: Turn,
+        messages: Sequence[Message],
+        tools: Sequence[Message],
+        answered: str,
+        shift: int,
     ) -> None:
         """Refuse a turn if the template marks other tokens by {% generation %}.
 
         Args:
             turn: Turn of the last message.
             messages, tools: Messages and tools of the rendering.
-            start: Number of characters of the prompt.
+            answered: Text of the turn behind its prompt.
+            shift: Number of characters that history lacks before the turn.
         """
         # Imported here: few templates have such marks.
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -179,17 +226,19 @@ class ChatTurns:
             )
             return str(text)
 
-        text = self.template.apply(mark, messages)
+        self.template.apply(mark, messages)
         # By characters: transformers' mask of tokens runs to the end of the text if the last
         # character of a span has no token.
-        ranges = [span for span in spans if span[1] > start]
-        edges = [self._places(text, span) for span in ranges]
+        ranges = [(first + shift, stop + shift) for first, stop in spans]
+        ranges = [span for span in ranges if span[1] > len(turn.prompt)]
+        edges = [self._places(answered, span) for span in ranges]
         marked = [place for first, stop in edges for place in range(first, stop)]
         if marked != [*range(turn.start, len(turn.token_ids))]:
             raise DataError(
                 f"message {len(messages)}: the chat template marks "
-                f"{''.join(text[first:stop] for first, stop in ranges)!r} as generated, and what a "
-                f"model has to sample is {self._tokenizer.decode(turn.token_ids[turn.start :])!r}: "
+                f"{''.join(answered[first:stop] for first, stop in ranges)!r} as generated, and "
+                "what a model has to sample is "
+                f"{self._tokenizer.decode(turn.token_ids[turn.start :])!r}: "
                 "correct {% generation %} in the template (--chat_template), or leave it out"
             )
 
@@ -221,6 +270,23 @@ def _says_something(message: Message) -> bool:
     content = message["content"]
     says = bool(content.strip()) if isinstance(content, str) else bool(content)
     return says or CALLS in message or REASONING in message
+
+
+def _without(message: Message, name: str) -> Message:
+    return {key: value for key, value in message.items() if key != name}
+
+
+def _require_thinking(message: Message, turn: str, place: int) -> None:
+    """Raise a DataError if the template drops thinking of a message that is trained."""
+    content = message["content"]
+    before, closed, _ = content.partition("</think>") if isinstance(content, str) else ("", "", "")
+    thoughts = [before.rpartition("<think>")[2] if closed else "", message.get(REASONING) or ""]
+    for thought in map(str.strip, map(str, thoughts)):
+        if thought not in turn:
+            raise DataError(
+                f"message {place + 1}: the chat template drops its thinking {thought[:60]!r}: give "
+                "a template that writes it (--chat_template FILE), or leave it out of the row"
+            )
 
 
 def _otherwise(prompt: str, answered: str, place: int) -> str:

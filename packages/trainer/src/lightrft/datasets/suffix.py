@@ -6,26 +6,23 @@ chat template carries.
 
 from __future__ import annotations
 
+import json
 import secrets
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Literal, cast
 
-from lightrft.datasets.chat_ids import ChatIds, Rendered, Slot, refused
+from lightrft.datasets.chat_ids import CALL, QUESTION, ChatIds, Rendered, Slot, refused
 from lightrft.datasets.chat_template import RenderingError
-from lightrft.datasets.messages import Message
+from lightrft.datasets.messages import REASONING_KEYS, Message
 from lightrft.engines.media.sources import ImageSource
 
 Role = Literal["tool", "user"]
 # An answer: its texts and images in order.
 Content = tuple[str | ImageSource, ...]
-# Mistral's templates require ids of nine letters and digits.
-CALL_ID = "call00000"
-_CALL: Message = {
-    "id": CALL_ID,
-    "type": "function",
-    "function": {"name": "function", "arguments": "{}"},
-}
-_QUESTION: Message = {"role": "user", "content": "question"}
+# Function that returns the calls in a turn, in the form of messages.
+ReadCalls = Callable[[tuple[int, ...]], Sequence[Message]]
 
 
 class TurnSuffix:
@@ -36,6 +33,8 @@ class TurnSuffix:
         tools: Schemas of the tools that prompts show.
         has_system: Whether prompts begin with a system message.
         is_conversation: Whether observations are a user's replies, not results of calls.
+        read_calls: Reader of the calls in a turn, whose names and ids some templates write before
+            the results; None leaves them out.
 
     Attributes:
         chat: Token ids of conversations.
@@ -55,11 +54,13 @@ class TurnSuffix:
         tools: Sequence[Message] = (),
         has_system: bool = False,
         is_conversation: bool = False,
+        read_calls: ReadCalls | None = None,
     ) -> None:
         self.chat, self._is_conversation = chat, is_conversation
+        self._read_calls = read_calls and lru_cache(maxsize=256)(read_calls)
         self._mark = f"Q{secrets.token_hex(8)}Z"
         self.role: Role = self._find_role()
-        self.shows_tools = chat.template.shows_tools([_QUESTION], tools)
+        self.shows_tools = chat.template.shows_tools([QUESTION], tools)
         try:
             self.differences = tuple(self._differences(tools, has_system))
         except RenderingError as error:
@@ -72,13 +73,22 @@ class TurnSuffix:
             turn: Sampled ids, with the stop token at the end.
             answers: Results of the turn's calls, in their order.
         """
-        messages, slots = self._results(answers)
-        return self.chat.after(turn, self._calls, messages, slots)
+        calls = self._calls(turn, len(answers))
+        try:
+            return self.chat.after(turn, calls, *self._results(answers, calls))
+        except RenderingError:  # some templates refuse the model's ids
+            if not calls:
+                raise
+            calls = _neutral_calls(len(answers))
+            return self.chat.after(turn, calls, *self._results(answers, calls))
 
-    @property
-    def _calls(self) -> list[Message]:
-        """Calls of the turn that the results answer."""
-        return [_CALL] if self.role == "tool" else []
+    def _calls(self, turn: Sequence[int], count: int) -> list[Message]:
+        """Return the calls that `count` results answer."""
+        if self.role == "user":
+            return []
+        calls = [] if self._read_calls is None else [*self._read_calls(tuple(turn))]
+        is_safe = len(calls) == count and not self.chat.forges(json.dumps(calls))
+        return calls if is_safe else _neutral_calls(count)
 
     def _find_role(self) -> Role:
         """Return the role for results: a tool after a call, or a user after a text."""
@@ -91,25 +101,28 @@ class TurnSuffix:
         for self.role in roles:
             try:
                 for answers in tried:
-                    self.chat.pieces(self._calls, *self._results(answers))
+                    calls = _neutral_calls(len(answers)) if self.role == "tool" else []
+                    self.chat.pieces(calls, *self._results(answers, calls))
             except RenderingError as error:
                 reasons.append(f"results as messages of role {self.role}: {error}")
             else:
                 return self.role
         raise refused("; ".join(reasons))
 
-    def _results(self, answers: Sequence[str | Content]) -> tuple[list[Message], list[Slot]]:
-        """Return the messages with the answers, and the places of their texts."""
+    def _results(
+        self, answers: Sequence[str | Content], calls: Sequence[Message]
+    ) -> tuple[list[Message], list[Slot]]:
+        """Return the messages with the answers to calls, and the places of their texts."""
         contents = [(each,) if isinstance(each, str) else each for each in answers]
         if self.role == "tool":
-            named: Message = {"role": "tool", "name": "function", "tool_call_id": CALL_ID}
             slots = [
                 (number, place)
                 for number, content in enumerate(contents)
                 for place, part in enumerate(content)
                 if isinstance(part, str)
             ]
-            return [{**named, "content": content} for content in contents], slots
+            pairs = zip(calls, contents, strict=True)
+            return [{**_named(call), "content": content} for call, content in pairs], slots
         before, after = "<tool_response>\n", "\n</tool_response>"
         if self._is_conversation:
             before = after = ""
@@ -125,19 +138,44 @@ class TurnSuffix:
     def _differences(self, tools: Sequence[Message], has_system: bool) -> Iterator[str]:
         """Yield how the template renders history differently than it is sampled and trained on."""
         system: Message = {"role": "system", "content": "system"}
-        opening = [*([system] if has_system else []), _QUESTION]
-        text, thought = f"{self._mark}y", f"{self._mark}t"
+        opening = [*([system] if has_system else []), QUESTION]
+        text = f"{self._mark}y"
         turn: Message = {"role": "assistant", "content": text}
-        results, _ = self._results(["ok"])
+        results, _ = self._results(["ok"], [CALL])
         if self.role == "tool":
-            turn |= {"content": "", "tool_calls": [_CALL]}
+            turn |= {"content": "", "tool_calls": [CALL]}
         prompt = self.chat.render(opening, tools)
         whole = self.chat.render([*opening, turn, *results], tools)
         if not whole.startswith(prompt):
             yield "the prompt is rendered otherwise once an answer follows it"
         elif self.role == "user" and not whole[len(prompt) :].startswith(text):
             yield "something is put before an answer once it is history"
-        turn = {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n{text}"}
-        more: Message = {"role": "user", "content": "more"}
-        if thought not in self.chat.render([*opening, turn, more], tools):
+        if self.chat.ends_otherwise:
+            yield "the end of an answer is written otherwise once it is history"
+        if self._strips_thinking(opening, tools):
             yield "thinking in earlier turns is stripped"
+
+    def _strips_thinking(self, opening: list[Message], tools: Sequence[Message]) -> bool:
+        """Return whether a turn loses its thinking, in its content or beside it, in history."""
+        thought, more = f"{self._mark}t", QUESTION
+        turn: Message = {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\nyes"}
+        if thought not in self.chat.render([*opening, turn, more], tools):
+            return True
+        for name in REASONING_KEYS:
+            turn = {"role": "assistant", "content": "yes", name: thought}
+            with suppress(RenderingError):
+                if thought in self.chat.render([*opening, turn], tools, asks=False):
+                    return thought not in self.chat.render([*opening, turn, more], tools)
+        return False
+
+
+def _neutral_calls(count: int) -> list[Message]:
+    """Return calls whose names and ids stand for unknown ones."""
+    # Mistral's templates require ids of nine letters and digits.
+    return [{**CALL, "id": f"call{number:05d}"} for number in range(count)]
+
+
+def _named(call: Message) -> Message:
+    """Return the role, name and id of the result of a call."""
+    function = cast("Message", call["function"])
+    return {"role": "tool", "name": function["name"], "tool_call_id": call["id"]}

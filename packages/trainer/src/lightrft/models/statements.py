@@ -60,7 +60,7 @@ class Statements:
     def behind_answer(self) -> str:
         """Text that the chat template writes behind an answer; "" without a template."""
         try:
-            return (text_behind_answer(self.tokenizer) or "").strip()
+            return (text_behind_answer(self.tokenizer, self.tokenizer.eos_token) or "").strip()
         except MemoryError:
             raise
         except Exception:  # noqa: BLE001 - a program of the model's author; said where it is needed

@@ -30,7 +30,7 @@ from lightrft.rollout.agents.messages import (
     refused,
 )
 from lightrft.rollout.environments.call_formats import MARKS, MalformedCallError, read_calls
-from lightrft.rollout.environments.calls import choose_parser
+from lightrft.rollout.environments.calls import choose_parser, written_id
 
 Sample = Callable[[SamplingParams, list[GenerationRequest]], list[Completion]]
 
@@ -232,7 +232,8 @@ class AnswerRules:
             name = hashlib.blake2b(f"{turn.request_id}:{number}".encode(), digest_size=4)
             arguments = json.dumps(call.arguments, ensure_ascii=False)
             # Mistral's templates require ids of nine letters and digits.
-            spoken.append(SpokenCall(f"c{name.hexdigest()}", call.name, arguments))
+            call_id = written_id(call, sampled) or f"c{name.hexdigest()}"
+            spoken.append(SpokenCall(call_id, call.name, arguments))
         return tuple(spoken)
 
 

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, cast
 
 from lightrft.config import ConfigError
 from lightrft.config.files import require_flat
+from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.chat_template import RenderingError, template_of
 from lightrft.datasets.messages import Message
+from lightrft.datasets.suffix import ReadCalls
 from lightrft.kernels.names import first_line
 from lightrft.rollout.environments.call_formats import (
     PARSERS,
@@ -22,6 +24,7 @@ from lightrft.rollout.environments.call_formats import (
     MalformedCallError,
     ToolCall,
     from_value,
+    read_calls,
 )
 
 if TYPE_CHECKING:
@@ -57,6 +60,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "null": (type(None),),
 }
+_CALL_ID = re.compile(r"[\w.:-]{1,64}")
 _WORDS: dict[str, object] = {"True": True, "False": False, "None": None}
 
 
@@ -166,6 +170,39 @@ def _reads(parser: CallParser, turn: str, before: str) -> bool:
     except ValueError:
         return False
     return arguments == _TRIED
+
+
+def calls_in_turns(chat: ChatIds, parse: CallParser) -> ReadCalls:
+    """Return a function that reads the calls in a turn; it returns none for malformed ones.
+
+    Args:
+        chat: Token ids of conversations.
+        parse: Parser of the format.
+    """
+
+    def read(turn: tuple[int, ...]) -> list[Message]:
+        is_ended = not chat.special_ids.isdisjoint(turn[-1:])
+        try:
+            ids = turn[:-1] if is_ended else turn
+            calls = read_calls(parse, chat.tokenizer, ids, chat.header_ids, is_ended=is_ended)
+        except MalformedCallError:
+            return []
+        return [
+            {
+                "id": written_id(call, calls) or f"call{number:05d}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": "{}"},
+            }
+            for number, call in enumerate(calls)
+        ]
+
+    return read
+
+
+def written_id(call: ToolCall, calls: Sequence[ToolCall]) -> str:
+    """Return the id that the model gave a call; "" if there is none, or several have it."""
+    is_single = [each.call_id for each in calls].count(call.call_id) == 1
+    return call.call_id if is_single and _CALL_ID.fullmatch(call.call_id) else ""
 
 
 def as_error(text: str) -> str:

@@ -15,6 +15,7 @@ from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines.text import Tokenizer
 from lightrft.records.rollout import Rollout
 from lightrft.rewards.types import RewardResult
+from lightrft.rollout.environments.calls import calls_in_turns
 from lightrft.rollout.environments.episode import Episode
 from lightrft.rollout.environments.episode_batch import EpisodeBatch, EpisodeWork
 from lightrft.rollout.environments.journal import JOURNAL_FOLDER, Journal
@@ -78,11 +79,13 @@ class Environments:
             )
             self.spec = self.specs.whole
             self.prompt_tokenizer: Tokenizer = modality.showing(self.specs.tokenizer)
+            chat = ChatIds(tokenizer, modality)
             self.suffix = TurnSuffix(
-                ChatIds(tokenizer, modality),
+                chat,
                 tools=self.spec.schemas,
                 has_system=has_system,
                 is_conversation=self.spec.answers_turns,
+                read_calls=calls_in_turns(chat, self.specs.parse),
             )
         except (TemplateRefusedError, ConfigError) as error:
             self.pool.close()

@@ -134,6 +134,11 @@ class EnvironmentSpecs:
         }
 
     @property
+    def parse(self) -> CallParser:
+        """Parser of calls, whose format all environments share."""
+        return next(iter(self._by_name.values())).parse
+
+    @property
     def tool_names(self) -> tuple[str, ...]:
         """Names of all tools, sorted."""
         return tuple(sorted(self.whole.functions))

@@ -15,6 +15,7 @@ from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines.ledger import hash_context
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
+from lightrft.rollout.environments.calls import calls_in_turns, choose_parser, whole_turn
 from lightrft.rollout.environments.journal import Recorded, RecordedTurn
 from lightrft.rollout.environments.turns import Observations
 
@@ -64,11 +65,18 @@ def replay_journal(
         into: Replay that receives counts and differences.
     """
     environment = cast("dict[str, list[dict[str, object]]]", recorded.header["environment"])
+    chat, is_conversation = ChatIds(tokenizer), bool(environment["answers_turns"])
+    parse = (
+        whole_turn
+        if is_conversation
+        else choose_parser(config.tool_parser, tokenizer, environment["schemas"])
+    )
     suffix = TurnSuffix(
-        ChatIds(tokenizer),
+        chat,
         tools=environment["schemas"],
         has_system=config.system_prompt is not None,
-        is_conversation=bool(environment["answers_turns"]),
+        is_conversation=is_conversation,
+        read_calls=calls_in_turns(chat, parse),
     )
     observations = Observations(config, suffix)
     params = suffix.chat.with_end_of_turn(params)
