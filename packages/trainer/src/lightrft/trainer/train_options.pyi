@@ -330,7 +330,7 @@ class TrainOptions(TypedDict, total=False):
     """Calls that an episode of the agent may make; further ones are refused."""
     max_tool_calls: int | None
     """Calls that an episode may make; further ones are answered by an error."""
-    tool_parser: Literal["auto", "hermes", "xml", "glm", "deepseek", "lfm", "gemma", "harmony", "mistral", "llama", "pythonic"]
+    tool_parser: Literal["auto", "hermes", "xml", "glm", "deepseek", "lfm", "gemma", "harmony", "mistral", "llama", "pythonic", "kimi", "invoke"]
     """How calls are written; auto takes the tokenizer's response template or what reads the
     calls that its chat template writes. A run begins only if a call is read back."""
     max_observation_tokens: int
