@@ -10,11 +10,12 @@ from tests.stages.reward import reward_world
 from tests.stages.stage_world import STILL
 from tests.stages.test_equal_steps import CASES, PREFER
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.helium.modeling_helium import HeliumMLP
 
 from lightrft.cli.main import main
 from lightrft.config import ConfigError
 from lightrft.config.registry import STAGES
-from lightrft.models import actor as actor_module, attention, proof, reward_model
+from lightrft.models import actor as actor_module, attention, loading, proof, reward_model
 from lightrft.models.head_transform import HeadTransform
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.sequence_model import trunk_output
@@ -181,6 +182,59 @@ def test_a_head_that_computes_otherwise_is_refused_in_one_line(
     assert code == 2
     assert "Traceback" not in text
     assert text.count("the head computes other log-probabilities than Gemma2ForCausalLM") == 1
+
+
+def error_of_a_run(model, folder, capsys, *options):
+    """Standard error of a supervised run that is refused in one line."""
+    rows = folder / "rows.jsonl"
+    rows.write_text((json.dumps(ROWS["sft"]) + "\n") * 4)
+    fixed = ["--train_batch_size", "4", "--output_dir", str(folder / "run"), "--fsdp"]
+    code = main(["sft", "--pretrain", model, "--prompt_data", str(rows), *fixed, *options])
+    text = capsys.readouterr().err
+    assert code == 2, text
+    assert "Traceback" not in text
+    return text
+
+
+def test_a_tied_head_that_would_be_exported_twice_is_refused(monkeypatch, tmp_path, capsys):
+    model = saved(tmp_path, "helium", {"tie_word_embeddings": True, "head_dim": 32})
+
+    def untie(read):
+        read.lm_head.weight = torch.nn.Parameter(read.lm_head.weight.detach().clone())
+
+    monkeypatch.setattr(loading, "_own_up_to_ties", untie)
+    text = error_of_a_run(model, tmp_path, capsys)
+    assert "HeliumForCausalLM shares lm_head.weight and model.embed_tokens.weight and" in text
+
+
+def read_the_weight(monkeypatch):
+    """A kernel computes with the weight of a layer, whose adapter it does not see."""
+
+    def forward(self, hidden):
+        inner = self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden)
+        return torch.nn.functional.linear(inner, self.down_proj.weight)
+
+    monkeypatch.setattr(HeliumMLP, "forward", forward)
+
+
+@pytest.mark.parametrize(
+    "plant, targets, words",
+    [
+        (lambda _: None, "qkv_proj", "no linear layer is called qkv_proj; the model has down_p"),
+        (
+            read_the_weight,
+            "all-linear",
+            "adapters on layers.*.mlp.down_proj have no effect: H",
+        ),
+    ],
+)
+def test_an_adapter_that_binds_to_nothing_is_refused(
+    plant, targets, words, monkeypatch, tmp_path, capsys
+):
+    model = saved(tmp_path, "helium", {"head_dim": 32})
+    plant(monkeypatch)
+    adapters = ["--lora_rank", "2", "--target_modules", targets]
+    assert words in error_of_a_run(model, tmp_path, capsys, *adapters)
 
 
 def test_packing_by_the_machine_is_switched_off_and_said_in_a_line(capsys, monkeypatch):

@@ -48,6 +48,7 @@ ALL_LINEAR = "all-linear"
 # Layer types that the error about other layers does not name.
 _TAKEN = nn.Embedding | nn.Linear
 ADAPTER = "default"
+_BODY = "body"
 BASE = BASE_LAYER
 FIRST, SECOND = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 
@@ -219,14 +220,18 @@ def _inject(model: PreTrainedModel, config: BuildOptions, whole: Sequence[str]) 
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
-        target_modules=names,
+        target_modules=[f"{_BODY}.{name}" for name in names],
         bias="none",
         base_model_name_or_path=config.pretrain,
     )
     # Adapters are in no file, and peft puts them where their layers are.
     with torch.random.fork_rng(devices=[]), parameters_on_meta(False), on_host(model):
         torch.manual_seed(config.seed)
-        inject_adapter_in_model(adapters, model, adapter_name=ADAPTER)
+        # Without the model's type: for some, peft has names of experts that are not layers' names,
+        # and refuses layers of recurrences. Names here are those of layers, proved to be called.
+        body = nn.ModuleDict({_BODY: model})
+        inject_adapter_in_model(adapters, body, adapter_name=ADAPTER)
+    adapters.target_modules = set(names)
     # Set afterwards: peft would make copies of these modules.
     adapters.modules_to_save = [*whole] or None
     bound = [name for name, _ in model.named_parameters() if name.endswith(FIRST)]

@@ -14,6 +14,7 @@ same way twice (two heads over them, rows beside other ones), the limit is once 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -27,6 +28,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.utils.rnn import pad_sequence
 
+from lightrft.config import ConfigError
 from lightrft.engines.hf.attention import set_text_attention, unfused_layers
 from lightrft.models.actor import Actor
 from lightrft.models.attention import (
@@ -42,7 +44,7 @@ from lightrft.models.loading import ModelLoadError
 from lightrft.models.sequence_model import SequenceModel, trunk_output
 from lightrft.models.ulysses import LayoutRefusedError
 from lightrft.strategy.backend import inner_module
-from lightrft.strategy.weight_sync.parameter_source import reshard_modules
+from lightrft.strategy.weight_sync.parameter_source import reshard_modules, tied_parameter_names
 
 if TYPE_CHECKING:
     from lightrft.strategy.distributed.context import DistributedContext
@@ -148,6 +150,21 @@ class Proof:
             "would draw random numbers in training mode, and computes as in evaluation mode"
         )
         return self.distance_of_layout(is_training=True)
+
+    def uncalled_adapters(self) -> list[str]:
+        """Return language layers with adapters that no row calls, numbers in names as `*`."""
+        trunk, called, names = self.inner.language_model, set[str](), set[str]()
+        with ExitStack() as stack:
+            for name, module in trunk.named_modules():
+                layer, is_factor, _ = name.partition(".lora_A.")
+                if is_factor:
+                    kind = re.sub(r"\b\d+\b", "*", layer)
+                    names.add(kind)
+                    note = partial(_note_call, called, kind)
+                    stack.callback(module.register_forward_pre_hook(note).remove)
+            if names:
+                self._as_run(self.rows)
+        return sorted(names - called)
 
     def leak_between_rows(self) -> float:
         """Return the change of the other rows when the tokens of the first one change."""
@@ -265,6 +282,7 @@ def prove_model(model: nn.Module, context: DistributedContext, *, is_random: boo
         ModelLoadError: It computes something else than the model.
     """
     proof = Proof(model, context)
+    _require_ties(proof)
     if not proof.is_finite:
         return None
     name = proof.name
@@ -293,7 +311,42 @@ def prove_model(model: nn.Module, context: DistributedContext, *, is_random: boo
             "its output projection in a way that is not known here, and cannot be trained"
         )
     _require_padding(proof, is_random=is_random)
+    _require_bound(proof)
     return proof
+
+
+def _note_call(called: set[str], name: str, module: nn.Module, inputs: object) -> None:
+    del module, inputs
+    called.add(name)
+
+
+def _require_ties(proof: Proof) -> None:
+    """Prove that shared weights are still one parameter: an export would write two."""
+    model = proof.inner.pretrained
+    first_names = tied_parameter_names(model)
+    apart = [
+        f"{second} and {first}"
+        for second, first in model.all_tied_weights_keys.items()
+        if first_names.get(second, second) != first_names.get(first, first)
+    ]
+    if apart:
+        raise ModelLoadError(
+            f"{proof.name} shares {apart[0]} and the prepared model has a parameter for each: both "
+            "would be trained and exported; such a model cannot be trained"
+        )
+
+
+def _require_bound(proof: Proof) -> None:
+    """Prove that layers with adapters are called: of others the forward pass reads the weight.
+
+    Of experts, and of other repeated layers, one must be. Texts call no towers.
+    """
+    unbound = proof.uncalled_adapters()
+    if unbound:
+        raise ConfigError(
+            f"target_modules: adapters on {', '.join(unbound)} have no effect: {proof.name} reads "
+            "the weights there without calling the layers; name others"
+        )
 
 
 def _require_padding(proof: Proof, *, is_random: bool) -> None:
