@@ -47,6 +47,7 @@ from lightrft.tools.tiny_media_models import media_template
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"
+WITH_VLLM = ROOT / "benchmarks" / "results" / "vllm_types.json"
 SIZES = tomllib.loads((ROOT / "scripts" / "model_types.toml").read_text(encoding="utf-8"))
 TEXT = tuple(sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 IMAGES = tuple(sorted(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
@@ -319,7 +320,8 @@ def page(texts: Iterable[TypeVerdict], images: Iterable[TypeVerdict]) -> str:
     # Types with a row are tried by tests/models/vision, and lie as their texts do.
     seen |= {t: by_type[t] for t in IMAGES if t in FAMILIES and t not in seen}
     seen |= {t: TypeVerdict(t, UNTRIED) for t in IMAGES if t not in seen}
-    return "\n".join([*lines, *_table("images train on rows with images", IMAGES, seen)])
+    lines += [*_table("images train on rows with images", IMAGES, seen), ""]
+    return "\n".join([*lines, *_table_of_vllm()])
 
 
 def _table(title: str, types: tuple[str, ...], by_type: dict[str, TypeVerdict]) -> Iterator[str]:
@@ -332,6 +334,22 @@ def _table(title: str, types: tuple[str, ...], by_type: dict[str, TypeVerdict]) 
         names = [t for t in types if by_type[t].outcome == outcome]
         shown = [f"**{t}**" if t in FAMILIES else t for t in names]
         yield f"| {outcome} | {', '.join(shown)} |"
+
+
+def _table_of_vllm() -> Iterator[str]:
+    """Yield what scripts/vllm_types.py found out."""
+    yield (
+        "Weights and adapters in vLLM's CPU build (`python scripts/vllm_types.py`), where adapters "
+        "of mixtures of experts lack Triton:"
+    )
+    yield ""
+    yield "| type | all weights | adapters |"
+    yield "|---|---|---|"
+    for name, verdict in json.loads(WITH_VLLM.read_text(encoding="utf-8")).items():
+        outcomes = (
+            f"not: {verdict[p]}" if verdict[p] else "proved" for p in ("weights", "adapters")
+        )
+        yield f"| {name} | {' | '.join(outcomes)} |"
 
 
 def main(names: list[str]) -> int:

@@ -100,9 +100,9 @@ def gate_in_up(engine):
 
     def finishes():
         tensors = engine.weights.adapters.tensors
-        for name, tensor in tensors.items():
+        for name, (tensor,) in tensors.items():
             if ".up_proj." in name:
-                tensor.copy_(tensors[name.replace("up_proj", "gate_proj")])
+                tensor.copy_(*tensors[name.replace("up_proj", "gate_proj")])
         finish()
 
     engine.finish_weight_update = finishes

@@ -29,10 +29,12 @@ class ModelShape:
     Args:
         shapes: Checkpoint name -> shape, in the model's order; tied names included.
         tied: Second name of a shared parameter -> its first name.
+        model: Model without memory, whose rules give the names of files on disk.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     tied: Mapping[str, str]
+    model: PreTrainedModel | None = None
 
 
 def model_shape(
@@ -51,7 +53,7 @@ def model_shape(
     model.tie_weights()
     parameters = dict(model.named_parameters(remove_duplicate=False))
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    return ModelShape(shapes, tied_names(parameters.items()))
+    return ModelShape(shapes, tied_names(parameters.items()), model)
 
 
 def model_configs(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,24 +61,51 @@ def plain_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name.replace(_BASE, ""): module for name, module in named}
 
 
+@dataclass(frozen=True, slots=True)
+class LayerRows:
+    """Rows of a vLLM module that hold a linear layer of the checkpoint.
+
+    Args:
+        module_name: Name of the module; "" if there is none.
+        start, stop: Range of the module's rows.
+    """
+
+    module_name: str
+    start: int
+    stop: int
+
+    def slices(self, seconds: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """Return the slices that are the rows, or () if there are none.
+
+        Args:
+            seconds: B of each slice, [slots, 1, rows of the slice, rank].
+        """
+        stops = [0, *accumulate(int(each.shape[2]) for each in seconds)]
+        if self.start not in stops or self.stop not in stops:
+            return ()
+        return tuple(range(stops.index(self.start), stops.index(self.stop)))
+
+
 class AdapterBuffers:
     """A and B of every layer, in the buffers with which vLLM multiplies.
+
+    vLLM splits the rows of a layer that it fuses, and of some others, into slices with an A and a B
+    each. A layer of the checkpoint lies in one slice or in several, which have equal A.
 
     Args:
         runner: vLLM's runner of the model.
         adapters: Rank and layers of the adapters.
-        targets: Checkpoint name of a layer -> vLLM's module, and the layer's index in a fused
-            module.
+        targets: Checkpoint name of a layer -> its place.
 
     Attributes:
-        tensors: Parameter -> view of vLLM's buffer, A [rank, in] and B [out, rank].
+        tensors: Parameter -> views of vLLM's buffers, A [rank, in] and B [rows of the slice, rank].
 
     Raises:
         ValueError: vLLM has no adapter for a layer.
     """
 
     def __init__(
-        self, runner: object, adapters: AdapterShape, targets: Mapping[str, tuple[str, int]]
+        self, runner: object, adapters: AdapterShape, targets: Mapping[str, LayerRows]
     ) -> None:
         manager = runner.lora_manager  # type: ignore[attr-defined]
         # Marks the slot as used for requests; its contents are overwritten.
@@ -87,26 +116,36 @@ class AdapterBuffers:
         for module in slots.modules.values():
             module.reset_lora(self._slot)
         self._slots = slots
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, tuple[torch.Tensor, ...]] = {}
         for layer in adapters.layers:
-            name, part = targets[layer]
-            module = slots.modules.get(name)
-            if module is None:
+            rows = targets[layer]
+            module = slots.modules.get(rows.module_name)
+            slices = () if module is None else rows.slices(module.lora_b_stacked)
+            if module is None or not slices:
                 raise ValueError(
                     f"lora_sync adapter: vLLM has no adapter for {layer}: give lora_sync merged, "
                     "or target_modules without it"
                 )
-            rank = adapters.rank
-            self.tensors[layer + FIRST] = module.lora_a_stacked[part][self._slot, 0, :rank]
-            self.tensors[layer + SECOND] = module.lora_b_stacked[part][self._slot, 0, :, :rank]
+            a, b, rank = module.lora_a_stacked, module.lora_b_stacked, adapters.rank
+            self.tensors[layer + FIRST] = tuple(a[each][self._slot, 0, :rank] for each in slices)
+            self.tensors[layer + SECOND] = tuple(
+                b[each][self._slot, 0, :, :rank] for each in slices
+            )
 
     @property
     def manifest(self) -> tuple[EngineParameter, ...]:
         """Parameters of the adapters."""
         return tuple(
-            EngineParameter(name, tuple(tensor.shape), tensor.dtype)
-            for name, tensor in self.tensors.items()
+            EngineParameter(name, tuple(self._whole(name).shape), parts[0].dtype)
+            for name, parts in self.tensors.items()
         )
+
+    def _whole(self, name: str) -> torch.Tensor:
+        """Return a parameter as the trainer has it; a differing A if they are not equal."""
+        parts = self.tensors[name]
+        if name.endswith(SECOND):
+            return torch.cat(parts)
+        return next((part for part in parts[1:] if not torch.equal(part, parts[0])), parts[0])
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy whole parameters to vLLM's buffers.
@@ -119,7 +158,12 @@ class AdapterBuffers:
                 raise ValueError(
                     f"a vllm engine with adapters keeps the base of its checkpoint: got {name}"
                 )
-            self.tensors[name].copy_(tensor)
+            parts = self.tensors[name]
+            is_split = name.endswith(SECOND)
+            num_rows = [len(part) for part in parts]
+            pieces = torch.split(tensor, num_rows) if is_split else [tensor] * len(parts)
+            for part, piece in zip(parts, pieces, strict=True):
+                part.copy_(piece)
 
     def hashes(self, names: Sequence[str]) -> list[int]:
         """Return the hashes of parameters in vLLM's buffers.
@@ -131,4 +175,4 @@ class AdapterBuffers:
 
         if self._slots.lora_index_to_id[self._slot] != _NUMBER:
             raise RuntimeError("vLLM has put other adapters into the slot of the policy's")
-        return hash_tensors([self.tensors[name].contiguous() for name in names])
+        return hash_tensors([self._whole(name).contiguous() for name in names])

@@ -96,7 +96,7 @@ class VLLMEngine(RolloutEngine):
         )
         buffers, adapters = None, self._config.adapters
         if adapters is not None:
-            targets = {layer: reader.part(layer) for layer in adapters.layers}
+            targets = reader.layer_rows(adapters.layers)
             buffers = AdapterBuffers(self.started.native_runner, adapters, targets)
         weights = VLLMWeights(self.started, reader.read(), self.name, buffers)
         if load_format(self._config, reads_media=self._limits.reads_media) == "dummy":

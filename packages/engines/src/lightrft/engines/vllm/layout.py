@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from lightrft.engines.model_shape import ModelShape
 from lightrft.engines.types import EngineParameter
-from lightrft.engines.vllm.adapters import plain_modules
+from lightrft.engines.vllm.adapters import LayerRows, plain_modules
 from lightrft.engines.vllm.experts import PLAIN_BACKENDS, ExpertSlot, backend_name, expert_slot
+from lightrft.engines.vllm.loading import TracedLoading, trace_loading
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -46,11 +48,17 @@ class Layout:
         places: Places by checkpoint name; several if a rank has separate rows of one parameter.
         modules: vLLM module of each loaded parameter by checkpoint name, without tied and unused
             parameters.
+        saved_names: Parameters that vLLM loads only by the names of files on disk.
+        direct_modules: Modules into which vLLM's model copies past the loaders of their tensors.
+        model: Model of transformers, whose rules give these names.
     """
 
     manifest: tuple[EngineParameter, ...]
     places: Mapping[str, tuple[Place, ...]]
     modules: Mapping[str, str]
+    saved_names: frozenset[str] = frozenset()
+    direct_modules: frozenset[str] = frozenset()
+    model: PreTrainedModel | None = None
 
 
 def check_buffers(model: nn.Module) -> None:
@@ -93,6 +101,7 @@ class LayoutReader:
         default_dtype: torch.dtype,
         may_lack: str = "",
     ) -> None:
+        self._model = model
         self._modules = plain_modules(model)
         self._shape = shape
         self._tp_rank = tp_rank
@@ -109,24 +118,16 @@ class LayoutReader:
             ValueError: vLLM's model has no tensor for a parameter, or a module into which no
                 parameter is loaded.
         """
-        targets = {
-            name: self.target_of(name)
-            for name in self._shape.shapes
-            if name not in self._shape.tied
-        }
-        existing = {name: target for name, target in targets.items() if target is not None}
-        optional = (self._may_lack,) if self._may_lack else ()
-        missing = [n for n in targets if n not in existing and not n.startswith(optional)]
-        if missing:
-            raise ValueError(
-                f"vLLM's model has no tensor for {len(missing)} checkpoint parameters (first: "
-                f"{missing[0]}); this architecture needs engine_type='hf'"
-            )
-        self._check_filled(existing.values())
+        names = [name for name in self._shape.shapes if name not in self._shape.tied]
+        traced = self._traced(names)
+        existing = self._existing(names, traced)
         groups: dict[str, list[str]] = {}
         for name, (module_name, _) in existing.items():
             groups.setdefault(module_name, []).append(name)
-        placed = {n: self._place(n, target, groups[target[0]]) for n, target in existing.items()}
+        placed = {
+            name: self._places(name, target, groups[target[0]], traced)
+            for name, target in existing.items()
+        }
         places = {name: rows for name, rows in placed.items() if rows}
         modules = {name: target[0] for name, target in existing.items()}
         manifest = []
@@ -144,18 +145,85 @@ class LayoutReader:
                     fused_with=tuple(other for other in members if other != name),
                 )
             )
-        return Layout(tuple(manifest), places, modules)
+        return Layout(
+            tuple(manifest),
+            places,
+            modules,
+            traced.saved_names,
+            traced.direct_modules,
+            self._shape.model,
+        )
 
-    def part(self, layer: str) -> tuple[str, int]:
-        """Return vLLM's module of a checkpoint's layer, and the layer's index in a fused module."""
-        target = self.target_of(f"{layer}.weight")
-        if target is None:
-            return "", 0
-        fused = self._packed.get(target[0].rpartition(".")[2], ())
-        last = layer.rpartition(".")[2]
-        return target[0], fused.index(last) if last in fused else 0
+    def _existing(self, names: Sequence[str], traced: TracedLoading) -> dict[str, tuple[str, str]]:
+        """Return the tensor of each parameter; raise a ValueError as `read` does."""
+        targets = {name: self.target_of(name) for name in names}
+        existing = {name: traced.targets(name)[0] for name in traced.fills}
+        existing |= {name: target for name, target in targets.items() if target is not None}
+        optional = (self._may_lack,) if self._may_lack else ()
+        missing = [n for n in names if n not in existing and not n.startswith(optional)]
+        if missing:
+            raise ValueError(
+                f"vLLM's model has no tensor for {len(missing)} checkpoint parameters (first: "
+                f"{missing[0]}); this architecture needs engine_type='hf'"
+            )
+        self._check_filled(existing.values(), traced.loadable)
+        return existing
 
-    def _check_filled(self, targets: Iterable[tuple[str, str]]) -> None:
+    def _places(
+        self,
+        name: str,
+        target: tuple[str, str],
+        members: Sequence[str],
+        traced: TracedLoading,
+    ) -> tuple[Place, ...]:
+        """Return the rows of a parameter; () if the weights in use are others or unreadable."""
+        if traced.is_computed(name):
+            return ()
+        if self.target_of(name) is None:
+            return self._exact_places(name, traced)
+        return self._place(name, target, members)
+
+    def _traced(self, names: Sequence[str]) -> TracedLoading:
+        """Return what vLLM's loaders fill from parameters."""
+        if not names or not callable(getattr(self._model, "load_weights", None)):
+            return TracedLoading({}, frozenset(), frozenset())
+        shapes = {name: self._shape.shapes[name] for name in names}
+        return trace_loading(
+            self._model, self._modules, shapes, self._default_dtype, self._shape.model
+        )
+
+    def _exact_places(self, name: str, traced: TracedLoading) -> tuple[Place, ...]:
+        """Return the elements of a traced parameter; () if the weights in use differ."""
+        places = []
+        for fill in traced.exact_fills(name, math.prod(self._shape.shapes[name])):
+            module, tensor = self._modules[fill.target[0]], self._tensor(fill.target)
+            is_plain = backend_name(module) in {"", *PLAIN_BACKENDS}
+            is_read = is_plain and not self._is_repacked(module, name) and self._tp_size == 1
+            if not (is_read and tensor.dtype in _FLOATS and tensor.is_contiguous()):
+                return ()
+            place = (fill.local_start, fill.num_elements, fill.global_start or 0)
+            places.append(Place(*fill.target, *place, True, num_row_dims=max(tensor.dim(), 1)))
+        return tuple(places)
+
+    def layer_rows(self, layers: Sequence[str]) -> dict[str, LayerRows]:
+        """Return the rows of linear layers of the checkpoint in vLLM's modules."""
+        traced = self._traced([f"{layer}.weight" for layer in layers])
+        rows = {}
+        for layer in layers:
+            name = f"{layer}.weight"
+            fills = traced.fills.get(name, ())
+            if not fills:
+                rows[layer] = LayerRows("", 0, 0)
+                continue
+            width = math.prod(self._shape.shapes[name][1:])
+            start = min(fill.local_start for fill in fills) // width
+            num_rows = sum(fill.num_elements for fill in fills) // width
+            rows[layer] = LayerRows(fills[0].target[0], start, start + num_rows)
+        return rows
+
+    def _check_filled(
+        self, targets: Iterable[tuple[str, str]], loadable: frozenset[tuple[str, str]]
+    ) -> None:
         """Raise a ValueError unless an update writes every module.
 
         vLLM derives a module's other tensors, such as scales, from checkpoint tensors.
@@ -163,7 +231,11 @@ class LayoutReader:
         filled = {id(self._tensor(target)) for target in targets}
         empty = []
         for name, module in self._modules.items():
-            parameters = dict(module.named_parameters(recurse=False))
+            parameters = {
+                attribute: tensor
+                for attribute, tensor in module.named_parameters(recurse=False)
+                if not loadable or (name, attribute) in loadable
+            }
             if parameters and not any(id(tensor) in filled for tensor in parameters.values()):
                 empty.append(f"{name}.{next(iter(parameters))}")
         if empty:

@@ -1,6 +1,6 @@
 """Weights of a vLLM engine: updates through its layerwise reload, and hashes of its storage."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +12,7 @@ from lightrft.engines.vllm.adapters import AdapterBuffers, plain_modules
 from lightrft.engines.vllm.backend import StartedEngine
 from lightrft.engines.vllm.experts import repack_on_cpu
 from lightrft.engines.vllm.layout import Layout, Place
+from lightrft.engines.vllm.loading import saved_tensors
 
 
 @contextmanager
@@ -76,8 +77,33 @@ class VLLMWeights(AssembledWeights):
                 self._is_updating = True
                 self._reloaded.clear()
                 initialize_layerwise_reload(self._backend.model)
-            self._backend.model.load_weights(iter(tensors.items()))  # type: ignore[operator]
-        self._reloaded |= {self._layout.modules[name] for name in tensors}
+            modules = {self._layout.modules[name] for name in tensors}
+            with self._filled_directly(modules & self._layout.direct_modules):
+                self._backend.model.load_weights(iter(self._as_read(tensors).items()))  # type: ignore[operator]
+        self._reloaded |= modules
+
+    @contextmanager
+    def _filled_directly(self, names: Iterable[str]) -> Iterator[None]:
+        """Give modules memory while they are loaded, and process them then.
+
+        A reload does both where tensors are filled by their loaders; others would be lost.
+        """
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        layers = [self.modules[name] for name in sorted(names)]
+        for layer in layers:
+            layerwise.materialize_layer(layer, layerwise.get_layerwise_info(layer))
+        yield
+        for layer in layers:
+            layerwise._layerwise_process(layer, layerwise.get_layerwise_info(layer))
+
+    def _as_read(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors under the names by which vLLM knows them."""
+        saved, model = self._layout.saved_names & tensors.keys(), self._layout.model
+        if not saved or model is None:
+            return tensors
+        renamed = saved_tensors(model, {name: tensors[name] for name in saved})
+        return {name: each for name, each in tensors.items() if name not in saved} | renamed
 
     def _end_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
