@@ -1,7 +1,7 @@
-"""Tensors that vLLM's own loaders fill, found by loading parameters without memory.
+"""Tensors that vLLM's loaders fill, traced by loading parameters without memory.
 
-A model's `load_weights` runs on tensors of the device "meta", while vLLM's own are replaced by what
-it had before it processed them. Each copy into one of them is noted and not executed.
+A model's `load_weights` runs on tensors of the device "meta", while vLLM's are replaced by those it
+had before it processed them. Each copy into one of them is noted and not executed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Fill:
         target: Module and attribute of the tensor.
         local_start, num_elements: Range of elements of the local tensor.
         names: Checkpoint parameters from which the values come.
-        global_start: First element in the only parameter; None if they are strided, or not its own.
+        global_start: First element in the only parameter; None if they are strided or computed.
         is_computed: Whether the values are made of the parameter's, or overwritten.
         is_direct: Whether the model copies without the tensor's loader, by which a reload waits.
     """
@@ -158,13 +158,13 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._forget_exact(target, start, stop)
         if not names:
             return
-        is_own = values is not None and _storage(values) in self._whole
+        is_unchanged = values is not None and _storage(values) in self._whole
         first = None
-        if is_own and values is not None and values.shape == filled.shape:
+        if is_unchanged and values is not None and values.shape == filled.shape:
             is_range = values.is_contiguous() and filled.is_contiguous()
             first = int(values.storage_offset()) if is_range else None
         is_direct = self.num_open_loaders == 0
-        fill = Fill(target, start, filled.numel(), names, first, not is_own, is_direct)
+        fill = Fill(target, start, filled.numel(), names, first, not is_unchanged, is_direct)
         self.fills.append(fill)
 
     def _forget_exact(self, target: Target, start: int, stop: int) -> None:
