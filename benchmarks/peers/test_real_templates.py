@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 from tests.datasets import chat_families as families
+from tests.datasets.present_families import WORDS
+from tests.datasets.row_files import written
 from tests.datasets.stage_ids import PROMPTS, require_alike
 from tests.rollout.test_call_formats import TYPES, random_arguments
 
-from lightrft.config import ConfigError
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.datasets.supervised_rows import load_supervised
+from lightrft.datasets.types import DataError
 from lightrft.rollout.environments.call_formats import PARSERS
 from lightrft.rollout.environments.calls import check_call, choose_parser
 
@@ -106,3 +112,58 @@ def test_a_row_has_the_same_ids_in_every_stage_or_is_refused_by_all(tmp_path, na
     assert found is not None or prompt != "plain"
     # DeepSeek's leaves tools to the user's text.
     assert found is not None or prompt == "thinking" or name in {*REFUSED, "deepseekv3"}
+
+
+# Names of special tokens in the templates of those families.
+SPECIAL = re.compile(
+    r"<[|\uff5c][^|\uff5c<>\s{}']+[|\uff5c]>|<\|[a-z_]+>|<[a-z_]+\|>|<(?:bos|eos)>|<sop>"
+)
+ENDS_OF_SEQUENCE = ("<|return|>", "<|im_end|>", "<|eot_id|>")
+CALL = {
+    "id": "call00000",
+    "type": "function",
+    "function": {"name": "add", "arguments": {"text": "arg1"}},
+}
+# Whose rows are refused without thinking, and with it.
+_LFM = {"lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"}  # they mark a newline as generated
+_NEMOTRON = {f"nemotron_3_{name}" for name in ("5_lightning", "nano", "super", "ultra")}
+_NO_THINKING = {"qwen2_5", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_nothink", "lfm2_v2"}
+_GEMMA = {"gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4"}  # they show it beside calls, or nowhere
+UNTRAINED = {
+    False: {*_LFM, *_NEMOTRON, "qwen3_5_think", "qwen3_6", "qwen3_8", "deepseekv3"},
+    True: {*_LFM, *_NO_THINKING, *_GEMMA, "deepseekv3", "llama3_1", "llama3_2"},
+}
+TALK = [
+    {"role": "user", "content": "ask0"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "res0", "name": "add", "tool_call_id": "call00000"},
+    {"role": "assistant", "content": "say1"},
+    {"role": "user", "content": "ask1"},
+    {"role": "assistant", "content": "say2"},
+]
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize("name", PARSER_OF)
+def test_what_the_assistant_says_is_trained_once_or_the_row_is_refused(tmp_path, name, thinks):
+    template = tokenizer_of(name).chat_template
+    special = sorted({*SPECIAL.findall(template)} - {"<bos>", "<eos>"})
+    eos = next(
+        (end for end in ("<|return|>", "<|im_end|>", "<|eot_id|>") if end in special), "<eos>"
+    )
+    tokenizer = families.tokenizer_of(template, ("<bos>", eos), special, pre_tokenizer=WORDS)
+    talk, said = [dict(message) for message in TALK], ["arg1", "say1", "say2"]
+    if thinks:
+        for number in (1, 3, 5):
+            talk[number]["reasoning_content"] = f"why{number}"
+        said += ["why1", "why3", "why5"]
+    path = written(tmp_path, [{"messages": talk}])
+    config = TrainConfig(max_row_tokens=9999)
+    load = partial(load_supervised, path, tokenizer, config, max_samples=9, split="train")
+    if name in UNTRAINED[thinks]:
+        with pytest.raises(DataError, match=r"template (drops|asks|marks)"):
+            load()
+        return
+    rows = load().rows
+    trained = [tokenizer.decode(row.token_ids[row.is_trained]) for row in rows]
+    assert sorted(re.findall(r"(?:arg|say|why|ask|res)\d", "".join(trained))) == sorted(said)

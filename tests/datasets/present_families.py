@@ -8,6 +8,12 @@ from tests.rollout.test_call_formats import GEMMA as GEMMA_CALL
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
+WORDS = Sequence(
+    [
+        Split(Regex(r"\s*[\r\n]+| ?[^\s]+|\s+"), "isolated"),
+        ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+)
 # Expressions of templates: k is a call, m a message, at.q the place of the last question, and
 # at.said that of the last answer without calls.
 SINCE_QUESTION = "loop.index0 > at.q"
@@ -88,10 +94,8 @@ class Form:
 
     def tokenizer(self, template=""):
         eos, *_ = self.special
-        words = Split(Regex(r"\s*[\r\n]+| ?[^\s]+|\s+"), "isolated")
-        splits = Sequence([words, ByteLevel(add_prefix_space=False, use_regex=False)])
         ends = (None, eos)
-        return tokenizer_of(template or self.template(), ends, self.special, pre_tokenizer=splits)
+        return tokenizer_of(template or self.template(), ends, self.special, pre_tokenizer=WORDS)
 
 
 def chatml(role, start="<|im_start|>", middle="\n", end="<|im_end|>\n"):

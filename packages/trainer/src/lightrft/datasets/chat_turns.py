@@ -297,6 +297,7 @@ def _otherwise(prompt: str, answered: str, place: int) -> str:
     return (
         f"message {place + 1}: the chat template asks for it by {prompt[start : start + 80]!r} and "
         f"shows it as {answered[start : start + 80]!r}, whose tokens begin otherwise: what would "
-        "be trained is not what is sampled; give another template (--chat_template), or change the "
-        "beginning of the message; --train_on last_assistant trains the last turn alone"
+        "be trained is not what is sampled; give another template (--chat_template), "
+        "or its variable (as --chat_template_args enable_thinking=false), or change the beginning "
+        "of the message; --train_on last_assistant trains the last turn alone"
     )
