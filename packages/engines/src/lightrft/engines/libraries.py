@@ -174,6 +174,8 @@ VLLM = Library(
             "vllm.config:set_current_vllm_config",
             "vllm.model_executor.model_loader.reload:initialize_layerwise_reload",
             "vllm.model_executor.model_loader.reload:finalize_layerwise_reload",
+            "vllm.model_executor.model_loader.reload.layerwise:_layerwise_process",
+            "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info",
             "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding",
             "vllm.model_executor.models.utils:WeightsMapper.map_name",
         ),
