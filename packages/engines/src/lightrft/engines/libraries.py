@@ -69,9 +69,17 @@ TORCH = Library(
         ),
         "Adam": ("torch.optim.adamw:adamw",),
         "dropout that is off": ("torch.nn.modules.dropout:_DropoutNd",),
-        "the list of a module's hooks or stored buffers": (
+        "the list of a module's hooks, parts or stored buffers": (
+            "torch.nn:Module._buffers",
             "torch.nn:Module._forward_pre_hooks",
+            "torch.nn:Module._modules",
             "torch.nn:Module._non_persistent_buffers_set",
+        ),
+        "the tracing of vLLM's loaders": (
+            "torch:ops.aten._local_scalar_dense",
+            "torch:ops.aten._to_copy",
+            "torch._ops:OpOverload._schema",
+            "torch:UntypedStorage._cdata",
         ),
         "FSDP2 without a backward pass": (
             "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
