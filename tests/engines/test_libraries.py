@@ -105,12 +105,12 @@ def test_an_import_that_fails_is_explained_by_the_table(monkeypatch):
 
 def test_a_version_that_is_not_tested_is_one_line(monkeypatch, caplog):
     monkeypatch.setattr(libraries, "installed_version", lambda _: "99.1")
-    libraries._say_untested.cache_clear()
+    libraries.say_untested.cache_clear()
     for _ in range(2):
         check_library("torch")
     (record,) = caplog.records
     assert "torch 99.1: tested are >=2.11,<" in record.getMessage()
-    libraries._say_untested.cache_clear()
+    libraries.say_untested.cache_clear()
 
 
 @pytest.mark.vllm

@@ -202,7 +202,7 @@ def test_a_tied_head_that_would_be_exported_twice_is_refused(monkeypatch, tmp_pa
     def untie(read):
         read.lm_head.weight = torch.nn.Parameter(read.lm_head.weight.detach().clone())
 
-    monkeypatch.setattr(loading, "_own_up_to_ties", untie)
+    monkeypatch.setattr(loading, "declare_ties", untie)
     text = error_of_a_run(model, tmp_path, capsys)
     assert "HeliumForCausalLM shares lm_head.weight and model.embed_tokens.weight and" in text
 

@@ -255,7 +255,7 @@ def check_library(package: str, single: str = "") -> None:
     library = LIBRARIES[package]
     version = installed_version(package) or "(version unknown)"
     if not library.is_tested(version) and os.environ.get("RANK", "0") == "0":
-        _say_untested(package, version)
+        say_untested(package, version)
     missing = library.missing({single: library.single[single]} if single else library.names)
     if missing:
         paths = ", ".join(path.replace(":", ".") for path, _ in missing)
@@ -277,7 +277,8 @@ def explained(error: ImportError) -> ImportError:
 
 
 @cache
-def _say_untested(package: str, version: str) -> None:
+def say_untested(package: str, version: str) -> None:
+    """Warn once of a version outside of the tested range."""
     _logger.warning(
         "%s %s: tested are %s; the comparisons at load and at each weight sync decide",
         package,

@@ -391,7 +391,7 @@ def load_model(
             fits.check_files(model)
         else:
             model = _with_weights(auto_class, path, options, fits)
-        _own_up_to_ties(model)
+        declare_ties(model)
         if model.can_generate():
             model.generation_config = read_generation_config(path)[0] or model.generation_config
     use_short_attention(model)
@@ -505,7 +505,7 @@ class _Fit:
         model._weight_conversions = files.conversions
 
 
-def _own_up_to_ties(model: PreTrainedModel) -> None:
+def declare_ties(model: PreTrainedModel) -> None:
     """Correct the configuration if it claims tied weights but the files have a separate head."""
     head = model.get_output_embeddings()
     if head is None or head.weight is model.get_input_embeddings().weight:
