@@ -5,8 +5,16 @@ The tokenizers are byte-level with merges across every boundary a template has: 
 full stop and a newline, a word's letters.
 """
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+# Splits at words and newlines, as the tokenizers of most families do.
+WORDS = pre_tokenizers.Sequence(
+    [
+        pre_tokenizers.Split(Regex(r"\s*[\r\n]+| ?[^\s]+|\s+"), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+)
 
 MERGES = [
     ("Ċ", "Ċ"),
@@ -116,6 +124,7 @@ GLM4 = """\
 {%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
 
 IM = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+GLM_MARKS = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 DEEPSEEK_MARKS = tuple(
     f"<｜{name}｜>"
     for name in (
@@ -190,19 +199,7 @@ FAMILIES = {
         (DEEPSEEK_MARKS[0], DEEPSEEK_MARKS[1], DEEPSEEK_MARKS[1]),
         DEEPSEEK_MARKS,
     ),
-    "GLM": (
-        GLM4,
-        (None, "<|endoftext|>", None),
-        (
-            "[gMASK]",
-            "<sop>",
-            "<|system|>",
-            "<|user|>",
-            "<|assistant|>",
-            "<|observation|>",
-            "<|endoftext|>",
-        ),
-    ),
+    "GLM": (GLM4, (None, "<|endoftext|>", None), (*GLM_MARKS, "<|endoftext|>")),
 }
 
 

@@ -3,17 +3,9 @@
 
 from dataclasses import dataclass
 
-from tests.datasets.chat_families import tokenizer_of
+from tests.datasets.chat_families import GLM_MARKS, WORDS, tokenizer_of
 from tests.rollout.test_call_formats import GEMMA as GEMMA_CALL
-from tokenizers import Regex
-from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-WORDS = Sequence(
-    [
-        Split(Regex(r"\s*[\r\n]+| ?[^\s]+|\s+"), "isolated"),
-        ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-)
 # Expressions of templates: k is a call, m a message, at.q the place of the last question, and
 # at.said that of the last answer without calls.
 SINCE_QUESTION = "loop.index0 > at.q"
@@ -24,7 +16,7 @@ TEXT = "(v if v is string else v | tojson)"
 
 @dataclass(frozen=True)
 class Form:
-    """What a template writes.
+    """A template's texts around turns, calls and thinking.
 
     Args:
         special: Special tokens; the first is the end of sequence.
@@ -176,15 +168,7 @@ FAMILIES = {
     ),
     "Gemma 4": GEMMA,
     "GLM-4.5": Form(
-        (
-            "<|endoftext|>",
-            "[gMASK]",
-            "<sop>",
-            "<|system|>",
-            "<|user|>",
-            "<|assistant|>",
-            "<|observation|>",
-        ),
+        ("<|endoftext|>", *GLM_MARKS),
         "'<|user|>\\n' + m.content",
         grouped("<|observation|>", RESPONSE, ""),
         "<|assistant|>",

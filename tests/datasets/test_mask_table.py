@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001
-"""The mask table: ids and masks of twelve families' conversations, and faults planted in each.
+"""The mask table: ids and masks of thirteen families' conversations, and faults planted in each.
 
 Of each family the table shows what its template does with turns, in our own words: what stands
 around a user's and an assistant's message, what is written into an answer without thinking, and
@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from tests.datasets.chat_families import tokenizer_of
+from tests.datasets.chat_families import WORDS, tokenizer_of
 from tests.datasets.row_files import written
-from tokenizers import Regex
-from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.supervised_rows import load_supervised
@@ -69,10 +67,8 @@ class Family:
         )
 
     def tokenizer(self, template):
-        newlines = Split(Regex(r"\s*[\r\n]+| ?[^\s]+|\s+"), "isolated")
-        splits = Sequence([newlines, ByteLevel(add_prefix_space=False, use_regex=False)])
         ends = (None, self.last or self.end or self.special[-1])
-        return tokenizer_of(template, ends, self.special, pre_tokenizer=splits)
+        return tokenizer_of(template, ends, self.special, pre_tokenizer=WORDS)
 
 
 IM = ("<|im_start|>", "<|im_end|>")

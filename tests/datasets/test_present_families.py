@@ -6,6 +6,8 @@ trained parts in brackets, and what follows its turns, all compared with publish
 
 import json
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -42,8 +44,8 @@ ASKED = [("sky", {"city": "Oslo"}), ("sun", {"city": "Rome", "days": 3})]
 def talk_of(family, *, thinks=True):
     """Two questions; the first is answered with calls, the second with a text."""
     calls = [
-        {"id": f"call0000{i}", "type": "function", "function": {"name": name, "arguments": given}}
-        for i, (name, given) in enumerate(ASKED[: 1 if family == "gpt-oss" else 2])
+        {"id": f"call0000{i}", "type": "function", "function": {"name": name, "arguments": values}}
+        for i, (name, values) in enumerate(ASKED[: 1 if family == "gpt-oss" else 2])
     ]
     results = [
         {"role": "tool", "content": f"res{i}", "name": call["function"]["name"]}
@@ -69,11 +71,10 @@ def rows_of(folder, tokenizer, talk):
 
 def bracketed(tokenizer, row):
     """The text of a row behind its tools, with the trained parts in brackets."""
-    text, was = "", False
-    edges = [i for i, x in enumerate([*row.is_trained, False]) if x != was and ((was := x), True)]
-    for start, stop in zip([0, *edges], [*edges, len(row.token_ids)], strict=True):
-        part = tokenizer.decode(row.token_ids[start:stop], skip_special_tokens=False)
-        text += f"«{part}»" if row.is_trained[start : start + 1].any() else part
+    text, pairs = "", zip(row.is_trained, row.token_ids, strict=True)
+    for is_trained, part in groupby(pairs, key=itemgetter(0)):
+        said = tokenizer.decode([token for _, token in part])
+        text += f"«{said}»" if is_trained else said
     return text.partition(json.dumps(TOOLS[1]) + "]")[2]
 
 
@@ -96,11 +97,11 @@ def table_of(folder, family):
     (before, calling), (_, answer) = sampled(2), sampled(3 + num_results)
     results = [f"res{i}" for i in range(num_results)]
     question = chat.suffix(answer, [], read[3 + num_results : 4 + num_results])
-    (found,) = (name for name, each in PARSERS.items() if each is parse)
+    (parser,) = (name for name, each in PARSERS.items() if each is parse)
     calls = read_calls(parse, tokenizer, calling[:-1], before, is_ended=True)
     return {
         "stops": sorted(tokenizer.convert_ids_to_tokens(sorted(chat.stop_ids))),
-        "parser": found,
+        "parser": parser,
         "calls": [[each.name, check_call(each, SCHEMAS)] for each in calls],
         "rows": [bracketed(tokenizer, row) for row in rows],
         "after calls": tokenizer.decode(suffix.after(calling, results).token_ids),
@@ -114,7 +115,7 @@ def test_a_family_is_trained_continued_and_read_as_its_row_of_the_table_says(tmp
     table = table_of(tmp_path, family)
     assert table == GOLDEN[family]
     assert table["parser"] == FAMILIES[family].parser
-    assert table["calls"] == [[name, given] for name, given in ASKED[: len(table["calls"])]]
+    assert table["calls"] == [*map(list, ASKED[: len(table["calls"])])]
 
 
 def test_every_family_has_a_row():
