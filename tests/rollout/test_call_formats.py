@@ -176,6 +176,8 @@ BEFORE = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 XML_CALL = "<function={}>\n<parameter=x>\n1\n</parameter>\n</function>"
 LLAMA_CALL = '{"name": "f", "parameters": {"x": 1}}'
 F, G = ("f", {"x": 1}), ("g", {})
+INVOKED = '<{0}invoke name="f"><{0}parameter name="x"{1}>{2}</{0}parameter></{0}invoke>'
+DSML = "｜DSML｜"
 
 
 @pytest.mark.parametrize(
@@ -217,10 +219,45 @@ F, G = ("f", {"x": 1}), ("g", {})
             '<|tool_call>call:f{\n a: "h:i",\n <|"|>b<|"|>:{ c:1, d:[2,],},}<tool_call|>',
             [("f", {"a": "h:i", "b": {"c": 1, "d": [2]}})],
         ),
+        ("gemma", "<|channel>thought\n<|tool_call>call:f{}<tool_call|><channel|>no", []),
+        # DeepSeek says which values are no texts.
+        ("invoke", INVOKED.format(DSML, ' string="false"', "null"), [("f", {"x": None})]),
+        ("invoke", INVOKED.format(DSML, ' string="true"', "null"), [("f", {"x": "null"})]),
+        ("invoke", INVOKED.format(DSML, ' string="false"', "1 2"), [("f", {"x": "1 2"})]),
+        (
+            "invoke",
+            f"<think>{INVOKED.format('', '', 1)}</think>{INVOKED.format(DSML, '', 2)}",
+            [("f", {"x": "2"})],
+        ),
+        # Thinking may name a call.
+        (
+            "harmony",
+            "<|channel|>analysis<|message|>to=functions.g now<|end|><|start|>assistant<|channel|>"
+            'commentary to=functions.f <|constrain|>json<|message|>{"x": 1}',
+            [F],
+        ),
     ],
 )
 def test_calls_are_read_in_their_order(name, text, calls):
     assert [(each.name, each.arguments) for each in PARSERS[name](text, True)] == calls
+
+
+@pytest.mark.parametrize(
+    "name, form, text",
+    [
+        ("invoke", INVOKED.format(DSML, "", "{}"), INVOKED.format("", "", 1)),
+        ("invoke", INVOKED.format("", "", "{}"), INVOKED.format(DSML, "", 1)),
+        ("llama", LLAMA_CALL.replace("1", '"{}"'), "<|python_start|>a<|python_end|><|python_tag|>"),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"x": "{}"}}]', "[TOOL_CALLS]g{}"),
+        ("mistral", '[TOOL_CALLS]f{"x": "{}"}', "[TOOL_CALLS]g{}"),
+        ("pythonic", "[f(x='{}')]", "[g()]"),
+        ("harmony", 'to=functions.f<|message|>{"x": "{}"}', "to=functions.g<|message|>{}"),
+    ],
+)
+def test_marks_and_thinking_in_an_argument_are_its_text(name, form, text):
+    for value in (text, f"<think>a</think>{text}", "a <think>"):
+        (found,) = PARSERS[name](form.replace("{}", value), True)
+        assert (found.name, found.arguments) == ("f", {"x": value})
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama", "pythonic"])

@@ -140,11 +140,14 @@ def _after(text: str, mark: str, start: int) -> int:
     return -1 if place < 0 else place + len(mark)
 
 
+_THOUGHTS = re.compile(r"\A(?:\s*<think>(?:.*?</think>|.*))*\s*", re.DOTALL)
+
+
 def spoken(text: str, before: str) -> str:
-    """Return the text outside of thinking."""
+    """Return the text behind the thinking with which it begins."""
     if before.rstrip().endswith("<think>"):
         text = f"<think>{text}"
-    return re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL).partition("<think>")[0]
+    return _THOUGHTS.sub("", text)
 
 
 def from_value(value: object, names: Sequence[str]) -> ToolCall:
@@ -205,7 +208,7 @@ def _text_pairs(head: str, pair: str, closing: str, needs: tuple[str, str]) -> B
     """Return a parser of a name followed by its arguments as pairs of a name and a text.
 
     Args:
-        head, pair: Patterns of the name, and of an argument.
+        head, pair: Patterns of the name, and of an argument: name, perhaps a mark of JSON, value.
         closing: Mark behind the arguments.
         needs: Errors of a call without a name, and of one whose arguments or end are wrong.
     """
@@ -218,7 +221,11 @@ def _text_pairs(head: str, pair: str, closing: str, needs: tuple[str, str]) -> B
         arguments: Arguments = {}
         place = name.end()
         while match := each.match(text, place):
-            arguments[match[1].strip()] = match[2]
+            *kind, value = match.groups()[1:]
+            arguments[match[1].strip()] = value
+            with suppress(ValueError, RecursionError):
+                if any(kind):  # the format says that it is JSON
+                    arguments[match[1].strip()] = _JSON.decode(value)
             place = match.end()
         if not text.startswith(closing, place):
             raise MalformedCallError(f"the call of {name[1]} {needs[1]}")
@@ -316,22 +323,23 @@ def _gemma_body(text: str, place: int) -> tuple[list[ToolCall], int]:
     return [ToolCall(head[1], cast("Arguments", value))], end
 
 
-# Llama 4 marks the text before its calls.
-_LLAMA_TEXT = re.compile(r"<\|python_start\|>.*?<\|python_end\|>\s*", re.DOTALL)
+# What stands before calls; Llama 4 marks a text there.
+_LLAMA_MARKS = re.compile(
+    r"\A(?:<\|python_start\|>.*?<\|python_end\|>|<\|python_tag\|>|[;\s])*", re.DOTALL
+)
 
 
 def llama_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
     """Parse `{"name": ..., "parameters": {...}}`, several joined by `;` (Llama 3) or not (4)."""
     del is_ended
-    said = spoken(text, before).replace("<|python_tag|>", "").strip()
-    said = _LLAMA_TEXT.sub("", said)
+    said = _LLAMA_MARKS.sub("", spoken(text, before))
     if not re.match(r'\{\s*"(name|type)"', said):
         return []
     calls = []
     while said:
         value, end = _decoded(said, 0)
         calls.append(from_value(value, ("parameters", "arguments")))
-        said = said[end:].lstrip("; \n")
+        said = _LLAMA_MARKS.sub("", said[end:])
     return calls
 
 
@@ -356,8 +364,11 @@ def invoke_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
 
     The family writes a prefix of its own before both names (MiniMax none, DeepSeek `DSML`).
     """
-    prefixes = _INVOKE.findall(text)
-    return _invokes(prefixes[-1])(text, is_ended, before) if prefixes else []
+    # Texts in arguments may hold calls with another prefix.
+    for prefix in dict.fromkeys(_INVOKE.findall(spoken(text, before))):
+        if calls := _invokes(prefix)(text, is_ended, before):
+            return calls
+    return []
 
 
 _INVOKE = re.compile(r'<([^\s<>/"]*)invoke name="')
@@ -368,7 +379,7 @@ def _invokes(prefix: str) -> CallParser:
     name = re.escape(prefix)
     body = _text_pairs(
         r'([^"\n]+)">\s*',
-        rf'<{name}parameter name="([^"\n]+)"[^>\n]*>(.*?)</{name}parameter>\s*'
+        rf'<{name}parameter name="([^"\n]+)"( string="false")?[^>\n]*>(.*?)</{name}parameter>\s*'
         rf"(?=<{name}parameter name=|</{name}invoke>)",
         "",
         ('a call needs <invoke name="NAME">', ""),
@@ -376,20 +387,17 @@ def _invokes(prefix: str) -> CallParser:
     return Marked(f'<{prefix}invoke name="', f"</{prefix}invoke>", body)
 
 
-def mistral_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
-    """Parse `[TOOL_CALLS][{"name": ..., "arguments": {...}}]` or repeated `[TOOL_CALLS]f{...}`."""
-    del is_ended
-    _, mark, said = spoken(text, before).partition("[TOOL_CALLS]")
-    if not mark:
-        return []
-    if not said.lstrip().startswith("["):
-        pieces = said.split("[TOOL_CALLS]")
-        body = _named_json(
-            r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\])?\s*(?=\{)"
-        )
-        return [call for piece in pieces for call in body(piece, 0)[0]]
-    value, _ = _decoded(said, 0)
-    return [from_value(each, ("arguments",)) for each in cast("list[object]", value)]
+_mistral_call = _named_json(
+    r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\])?\s*(?=\{)"
+)
+
+
+def _mistral_body(text: str, place: int) -> tuple[list[ToolCall], int]:
+    """Read `[{"name": ..., "arguments": {...}}]` or `f{...}`."""
+    if not text.startswith("[", _past_spaces(text, place)):
+        return _mistral_call(text, place)
+    value, end = _decoded(text, place)
+    return [from_value(each, ("arguments",)) for each in cast("list[object]", value)], end
 
 
 def harmony_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
@@ -398,16 +406,19 @@ def harmony_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]
     This is gpt-oss's format; text of other channels is no call.
     """
     del is_ended
-    calls = []
-    for header in _HARMONY.finditer(before[before.rfind("<|start|>") :] + text if before else text):
-        value, _ = _decoded(header.string, header.end())
+    calls, place = list[ToolCall](), 0
+    text = before[before.rfind("<|start|>") :] + text if before else text
+    while header := _HARMONY.search(text, place):
+        value, place = _decoded(text, header.end())
         if not isinstance(value, dict):
             raise MalformedCallError(f"the arguments of {header[1]} must be an object")
         calls.append(ToolCall(header[1], value))
     return calls
 
 
-_HARMONY = re.compile(r"to=functions\.([\w.-]+)[^<]*(?:<\|(?!message)[a-z]+\|>[^<]*)*<\|message\|>")
+_HARMONY = re.compile(
+    r"to=functions\.([\w.-]+)[^<]*(?:<\|(?:channel|constrain)\|>[^<]*)*<\|message\|>"
+)
 _DEEPSEEK = "\uff5ctool\u2581{}\uff5c"
 _CALLS_BEGIN = f"<{_DEEPSEEK.format(f'calls{chr(0x2581)}begin')}>"
 _CALL_BEGIN = f"<{_DEEPSEEK.format(f'call{chr(0x2581)}begin')}>"
@@ -429,7 +440,10 @@ kimi_calls = Marked(
     ),
 )
 lfm_calls = Marked("<|tool_call_start|>", "<|tool_call_end|>", _python_body)
-gemma_calls = Marked("<|tool_call>", "<tool_call|>", _gemma_body)
+gemma_calls = Marked(
+    "<|tool_call>", "<tool_call|>", _gemma_body, ("<|channel>thought", "<channel|>")
+)
+mistral_calls = Marked("[TOOL_CALLS]", "", _mistral_body)
 
 # In the order in which a chat template is tested with them.
 PARSERS: Mapping[str, CallParser] = {
