@@ -10,6 +10,7 @@ from torch import nn
 from transformers import Qwen3ForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
+from lightrft.engines.media.families import language_model_class
 from lightrft.models import Actor
 from lightrft.models.by_sequence import BySequence
 from lightrft.models.proof import pack_rows, prove_model
@@ -65,6 +66,18 @@ def test_recurrences_and_convolutions_compute_each_packed_row_alone(
     # Rows of other numbers, and padded ones.
     actor.pack_samples(False)
     assert (step(actor)[0] - step(plain)[0]).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "nemotron_h", "qwen3_5_moe", "recurrent_gemma"])
+def test_layers_whose_part_in_a_sum_is_below_rounding_are_seen_to_mix(model_type):
+    """As in new models in bfloat16, where the proof of whole rows could not see it."""
+    torch.manual_seed(0)
+    config = types.tiny_config(model_type)
+    model = language_model_class(config).from_config(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            value.mul_(0.1 if "out" in name else 1.0)
+    assert called_by_sequence(packed(model))
 
 
 def test_a_copy_runs_its_own_layers():

@@ -23,7 +23,7 @@ from lightrft.models.ulysses import LayoutRefusedError
 BORDERS = ("sequence_bounds", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 # Change of a token's output, in norms of it and units of its dtype, that other tokens may cause by
 # the order of sums alone.
-NOISE = 8
+NOISE = 4
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -116,32 +116,33 @@ def separate_sequences(
     Args:
         trunk: Trunk of a text model, with packed attention; it changes in place.
         run: Function that runs it over a stream, always the same.
-        stream: Borders of the sequences, of which the first has several tokens.
+        stream: Borders of the stream's sequences; the first has several tokens.
 
     Returns:
         Names of the layers.
 
     Raises:
-        LayoutRefusedError: A layer gets no borders of sequences, or its weights are gathered at
-            each call, and ranks have other numbers of sequences.
+        LayoutRefusedError: The model has attention of its own, or weights of a layer are gathered
+            at each call, and ranks have other numbers of sequences.
     """
-    parts = _passed_borders(trunk, run)
+    # Without the sum to which a part adds its outputs, in which small changes would not show. If
+    # attention, which has the borders, mixes nevertheless, the proof refuses the model.
+    parents = {
+        child: part
+        for part in _passed_borders(trunk, run)
+        for child in part.children()
+        if not attends_packed(child)
+    }
+    names = {module: name for name, module in trunk.named_modules()}
     separated: dict[nn.Module, str] = {}
-    while mixing := _mixing(parts, run, stream):
-        # Those without another in them: they mix by themselves.
-        innermost = [part for part in mixing if not mixing.intersection(_inside(part))]
-        parents = {part: _parent(part, parts) for part in innermost}
-        roots = [part for part, parent in parents.items() if parent is None]
-        children = {child: part for part in roots for child in part.children()}
-        layers = {part: parent for part, parent in parents.items() if parent is not None}
-        layers |= {child: children[child] for child in _mixing(set(children), run, stream)}
-        # Attention has the borders: if it mixes nevertheless, the proof refuses the model.
-        layers = {layer: parent for layer, parent in layers.items() if not attends_packed(layer)}
-        if layers.keys() <= separated.keys():
+    while True:
+        mixing = _mixing(set(parents), run, stream)
+        # Those without another in them, which mix by themselves.
+        layers = {each for each in mixing if mixing.isdisjoint(set(each.modules()) - {each})}
+        if layers <= separated.keys():
             break
-        names = {module: name for name, module in trunk.named_modules()}
-        for layer, parent in layers.items():
-            call_by_sequence(parent, layer)
+        for layer in layers:
+            call_by_sequence(parents[layer], layer)
             separated[layer] = names[layer]
     if not separated and not attends_packed(trunk):
         raise LayoutRefusedError(
@@ -150,16 +151,6 @@ def separate_sequences(
         )
     refuse_gathered_layers(trunk)
     return sorted(separated.values())
-
-
-def _inside(part: nn.Module) -> set[nn.Module]:
-    return set(part.modules()) - {part}
-
-
-def _parent(part: nn.Module, parts: set[nn.Module]) -> nn.Module | None:
-    """Return the smallest other part around a part."""
-    around = [other for other in parts if part in _inside(other)]
-    return min(around, key=lambda other: len(_inside(other)), default=None)
 
 
 def refuse_gathered_layers(model: nn.Module) -> None:

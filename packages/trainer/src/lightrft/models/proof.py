@@ -35,7 +35,6 @@ from lightrft.models.attention import (
     PACKED,
     MissingBoundsError,
     check_packable,
-    has_other_layers,
     trunk_of,
 )
 from lightrft.models.by_sequence import separate_sequences
@@ -373,16 +372,9 @@ def pack_rows(proof: Proof) -> None:
     Raises:
         LayoutRefusedError: See `require_packing`.
     """
-    if has_other_layers(proof.inner.language_model):
-        proof.separate_rows()
+    proof.separate_rows()
     proof.inner.pack_samples()
-    try:
-        require_packing(proof)
-    except LayoutRefusedError:
-        if proof.inner.is_separated:
-            raise
-        proof.separate_rows()
-        require_packing(proof)
+    require_packing(proof)
 
 
 def require_packing(proof: Proof) -> None:
