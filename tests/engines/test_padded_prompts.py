@@ -11,8 +11,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from lightrft.engines import SamplingParams
 from lightrft.engines.hf import engine as hf_engine
+from lightrft.engines.hf.forward import CacheRefusedError
 from lightrft.engines.hf.padded import PaddedForward
-from lightrft.engines.hf.trial import CacheRefusedError
 
 REQUESTS = prompts(9, 3, 6, 3)
 PARAMS = SamplingParams(max_tokens=12, n=2)
@@ -64,9 +64,14 @@ def exchanged_rows(monkeypatch):
 
 def test_a_cache_that_loses_its_convolution_is_refused_with_the_number(monkeypatch):
     no_convolution(monkeypatch)
-    words = r"cache of Lfm2ForCausalLM gives other .* max .d log p. = \d.*, at most .* is rounding"
+    words = r"cache of Lfm2ForCausalLM gives other .* differ by 0\.\d+ of .* is rounding"
     with pytest.raises(CacheRefusedError, match=words):
         embedded(of_type("lfm2")).generate(REQUESTS, PARAMS)
+
+
+def test_a_model_that_gives_no_cache_back_is_refused():
+    with pytest.raises(CacheRefusedError, match="RecurrentGemmaForCausalLM gives no cache back"):
+        embedded(of_type("recurrent_gemma")).generate(REQUESTS, PARAMS)
 
 
 def test_rows_that_padding_or_dropping_would_change_are_decoded_by_length(

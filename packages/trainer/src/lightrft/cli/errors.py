@@ -86,7 +86,7 @@ ERROR_CODES: tuple[tuple[str, str, ExitCode], ...] = (
     ("lightrft.config.options", "ConfigError", ExitCode.USAGE),
     ("lightrft.datasets.types", "DataError", ExitCode.DATA),
     ("lightrft.rewards.types", "RewardError", ExitCode.REWARD),
-    ("lightrft.engines.hf.trial", "CacheRefusedError", ExitCode.USAGE),
+    ("lightrft.engines.hf.forward", "CacheRefusedError", ExitCode.USAGE),
     ("lightrft.models.loading", "ModelLoadError", ExitCode.USAGE),
     ("lightrft.models.head_transform", "HeadRefusedError", ExitCode.USAGE),
     ("lightrft.models.ulysses", "LayoutRefusedError", ExitCode.USAGE),

@@ -28,6 +28,10 @@ _CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 _ROOM = 64
 
 
+class CacheRefusedError(ValueError):
+    """A model has no cache, or one that gives other log-probabilities than its whole pass."""
+
+
 class ModelTraits:
     """Traits of a model's forward, determined once.
 
@@ -202,7 +206,13 @@ class CachedForward:
         )
         if self._cache is None:
             caches = [value for value in output.values() if isinstance(value, Cache)]
-            self._cache = caches[0] if caches else output[self._traits.cache_argument]
+            caches += [output[name] for name in _CACHE_ARGUMENTS if name in output]
+            if not caches:
+                raise CacheRefusedError(
+                    f"{type(self._model).__name__} gives no cache back: the hf engine cannot "
+                    "sample from it: take another --engine_type"
+                )
+            self._cache = caches[0]
         return self._traits.last_logits(output.logits)
 
 

@@ -1,7 +1,8 @@
 """Trial of a model's cache: decoded tokens have the log-probabilities of the whole forward pass.
 
 Neither the class of a cache nor a signature tells what it does, so random rows are decoded, each
-alone and all together. Log-probabilities must agree to half of the digits of the model's dtype.
+alone and all together. Log-probabilities must agree to half of the digits of the model's dtype: the
+norm of the difference, in norms of the deviations from their mean over the vocabulary.
 """
 
 import logging
@@ -12,17 +13,13 @@ import torch
 from transformers import PreTrainedModel
 
 from lightrft.engines.hf.decode import RowForward
-from lightrft.engines.hf.forward import ModelTraits, WholeBatchForward
+from lightrft.engines.hf.forward import CacheRefusedError, ModelTraits, WholeBatchForward
 from lightrft.engines.hf.padded import PaddedForward
 
 _logger = logging.getLogger(__name__)
 # Numbers of tokens of the prompts, and of the steps before and after rows change their places.
 LENGTHS, NUM_STEPS = (11, 3, 7), (2, 2)
 LARGEST_TOKEN = 4096
-
-
-class CacheRefusedError(ValueError):
-    """A model's cache gives other log-probabilities than its whole forward pass."""
 
 
 @torch.inference_mode()
@@ -36,6 +33,10 @@ def can_pad(model: PreTrainedModel, traits: ModelTraits) -> bool:
     Raises:
         CacheRefusedError: Rows that are decoded alone differ from the whole forward pass.
     """
+
+    def whole_batch(prompts: Sequence[Sequence[int]], _: Sequence[int]) -> RowForward:
+        return WholeBatchForward(model, traits, prompts)
+
     allowed = _tokens(model, traits)
     drawn = torch.randint(
         len(allowed),
@@ -46,14 +47,14 @@ def can_pad(model: PreTrainedModel, traits: ModelTraits) -> bool:
     whole = torch.stack([_whole(model, traits, row) for row in rows])[..., allowed]
     if not bool(whole.isfinite().all()):  # what samples tokens says so
         return False
-    alone = torch.cat([_decoded(model, partial(_alone, model, traits), [row]) for row in rows])
-    limit = torch.finfo(model.dtype).eps ** 0.5 * max(1.0, float(whole.abs().max()))
+    alone = torch.cat([_decoded(model, whole_batch, [row]) for row in rows])
+    limit = torch.finfo(model.dtype).eps ** 0.5
     change = _distance(alone[..., allowed], whole)
     if not change <= limit:
         raise CacheRefusedError(
             f"the cache of {type(model).__name__} gives other log-probabilities than its whole "
-            f"forward pass: max |d log p| = {change:.2g}, at most {limit:.2g} is rounding; the hf "
-            "engine cannot sample from it: take another --engine_type"
+            f"forward pass: they differ by {change:.2g} of their norm, at most {limit:.2g} is "
+            "rounding; the hf engine cannot sample from it: take another --engine_type"
         )
     try:
         together = _decoded(model, partial(PaddedForward, model, traits), rows)[..., allowed]
@@ -63,7 +64,7 @@ def can_pad(model: PreTrainedModel, traits: ModelTraits) -> bool:
         change = _distance(together, whole)
         if change <= limit:
             return True
-        reason = f"max |d log p| = {change:.2g}, at most {limit:.2g} is rounding"
+        reason = f"by {change:.2g} of their norm, at most {limit:.2g} is rounding"
     _logger.warning(
         "%s computes other numbers for prompts with padding (%s): only prompts of equal length are "
         "decoded together, and finished rows stay until the last one ends",
@@ -87,15 +88,6 @@ def _whole(model: PreTrainedModel, traits: ModelTraits, row: torch.Tensor) -> to
     return scores.cpu()
 
 
-def _alone(
-    model: PreTrainedModel,
-    traits: ModelTraits,
-    prompts: Sequence[Sequence[int]],
-    _: Sequence[int],
-) -> RowForward:
-    return WholeBatchForward(model, traits, prompts)
-
-
 def _decoded(
     model: PreTrainedModel, forward_of: Callable[..., RowForward], rows: Sequence[torch.Tensor]
 ) -> torch.Tensor:
@@ -114,5 +106,8 @@ def _decoded(
     return torch.stack(steps, dim=1).float().log_softmax(-1).cpu()
 
 
-def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).abs().max().nan_to_num(nan=torch.inf))
+def _distance(decoded: torch.Tensor, whole: torch.Tensor) -> float:
+    """Return the largest relative difference of a row."""
+    sizes = (whole - whole.mean(-1, keepdim=True)).flatten(1).norm(dim=1)
+    shares = (decoded - whole).flatten(1).norm(dim=1) / sizes
+    return float(shares.max().nan_to_num(nan=torch.inf))
