@@ -205,8 +205,11 @@ class CachedForward:
             **self._traits.head_arguments,
         )
         if self._cache is None:
-            caches = [value for value in output.values() if isinstance(value, Cache)]
-            caches += [output[name] for name in _CACHE_ARGUMENTS if name in output]
+            caches = [
+                value
+                for name, value in output.items()
+                if isinstance(value, Cache) or name in _CACHE_ARGUMENTS
+            ]
             if not caches:
                 raise CacheRefusedError(
                     f"{type(self._model).__name__} gives no cache back: the hf engine cannot "

@@ -38,7 +38,7 @@ class PaddedForward(CachedForward):
         places = torch.arange(width, device=self._device) - (width - lengths)
         self._places = places.clamp(min=0)
         # [rows, tokens so far] int64, 0 on padding; None without padding.
-        self._mask = None if bool((lengths == width).all()) else (places >= 0).long()
+        self._mask = None if (lengths == width).all() else (places >= 0).long()
         self._input_ids = torch.tensor(
             [[*[prompt[0]] * (width - len(prompt)), *prompt] for prompt in prompts],
             device=self._device,

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 from lightrft.engines.hf.decode import RowForward
 from lightrft.engines.hf.forward import CacheRefusedError, ModelTraits, WholeBatchForward
 from lightrft.engines.hf.padded import PaddedForward
+from lightrft.kernels.names import first_line
 
 _logger = logging.getLogger(__name__)
 # Numbers of tokens of the prompts, and of the steps before and after rows change their places.
 LENGTHS, NUM_STEPS = (11, 3, 7), (2, 2)
-LARGEST_TOKEN = 4096
 
 
 @torch.inference_mode()
@@ -45,7 +45,7 @@ def can_pad(model: PreTrainedModel, traits: ModelTraits) -> bool:
     )
     rows = [row[: n + sum(NUM_STEPS)] for n, row in zip(LENGTHS, allowed[drawn], strict=True)]
     whole = torch.stack([_whole(model, traits, row) for row in rows])[..., allowed]
-    if not bool(whole.isfinite().all()):  # what samples tokens says so
+    if not whole.isfinite().all():  # what samples tokens says so
         return False
     alone = torch.cat([_decoded(model, whole_batch, [row]) for row in rows])
     limit = torch.finfo(model.dtype).eps ** 0.5
@@ -59,7 +59,7 @@ def can_pad(model: PreTrainedModel, traits: ModelTraits) -> bool:
     try:
         together = _decoded(model, partial(PaddedForward, model, traits), rows)[..., allowed]
     except Exception as error:  # noqa: BLE001  the model's own code, with a mask it may not know
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = first_line(error)
     else:
         change = _distance(together, whole)
         if change <= limit:
@@ -76,7 +76,7 @@ def can_pad(model: PreTrainedModel, traits: ModelTraits) -> bool:
 
 def _tokens(model: PreTrainedModel, traits: ModelTraits) -> torch.Tensor:
     """Return some tokens that may be sampled, [tokens] int64 on the host."""
-    size = min(traits.num_tokens or model.config.get_text_config().vocab_size, LARGEST_TOKEN)
+    size = min(traits.num_tokens or model.config.get_text_config().vocab_size, 4096)
     forbidden = set[int]() if traits.forbidden is None else set(traits.forbidden.tolist())
     return torch.tensor(sorted(set(range(size)) - forbidden))
 
