@@ -115,10 +115,10 @@ def test_kernels_that_know_the_borders_read_the_stream_at_once(monkeypatch):
     rule, convolution = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
     expected = step(Actor(types.tiny_model("qwen3_5_text").train()))
     model = types.tiny_model("qwen3_5_text").train()
-    own = {name: getattr(modeling_qwen3_5, name) for name in (rule, convolution)}
+    slow = {name: getattr(modeling_qwen3_5, name) for name in (rule, convolution)}
     kernels = {
-        rule: by_index(own[rule], "cu_seqlens", 1),
-        convolution: by_index(own[convolution], "seq_idx", 2),
+        rule: by_index(slow[rule], "cu_seqlens", 1),
+        convolution: by_index(slow[convolution], "seq_idx", 2),
     }
     actor = Actor(model)
     proof = prove_model(actor, get_fake_strategy({}).context, is_random=False)

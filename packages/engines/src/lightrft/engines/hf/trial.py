@@ -84,8 +84,7 @@ def _tokens(model: PreTrainedModel, traits: ModelTraits) -> torch.Tensor:
 def _whole(model: PreTrainedModel, traits: ModelTraits, row: torch.Tensor) -> torch.Tensor:
     """Return log-probabilities of the tokens after the prompt, [steps, vocab] on the host."""
     logits = model(input_ids=row[None].to(model.device), use_cache=False).logits[0]
-    scores = traits.sampled(logits[-sum(NUM_STEPS) - 1 :]).float().log_softmax(-1)
-    return scores.cpu()
+    return traits.sampled(logits[-sum(NUM_STEPS) - 1 :]).float().log_softmax(-1).cpu()
 
 
 def _decoded(
@@ -110,4 +109,4 @@ def _distance(decoded: torch.Tensor, whole: torch.Tensor) -> float:
     """Return the largest relative difference of a row."""
     sizes = (whole - whole.mean(-1, keepdim=True)).flatten(1).norm(dim=1)
     shares = (decoded - whole).flatten(1).norm(dim=1) / sizes
-    return float(shares.max().nan_to_num(nan=torch.inf))
+    return float(shares.nan_to_num(torch.inf).max())
