@@ -91,38 +91,33 @@ def test_a_copy_runs_its_own_layers():
     assert torch.equal(actor(ROWS, MASK).logprobs, before)
 
 
-def by_index(function, name, axis):
-    """Return a function over streams that reads the borders which transformers passes as `name`."""
+def convolution_by_index(slow):
+    def run(hidden, *others, seq_idx, **options):
+        pieces = hidden.split(seq_idx[0].bincount().tolist(), 2)
+        return torch.cat([slow(piece, *others, **options) for piece in pieces], 2)
 
-    def run(*tensors, **options):
-        index = options[name]
-        lengths = index.diff() if name == "cu_seqlens" else index[0].bincount()
-        pieces = zip(*(x.split(lengths.tolist(), axis) for x in tensors[:1]), strict=True)
-        if name == "seq_idx":
-            return torch.cat([function(*p, *tensors[1:], **options) for p in pieces], dim=axis)
-        names = [key for key in ("g", "beta") if key in options]
-        cut = [x.split(lengths.tolist(), axis) for x in (*tensors, *map(options.get, names))]
-        outputs = []
-        for parts in zip(*cut, strict=True):
-            sizes = dict(zip(names, parts[len(tensors) :], strict=True))
-            outputs.append(function(*parts[: len(tensors)], **options | sizes)[0])
-        return torch.cat(outputs, dim=axis), None
+    return run
+
+
+def rule_by_borders(slow):
+    def run(*tensors, g, beta, cu_seqlens, **options):
+        lengths = cu_seqlens.diff().tolist()
+        pieces = zip(*(each.split(lengths, 1) for each in (*tensors, g, beta)), strict=True)
+        outputs = [slow(*rest, g=g, beta=beta, **options)[0] for *rest, g, beta in pieces]
+        return torch.cat(outputs, 1), None
 
     return run
 
 
 def test_kernels_that_know_the_borders_read_the_stream_at_once(monkeypatch):
-    rule, convolution = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
     expected = step(Actor(types.tiny_model("qwen3_5_text").train()))
-    model = types.tiny_model("qwen3_5_text").train()
-    slow = {name: getattr(modeling_qwen3_5, name) for name in (rule, convolution)}
-    kernels = {
-        rule: by_index(slow[rule], "cu_seqlens", 1),
-        convolution: by_index(slow[convolution], "seq_idx", 2),
-    }
-    actor = Actor(model)
+    actor = Actor(types.tiny_model("qwen3_5_text").train())
     proof = prove_model(actor, get_fake_strategy({}).context, is_random=False)
-    for name, kernel in kernels.items():
+    for name, aware in (
+        ("causal_conv1d_fn", convolution_by_index),
+        ("torch_chunk_gated_delta_rule", rule_by_borders),
+    ):
+        kernel = aware(getattr(modeling_qwen3_5, name))
         monkeypatch.setattr(modeling_qwen3_5, name, kernel)
     pack_rows(proof)
     assert called_by_sequence(actor) == set()

@@ -77,8 +77,8 @@ def can_pad(model: PreTrainedModel, traits: ModelTraits) -> bool:
 def _tokens(model: PreTrainedModel, traits: ModelTraits) -> torch.Tensor:
     """Return some tokens that may be sampled, [tokens] int64 on the host."""
     size = min(traits.num_tokens or model.config.get_text_config().vocab_size, 4096)
-    forbidden = set[int]() if traits.forbidden is None else set(traits.forbidden.tolist())
-    return torch.tensor(sorted(set(range(size)) - forbidden))
+    forbidden = [] if traits.forbidden is None else traits.forbidden.tolist()
+    return torch.tensor(sorted(set(range(size)).difference(forbidden)))
 
 
 def _whole(model: PreTrainedModel, traits: ModelTraits, row: torch.Tensor) -> torch.Tensor:
