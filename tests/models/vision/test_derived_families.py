@@ -17,6 +17,7 @@ from lightrft.datasets.media import encoder_of
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.media.encoder import PromptEncoder
 from lightrft.engines.media.families import FAMILIES, family_of, placeholder_ids
+from lightrft.engines.media.media import RowMedia
 from lightrft.engines.types import EngineConfig, SamplingParams
 from lightrft.models import Actor
 from lightrft.models.loading import (
@@ -81,6 +82,36 @@ def test_rows_with_images_are_those_of_transformers(model_type):
     made = engine.generate(requests_of(batch.prompts), SamplingParams(max_tokens=5, seed=4))
     assert logprob_error(actor, encoder, batch.prompts, made) < 3e-5
     assert not set(placeholder_ids(model.config)) & {t for m in made for t in m.output_token_ids}
+
+
+@pytest.mark.cover(4)
+@pytest.mark.parametrize("model_type", READ)
+def test_a_rank_without_images_waits_for_the_same_gradients(model_type):
+    model, encoder, batch = world(model_type)
+    text = Batch(model, encoder, prompts=[batch.prompts[1]])
+    alone = text.alone(model, 0)
+    expected, alone = gradient(model, [alone], [torch.ones(len(alone))]), alone.detach()
+    actor = Actor(model)
+    reached = gradient(model, batch.of_rows(scored(actor, batch)), [1.0] * len(batch.rows))
+    found = text.of_rows(scored(actor, text, RowMedia((None,), encoder.blanks(["image"]))))[0]
+    torch.testing.assert_close(found, alone, atol=1e-5, rtol=0)
+    seen = gradient(model, [found], [torch.ones(len(found))])
+    assert relative_norm(seen, expected) < 1e-5
+    assert seen.keys() == reached.keys()
+
+
+@pytest.mark.cover(3)
+@pytest.mark.parametrize("model_type", READ)
+def test_images_are_proved_in_half_precision(model_type):
+    model, encoder, _ = world(model_type)
+    assert prove_media(Actor(model.bfloat16()), CONTEXT, encoder) is not None
+
+
+def test_a_model_that_ignores_images_is_refused():
+    model, encoder, _ = world("vipllava")
+    torch.nn.init.zeros_(model.model.multi_modal_projector.linear_2.weight)
+    with pytest.raises(ModelLoadError, match="computes the same for other images: they change "):
+        prove_media(Actor(model), CONTEXT, encoder)
 
 
 @pytest.mark.cover(4)

@@ -129,7 +129,7 @@ class Batch:
             if name in self.family.token_axis:
                 more = tensor[:, -1:].expand(-1, ids.shape[1] - tensor.shape[1], -1, -1)
                 tensor = torch.cat([tensor, more], 1)
-            found[name] = tensor
+            found[name] = tensor.float() if tensor.is_floating_point() else tensor
         if p.token_types is not None:
             types = [*p.token_types] + [0] * (ids.shape[1] - len(p.token_types))
             found[self.family.token_types] = torch.tensor([types])

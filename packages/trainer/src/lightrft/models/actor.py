@@ -151,7 +151,12 @@ class Actor(SequenceModel):
                 share sequences pass different batches.
         """
         layout = self.lay_out(token_ids, attention_mask, scored_mask)
-        output = trunk_output(self.trunk, layout, media, with_router_logits=self.sums_routers)
+        trunk: nn.Module = self.trunk
+        if media is not None and not media.is_empty:
+            from lightrft.models.vision.forward import reading_trunk  # of rows with media
+
+            trunk = reading_trunk(self.model, trunk)
+        output = trunk_output(trunk, layout, media, with_router_logits=self.sums_routers)
         inside = None if token_loss is None else layout.placed(token_loss)
         hidden: Tensor = output.last_hidden_state
         logprobs, entropies, masses, loss = self.head(

@@ -187,7 +187,9 @@ class CachedForward:
         if not self._media:
             return {}
         assert self._traits.family is not None
-        tensors = media_inputs(self._traits.family, self._rows, self._media, width=width)
+        tensors = media_inputs(
+            self._traits.family, self._rows, self._media, width=width, dtype=self._model.dtype
+        )
         return {name: tensor.to(self._device) for name, tensor in tensors.items()}
 
     def _run_media(self, input_ids: torch.Tensor, **inputs: torch.Tensor | None) -> torch.Tensor:

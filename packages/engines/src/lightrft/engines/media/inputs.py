@@ -21,7 +21,12 @@ Place = Callable[[Sequence[Tensor]], Tensor]
 
 
 def media_inputs(
-    family: VisionFamily, rows: Sequence[Tensor], prompts: Prompts, *, width: int
+    family: VisionFamily,
+    rows: Sequence[Tensor],
+    prompts: Prompts,
+    *,
+    width: int,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
     """Return the tensors of the media of all rows.
 
@@ -30,6 +35,7 @@ def media_inputs(
         rows: Tokens of each row.
         prompts: Encoded prompt of each row.
         width: Number of tokens of a padded row.
+        dtype: Type of the pixels, for families without a row, whose classes may not convert them.
     """
     inputs_by_row: list[Mapping[str, Tensor]] = [
         {} if prompt is None else prompt.tensors for prompt in prompts
@@ -48,7 +54,8 @@ def media_inputs(
         if is_token_axis:
             missing = joined.new_zeros(len(rows), width - joined.shape[1], *joined.shape[2:])
             joined = torch.cat([joined, missing], dim=1)
-        inputs[name] = joined
+        is_cast = family.inputs is not None and joined.is_floating_point()
+        inputs[name] = joined.to(dtype) if is_cast else joined
     return inputs
 
 

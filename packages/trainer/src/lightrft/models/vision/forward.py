@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.engines.media.cross_attention import only_own_images
-from lightrft.engines.media.families import language_model
+from lightrft.engines.media.families import family_of, language_model
 from lightrft.engines.media.family import VisionFamily
 from lightrft.engines.media.inputs import (
     axes_of_rows,
@@ -28,6 +28,42 @@ if TYPE_CHECKING:
 
 # Arguments that `nn.Module` passes to hooks.
 Arguments = tuple[tuple[object, ...], dict[str, object]]
+
+
+class WholeTrunk(nn.Module):
+    """Trunk of a model whose whole forward pass puts features between the tokens.
+
+    Args:
+        model: Model, which computes the logits of the last token, too.
+        trunk: Its part that gives hidden states, which reads text alone.
+    """
+
+    def __init__(self, model: "PreTrainedModel", trunk: nn.Module) -> None:
+        super().__init__()
+        self.model, self.trunk, self.config = model, trunk, model.config
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the layer that embeds tokens."""
+        return cast("nn.Module", self.model.get_input_embeddings())
+
+    def forward(self, **inputs: object) -> "MoeModelOutputWithPast":
+        """Return the output of the trunk for the inputs of the model."""
+        outputs: list[MoeModelOutputWithPast] = []
+        handle = self.trunk.register_forward_hook(lambda _, __, output: outputs.append(output))
+        try:
+            self.model(**inputs, logits_to_keep=1)
+        finally:
+            handle.remove()
+        return outputs[0]
+
+
+def reading_trunk(model: "PreTrainedModel", trunk: nn.Module) -> nn.Module:
+    """Return the trunk of a model for rows with media: itself, if it reads them."""
+    family = family_of(model.config)
+    taken = inspect.signature(trunk.forward).parameters
+    if family is None or not family.reads or any(name in taken for name in family.kinds.values()):
+        return trunk
+    return WholeTrunk(model, trunk)
 
 
 def vision_inputs(
@@ -59,7 +95,8 @@ def vision_inputs(
         inputs_by_name[str(family.token_types)] = layout.place(token_types(rows, prompts))
     if family.attends_to_images and media.present and not media.kinds:
         prompts[0] = _unseen(family, media.present["image"], rows[0])
-    inputs = media_inputs(family, rows, prompts, width=layout.input_ids.shape[1])
+    dtype = next(trunk.parameters()).dtype
+    inputs = media_inputs(family, rows, prompts, width=layout.input_ids.shape[1], dtype=dtype)
     return inputs_by_name | {
         name: value.to(layout.input_ids.device) for name, value in inputs.items()
     }
