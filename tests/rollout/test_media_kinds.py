@@ -150,7 +150,9 @@ def test_a_planted_kind_goes_from_the_data_into_the_inputs_of_a_model(prompts):
     assert chosen.prompts[1] is media.prompts[2]
     rows = [torch.tensor(item.rollout.token_ids) for item in scored[1:3]]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    inputs = media_inputs(FAMILY, rows, chosen.of_rows(2), width=ids.shape[1])
+    inputs = media_inputs(
+        FAMILY, rows, chosen.of_rows(2), width=ids.shape[1], device=ids.device, dtype=torch.float32
+    )
     added = Model()(ids, **inputs) - ids
     assert added[ids == PLACE].tolist() == [20.0, 3.0, 7.0]
 

@@ -187,10 +187,14 @@ class CachedForward:
         if not self._media:
             return {}
         assert self._traits.family is not None
-        tensors = media_inputs(
-            self._traits.family, self._rows, self._media, width=width, dtype=self._model.dtype
+        return media_inputs(
+            self._traits.family,
+            self._rows,
+            self._media,
+            width=width,
+            device=self._device,
+            dtype=self._model.dtype,
         )
-        return {name: tensor.to(self._device) for name, tensor in tensors.items()}
 
     def _run_media(self, input_ids: torch.Tensor, **inputs: torch.Tensor | None) -> torch.Tensor:
         """Run whole prompts, reading placeholders outside of media as text."""

@@ -197,7 +197,7 @@ class PromptEncoder:
     def _processed(self, prompts: Sequence[tuple[str, Media]]) -> Mapping[str, Tensor]:
         """Return what the processor makes of prompts."""
         arguments = self._arguments(prompts)
-        if self.family.inputs is not None and self.family.token_types == "mm_token_type_ids":
+        if self.family.token_types == "mm_token_type_ids":
             arguments["return_mm_token_type_ids"] = True  # not every processor's default
         try:
             outputs: Mapping[str, Tensor] = self.processor(
@@ -311,12 +311,10 @@ class PromptEncoder:
 
     def _check_features(self, encoded: EncodedPrompt) -> None:
         """Raise a ValueError unless each placeholder token has its feature."""
-        places, count = sum(self._are_places(encoded)), self.family.num_features
-        features = 0
-        if count is not None and encoded.kinds:
-            features = count(self.processor, encoded.tensors)
-        elif encoded.kinds:
-            features = max(1, places)  # the model counts its own
+        places, features = sum(self._are_places(encoded)), 0
+        if encoded.kinds:
+            count = self.family.num_features  # without one the model counts its own
+            features = count(self.processor, encoded.tensors) if count else max(1, places)
         if places != features:
             raise ValueError(
                 f"the processor of {self.family.model_type} gave {features} features and {places} "
@@ -361,7 +359,7 @@ class PromptEncoder:
     def frame_rules(self, bounds: "MediaBounds") -> FrameRules:
         """Return rules for frames and sizes of videos that the processor leaves unchanged."""
         multiple = fewest = 1
-        if self.family.has_axes and "video_processor" in vars(self.processor):
+        if self.family.has_axes and "video" in self.family.reads:
             frames = self.processor.video_processor
             multiple = int(frames.patch_size) * int(frames.merge_size)
             fewest = int(frames.temporal_patch_size)

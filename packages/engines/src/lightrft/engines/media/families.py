@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -120,13 +119,6 @@ def _onevision_features(processor: "ProcessorMixin", tensors: Inputs) -> int:
 def _heard(trunk: "PreTrainedModel", inputs: Inputs) -> Tensor:
     states = trunk.audio_tower(inputs["input_features"]).last_hidden_state
     features: Tensor = trunk.multi_modal_projector(states)
-    return features
-
-
-def _projected(trunk: "PreTrainedModel", inputs: Inputs) -> Tensor:
-    model = trunk.model
-    states = model.get_image_features(inputs["pixel_values"], return_dict=True).last_hidden_state
-    features: Tensor = model.multi_modal_projector(states.flatten(0, -2))
     return features
 
 
@@ -252,8 +244,6 @@ _REFUSED = {
     "qwen2_5_omni": _OMNI,
     "qwen3_omni_moe": _OMNI,
 }
-# Features of types whose method leaves the projector out, which `features_of` has to run, too.
-_FEATURES = {"llama4": _projected}
 _OF_MEDIA = ("vision_config", "audio_config")
 # Beginnings of the fields of a configuration that name placeholders: boi begins an image.
 _MARKED = ("image", "video", "audio", "vision", "boi", "eoi", "boa", "eoa")
@@ -274,10 +264,7 @@ def family_of(config: "PretrainedConfig") -> VisionFamily | None:
             f"expected one of {', '.join(FAMILIES)}"
         )
     has_towers = any(getattr(config, part, None) is not None for part in _OF_MEDIA)
-    if name in FAMILIES or not has_towers:
-        return FAMILIES.get(name)
-    family = derived_family(config)
-    return replace(family, features=_FEATURES[name]) if name in _FEATURES else family
+    return FAMILIES.get(name) or (derived_family(config) if has_towers else None)
 
 
 def language_model_class(

@@ -144,8 +144,7 @@ def _family_of_class(config_class: Hashable, model_type: str, place: int | None)
 
     trunk = AutoModel._model_mapping.get(config_class, None)
     inputs = frozenset(inspect.signature(trunk.forward).parameters) if trunk else frozenset()
-    is_read = "pixel_values" in inputs and hasattr(trunk, "get_image_features")
-    if not is_read or place is None:
+    if place is None or "pixel_values" not in inputs or not hasattr(trunk, "get_image_features"):
         return VisionFamily(model_type, kinds={}, reads=frozenset())
     types = next((name for name in _TYPES if name in inputs), None)
     has_axes = hasattr(trunk, "get_rope_index")

@@ -26,7 +26,8 @@ def media_inputs(
     prompts: Prompts,
     *,
     width: int,
-    dtype: torch.dtype = torch.float32,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> dict[str, Tensor]:
     """Return the tensors of the media of all rows.
 
@@ -35,6 +36,7 @@ def media_inputs(
         rows: Tokens of each row.
         prompts: Encoded prompt of each row.
         width: Number of tokens of a padded row.
+        device: Device of the inputs.
         dtype: Type of the pixels, for families without a row, whose classes may not convert them.
     """
     inputs_by_row: list[Mapping[str, Tensor]] = [
@@ -55,7 +57,7 @@ def media_inputs(
             missing = joined.new_zeros(len(rows), width - joined.shape[1], *joined.shape[2:])
             joined = torch.cat([joined, missing], dim=1)
         is_cast = family.inputs is not None and joined.is_floating_point()
-        inputs[name] = joined.to(dtype) if is_cast else joined
+        inputs[name] = joined.to(device, dtype if is_cast else None)
     return inputs
 
 

@@ -49,12 +49,16 @@ class WholeTrunk(nn.Module):
     def forward(self, **inputs: object) -> "MoeModelOutputWithPast":
         """Return the output of the trunk for the inputs of the model."""
         outputs: list[MoeModelOutputWithPast] = []
-        handle = self.trunk.register_forward_hook(lambda _, __, output: outputs.append(output))
-        try:
+        with self.trunk.register_forward_hook(lambda _, __, output: outputs.append(output)):
             self.model(**inputs, logits_to_keep=1)
-        finally:
-            handle.remove()
         return outputs[0]
+
+    def get_image_features(self, pixel_values: Tensor, *, return_dict: bool) -> Tensor:
+        """Return the projected features; the model's method leaves the projector out."""
+        model = cast("PreTrainedModel", self.model)
+        states = model.get_image_features(pixel_values, return_dict=return_dict).last_hidden_state
+        features: Tensor = model.multi_modal_projector(states.flatten(0, -2))
+        return features
 
 
 def reading_trunk(model: "PreTrainedModel", trunk: nn.Module) -> nn.Module:
@@ -95,11 +99,14 @@ def vision_inputs(
         inputs_by_name[str(family.token_types)] = layout.place(token_types(rows, prompts))
     if family.attends_to_images and media.present and not media.kinds:
         prompts[0] = _unseen(family, media.present["image"], rows[0])
-    dtype = next(trunk.parameters()).dtype
-    inputs = media_inputs(family, rows, prompts, width=layout.input_ids.shape[1], dtype=dtype)
-    return inputs_by_name | {
-        name: value.to(layout.input_ids.device) for name, value in inputs.items()
-    }
+    return inputs_by_name | media_inputs(
+        family,
+        rows,
+        prompts,
+        width=layout.input_ids.shape[1],
+        device=layout.input_ids.device,
+        dtype=next(trunk.parameters()).dtype,
+    )
 
 
 def image_blocks(layout: "TokenLayout", media: RowMedia) -> Tensor:

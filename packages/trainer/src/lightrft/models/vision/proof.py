@@ -85,12 +85,18 @@ class MediaProof(Proof):
         """Return the values of a row by the model's own pass, with the media of a prompt."""
         if prompt is not None:
             family, host = self._family, row.cpu()
-            dtype = next(self.inner.parameters()).dtype
-            inputs = media_inputs(family, [host], [prompt], width=len(row), dtype=dtype)
+            self.own_inputs = media_inputs(
+                family,
+                [host],
+                [prompt],
+                width=len(row),
+                device=row.device,
+                dtype=next(self.inner.parameters()).dtype,
+            )
             if family.token_types is not None:
-                inputs[family.token_types] = torch.stack(token_types([host], [prompt]))
-            inputs["attention_mask"] = torch.ones_like(host)[None]
-            self.own_inputs = {name: value.to(row.device) for name, value in inputs.items()}
+                types = torch.stack(token_types([host], [prompt])).to(row.device)
+                self.own_inputs[family.token_types] = types
+            self.own_inputs["attention_mask"] = torch.ones_like(row)[None]
         try:
             return super()._own(row).where(self._is_scored(row), 0.0)
         finally:
