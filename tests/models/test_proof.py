@@ -179,6 +179,28 @@ def test_a_head_that_computes_otherwise_is_refused_with_the_number():
     assert limit < 1e-3
 
 
+def exhausted(ids):
+    raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize(
+    "fails, error",
+    [
+        (lambda ids: ids.image_outputs, ModelLoadError),
+        (lambda ids: ids @ ids[:, 1:].T, ModelLoadError),
+        (exhausted, torch.OutOfMemoryError),
+        (torch.distributed.all_reduce, ValueError),
+    ],
+)
+def test_an_error_is_a_line_if_it_is_of_the_model_s_code(fails, error):
+    actor = Actor(tiny("qwen3"))
+    trunk = actor.model.base_model
+    trunk.register_forward_pre_hook(lambda *a: fails(a[-1]["input_ids"]), with_kwargs=True)
+    words = "^Qwen3ForCausalLM fails on text in " if error is ModelLoadError else None
+    with pytest.raises(error, match=words):
+        prove(actor)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_recurrent_layer_mixes_packed_rows_and_is_refused(dtype):
     actor = Actor(tiny("recurrent_gemma"))

@@ -15,6 +15,7 @@ same way twice (two heads over them, rows beside other ones), the limit is once 
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -30,6 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightrft.config import ConfigError
 from lightrft.engines.hf.attention import set_text_attention, unfused_layers
+from lightrft.kernels.names import first_line
 from lightrft.models.actor import Actor
 from lightrft.models.attention import (
     PACKED,
@@ -43,6 +45,7 @@ from lightrft.models.loading import ModelLoadError
 from lightrft.models.sequence_model import SequenceModel, trunk_output
 from lightrft.models.ulysses import LayoutRefusedError
 from lightrft.strategy.backend import inner_module
+from lightrft.strategy.distributed.process_end import PeerFailedError
 from lightrft.strategy.weight_sync.parameter_source import reshard_modules, tied_parameter_names
 
 if TYPE_CHECKING:
@@ -280,7 +283,9 @@ def prove_model(model: nn.Module, context: DistributedContext, *, is_random: boo
     Raises:
         ModelLoadError: It computes something else than the model.
     """
-    proof = Proof(model, context)
+    problem = "fails on text in transformers' own forward pass"
+    with refusing(model, problem, "take another version of transformers"):
+        proof = Proof(model, context)
     _require_ties(proof)
     if not proof.is_finite:
         return None
@@ -312,6 +317,21 @@ def prove_model(model: nn.Module, context: DistributedContext, *, is_random: boo
     _require_padding(proof, is_random=is_random)
     _require_bound(proof)
     return proof
+
+
+@contextmanager
+def refusing(model: nn.Module, problem: str, remedy: str) -> Iterator[None]:
+    """Raise a ModelLoadError that names the model for errors of its code in the body."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, PeerFailedError):
+        raise
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__")).startswith("torch.distributed"):
+            raise  # another rank's end, or a deadline
+        name = type(cast("SequenceModel", inner_module(model)).pretrained).__name__
+        raise ModelLoadError(f"{name} {problem}: {first_line(error)}; {remedy}") from error
 
 
 def _note_call(called: set[str], name: str, module: nn.Module, inputs: object) -> None:

@@ -14,14 +14,12 @@ from torch.nn.utils.rnn import pad_sequence
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.inputs import media_inputs, token_types
 from lightrft.engines.media.media import EncodedPrompt, RowMedia
-from lightrft.kernels.names import first_line
 from lightrft.models.actor import Actor
 from lightrft.models.attention import MissingBoundsError
 from lightrft.models.loading import ModelLoadError
-from lightrft.models.proof import Proof, projected
-from lightrft.models.sequence_model import SequenceModel, trunk_output
+from lightrft.models.proof import Proof, projected, refusing
+from lightrft.models.sequence_model import trunk_output
 from lightrft.models.ulysses import LayoutRefusedError
-from lightrft.strategy.backend import inner_module
 
 if TYPE_CHECKING:
     from lightrft.engines.media.encoder import PromptEncoder
@@ -160,24 +158,20 @@ def prove_media(
     """
     if "image" not in encoder.marks:
         return None
-    name = type(cast("SequenceModel", inner_module(model)).pretrained).__name__
-    try:
+    with refusing(model, "cannot compute rows with images", _TEXT_ALONE):
         proof = MediaProof(model, context, encoder)
         if not proof.is_finite:
             return None
         seen, distance = proof.distance_of_pictures, proof.distance_of_layout()
-    except (IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise ModelLoadError(
-            f"{name} cannot compute rows with images: {first_line(error)}; {_TEXT_ALONE}"
-        ) from error
     # In bfloat16 an image may change less than rounding does; what ignores it changes nothing.
     if seen <= proof.floor:
         raise ModelLoadError(
-            f"{name} computes the same for other images: they change {seen:.2g}; {_TEXT_ALONE}"
+            f"{proof.name} computes the same for other images: they change {seen:.2g}; "
+            f"{_TEXT_ALONE}"
         )
     if proof.exceeds(distance):
         raise ModelLoadError(
-            f"rows with images are not computed by {name} as each row alone: "
+            f"rows with images are not computed by {proof.name} as each row alone: "
             f"{proof.numbers(distance)}; {_TEXT_ALONE}"
         )
     return proof
