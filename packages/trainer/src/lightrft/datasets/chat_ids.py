@@ -308,9 +308,9 @@ class ChatIds:
         self._without_places(Rendered(tuple(ids), ((0, len(ids)),)))
         return Rendered(tuple(ids))
 
-    def forges(self, text: str) -> bool:
-        """Return whether a text holds the name of a special token."""
-        return self._pattern.search(text) is not None
+    def forges(self, value: object) -> bool:
+        """Return whether a text, or a text in an object, holds the name of a special token."""
+        return any(map(self._pattern.search, _texts_in(value)))
 
     def specials_of(self, text: str) -> list[int]:
         """Return the special tokens that the chat template wrote into a text, in order."""
@@ -326,7 +326,7 @@ class ChatIds:
                 forms.append(for_template(each, as_text=False))
         keys = ("tool_calls", "name", "tool_call_id")
         framed = [[each.get(key) for key in keys] for each in forms]
-        if self.forges(json.dumps([*framed, *tools], ensure_ascii=False)):
+        if self.forges([framed, tools]):
             raise RenderingError("a call or a tool holds the name of a special token")
         images = _images(messages)
         with _readable(images):
@@ -555,6 +555,19 @@ def parts_of(message: Message) -> tuple[str | ImageSource, ...]:
     """Return the texts and images of a message, in order."""
     content = message["content"]
     return content if isinstance(content, tuple) else (cast("str", content),)
+
+
+def _texts_in(value: object) -> Iterator[str]:
+    """Yield the texts in an object of JSON, with the keys."""
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, Mapping):
+            waiting += (*each, *each.values())
+        elif isinstance(each, Sequence):
+            waiting += each
 
 
 def _images(messages: Sequence[Message]) -> list[ImageSource]:

@@ -6,7 +6,6 @@ chat template carries.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -87,7 +86,7 @@ class TurnSuffix:
         if self.role == "user":
             return []
         calls = [] if self._read_calls is None else [*self._read_calls(tuple(turn))]
-        is_safe = len(calls) == count and not self.chat.forges(json.dumps(calls))
+        is_safe = len(calls) == count and not self.chat.forges(calls)
         return calls if is_safe else _neutral_calls(count)
 
     def _find_role(self) -> Role:
