@@ -9,13 +9,16 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from tests.datasets import chat_families as families
 from tests.machine import wait_until
 from tests.rollout.agents.endpoint_desk import CALL, TALK, body_of, completed
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from lightrft.datasets.chat_ids import ChatIds
 from lightrft.engines.types import SamplingParams
-from lightrft.rollout.agents.messages import CallOptions, ChatCall, Message
+from lightrft.rollout.agents.conversations import template_calls, template_messages
+from lightrft.rollout.agents.messages import CallOptions, ChatCall, Message, SpokenCall
 from lightrft.rollout.agents.replies import reply
 from lightrft.rollout.agents.rounds import AnswerRules, RunSampling
 from lightrft.tools.model_presets import byte_level_core
@@ -240,6 +243,30 @@ def test_what_is_said_before_a_call_is_told_whatever_its_marks_are(parser, speci
     AnswerRules(chat, parser, sampling, max_tokens=9).finish(turn, made)
     assert turn.message.text == said
     assert [call.name for call in turn.message.calls] == ["add"]
+
+
+def test_an_id_that_the_template_refuses_is_replaced():
+    chat, tools = ChatIds(families.family_tokenizer("Mistral")), [{"name": "add"}]
+    rules = AnswerRules(chat, "mistral", RunSampling(SamplingParams()), max_tokens=9)
+    for written, is_kept in (("abcdefghi", True), ("abc", False)):
+        called = {"name": "add", "arguments": {}, "id": written}
+        made = completed(0, (1,), chat.encode_text(f"[TOOL_CALLS] {json.dumps([called])}"))
+        asked = ChatCall((), None, tools, CallOptions())
+        turn = SimpleNamespace(call=asked, context=(1,), request_id=0, sampled=made)
+        rules.finish(turn, made)
+        (call,) = turn.message.calls
+        assert (call.id == written) is is_kept
+        result = {"role": "tool", "content": "ok", "tool_call_id": call.id}
+        suffix = chat.suffix(made.output_token_ids, template_calls([call]), [result])
+        assert call.id in chat.tokenizer.decode(suffix.token_ids)
+
+
+def test_a_result_names_the_latest_tool_with_its_id():
+    calls = [(SpokenCall("c", name, "{}"),) for name in ("add", "sub")]
+    talk = [Message("assistant", "", calls[0]), Message("tool", "1", call_id="c")]
+    talk += [Message("assistant", "", calls[1]), Message("tool", "2", call_id="c")]
+    shown = template_messages(talk)
+    assert [shown[1]["name"], shown[3]["name"]] == ["add", "sub"]
 
 
 def test_logprobs_show_tokens_where_they_stand_and_the_bytes_of_parts_of_characters():

@@ -302,6 +302,14 @@ class ChatIds:
         render = partial(self._behind, calls)
         return self._cut(messages, slots, render, may_refuse=may_refuse)
 
+    def takes_id(self, call_id: str) -> bool:
+        """Return whether the template takes an id of a call and its result."""
+        try:
+            self._behind([{**CALL, "id": call_id}], [{**_RESULT, "tool_call_id": call_id}])
+        except RenderingError:
+            return False
+        return True
+
     def text(self, text: str) -> Rendered:
         """Return the ids of a text that the model continues, without special tokens in it."""
         ids = [*frame_ids(self.tokenizer)[0], *self.encode_text(text, split_special_tokens=True)]

@@ -350,9 +350,10 @@ def _kept(turns: Sequence[CalledTurn]) -> set[CalledTurn]:
 
 def template_messages(messages: Sequence[Message]) -> list[TemplateMessage]:
     """Convert messages to the form of chat templates; tool results name their tools."""
-    names = {call.id: call.name for message in messages for call in message.calls}
-    items: list[TemplateMessage] = []
+    names, items = dict[str, str](), list[TemplateMessage]()
     for message in messages:
+        # A model may use an id again.
+        names |= {call.id: call.name for call in message.calls}
         item: TemplateMessage = {"role": message.role, "content": message.content or message.text}
         if message.calls:
             item["tool_calls"] = template_calls(message.calls)

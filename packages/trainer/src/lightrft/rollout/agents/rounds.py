@@ -231,8 +231,10 @@ class AnswerRules:
         for number, call in enumerate(sampled):
             name = hashlib.blake2b(f"{turn.request_id}:{number}".encode(), digest_size=4)
             arguments = json.dumps(call.arguments, ensure_ascii=False)
-            # Mistral's templates require ids of nine letters and digits.
-            call_id = written_id(call, sampled) or f"c{name.hexdigest()}"
+            call_id = written_id(call, sampled)
+            if not call_id or not self.chat.takes_id(call_id):
+                # Mistral's templates require ids of nine letters and digits.
+                call_id = f"c{name.hexdigest()}"
             spoken.append(SpokenCall(call_id, call.name, arguments))
         return tuple(spoken)
 
