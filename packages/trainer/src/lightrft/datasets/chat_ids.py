@@ -146,19 +146,19 @@ class ChatIds:
     @cached_property
     def _ends(self) -> dict[bool, TurnEnd]:
         """How turns end: False without calls, True with calls."""
-        end, text = self.end_of_turn, self._end_in_history([], QUESTION)
-        ends = TurnEnd(end, text)
+        end = self.end_of_turn
+        ends = TurnEnd(end, self._end_in_history())
         try:
             return {False: ends, True: ends if end is None else self._end_of_calls(ends)}
         except RenderingError:  # it writes no calls, or no results
             return {False: ends, True: ends}
 
-    def _end_in_history(self, calls: Sequence[Message], following: Message) -> str:
-        """Return the token that ends a turn before a message; "" if the message's first does."""
+    def _end_in_history(self) -> str:
+        """Return the token that ends an answer before a question; "" if the latter's first does."""
         end = self.end_of_turn
         text = "" if end is None else str(self.tokenizer.convert_ids_to_tokens(end))
         with suppress(RenderingError):
-            rest = self._rest(calls, [following])
+            rest = self._rest((), [QUESTION])
             # gpt-oss ends its last answer otherwise than those before it.
             if text and text not in rest and (place := self._pattern.match(rest.lstrip())):
                 return place[0]

@@ -7,6 +7,7 @@ import random
 import re
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -69,6 +70,16 @@ class Row:
     folder: Path = Path()
     remark: str = ""
     roots: tuple[Path, ...] = ()
+
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """Begin errors about the row with its place, unless they do already."""
+        try:
+            yield
+        except DataError as error:
+            if str(error).startswith(self.location):
+                raise
+            raise DataError(f"{self.location}: {error}") from error
 
 
 def read_rows(path: str | Path, *, split: str = "train") -> list[Row]:

@@ -591,10 +591,8 @@ def _without_parts(content: Content) -> Content:
 
 def _as_texts(row: Row, content: Content) -> Content:
     """Return a content for a model of text; a DataError names the row of a part that is no text."""
-    try:
+    with row.placed():
         return content if isinstance(content, str) else with_texts(content)
-    except DataError as error:
-        raise DataError(f"{row.location}: {error}") from error
 
 
 def _without_marks(content: Content) -> Content:

@@ -437,10 +437,6 @@ class ReadRecord:
         self.remarks |= dict.fromkeys(filter(None, (row.remark,)))
         return replace(row, columns=WatchedColumns(row.columns, self))
 
-    def watch_item(self, item: Row | DataError) -> Row | DataError:
-        """Watch a row; return the error of a malformed one unchanged."""
-        return self.watch(item) if isinstance(item, Row) else item
-
     def line(self, among: Container[str] | None = None) -> str:
         """Return the unread names, in a few words; "" if all were read.
 

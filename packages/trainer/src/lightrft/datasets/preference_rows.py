@@ -19,7 +19,7 @@ from lightrft.datasets.messages import (
     read_conversation,
     read_messages,
 )
-from lightrft.datasets.row_data import RowData, SupervisedRow
+from lightrft.datasets.row_data import RowData, SupervisedRow, dropped
 from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.supervised_rows import (
     RowEncoder,
@@ -27,6 +27,7 @@ from lightrft.datasets.supervised_rows import (
     finite_number,
     remark_of,
     shown_by_ids,
+    text_of,
 )
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.text_encoder import TEXT_ENCODER
@@ -34,7 +35,6 @@ from lightrft.engines.media.text_encoder import TEXT_ENCODER
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MAX_EXAMPLES = 3
 SAME_ANSWERS = "chosen and rejected are the same"
 _TEXTS, _CHATS, _IDS = "prompt and completion", "messages", "token ids"
 _PAIR_OF_IDS = ("chosen_ids", "rejected_ids")
@@ -135,12 +135,8 @@ def load_preferences(
     trained = sum(part.num_trained for each in preference_list for part in each.rows)
     tokens = sum(len(part.token_ids) for each in preference_list for part in each.rows)
     summary = f"{path}: {len(preference_list)} {kind}, {trained} of {tokens} tokens are of answers"
-    if too_long:
-        examples = ", ".join(too_long[:_MAX_EXAMPLES])
-        summary += f"; dropped {len(too_long)} over-long (first: {examples})"
-    summary = "; ".join(
-        filter(None, (summary, remark_of(part for e in preference_list for part in e.rows)))
-    )
+    remark = remark_of(part for each in preference_list for part in each.rows)
+    summary = "; ".join(filter(None, (summary, dropped(too_long), remark)))
     summary = record.added_to(summary, path)
     encoder = TEXT_ENCODER if reader is None else reader.encoder
     return RowData(preference_list, summary, encoder=encoder)
@@ -180,11 +176,8 @@ class PreferenceReader:
         Raises:
             DataError: The row cannot be used.
         """
-        try:
+        with row.placed():
             return self._preference(row)
-        except DataError as err:
-            known = str(err).startswith(row.location)
-            raise err if known else DataError(f"{row.location}: {err}") from err
 
     def _preference(self, row: Row) -> Preference:
         columns = row.columns
@@ -223,11 +216,8 @@ class PreferenceReader:
         return [answer_of_ids(row.columns, name, self._vocab_size, shown) for name in self._answers]
 
     def _text(self, row: Row, name: str) -> SupervisedRow:
-        prompt, answer = row.columns.get("prompt"), row.columns[name]
-        for column, text in (("prompt", prompt), (name, answer)):
-            if not isinstance(text, str) or (column == name and not text):
-                raise DataError(f"column {column!r} must hold a text: got {str(text)[:80]!r}")
-        return self._encoded(row, name, {"prompt": prompt, "completion": answer}, 0)
+        texts = {"prompt": text_of(row.columns, "prompt"), "completion": text_of(row.columns, name)}
+        return self._encoded(row, name, texts, 0)
 
     def _encoded(
         self, row: Row, name: str, columns: Mapping[str, object], start: int

@@ -118,10 +118,8 @@ def _answer(row: Row, answer: object, encoder: RowEncoder) -> SupervisedRow:
     columns: dict[str, object] = {"prompt": prompt, "completion": answer}
     start = 0
     if encoder.kind == "messages":
-        try:
+        with row.placed():
             talk = read_conversation(row.columns, "prompt")
-        except DataError as err:
-            raise DataError(f"{row.location}: {err}") from err
         start = len(talk.messages)
         columns = {"messages": talk + read_messages({ANSWERS: answer}, ANSWERS, speaker=ASSISTANT)}
     return next(encoder.rows(encoder.with_media_of(row, columns, row.location), start=start))

@@ -90,7 +90,7 @@ def messages_of(row: Row, config: PromptDataOptions) -> str | list[Message]:
     columns, key = row.columns, config.input_key
     by_reset = config.environment is not None and _has_no_prompt(row, key)
     content = "" if by_reset else _column(row, key)
-    try:
+    with row.placed():
         if isinstance(content, str):
             text = content if by_reset else _text_of(columns, content, config)
             if not config.apply_chat_template:
@@ -100,8 +100,6 @@ def messages_of(row: Row, config: PromptDataOptions) -> str | list[Message]:
             talk = read_conversation(columns, key, speaker="user")
             _check_options(key, config)
         return _with_system(talk, config)
-    except DataError as error:
-        raise DataError(f"{row.location}: {error}") from error
 
 
 def _text_of(columns: Mapping[str, object], text: str, config: PromptOptions) -> str:
@@ -244,15 +242,13 @@ def render_chat(row: Row, tokenizer: Tokenizer, messages: Sequence[Message]) -> 
     Raises:
         DataError: The chat template refuses them, or drops meaningful parts.
     """
-    try:
+    with row.placed():
         if isinstance(tokenizer, RowTokenizer):
             tokenizer = tokenizer.for_row(row.columns)
         by_row = not isinstance(tokenizer, RowTokenizer) or tokenizer.shows_row_tools
         template, tools = template_of(tokenizer), read_tools(row.columns) if by_row else ()
         note_unread_keys(row.columns, template.unread_keys(messages, tools))
         return template.render(messages, tools, asks=True)
-    except DataError as error:
-        raise DataError(f"{row.location}: {error}") from error
 
 
 def teacher_prompt_ids(

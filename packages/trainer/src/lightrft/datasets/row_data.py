@@ -103,3 +103,9 @@ class SupervisedRow:
     def num_trained(self) -> int:
         """Number of tokens whose loss counts."""
         return int(self.is_trained.sum())
+
+
+def dropped(too_long: Sequence[str]) -> str:
+    """Return how many rows are over-long, and the places of the first; "" without any."""
+    examples = ", ".join(too_long[:3])
+    return f"dropped {len(too_long)} over-long (first: {examples})" if too_long else ""

@@ -61,7 +61,7 @@ def _scored(
 ) -> ScoredAnswer:
     columns = row.columns
     missing = [name for name in ("prompt_ids", RESPONSE, "score") if columns.get(name) is None]
-    try:
+    with row.placed():
         if missing:
             raise DataError(f"expected prompt_ids, response_ids and score: {missing[0]} is missing")
         score = finite_number(columns, "score")
@@ -71,9 +71,6 @@ def _scored(
             )
         shown = shown_by_ids(row, config, reader, "scores of token ids")
         return ScoredAnswer(answer_of_ids(columns, RESPONSE, vocab_size, shown), score)
-    except DataError as err:
-        known = str(err).startswith(row.location)
-        raise err if known else DataError(f"{row.location}: {err}") from err
 
 
 SCORED = JudgementKind(score_reader, lambda found: f"{len(found)} scored answers")

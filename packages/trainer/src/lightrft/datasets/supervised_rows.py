@@ -34,7 +34,7 @@ from lightrft.datasets.messages import (
     with_texts,
 )
 from lightrft.datasets.render import teacher_name
-from lightrft.datasets.row_data import RowData, SupervisedRow
+from lightrft.datasets.row_data import RowData, SupervisedRow, dropped
 from lightrft.datasets.row_media import NOTHING_SHOWN, RowMediaReader, ShownMedia
 from lightrft.datasets.text_ids import TextIds, counted
 from lightrft.datasets.types import DataError
@@ -44,7 +44,6 @@ from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MAX_EXAMPLES = 3
 NOTHING_TRAINED = "no token is trained"
 # Columns of each kind of row; if a row has several kinds, the first counts.
 KINDS: dict[str, tuple[str, ...]] = {
@@ -118,11 +117,8 @@ def load_supervised(
             else f"train_on_regex {config.train_on_regex!r} matches no token"
         )
         raise DataError(f"{path}: {what}")
-    summary = _summary(encoder, rows, num_split)
-    if too_long:
-        summary += f"; dropped {len(too_long)} over-long (first: "
-        summary += f"{', '.join(too_long[:_MAX_EXAMPLES])})"
-    summary = record.added_to(f"{path}: {summary}", path)
+    parts = _summary(encoder, rows, num_split), dropped(too_long)
+    summary = record.added_to(f"{path}: {'; '.join(filter(None, parts))}", path)
     return RowData(rows, summary, encoder=encoder.media_encoder)
 
 
@@ -260,7 +256,7 @@ class RowEncoder:
             raise DataError(
                 f"{row.location}: expected {self.kind}, as in the first row: got {kind}"
             )
-        try:
+        with row.placed():
             for each in self._encoded(row, start):
                 made = self._row(each, row.location)
                 if made is None:
@@ -272,9 +268,6 @@ class RowEncoder:
                         "behind the first"
                     )
                 yield made
-        except DataError as err:
-            known = str(err).startswith(row.location)
-            raise err if known else DataError(f"{row.location}: {err}") from err
 
     def _row(self, encoded: _Encoded, location: str) -> SupervisedRow | None:
         """Return the row, or None without a match of the pattern."""
@@ -336,14 +329,14 @@ class RowEncoder:
             marks = [self.train_on == "all" or flag == 1 for flag in flags]
             yield _Encoded(token_ids, marks, shown or NOTHING_SHOWN)
         elif self.kind == "text":
-            read = self._read(row, _text(columns, "text"))
+            read = self._read(row, text_of(columns, "text"))
             text, media = str(read.content), read.media
             whole = self._texts(text, has_media=bool(media))
             is_trained = [True] * len(whole.token_ids)
             yield _Encoded(whole.token_ids, is_trained, ShownMedia(text, media), whole.remarks)
         else:
-            read = self._read(row, _text(columns, "prompt"))
-            completion = _text(columns, "completion")
+            read = self._read(row, text_of(columns, "prompt"))
+            completion = text_of(columns, "completion")
             prompt, media = str(read.content), read.media
             whole = self._texts(prompt + completion, has_media=bool(media))
             # A token across the end of the prompt and the beginning of the completion is sampled
@@ -391,7 +384,7 @@ class RowEncoder:
         if not self._in_chat:
             return read_conversation(columns, self.kind), 0
         if isinstance(columns["completion"], str):
-            _text(columns, "completion")
+            text_of(columns, "completion")
         prompt = read_conversation(columns, "prompt", speaker="user")
         answer = read_messages(columns, "completion", speaker=ASSISTANT)
         return prompt + answer, len(prompt.messages)
@@ -438,8 +431,13 @@ def shown_by_ids(
     return reader.of_ids(row, config, _integers(row.columns, "prompt_ids", None), what)
 
 
-def _text(columns: Mapping[str, object], name: str) -> str:
-    text = columns[name]
+def text_of(columns: Mapping[str, object], name: str) -> str:
+    """Return the text of a column, empty only if it is a prompt.
+
+    Raises:
+        DataError: The column holds something else.
+    """
+    text = columns.get(name)
     if not isinstance(text, str) or (not text and name != "prompt"):
         raise DataError(f"column {name!r} must hold a text: got {str(text)[:80]!r}")
     return text

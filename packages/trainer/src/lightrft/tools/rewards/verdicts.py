@@ -48,10 +48,8 @@ def both_orders(text: str, split: str) -> Iterator[Mapping[str, object]]:
         DataError: A row is no such pair.
     """
     for row in read_rows(text.removeprefix(SOURCE_PREFIX), split=split):
-        try:
+        with row.placed():
             prompt, chosen, rejected = _texts(row.columns)
-        except DataError as err:
-            raise DataError(f"{row.location}: {err}") from err
         for letter in LETTERS:
             ordered = (chosen, rejected) if letter == LETTERS[0] else (rejected, chosen)
             question = ask(prompt, *ordered)
