@@ -43,7 +43,9 @@ def test_steps_end_in_their_newline_and_the_last_one_with_the_row(tmp_path):
 
 def test_ids_and_scores_are_taken_as_they_are(tmp_path):
     rows = [SCORED, SCORED | {"score": -2.25}, SCORED | {"score": 0}]
-    data = load(tmp_path, rows, reward_loss="mse")
+    rows.append(SCORED | {"response_ids": [5] * 4})
+    data = load(tmp_path, rows, reward_loss="mse", max_row_tokens=5)
+    assert data.summary.endswith(f"dropped 1 over-long (first: {tmp_path / 'rows.jsonl'}:4)")
     assert [each.score for each in data.rows] == [1.0, -2.25, 0.0]
     assert data.rows[0].answer.token_ids.tolist() == [3, 4, 5, 6, 2]
     assert data.rows[0].answer.is_trained.tolist() == [False, False, True, True, True]

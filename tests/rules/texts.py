@@ -165,7 +165,7 @@ def long_rows_are_left_out_and_counted(stage, tmp_path):
     rows = [answered(stage, prompt, "b") for prompt in ("a", BEYOND)]
     _, data, held_out = read_rows(TrainConfig(**options(tmp_path, rows)), load)
     assert (len(data), len(held_out)) == (1, 1)
-    assert "dropped 1 over-long" in data.summary
+    assert "dropped 1 over-long (first: " in data.summary
 
 
 def prompts_without_room_are_left_out_and_counted(stage, tmp_path):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from lightrft.config import RowRunOptions
 from lightrft.datasets.files import Row
 from lightrft.datasets.messages import ReadRecord
-from lightrft.datasets.row_data import RowData, RowGroup
+from lightrft.datasets.row_data import RowData, RowGroup, dropped
 from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.supervised_rows import remark_of
 from lightrft.datasets.types import DataError
@@ -61,17 +61,17 @@ class JudgementKind(Generic[Judgement]):
         record = ReadRecord()
         every = [judgement_of(row) for row in map(record.watch, rows)]
         limit = config.max_row_tokens
-        kept = [one for one in every if max(len(row.token_ids) for row in one.rows) <= limit]
+        sizes = [max(len(row.token_ids) for row in one.rows) for one in every]
+        kept = [one for one, size in zip(every, sizes, strict=True) if size <= limit]
+        too_long = [row.location for row, size in zip(rows, sizes, strict=True) if size > limit]
         if not kept:
             raise DataError(
                 f"{path}: all {len(every)} rows exceed max_row_tokens = {limit} tokens; "
                 "raise --max_row_tokens, up to the model's context"
             )
-        summary = f"{path}: {self.describe(kept)}"
-        if len(kept) < len(every):
-            summary += f"; dropped {len(every) - len(kept)} over-long"
         remark = remark_of(row for one in kept for row in one.rows)
-        summary = "; ".join(filter(None, (summary, remark)))
+        parts = f"{path}: {self.describe(kept)}", dropped(too_long), remark
+        summary = "; ".join(filter(None, parts))
         encoder = TEXT_ENCODER if reader is None else reader.encoder
         summary = record.added_to(summary, path)
         return RowData(kept, summary, encoder=encoder)
