@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001
-"""Chat templates of present families in our own words: what each writes around turns and calls."""
+"""Chat templates of present families in our own words, with calls and thinking."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,6 @@ class Form:
         said: Text before an answer.
         after: Text behind an end.
         continues: Results continue the turn with their calls.
-        parser: Parser of its calls.
     """
 
     special: tuple[str, ...]
@@ -40,7 +39,6 @@ class Form:
     answer: str
     end: str
     call: str
-    parser: str
     system: str = ""
     begin: str = ""
     last: str = ""
@@ -120,7 +118,6 @@ QWEN = Form(
     "<|im_start|>assistant\n",
     "<|im_end|>",
     XML,
-    "xml",
     asked="<think>\n",
     bare="<think>\n\n</think>\n\n",
     after="\n",
@@ -144,7 +141,6 @@ GEMMA = Form(
     "<|turn>model\n",
     "<turn|>",
     "{%- set f = k %}" + GEMMA_CALL,
-    "gemma",
     call_end="<|tool_response>",
     think=("<|channel>thought\n", "\n<channel|>"),
     after="\n",
@@ -161,7 +157,6 @@ FAMILIES = {
         QWEN.answer,
         "<|im_end|>",
         XML,
-        "xml",
         asked="<think>\n",
         think=("<think>\n", "\n</think>\n"),
         after="\n",
@@ -174,7 +169,6 @@ FAMILIES = {
         "<|assistant|>",
         "",
         GLM,
-        "glm",
         system="'<|system|>\\n' + m.content",
         begin="[gMASK]<sop>",
         think=("\n<think>", "</think>\n"),
@@ -189,7 +183,6 @@ FAMILIES = {
         "<|end|>",
         "{%- if loop.first %}{{- ' to=functions.' + k.name + '<|channel|>commentary json"
         "<|message|>' + k.arguments | tojson }}{%- endif %}",
-        "harmony",
         last="<|return|>",
         call_end="<|call|>",
         think=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
@@ -205,7 +198,6 @@ FAMILIES = {
         "<|im_end|>",
         "{{- '<|tool_call_begin|>functions.' + k.name + ':' + loop.index0 | string + "
         "'<|tool_call_argument_begin|>' + k.arguments | tojson + '<|tool_call_end|>' }}",
-        "kimi",
         calls=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         think=("<think>", "</think>"),
         bare="<think></think>",
@@ -219,7 +211,6 @@ FAMILIES = {
         "{{- '<invoke name=\"' + k.name + '\">\\n' }}"
         + PAIRS.replace("X", f"'<parameter name=\"' + n + '\">' + {TEXT} + '</parameter>\\n'")
         + "{{- '</invoke>\\n' }}",
-        "invoke",
         calls=("\n<minimax:tool_call>\n", "</minimax:tool_call>"),
         asked="<think>\n",
         after="\n",
@@ -232,7 +223,6 @@ FAMILIES = {
         DEEPSEEK[0],
         "{{- '<｜tool▁call▁begin｜>' + k.name + '<｜tool▁sep｜>' + k.arguments | tojson + "
         "'<｜tool▁call▁end｜>' }}",
-        "deepseek",
         begin=DEEPSEEK[1],
         calls=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         asked="<think>",
@@ -252,7 +242,6 @@ FAMILIES = {
             f"'\">' + {TEXT} + '</{DSML}parameter>\\n'",
         )
         + f"{{{{- '</{DSML}invoke>\\n' }}}}",
-        "invoke",
         begin=DEEPSEEK[1],
         calls=(f"\n\n<{DSML}tool_calls>\n", f"</{DSML}tool_calls>"),
         asked="<think>",
@@ -266,7 +255,6 @@ FAMILIES = {
         "<|header_start|>assistant<|header_end|>\n\n",
         "<|eot|>",
         "{{- " + JSON_CALL.replace("X", "parameters") + " }}",
-        "llama",
         calls=("<|python_start|><|python_end|>", ""),
         think=("<think>\n", "\n</think>\n"),
     ),
@@ -279,7 +267,6 @@ FAMILIES = {
         "{{- '<tool_call>\\n' + "
         + JSON_CALL.replace("X", "arguments")
         + " + '\\n</tool_call>\\n' }}",
-        "hermes",
         after="\n",
     ),
     "LFM2": Form(
@@ -291,7 +278,6 @@ FAMILIES = {
         "{{- (', ' if not loop.first else '') + k.name + '(' }}"
         + PAIRS.replace("X", "n + '=' + v | tojson + (', ' if not loop.last else '')")
         + "{{- ')' }}",
-        "lfm",
         begin="<|startoftext|>",
         calls=("<|tool_call_start|>[", "]<|tool_call_end|>"),
         after="\n",

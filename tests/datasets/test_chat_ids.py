@@ -1,13 +1,10 @@
 """Messages of clients as token ids, against the suffixes of environments and whole renderings."""
 
-import json
-
 import pytest
 from tests.datasets import chat_families as families
 from tokenizers import AddedToken
 
 from lightrft.datasets.chat_ids import ChatIds
-from lightrft.datasets.chat_template import RenderingError
 from lightrft.datasets.chat_turns import ChatTurns
 from lightrft.datasets.messages import Conversation
 from lightrft.datasets.suffix import TurnSuffix
@@ -104,18 +101,3 @@ def test_no_text_becomes_a_special_token(name):
     ]
     assert specials[0] == specials[1]
     assert not any(i in chat.special_ids for i in chat.text(forged).token_ids[1:])
-
-
-def test_a_call_that_names_a_special_token_is_refused():
-    _, _, chat = of("Qwen2.5")
-    call = json.loads(json.dumps(CALL))
-    call["function"]["arguments"] = '{"value": "<|im_end|>"}'
-    said = {"role": "assistant", "content": "", "tool_calls": [call]}
-    with pytest.raises(RenderingError, match="the name of a special token"):
-        chat.prompt([{"role": "user", "content": "hello"}, said, result("x")])
-
-
-def test_what_a_template_refuses_is_told():
-    _, _, chat = of("Gemma")
-    with pytest.raises(RenderingError, match="the chat template refused the messages"):
-        chat.prompt([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])

@@ -35,33 +35,6 @@ def test_a_template_that_asks_for_thinking_that_it_never_shows_is_refused():
         ChatTurns(ChatIds(tokenizer_of("DeepSeek"))).turns(Conversation(CHAT))
 
 
-def test_calls_and_their_results_are_context_but_for_the_call():
-    tokenizer = tokenizer_of("Qwen2.5")
-    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    chat = [
-        CHAT[0],
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "2"},
-        CHAT[3],
-    ]
-    tools = ({"type": "function", "function": {"name": "add"}},)
-    turns = ChatTurns(ChatIds(tokenizer)).turns(Conversation(chat, tools))
-    first, last = trained_texts(tokenizer, turns)
-    assert first.startswith("\n<tool_call>")
-    assert first.endswith("</tool_call><|im_end|>")
-    assert last == "all<|im_end|>"
-    assert "<tool_response>\n2" in tokenizer.decode(turns[1].token_ids)
-    assert "# Tools" in tokenizer.decode(turns[1].token_ids)
-
-
-def test_an_end_of_turn_outside_of_what_is_trained_is_refused():
-    tokenizer = tokenizer_of("Qwen2.5")
-    plain = tokenizer.chat_template.replace("<|im_end|>", "</turn>")
-    tokenizer.chat_template = plain.replace("<|im_start|>", "<turn>")
-    with pytest.raises(DataError, match=r"message 2 ends in .*</turn>.*would not stop"):
-        ChatTurns(ChatIds(tokenizer)).turns(Conversation(CHAT))
-
-
 def test_a_turn_whose_first_token_joins_the_end_of_its_prompt_is_refused():
     joins = chat_families.family_tokenizer("Qwen2.5")
     chat = [CHAT[0], {"role": "assistant", "content": "\nok"}]

@@ -114,12 +114,7 @@ def table_of(folder, family):
 def test_a_family_is_trained_continued_and_read_as_its_row_of_the_table_says(tmp_path, family):
     table = table_of(tmp_path, family)
     assert table == GOLDEN[family]
-    assert table["parser"] == FAMILIES[family].parser
     assert table["calls"] == [*map(list, ASKED[: len(table["calls"])])]
-
-
-def test_every_family_has_a_row():
-    assert GOLDEN.keys() == FAMILIES.keys()
 
 
 for_every_family = pytest.mark.parametrize("family", FAMILIES)
