@@ -109,8 +109,8 @@ class ChatTurns:
         if whole[: len(before)] != before:
             raise DataError(_otherwise(prompt, answered, place))
         _require_thinking(messages[place], answered[len(prompt) :], place)
-        turn = self._ended(messages, place, whole, start=len(before))
-        turn = replace(turn, prompt=prompt, num_messages=place)
+        ended = self._ended(messages, place, whole, len(before))
+        turn = replace(ended, prompt=prompt, num_messages=place)
         opened = _OPENED_THINKING.search(prompt)
         empty = _EMPTY_THINKING.match(answered, opened.start() if opened else len(prompt))
         if empty and empty.end() > len(prompt) and self._is_thinking(empty["mark"], tools):
@@ -170,7 +170,6 @@ class ChatTurns:
         messages: Sequence[Message],
         place: int,
         whole: tuple[int, ...],
-        *,
         start: int,
     ) -> Turn:
         """Return the turn from `start` of the ids to the token that ends it."""

@@ -42,11 +42,11 @@ class RankedAnswers:
 
 
 def _ranking(row: Row, encoder: RowEncoder, names: Collection[str]) -> RankedAnswers:
-    answers = _list(row, ANSWERS, row.columns.get(ANSWERS))
+    answers = _list(ANSWERS, row.columns.get(ANSWERS))
     ranks_of_row = row.columns.get("ranks")
     if isinstance(ranks_of_row, Mapping) != bool(names):
         wanted = f"an object with ranks by name ({', '.join(names)})" if names else "a list"
-        raise DataError(f"{row.location}: ranks must hold {wanted}: got {str(ranks_of_row)[:80]!r}")
+        raise DataError(f"ranks must hold {wanted}: got {str(ranks_of_row)[:80]!r}")
     # Parquet fills absent fields with null.
     lists = (
         {k: v for k, v in ranks_of_row.items() if v is not None}
@@ -55,14 +55,14 @@ def _ranking(row: Row, encoder: RowEncoder, names: Collection[str]) -> RankedAns
     )
     if names and (not lists or not lists.keys() <= set(names)):
         raise DataError(
-            f"{row.location}: ranks must be of {', '.join(names)}: got "
-            f"{', '.join(map(str, lists)) or 'none'}; name them in reward_heads"
+            f"ranks must be of {', '.join(names)}: got {', '.join(map(str, lists)) or 'none'}; "
+            "name them in reward_heads"
         )
-    by_name = {name: _ranks(row, each, len(answers)) for name, each in lists.items()}
-    ranks = () if names else _ranks(row, ranks_of_row, len(answers))
+    by_name = {name: _ranks(each, len(answers)) for name, each in lists.items()}
+    ranks = () if names else _ranks(ranks_of_row, len(answers))
     rows = tuple(_answer(row, answer, encoder) for answer in answers)
     if len({answer.token_ids.tobytes() for answer in rows}) < len(rows):
-        raise DataError(f"{row.location}: two answers are the same tokens: leave one out")
+        raise DataError("two answers are the same tokens: leave one out")
     return RankedAnswers(rows, ranks, by_name)
 
 
@@ -79,15 +79,20 @@ def ranking_reader(
     is_chat = not isinstance(first.columns.get("prompt"), str)
     kind = "messages" if is_chat else "prompt and completion"
     encoder = RowEncoder(tokenizer, config, kind, reader=reader)
-    return lambda row: _ranking(row, encoder, names)
+
+    def read(row: Row) -> RankedAnswers:
+        with row.placed():
+            return _ranking(row, encoder, names)
+
+    return read
 
 
-def _ranks(row: Row, given: object, num_answers: int) -> tuple[float, ...]:
-    ranks = _list(row, "ranks", given)
+def _ranks(given: object, num_answers: int) -> tuple[float, ...]:
+    ranks = _list("ranks", given)
     if num_answers != len(ranks) or num_answers < 2:
         raise DataError(
-            f"{row.location}: expected two answers or more, and a rank of each: got {num_answers} "
-            f"answers and {len(ranks)} ranks"
+            f"expected two answers or more, and a rank of each: got {num_answers} answers and "
+            f"{len(ranks)} ranks"
         )
     # True and false are integers, too, but no ranks.
     numbers = tuple(
@@ -96,15 +101,13 @@ def _ranks(row: Row, given: object, num_answers: int) -> tuple[float, ...]:
         if isinstance(each, int | float) and not isinstance(each, bool)
     )
     if len(numbers) < len(ranks) or not all(map(math.isfinite, numbers)):
-        raise DataError(f"{row.location}: ranks must be finite numbers: got {str(ranks)[:80]!r}")
+        raise DataError(f"ranks must be finite numbers: got {str(ranks)[:80]!r}")
     return numbers
 
 
-def _list(row: Row, name: str, values: object) -> Sequence[object]:
+def _list(name: str, values: object) -> Sequence[object]:
     if not isinstance(values, list | tuple):
-        raise DataError(
-            f"{row.location}: column {name!r} must hold a list: got {str(values)[:80]!r}"
-        )
+        raise DataError(f"column {name!r} must hold a list: got {str(values)[:80]!r}")
     return values
 
 
@@ -112,14 +115,13 @@ def _answer(row: Row, answer: object, encoder: RowEncoder) -> SupervisedRow:
     prompt = row.columns.get("prompt")
     if not isinstance(answer, str) or not answer or prompt is None:
         raise DataError(
-            f"{row.location}: each of the answers must be a text after a prompt: got "
-            f"{str(answer)[:80]!r} after {str(prompt)[:80]!r}"
+            f"each of the answers must be a text after a prompt: got {str(answer)[:80]!r} after "
+            f"{str(prompt)[:80]!r}"
         )
     columns: dict[str, object] = {"prompt": prompt, "completion": answer}
     start = 0
     if encoder.kind == "messages":
-        with row.placed():
-            talk = read_conversation(row.columns, "prompt")
+        talk = read_conversation(row.columns, "prompt")
         start = len(talk.messages)
         columns = {"messages": talk + read_messages({ANSWERS: answer}, ANSWERS, speaker=ASSISTANT)}
     return next(encoder.rows(encoder.with_media_of(row, columns, row.location), start=start))

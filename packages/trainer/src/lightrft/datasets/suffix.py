@@ -156,15 +156,15 @@ class TurnSuffix:
 
     def _strips_thinking(self, opening: list[Message], tools: Sequence[Message]) -> bool:
         """Return whether a turn loses its thinking, in its content or beside it, in history."""
-        thought, more = f"{self._mark}t", QUESTION
+        thought = f"{self._mark}t"
         turn: Message = {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\nyes"}
-        if thought not in self.chat.render([*opening, turn, more], tools):
+        if thought not in self.chat.render([*opening, turn, QUESTION], tools):
             return True
         for name in REASONING_KEYS:
             turn = {"role": "assistant", "content": "yes", name: thought}
             with suppress(RenderingError):
                 if thought in self.chat.render([*opening, turn], tools, asks=False):
-                    return thought not in self.chat.render([*opening, turn, more], tools)
+                    return thought not in self.chat.render([*opening, turn, QUESTION], tools)
         return False
 
 
