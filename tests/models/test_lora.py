@@ -1,11 +1,13 @@
 """Adapters: bound, trained alone, merged exactly in the engine and in files, never in the base."""
 
+import copy
 import json
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.models.all_types import types
 from tests.models.batches import draw_second_factors
 from tests.models.tiny import tiny_model
 from tests.ranks import run_multiprocess
@@ -102,6 +104,31 @@ def test_training_starts_from_adapters_of_peft_and_gives_them_back(checkpoint, o
     assert all(p.requires_grad == (".lora_" in n) for n, p in actor.named_parameters())
     actor.save_adapters(dict(actor.state_dict()), tmp_path)
     assert_equal_files(tmp_path / ADAPTER_FILE, folder / ADAPTER_FILE)
+
+
+@pytest.mark.parametrize(
+    "model_type, targets",
+    [
+        ("deepseek_v3", "all-linear"),
+        ("glm4_moe", "all-linear"),
+        ("glm4_moe", "up_proj"),
+        ("qwen3_moe", "all-linear"),
+    ],
+)
+def test_peft_reads_adapters_of_dense_layers_beside_experts(model_type, targets, tmp_path):
+    base, folder = types.tiny_model(model_type).eval(), tmp_path / "model"
+    options = {"lora_rank": RANK, "lora_alpha": ALPHA, "target_modules": (targets,)}
+    options |= {"lora_dropout": 0.1, "pretrain": str(folder)}
+    base.save_pretrained(folder)
+    actor = LoraActor(copy.deepcopy(base), TrainConfig(**options)).eval()
+    draw_second_factors(actor)
+    actor.save_adapters(dict(actor.state_dict()), tmp_path)
+    ids, mask = tokens()
+    expected = actor(ids, mask).logprobs.detach()
+    again = LoraActor(copy.deepcopy(base), TrainConfig(**options, lora_path=str(tmp_path))).eval()
+    assert torch.equal(again(ids, mask).logprobs, expected)
+    found = logprobs_of(peft.PeftModel.from_pretrained(base, tmp_path).eval(), ids)
+    torch.testing.assert_close(found, expected[0, 1:], rtol=0, atol=2e-5)
 
 
 def test_adapters_are_compared_before_weights_are_read(checkpoint, tmp_path):

@@ -231,7 +231,11 @@ def _inject(model: PreTrainedModel, config: BuildOptions, whole: Sequence[str]) 
         # and refuses layers of recurrences. Names here are those of layers, proved to be called.
         body = nn.ModuleDict({_BODY: model})
         inject_adapter_in_model(adapters, body, adapter_name=ADAPTER)
-    adapters.target_modules = set(names)
+    renamed = _renamed_by_peft(model, names)
+    adapters.target_modules = {*names} - renamed
+    if renamed:
+        adapters.target_parameters = sorted(f"{name}.weight" for name in renamed)
+        adapters.lora_dropout = 0.0  # PEFT refuses another one there; factors are the same
     # Set afterwards: peft would make copies of these modules.
     adapters.modules_to_save = [*whole] or None
     bound = [name for name, _ in model.named_parameters() if name.endswith(FIRST)]
@@ -243,6 +247,30 @@ def _inject(model: PreTrainedModel, config: BuildOptions, whole: Sequence[str]) 
     if config.lora_path is not None:
         load_adapters(Path(config.lora_path), model, ADAPTER)
     return cast("SavesPretrained", adapters)
+
+
+def _renamed_by_peft(model: PreTrainedModel, names: Sequence[str]) -> set[str]:
+    """Return the layers that PEFT would take for experts when it reads their names from a file.
+
+    By the model's type it maps the names of layers that experts had once, such as gate_proj, to
+    tensors of all experts, also where a dense block has layers of these names.
+    """
+    from peft import LoraConfig
+
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # earlier versions take names as they are
+        return set()
+
+    def is_renamed(name: str) -> bool:
+        config = LoraConfig(target_modules=[name])
+        try:
+            convert_peft_config_for_transformers(config, model, None)
+        except ValueError:  # it wants the other half of the experts' tensor, too
+            return True
+        return config.target_modules != {name}
+
+    return {name for name in names if is_renamed(name)}
 
 
 def target_layers(
