@@ -1,5 +1,7 @@
 """Weights and caches of a plan are those of the model's own code, whatever its layers."""
 
+import json
+
 import pytest
 import torch
 from tests.models.all_types import types
@@ -77,5 +79,16 @@ def test_the_states_of_a_large_model_are_151_megabytes_a_row(tmp_path):
     assert room.rows == min(8, rest)
 
 
-def test_a_model_that_cannot_be_counted_is_planned_by_formulas(tmp_path):
+def test_a_model_that_cannot_be_counted_is_planned_by_formulas_and_says_why(tmp_path, caplog):
     assert planned(tmp_path, types.tiny_config("openai-gpt")).measured is None
+    (record,) = caplog.records
+    line = record.getMessage()
+    assert line.startswith(f"{tmp_path}: planned by the formulas of usual decoders"), line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("kind", [["llama"], None, 7])
+def test_a_type_that_is_no_name_is_planned_by_formulas(kind, tmp_path):
+    values = types.tiny_config("llama").to_dict() | {"model_type": kind}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert read_model_size(str(tmp_path)).measured is None

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +12,10 @@ from lightrft.config import ConfigError
 from lightrft.config.files import read_object, typed
 from lightrft.config.options import LARGEST_INT, did_you_mean
 from lightrft.config.toml import read_toml
+from lightrft.kernels.names import first_line
 from lightrft.tools.plan.vision import VisionSize
+
+_logger = logging.getLogger(__name__)
 
 # Numbers of tokens of two passes, from which numbers per token and per row follow.
 NUM_TOKENS = (8, 9)
@@ -216,7 +220,7 @@ def read_model_size(path: str) -> ModelSize:
 
     values = read_object(file)
     try:
-        if values.get("model_type") not in CONFIG_MAPPING:
+        if str(values.get("model_type")) not in CONFIG_MAPPING:
             return ModelSize.of_config(values)
         size = ModelSize.of_config(common_fields(load_config(path)))
         return replace(size, measured=measure(path))
@@ -250,7 +254,14 @@ def _measure(_: str, path: str) -> MeasuredSize | None:
                 output = model(input_ids=ids, use_cache=True)
                 cache = next(value for value in output.values() if isinstance(value, Cache))
                 counts.append(_numbers(cache))
-    except Exception:  # noqa: BLE001  the model's own code, on a device that it may not know
+    except Exception as error:  # noqa: BLE001  the model's own code, on a device that it may not know
+        _logger.warning(
+            "%s: planned by the formulas of usual decoders, which may be far off for others, "
+            "because its code cannot be run without memory: %s: %s",
+            path,
+            type(error).__name__,
+            first_line(error),
+        )
         return None
     (first, states), (second, _states) = counts
     per_token = (second - first) // (NUM_TOKENS[1] - NUM_TOKENS[0])
