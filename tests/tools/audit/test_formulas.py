@@ -14,7 +14,7 @@ from lightrft.config import TrainConfig
 from lightrft.config.registry import KL_ESTIMATORS, PREFERENCE_LOSSES, REWARD_LOSSES
 from lightrft.tools.audit import advantages as adv, losses, preference_losses, row_updates
 from lightrft.tools.audit.optimizers import learning_rate
-from lightrft.tools.audit.pairs import Borders, Draw, Pair
+from lightrft.tools.audit.pairs import Borders, Draw, Pair, draws
 from lightrft.tools.audit.preference_losses import Answers, Pairs, aot
 from lightrft.tools.audit.record import OptimizerFacts
 from lightrft.tools.audit.updates import differentiated
@@ -47,6 +47,17 @@ def test_a_decision_within_rounding_of_a_bound_is_the_run_s():
     own, run = torch.tensor([1.0001, 1.0001, 1.5]), torch.tensor([0.9999, 1.0002, 0.9])
     assert borders.above(Pair(own, run), 1.0).tolist() == [False, True, True]
     assert borders.num_taken == 1
+
+
+def test_moved_values_choose_the_same_tokens_unless_the_run_computes_in_bfloat16():
+    values, moved = (Pair(t, t) for t in (torch.tensor([1.0, 2, 3]), torch.tensor([4.0, 2, 3])))
+    for tolerance, places in ((1e-3, [2, 1]), (0.2, [0, 2])):
+        exact, *others = draws(Borders(tolerance))
+        assert exact.borders.highest(values, 2).tolist() == [2, 1]
+        assert exact.borders.highest(values, 1).tolist() == [2]
+        for draw in others:  # each repeats both choices, in their order
+            assert draw.borders.highest(moved, 2).tolist() == places
+            assert draw.borders.highest(moved, 1).tolist() == places[:1]
 
 
 def by_scores(total, at):
