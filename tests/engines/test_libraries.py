@@ -113,6 +113,12 @@ def test_a_version_that_is_not_tested_is_one_line(monkeypatch, caplog):
     libraries.say_untested.cache_clear()
 
 
+def test_a_candidate_of_a_release_counts_as_the_release():
+    library = libraries.Library("x", ((1, 2), (1, 13)), "y", {}, {})
+    assert library.is_tested("1.12rc1+cpu")  # not 1.121
+    assert not library.is_tested("1.13.0rc1")
+
+
 @pytest.mark.vllm
 def test_every_name_of_vllm_exists():
     pytest.importorskip("vllm")

@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -299,13 +300,8 @@ def installed_version(package: str) -> str | None:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """Return the leading numbers: (2, 13, 0) of "2.13.0+cu130"."""
-    numbers = []
-    for part in version.split("+")[0].split("."):
-        digits = "".join(char for char in part if char.isdigit())
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def _has(path: str) -> bool:
