@@ -24,7 +24,6 @@ PLAIN: Mapping[str, object] = {
     "modules_to_save": None,
     "rank_pattern": {},
     "alpha_pattern": {},
-    "target_parameters": None,
     "trainable_token_indices": None,
     "layer_replication": None,
     "alora_invocation_tokens": None,
@@ -58,9 +57,6 @@ def check_adapters(
     saved = settings.get("modules_to_save")
     if saved == [*whole]:
         settings = {**settings, "modules_to_save": None}
-    by_weight = settings.get("target_parameters")
-    if isinstance(by_weight, list) and all(w in [f"{n}.weight" for n in layers] for w in by_weight):
-        settings = {**settings, "target_parameters": None}
     _check_settings(folder, settings, config)
     shapes = _shapes(folder / WEIGHTS_FILE)
     wanted: dict[str, tuple[int, ...]] = {
