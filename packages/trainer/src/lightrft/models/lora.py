@@ -268,7 +268,7 @@ def _renamed_by_peft(model: PreTrainedModel, names: Sequence[str]) -> set[str]:
             convert_peft_config_for_transformers(config, model, None)
         except ValueError:  # it wants the other half of the experts' tensor, too
             return True
-        return config.target_modules != {name}
+        return bool(config.target_modules != {name})
 
     return {name for name in names if is_renamed(name)}
 
