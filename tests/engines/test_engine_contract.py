@@ -733,7 +733,6 @@ def test_tensors_that_do_not_fit_are_not_aliased(engine):
     values = random_weights(engine, 1)
     hashes = engine.hash_parameters()
     name = next(iter(values))
-    assert not engine.alias_weights({n: v for n, v in values.items() if n != name})
     assert not engine.alias_weights({**values, name: values[name].double()})
     assert not engine.alias_weights({**values, name: values[name][1:]})
     assert not engine.alias_weights({**values, "unknown": values[name]})

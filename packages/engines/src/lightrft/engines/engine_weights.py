@@ -357,55 +357,43 @@ class ParameterStore(EngineWeights):
             for name, p in parameters.items()
         ]
         super().__init__(manifest, engine_name)
-        self.is_aliased = False
-
-    def begin(self) -> None:
-        """Open an update; replace storage shared with the trainer by copies first."""
-        super().begin()
-        if self.is_aliased:
-            self._stop_sharing()
+        self._shared: set[str] = set()
 
     @torch.no_grad()
     def load(self, pieces: Iterable[WeightPiece]) -> None:
         """Write pieces into storage; see `RolloutEngine.load_weights`."""
         self._require_resident("load_weights")
-        if self.is_aliased:
-            self._stop_sharing()
         for piece in pieces:
             self.accept(piece)
-            flat = self.tensors[piece.name].data.view(-1)
+            parameter = self.tensors[piece.name]
+            if piece.name in self._shared:  # the trainer's storage must not be written
+                parameter.data = parameter.data.clone()
+                self._shared.remove(piece.name)
+            flat = parameter.data.view(-1)
             flat[piece.start : piece.start + piece.tensor.numel()].copy_(piece.tensor)
 
     def alias(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Use the trainer's tensors as storage if all of them fit; otherwise change nothing."""
         if not self.is_resident or self.is_open:
             return False
-        if set(tensors) - set(self.tensors) - set(self._tied):
-            return False
-        for name, parameter in self.tensors.items():
-            tensor = tensors.get(name)
-            if tensor is None or not _fits(tensor, parameter):
+        owners = {name: self._tied.get(name, name) for name in tensors}
+        for name, owner in owners.items():
+            parameter = self.tensors.get(owner)
+            if parameter is None or not _fits(tensors[name], parameter):
                 return False
-        for tied, name in self._tied.items():
-            if tied in tensors and tensors[tied].data_ptr() != tensors[name].data_ptr():
+            if owner not in tensors or tensors[name].data_ptr() != tensors[owner].data_ptr():
                 return False
-        for name, parameter in self.tensors.items():
-            parameter.data = tensors[name].detach()
-        self.is_aliased = True
-        self.unwritten.clear()
+        for owner in owners.values():
+            self.tensors[owner].data = tensors[owner].detach()
+        self._shared.update(owners.values())
+        self.unwritten -= self._shared
         return True
 
-    def _stop_sharing(self) -> None:
-        """Copy the weights to new storage: the trainer's must not be written."""
-        for parameter in self.tensors.values():
-            parameter.data = parameter.data.clone()
-        self.is_aliased = False
-
     def release(self, level: int) -> None:
-        """Move weights to the host (level 1) or free them (level 2); keep aliased ones."""
-        if self.is_aliased:
-            return
+        """Move weights to the host (level 1) or free them (level 2); keep shared ones."""
         for name, parameter in self.tensors.items():
+            if name in self._shared:
+                continue
             if level == 2:
                 parameter.data = parameter.data.new_empty(0)
                 self.unwritten.add(name)
@@ -472,9 +460,9 @@ def tied_names(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     return tied
 
 
-def _fits(given: torch.Tensor, parameter: torch.Tensor) -> bool:
+def _fits(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     return (
-        given.shape == parameter.shape
-        and given.dtype == parameter.dtype
-        and given.device == parameter.device
+        tensor.shape == parameter.shape
+        and tensor.dtype == parameter.dtype
+        and tensor.device == parameter.device
     )

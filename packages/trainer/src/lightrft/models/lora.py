@@ -114,18 +114,15 @@ class LoraModel(SequenceModel):
                 first, second = factors[layer + FIRST], factors[layer + SECOND]
                 add_product(values, start, first, second, scale=self.scale)
 
-        merged = tuple(
-            replace(
-                entry,
-                checkpoint_name=entry.checkpoint_name.replace(BASE, ""),
-                frozen=entry.frozen
-                and entry.checkpoint_name.removesuffix(f"{BASE}.weight") not in adapted,
-                is_aliasable=False,
-            )
-            for entry in entries
-            if not is_factor(entry.checkpoint_name)
-        )
-        return ParameterSource(source.owner, merged, source.group, source.tied_names, add_local)
+        def merged(entry: SourceParameter) -> SourceParameter:
+            name = entry.checkpoint_name
+            plain = replace(entry, checkpoint_name=name.replace(BASE, ""))
+            if name.removesuffix(f"{BASE}.weight") not in adapted:
+                return plain
+            return replace(plain, frozen=False, is_aliasable=False)
+
+        base = tuple(merged(entry) for entry in entries if not is_factor(entry.checkpoint_name))
+        return ParameterSource(source.owner, base, source.group, source.tied_names, add_local)
 
     def adapter_source(self, source: ParameterSource) -> ParameterSource:
         """Return the source of base and adapters; the base is training's, s B is a copy."""

@@ -32,6 +32,7 @@ from lightrft.strategy.weight_sync.verification import (
     PlannedParameter,
     WeightSyncError,
     check_hashes,
+    check_untouched,
     listed,
     match_parameters,
     model_hash,
@@ -69,7 +70,7 @@ class WeightSyncReport:
             canary prompt; None if no prompt was scored.
         seconds: Whole duration.
         verify_seconds: Part of it spent on hashes and the canary prompt.
-        is_aliased: Whether the engine shares the trainer's storage.
+        is_aliased: Whether the engine shares the trainer's storage of all parameters.
     """
 
     weights_version: int
@@ -133,9 +134,10 @@ class Transfer:
 
     Args:
         num_bytes, num_buckets, num_payload_collectives: Amounts that were moved.
-        is_aliased: Whether the engine shares the trainer's storage instead.
+        taken_names: Parameters for which the engine says that it uses the trainer's storage.
+        is_aliased: Whether these are all.
         handed_hashes: Hash of each parameter that cannot be read back, as it was passed.
-        shared_names: Parameters whose storage is also the trainer's.
+        shared_names: Those whose storage is the trainer's by their addresses.
         engine_hashes, canary_difference, num_verified_bytes, num_unverifiable_bytes: Results of the
             checks; see `WeightSyncReport`.
         error: First failure; kept until all ranks can learn of it, because the others wait for this
@@ -145,6 +147,7 @@ class Transfer:
     num_bytes: int = 0
     num_buckets: int = 0
     num_payload_collectives: int = 0
+    taken_names: frozenset[str] = frozenset()
     is_aliased: bool = False
     handed_hashes: dict[str, int] = field(default_factory=dict)
     shared_names: frozenset[str] = frozenset()
@@ -180,17 +183,24 @@ def full_shards(pairs: Sequence[PlannedParameter]) -> dict[str, Tensor]:
 
 def share_weights(
     engine: RolloutEngine, pairs: Sequence[PlannedParameter], source: ParameterSource
-) -> bool:
-    """Let the engine use the trainer's tensors themselves, if both sides can.
+) -> frozenset[str]:
+    """Let the engine use the trainer's tensors themselves: all, or else the frozen ones that fit.
 
     Returns:
-        Whether it does; if not, nothing has changed.
+        Names of these parameters; nothing else has changed.
     """
-    fits = source.add_local is None and all(
-        pair.source.is_aliasable and pair.source.local_shard.dtype == pair.target.dtype
+    if source.group is not None:
+        return frozenset()  # Ranks that share different parameters would plan different buckets.
+    fitting = [
+        pair
         for pair in pairs
-    )
-    return fits and engine.alias_weights(full_shards(pairs))
+        if pair.source.is_aliasable and pair.source.local_shard.dtype == pair.target.dtype
+    ]
+    if len(fitting) < len(pairs):
+        fitting = [pair for pair in fitting if pair.source.frozen]
+    if not fitting or not engine.alias_weights(full_shards(fitting)):
+        return frozenset()
+    return frozenset(pair.name for pair in fitting)
 
 
 def load_buckets(
@@ -348,9 +358,12 @@ class WeightSync:
         pairs, rank_hashes = self._match(source)
         hashes, replica_hash = source_hashes(pairs, source, rank_hashes) if self.verify else ({}, 0)
         verify_seconds = time.perf_counter() - start_time if self.verify else 0.0
-        sent = self._select(pairs, hashes, source)
+        frozen = self._frozen_hashes(pairs, source)
+        sent = self._select(pairs, hashes, frozen)
         transfer = Transfer()
         self._send(transfer, pairs, sent, source)
+        moved = {pair.name for pair in sent} | transfer.taken_names
+        transfer.attempt(lambda: check_untouched(transfer.taken_names, hashes, frozen))
         if wake_cache is not None:
             transfer.attempt(wake_cache, even_after_error=True)
         if self.engine.runs_on_every_rank:
@@ -371,7 +384,7 @@ class WeightSync:
             num_bytes=transfer.num_bytes,
             num_buckets=transfer.num_buckets,
             num_payload_collectives=transfer.num_payload_collectives,
-            num_resident_bytes=_num_bytes(pairs) - _num_bytes(sent),
+            num_resident_bytes=_num_bytes([p for p in pairs if p.name not in moved]),
             num_verified_bytes=transfer.num_verified_bytes,
             num_aliased_bytes=_num_bytes([p for p in pairs if p.name in transfer.shared_names]),
             num_unverifiable_bytes=transfer.num_unverifiable_bytes,
@@ -412,8 +425,9 @@ class WeightSync:
         """Compare hashes and score the canary; results and failures go to `transfer`."""
         if not self.verify:
             return
-        if transfer.is_aliased:
-            find_shared = partial(self.engine.shared_names, full_shards(pairs))
+        if transfer.taken_names:
+            taken = [pair for pair in pairs if pair.name in transfer.taken_names]
+            find_shared = partial(self.engine.shared_names, full_shards(taken))
             transfer.shared_names = transfer.attempt(find_shared) or frozenset()
         compare = partial(self._compare_hashes, transfer, pairs, hashes)
         transfer.engine_hashes = transfer.attempt(lambda: self._inside(compare)) or {}
@@ -462,25 +476,30 @@ class WeightSync:
             raise
         return matched or ((), ())
 
+    def _frozen_hashes(
+        self, pairs: Sequence[PlannedParameter], source: ParameterSource
+    ) -> dict[str, int]:
+        """Return the hashes, at the last sync with this owner, of what was and is frozen."""
+        if self._owner is None or self._owner() is not source.owner:
+            return {}
+        # A parameter that was trained until now may have changed.
+        names = (pair.name for pair in pairs if pair.source.frozen and pair.name in self._frozen)
+        return {name: self._sent_hashes[name] for name in names}
+
     def _select(
-        self, pairs: Sequence[PlannedParameter], hashes: Mapping[str, int], source: ParameterSource
+        self,
+        pairs: Sequence[PlannedParameter],
+        hashes: Mapping[str, int],
+        frozen: Mapping[str, int],
     ) -> tuple[PlannedParameter, ...]:
         """Return the parameters to write now: all but frozen ones that the engine holds already."""
         if self.engine.keeps_base:  # compared, like all others, and never written
             return tuple(pair for pair in pairs if not pair.source.frozen)
-        has_same_owner = self._owner is not None and self._owner() is source.owner
-        if not has_same_owner or self.engine.weights_were_dropped:
+        if self.engine.weights_were_dropped:
             return tuple(pairs)
-        resident = frozenset(
-            pair.name
-            for pair in pairs
-            # A parameter that was trained until now may have changed. With hashes, a frozen
-            # parameter that changed after all is sent again.
-            if pair.source.frozen
-            and pair.name in self._frozen
-            and self._sent_hashes.get(pair.name) == hashes.get(pair.name, 0)
-        )
-        return parameters_to_send(pairs, resident)
+        # With hashes, a frozen parameter that changed after all is sent again.
+        resident = {name for name, value in frozen.items() if value == hashes.get(name, 0)}
+        return parameters_to_send(pairs, frozenset(resident))
 
     def _send(
         self,
@@ -491,12 +510,14 @@ class WeightSync:
     ) -> None:
         # If this update fails, nothing counts as resident at the next one.
         self._owner = None
-        if self.allow_alias and share_weights(self.engine, pairs, source):
-            transfer.is_aliased = True
-        else:
+        if self.allow_alias:
+            transfer.taken_names = share_weights(self.engine, pairs, source)
+            transfer.is_aliased = len(transfer.taken_names) == len(pairs)
+        if not transfer.is_aliased:
+            rest = [pair for pair in sent if pair.name not in transfer.taken_names]
             transfer.attempt(self.engine.begin_weight_update)
-            by_name = {pair.name: pair for pair in sent}
-            load_buckets(self.engine, self._plan(sent), by_name, source, transfer)
+            by_name = {pair.name: pair for pair in rest}
+            load_buckets(self.engine, self._plan(rest), by_name, source, transfer)
             transfer.attempt(self.engine.finish_weight_update, even_after_error=True)
         transfer.attempt(self.engine.reset_caches, even_after_error=True)
 

@@ -266,6 +266,26 @@ def check_hashes(expected: Mapping[str, int], found: Mapping[str, int]) -> None:
         )
 
 
+def check_untouched(
+    shared: Iterable[str], hashes: Mapping[str, int], before: Mapping[str, int]
+) -> None:
+    """Compare frozen parameters that both sides share with what they were at the last sync.
+
+    Any other comparison would look at the same memory twice.
+
+    Raises:
+        WeightSyncError: A parameter has changed; the message names it.
+    """
+    names = [name for name in shared if name in before and hashes.get(name, 0) != before[name]]
+    if names:
+        raise WeightSyncError(
+            "hash",
+            f"{len(names)} frozen parameters changed since the last sync, in memory that trainer "
+            f"and engine share: {listed(names)}; nothing may write there",
+            names,
+        )
+
+
 def raise_together(
     error: WeightSyncError | None, world: Group = None, *, source_hash: int = 0
 ) -> None:
