@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from lightrft.engines.types import GenerationRequest, SamplingParams
 from lightrft.models.loading import load_causal_lm
 from lightrft.models.lora import LoraActor, add_product
 from lightrft.stages.start_checks import check_parts
+from lightrft.strategy.fsdp2 import sharding
 
 peft = pytest.importorskip("peft", reason="package peft is not installed")
 
@@ -309,6 +311,28 @@ def test_one_process_syncs_saves_and_resumes(checkpoint, tmp_path):
             stored = name.removeprefix("model.").replace(".base_layer", "")
             assert torch.equal(value, original[stored])
         check_resume(strategy, ready, checkpoint, str(tmp_path / "ckpt"), 0)
+
+
+def frozen_in_bfloat16(rank, world_size, path):
+    """Trains with frozen weights stored wide, then as they are; the engine takes these."""
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
+    options = options_of(path, 1) | {"bf16": True, "lora_sync": "adapter"}
+    narrow, trained = sharding._cast_parameters, []
+    wide = SimpleNamespace(param_dtype=torch.float32, compute_dtype=torch.float32)
+    for cast in (lambda module, _: narrow(module, wide), narrow):
+        sharding._cast_parameters = cast
+        with make("fsdp2", **options) as strategy:
+            ready = train_twice(strategy, path, rank)
+            trained.append([p.full_tensor() for p in ready.model.parameters() if p.requires_grad])
+    dtypes = {value.requires_grad: value.dtype for value in ready.model.parameters()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+    return all(torch.equal(*pair) for pair in zip(*trained, strict=True))
+
+
+def test_frozen_weights_are_stored_in_the_dtype_of_the_passes(checkpoint):
+    assert run_multiprocess(frozen_in_bfloat16, 1, timeout_seconds=120, args=(checkpoint,)) == [
+        True
+    ]
 
 
 BACKENDS = ("fsdp2", "zero2", "zero3")

@@ -43,7 +43,8 @@ class ShardingPlan:
     Args:
         mesh: 1-D (shard) or 2-D (replicate, shard).
         device: Device of the buffers.
-        param_dtype: Dtype in which shards are stored.
+        param_dtype: Dtype in which shards are stored; frozen ones have the compute dtype, which is
+            all that passes see of them.
         compute_dtype: Dtype of gathered parameters in forward and backward.
         reshard_after_forward: Free gathered parameters after the forward pass.
         offloads_to_cpu: Keep shards, gradients and optimizer states on the CPU.
@@ -173,7 +174,7 @@ def shard_module(module: nn.Module, plan: ShardingPlan) -> nn.Module:
 
 def apply_units(module: nn.Module, plan: ShardingPlan) -> None:
     """Make the units of a model; parameters on the meta device stay there."""
-    _cast_parameters(module, plan.param_dtype)
+    _cast_parameters(module, plan)
     options = {
         "mesh": plan.mesh,
         "reshard_after_forward": plan.reshard_after_forward,
@@ -208,10 +209,11 @@ def _forget_pass(module: nn.Module, *_: object) -> None:
                 state._fsdp_param_group._post_forward_indices.clear()
 
 
-def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+def _cast_parameters(module: nn.Module, plan: ShardingPlan) -> None:
     # Not module.to(dtype): buffers, such as rotary frequencies, keep theirs.
     for parameter in module.parameters():
         if parameter.is_floating_point():
+            dtype = plan.param_dtype if parameter.requires_grad else plan.compute_dtype
             parameter.data = parameter.data.to(dtype)
 
 

@@ -94,7 +94,7 @@ class FSDP2Backend(Backend):
     ) -> nn.Module:
         """Shard a model in place; one that is sharded already is returned as it is.
 
-        Models for training keep float32 shards (bfloat16 with `use_mp_opt`) and float32 gradients,
+        Weights in training keep float32 shards (bfloat16 with `use_mp_opt`) and float32 gradients,
         others are stored in the compute dtype, without gradients. Parameters on the meta device
         are read from the model's directory; if rank 0 has real ones, those are sent to all ranks.
         See `StrategyBase.prepare_model`.

@@ -134,10 +134,11 @@ class Transfer:
 
     Args:
         num_bytes, num_buckets, num_payload_collectives: Amounts that were moved.
+        num_resident_bytes: Bytes of frozen parameters that the engine held already.
         taken_names: Parameters for which the engine says that it uses the trainer's storage.
-        is_aliased: Whether these are all.
+        is_aliased: Whether the engine says so of all parameters.
         handed_hashes: Hash of each parameter that cannot be read back, as it was passed.
-        shared_names: Those whose storage is the trainer's by their addresses.
+        shared_names: Parameters whose storage is the trainer's by their addresses.
         engine_hashes, canary_difference, num_verified_bytes, num_unverifiable_bytes: Results of the
             checks; see `WeightSyncReport`.
         error: First failure; kept until all ranks can learn of it, because the others wait for this
@@ -147,6 +148,7 @@ class Transfer:
     num_bytes: int = 0
     num_buckets: int = 0
     num_payload_collectives: int = 0
+    num_resident_bytes: int = 0
     taken_names: frozenset[str] = frozenset()
     is_aliased: bool = False
     handed_hashes: dict[str, int] = field(default_factory=dict)
@@ -358,12 +360,8 @@ class WeightSync:
         pairs, rank_hashes = self._match(source)
         hashes, replica_hash = source_hashes(pairs, source, rank_hashes) if self.verify else ({}, 0)
         verify_seconds = time.perf_counter() - start_time if self.verify else 0.0
-        frozen = self._frozen_hashes(pairs, source)
-        sent = self._select(pairs, hashes, frozen)
         transfer = Transfer()
-        self._send(transfer, pairs, sent, source)
-        moved = {pair.name for pair in sent} | transfer.taken_names
-        transfer.attempt(lambda: check_untouched(transfer.taken_names, hashes, frozen))
+        self._send(transfer, pairs, hashes, source)
         if wake_cache is not None:
             transfer.attempt(wake_cache, even_after_error=True)
         if self.engine.runs_on_every_rank:
@@ -384,7 +382,7 @@ class WeightSync:
             num_bytes=transfer.num_bytes,
             num_buckets=transfer.num_buckets,
             num_payload_collectives=transfer.num_payload_collectives,
-            num_resident_bytes=_num_bytes([p for p in pairs if p.name not in moved]),
+            num_resident_bytes=transfer.num_resident_bytes,
             num_verified_bytes=transfer.num_verified_bytes,
             num_aliased_bytes=_num_bytes([p for p in pairs if p.name in transfer.shared_names]),
             num_unverifiable_bytes=transfer.num_unverifiable_bytes,
@@ -505,14 +503,19 @@ class WeightSync:
         self,
         transfer: Transfer,
         pairs: Sequence[PlannedParameter],
-        sent: Sequence[PlannedParameter],
+        hashes: Mapping[str, int],
         source: ParameterSource,
     ) -> None:
+        frozen = self._frozen_hashes(pairs, source)
+        sent = self._select(pairs, hashes, frozen)
         # If this update fails, nothing counts as resident at the next one.
         self._owner = None
         if self.allow_alias:
             transfer.taken_names = share_weights(self.engine, pairs, source)
             transfer.is_aliased = len(transfer.taken_names) == len(pairs)
+        transfer.attempt(lambda: check_untouched(transfer.taken_names, hashes, frozen))
+        moved = {pair.name for pair in sent} | transfer.taken_names
+        transfer.num_resident_bytes = _num_bytes([p for p in pairs if p.name not in moved])
         if not transfer.is_aliased:
             rest = [pair for pair in sent if pair.name not in transfer.taken_names]
             transfer.attempt(self.engine.begin_weight_update)

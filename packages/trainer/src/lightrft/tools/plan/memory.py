@@ -60,7 +60,8 @@ def resting(setup: Setup, model: Model) -> Iterator[MemoryTerm]:
         stored = c if config.use_mp_opt and c == 2 else FLOAT
         master = FLOAT if stored == 2 else 0
         on_host = config.fsdp_cpu_offload and setup.has_gpu
-        yield MemoryTerm("weights, sharded", stored * total / world, on_host)
+        weights = stored * trained + c * (total - trained)
+        yield MemoryTerm("weights, sharded", weights / world, on_host)
         moves = setup.has_gpu and config.adam_offload
         moments = moment_bytes(config.adam_8bit)
         yield MemoryTerm("Adam's states", (moments + master) * trained / world, on_host or moves)
@@ -621,20 +622,23 @@ def _sleeps(setup: Setup) -> bool:
     return setup.config.enable_engine_sleep and setup.has_server_engine
 
 
-def _shares_memory(setup: Setup) -> bool:
-    """Return whether the embedded engine uses the trainer's weights: whole, and of its dtype."""
-    config = setup.config
+def _num_engine_weights(setup: Setup) -> int:
+    """Return how many weights the engine holds; the embedded one, beside those of the trainer."""
+    config, actor = setup.config, setup.actor
     is_whole = setup.world_size == 1 or (not config.fsdp and config.zero_stage < 3)
-    is_alike = not config.fsdp or setup.compute_bytes == 4
-    return is_whole and is_alike and config.lora_rank == 0
+    if setup.has_server_engine or not is_whole:
+        return setup.actor_size.parameters + setup.num_apart
+    if config.lora_rank:
+        return setup.num_apart or setup.actor_size.num_layers * actor.layer
+    is_alike = not config.fsdp or setup.compute_bytes == FLOAT
+    return 0 if is_alike else actor.trained
 
 
 def _engine_weights(setup: Setup) -> Iterator[MemoryTerm]:
-    total = setup.compute_bytes * (setup.actor_size.parameters + setup.num_apart)
-    if setup.has_server_engine:
-        yield MemoryTerm("engine: weights", total / setup.config.engine_tp_size)
-    elif setup.engine and not _shares_memory(setup):  # else other ranks generate
-        yield MemoryTerm("engine: weights", total)
+    parts = setup.config.engine_tp_size if setup.has_server_engine else 1
+    num_bytes = setup.compute_bytes * _num_engine_weights(setup) / parts
+    if setup.engine and num_bytes:  # else other ranks generate
+        yield MemoryTerm("engine: weights", num_bytes)
 
 
 def _engine(setup: Setup) -> Iterator[MemoryTerm]:
@@ -662,7 +666,7 @@ def _waking(setup: Setup) -> Iterator[MemoryTerm]:
 def _buckets(setup: Setup) -> Iterator[MemoryTerm]:
     size = NUM_BUCKETS * setup.config.weight_bucket_mb * MEGABYTE
     total = setup.compute_bytes * setup.num_sent
-    if not _shares_memory(setup):
+    if setup.has_server_engine or _num_engine_weights(setup):
         yield MemoryTerm("buckets of weights", min(size, NUM_BUCKETS * total))
 
 
