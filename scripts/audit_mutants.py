@@ -450,7 +450,7 @@ class Bench:
 
     @staticmethod
     def reaches(mutant: Mutant, recorder: Recorder) -> bool:
-        """Whether the step runs the mutated line, or any of the module if it runs at import."""
+        """Return whether the step runs the mutated line, or the module if it runs at import."""
         return any(p == mutant.path and n in (mutant.lines or {n}) for p, n in recorder.lines)
 
     def steps_for(self, mutant: Mutant) -> list[int]:
@@ -470,7 +470,7 @@ class Bench:
         return steps
 
     def outcome(self, steps: list[int]) -> str:
-        """Whether some step raises, whether one changes, and whether its audit finds that."""
+        """Return what became of the steps: an error, a change, and whether the audit finds it."""
         gc.disable()
         found = "equivalent"
         for index in steps:
@@ -486,7 +486,7 @@ class Bench:
         return found
 
     def is_changed(self, index: int, run: Path) -> bool:
-        """Whether a loss, a gradient or the update differs by more than the tolerances."""
+        """Return whether a loss, a gradient or the update differs by more than the tolerances."""
         from lightrft.tools.audit.tolerances import TOLERANCES
 
         limits, whole, now = TOLERANCES["float32"], self.whole[index], self.result(run)

@@ -5,7 +5,7 @@ r"""Measures of prose, each of which is to be no worse than `accepted_words.toml
 
 vague_words: found, told, given and own as words or parts of names, in Python files of `packages`.
 noun_docstrings: docstrings of functions that begin with no verb: with an article, a pronoun, a
-    preposition, a question word or a number.
+    preposition, a question word or a number; of properties, with a question word.
 vague_parameters: parameters whose description begins with Of, Those, Whether these or The same.
 documented_words: words of README, docs and notebooks, without code, tables of options and metrics,
     and what `docs/generate.py` writes.
@@ -33,6 +33,7 @@ _NO_VERB = re.compile(
     r"|within|until|under|between|after|before|to|into|only|not|like|see)\b",
     re.IGNORECASE,
 )
+_QUESTION = re.compile(r"(who|whose|what|which|where|when|why|how|whether)\b", re.IGNORECASE)
 _PARAMETER = re.compile(r"^ +\w[\w, *]*: (?:Of|Those|Whether these|The same)\b", re.MULTILINE)
 _GENERATED = re.compile(r"<!-- written by docs/generate.py -->.*?<!-- end -->", re.DOTALL)
 _CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -58,8 +59,9 @@ def code_places(root: Path) -> dict[str, list[str]]:
             docstring = ast.get_docstring(node) or ""
             place = f"{path}:{getattr(node, 'lineno', 1)}"
             parameters += [place for _ in _PARAMETER.findall(docstring)]
-            if isinstance(node, _Function) and not _is_attribute(node):
-                nouns += [f"{place} {node.name}"] if _NO_VERB.match(docstring) else []
+            if isinstance(node, _Function):
+                wrong = _QUESTION if _is_attribute(node) else _NO_VERB
+                nouns += [f"{place} {node.name}"] if wrong.match(docstring) else []
     return {"vague_words": vague, "noun_docstrings": nouns, "vague_parameters": parameters}
 
 

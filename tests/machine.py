@@ -42,7 +42,7 @@ def seconds(nominal):
 
 
 def wait_until(condition, nominal=60.0):
-    """Whether the condition came true in time."""
+    """Return whether the condition came true in time."""
     limit = time.monotonic() + seconds(nominal)
     while not condition():
         if time.monotonic() > limit:

@@ -43,7 +43,9 @@ def test_words_docstrings_and_parameters_are_counted(tmp_path):
     dialect = PLAIN.replace("Return the number of", "The number of given").replace(
         "rows: Rows", "rows: Of own rows, those"
     )
-    worse = values(tmp_path, dialect.replace("return", "found_rows = 1\n    return"))
+    dialect = dialect.replace("return", "found_rows = 1\n    return")
+    asks = '@property\ndef is_empty(rows):\n    """Whether there are none."""\n'
+    worse = values(tmp_path, dialect + asks)
     assert worse["vague_words"] == 3
-    assert worse["noun_docstrings"] == 1
+    assert worse["noun_docstrings"] == 2
     assert worse["vague_parameters"] == 1

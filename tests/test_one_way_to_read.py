@@ -64,7 +64,7 @@ REASONS = {BYTES, HASHED, KERNEL, PACKAGE, PROGRAM, OWN, TRAINED, "the reader it
 
 
 def opens_to_read(call):
-    """Whether a call is `open(path)` or `path.open()` in a mode that reads."""
+    """Return whether a call is `open(path)` or `path.open()` in a mode that reads."""
     text, given = ast.unparse(call.func), call.args
     if text == "open":
         given = given[1:]
@@ -76,7 +76,7 @@ def opens_to_read(call):
 
 
 def is_guarded(call):
-    """Whether a file is asked for by `regular_file`, so that no pipe is waited for."""
+    """Return whether a file is asked for by `regular_file`, so that no pipe is waited for."""
     is_method = is_whole(call) or ast.unparse(call.func).endswith(".open")
     path = call.func.value if is_method else call.args[0]
     return isinstance(path, ast.Call) and ast.unparse(path.func) == "regular_file"
@@ -87,7 +87,7 @@ def is_whole(call):
 
 
 def is_read(call):
-    """Whether a call reads a file in another way."""
+    """Return whether a call reads a file in another way."""
     text = ast.unparse(call.func)
     name = text.rpartition(".")[2]
     return is_whole(call) or bool({text, name} & PARSING) or opens_to_read(call)

@@ -41,14 +41,14 @@ def test_what_follows_a_turn_is_what_environments_append(name):
     for text in TEXTS:
         for last in (turn, [*turn, tokenizer.eos_token_id]):
             if as_tool:
-                found = chat.suffix(last, [CALL], [result(text)])
+                appended = chat.suffix(last, [CALL], [result(text)])
                 expected = suffix.after(last, [text])
-                assert found.token_ids == expected.token_ids
-                assert found.text_spans == expected.text_spans
-            found = chat.suffix(last, [], [{"role": "user", "content": text}])
+                assert appended.token_ids == expected.token_ids
+                assert appended.text_spans == expected.text_spans
+            appended = chat.suffix(last, [], [{"role": "user", "content": text}])
             expected = other.after(last, [text])
-            assert found.token_ids == expected.token_ids
-            assert found.text_spans == expected.text_spans
+            assert appended.token_ids == expected.token_ids
+            assert appended.text_spans == expected.text_spans
 
 
 def test_special_tokens_without_a_role_end_turns_in_every_stage():

@@ -35,7 +35,7 @@ def trained_by(strategy, model, **options):
 
 
 def resumed(strategy, ready, folder, steps):
-    """Whether a fresh actor goes on from a checkpoint as this one goes on from there."""
+    """Return whether a fresh actor goes on from a checkpoint as this one goes on from there."""
     strategy.save_ckpt(ready.model, folder, optimizer=ready.optimizer)
     expected = train(strategy, ready, steps)
     with make("fsdp2", bf16=strategy.config.bf16, use_mp_opt=strategy.config.use_mp_opt) as other:

@@ -72,7 +72,7 @@ class World:
         return copies(self.actor)
 
     def is_unmoved(self, before):
-        """Whether every weight of the actor is still the same."""
+        """Return whether every weight of the actor is still the same."""
         return all(value.equal(before[name]) for name, value in self.weights().items())
 
     def state_dict(self):

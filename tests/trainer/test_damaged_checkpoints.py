@@ -139,7 +139,7 @@ def damage(path, dice, folder):
 
 
 def says_the_same(path, before):
-    """Whether a file says what it said; of a manifest, whatever its spaces are."""
+    """Return whether a file says what it said; of a manifest, whatever its spaces are."""
     if path.is_symlink() or not path.is_file():
         return False
     now = path.read_bytes()

@@ -79,7 +79,7 @@ def deadline(config):
 
 
 def console(config):
-    """Whether the first step gets a line."""
+    """Return whether the first step gets a line."""
     with redirect_stdout(StringIO()) as text, ExitStack() as stack:
         open_console(config, stack).log(1, {"reward": 1.0})
     return text.getvalue().count("reward")

@@ -160,7 +160,7 @@ def events(options, step, rank, since=0):
 
 
 def is_inside(options, step, ranks, since):
-    """Whether episodes of some rank have begun and not ended."""
+    """Return whether episodes of some rank have begun and not ended."""
     seen = [events(options, step, rank, since) for rank in ranks]
     return any(count(own, "end") < count(own, "reset") for own in seen)
 

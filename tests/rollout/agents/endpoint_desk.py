@@ -90,7 +90,7 @@ class Desk:
         return httpx.post(self.endpoint.server.address + path, json=body, headers=headers)
 
     def serves(self):
-        """Whether a call is answered; it may be refused while others' ends are not known yet."""
+        """Return whether a call is answered; it may be refused while others still end."""
         with contextlib.suppress(httpx.HTTPError):
             return self.post().status_code == 200
 

@@ -61,7 +61,7 @@ def setup_of(size, *, engine="hf", **options):
 
 
 def close(predicted, measured, tolerance):
-    """Whether they agree; and a term that is off by half would not."""
+    """Return whether they agree; and a term that is off by half would not."""
     off = [abs(factor * predicted / measured - 1) <= tolerance for factor in (1.0, 0.5, 1.5)]
     assert off == [True, False, False], predicted / measured
 

@@ -375,7 +375,7 @@ class RolloutEngine(ABC):
 
     @property
     def weights_were_dropped(self) -> bool:
-        """Whether some parameter holds no weights, or no update was ever sent."""
+        """Return whether some parameter holds no weights, or no update was ever sent."""
         return self.weights_version < 0 or bool(self.weights.unwritten)
 
     def parameter_manifest(self) -> tuple[EngineParameter, ...]:

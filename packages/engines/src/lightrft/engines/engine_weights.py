@@ -47,7 +47,7 @@ class EngineWeights(ABC):
 
     @property
     def is_open(self) -> bool:
-        """Whether an update has begun and is not finished."""
+        """Return whether an update has begun and is not finished."""
         return self._phase == "open"
 
     def begin(self) -> None:

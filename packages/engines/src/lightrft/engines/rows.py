@@ -67,7 +67,7 @@ class Limits:
 
     @property
     def is_padded(self) -> bool:
-        """Whether the output projection has rows that are no tokens."""
+        """Return whether the output projection has rows that are no tokens."""
         return self.num_rows > self.vocab_size
 
 

@@ -91,12 +91,12 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken (temperature 0)."""
+        """Return whether the most likely token is taken (temperature 0)."""
         return self.temperature == 0
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens are excluded before a token is drawn."""
+        """Return whether some tokens are excluded before a token is drawn."""
         return not self.is_greedy and (self.top_p < 1 or self.top_k != -1 or self.min_p > 0)
 
     @property
@@ -130,7 +130,7 @@ class MultiModalInputs:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no media."""
+        """Return whether there are no media."""
         return not any(self.by_kind.values())
 
 
@@ -206,7 +206,7 @@ class Completion:
 
     @property
     def is_sampled(self) -> tuple[bool, ...]:
-        """Whether each token after the prompt was sampled."""
+        """Return whether each token after the prompt was sampled."""
         return (True,) * len(self.output_token_ids) if self.sampled is None else self.sampled
 
     @property

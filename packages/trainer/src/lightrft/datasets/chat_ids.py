@@ -145,7 +145,7 @@ class ChatIds:
 
     @cached_property
     def _ends(self) -> dict[bool, TurnEnd]:
-        """How turns end: False without calls, True with calls."""
+        """Ends of turns, by whether they have calls."""
         end = self.end_of_turn
         ends = TurnEnd(end, self._end_in_history())
         try:
@@ -199,7 +199,7 @@ class ChatIds:
 
     @property
     def ends_otherwise(self) -> bool:
-        """Whether a turn before others ends in another token than the last one (gpt-oss)."""
+        """Return whether a turn before others ends in another token than the last one (gpt-oss)."""
         return any(
             each.token is not None and self._names.get(each.text) != each.token
             for each in self._ends.values()

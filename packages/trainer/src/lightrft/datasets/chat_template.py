@@ -20,7 +20,7 @@ from lightrft.engines.text import Tokenizer
 
 # Nine letters and digits: Mistral's templates require such ids of calls.
 _MARK = "Qmark7Zab"
-# An assistant's message with calls, some parts of which templates drop.
+# Name for an assistant's message with calls, of which templates drop other parts.
 _CALLER = "assistant with calls"
 _REMEDY = "give a template that writes them (--chat_template FILE), or leave them out of the rows"
 
@@ -55,11 +55,11 @@ class ChatTemplate:
             RenderingError: The template refuses them.
         """
 
-        def apply(given: Sequence[Message]) -> str:
-            shown = self._renderer.apply_chat_template(
-                list(given), tools=list(tools) or None, tokenize=False, add_generation_prompt=asks
+        def apply(shown: Sequence[Message]) -> str:
+            text = self._renderer.apply_chat_template(
+                list(shown), tools=list(tools) or None, tokenize=False, add_generation_prompt=asks
             )
-            return cast("str", shown)
+            return cast("str", text)
 
         try:
             return self.apply(apply, messages)

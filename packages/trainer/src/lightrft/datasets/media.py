@@ -363,7 +363,7 @@ class VisionPrompts:
 
     @property
     def shows_row_tools(self) -> bool:
-        """Whether prompts show the tools of their rows, not those of an environment."""
+        """Return whether prompts show the tools of their rows, not those of an environment."""
         return self._chat is None
 
     def for_row(self, columns: Mapping[str, object]) -> Tokenizer:

@@ -61,7 +61,7 @@ class PreferencePair:
 
     @property
     def labels(self) -> tuple[bool, ...]:
-        """Whether each answer is the good one."""
+        """Return whether each answer is the good one."""
         return True, False
 
 
@@ -79,7 +79,7 @@ class LabelledAnswer:
 
     @property
     def labels(self) -> tuple[bool, ...]:
-        """Whether it is a good one."""
+        """Return whether it is a good one."""
         return (self.is_good,)
 
 

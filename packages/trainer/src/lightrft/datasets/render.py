@@ -37,7 +37,7 @@ class RowTokenizer(Tokenizer, Protocol):
 
     @property
     def shows_row_tools(self) -> bool:
-        """Whether it shows the tools of a row, not those of its environment."""
+        """Return whether it shows the tools of a row, not those of its environment."""
         ...
 
     def for_row(self, columns: Mapping[str, object]) -> Tokenizer:

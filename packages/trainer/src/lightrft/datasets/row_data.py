@@ -49,7 +49,7 @@ class RowData(Dataset[int], Generic[_Item_co]):
 
     @property
     def is_paired(self) -> bool:
-        """Whether the rows of an item are compared with each other."""
+        """Return whether the rows of an item are compared with each other."""
         return len(self.rows[0].rows) > 1
 
 

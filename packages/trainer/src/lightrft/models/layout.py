@@ -263,7 +263,7 @@ class LayoutPolicy:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the forward pass sees a stream."""
+        """Return whether the forward pass sees a stream."""
         return self.packs_samples or self.sp_group is not None
 
     @property

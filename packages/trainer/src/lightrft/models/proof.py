@@ -120,7 +120,7 @@ class Proof:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the model's plain pass gives finite numbers, so that a proof is possible."""
+        """Return whether the model's plain pass gives finite numbers, which a proof needs."""
         is_finite = all(bool(row.isfinite().all()) for row in self.expected)
         return self._agreed(0.0 if is_finite else 1.0) == 0.0
 

@@ -217,7 +217,7 @@ class RewardModel(SequenceModel):
 
     @property
     def is_beside(self) -> bool:
-        """Whether the head lies beside the transformers model, not in it."""
+        """Return whether the head lies beside the transformers model, not in it."""
         return HEAD in self._modules
 
     @property

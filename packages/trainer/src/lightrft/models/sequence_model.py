@@ -64,7 +64,7 @@ class SequenceModel(nn.Module):
 
     @cached_property
     def reads_media(self) -> bool:
-        """Whether rows may have images or videos."""
+        """Return whether rows may have images or videos."""
         return family_of(self.config) is not None
 
     def lay_out(
@@ -94,7 +94,7 @@ class SequenceModel(nn.Module):
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """Whether some layer recomputes its activations in the backward pass."""
+        """Return whether some layer recomputes its activations in the backward pass."""
         return any(getattr(layer, "gradient_checkpointing", False) for layer in self.modules())
 
     def pack_samples(self, is_packed: bool = True) -> None:

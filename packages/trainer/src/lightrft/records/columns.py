@@ -74,12 +74,12 @@ class Column:
 
     @property
     def is_padded(self) -> bool:
-        """Whether it becomes a [batch, seq] tensor."""
+        """Return whether it becomes a [batch, seq] tensor."""
         return self.level in ("token", "response token")
 
     @property
     def is_rare(self) -> bool:
-        """Whether most rows hold only zeros of it."""
+        """Return whether most rows hold only zeros of it."""
         return bool(self.sent_where) and self.sent_where == self.implied
 
     def read(self, scored: Sequence[ScoredRollout]) -> Values:

@@ -95,7 +95,7 @@ class SampleEntry:
 
     @property
     def is_masked(self) -> bool:
-        """Whether it is left out of the loss."""
+        """Return whether it is left out of the loss."""
         return self.has_failed or self.is_filler or self.lacks_baseline
 
     @property

@@ -171,7 +171,7 @@ class RunConsole:
 
     @property
     def is_live(self) -> bool:
-        """Whether there is a bar."""
+        """Return whether there is a bar."""
         return isinstance(self._screen, TerminalScreen)
 
     def close(self) -> None:

@@ -90,7 +90,7 @@ class CombinedReward:
 
     @property
     def needs_labels(self) -> bool:
-        """Whether one of the functions needs labels."""
+        """Return whether one of the functions needs labels."""
         return any(function.needs_labels for function in self.functions)
 
     def score(

@@ -269,7 +269,7 @@ class WorkerProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a worker to call."""
+        """Return whether there is a worker to call."""
         return self._started is not None and self._started.process.poll() is None
 
     def start(self, *, seconds: float | None = None) -> object:

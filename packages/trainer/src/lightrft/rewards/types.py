@@ -70,7 +70,7 @@ class RewardFunction(Protocol):
 
     @property
     def needs_labels(self) -> bool:
-        """Whether every row must have a label."""
+        """Return whether every row must have a label."""
         ...
 
     def score(

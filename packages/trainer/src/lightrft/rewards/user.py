@@ -64,7 +64,7 @@ class Signature:
 
     @property
     def takes_all(self) -> bool:
-        """Whether it has `**keywords`."""
+        """Return whether it has `**keywords`."""
         return bool(self.of_kind("VAR_KEYWORD"))
 
 
@@ -280,7 +280,7 @@ class UserReward(FunctionReward):
 
     @property
     def needs_labels(self) -> bool:  # type: ignore[override]
-        """Whether `labels` or the label's column is a parameter without a default."""
+        """Return whether `labels` or the label's column is a parameter without a default."""
         asked = self._signature.by_keyword
         return any(asked.get(name or "", False) for name in ("labels", self._label_key))
 

@@ -80,7 +80,7 @@ class GroupScorer:
 
     @property
     def overlaps(self) -> bool:
-        """Whether `add` starts a call."""
+        """Return whether `add` starts a call."""
         return self._num_threads > 0
 
     def add(self, group: Sequence[Rollout]) -> None:

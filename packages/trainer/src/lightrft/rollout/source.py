@@ -150,7 +150,7 @@ class Selection:
 
     @property
     def is_empty(self) -> bool:
-        """Whether every group is constant, so that there is nothing to train on."""
+        """Return whether every group is constant, so that there is nothing to train on."""
         return bool(self.is_filler.all())
 
 
@@ -212,7 +212,7 @@ class Samples:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether no sample has a reward."""
+        """Return whether no sample has a reward."""
         if self.selection is not None:
             return not self.selection.num_scored
         return bool(self.table.is_masked.all())

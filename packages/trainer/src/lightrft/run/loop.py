@@ -386,7 +386,7 @@ class Loop(Generic[Batch]):
 
     @property
     def _sync_verifies(self) -> bool:
-        """Whether every update is followed by a weight sync that reads all weights."""
+        """Return whether every update is followed by a weight sync that reads all weights."""
         return self.stage.syncs_engine and self.stage.config.verify_weight_sync
 
     @contextmanager

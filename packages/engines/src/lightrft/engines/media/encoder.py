@@ -56,7 +56,7 @@ class PromptEncoder:
 
     @cached_property
     def _nests(self) -> bool:
-        """Whether the processor takes a list of images for each prompt; else one of them all."""
+        """Return whether the processor takes images by prompt, not in one list."""
         if self.family.inputs is None:
             return True
         text, media = self._blank("image", 1)
@@ -80,7 +80,7 @@ class PromptEncoder:
 
     @cached_property
     def _splits(self) -> bool:
-        """Whether one call for two prompts, whose pictures differ in size, gives what two give."""
+        """Return whether a call for pictures of two sizes gives what two calls give."""
         (kind, *_) = self.family.kinds
         prompts = [self._blank(kind, 1, size) for size in (_SQUARE, _WIDE)]
         together: list[EncodedPrompt] = []
@@ -94,7 +94,7 @@ class PromptEncoder:
 
     @cached_property
     def hindrance(self) -> str:
-        """Why the processor is not one of its family, by encoding one and two images; "" if it is.
+        """Reason why the processor is not its family's, by encoding images; "" if it is.
 
         Families with a row are not tried: their processors are known.
         """

@@ -280,7 +280,7 @@ class RowMedia:
 
     @property
     def is_empty(self) -> bool:
-        """Whether neither these rows nor those of other ranks have media."""
+        """Return whether neither these rows nor those of other ranks have media."""
         return not self.kinds and not self.present
 
     def __getitem__(self, rows: slice) -> Self:

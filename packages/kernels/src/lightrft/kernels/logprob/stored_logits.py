@@ -41,7 +41,7 @@ class LayerGradients(NamedTuple):
 
     @property
     def are_needed(self) -> bool:
-        """Whether any gradient is needed."""
+        """Return whether any gradient is needed."""
         return any(gradient is not None for gradient in self)
 
 

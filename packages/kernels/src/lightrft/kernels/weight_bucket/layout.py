@@ -100,7 +100,7 @@ class Segment:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the segment holds its whole tensor."""
+        """Return whether the segment holds its whole tensor."""
         return self.numel == math.prod(self.shape)
 
 
@@ -148,7 +148,7 @@ class WeightPiece:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the piece holds every element of its tensor."""
+        """Return whether the piece holds every element of its tensor."""
         return self.start == 0 and self.tensor.numel() == math.prod(self.shape)
 
 

@@ -506,7 +506,7 @@ class LearningOptions(
 
     @property
     def asks_policy_first(self) -> bool:
-        """Whether an option needs the policy's logprobs before an update computes them.
+        """Return whether an option needs the policy's logprobs before an update computes them.
 
         A KL term in the rewards needs them as well.
         """

@@ -85,7 +85,7 @@ class TruncationOptions(DrawOptions):
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens cannot be drawn."""
+        """Return whether some tokens cannot be drawn."""
         return self.top_p < 1 or self.top_k != -1 or self.min_p > 0
 
 
@@ -580,7 +580,7 @@ class ScoringOptions(
 
     @property
     def has_rewards(self) -> bool:
-        """Whether the options name something that scores responses."""
+        """Return whether the options name something that scores responses."""
         scored = (self.reward_fn, self.remote_rm_url, self.reward_pretrain)
         named = (*scored, self.environment, self.has_agent)
         return any(map(bool, named))

@@ -167,7 +167,7 @@ class _Made:
 
     @property
     def is_stack(self) -> bool:
-        """Whether a row is made of one source of each kind, as with experts."""
+        """Return whether a row is made of one source of each kind, as with experts."""
         from transformers.core_model_loading import Concatenate, MergeModulelist
 
         first, *others = self.converter.operations

@@ -168,7 +168,7 @@ class DistributedContext:
 
     @property
     def has_gpu(self) -> bool:
-        """Whether this rank computes on a GPU."""
+        """Return whether this rank computes on a GPU."""
         return self.device.type == "cuda"
 
     @property

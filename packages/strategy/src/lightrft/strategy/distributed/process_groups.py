@@ -45,7 +45,7 @@ class Side:
 
     @property
     def generates(self) -> bool:
-        """Whether this process only generates."""
+        """Return whether this process only generates."""
         return self.launch_rank >= self.num_training
 
     @property

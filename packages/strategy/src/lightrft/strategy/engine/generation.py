@@ -319,7 +319,7 @@ class PromptBatch:
 
     @property
     def is_multimodal(self) -> bool:
-        """Whether this rank has any image or video."""
+        """Return whether this rank has any image or video."""
         return has_media(self.images) or has_media(self.videos)
 
     def __len__(self) -> int:

@@ -167,7 +167,7 @@ class EngineSession:
 
     @property
     def shares_engine(self) -> bool:
-        """Whether this rank's engine spans several ranks, which then generate together."""
+        """Return whether this rank's engine spans several ranks, which then generate together."""
         return (
             self._engine is not None
             and group_size(self.context.engine_group) > 1

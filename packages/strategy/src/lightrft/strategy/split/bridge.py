@@ -130,7 +130,7 @@ class Bridge:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first rank of its side."""
+        """Return whether this is the first rank of its side."""
         return self.side.rank == 0
 
     def asked_to_stop(self, own: Callable[[], bool]) -> bool:

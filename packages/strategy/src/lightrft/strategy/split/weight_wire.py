@@ -123,7 +123,7 @@ class _WireSlot:
 
     @property
     def is_staged(self) -> bool:
-        """Whether bytes stop in the host's memory on their way."""
+        """Return whether bytes stop in the host's memory on their way."""
         return self.moved is not self.full
 
 

@@ -64,7 +64,7 @@ class SourceParameter:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks hold different ranges."""
+        """Return whether ranks hold different ranges."""
         return len(self.shards) > 1
 
     def range_on(self, rank: int) -> FlatRange:

@@ -81,7 +81,7 @@ class WaitingCall:
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody waits for the answer any more."""
+        """Return whether nobody waits for the answer any more."""
         return self.future.done()
 
     def resolve(self, found: Sequence[CalledTurn] | HttpError) -> None:

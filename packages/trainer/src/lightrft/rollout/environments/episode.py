@@ -82,7 +82,7 @@ class Episode(Transcript):
 
     @property
     def may_sample(self) -> bool:
-        """Whether it goes on for now."""
+        """Return whether it goes on for now."""
         is_free = self.is_open and not self.is_late
         return is_free and (self.max_sampled is None or self.num_sampled < self.max_sampled)
 
@@ -93,12 +93,12 @@ class Episode(Transcript):
 
     @property
     def is_unanswered(self) -> bool:
-        """Whether the last turn is complete, and not yet parsed for calls."""
+        """Return whether the last turn is complete, and not yet parsed for calls."""
         return self.is_open and not self.is_cut and len(self.answers) < self.num_turns
 
     @property
     def is_answered(self) -> bool:
-        """Whether the calls of the last turn are answered and not yet appended."""
+        """Return whether the calls of the last turn are answered and not yet appended."""
         is_so = self.is_open and 0 < self.num_turns == len(self.answers)
         return is_so and not self.segments[-1].observation
 

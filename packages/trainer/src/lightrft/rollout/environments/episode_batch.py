@@ -60,7 +60,7 @@ class EpisodeWork:
 
     @property
     def is_kept(self) -> bool:
-        """Whether environments are kept, because reward functions read them."""
+        """Return whether environments are kept, because reward functions read them."""
         function = self.parts.reward_function
         return isinstance(function, ReadsEnvironments) and function.reads_environments
 

@@ -60,7 +60,7 @@ class ParityReport:
 
     @property
     def holds(self) -> bool:
-        """Whether the differences are within the limits; NaN is not."""
+        """Return whether the differences are within the limits; NaN is not."""
         if self.worst is None:
             return True
         return self.mean <= self.limits.mean and self.worst.difference <= self.limits.largest

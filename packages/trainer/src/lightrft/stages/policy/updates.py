@@ -240,7 +240,7 @@ class PolicyUpdate:
 
     @property
     def follows_policy(self) -> bool:
-        """Whether corrections compare the policy of each forward pass."""
+        """Return whether corrections compare the policy of each forward pass."""
         return any(term.follows_policy for term in self.corrections)
 
     def _corrects_in_pass(self, batch: ExperienceBatch) -> bool:

@@ -41,17 +41,17 @@ class PreferenceLoss:
 
     @property
     def uses_reference(self) -> bool:
-        """Whether a loss reads logprobs of the reference."""
+        """Return whether a loss reads logprobs of the reference."""
         return any(term.traits.uses_reference for term in self.terms)
 
     @property
     def couples_pairs(self) -> bool:
-        """Whether the loss of a pair depends on the others."""
+        """Return whether the loss of a pair depends on the others."""
         return any(term.traits.couples_pairs for term in self.terms)
 
     @property
     def uses_kl(self) -> bool:
-        """Whether a loss reads the log-ratio of answers to other prompts."""
+        """Return whether a loss reads the log-ratio of answers to other prompts."""
         return any(term.traits.uses_kl for term in self.terms)
 
     def share(self, sums: PreferenceSums, counts: tuple[int, int]) -> Tensor:

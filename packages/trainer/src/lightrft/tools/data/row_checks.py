@@ -67,7 +67,7 @@ class RowCheck(Generic[Made]):
 
     @property
     def made(self) -> list[Made]:
-        """What a run trains on."""
+        """Rows as a run trains on them."""
         return [made for _, made in self.rows]
 
     @property

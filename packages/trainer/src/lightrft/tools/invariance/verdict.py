@@ -44,7 +44,7 @@ class CompileVerdict:
 
     @property
     def is_faster(self) -> bool:
-        """Whether a run would gain, and compute the same."""
+        """Return whether a run would gain, and compute the same."""
         return not self.problem and self.eager_seconds >= MIN_GAIN * self.compiled_seconds > 0
 
     def __str__(self) -> str:

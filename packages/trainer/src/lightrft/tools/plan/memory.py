@@ -472,13 +472,13 @@ class MemoryPlan:
 
     @property
     def passes_fit(self) -> bool:
-        """Whether the phases that depend on micro-batches fit, though predictions err."""
+        """Return whether the phases that depend on micro-batches fit, though predictions err."""
         needs = (each.device_bytes for each in self.phases if each.name in ("score", "train"))
         return self.tolerance * max(needs) <= self.usable_bytes
 
     @property
     def is_traced(self) -> bool:
-        """Whether such updates were traced on a device; ZeRO in bfloat16 was on CPUs alone."""
+        """Return whether such updates were traced on a device; ZeRO in bfloat16 was not."""
         setup = self.setup
         return setup.config.fsdp or setup.compute_bytes == FLOAT or not setup.has_gpu
 
@@ -499,7 +499,7 @@ class MemoryPlan:
 
     @property
     def problems(self) -> list[str]:
-        """What does not fit: a phase in the device or the host, or the engine in its share."""
+        """Phases that do not fit the device or the host, and an engine above its share."""
         worst, problems = self.worst, []
         if worst.device_bytes > self.usable_bytes:
             problems.append(
@@ -518,7 +518,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether nothing is too large: the answer of plan, advice and a run's start."""
+        """Return whether nothing is too large: the answer of plan, advice and a run's start."""
         return not self.problems
 
 

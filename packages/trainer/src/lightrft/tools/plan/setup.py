@@ -50,7 +50,7 @@ class Model:
 
     @property
     def trains_all(self) -> bool:
-        """Whether the text model itself gets gradients, not adapters."""
+        """Return whether the text model itself gets gradients, not adapters."""
         return self.trained > 0 and self.adapters == 0
 
     @property
@@ -66,7 +66,7 @@ class Model:
 
     @property
     def has_own_head(self) -> bool:
-        """Whether the output projection is a unit of FSDP2; see `strategy.fsdp2.find_ends`."""
+        """Return whether the output projection is a unit of FSDP2; see `fsdp2.find_ends`."""
         return self.scores_tokens and not self.size.is_tied and self.size.vision is None
 
     @property
@@ -125,7 +125,7 @@ class Setup:
 
     @property
     def rolls_out(self) -> bool:
-        """Whether an engine samples what is trained on."""
+        """Return whether an engine samples what is trained on."""
         return self.stage == "policy"
 
     @cached_property
@@ -135,7 +135,7 @@ class Setup:
 
     @property
     def freezes_tower(self) -> bool:
-        """Whether `freeze_prefix` keeps the vision tower as it is."""
+        """Return whether `freeze_prefix` keeps the vision tower as it is."""
         names = [start + tower for tower in TOWERS for start in ("", "model.")]
         return any(re.match(p, f"{n}.") for p in self.config.freeze_prefix for n in names)
 
@@ -198,7 +198,7 @@ class Setup:
 
     @property
     def has_server_engine(self) -> bool:
-        """Whether the engine has separate weights and a separate cache on the device."""
+        """Return whether the engine has separate weights and a separate cache on the device."""
         return bool(self.engine) and self.rolls_out and engine_facts(self.engine).has_own_memory
 
     @property
@@ -222,14 +222,14 @@ class Setup:
 
     @property
     def is_fused(self) -> bool:
-        """Whether the logits never exist as a whole."""
+        """Return whether the logits never exist as a whole."""
         if not self.rolls_out:
             return self.config.fused_linear_logprob is not False
         return self.config.fuses_logprob(has_gpu=self.has_gpu)
 
     @property
     def builds_on_meta(self) -> bool:
-        """Whether each rank reads only its rows of the files instead of the whole model."""
+        """Return whether each rank reads only its rows of the files instead of the whole model."""
         # A reward model has a head that is in no file.
         is_read = self.config.fsdp and self.stage != "reward"
         return is_read and self.config.builds_on_meta(

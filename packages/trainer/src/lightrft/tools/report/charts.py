@@ -40,7 +40,7 @@ class Chart:
 
     @property
     def is_zero(self) -> bool:
-        """Whether all values are 0."""
+        """Return whether all values are 0."""
         return all(value == 0 for points in self.series.values() for _, value in points)
 
     def as_json(self) -> dict[str, object]:

@@ -71,7 +71,7 @@ class Choice:
 
     @property
     def uses_threshold(self) -> bool:
-        """Whether the choice depends on the threshold."""
+        """Return whether the choice depends on the threshold."""
         return self.by_threshold or self.is_labelled
 
 

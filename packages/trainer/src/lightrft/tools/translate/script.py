@@ -58,7 +58,7 @@ class Script:
 
     @property
     def reads_messages(self) -> bool:
-        """Whether a reward looks at contents of messages: then the script's prompts are chats."""
+        """Return whether a reward reads contents of messages: then prompts are chats."""
         return any(text in self.reward_source for text in ("['content']", ".get('content'"))
 
 
