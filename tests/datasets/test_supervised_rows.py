@@ -125,10 +125,3 @@ def test_rows_without_a_match_are_left_out_and_counted(tmp_path):
         load(tmp_path, rows, train_on_regex="xx")
     with pytest.raises(ConfigError, match="train_on_regex: got '\\(', expected a regular"):
         load(tmp_path, rows, train_on_regex="(")
-
-
-def test_conversations_need_a_chat_template(tmp_path):
-    tokenizer = family_tokenizer()
-    tokenizer.chat_template = None
-    with pytest.raises(DataError, match="conversations need a chat template"):
-        load(tmp_path, [{"messages": CHAT}], tokenizer=tokenizer)
