@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tests.engines.fake_engine import FakeEngine
+from tests.models.planted_prefixes import SEEN
 from tests.records.exchange_cases import ThreadWorld, ledger_of
 
 from lightrft.datasets.types import Prompt
@@ -39,7 +40,7 @@ class OneRank:
         return parts
 
 
-def sampled_step(seed, num_rows=6):
+def sampled_step(seed, num_rows=6, group_size=1):
     """Responses of 1 to 3 turns that an engine really sampled, and what the step knows of them."""
     rng = np.random.default_rng(seed)
     engine = FakeEngine(EngineConfig("fake", "", options={"eos_token_id": -1}))
@@ -47,7 +48,9 @@ def sampled_step(seed, num_rows=6):
     items = []
     with engine.ledger.recording():
         for sample_id in range(num_rows):
-            prompt = tuple(rng.integers(0, VOCAB, rng.integers(1, 6)).tolist())
+            if sample_id % group_size == 0:
+                size = rng.integers(1, 6) * group_size
+                prompt = tuple(rng.integers(0, VOCAB, size).tolist())
             items.append(sampled_rollout(rng, engine, sample_id, prompt))
     results = [
         None if rng.random() < 0.15 else RewardResult(float(rng.normal()), {"a": 1.0, "b": i / 7})
@@ -95,6 +98,7 @@ def check(
     *,
     evidence=None,
     is_packed=False,
+    min_shared_tokens=None,
     change=lambda batch: batch,
     change_table=lambda table: table,
     temperature=1.0,
@@ -117,7 +121,7 @@ def check(
         table,
         evidence,
         (table, None),
-        policy=LayoutPolicy(packs_samples=is_packed),
+        policy=LayoutPolicy(is_packed, min_shared_tokens=min_shared_tokens),
         slices=[slice(0, half), slice(half, len(scored))],
         context=strategy,
     )
@@ -274,6 +278,19 @@ def test_bounds_and_scored_places_of_a_stream_are_checked(monkeypatch):
     monkeypatch.setattr(LayoutPolicy, "lay_out", shifted)
     with pytest.raises(LedgerError, match="scores other tokens than were sampled"):
         check(scored, strategy, evidence=evidence)
+
+
+@pytest.mark.parametrize("fault", SEEN)
+def test_rows_that_share_prefixes_are_checked_along_their_paths(fault, monkeypatch):
+    shared = {"is_packed": True, "min_shared_tokens": 1}
+    for seed in range(6):
+        scored, strategy = sampled_step(seed, num_rows=16, group_size=4)
+        evidence = evidence_of(scored, strategy)
+        check(scored, strategy, evidence=evidence, **shared)
+        with monkeypatch.context() as patch:
+            SEEN[fault](patch)
+            with pytest.raises(LedgerError, match=r"positions differ|laid-out ids differ"):
+                check(scored, strategy, evidence=evidence, **shared)
 
 
 @pytest.mark.parametrize("name", ["token_ids", "response_mask", "rollout_logprobs", "sample_ids"])

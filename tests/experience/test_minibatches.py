@@ -23,6 +23,31 @@ def test_tokens_are_balanced_better_than_by_dealing_in_order():
     assert spreads["snake"] < 0.5 * spreads["in order"]
 
 
+def in_groups(lengths, groups, world_size, size):
+    return plan_minibatches(
+        lengths, train_batch_size=size, world_size=world_size, seed=0, step=0, groups=groups
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_groups_stay_together_in_the_same_batches_with_even_loads(world_size):
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(16), 8)
+    prompts, responses = rng.integers(20, 400, 16), rng.integers(1, 200, 128)
+    lengths = prompts[groups] + responses
+    for size in (128, 64):
+        plain = plan(lengths, world_size, train_batch_size=size)
+        kept = in_groups(lengths, groups, world_size, size)
+        for before, after in zip(plain.rows, kept.rows, strict=True):
+            assert sorted(sum(before, ())) == sorted(sum(after, ()))
+            assert {len(share) for share in after} == {size // world_size}
+            runs = [sum(np.diff(groups[list(share)]) != 0) + 1 for share in after]
+            present = len(np.unique(groups[list(sum(after, ()))]))
+            assert sum(runs) <= present + world_size - 1
+            loads = [sum(lengths[list(share)]) for share in after]
+            assert max(loads) <= 1.5 * min(loads)
+
+
 def test_seed_and_step_change_the_permutation_and_nothing_else_does():
     lengths = [5] * 32
     first = plan(lengths, 2)

@@ -9,16 +9,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightrft.models import varlen
 
 
-def attended(query, key, value, offsets, scale, window, *, mixes=False):
+def attended(query, key, value, bounds, scale, window, *, mixes=False, is_top_left=False):
     pieces = []
-    bounds = [0, int(offsets[-1])] if mixes else offsets.tolist()
-    for start, stop in itertools.pairwise(bounds):
-        index = torch.arange(stop - start)
-        distance = index[:, None] - index[None, :]
+    queries, keys = ([0, int(b[-1])] if mixes else b.tolist() for b in bounds[:2])
+    spans = zip(itertools.pairwise(queries), itertools.pairwise(keys), strict=True)
+    for (start, stop), (first, last) in spans:
+        num_before = 0 if is_top_left else last - first - (stop - start)
+        distance = num_before + torch.arange(stop - start)[:, None] - torch.arange(last - first)
         mask = distance >= 0
         if window[0] >= 0:
             mask = mask & (distance <= window[0])
-        q, k, v = (x[start:stop].transpose(0, 1)[None] for x in (query, key, value))
+        q = query[start:stop].transpose(0, 1)[None]
+        k, v = (x[first:last].transpose(0, 1)[None] for x in (key, value))
         with sdpa_kernel(SDPBackend.MATH):
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, scale=scale, enable_gqa=True
@@ -31,7 +33,7 @@ def without_argument(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)
 ):
     """Torch 2.11's interface: grouped heads go on to the kernel, which takes them."""
-    return attended(query, key, value, cu_seq_q, scale, window_size)
+    return attended(query, key, value, (cu_seq_q, cu_seq_k), scale, window_size)
 
 
 def with_argument(
@@ -50,7 +52,12 @@ def with_argument(
     """Torch 2.13's."""
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError("Expect query and key/value to have the same number of heads")
-    return attended(query, key, value, cu_seq_q, scale, window_size)
+    return attended(query, key, value, (cu_seq_q, cu_seq_k), scale, window_size)
+
+
+def aligning_starts(query, key, value, *bounds, scale=None, window_size=(-1, -1)):
+    """A kernel whose first query sees the first key alone, whatever the number of keys."""
+    return attended(query, key, value, bounds, scale, window_size, is_top_left=True)
 
 
 def raising(query, key, value, *bounds, scale=None, window_size=(-1, -1)):
@@ -58,14 +65,14 @@ def raising(query, key, value, *bounds, scale=None, window_size=(-1, -1)):
     raise RuntimeError("Number of heads in key/value must be that of query\nin a long story")
 
 
-def mixing(query, key, value, cu_seq_q, *bounds, scale=None, window_size=(-1, -1)):
+def mixing(query, key, value, *bounds, scale=None, window_size=(-1, -1)):
     """A kernel that sees over the borders of sequences."""
-    return attended(query, key, value, cu_seq_q, scale, window_size, mixes=True)
+    return attended(query, key, value, bounds, scale, window_size, mixes=True)
 
 
-def losing_gradients(query, key, value, cu_seq_q, *bounds, scale=None, window_size=(-1, -1)):
+def losing_gradients(query, key, value, *bounds, scale=None, window_size=(-1, -1)):
     """A kernel whose backward pass forgets keys."""
-    return attended(query, key.detach() + 0 * key, value, cu_seq_q, scale, window_size)
+    return attended(query, key.detach() + 0 * key, value, bounds, scale, window_size)
 
 
 def plant(monkeypatch, kernel):

@@ -32,10 +32,10 @@ def called_by_sequence(model):
     return {type(layer).__name__ for layer in model.modules() if isinstance(layer, BySequence)}
 
 
-def step(actor):
-    """Return logprobs and gradients of a ragged batch."""
+def step(actor, rows=ROWS, mask=MASK):
+    """Return logprobs and gradients of a batch, ragged if no other."""
     actor.zero_grad()
-    logprobs = actor(ROWS, MASK).logprobs
+    logprobs = actor(rows, mask).logprobs
     (logprobs * torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)).sum().backward()
     gradients = [p.grad for p in actor.parameters() if p.grad is not None]
     return logprobs.detach(), torch.cat([gradient.flatten() for gradient in gradients])
@@ -82,6 +82,21 @@ def test_layers_whose_part_in_a_sum_is_below_rounding_are_seen_to_mix(model_type
         if "out" in name:
             value.mul_(0.1)
     assert called_by_sequence(packed(model))
+
+
+def test_rows_that_begin_alike_fork_the_state_of_their_prefix():
+    ids = torch.cat([ROWS[:1, :9].expand(3, -1), ROWS[:, 9:]], dim=1)
+    for model_type in ("qwen3_5_text", "lfm2"):
+        found = []
+        for is_shared in (False, True):
+            actor = packed(types.tiny_model(model_type).train())
+            actor.share_prefixes(2 if is_shared else None)
+            layout = actor.lay_out(ids, torch.ones_like(ids, dtype=torch.bool))
+            assert layout.input_ids.shape[1] == (9 + 3 * 5 if is_shared else ids.numel())
+            found.append(step(actor, ids, torch.ones_like(ids)))
+        (expected, gradient), (logprobs, shared) = found
+        assert torch.allclose(logprobs, expected, rtol=0, atol=1e-5)
+        assert (shared - gradient).norm() <= 1e-6 * gradient.norm()
 
 
 def test_a_copy_runs_its_own_layers():

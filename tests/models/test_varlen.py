@@ -31,6 +31,15 @@ def test_a_kernel_that_works_is_taken_whatever_its_signature(kernel, monkeypatch
     assert trial.packing.startswith("one kernel for all rows: varlen_attn, tried here with error ")
 
 
+def test_keys_before_the_first_query_are_tried_apart(monkeypatch):
+    shared = SHAPE._replace(has_prefixes=True)
+    kernels.plant(monkeypatch, kernels.with_argument)
+    assert try_kernel(shared).works
+    kernels.plant(monkeypatch, kernels.aligning_starts)
+    assert try_kernel(SHAPE).works
+    assert try_kernel(shared).finding.startswith("varlen_attn computes others than plain attention")
+
+
 @pytest.mark.parametrize("kernel", FAILING)
 def test_a_kernel_that_raises_or_computes_otherwise_is_left_alone(kernel, monkeypatch):
     kernels.plant(monkeypatch, getattr(kernels, kernel))
@@ -77,9 +86,11 @@ def test_where_no_kernel_can_be_nothing_is_tried(shape, reason, monkeypatch):
 
 def test_the_shape_of_a_model_is_that_of_its_heads():
     config = Qwen3Config(hidden_size=64, num_attention_heads=4, head_dim=48)
-    assert KernelShape.of_model(config, "cuda", bf16=True) == ("cuda", torch.bfloat16, 48, 48)
+    shape = KernelShape.of_model(config, "cuda", bf16=True)
+    assert shape == KernelShape("cuda", torch.bfloat16, 48, 48)
     latent = DeepseekV3Config(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-    assert KernelShape.of_model(latent, "cpu", bf16=False) == ("cpu", torch.float32, 192, 128)
+    shape = KernelShape.of_model(latent, "cpu", bf16=False)
+    assert shape == KernelShape("cpu", torch.float32, 192, 128)
 
 
 def test_recurrent_models_pad_whatever_the_kernel_does(monkeypatch):

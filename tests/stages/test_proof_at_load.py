@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from tests.engines.altered_engines import no_convolution
+from tests.models.planted_prefixes import SEEN
 from tests.models.tiny import SHAPE
 from tests.stages.reward import reward_world
 from tests.stages.stage_world import STILL
@@ -19,6 +20,7 @@ from lightrft.models import actor as actor_module, attention, loading, proof, re
 from lightrft.models.head_transform import HeadTransform
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.sequence_model import trunk_output
+from lightrft.models.shared_prefix import MIN_SHARED_TOKENS
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.weight_sync.verification import WeightSyncError
 from lightrft.tools.model_presets import byte_level_tokenizer, random_model, save_checked
@@ -250,6 +252,26 @@ def test_packing_by_the_machine_is_switched_off_and_said_in_a_line(capsys, monke
     assert not strategy.unwrap_model(stage.models.main.model).layout_policy.is_packed
     line = "packing_samples = false: Qwen3ForCausalLM mixes packed sequences: max |d log p|"
     assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fault", SEEN)
+def test_prefixes_are_not_shared_where_rows_would_be_mixed(fault, capsys, monkeypatch):
+    builder, items, options = CASES["sft"]
+    options = {**options, "packing_samples": True, "shared_prefix": "auto"}
+    strategy = get_fake_strategy(STILL)
+
+    def policy():
+        stage = builder(strategy, items, model=tiny("qwen3", {}), **options)
+        return strategy.unwrap_model(stage.models.main.model).layout_policy
+
+    assert policy().min_shared_tokens == MIN_SHARED_TOKENS
+    assert "shared_prefix" not in capsys.readouterr().out
+    SEEN[fault](monkeypatch)
+    refused = policy()
+    assert refused.is_packed
+    assert refused.min_shared_tokens is None
+    line = "shared_prefix = off: Qwen3ForCausalLM mixes rows that begin alike: max |d log p|"
+    assert capsys.readouterr().out.count(line) == 1
 
 
 def test_a_cache_that_loses_its_convolution_is_refused_before_the_first_step(

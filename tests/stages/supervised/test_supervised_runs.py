@@ -95,3 +95,18 @@ def test_the_way_through_attention_is_said_and_kept(
     assert said.startswith(f"attention: {line}")
     start = json.loads((tmp_path / "run/run.json").read_text())
     assert f"attention: {start['attention']}" == said
+
+
+@pytest.mark.parametrize("kernel", ["with_argument", "aligning_starts"])
+def test_prefixes_are_shared_where_the_kernel_of_packed_rows_takes_them(
+    tmp_path, models, capsys, monkeypatch, kernel
+):
+    planted_kernels.plant(monkeypatch, getattr(planted_kernels, kernel))
+    options = {"packing_samples": True, "bf16": True, "max_steps": 1, "shared_prefix": "auto"}
+    run("sft", models, write_rows(tmp_path), tmp_path / "run", **options)
+    lines = capsys.readouterr().out.splitlines()
+    (said,) = [text for text in lines if text.startswith("attention: ")]
+    is_shared = kernel == "with_argument"
+    assert said.endswith("; shared prefixes once") == is_shared
+    why = "shared_prefix = off: one call for each row would be slower: varlen_attn computes others"
+    assert sum(text.startswith(why) for text in lines) == (not is_shared)

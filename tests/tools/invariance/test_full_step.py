@@ -16,8 +16,11 @@ def score(responses):
 """
 PADDED = {}
 PACKED = {"packing_samples": True, "micro_batch_tokens": 70}
-ALONE = (PADDED, {"micro_train_batch_size": 4}, PACKED)
+SHARED = {"packing_samples": True, "micro_batch_tokens": 150, "shared_prefix": "auto"}
+ALONE = (PADDED, {"micro_train_batch_size": 4}, PACKED, SHARED)
 TWO = (
+    {**SHARED, "gradient_checkpointing": True, "fused_linear_logprob": True},
+    {"sp_size": 2, **SHARED},
     {**PACKED, "gradient_checkpointing": True},
     {"sp_size": 2, **PACKED, "fused_linear_logprob": True},
     {"fsdp": False, "zero_stage": 2, "sp_size": 2, "micro_train_batch_size": 4},
@@ -25,6 +28,7 @@ TWO = (
 FOUR = (
     PADDED,
     {"packing_samples": True},
+    {"fsdp": False, "zero_stage": 3, **SHARED},
     {"sp_size": 2, "micro_train_batch_size": 1},
     {"fsdp": False, "zero_stage": 3, "sp_size": 2, "packing_samples": True},
     {"sp_size": 4, "packing_samples": True},
@@ -89,7 +93,8 @@ def assert_same_step(folder, found, expected):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    rows = [{"prompt": f"say {'aeiou'[i % 5] * (1 + 3 * (i % 4))}"} for i in range(8)]
+    vowels = ["aeiou"[i % 5] * (1 + 3 * (i % 4)) for i in range(8)]
+    rows = [{"prompt": f"now please say {text}"} for text in vowels]
     folder = tiny_models(tmp_path_factory.mktemp("full_step"), "model")
     return write_inputs(folder, rows, reward=REWARD)
 

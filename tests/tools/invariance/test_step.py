@@ -12,6 +12,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.models.planted_prefixes import FAULTS as PREFIX_FAULTS, SEEN as SEEN_FAULTS
 from tests.pairwise import pairs_of, pairwise_cover
 from tests.ranks import run_multiprocess
 
@@ -54,6 +55,7 @@ OPTIONS = {
     "world_size": (1, 2, 4),
     "micro_batch_size": (1, 2, 4),
     "packs_samples": (False, True),
+    "shares_prefixes": (False, True),
     "sp_size": (1, 2),
     "recomputes": (False, True),
     "is_fused": (False, True),
@@ -67,6 +69,7 @@ OPTIONS = {
 PLAIN = {
     "model": "qwen3-tied",
     "packs_samples": False,
+    "shares_prefixes": False,
     "sp_size": 1,
     "recomputes": False,
     "is_fused": False,
@@ -85,6 +88,8 @@ def is_meaningful(choice):
         and not (choice["micro_batch_size"] == 4 and world_size // choice["sp_size"] == 4)
         and not (choice["role"] == "critic" and choice["is_fused"])
         and not (choice["loss_inside"] and not choice["is_fused"])
+        and not (choice["shares_prefixes"] and choice["micro_batch_size"] == 1)
+        and not (choice["shares_prefixes"] and not choice["packs_samples"])
         and not ((choice["bf16"] or choice["offloads"]) and not is_alike)
         and not (choice["keeps_masters"] and not (choice["bf16"] and backend in ("fsdp", "hsdp")))
     )
@@ -368,6 +373,17 @@ def test_planted_differences_are_caught(planted, caught, models, monkeypatch):
     assert caught <= set(found.above(FP32_BOUNDS))
 
 
+@pytest.mark.parametrize("fault", PREFIX_FAULTS)
+def test_planted_mistakes_of_shared_prefixes_are_caught(fault, models, monkeypatch):
+    cell = Cell(micro_batch_size=8, packs_samples=True, shares_prefixes=True)
+    work = [(cell, str(models / "qwen3"), str(models / "qwen3.actor"))]
+    assert not measure_cells(0, 1, work)[0].above(FP32_BOUNDS)
+    PREFIX_FAULTS[fault](monkeypatch)
+    found = set(measure_cells(0, 1, work)[0].above(FP32_BOUNDS))
+    assert {"gradient", "weights"} <= found
+    assert ("outputs" in found) == (fault in SEEN_FAULTS)
+
+
 def test_another_moment_is_a_violation(models):
     expected = load_file(models / "llama.critic.moments")
     planted = {n: v * (1 + 2e-5) if "exp_avg_sq" in n else v for n, v in expected.items()}
@@ -388,6 +404,7 @@ def test_the_doctor_tries_every_feature():
     for name, values in {
         "backend": {"fake", "fsdp", "zero2", "zero3"},
         "packs_samples": {False, True},
+        "shares_prefixes": {False, True},
         "sp_size": {1, 2},
         "recomputes": {False, True},
         "is_fused": {False, True},

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -368,37 +368,51 @@ def _check_layout(
     all_ids, all_positions = (
         each.flatten().cpu().numpy() for each in (layout.input_ids, layout.position_ids)
     )
-    starts, first = [row * mask.shape[1] for row in range(len(rows))], 0
-    if bounds is not None:
-        starts = [0, *accumulate(lengths)][: len(rows)]
-        first = 0 if bounds.group is None else dist.get_rank(bounds.group) * len(all_ids)
-        if list(bounds.offsets[: len(rows) + 1]) != [*starts, sum(lengths)]:
-            raise LedgerError("a packed stream does not end its sequences where rows end")
-    for row, start in zip(rows, starts, strict=True):
-        local = slice(max(0, start - first), max(0, start + len(row.token_ids) - first))
-        ids, positions = all_ids[local], all_positions[local]
-        skipped = max(0, first - start)
-        expected = slice(skipped, skipped + len(ids))
-        places = np.arange(expected.start, expected.stop, dtype=np.int64)
-        part_of = replace(row, turns=row.turns[: expected.stop])
-        _compare("laid-out ids", ids, row.token_ids[expected], part_of)
+    paths, first = _paths(layout, lengths), 0
+    if bounds is not None and bounds.group is not None:
+        first = dist.get_rank(bounds.group) * len(all_ids)
+    for row, path in zip(rows, paths, strict=True):
+        places = np.flatnonzero((path >= first) & (path < first + len(all_ids)))
+        ids, positions = (each[path[places] - first] for each in (all_ids, all_positions))
+        part_of = replace(row, turns=row.turns[places])
+        _compare("laid-out ids", ids, row.token_ids[places], part_of)
         _compare("positions", positions, places, part_of)
-    _check_scored(layout, mask.cpu().numpy(), rows, starts, first)
+    _check_scored(layout, mask.cpu().numpy(), rows, paths, first)
+
+
+def _paths(layout: TokenLayout, lengths: Sequence[int]) -> list[NDArray[np.int64]]:
+    """Return the places of each row's tokens in the whole input of a forward pass."""
+    bounds = layout.bounds
+    if bounds is None:
+        return [row * layout.shape[1] + np.arange(length) for row, length in enumerate(lengths)]
+    borders = [0, *accumulate(lengths)]
+    if list(bounds.key_offsets[: len(borders)]) != borders:
+        raise LedgerError("a packed stream does not end its sequences where rows end")
+    if bounds.shared is None:
+        return [np.arange(*border) for border in pairwise(borders)]
+    runs = bounds.shared.paths[: len(lengths)]
+    paths = [np.concatenate([np.arange(*run) for run in path]) for path in runs]
+    # Attention takes the tokens from one border to the next for the end of a row's path.
+    is_end = [path[-1] for path in runs] == list(pairwise(bounds.offsets))[: len(lengths)]
+    if not is_end or [len(path) for path in paths] != list(lengths):
+        raise LedgerError("rows with shared prefixes do not end where their paths end")
+    return paths
 
 
 def _check_scored(
     layout: TokenLayout,
     mask: NDArray[np.bool_],
     rows: Sequence[RebuiltRow],
-    starts: Sequence[int],
+    paths: Sequence[NDArray[np.int64]],
     first: int,
 ) -> None:
     """Check that each scored token is predicted once, from the token before it in its row."""
-    token_ids = np.zeros(mask.shape, dtype=np.int64)
-    for number, row in enumerate(rows):
+    token_ids, places = np.zeros((2, *mask.shape), dtype=np.int64)
+    for number, (row, path) in enumerate(zip(rows, paths, strict=True)):
         token_ids[number, : len(row.token_ids)] = row.token_ids
+        places[number, : len(path)] = path
     where, columns = np.nonzero(mask)
-    sources = np.array(starts, dtype=np.int64)[where] + columns - 1
+    sources = places[where, columns - 1]
     if layout.bounds is not None:
         width = layout.input_ids.shape[1]
         is_local = (sources >= first) & (sources < first + width)

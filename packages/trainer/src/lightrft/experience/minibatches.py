@@ -98,6 +98,7 @@ def plan_minibatches(
     seed: int,
     step: int,
     episodes: NDArray[np.int64] | None = None,
+    groups: NDArray[np.int64] | None = None,
 ) -> MinibatchPlan:
     """Cut the samples of one step into optimizer batches and distribute their rows over ranks.
 
@@ -108,6 +109,8 @@ def plan_minibatches(
         seed, step: Numbers that fix the permutation.
         episodes: [rows] sample of each row, counted from 0; all rows of a sample come into one
             batch. None if every row is a sample.
+        groups: [rows] group of each row, if the rows of a group in a batch shall follow each other
+            on one rank where its number of rows allows that; None looks at lengths alone.
 
     Raises:
         ValueError: The sizes do not divide.
@@ -126,6 +129,10 @@ def plan_minibatches(
     rows = [np.flatnonzero(np.isin(episodes, batch)) for batch in minibatches]
     if len(lengths) == num_rows:
         rows = list(minibatches)
+    if groups is not None:
+        return MinibatchPlan(
+            tuple(_distribute_groups(batch, lengths, world_size, groups) for batch in rows)
+        )
     return MinibatchPlan(tuple(_distribute(batch, lengths, world_size) for batch in rows))
 
 
@@ -200,3 +207,35 @@ def _distribute(
         # Every other lap runs backwards, so that no rank always gets the longest of a lap.
         shares[seat if lap % 2 == 0 else world_size - 1 - seat].append(row)
     return tuple(tuple(share) for share in shares)
+
+
+def _distribute_groups(
+    batch: NDArray[np.int64],
+    lengths: Sequence[int] | NDArray[np.int64],
+    world_size: int,
+    groups: NDArray[np.int64],
+) -> tuple[tuple[int, ...], ...]:
+    """Give each group, the longest first, to the rank with the fewest tokens that has room for it.
+
+    If none has room for a whole group, its rows go to several ranks.
+    """
+    members: dict[int, list[int]] = {}
+    for row in sorted(batch.tolist()):
+        members.setdefault(int(groups[row]), []).append(row)
+    shares: list[list[int]] = [[] for _ in range(world_size)]
+    sizes = [0] * world_size
+    whole, rest = divmod(len(batch), world_size)
+    room = [whole + (rank < rest) for rank in range(world_size)]
+
+    def size(rows: Sequence[int]) -> int:
+        return sum(int(lengths[row]) for row in rows)
+
+    for rows in sorted(members.values(), key=size, reverse=True):
+        while rows:
+            fits = [min(free, len(rows)) for free in room]
+            rank = min(range(world_size), key=lambda rank: (-fits[rank], sizes[rank]))
+            taken, rows = rows[: fits[rank]], rows[fits[rank] :]
+            shares[rank] += taken
+            room[rank] -= len(taken)
+            sizes[rank] += size(taken)
+    return tuple(map(tuple, shares))

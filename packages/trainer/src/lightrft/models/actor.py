@@ -23,6 +23,7 @@ from lightrft.models.loading import load_causal_lm
 from lightrft.models.sequence_model import SequenceModel, trunk_output
 from lightrft.models.statements import vocabulary_of
 from lightrft.models.types import ActorOutput, EntropyMode, TokenLossFunction
+from lightrft.models.ulysses import LayoutRefusedError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -180,6 +181,12 @@ class Actor(SequenceModel):
             return None
         top_k = self.config.num_experts_per_tok
         return layout.join(router_sums(output.router_logits, layout.attention_mask, top_k=top_k))
+
+    def share_prefixes(self, min_tokens: int | None) -> None:
+        """Compute shared tokens once; see `SequenceModel.share_prefixes`."""
+        if min_tokens is not None and self.sums_routers:
+            raise LayoutRefusedError("aux_loss_coef counts the experts of the tokens of every row")
+        super().share_prefixes(min_tokens)
 
     def enable_router_sums(self) -> None:
         """Add to every output the sums from which the load of the experts is computed.

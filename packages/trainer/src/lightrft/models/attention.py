@@ -1,7 +1,9 @@
 """Attention for transformers' models: within sequences of one stream, and of short rows."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypedDict, Unpack, cast
 from weakref import WeakSet
 
@@ -25,6 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lightrft.engines.hf.attention import UNFUSED_OPTIONS, fused_attention, set_text_attention
 from lightrft.engines.media.families import family_of, language_model
+from lightrft.models.shared_prefix import SharedRuns
 from lightrft.models.ulysses import (
     LayoutRefusedError,
     check_head_counts,
@@ -43,6 +46,8 @@ PACKED, SHORT = "lightrft_packed", "lightrft_short"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Up to this length products and a softmax were faster on one core.
 MAX_SHORT_TOKENS = 128
+# Queries of one mask; causality spares more keys of smaller blocks.
+MAX_MASKED_QUERIES = 256
 # Queries, keys and values of one stream: [1, heads, tokens, head_dim] each.
 QKV = tuple[Tensor, Tensor, Tensor]
 _packed: WeakSet[nn.Module] = WeakSet()
@@ -58,26 +63,43 @@ class SequenceBounds:
         group: Ranks that each hold a slice of the stream; None if this rank holds it all.
         blocks: [tokens] int64 of the whole stream: tokens of one block (>= 0) see each other in
             both directions, as tokens of an image do in some models; None has no blocks.
+        shared: Rows of which the sequences are the ends; None if the sequences are the rows.
     """
 
     offsets: tuple[int, ...]
     offsets_tensor: Tensor
     group: ProcessGroup | None = None
     blocks: Tensor | None = None
+    shared: SharedRuns | None = None
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
-        return max(b - a for a, b in zip(self.offsets, self.offsets[1:], strict=False))
+        return max(b - a for a, b in pairwise(self.offsets))
+
+    @property
+    def longest_keys(self) -> int:
+        """Most keys of a sequence."""
+        return max(b - a for a, b in pairwise(self.key_offsets))
 
     def inputs(self) -> dict[str, object]:
         """Return them as inputs of a model; kernels of recurrences know other names for them."""
-        if self.group is not None:
+        if self.group is not None or self.shared is not None:
             return {"sequence_bounds": self}
         places = torch.arange(self.offsets[-1], device=self.offsets_tensor.device)
         sequences = torch.bucketize(places, self.offsets_tensor[1:], out_int32=True, right=True)
         cu_seq_lens = {"cu_seq_lens_q": self.offsets_tensor, "cu_seq_lens_k": self.offsets_tensor}
         return {"sequence_bounds": self, **cu_seq_lens, "seq_idx": sequences[None]}
+
+    @property
+    def key_offsets(self) -> tuple[int, ...]:
+        """First key of each sequence, then the number of keys."""
+        return self.offsets if self.shared is None else self.shared.offsets
+
+    def spans(self) -> Iterator[tuple[slice, slice]]:
+        """Yield the queries and the keys of each sequence; the last keys are of its queries."""
+        queries, keys = pairwise(self.offsets), pairwise(self.key_offsets)
+        yield from ((slice(*q), slice(*k)) for q, k in zip(queries, keys, strict=True))
 
 
 class MissingBoundsError(ValueError):
@@ -142,12 +164,16 @@ def packed_attention(
             f"{type(module).__name__} computes attention without causality, or with a softcap or "
             "sinks over several ranks: train without packing_samples and sp_size"
         )
+    if group is not None:
+        query, key, value = gather_sequence(query, key, value, group)
+    if sequence_bounds.shared is not None:
+        key, value = map(sequence_bounds.shared.read, (key, value))
     if is_other:
         qkv = query, key, value
         return _attend_unfused(module, qkv, sequence_bounds, options), None
-    if group is not None:
-        query, key, value = gather_sequence(query, key, value, group)
-    is_varlen = has_varlen_kernel(query, key, value) and sequence_bounds.blocks is None
+    has_prefixes = sequence_bounds.shared is not None
+    is_varlen = has_varlen_kernel(query, key, value, has_prefixes=has_prefixes)
+    is_varlen = is_varlen and sequence_bounds.blocks is None
     attend = attend_stream if is_varlen else attend_each
     attended = attend((query, key, value), sequence_bounds, options)
     if group is not None:
@@ -155,12 +181,14 @@ def packed_attention(
     return attended.transpose(1, 2).contiguous(), None
 
 
-def has_varlen_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def has_varlen_kernel(
+    query: Tensor, key: Tensor, value: Tensor, *, has_prefixes: bool = False
+) -> bool:
     """Return whether one kernel takes all sequences; else torch's attention runs for each."""
     if len({x.dtype for x in (query, key, value)}) > 1:
         return False
     return try_kernel(
-        KernelShape(query.device.type, query.dtype, query.shape[-1], value.shape[-1])
+        KernelShape(query.device.type, query.dtype, query.shape[-1], value.shape[-1], has_prefixes)
     ).works
 
 
@@ -168,10 +196,10 @@ def attend_each(qkv: QKV, bounds: SequenceBounds, options: AttentionOptions) -> 
     """Call torch's attention once for each sequence: [1, heads, tokens, head_dim]."""
     is_grouped = qkv[0].shape[1] != qkv[1].shape[1]
     pieces = []
-    for start, stop in zip(bounds.offsets, bounds.offsets[1:], strict=False):
-        q, k, v = (x[:, :, start:stop] for x in qkv)
-        blocks = None if bounds.blocks is None else bounds.blocks[start:stop]
-        mask = _visible(stop - start, options.get("sliding_window"), blocks, q.device)
+    for queries, keys in _bounded(bounds):
+        q, k, v = (x[:, :, part] for x, part in zip(qkv, (queries, keys, keys), strict=True))
+        blocks = None if bounds.blocks is None else bounds.blocks[queries]
+        mask = _visible(q.shape[2], k.shape[2], options.get("sliding_window"), blocks, q.device)
         pieces.append(
             F.scaled_dot_product_attention(
                 q,
@@ -192,10 +220,10 @@ def _attend_unfused(
 ) -> Tensor:
     """Call the model's eager attention for each sequence: [1, tokens, heads, head_dim]."""
     pieces = []
-    for start, stop in zip(bounds.offsets, bounds.offsets[1:], strict=False):
-        q, k, v = (x[:, :, start:stop] for x in qkv)
-        blocks = None if bounds.blocks is None else bounds.blocks[start:stop]
-        mask = _visible(stop - start, options.get("sliding_window"), blocks, q.device)
+    for queries, keys in bounds.spans():
+        q, k, v = (x[:, :, part] for x, part in zip(qkv, (queries, keys, keys), strict=True))
+        blocks = None if bounds.blocks is None else bounds.blocks[queries]
+        mask = _visible(q.shape[2], k.shape[2], options.get("sliding_window"), blocks, q.device)
         mask = None if mask is None else mask[None, None]
         pieces.append(fused_attention(module, q, k, v, mask, **options)[0])
     return torch.cat(pieces, dim=1)
@@ -206,17 +234,36 @@ def attends_packed(part: nn.Module) -> bool:
     return any(module in _packed for module in part.modules())
 
 
+def _bounded(bounds: SequenceBounds) -> Iterator[tuple[slice, slice]]:
+    """Yield the spans of bounds; queries after a shared prefix, which need a mask, in blocks."""
+    for queries, keys in bounds.spans():
+        size = queries.stop - queries.start
+        num_before = keys.stop - keys.start - size
+        step = MAX_MASKED_QUERIES if num_before else size
+        for first in range(0, size, step):
+            last = min(first + step, size)
+            seen = slice(keys.start, keys.start + num_before + last)
+            yield slice(queries.start + first, queries.start + last), seen
+
+
 def _visible(
-    length: int, window: int | None, blocks: Tensor | None, device: torch.device
+    num_queries: int,
+    num_keys: int,
+    window: int | None,
+    blocks: Tensor | None,
+    device: torch.device,
 ) -> Tensor | None:
-    """Return [length, length] bool: the keys that each query sees; None is all before it."""
+    """Return [queries, keys] bool: the keys that each query sees; None is all before it.
+
+    The queries are of the last keys.
+    """
     has_blocks = blocks is not None and bool((blocks >= 0).any())
-    if window is not None and window >= length:
+    if window is not None and window >= num_keys:
         window = None
-    if not has_blocks and window is None:
+    if not has_blocks and window is None and num_queries == num_keys:
         return None
-    index = torch.arange(length, device=device)
-    distance = index[:, None] - index[None, :]
+    index = torch.arange(num_keys, device=device)
+    distance = index[num_keys - num_queries :, None] - index[None, :]
     mask = distance >= 0
     if has_blocks:
         assert blocks is not None
@@ -231,10 +278,12 @@ def attend_stream(qkv: QKV, bounds: SequenceBounds, options: AttentionOptions) -
     if options.get("dropout"):
         raise ValueError("packed attention has no dropout on a GPU: set attention_dropout to 0")
     query, key, value = (x[0].transpose(0, 1) for x in qkv)
+    borders = bounds.offsets_tensor, bounds.longest
+    keys = borders if bounds.shared is None else (bounds.shared.offsets_tensor, bounds.longest_keys)
     attended = attend_varlen(
         (query, key, value),
-        bounds.offsets_tensor,
-        bounds.longest,
+        borders,
+        keys,
         scale=options.get("scaling"),
         window=options.get("sliding_window"),
     )

@@ -43,20 +43,31 @@ class BySequence(nn.Module):
         if stream is None:
             return call(*args, **kwargs)
         others = {name: value for name, value in kwargs.items() if name not in BORDERS}
+        if stream.shared is not None:
+            read = functools.partial(stream.shared.read, dim=1)
+            args = tuple(_changed_tokens(read, stream.offsets[-1], each) for each in args)
+            others = {n: _changed_tokens(read, stream.offsets[-1], x) for n, x in others.items()}
         outputs: list[object] = []
-        for start, stop in zip(stream.offsets, stream.offsets[1:], strict=False):
-            cut = functools.partial(_cut, slice(start, stop), stream.offsets[-1])
+        for queries, keys in stream.spans():
+            # A row whose prefix an earlier one holds is run through whole, for the state after it.
+            tail, size = slice(queries.start - queries.stop, None), keys.stop - keys.start
+            cut = functools.partial(_cut, keys, stream.key_offsets[-1])
             inputs = {name: cut(value) for name, value in others.items()}
-            outputs.append(call(*map(cut, args), **inputs))
+            outputs.append(_cut(tail, size, call(*map(cut, args), **inputs)))
         return _joined(outputs, stream.offsets[-1])
 
 
 def _cut(tokens: slice, num_tokens: int, value: object) -> object:
     """Return the part of an argument that belongs to some tokens of a stream."""
+    return _changed_tokens(lambda tensor: tensor[:, tokens], num_tokens, value)
+
+
+def _changed_tokens(change: Callable[[Tensor], Tensor], num_tokens: int, value: object) -> object:
+    """Return a value with its tensors of all tokens of a stream changed."""
     if isinstance(value, tuple):
-        return tuple(_cut(tokens, num_tokens, each) for each in value)
+        return tuple(_changed_tokens(change, num_tokens, each) for each in value)
     if isinstance(value, Tensor) and value.shape[:2] == (1, num_tokens):
-        return value[:, tokens]
+        return change(value)
     return value
 
 

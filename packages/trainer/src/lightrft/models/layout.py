@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Self
 
 import torch
@@ -13,6 +12,15 @@ from torch.distributed import ProcessGroup
 
 from lightrft.models.attention import SequenceBounds
 from lightrft.models.divergence import HeadReader
+from lightrft.models.shared_prefix import (
+    MIN_SAVED,
+    Path,
+    SharedRuns,
+    find_prefixes,
+    offsets_of,
+    paths_of,
+    shared_runs,
+)
 from lightrft.models.types import TokenLossFunction
 from lightrft.models.ulysses import check_same_batch, sum_over_ranks
 
@@ -21,8 +29,9 @@ from lightrft.models.ulysses import check_same_batch, sum_over_ranks
 class TokenLayout:
     """Inputs of the forward pass of one batch; the head sees only the scored positions.
 
-    Padded: the rows as they are. Packed: one stream of the real tokens, row after row. Split: this
-    rank's slice of the stream. Token t is scored from the hidden state of token t - 1.
+    Padded: the rows as they are. Packed: one stream of the real tokens, row after row. Shared: a
+    stream in which tokens that rows begin with alike stand once. Split: this rank's slice of the
+    stream. Token t is scored from the hidden state of token t - 1 of its row.
 
     Args:
         shape: (batch, seq) of the batch.
@@ -43,6 +52,7 @@ class TokenLayout:
             slice already.
         is_right_padded: No padding stands before a token. Causal attention then needs no mask: no
             token sees later ones.
+        places: [batch, seq] place of each real token in the whole stream; None for padded rows.
     """
 
     shape: tuple[int, int]
@@ -58,6 +68,7 @@ class TokenLayout:
     bounds: SequenceBounds | None = None
     own: slice | None = None
     is_right_padded: bool = False
+    places: Tensor | None = None
 
     @classmethod
     def padded(
@@ -102,6 +113,7 @@ class TokenLayout:
         *,
         group: ProcessGroup | None = None,
         is_cut_late: bool = False,
+        min_shared_tokens: int | None = None,
     ) -> Self:
         """Return the layout of one stream, or of this rank's slice of it.
 
@@ -111,24 +123,23 @@ class TokenLayout:
             token_ids, attention_mask, scored_mask: As for `padded`; equal on all ranks of `group`.
             group: Ranks that share the stream; None gives this rank all of it.
             is_cut_late: Keep the whole stream as input, so that media can be put into it first.
+            min_shared_tokens: Tokens with which rows must begin alike to share them; see
+                `find_prefixes`. None shares none, nor do batches in which it saves little.
 
         Raises:
             ValueError: As for `padded`, or the ranks of the group hold different batches.
         """
-        scored = _scored_tokens(token_ids, attention_mask, scored_mask)
+        scored = _scored_tokens(token_ids, attention_mask, scored_mask, min_shared_tokens)
         is_real = attention_mask.bool()
         if group is not None:
             check_same_batch(token_ids, is_real, scored.mask, group=group)
-        num_ranks = 1 if group is None else dist.get_world_size(group)
-        lengths = [length for length in scored.lengths if length]
-        num_tokens = sum(lengths)
+        num_ranks, num_tokens = _num_ranks(group), scored.num_stored
         # An empty stream gets a token per rank: models do not take empty input.
         num_filling = -num_tokens % num_ranks if num_tokens else num_ranks
-        lengths += [num_filling] if num_filling else []
         num_all = num_tokens + num_filling
-        rows, columns = scored.rows, scored.columns
-        stream_index = (is_real.flatten().long().cumsum(0) - 1).view_as(is_real)
-        sources = stream_index[rows, columns] - 1
+        rows, columns, bounds = scored.rows, scored.columns, scored.bounds(num_filling, group)
+        places = _places(scored.is_stored, is_real, bounds.shared)
+        sources = places[rows, columns - 1]
         local = _own_slice(num_all, group)
         if group is not None:
             is_local = (sources >= local.start) & (sources < local.stop)
@@ -136,7 +147,7 @@ class TokenLayout:
             sources = sources[is_local] - local.start
         filling = torch.arange(num_filling, device=token_ids.device)
         is_token = torch.arange(num_all, device=token_ids.device) < num_tokens
-        real = torch.nonzero_static(is_real.flatten(), size=num_tokens).squeeze(1)
+        real = torch.nonzero_static(scored.is_stored.flatten(), size=num_tokens).squeeze(1)
         positions = torch.cat([_positions(is_real).flatten()[real], filling])
         seen = slice(0, num_all) if is_cut_late else local
         return cls(
@@ -150,8 +161,9 @@ class TokenLayout:
             sources=sources,
             is_real=is_real,
             token_ids=token_ids,
-            bounds=stream_bounds(lengths, token_ids.device, group),
+            bounds=bounds,
             own=local if is_cut_late and group is not None else None,
+            places=places,
         )
 
     def attention_inputs(self, *, is_causal: bool = True) -> dict[str, object]:
@@ -202,10 +214,9 @@ class TokenLayout:
             is_read: [batch, seq] bool, the tokens; in a split stream only this rank's count.
         """
         rows, columns = (is_read & self.is_real).nonzero(as_tuple=True)
-        if self.bounds is None:
+        if self.bounds is None or self.places is None:
             return rows, columns, rows * self.shape[1] + columns
-        stream_index = self.is_real.flatten().long().cumsum(0).view_as(self.is_real) - 1
-        places = stream_index[rows, columns]
+        places = self.places[rows, columns]
         if self.bounds.group is None:
             return rows, columns, places
         size = self.attention_mask.shape[1]
@@ -252,10 +263,13 @@ class LayoutPolicy:
     Args:
         packs_samples: Lay batches out as streams.
         sp_group: Ranks that share one stream; implies packing. None does not split.
+        min_shared_tokens: Tokens with which rows of a stream must begin alike to share them; None
+            shares none.
     """
 
     packs_samples: bool = False
     sp_group: ProcessGroup | None = None
+    min_shared_tokens: int | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         # A copied model works with the same ranks; process groups cannot be copied.
@@ -269,7 +283,7 @@ class LayoutPolicy:
     @property
     def sp_size(self) -> int:
         """Number of ranks that share one stream."""
-        return 1 if self.sp_group is None else dist.get_world_size(self.sp_group)
+        return _num_ranks(self.sp_group)
 
     def lay_out(
         self,
@@ -282,7 +296,12 @@ class LayoutPolicy:
         """Return the layout of a batch; arguments and errors as for `TokenLayout.packed`."""
         if self.is_packed:
             return TokenLayout.packed(
-                token_ids, attention_mask, scored_mask, group=self.sp_group, is_cut_late=is_cut_late
+                token_ids,
+                attention_mask,
+                scored_mask,
+                group=self.sp_group,
+                is_cut_late=is_cut_late,
+                min_shared_tokens=self.min_shared_tokens,
             )
         return TokenLayout.padded(token_ids, attention_mask, scored_mask)
 
@@ -294,15 +313,36 @@ class _ScoredTokens:
     Args:
         mask: [batch, seq] bool.
         rows, columns: [scored] int64, places of the tokens, ascending.
-        lengths: Real tokens of each row.
+        paths: Path of each row with tokens in a stream.
+        is_stored: [batch, seq] bool, real tokens that are no shared ones of an earlier row.
         is_right_padded: No padding stands before a token.
+        is_shared: Some paths share runs.
     """
 
     mask: Tensor
     rows: Tensor
     columns: Tensor
-    lengths: list[int]
+    paths: list[Path]
+    is_stored: Tensor
     is_right_padded: bool
+    is_shared: bool
+
+    @property
+    def num_stored(self) -> int:
+        """Tokens of a stream of the rows."""
+        return self.paths[-1][-1][1] if self.paths else 0
+
+    def bounds(self, num_filling: int, group: ProcessGroup | None) -> SequenceBounds:
+        """Return the bounds of the rows in one stream, and of filling after them."""
+        device, paths = self.mask.device, self.paths
+        if num_filling:
+            paths = [*paths, ((self.num_stored, self.num_stored + num_filling),)]
+        bounds = stream_bounds([path[-1][1] - path[-1][0] for path in paths], device, group)
+        return replace(bounds, shared=shared_runs(paths, device)) if self.is_shared else bounds
+
+
+def _num_ranks(group: ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)
 
 
 def _own_slice(num_tokens: int, group: ProcessGroup | None) -> slice:
@@ -314,9 +354,16 @@ def _own_slice(num_tokens: int, group: ProcessGroup | None) -> slice:
 
 
 def _scored_tokens(
-    token_ids: Tensor, attention_mask: Tensor, scored_mask: Tensor | None
+    token_ids: Tensor,
+    attention_mask: Tensor,
+    scored_mask: Tensor | None,
+    min_shared_tokens: int | None = None,
 ) -> _ScoredTokens:
-    """Find the tokens to score, as `TokenLayout.padded`; waits for the device once."""
+    """Find the tokens to score, as `TokenLayout.padded`; waits for the device once.
+
+    Args:
+        token_ids, attention_mask, scored_mask, min_shared_tokens: As for `packed`.
+    """
     for name, mask in (("attention_mask", attention_mask), ("scored_mask", scored_mask)):
         if mask is not None and (mask.shape != token_ids.shape or token_ids.dim() != 2):
             raise ValueError(
@@ -331,7 +378,16 @@ def _scored_tokens(
     is_wrong = is_scored & ~can_score
     has_gap = is_real[:, 1:] & ~is_real[:, :-1]
     counts = torch.stack([is_wrong.sum(), has_gap.sum(), is_scored.sum()])
-    num_wrong, num_gaps, num_scored, *lengths = torch.cat([counts, is_real.sum(dim=1)]).tolist()
+    num_rows = len(token_ids)
+    prefixes = counts.new_zeros(2, num_rows)
+    if min_shared_tokens is not None:
+        prefixes = find_prefixes(token_ids, is_real, min_shared_tokens)
+    numbers: list[int] = torch.cat([counts, is_real.sum(dim=1), prefixes.flatten()]).tolist()
+    num_wrong, num_gaps, num_scored = numbers[:3]
+    starts = range(3, len(numbers), num_rows or 1)
+    lengths, parents, shared = [numbers[i : i + num_rows] for i in starts] or ([], [], [])
+    is_shared = sum(shared) > MIN_SAVED * sum(lengths)
+    paths = paths_of(lengths, parents, shared if is_shared else [0] * num_rows)
     if num_wrong:
         row, column = is_wrong.nonzero()[0].tolist()
         raise ValueError(
@@ -339,7 +395,20 @@ def _scored_tokens(
             f"got {num_wrong} others, the first at row {row}, position {column}"
         )
     rows, columns = torch.nonzero_static(is_scored, size=num_scored).unbind(1)
-    return _ScoredTokens(is_scored, rows, columns, lengths, num_gaps == 0)
+    paths = [path for path in paths if path[-1][0] < path[-1][1]]
+    is_stored = is_real & (is_real.cumsum(dim=1) > prefixes[1][:, None]) if is_shared else is_real
+    return _ScoredTokens(is_scored, rows, columns, paths, is_stored, num_gaps == 0, is_shared)
+
+
+def _places(is_stored: Tensor, is_real: Tensor, shared: SharedRuns | None) -> Tensor:
+    """Return the place of each real token in a stream of rows or of their tails."""
+    places = is_stored.flatten().long().cumsum(0).view_as(is_real) - 1
+    if shared is None:
+        return places
+    num_tokens = shared.paths[-1][-1][1]
+    return places.masked_scatter(
+        is_real, shared.read(torch.arange(num_tokens, device=places.device), dim=0)
+    )
 
 
 def _positions(is_real: Tensor) -> Tensor:
@@ -350,10 +419,7 @@ def stream_bounds(
     lengths: list[int], device: torch.device, group: ProcessGroup | None
 ) -> SequenceBounds:
     """Return the bounds of sequences in one stream, on the device."""
-    offsets = tuple(accumulate(lengths, initial=0))
-    # Pinned: a copy from ordinary host memory would wait for the device's queue.
-    host = torch.tensor(offsets, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return SequenceBounds(offsets, host.to(device, non_blocking=True), group)
+    return SequenceBounds(*offsets_of(lengths, device), group)
 
 
 def pad_rows(texts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,7 @@ from lightrft.models.by_sequence import separate_sequences
 from lightrft.models.layout import TokenLayout
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.sequence_model import SequenceModel, trunk_output
+from lightrft.models.shared_prefix import MIN_SHARED_TOKENS
 from lightrft.models.ulysses import LayoutRefusedError
 from lightrft.strategy.backend import inner_module
 from lightrft.strategy.distributed.process_end import PeerFailedError
@@ -135,6 +136,20 @@ class Proof:
         together = self._as_run(self.rows, is_training=is_training)
         pairs = zip(together, self.expected, strict=True)
         return self._agreed(max(_distance(*pair) for pair in pairs))
+
+    def distances_of_siblings(self) -> tuple[float, float]:
+        """Return changes of rows with a common prefix when one ends otherwise, and the distance.
+
+        The distance is that of the rows in one pass from each alone.
+        """
+        rows = _siblings(self.rows)
+        with self._attending(EAGER):
+            expected = [self._own(row) for row in rows]
+        together, changed = self._as_run(rows), torch.cat([rows[0][:8], rows[0][8:].flip(0)])
+        after = self._as_run([changed, *rows[1:]])
+        change = max(map(_distance, together[1:], after[1:]))
+        distance = max(map(_distance, together, expected))
+        return self._agreed(change), self._agreed(distance)
 
     def hold_noise(self) -> float:
         """Return the distance in training mode, with modules that draw noise kept in evaluation.
@@ -419,6 +434,23 @@ def require_packing(proof: Proof) -> None:
             )
 
 
+def share_prefixes(proof: Proof) -> None:
+    """Compute prefixes that rows share once, in a proved model that packs; collective.
+
+    Raises:
+        LayoutRefusedError: Its rows are then computed otherwise than alone, or may be.
+    """
+    model = proof.inner
+    model.share_prefixes(1)
+    change, distance = proof.distances_of_siblings()
+    model.share_prefixes(None)
+    for each, is_same_way in ((change, True), (distance, False)):
+        if proof.exceeds(each, is_same_way=is_same_way):
+            numbers = proof.numbers(each, is_same_way=is_same_way)
+            raise LayoutRefusedError(f"{proof.name} mixes rows that begin alike: {numbers}")
+    model.share_prefixes(MIN_SHARED_TOKENS)
+
+
 def separate_rows(
     model: SequenceModel, rows: Sequence[Tensor], through: Callable[..., Tensor] | None = None
 ) -> list[str]:
@@ -471,6 +503,14 @@ def _padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return token ids [rows, tokens], right-padded, and the bool mask of real tokens."""
     is_real = [torch.ones_like(row, dtype=torch.bool) for row in rows]
     return pad_sequence(list(rows), batch_first=True), pad_sequence(is_real, batch_first=True)
+
+
+def _siblings(rows: Sequence[Tensor]) -> list[Tensor]:
+    """Return rows of which most begin alike, one with the end of another; see `LENGTHS`."""
+    first, second, third = rows
+    branch = torch.cat([first[:8], third])
+    twig = torch.cat([branch[:13], second.flip(0)])
+    return [first, torch.cat([first[:8], second]), branch, twig, second]
 
 
 def random_rows(model: SequenceModel, device: torch.device) -> list[Tensor]:

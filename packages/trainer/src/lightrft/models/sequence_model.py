@@ -105,6 +105,21 @@ class SequenceModel(nn.Module):
         """
         self._use_policy(replace(self.layout_policy, packs_samples=is_packed))
 
+    def share_prefixes(self, min_tokens: int | None) -> None:
+        """Compute tokens that rows of a stream begin with alike once, from so many on.
+
+        Args:
+            min_tokens: Least number of shared tokens; None shares none.
+
+        Raises:
+            LayoutRefusedError: More than its tokens tells one row from another.
+        """
+        if min_tokens is not None and self.reads_media:
+            raise LayoutRefusedError(
+                f"{type(self.pretrained).__name__} reads images, which would have to be alike, too"
+            )
+        self._use_policy(replace(self.layout_policy, min_shared_tokens=min_tokens))
+
     def share_sequences(self, group: ProcessGroup | None) -> None:
         """Divide each batch's stream among the ranks of a group (sequence parallelism).
 

@@ -36,10 +36,15 @@ MAX_HEAD_DIM = 256
 NEWER = "FA3"
 # Settings of a trial: lengths of the sequences, heads of queries and of keys, and windows.
 LENGTHS, HEADS, KV_HEADS, WINDOWS = [5, 40, 1, 18], 4, 2, (None, 7)
+# Keys before the first query of each sequence.
+PREFIXES = [9, 0, 33, 6]
 # A correct kernel is at most this much further from float64 than plain attention.
 MAX_ERROR_RATIO = 2.0
 # Queries, keys and values of one stream: [tokens, heads, head_dim] each.
 Stream = tuple[Tensor, Tensor, Tensor]
+# Borders of sequences: [sequences + 1] int32, first token of each, then the number of tokens; and
+# the tokens of the longest.
+Borders = tuple[Tensor, int]
 Attend = Callable[[Stream, int | None], Tensor]
 
 
@@ -50,12 +55,14 @@ class KernelShape(NamedTuple):
         device_type: Type of the device, such as "cuda".
         dtype: Dtype of queries, keys and values.
         head_dim, value_dim: Sizes of the heads of queries and keys, and of values.
+        has_prefixes: Sequences have keys before those of their queries.
     """
 
     device_type: str
     dtype: torch.dtype
     head_dim: int
     value_dim: int
+    has_prefixes: bool = False
 
     @staticmethod
     def of_model(config: PretrainedConfig, device_type: str, *, bf16: bool) -> KernelShape:
@@ -140,14 +147,13 @@ def kernel_hindrance(shape: KernelShape) -> str | None:
 
 
 def attend_varlen(
-    stream: Stream, offsets: Tensor, longest: int, *, scale: float | None, window: int | None
+    stream: Stream, borders: Borders, keys: Borders, *, scale: float | None, window: int | None
 ) -> Tensor:
     """Attend causally inside each sequence by one kernel: [tokens, heads, value_dim].
 
     Args:
         stream: Queries, keys and values.
-        offsets: [sequences + 1] int32, first token of each sequence, then the number of tokens.
-        longest: Tokens of the longest sequence.
+        borders, keys: Borders of the queries, and of the keys, of which the last are the queries'.
         scale: Factor of the products; None is torch's.
         window: Number of last tokens that a token sees, itself included; None is all.
     """
@@ -165,10 +171,10 @@ def attend_varlen(
         query,
         key,
         value,
-        offsets,
-        offsets,
-        longest,
-        longest,
+        borders[0],
+        keys[0],
+        borders[1],
+        keys[1],
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
         **grouping,
@@ -203,18 +209,22 @@ def run_trial(shape: KernelShape) -> KernelTrial:
 
 def _largest_error(shape: KernelShape, *, with_rows: bool) -> tuple[float, float]:
     """Return error and limit of the result or gradient nearest to its limit, or beyond it."""
-    bounds = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
-    offsets = torch.tensor(bounds, dtype=torch.int32, device=shape.device_type)
+    prefixes = PREFIXES if shape.has_prefixes else [0] * len(LENGTHS)
+    num_keys = [sum(pair) for pair in zip(prefixes, LENGTHS, strict=True)]
+    queries, keys = (_borders(lengths, shape.device_type) for lengths in (LENGTHS, num_keys))
     generator = torch.Generator().manual_seed(0)
-    sizes = [(HEADS, shape.head_dim), (KV_HEADS, shape.head_dim), (KV_HEADS, shape.value_dim)]
-    sizes.append((HEADS, shape.value_dim))  # size of the result's gradient
+    sizes = [(sum(LENGTHS), HEADS, shape.head_dim), (sum(num_keys), KV_HEADS, shape.head_dim)]
+    sizes.append((sum(num_keys), KV_HEADS, shape.value_dim))
+    sizes.append((sum(LENGTHS), HEADS, shape.value_dim))  # size of the result's gradient
     *stream, upstream = (
-        torch.randn(bounds[-1], *size, generator=generator).to(shape.device_type, shape.dtype)
-        for size in sizes
+        torch.randn(*size, generator=generator).to(shape.device_type, shape.dtype) for size in sizes
     )
 
     def by_kernel(parts: Stream, window: int | None) -> Tensor:
-        return attend_varlen(parts, offsets, max(LENGTHS), scale=None, window=window)
+        return attend_varlen(parts, queries, keys, scale=None, window=window)
+
+    def one_by_one(parts: Stream, window: int | None) -> Tensor:
+        return _one_by_one(parts, num_keys, window)
 
     def results(attend: Attend, window: int | None, dtype: torch.dtype) -> list[Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in stream]
@@ -224,13 +234,13 @@ def _largest_error(shape: KernelShape, *, with_rows: bool) -> tuple[float, float
 
     def plain(parts: Stream, window: int | None) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
-            return _one_by_one(parts, window)
+            return one_by_one(parts, window)
 
     pairs = []
     for window in WINDOWS:
         exact = results(plain, window, torch.float64)
         near = results(plain, window, shape.dtype)
-        ways = [by_kernel, *([_one_by_one] if with_rows else [])]
+        ways = [by_kernel, *([one_by_one] if with_rows else [])]
         for values in (results(way, window, shape.dtype) for way in ways):
             for value, rounded, expected in zip(values, near, exact, strict=True):
                 limit = MAX_ERROR_RATIO * _error(rounded, expected) + torch.finfo(shape.dtype).eps
@@ -238,16 +248,25 @@ def _largest_error(shape: KernelShape, *, with_rows: bool) -> tuple[float, float
     return max(pairs, key=lambda pair: pair[0] / pair[1] if pair[0] == pair[0] else torch.inf)
 
 
-def _one_by_one(stream: Stream, window: int | None) -> Tensor:
-    """Run torch's attention on each sequence of `LENGTHS` separately."""
-    parts = [torch.split(x.transpose(0, 1).unsqueeze(0), LENGTHS, dim=2) for x in stream]
+def _borders(lengths: list[int], device_type: str) -> Borders:
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    return torch.tensor(bounds, dtype=torch.int32, device=device_type), max(lengths)
+
+
+def _one_by_one(stream: Stream, num_keys: list[int], window: int | None) -> Tensor:
+    """Run torch's attention on each sequence of `LENGTHS`, with its keys, separately."""
+    sizes = (LENGTHS, num_keys, num_keys)
+    parts = [
+        torch.split(x.transpose(0, 1).unsqueeze(0), size, dim=2)
+        for x, size in zip(stream, sizes, strict=True)
+    ]
     attended = []
     for query, key, value in zip(*parts, strict=True):
-        mask = None
-        if window is not None:
-            index = torch.arange(query.shape[2], device=query.device)
-            distance = index[:, None] - index[None, :]
-            mask = (distance >= 0) & (distance < window)
+        mask, num_before = None, key.shape[2] - query.shape[2]
+        if window is not None or num_before:
+            index = torch.arange(key.shape[2], device=query.device)
+            distance = index[num_before:, None] - index[None, :]
+            mask = (distance >= 0) & (distance < (window or len(index)))
         attended.append(
             F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True

@@ -115,7 +115,8 @@ def describe_attention(context: DistributedContext, model: nn.Module) -> str:
     fails_somewhere = context.all_reduce(int(not trial.works), op="max") > 0
     if trial.works and fails_somewhere:
         trial = KernelTrial(False, "the kernel fails on another rank")
-    return f"packed, {trial.packing}"
+    shares = module.layout_policy.min_shared_tokens is not None
+    return f"packed, {trial.packing}" + ("; shared prefixes once" if shares else "")
 
 
 def _of_any_folder(config: TrainConfig) -> TrainConfig:

@@ -16,11 +16,11 @@ from lightrft.config import BuildOptions, ConfigError, TrainConfig
 from lightrft.engines.media.text_encoder import TEXT_ENCODER, TextEncoder
 from lightrft.models import Actor, SequenceModel, load_causal_lm
 from lightrft.models.loading import ModelLoadError
-from lightrft.models.proof import Proof, pack_rows, prove_model
+from lightrft.models.proof import Proof, pack_rows, prove_model, share_prefixes
 from lightrft.models.sequence_model import freeze
 from lightrft.models.statements import vocabulary_of
 from lightrft.models.ulysses import LayoutRefusedError
-from lightrft.models.varlen import KernelShape, use_newer_kernel, use_own_kernel
+from lightrft.models.varlen import KernelShape, try_kernel, use_newer_kernel, use_own_kernel
 from lightrft.stages.stage import KeptDropout, TrainedModel
 from lightrft.strategy.backend import AnyModel, PreparedModel, inner_module
 from lightrft.strategy.weight_sync.parameter_source import engine_source
@@ -234,7 +234,31 @@ def _packed(
         context.chosen_options["packing_samples"] = str(refusal)
         context.print(f"packing_samples = false: {refusal}")
         return config.replaced({"packing_samples": False})
+    if config.shared_prefix != "off":
+        _share(context, proofs)
     return config
+
+
+def _share(
+    context: DistributedContext,
+    proofs: Sequence[tuple[SequenceModel, Proof | None, MediaProof | None]],
+) -> None:
+    """Share prefixes in all models or, where a proof fails, in none; print that once."""
+    device, bf16 = context.device.type, context.computes_in_bf16
+    try:
+        for model, proof, _ in proofs:
+            if proof is None:
+                continue
+            shape = KernelShape.of_model(model.config, device, bf16=bf16)
+            trial = try_kernel(shape._replace(has_prefixes=True))
+            is_slow = int(try_kernel(shape).works and not trial.works)
+            if context.all_reduce(is_slow, op="max"):
+                raise LayoutRefusedError(f"one call for each row would be slower: {trial.finding}")
+            share_prefixes(proof)
+    except LayoutRefusedError as refusal:
+        for model, _, _ in proofs:
+            model.share_prefixes(None)
+        context.print(f"shared_prefix = off: {refusal}")
 
 
 def configure_model(model: SequenceModel, config: BuildOptions, *, balances: bool = False) -> None:

@@ -45,6 +45,9 @@ class TrainOptions(TypedDict, total=False):
     packing_samples: bool | None
     """Pack several samples into one row without padding; unset means yes on GPUs with
     FlashAttention in bfloat16, where the models can and no micro_* size was changed."""
+    shared_prefix: Literal["auto", "off"]
+    """Compute what packed samples begin with alike once, such as the prompt of a group: auto
+    does so in micro-batches where it saves enough; off computes it for each sample."""
     use_mp_opt: bool
     """FSDP2: bfloat16 parameters with float32 master copies in the optimizer."""
     fused_linear_logprob: bool | None

@@ -190,6 +190,12 @@ class TrainingOptions(ComputeOptions):
         "FlashAttention in bfloat16, where the models can and no micro_* size was changed.",
         by_machine=True,
     )
+    shared_prefix: str = option(
+        "off",
+        "Compute what packed samples begin with alike once, such as the prompt of a group: auto "
+        "does so in micro-batches where it saves enough; off computes it for each sample.",
+        choices=("auto", "off"),
+    )
     use_mp_opt: bool = option(
         False,
         "FSDP2: bfloat16 parameters with float32 master copies in the optimizer.",

@@ -25,6 +25,8 @@ NUM_ROWS = 8
 # Unequal, so that ranks and micro-batches hold unequal numbers of tokens.
 PROMPT_LENGTHS = (3, 1, 7, 2, 5, 4, 1, 6)
 RESPONSE_LENGTHS = (14, 9, 2, 21, 1, 11, 17, 5)
+# Row -> an earlier row, and the number of tokens with which both begin.
+BEGINNINGS = {2: (0, 4), 3: (1, 8), 4: (2, 3), 5: (3, 12), 6: (0, 12), 7: (5, 9)}
 # Row -> response tokens [start, stop) of observations between turns: context that nobody sampled.
 OBSERVATIONS = {0: ((4, 7),), 3: ((2, 3), (9, 15)), 6: ((1, 16),)}
 KL_COEF, ENTROPY_COEF = 0.05, 0.01
@@ -77,7 +79,9 @@ def make_rows(
     prompts: Sequence[EncodedPrompt | None] = (),
     forbidden_ids: Sequence[int] = (),
 ) -> LossRows:
-    """Return random rows of unequal lengths, some of several turns; one response does not count.
+    """Return random rows of unequal lengths; one response does not count.
+
+    Some rows begin alike, as samples of a prompt, and some have several turns.
 
     Args:
         vocab_size: Vocabulary size of the model.
@@ -106,6 +110,8 @@ def make_rows(
 
     allowed = np.setdiff1d(np.arange(vocab_size), np.array(forbidden_ids, dtype=np.int64))
     token_ids = allowed[rng.integers(0, len(allowed), shape)]
+    for row, (earlier, count) in BEGINNINGS.items():
+        token_ids[row, :count] = token_ids[earlier, :count]
     for row, prompt in enumerate(prompts):
         if prompt is not None:
             token_ids[row, : len(prompt.token_ids)] = prompt.token_ids

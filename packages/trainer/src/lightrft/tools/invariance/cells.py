@@ -18,6 +18,7 @@ class Cell:
         world_size: Number of processes.
         micro_batch_size: Rows of one forward and backward pass, at most.
         packs_samples: Whether to lay rows out as one stream.
+        shares_prefixes: Whether tokens that rows of a stream begin with alike stand once.
         sp_size: Ranks that share a stream.
         recomputes: Whether gradient checkpointing is on.
         is_fused: Whether logprobs are computed by chunks of the vocabulary.
@@ -34,6 +35,7 @@ class Cell:
     world_size: int = 1
     micro_batch_size: int = 8
     packs_samples: bool = False
+    shares_prefixes: bool = False
     sp_size: int = 1
     recomputes: bool = False
     is_fused: bool = False
@@ -49,6 +51,7 @@ class Cell:
             f"{self.backend} x{self.world_size}",
             f"micro {self.micro_batch_size}",
             "packed" if self.packs_samples else "padded",
+            "shared" if self.shares_prefixes else "",
             f"sp {self.sp_size}" if self.sp_size > 1 else "",
             "recomputed" if self.recomputes else "",
             "fused" if self.is_fused else "",
@@ -130,12 +133,14 @@ def doctor_cells(world_size: int, *, has_deepspeed: bool, bf16: bool = False) ->
     cells = [
         Cell(micro_batch_size=2),
         Cell(micro_batch_size=4, packs_samples=True),
+        Cell(micro_batch_size=4, packs_samples=True, shares_prefixes=True),
         Cell(micro_batch_size=4, recomputes=True, is_fused=True, loss_inside=True),
     ]
     if world_size > 1:
         packed = Cell(backend="fsdp", world_size=world_size, micro_batch_size=4, packs_samples=True)
         padded = replace(packed, micro_batch_size=2, packs_samples=False)
-        cells += [padded, packed, replace(packed, sp_size=world_size, recomputes=True)]
+        shared = replace(packed, shares_prefixes=True)
+        cells += [padded, packed, shared, replace(packed, sp_size=world_size, recomputes=True)]
         if bf16:
             cells.append(replace(padded, offloads=True, keeps_masters=True))
         if has_deepspeed:

@@ -110,6 +110,8 @@ def prepare(
     if cell.packs_samples:
         separate_rows(model, random_rows(model, torch.device("cpu")))
         model.pack_samples()
+    if cell.shares_prefixes:
+        model.share_prefixes(1)
     if cell.recomputes:
         model.gradient_checkpointing_enable()
     module: nn.Module = model.train()

@@ -1,0 +1,140 @@
+"""Prefixes that rows of a stream share: each is laid out once, and read by every row.
+
+The rows form a tree. Of a row that begins like an earlier one the stream holds only the tokens
+after that, its tail. The row's path is the runs of tokens that make it up, the tail last. Attention
+of a tail reads keys and values along the path: every token sees what it sees in its row alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+# Runs of a row in a stream, (first token, end) each.
+Path = tuple[tuple[int, int], ...]
+# Shorter prefixes cost more calls than they save.
+MIN_SHARED_TOKENS = 16
+# Share of the tokens of all rows that must be saved.
+MIN_SAVED = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRuns:
+    """Paths of the rows of a stream in which prefixes stand once.
+
+    Args:
+        paths: Path of each row. Tails follow each other in the order of the rows, and cover the
+            stream.
+        offsets: First token of each row among the tokens of all rows, then their number.
+        offsets_tensor: [rows + 1] int32, the offsets on the stream's device.
+    """
+
+    paths: tuple[Path, ...]
+    offsets: tuple[int, ...]
+    offsets_tensor: Tensor
+
+    def read(self, values: Tensor, dim: int = -2) -> Tensor:
+        """Return the values of all rows, one after the other, of those of the stream.
+
+        Args:
+            values: Values of the stream's tokens along `dim`.
+            dim: Dimension of the tokens.
+        """
+        rows: Tensor = _ReadRows.apply(values, self.paths, dim)  # type: ignore[no-untyped-call]
+        return rows
+
+
+def offsets_of(lengths: Sequence[int], device: torch.device) -> tuple[tuple[int, ...], Tensor]:
+    """Return the sums of the lengths before each one and of all, also [n + 1] int32 on a device."""
+    offsets = tuple(accumulate(lengths, initial=0))
+    # Pinned: a copy from ordinary host memory would wait for the device's queue.
+    host = torch.tensor(offsets, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return offsets, host.to(device, non_blocking=True)
+
+
+def shared_runs(paths: Sequence[Path], device: torch.device) -> SharedRuns:
+    """Return the rows of a stream, on a device, by their paths."""
+    lengths = [sum(stop - start for start, stop in path) for path in paths]
+    return SharedRuns(tuple(paths), *offsets_of(lengths, device))
+
+
+class _ReadRows(torch.autograd.Function):
+    """Values of rows along their paths; the gradient of a token is the sum over its rows."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, values: Tensor, paths: tuple[Path, ...], dim: int) -> Tensor:
+        ctx.paths, ctx.dim = paths, dim  # type: ignore[attr-defined]
+        runs = [values.narrow(dim, a, b - a) for path in paths for a, b in path]
+        return torch.cat(runs, dim=dim)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        paths: tuple[Path, ...] = ctx.paths  # type: ignore[attr-defined]
+        dim: int = ctx.dim  # type: ignore[attr-defined]
+        (gradient,) = gradients
+        runs = [run for path in paths for run in path]
+        parts = torch.split(gradient, [b - a for a, b in runs], dim=dim)
+        is_tail = [run is path[-1] for path in paths for run in path]
+        # Half precision would round the sum once for every row.
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        tails = [part for part, is_last in zip(parts, is_tail, strict=True) if is_last]
+        total = torch.cat(tails, dim=dim).to(dtype)
+        for part, (a, b), is_last in zip(parts, runs, is_tail, strict=True):
+            if not is_last:
+                total.narrow(dim, a, b - a).add_(part)
+        return total.to(gradient.dtype), None, None
+
+
+def find_prefixes(token_ids: Tensor, is_real: Tensor, min_tokens: int) -> Tensor:
+    """Return [2, batch]: the earlier row that each row is most alike, and its shared tokens.
+
+    A row keeps at least its last token; fewer shared tokens than `min_tokens` count as 0.
+
+    Args:
+        token_ids: [batch, seq] int64.
+        is_real: [batch, seq] bool, True on real tokens.
+        min_tokens: Least number of shared tokens.
+    """
+    counts = F.pad(is_real.long().cumsum(dim=1), (1, 0))
+    # Ids and padding of a row in one number.
+    marks = torch.where(is_real, token_ids, -1)
+    parents, shared = [marks.new_zeros(())], [marks.new_zeros(())]
+    for row in range(1, len(marks)):
+        differs = F.pad(marks[:row] != marks[row], (0, 1), value=True)
+        columns = differs.to(torch.uint8).argmax(dim=1)
+        longest, parent = counts[row][columns].max(dim=0)
+        parents.append(parent)
+        shared.append(torch.minimum(longest, counts[row, -1] - 1))
+    tokens = torch.stack(shared)
+    return torch.stack([torch.stack(parents), torch.where(tokens < min_tokens, 0, tokens)])
+
+
+def paths_of(lengths: Sequence[int], parents: Sequence[int], shared: Sequence[int]) -> list[Path]:
+    """Return the path of each row in a stream of their tails, in the order of the rows.
+
+    Args:
+        lengths: Real tokens of each row.
+        parents, shared: Rows of `find_prefixes`.
+    """
+    paths: list[Path] = []
+    start = 0
+    for length, parent, count in zip(lengths, parents, shared, strict=True):
+        stop = start + length - count
+        prefix = _beginning(paths[parent], count) if count else ()
+        paths.append((*prefix, (start, stop)))
+        start = stop
+    return paths
+
+
+def _beginning(path: Path, count: int) -> Path:
+    """Return the first tokens of a path."""
+    runs: list[tuple[int, int]] = []
+    for start, stop in path:
+        if count > 0:
+            runs.append((start, min(stop, start + count)))
+            count -= stop - start
+    return tuple(runs)
