@@ -13,6 +13,8 @@ from tests.models.batches import perturb
 from tests.ranks import run_multiprocess
 
 from lightrft.engines import EngineConfig, SamplingParams, build_engine
+from lightrft.engines.sampling import keep_support, pack_ids
+from lightrft.engines.types import KEPT_IDS
 from lightrft.kernels import hash_tensor
 
 pytestmark = pytest.mark.vllm
@@ -170,6 +172,40 @@ def test_flat_logprobs_give_the_same_tokens_and_logprobs(started, monkeypatch):
     assert [c.output_logprobs for c in flat] == [c.output_logprobs for c in plain]
 
 
+TRUNCATIONS = {"top_p": 0.8, "top_k": 20, "min_p": 0.1, "temperature": 0.6}
+
+
+@pytest.mark.parametrize(
+    "options", [*({n: v} for n, v in TRUNCATIONS.items()), TRUNCATIONS], ids=str
+)
+def test_kept_ids_are_recorded_and_give_the_trainer_its_logprobs(started, options):
+    engine, model = started
+    send(engine, model)
+    params = SamplingParams(
+        max_tokens=20, n=4, seed=3, ignore_eos=True, records_support=True, **options
+    )
+    num_recorded = 0
+    for completion in engine.generate(random_prompts(3, 7), params):
+        ids = [*completion.prompt_token_ids, *completion.output_token_ids]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0]
+        logits = logits[len(completion.prompt_token_ids) - 1 : -1]
+        scaled = logits.float()[:, : engine.vocab_size] / params.temperature
+        law = keep_support(
+            scaled, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, min_p_first=True
+        ).log_softmax(-1)
+        drawn = law.gather(1, torch.tensor(completion.output_token_ids)[:, None])[:, 0]
+        ratios = (drawn - torch.tensor(completion.output_logprobs)).exp()
+        torch.testing.assert_close(ratios, torch.ones_like(ratios), rtol=0, atol=1e-5)
+        for row, kept in zip(law, completion.facts.get(KEPT_IDS, ()), strict=False):
+            if kept:
+                assert kept == pack_ids(row.isfinite().nonzero().flatten())
+                num_recorded += 1
+    assert (num_recorded > 0) == (options.keys() != {"temperature"})
+    if "top_k" in options:
+        assert num_recorded == 12 * 20
+
+
 def without_field(fields):
     """`native_params` of a vLLM whose sampling parameters have other fields."""
     import vllm
@@ -184,7 +220,7 @@ def without_field(fields):
 
     newer = vllm.SamplingParams
 
-    def build(job, params, stop_ids, *, with_stops):
+    def build(job, params, stop_ids, *, with_stops, num_logprobs=0):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(vllm, "SamplingParams", Older)
             return native_params(job, params, stop_ids, with_stops=with_stops)

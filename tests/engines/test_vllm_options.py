@@ -1,4 +1,6 @@
+import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -7,7 +9,8 @@ import torch
 from lightrft.engines.backend_options import check_options, parse_options
 from lightrft.engines.process_state import preserved_process_state
 from lightrft.engines.rows import Job, RawCompletion, joined, request_seed
-from lightrft.engines.types import EngineConfig, SamplingParams
+from lightrft.engines.sampling import pack_ids
+from lightrft.engines.types import KEPT_IDS, EngineConfig, SamplingParams
 from lightrft.engines.vllm.backend import choose_executor, prepare_environment
 from lightrft.engines.vllm.engine import raw_completions_of
 from lightrft.engines.vllm.layout import check_buffers
@@ -201,6 +204,7 @@ def test_greedy_samples_are_drawn_once_and_repeated():
 def test_flat_logprobs_are_those_of_the_sampled_tokens_or_refused():
     class Flat:
         token_ids, logprobs = [7, 3], [-0.25, -1.5]
+        start_indices, end_indices = [0, 1], [1, 2]
 
     class Output:
         index, token_ids, logprobs, finish_reason = 0, [7, 3], Flat, "stop"
@@ -210,3 +214,22 @@ def test_flat_logprobs_are_those_of_the_sampled_tokens_or_refused():
     Flat.token_ids = [7, 4]
     with pytest.raises(RuntimeError, match="logprobs of 2 tokens that are not the 2 sampled ones"):
         raw_completions_of(job, [Output])
+
+
+def test_likely_tokens_beside_the_sampled_ones_show_which_were_kept():
+    """The second set may go on behind its last token; the first one ends before it."""
+
+    class Flat:
+        token_ids = [7, 9, 7, 4, 3, 8, 3, 2]
+        logprobs = [-1.0, -0.5, -1.0, -math.inf, -1.5, -0.6, -1.5, -2.0]
+        start_indices, end_indices = [0, 4], [4, 8]
+
+    class Output:
+        index, token_ids, logprobs, finish_reason = 0, [7, 3], Flat, "stop"
+
+    (raw,) = raw_completions_of(Job((1,), 1, 0), [Output])
+    assert raw.logprobs == (-1.0, -1.5)
+    assert raw.facts == {KEPT_IDS: (pack_ids([7, 9]), "")}
+    Output.sampling_mask = SimpleNamespace(token_ids=[[9, 7], [3]])
+    (raw,) = raw_completions_of(Job((1,), 1, 0), [Output])
+    assert raw.facts == {KEPT_IDS: (pack_ids([7, 9]), pack_ids([3]))}

@@ -8,7 +8,7 @@ from tests.models.batches import LENGTHS, make_batch, relative_norm
 from tests.ranks import run_multiprocess
 
 from lightrft.models import Actor
-from lightrft.models.support import SamplingSupport
+from lightrft.models.support import KeptSets, SamplingSupport
 from lightrft.models.ulysses import check_head_counts
 from lightrft.strategy.weight_sync.canary import score_with_actor
 
@@ -23,12 +23,18 @@ def run_actor(directory, *, is_fused, group=None, widths=None):
         block = actor.model.model.layers[1]
         block.register_forward_pre_hook(lambda _, args: widths.append(tuple(args[0].shape[:2])))
     token_ids, attention_mask, scored_mask, upstream = make_batch()
-    support = SamplingSupport(top_k=30, top_p=0.7)
+    # Every second token has a record: itself and 16 other ids.
+    recorded = [[t, *((t + 1 + i) % 200 for i in range(16))] for t in token_ids.flatten().tolist()]
+    starts = 17 * torch.arange(token_ids.numel()).view_as(token_ids)
+    is_recorded = scored_mask & (torch.arange(token_ids.shape[1]) % 2 == 0)
+    kept = KeptSets(torch.tensor(recorded).flatten(), starts, 17 * is_recorded, is_complete=False)
+    support = SamplingSupport(top_k=30, top_p=0.7, renormalises=True, kept=kept)
     output = actor(
         token_ids, attention_mask, scored_mask=scored_mask, entropy="grad", support=support
     )
     ((output.logprobs - 0.3 * output.entropy) * upstream).sum().backward()
-    assert (output.log_kept_mass[scored_mask] < 0).all()
+    assert (output.log_kept_mass[scored_mask & ~is_recorded] < 0).all()
+    assert not output.log_kept_mass[is_recorded].any()
     return output.sampling_logprobs.detach(), gradients_of(actor, group)
 
 

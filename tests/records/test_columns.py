@@ -19,7 +19,14 @@ from tests.engines.fake_engine import FakeEngine
 from lightrft.datasets.chat_ids import Rendered
 from lightrft.datasets.types import Prompt
 from lightrft.engines.rows import cut_at_token, joined
-from lightrft.engines.types import Completion, EngineConfig, GenerationRequest, SamplingParams
+from lightrft.engines.sampling import pack_ids
+from lightrft.engines.types import (
+    KEPT_IDS,
+    Completion,
+    EngineConfig,
+    GenerationRequest,
+    SamplingParams,
+)
 from lightrft.experience.ledger_gate import check_ledger, rebuild
 from lightrft.models.layout import LayoutPolicy
 from lightrft.records.batch import (
@@ -29,7 +36,7 @@ from lightrft.records.batch import (
     select_experience,
     select_rollouts,
 )
-from lightrft.records.columns import COLUMNS, Column, join_facts
+from lightrft.records.columns import COLUMNS, Column, join_facts, pack_kept_ids
 from lightrft.records.rollout import ScoredRollout, TurnSegment
 from lightrft.records.table import deliver_rows, exchange, join_tables, merge, tabulate
 from lightrft.rollout.environments.episode import Episode
@@ -63,7 +70,13 @@ class FifthEngine(FakeEngine):
     def complete(self, row, request, params):
         raw = super().complete(row, request, params)
         pairs = zip(raw.token_ids, raw.logprobs, strict=True)
-        return replace(raw, facts={NAME: tuple(fifth(*pair) for pair in pairs)})
+        facts = {NAME: tuple(fifth(*pair) for pair in pairs)}
+        return replace(raw, facts={**facts, KEPT_IDS: tuple(map(kept, raw.token_ids))})
+
+
+def kept(token_id):
+    """Recorded ids of a token: itself, and as many others as its last digit says; none for 9."""
+    return "" if token_id % 10 == 9 else pack_ids(range(token_id, token_id + 1 + token_id % 10))
 
 
 def mean_gap(batch):
@@ -143,6 +156,12 @@ def assert_right(table):
     values = expected(ids.tolist(), table.rollout_logprobs.tolist(), table.is_sampled.tolist())
     assert table[NAME].dtype == np.float32
     assert table[NAME].tolist() == values
+    stops, ends = np.cumsum(table["num_kept"]), np.cumsum(table.response_lengths)
+    for row, (stop, end) in enumerate(zip(stops, ends, strict=True)):
+        places = slice(end - table.response_lengths[row], end)
+        pairs = zip(ids[places].tolist(), table.is_sampled[places].tolist(), strict=True)
+        values = pack_kept_ids(0, [kept(i) if flag else "" for i, flag in pairs], ())
+        assert table[KEPT_IDS][stop - table["num_kept"][row] : stop].tolist() == values.tolist()
 
 
 def collated(table):
@@ -165,7 +184,7 @@ def test_it_is_tabulated_taken_and_joined(planted):
 
 def test_without_the_line_nothing_of_it_is_kept():
     scored, _ = sampled(num_rows=1)
-    assert scored[0].rollout.completion.facts == {}
+    assert set(scored[0].rollout.completion.facts) == {KEPT_IDS}
     assert NAME not in tabulate(scored).columns
     assert collated(tabulate(scored)).facts == {}
 
@@ -178,7 +197,11 @@ def test_rows_of_an_engine_that_does_not_say_are_filled(planted):
     assert tabulate([item, scored[1]])[NAME][:length].tolist() == [1.0] * length
 
 
-def both_ranks(change=lambda batch: batch, change_table=lambda table, rank: table):
+def both_ranks(
+    change=lambda batch: batch,
+    change_table=lambda table, rank: table,
+    change_rows=lambda rows: rows,
+):
     """Samples change ranks and pass the gate there; the batch of each rank."""
     world = cases.ThreadWorld(2)
     shares = [sampled(first=0), sampled(first=8)]
@@ -189,7 +212,7 @@ def both_ranks(change=lambda batch: batch, change_table=lambda table, rank: tabl
         table = change_table(exchange(scored, strategy), strategy.rank)
         # Half of the rows of each rank go to the other one.
         wanted = [np.arange(0, 16, 2), np.arange(1, 16, 2)]
-        rows = deliver_rows(table, tabulate(scored), wanted, strategy)
+        rows = change_rows(deliver_rows(table, tabulate(scored), wanted, strategy))
         evidence = take_evidence(
             [item.rollout for item in scored], strategy, ledger=cases.ledger_of(scored)
         )
@@ -442,6 +465,18 @@ def test_a_completion_needs_one_value_per_token():
         Completion(0, 0, (1,), (2, 3), (-1.0, -1.0), "temperature", "stop", facts={NAME: (0.0,)})
 
 
+def test_packed_values_that_the_ledger_does_not_hold_are_found(planted):
+    """The ids of two tokens of a row change places, which their numbers do not show."""
+
+    def exchanged(rows):
+        flat, count = rows[KEPT_IDS].copy(), rows.response_lengths[0]
+        flat[[count, count + 1]] = flat[[count + 1, count]]
+        return replace(rows, facts={**rows.facts, KEPT_IDS: flat})
+
+    with pytest.raises(LedgerError, match="kept_ids differ from what the engine recorded"):
+        both_ranks(change_rows=exchanged)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"travels": "exchange"}, {"travels": "stays", "is_vouched": True}],
@@ -456,14 +491,14 @@ def test_a_fact_of_rows_is_known_to_all_and_a_ragged_one_is_delivered(monkeypatc
     """The ids that the sampling kept, so many for each row as it had."""
     kept = {i: list(range(i % 3)) for i in range(8)}
     number = Column(
-        "num_kept",
+        "num_seen",
         np.int64,
         level="row",
         of=lambda item: len(kept[item.rollout.sample_id]),
         travels="exchange",
         wire="<i2",
     )
-    ids = Column("kept", np.int32, level="num_kept", of=lambda item: kept[item.rollout.sample_id])
+    ids = Column("seen", np.int32, level="num_seen", of=lambda item: kept[item.rollout.sample_id])
     for column in (number, ids):
         monkeypatch.setitem(COLUMNS, column.name, column)
     scored, _ = sampled()
@@ -476,10 +511,10 @@ def test_a_fact_of_rows_is_known_to_all_and_a_ragged_one_is_delivered(monkeypatc
         return table, deliver_rows(table, tabulate(own), wanted, strategy)
 
     for rank, (table, rows) in enumerate(world.run(one_rank)):
-        assert table["num_kept"].tolist() == [i % 3 for i in range(8)]
+        assert table["num_seen"].tolist() == [i % 3 for i in range(8)]
         order = ([7, 2, 1], [5, 0])[rank]
         assert rows.sample_ids.tolist() == order
-        assert rows["kept"].tolist() == [x for i in order for x in kept[i]]
+        assert rows["seen"].tolist() == [x for i in order for x in kept[i]]
         assert collated(rows).facts == {}
 
 

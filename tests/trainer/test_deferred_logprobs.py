@@ -103,7 +103,12 @@ def compare_with_a_forward(build, monkeypatch):
         {"high_entropy_token_ratio": 0.2},
         {"off_policy_correction": "tis:mean-one"},
         {"off_policy_correction": "mis", "fused_linear_logprob": True},
-        {"off_policy_correction": "tis", "fused_linear_logprob": True, "top_p": 0.9},
+        {
+            "off_policy_correction": "tis",
+            "fused_linear_logprob": True,
+            "top_p": 0.9,
+            "truncated_logprobs": "all",
+        },
         {"with_critic": True, "advantage_estimator": "gae", "freezing_actor_steps": 1},
     ],
 )

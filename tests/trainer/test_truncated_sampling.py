@@ -29,7 +29,9 @@ TRUNCATIONS = [
 @pytest.mark.parametrize("options", TRUNCATIONS, ids=str)
 def test_engine_and_trainer_agree_under_the_truncated_law(build_world, caplog, options):
     caplog.set_level("INFO")
-    world = build_world(off_policy_correction="tis", correction_high=10.0, **options)
+    world = build_world(
+        off_policy_correction="tis", correction_high=10.0, truncated_logprobs="all", **options
+    )
     batch = world.trainer.make_experience()
     mask, outputs = batch.rollouts.compared_mask, batch.outputs
     assert torch.equal(mask, batch.rollouts.response_mask)
@@ -54,7 +56,7 @@ def test_other_ways_to_sample_are_compared_too(build_world, options):
 
 def test_the_trajectories_and_their_page_compare_under_one_law(build_world, tmp_path):
     log = TrajectoryLog(tmp_path / "trajectories.jsonl")
-    world = build_world(top_p=0.8, trajectory_log=log)
+    world = build_world(top_p=0.8, trajectory_log=log, truncated_logprobs="all")
     world.step()
     log.close()
     line = json.loads((tmp_path / "trajectories.jsonl").read_text().splitlines()[0])
@@ -68,7 +70,7 @@ def test_the_loss_does_not_see_the_truncation(build_world):
     """Without a correction a step is the same whether or not the kept mass is known."""
     worlds = []
     for is_known in (True, False):
-        world = build_world(top_p=0.5)
+        world = build_world(top_p=0.5, truncated_logprobs="all")
         batch = world.trainer.make_experience()
         if not is_known:
             rollouts = dataclasses.replace(batch.rollouts, compared_mask=None, support=None)
@@ -117,15 +119,15 @@ def test_engines_with_another_order_are_not_replayed(build_world, monkeypatch):
     assert replayed_support(both, "sglang") is None
     for name in ("hf", "vllm"):
         assert replayed_support(both, name) == SamplingSupport(top_k=5, top_p=0.9)
-    assert replayed_support(SamplingParams(top_k=5, min_p=0.1), "vllm") is None
+        support = replayed_support(SamplingParams(top_k=5, min_p=0.1), name)
+        assert support == SamplingSupport(top_k=5, min_p=0.1, min_p_first=name == "vllm")
     check("sglang", top_k=5, top_p=0.9)
     check("sglang", top_p=0.9, off_policy_correction="tis")
     check("hf", top_k=5, top_p=0.9, off_policy_correction="tis")
     check("vllm", top_k=5, top_p=0.9, off_policy_correction="tis")
     with pytest.raises(ConfigError, match="min_p: the sglang engine cannot draw by a seed"):
         check("sglang", min_p=0.1)
-    with pytest.raises(ConfigError, match="the vllm engine kept"):
-        check("vllm", top_k=5, min_p=0.1, off_policy_correction="tis")
+    check("vllm", top_k=5, min_p=0.1, off_policy_correction="tis")
     with pytest.raises(
         ConfigError, match="the sglang engine kept with top_p, top_k and min_p together"
     ):

@@ -11,9 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from lightrft.config import TrainConfig
 from lightrft.engines.hf.forward import ModelTraits
+from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
 from lightrft.models import Actor, LoraActor
 from lightrft.models.lora import is_factor
 from lightrft.models.sequence_model import freeze
+from lightrft.models.support import KeptSets, kept_logprobs
 from lightrft.tools.plan.memory import MemoryTerm, head_bytes, plan_memory, tower_bytes
 from lightrft.tools.plan.setup import Setup
 from lightrft.tools.plan.sizes import ModelSize
@@ -179,6 +181,29 @@ def test_a_forward_pass_holds_the_logits_that_the_plan_says():
             before = live.total
             actor(ids, mask)
     close(head_bytes(setup, setup.actor, 256, is_training=False), live.peak - before, 0.2)
+
+
+@pytest.mark.parametrize("width", [64, 512])
+def test_logprobs_over_recorded_ids_hold_what_the_plan_says(width):
+    text = {**TEXT, "hidden_size": width, "vocab_size": 4000, "model_type": "qwen2"}
+    size = replace(ModelSize.of_config(text), vocab=4000)
+    setup = setup_of(size, top_k=20)
+    weight = torch.randn(4000, width, requires_grad=True)
+    hidden, targets = torch.randn(2000, width, requires_grad=True), torch.zeros(2000).long()
+    sizes = torch.full((2000,), 20)
+    ids = torch.arange(20).repeat(2000).int()
+    kept = KeptSets(ids, sizes.cumsum(0) - sizes, sizes, is_complete=True)
+    layer = OutputLayer(weight, None, LogitsTransform(1.0, None))
+    live = live_bytes.LiveBytes("cpu")
+    with live:
+        live.begin()
+        before = live.total
+        kept_logprobs(hidden, layer, targets, kept).sum().backward()
+        expected = head_bytes(setup, setup.actor, 2000, is_training=True)
+    # Gradients that stay are other terms.
+    left = weight.grad.nbytes + hidden.grad.nbytes
+    close(expected, live.peak - before, 0.2)
+    assert expected > left
 
 
 def test_every_term_of_a_plan_is_compared_somewhere_or_said_to_be_assumed():

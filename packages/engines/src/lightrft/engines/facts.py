@@ -18,8 +18,8 @@ class EngineFacts:
         spans_ranks: Whether the ranks of a group share one engine (tensor parallelism).
         has_own_memory: Whether its weights and cache lie on the device beside the trainer's model.
         needs_share: Whether it refuses to start unless `engine_mem_util` of the device is free.
-        known_order: Truncations that it applies in the order of `lightrft.engines.sampling`: all,
-            all but min_p, or none that act together.
+        known_order: Order in which it truncates: that of `lightrft.engines.sampling`, that with
+            min_p before both others, or another one.
     """
 
     builder: str = ""
@@ -29,10 +29,9 @@ class EngineFacts:
     spans_ranks: bool = False
     has_own_memory: bool = True
     needs_share: bool = False
-    known_order: Literal["all", "without min_p", "none"] = "all"
+    known_order: Literal["min_p last", "min_p first", "other"] = "min_p last"
 
     def has_known_order(self, *, top_k: int, top_p: float, min_p: float) -> bool:
-        """Return whether these truncations act in the known order; a single one always does."""
+        """Return whether it is known what these truncations keep together."""
         is_single = (top_k != -1) + (top_p < 1) + (min_p > 0) < 2
-        is_known = self.known_order == "without min_p" and min_p == 0
-        return is_single or is_known or self.known_order == "all"
+        return is_single or self.known_order != "other"

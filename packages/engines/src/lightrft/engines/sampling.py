@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from lightrft.engines.types import SamplingParams
+from lightrft.engines.types import MOST_KEPT_IDS, SamplingParams
 from lightrft.kernels.weight_bucket.reference import mix64_, shift_right, to_signed
 
 
@@ -35,21 +36,26 @@ def sampling_logprobs(logits: torch.Tensor, params: SamplingParams) -> torch.Ten
     return kept.log_softmax(dim=-1)
 
 
-def keep_support(logits: torch.Tensor, *, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+def keep_support(
+    logits: torch.Tensor, *, top_k: int, top_p: float, min_p: float, min_p_first: bool = False
+) -> torch.Tensor:
     """Mask tokens that cannot be drawn: top_k, then top_p over the mass top_k left, then min_p.
 
     Args:
         logits: [rows, vocab] float32 or float64, temperature included.
         top_k, top_p, min_p: Truncations as in `SamplingParams`; -1, 1 and 0 keep all.
+        min_p_first: Whether min_p acts before both others.
 
     Returns:
         [rows, vocab] with -inf at masked tokens.
     """
+    if min_p > 0 and min_p_first:
+        logits = keep_min_p(logits, min_p)
     if top_k != -1:
         logits = keep_top_k(logits, top_k)
     if top_p < 1:
         logits = keep_top_p(logits, top_p)
-    if min_p > 0:
+    if min_p > 0 and not min_p_first:
         logits = keep_min_p(logits, min_p)
     return logits
 
@@ -67,13 +73,39 @@ def draw_tokens(
     Returns:
         Tokens [rows] int64 and their log-probabilities [rows] float32 under `sampling_logprobs`.
     """
-    logprobs = sampling_logprobs(logits, params)
+    return draw_from(sampling_logprobs(logits, params), logits, uniforms, params)
+
+
+def draw_from(
+    logprobs: torch.Tensor, logits: torch.Tensor, uniforms: torch.Tensor, params: SamplingParams
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw as `draw_tokens`, from known log-probabilities [rows, vocab] of these logits."""
     if params.is_greedy:
         # Logits, not logprobs, whose rounding could make two candidates equal.
         tokens = logits.argmax(dim=-1, keepdim=True)
     else:
         tokens = invert_cumulative(logprobs, uniforms)
     return tokens.squeeze(-1), logprobs.gather(-1, tokens).squeeze(-1)
+
+
+def kept_ids(logprobs: torch.Tensor, most: int = MOST_KEPT_IDS) -> list[str]:
+    """Return the ids that can be drawn in each row, as the fact `KEPT_IDS`.
+
+    Args:
+        logprobs: [rows, vocab] of `sampling_logprobs`.
+        most: Number of ids above which a row's ids are not recorded.
+    """
+    is_kept = logprobs > float("-inf")
+    sizes = is_kept.sum(dim=-1)
+    is_kept &= (sizes <= most)[:, None]
+    counts = is_kept.sum(dim=-1).tolist()
+    ids = is_kept.nonzero()[:, 1].cpu().numpy()
+    return [pack_ids(part) for part in np.split(ids, np.cumsum(counts)[:-1])]
+
+
+def pack_ids(ids: Sequence[int] | np.ndarray) -> str:
+    """Return ids as int32 in hexadecimal."""
+    return np.asarray(ids, dtype="<i4").tobytes().hex()
 
 
 def invert_cumulative(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

@@ -16,9 +16,15 @@ if TYPE_CHECKING:
 
 LogprobsMode = Literal["temperature", "truncated"]
 FinishReason = Literal["stop", "length", "abort"]
-# Further facts on each sampled token from an engine, by name.
-Facts = Mapping[str, tuple[float, ...]]
+# Further facts on each sampled token from an engine, by name: a number, or bytes in hexadecimal.
+Facts = Mapping[str, tuple[float | str, ...]]
 
+
+# Fact of a token drawn from a truncated distribution: the ids that it kept, ascending, as int32 in
+# hexadecimal; "" if they were not recorded.
+KEPT_IDS = "kept_ids"
+# Most ids of a kept set that an engine records; larger sets are computed by the trainer.
+MOST_KEPT_IDS = 1024
 
 # Logits are divided by the temperature in float32, which could overflow below this.
 MIN_TEMPERATURE = 1e-5
@@ -48,6 +54,8 @@ class SamplingParams:
         stop_token_ids: Token ids that end a completion besides the model's end-of-sequence ids.
         ignore_eos: Whether to continue at end-of-sequence ids.
         seed: Seed that, with (request id, sample index, position), fixes every random number.
+        records_support: Whether completions hold the ids that truncation kept for each token, as
+            the fact `KEPT_IDS`, if the engine can tell them.
 
     Raises:
         ValueError: A value is outside its range; the message names all of them.
@@ -64,6 +72,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int = 0
+    records_support: bool = False
 
     def __post_init__(self) -> None:
         is_warm = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf

@@ -22,7 +22,7 @@ from lightrft.engines.ledger import LedgerEntry, hash_context
 from lightrft.engines.types import SamplingParams
 from lightrft.models.layout import LayoutPolicy, TokenLayout
 from lightrft.records.batch import RolloutBatch
-from lightrft.records.columns import COLUMNS, Values, vouched_columns
+from lightrft.records.columns import COLUMNS, Values, packed_columns, vouched_columns
 from lightrft.records.rollout import TurnSegment
 from lightrft.records.table import RowTable, SampleTable
 from lightrft.rollout.ledger_records import (
@@ -31,6 +31,7 @@ from lightrft.rollout.ledger_records import (
     LedgerError,
     RowFacts,
     component_facts,
+    hash_values,
     rows_hash,
     vouched_values,
 )
@@ -252,6 +253,7 @@ def _check_rows(batch: RolloutBatch, table: SampleTable, evidence: Evidence) -> 
                 batch, right, evidence.version
             )
             _compare("compared mask", tensors["compared_mask"], compared, right)
+        _check_packed(table, row, evidence.accounts[sample_id].packed)
         written = _written_facts(right, evidence, is_cut=is_cut)
         trained = {
             name: (tensors[name] if name in tensors else table[name][row]) for name in written
@@ -259,6 +261,21 @@ def _check_rows(batch: RolloutBatch, table: SampleTable, evidence: Evidence) -> 
         _require_equal(f"sample {sample_id}", trained, written)
         right_rows.append(right)
     return right_rows
+
+
+def _check_packed(table: SampleTable, row: int, hashes: Mapping[str, str]) -> None:
+    """Check what engines record in packed form of a row's tokens."""
+    for column in packed_columns():
+        if column.name not in table.facts:
+            continue
+        counts = table.counts(column)
+        start = int(counts[:row].sum())
+        values = table[column.name][start : start + int(counts[row])]
+        if hash_values(values) != hashes.get(column.name):
+            raise LedgerError(
+                f"sample {table.sample_ids[row]}: {column.name} differ from what the engine "
+                "recorded as it sampled"
+            )
 
 
 def _check_tokens(

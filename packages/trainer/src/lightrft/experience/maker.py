@@ -56,6 +56,7 @@ from lightrft.records.batch import (
     ExperienceBatch,
     PolicyOutputs,
     RolloutBatch,
+    SupportError,
     collate,
     join_micro_batches,
     select_rollouts,
@@ -81,6 +82,7 @@ from lightrft.strategy.distributed.process_end import NumericsError
 
 if TYPE_CHECKING:
     from lightrft.engines.base import RolloutEngine
+    from lightrft.models.divergence import HeadReader
     from lightrft.models.support import SamplingSupport
     from lightrft.strategy.split.bridge import Bridge
 
@@ -321,8 +323,8 @@ def compute_outputs(
     with torch.no_grad():
         if scores_actor:
             old = score_policy(models.actor, batch, slices=slices, entropy="value")
-        # Only the policy that sampled was truncated.
-        plain = replace(batch, support=None)
+        # Only the policy that sampled was truncated; all are compared over the same ids.
+        plain = replace(batch, support=batch.support and batch.support.of_logprobs)
         reference = teacher = None
         if models.reference is not None:
             scored = score_policy(models.reference, plain, slices=slices, entropy="none")
@@ -392,7 +394,7 @@ def run_policy(
     *,
     entropy: EntropyMode,
     support: SamplingSupport | None,
-    token_loss: TokenLossFunction | None = None,
+    token_loss: TokenLossFunction | HeadReader | None = None,
 ) -> ActorOutput:
     """Run one forward pass over rows.
 
@@ -409,7 +411,7 @@ def run_policy(
         temperature=scoring_temperature(rows.temperature),
         entropy=entropy,
         media=rows.media,
-        support=support,
+        support=None if support is None else support.of_rows(rows.facts),
         **inside,
     )
 
@@ -502,8 +504,7 @@ def make_experience(
     with timer.stage("forward"), phase("score", context.timeout):
         outputs = compute_outputs(batch, models, slices=slices, scores_actor=not is_known)
     if config.use_rollout_logprobs:
-        sampled = torch.where(batch.response_mask, batch.rollout_logprobs, 0.0)
-        outputs = replace(outputs, old_logprobs=sampled)
+        outputs = replace(outputs, old_logprobs=_engine_logprobs(batch))
     greedy = _greedy_rewards(samples)
     shaped = shape_rewards(table, settings.moments, config, greedy_rewards=greedy)
     experience = assemble(
@@ -516,6 +517,16 @@ def make_experience(
         context=context,
     )
     return StepExperience(experience, rows, samples, shaped, plan, version)
+
+
+def _engine_logprobs(batch: RolloutBatch) -> Tensor:
+    """Return the engine's logprobs of the tokens to train on, as those before the update."""
+    if batch.support is not None and not batch.support.suffices:
+        raise SupportError(
+            "use_rollout_logprobs with truncated sampling needs an engine that records the tokens "
+            "it kept at every place: leave it out, or use engine_type hf"
+        )
+    return torch.where(batch.response_mask, batch.rollout_logprobs, 0.0)
 
 
 def deliver(
@@ -574,6 +585,8 @@ def _batch(
     engine: RolloutEngine | None,
 ) -> RolloutBatch:
     params, shares = training_params(config), row_shares(samples.table)
+    support = replayed_support(params, None if engine is None else engine.name)
+    is_over_kept = config.truncated_logprobs == "kept"
     first_temperature = turn_source(config).first_temperature(config)
     batch = collate(
         rows,
@@ -581,7 +594,7 @@ def _batch(
         device=context.device,
         num_uncompared_tokens=int(first_temperature not in (None, params.temperature)),
         version=_version(samples, engine),
-        support=replayed_support(params, None if engine is None else engine.name),
+        support=None if support is None else replace(support, renormalises=is_over_kept),
         media=media,
         masks_truncated=config.mask_truncated,
     )
@@ -625,5 +638,8 @@ def replayed_support(params: SamplingParams, engine_name: str | None) -> Samplin
     from lightrft.models.support import SamplingSupport
 
     top_k, top_p, min_p = params.top_k, params.top_p, params.min_p
-    is_known = engine_facts(engine_name).has_known_order(top_k=top_k, top_p=top_p, min_p=min_p)
-    return SamplingSupport(top_k, top_p, min_p) if is_known else None
+    facts = engine_facts(engine_name)
+    if not facts.has_known_order(top_k=top_k, top_p=top_p, min_p=min_p):
+        return None
+    is_first = min_p > 0 and facts.known_order == "min_p first"
+    return SamplingSupport(top_k, top_p, min_p, min_p_first=is_first)

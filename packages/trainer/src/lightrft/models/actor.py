@@ -142,7 +142,8 @@ class Actor(SequenceModel):
             temperature: Divides the logits.
             entropy: "none", "value" (detached) or "grad".
             media: Images and videos of the rows; None is text.
-            support: Truncation of the sampled tokens, to compute `log_kept_mass`; None without.
+            support: Truncation of the sampled tokens, to compute `log_kept_mass`, or logprobs over
+                the recorded ids; None without.
             token_loss: Loss to compute inside the output projection, for some tokens at a time; the
                 head must be fused. If ranks share sequences, each adds the loss of its tokens. With
                 a `HeadReader` nothing else is computed.
@@ -165,7 +166,7 @@ class Actor(SequenceModel):
             layout.targets,
             temperature=temperature,
             entropy=entropy,
-            support=support,
+            support=None if support is None else support.of_tokens(layout.rows, layout.columns),
             token_loss=inside,
         )
         return ActorOutput(

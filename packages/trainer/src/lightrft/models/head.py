@@ -105,7 +105,7 @@ class LinearLogprobHead(nn.Module):
             targets: [tokens] int64.
             temperature: Divides the logits.
             entropy: "none", "value" (detached) or "grad".
-            support: Truncation of the sampled targets; None replays none.
+            support: Truncation of the sampled targets, with their recorded ids; None replays none.
             token_loss: Function (logprobs, entropy or None, their indices) -> [] of some targets,
                 with a graph. It is computed with its gradients, chunk by chunk; needs a fused head.
                 With a `HeadReader` logprobs are 0.
@@ -126,23 +126,43 @@ class LinearLogprobHead(nn.Module):
         if isinstance(token_loss, HeadReader):
             nothing = hidden.new_zeros(len(hidden), dtype=torch.float32)
             return nothing, None, None, token_loss.read(Projected(hidden, layer))
-        mass = None if support is None else self._kept_mass(hidden, layer, targets, support)
+        kept = mass = loss = None
+        if support is not None:
+            kept, mass = self._supported(hidden, layer, targets, support)
+            if kept is not None and support.suffices and entropy == "none":
+                return kept, None, None, None
         if token_loss is not None:
-            return self._with_loss(hidden, targets, bias, scaled, entropy, mass, token_loss)
+            logprobs, entropies, loss = self._with_loss(
+                hidden, targets, bias, scaled, entropy, token_loss
+            )
+        else:
+            logprobs, entropies = self._over_vocabulary(hidden, targets, bias, scaled, entropy)
+        if support is not None and kept is not None:
+            logprobs, mass = support.joined(logprobs, kept, mass)
+        return logprobs, entropies, mass, loss
+
+    def _over_vocabulary(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        bias: Tensor | None,
+        temperature: float,
+        mode: EntropyMode,
+    ) -> tuple[Tensor, Tensor | None]:
         output = linear_logprob(
             hidden,
             self.weight,
             targets,
             bias=bias,
-            temperature=scaled,
+            temperature=temperature,
             softcap=self.transform.softcap,
-            entropy=entropy,
+            entropy=mode,
             impl="auto" if self.is_fused else "reference",
             workspace=self.workspace if self.is_fused else None,
             num_tokens=self.num_tokens,
         )
         logprobs = output.logprobs if self.is_fused else output.logprobs.clone()  # FSDP2: no view
-        return logprobs, output.entropy, mass, None
+        return logprobs, output.entropy
 
     def _scaled(self, hidden: Tensor, temperature: float) -> tuple[Tensor, float]:
         """Return hidden states and the temperature with which plain logits become scaled ones."""
@@ -168,14 +188,19 @@ class LinearLogprobHead(nn.Module):
             self.weight[: self.num_tokens], leading(bias, self.num_tokens), transform
         )
 
-    def _kept_mass(
+    def _supported(
         self, hidden: Tensor, layer: OutputLayer, targets: Tensor, support: SamplingSupport
-    ) -> Tensor:
-        """Return `log_kept_mass` of each target."""
-        from lightrft.models.support import replay_support  # of runs with truncated sampling
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return logprobs over recorded ids, and the computed `log_kept_mass`; None if unneeded."""
+        # Only runs with truncated sampling import this.
+        from lightrft.models.support import kept_logprobs, replay_support
 
+        sets = support.kept
+        kept = None if sets is None else kept_logprobs(hidden, layer, targets, sets)
+        if not support.computes or (sets is not None and sets.is_complete):
+            return kept, None
         size = (self.workspace or Workspace()).chunk_columns
-        return replay_support(hidden, layer, targets, support, chunk_size=size)
+        return kept, replay_support(hidden, layer, targets, support, chunk_size=size)
 
     def _sampling_bias(self, hidden: Tensor) -> Tensor | None:
         """Return the bias [vocab] of the sampling distribution; -inf where forbidden."""
@@ -194,9 +219,8 @@ class LinearLogprobHead(nn.Module):
         bias: Tensor | None,
         temperature: float,
         mode: EntropyMode,
-        mass: Tensor | None,
         token_loss: Callable[[Tensor, Tensor | None, Tensor], Tensor],
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         if not self.is_fused:
             raise ValueError("a loss inside the output projection needs fused_linear_logprob")
 
@@ -223,4 +247,4 @@ class LinearLogprobHead(nn.Module):
             entropy=mode,
             num_tokens=self.num_tokens,
         )
-        return output.logprobs, output.entropy, mass, output.loss
+        return output.logprobs, output.entropy, output.loss

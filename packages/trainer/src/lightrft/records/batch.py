@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightrft.engines.media.media import NO_MEDIA, RowMedia
+from lightrft.engines.types import KEPT_IDS
 from lightrft.records.columns import COLUMNS
 from lightrft.records.table import SampleTable
 
 if TYPE_CHECKING:
-    from lightrft.models.support import SamplingSupport
+    from lightrft.models.support import KeptSets, SamplingSupport
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,8 @@ class RolloutBatch:
         compared_mask: [batch, seq] bool, sampled tokens whose `rollout_logprobs` follow the
             distribution the trainer scores with, or with `support` the truncated one; None if there
             are no such tokens.
-        support: Truncation of the sampling, to be replayed; None replays nothing.
+        support: Truncation of the sampling, with the ids that the engine recorded for the tokens;
+            facts hold their places. None replays nothing.
         media: Images and videos of the rows, by reference.
         facts: Further columns of tokens, [batch, seq], by name; filled outside responses.
         prompt_places: [batch] int64, place of each row's prompt in the data; None is unknown.
@@ -141,8 +144,7 @@ def collate(
         masks_truncated: Exclude also rows that their token budget ended.
     """
     lengths = torch.from_numpy(table.lengths)[:, None]  # [batch, 1]
-    width = int(lengths.max()) if len(table) else 0
-    positions = torch.arange(width)[None, :]  # [1, seq]
+    positions = torch.arange(int(lengths.max()) if len(table) else 0)[None, :]  # [1, seq]
     attention_mask = positions < lengths
     padded = _padded_columns(table, attention_mask)
     is_sampled = padded.pop("is_sampled")
@@ -158,7 +160,7 @@ def collate(
         name: torch.where(is_kept, values, COLUMNS[name].fill).to(values.dtype).to(device)
         for name, values in padded.items()
     }
-    return RolloutBatch(
+    batch = RolloutBatch(
         token_ids=token_ids,
         attention_mask=attention_mask.to(device),
         response_mask=(is_sampled & is_kept).to(device),
@@ -172,6 +174,70 @@ def collate(
         support=support,
         facts=padded,
         prompt_places=None if places is None else torch.from_numpy(places).to(device),
+    )
+    return _with_kept_sets(batch, table)
+
+
+def _with_kept_sets(batch: RolloutBatch, table: SampleTable) -> RolloutBatch:
+    """Return a batch with the ids that truncation kept, if they were recorded."""
+    if batch.support is None or not table.facts.get("num_kept", np.zeros(0)).any():
+        return batch
+    kept = _kept_sets(table, batch.attention_mask)
+    places = {"kept_starts": kept.starts, "kept_sizes": kept.sizes}
+    return replace(
+        batch, support=replace(batch.support, kept=kept), facts={**batch.facts, **places}
+    )
+
+
+class SupportError(RuntimeError):
+    """Recorded ids of truncated sampling that cannot be those of a token."""
+
+
+def _kept_sets(table: SampleTable, attention_mask: Tensor) -> "KeptSets":
+    """Return the ids that truncation kept, with their places [batch, seq].
+
+    Raises:
+        SupportError: A drawn token is not once among the ids of its place.
+    """
+    from lightrft.models.support import KeptSets  # of runs with truncated sampling
+
+    flat, counts = table[KEPT_IDS].astype(np.int32), table["num_kept"].astype(np.int64)
+    lengths = table.response_lengths
+    rows = np.repeat(np.arange(len(table)), lengths)
+    first = np.cumsum(counts) - counts
+    within = np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    sizes = np.where(counts[rows] > 0, flat[np.minimum(first[rows] + within, len(flat) - 1)], 0)
+    before = np.cumsum(sizes) - sizes
+    starts = before + (np.cumsum(np.where(counts > 0, lengths, 0)))[rows]
+    owners = np.repeat(np.arange(len(rows)), sizes)
+    ids = flat[starts[owners] + np.arange(len(owners)) - before[owners]]
+    is_response = np.arange(table.lengths.sum()) >= np.repeat(
+        np.cumsum(table.lengths) - lengths, table.lengths
+    )
+    drawn = table.token_ids[is_response]
+    num_drawn = np.bincount(owners[ids == drawn[owners]], minlength=len(rows))
+    wrong = np.flatnonzero(num_drawn != (sizes > 0))
+    if len(wrong):
+        token = int(wrong[0])
+        raise SupportError(
+            f"sample {table.sample_ids[rows[token]]}, response token {within[token]}: id "
+            f"{drawn[token]} was drawn, and is {num_drawn[token]} times among the {sizes[token]} "
+            "ids that the engine recorded as kept, expected once; report this with the engine's "
+            "version"
+        )
+
+    def padded(values: NDArray[np.int64]) -> Tensor:
+        whole = np.zeros(len(is_response), np.int64)
+        whole[is_response] = values
+        tensor = torch.zeros_like(attention_mask, dtype=torch.int64)
+        tensor[attention_mask] = torch.from_numpy(whole).to(tensor.device)
+        return tensor
+
+    return KeptSets(
+        torch.from_numpy(flat).to(attention_mask.device),
+        padded(starts),
+        padded(sizes),
+        is_complete=bool((sizes[table.is_sampled] > 0).all()),
     )
 
 

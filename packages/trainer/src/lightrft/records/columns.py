@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightrft.engines.types import Facts
+from lightrft.engines.types import KEPT_IDS, Facts
 from lightrft.records.rollout import ScoredRollout
 from lightrft.records.sample_ledger import SampleEntry
 
@@ -45,6 +45,9 @@ class Column:
             Ids, masks and versions follow from the rows that the gate rebuilds.
         noted: Function for the value of a row from the notes made where it arose; the ledger gate
             compares the rows of all ranks with it. None compares nothing.
+        pack: Function for the values of a row from the prompt's length, and from the engine's
+            value and the version of each token of the response. The ledger gate compares a hash of
+            what it makes of the engine's ledger.
 
     Raises:
         ValueError: The level does not allow this travel, or the ledger cannot vouch for it.
@@ -61,6 +64,7 @@ class Column:
     implied: str | Literal[True] = True
     is_vouched: bool = False
     noted: Callable[[SampleEntry], float] | None = None
+    pack: Callable[[int, Sequence[str], ArrayLike], Values] | None = None
 
     def __post_init__(self) -> None:
         place = self.level, self.travels
@@ -78,6 +82,11 @@ class Column:
         return self.level in ("token", "response token")
 
     @property
+    def missing(self) -> float | str:
+        """Engine's value of a token of which it tells none."""
+        return self.fill if self.pack is None else ""
+
+    @property
     def is_rare(self) -> bool:
         """Return whether most rows hold only zeros of it."""
         return bool(self.sent_where) and self.sent_where == self.implied
@@ -93,7 +102,11 @@ class Column:
         if self.of is not None:
             return self.of(item)
         completion = item.rollout.completion
-        return completion.facts.get(self.name, (self.fill,) * len(completion.output_token_ids))
+        values = completion.facts.get(self.name, (self.missing,) * len(completion.is_sampled))
+        if self.pack is None:
+            return values
+        num_prompt = len(completion.prompt_token_ids)
+        return self.pack(num_prompt, cast("Sequence[str]", values), _versions(item))
 
     def to_wire(self, values: Values) -> bytes:
         """Return the bytes to send."""
@@ -154,6 +167,16 @@ def _paid(item: ScoredRollout) -> ArrayLike:
         ends = np.flatnonzero(is_sampled & ~np.append(is_sampled[1:], False))
         paid[ends[: len(rewards)]] = rewards
     return paid
+
+
+def pack_kept_ids(_: int, ids: Sequence[str], __: ArrayLike) -> Values:
+    """Return the number of kept ids of each token of a response, then the ids of all tokens.
+
+    A response without any has no values.
+    """
+    flat = np.frombuffer(bytes.fromhex("".join(ids)), "<i4")
+    sizes = np.array([len(each) // 8 for each in ids], np.int32)
+    return np.concatenate([sizes, flat]) if len(flat) else flat
 
 
 _known = partial(Column, level="row", travels="exchange")
@@ -238,6 +261,8 @@ COLUMNS: dict[str, Column] = {
             sent_where="has_mixed_versions",
             implied="weights_versions",
         ),
+        _count("num_kept", of=lambda item: len(COLUMNS[KEPT_IDS].read([item]))),
+        Column(KEPT_IDS, np.int32, level="num_kept", pack=pack_kept_ids),
         Column(
             "turn_rewards",
             np.float32,
@@ -259,7 +284,12 @@ def vouched_columns() -> list[Column]:
     return [column for column in COLUMNS.values() if column.is_vouched]
 
 
-def join_facts(*parts: tuple[int, Facts]) -> dict[str, tuple[float, ...]]:
+def packed_columns() -> list[Column]:
+    """Return the columns that are compared with the ledger by a hash, in the order of the table."""
+    return [column for column in COLUMNS.values() if column.pack is not None]
+
+
+def join_facts(*parts: tuple[int, Facts]) -> dict[str, tuple[float | str, ...]]:
     """Return the facts of the parts of a response, one after another; missing ones are filled.
 
     Args:
@@ -268,6 +298,6 @@ def join_facts(*parts: tuple[int, Facts]) -> dict[str, tuple[float, ...]]:
     joined = {}
     for name, column in COLUMNS.items():
         if any(name in facts for _, facts in parts):
-            values = (facts.get(name, (column.fill,) * count) for count, facts in parts)
+            values = (facts.get(name, (column.missing,) * count) for count, facts in parts)
             joined[name] = tuple(chain.from_iterable(values))
     return joined

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from lightrft.engines.ledger import Key, LedgerEntry
-from lightrft.records.columns import COLUMNS, Column, Values, vouched_columns
+from lightrft.engines.ledger import Key, LedgerEntry, hash_context
+from lightrft.records.columns import COLUMNS, Column, Values, packed_columns, vouched_columns
 from lightrft.records.rollout import Rollout, TurnSegment
 from lightrft.records.sample_ledger import SampleEntry, SampleLedger
 from lightrft.records.table import BRANCH_STEP
@@ -43,12 +43,14 @@ class SampleRecord:
         segments: Engine calls and observations, in order.
         scored: Hashes of the token ids that received rewards.
         facts: Recorded values of the sample.
+        packed: Hashes of packed columns by name, from the engine's ledger.
     """
 
     prompt: tuple[int, ...]
     segments: tuple[TurnSegment, ...]
     scored: tuple[str, ...] = ()
     facts: RowFacts = field(default_factory=dict)
+    packed: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rollout: Rollout, ledger: SampleLedger) -> Self:
@@ -163,7 +165,11 @@ def deliver_evidence(
         _pack(
             total,
             {
-                i: replace(evidence.accounts[i], facts=noted.get(i, {}))
+                i: replace(
+                    evidence.accounts[i],
+                    facts=noted.get(i, {}),
+                    packed=_packed_hashes(evidence.accounts[i], evidence.entries),
+                )
                 for i in ids
                 if i in evidence.accounts
             },
@@ -221,6 +227,7 @@ def _pack(
                     _ids(account.prompt),
                     account.scored,
                     account.facts,
+                    account.packed,
                     [
                         (s.request_id, s.sample_index, _ids(s.observation), s.text_spans)
                         for s in account.segments
@@ -245,6 +252,34 @@ def _pack(
     )
 
 
+def _packed_hashes(account: SampleRecord, entries: Mapping[Key, LedgerEntry]) -> dict[str, str]:
+    """Return the hashes of a sample's packed columns, from the ledger; {} if calls are missing."""
+    if not packed_columns():
+        return {}
+    ids, versions = list(account.prompt), list[int]()
+    facts: dict[str, list[str]] = {column.name: [] for column in packed_columns()}
+    for segment in account.segments:
+        entry = entries.get((segment.request_id, segment.sample_index, hash_context(ids)))
+        if entry is None:  # the gate says so
+            return {}
+        num_seen = len(segment.observation)
+        for name, values in facts.items():
+            empty = ("",) * len(entry.token_ids)
+            values += [*map(str, entry.facts.get(name, empty)), *("",) * num_seen]
+        versions += [entry.weights_version] * len(entry.token_ids) + [-1] * num_seen
+        ids += [*entry.token_ids, *segment.observation]
+    return {
+        column.name: hash_values(column.pack(len(account.prompt), facts[column.name], versions))
+        for column in packed_columns()
+        if column.pack is not None
+    }
+
+
+def hash_values(values: Values) -> str:
+    """Return a 64-bit hash of the bytes of values, as hexadecimal digits."""
+    return hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest()
+
+
 def vouched_values(entry: LedgerEntry, column: Column) -> Values:
     """Return an entry's values of a column, as the ledger gate reads them."""
     facts = {"rollout_logprobs": entry.logprobs, **entry.facts}
@@ -263,8 +298,9 @@ def _unpack(data: bytes) -> tuple[int, dict[int, SampleRecord], list[LedgerEntry
                 tuple(TurnSegment(i, j, _tuple(seen), spans) for i, j, seen, spans in segments),
                 scored,
                 facts,
+                packed,
             )
-            for sample_id, prompt, scored, facts, segments in accounts
+            for sample_id, prompt, scored, facts, packed, segments in accounts
         },
         [_entry(*values) for values in entries],
     )

@@ -47,6 +47,7 @@ def training_params(config: SamplingOptions) -> SamplingParams:
         n=config.n_samples_per_prompt,
         stop=config.stop,
         seed=config.seed,
+        records_support=config.truncates,
     )
 
 

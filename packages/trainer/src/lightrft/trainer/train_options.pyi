@@ -364,6 +364,10 @@ class TrainOptions(TypedDict, total=False):
     geometric ...) or terms such as reject:k3:sequence:high=0.01; several at once. dppo, off-
     policy-mask and pairs new/engine, new/old bound the policy that each update moves. Unset is
     none, and tis with rollout_lag and stream_chunk, where none must be given."""
+    truncated_logprobs: Literal["kept", "all"]
+    """Logprobs of policy and reference where top_p, top_k or min_p act: kept renormalises them
+    over the tokens that could be drawn, as recorded, which is the gradient of what was sampled
+    from; all takes the whole vocabulary, as for tokens without a record."""
     advantage_args: Mapping[str, str | int | float | bool] | None
     """Hyper-parameters of the advantage estimator under their own names."""
     correction_args: Mapping[str, str | int | float | bool] | None

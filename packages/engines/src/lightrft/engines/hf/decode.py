@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from lightrft.engines.sampling import draw_tokens, uniforms
+from lightrft.engines.sampling import draw_from, kept_ids, sampling_logprobs, uniforms
 from lightrft.engines.text import StopStringMatcher
-from lightrft.engines.types import SamplingParams
+from lightrft.engines.types import KEPT_IDS, Facts, SamplingParams
 
 # Steps for which random numbers and output columns are prepared at once.
 _BLOCK = 64
@@ -91,12 +91,14 @@ class EndedRow(NamedTuple):
         token_ids: Sampled tokens, including the stop token.
         logprobs: Logprob of each token.
         is_stopped: Whether it stopped, or reached its limit.
+        facts: Further facts of its tokens.
     """
 
     row: int
     token_ids: list[int]
     logprobs: list[float]
     is_stopped: bool
+    facts: Facts
 
 
 class _Progress:
@@ -113,6 +115,11 @@ class _Progress:
         # Copies on the host, which waits for the device once per step.
         self._numbers = list(range(num_rows))
         self._alive = [True] * num_rows
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of the rows still in the batch."""
+        return self._numbers
 
     @property
     def num_alive(self) -> int:
@@ -171,6 +178,25 @@ def _columns(blocks: list[torch.Tensor], rows: torch.Tensor, num_tokens: int) ->
     return torch.cat([block[:, rows] for block in blocks])[:num_tokens].T
 
 
+class _RowFacts:
+    """Further facts of the tokens of each row, if any are recorded."""
+
+    def __init__(self, num_rows: int, params: SamplingParams) -> None:
+        self._kept: list[list[str]] | None = None
+        if params.truncates and params.records_support:
+            self._kept = [[] for _ in range(num_rows)]
+
+    def note(self, numbers: Sequence[int], law: torch.Tensor) -> None:
+        """Note a token of these rows, drawn from logprobs [rows, vocab]."""
+        if self._kept is not None:
+            for row, ids in zip(numbers, kept_ids(law), strict=True):
+                self._kept[row].append(ids)
+
+    def of(self, row: int, num_tokens: int) -> Facts:
+        """Return the facts of a row's first tokens."""
+        return {} if self._kept is None else {KEPT_IDS: tuple(self._kept[row][:num_tokens])}
+
+
 def decode(
     forward: RowForward,
     *,
@@ -191,6 +217,7 @@ def decode(
     num_rows, device = len(limits), keys.device
     token_blocks: list[torch.Tensor] = []
     logprob_blocks: list[torch.Tensor] = []
+    facts = _RowFacts(num_rows, params)
     numbers = torch.empty(0)
     logits = forward.start()
     for step in range(max(limits)):
@@ -199,7 +226,9 @@ def decode(
             numbers = uniforms(progress.keys, step, step + _BLOCK)
             token_blocks.append(torch.zeros(_BLOCK, num_rows, dtype=torch.int64, device=device))
             logprob_blocks.append(torch.zeros(_BLOCK, num_rows, device=device))
-        tokens, logprobs = draw_tokens(logits, numbers[offset], params)
+        law = sampling_logprobs(logits, params)
+        tokens, logprobs = draw_from(law, logits, numbers[offset], params)
+        facts.note(progress.numbers, law)
         token_blocks[-1][offset].index_copy_(0, progress.row_ids, tokens)
         logprob_blocks[-1][offset].index_copy_(0, progress.row_ids, logprobs)
         stops = rule.is_stop(tokens, progress.row_ids, step + 1)
@@ -214,6 +243,7 @@ def decode(
                 tokens_on_host.long().tolist(),
                 logprobs_on_host.tolist(),
                 is_stopped,
+                [facts.of(row, step + 1) for row in row_numbers],
             )
             yield [EndedRow(*values) for values in zip(*columns, strict=True)]
             if progress.num_alive == 0:

@@ -147,9 +147,11 @@ class HFEngine(RolloutEngine):
             yield [
                 (
                     rows[row],
-                    RawCompletion(tuple(tokens), tuple(logprobs), "stop" if stops else "length"),
+                    RawCompletion(
+                        tuple(tokens), tuple(logprobs), "stop" if stops else "length", facts
+                    ),
                 )
-                for row, tokens, logprobs, stops in ended
+                for row, tokens, logprobs, stops, facts in ended
             ]
 
     def _forward(self, rows: Sequence[RequestedSample]) -> RowForward:

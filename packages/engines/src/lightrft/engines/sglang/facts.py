@@ -7,5 +7,5 @@ FACTS = EngineFacts(
     package="sglang",
     draws_min_p=False,
     spans_ranks=True,
-    known_order="none",  # SGLang takes top_p of the mass before top_k
+    known_order="other",  # SGLang takes top_p of the mass before top_k
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,14 @@ from lightrft.engines.rows import (
     first_job,
     stream_in_parts,
 )
-from lightrft.engines.types import EngineConfig, EngineStatus, FinishReason, SamplingParams
+from lightrft.engines.sampling import pack_ids
+from lightrft.engines.types import (
+    KEPT_IDS,
+    EngineConfig,
+    EngineStatus,
+    FinishReason,
+    SamplingParams,
+)
 from lightrft.engines.vllm.adapters import AdapterBuffers, adapter_request
 from lightrft.engines.vllm.backend import (
     StartedEngine,
@@ -35,7 +43,7 @@ from lightrft.engines.vllm.backend import (
 )
 from lightrft.engines.vllm.layout import LayoutReader, check_buffers
 from lightrft.engines.vllm.media import check_prompt, forbid_tokens, may_lack, native_prompt
-from lightrft.engines.vllm.options import load_format
+from lightrft.engines.vllm.options import MAX_LOGPROBS, load_format
 from lightrft.engines.vllm.weights import VLLMWeights
 
 if TYPE_CHECKING:
@@ -133,16 +141,31 @@ class VLLMEngine(RolloutEngine):
         """Yield rows as they finish."""
 
         def run(jobs: Sequence[Job], *, with_stops: bool) -> Iterator[list[FinishedJob]]:
-            natives = [native_params(job, params, stop_ids, with_stops=with_stops) for job in jobs]
+            natives = [
+                native_params(
+                    job, params, stop_ids, with_stops=with_stops, num_logprobs=num_logprobs
+                )
+                for job in jobs
+            ]
             for answers in self._run(jobs, natives):
                 yield [(i, raw_completions_of(jobs[i], out.outputs)) for i, out in answers]
 
-        stop_ids = self._stop_ids(params)
+        stop_ids, num_logprobs = self._stop_ids(params), self._num_logprobs(params)
         prompts = [row for row in rows if row.sample_index == 0]
         jobs = [first_job(row, params, num_samples=params.n) for row in prompts]
         decoder = self._text if params.stop else None
         # vLLM draws all samples of a prompt from the seed of its first part.
         yield from stream_in_parts(run, jobs, rows, params, decoder, next_part=1)
+
+    def _num_logprobs(self, params: SamplingParams) -> int:
+        """Return how many of the likeliest tokens show which ones truncation kept; 0 without."""
+        config = vars(self.started.model_config)
+        if not (params.truncates and params.records_support) or config.get("return_sampling_mask"):
+            return 0
+        allowed = int(config["max_logprobs"]) % 2**31  # -1 allows all
+        most = min(MAX_LOGPROBS, allowed, self._limits.num_rows)
+        # One more than are kept: it has the probability 0.
+        return most if params.top_k == -1 else min(most, params.top_k + 1)
 
     def _run(
         self, jobs: Sequence[Job], natives: Sequence[object]
@@ -273,7 +296,12 @@ def watched_layers(model: nn.Module) -> Iterator[dict[str, list[torch.Tensor]]]:
 
 
 def native_params(
-    job: Job, params: SamplingParams, stop_ids: Sequence[int], *, with_stops: bool
+    job: Job,
+    params: SamplingParams,
+    stop_ids: Sequence[int],
+    *,
+    with_stops: bool,
+    num_logprobs: int = 0,
 ) -> object:
     """Return vLLM's sampling parameters for one job.
 
@@ -285,6 +313,7 @@ def native_params(
         params: Our sampling parameters.
         stop_ids: All ids that end a completion.
         with_stops: Whether stop ids and strings count.
+        num_logprobs: Number of likeliest tokens to return beside each sampled one.
     """
     from vllm import SamplingParams as NativeParams
 
@@ -302,7 +331,7 @@ def native_params(
         stop=stops,
         stop_token_ids=list(stop_ids) if with_stops else [],
         ignore_eos=True,
-        logprobs=0,
+        logprobs=num_logprobs,
         detokenize=bool(stops),
         skip_special_tokens=False,
         include_stop_str_in_output=True,
@@ -315,24 +344,47 @@ def raw_completions_of(job: Job, outputs: Sequence[CompletionOutput]) -> list[Ra
     raws = []
     for output in sorted(outputs, key=lambda o: o.index):
         tokens = tuple(int(t) for t in output.token_ids)
-        logprobs = _sampled_logprobs(tokens, output.logprobs)
-        raws.append(RawCompletion(tokens, logprobs, _reason(output.finish_reason)))
+        logprobs, kept = _sampled_logprobs(tokens, output.logprobs)
+        mask = vars(output).get("sampling_mask")  # of vLLM's second runner, if switched on
+        if mask is not None:
+            kept = [pack_ids(sorted(ids)) for ids in mask.token_ids]
+        facts = {KEPT_IDS: tuple(kept)} if kept else {}
+        raws.append(RawCompletion(tokens, logprobs, _reason(output.finish_reason), facts))
     return raws * job.num_samples if len(raws) == 1 else raws
 
 
-def _sampled_logprobs(tokens: tuple[int, ...], logprobs: object) -> tuple[float, ...]:
-    """Return the logprob of each sampled token, from either of vLLM's forms."""
+def _sampled_logprobs(
+    tokens: tuple[int, ...], logprobs: object
+) -> tuple[tuple[float, ...], list[str]]:
+    """Return the logprob of each sampled token, and the kept ids if more tokens were returned.
+
+    Tokens that cannot be drawn have -inf. If none of those returned has, more may be kept.
+    """
     if isinstance(logprobs, list):
-        return tuple(
-            float(entry[token].logprob) for token, entry in zip(tokens, logprobs, strict=True)
-        )
-    flat = cast("FlatLogprobs", logprobs)
-    if tuple(flat.token_ids) != tokens:
-        raise RuntimeError(
-            f"vLLM gave logprobs of {len(flat.token_ids)} tokens that are not the {len(tokens)} "
-            "sampled ones: report this with vLLM's version"
-        )
-    return tuple(flat.logprobs)
+        pairs = zip(tokens, logprobs, strict=True)
+        places = [(token, {i: float(each.logprob) for i, each in e.items()}) for token, e in pairs]
+    else:
+        flat = cast("FlatLogprobs", logprobs)
+        if tuple(flat.token_ids) == tokens:
+            return tuple(flat.logprobs), []
+        starts, stops = flat.start_indices, flat.end_indices
+        if tuple(flat.token_ids[start] for start in starts) != tokens:
+            raise RuntimeError(
+                f"vLLM gave logprobs of {len(starts)} tokens that are not the {len(tokens)} "
+                "sampled ones: report this with vLLM's version"
+            )
+        places = [
+            (token, dict(zip(flat.token_ids[a:b], flat.logprobs[a:b], strict=True)))
+            for token, a, b in zip(tokens, starts, stops, strict=True)
+        ]
+    sampled = tuple(entry[token] for token, entry in places)
+    if all(len(entry) == 1 for _, entry in places):
+        return sampled, []
+    kept = [[i for i, value in entry.items() if value > -math.inf] for _, entry in places]
+    return sampled, [
+        pack_ids(sorted(ids) if len(ids) < len(entry) else ())
+        for ids, (_, entry) in zip(kept, places, strict=True)
+    ]
 
 
 def _reason(native: str | None) -> FinishReason:

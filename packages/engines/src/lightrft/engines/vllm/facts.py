@@ -8,5 +8,5 @@ FACTS = EngineFacts(
     holds_adapters=True,
     spans_ranks=True,
     needs_share=True,
-    known_order="without min_p",  # which vLLM applies before both others
+    known_order="min_p first",
 )

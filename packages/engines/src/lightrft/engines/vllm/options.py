@@ -33,6 +33,11 @@ RESERVED: Mapping[str, str] = {
 GROUP_SECONDS = 600
 
 
+# Likeliest tokens of which vLLM may be asked, to see which ones truncation kept. Each costs an
+# entry of three lists; larger sets are not recorded.
+MAX_LOGPROBS = 128
+
+
 # Options with which vLLM needs more from a checkpoint than the trainer writes.
 _READ_MORE = ("hf_overrides", "model_loader_extra_config", "quantization", "speculative_config")
 
@@ -95,6 +100,7 @@ def engine_arguments(
         "enable_sleep_mode": config.enable_sleep and not is_on_cpu,
         "distributed_executor_backend": executor,
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": MAX_LOGPROBS,
         "enforce_eager": is_on_cpu,
         "enable_prefix_caching": True,
         "generation_config": "vllm",

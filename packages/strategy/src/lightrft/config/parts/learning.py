@@ -96,6 +96,15 @@ class AlgorithmOptions:
         "off-policy-mask and pairs new/engine, new/old bound the policy that each update moves. "
         "Unset is none, and tis with rollout_lag and stream_chunk, where none must be given.",
     )
+    truncated_logprobs: str = option(
+        "kept",
+        "Logprobs of policy and reference where top_p, top_k or min_p act: kept renormalises them "
+        "over the tokens that could be drawn, as recorded, which is the gradient of what was "
+        "sampled from; all takes the whole vocabulary, as for tokens without a record.",
+        choices=("kept", "all"),
+        acts_with="top_p, top_k or min_p",
+        acts_when=lambda c: c.truncates,
+    )
     advantage_args: Arguments = option(
         None,
         "Hyper-parameters of the advantage estimator under their own names.",

@@ -21,7 +21,7 @@ from lightrft.config.registry import (
     split_kind,
 )
 from lightrft.engines.factory import engine_facts
-from lightrft.engines.types import MIN_TEMPERATURE
+from lightrft.engines.types import MIN_TEMPERATURE, MOST_KEPT_IDS
 
 
 @part("rollout")
@@ -269,9 +269,11 @@ class StreamingOptions:
         lambda c: (
             c.use_rollout_logprobs
             and c.truncates
+            and (c.truncated_logprobs == "all" or not 0 < c.top_k <= MOST_KEPT_IDS)
             and (
-                "use_rollout_logprobs excludes top_p, top_k and min_p: the engine's logprobs then "
-                "follow another distribution; leave one of them out"
+                "use_rollout_logprobs with top_p, top_k or min_p needs the kept tokens of every "
+                "place: leave truncated_logprobs at kept, and set top_k between 1 and "
+                f"{MOST_KEPT_IDS}; or leave one of them out"
             )
         ),
         lambda c: (

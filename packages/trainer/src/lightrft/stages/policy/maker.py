@@ -318,6 +318,7 @@ class ExperienceMaker:
 
             slices, teacher = self._forward_slices(experience), self.models.teacher
             check_first_step(batch, teacher, slices, self.config, self.context)
+        self._check_supports(experience, step)
         if is_compared and batch.outputs.old_logprobs is None and not samples.skip_reason:
             gate = partial(self._compare, batch.rollouts)
         elif is_compared:
@@ -462,6 +463,26 @@ class ExperienceMaker:
                 slices = self._forward_slices(experience)
                 logprobs = score_actor(experience.batch.rollouts, self.actor, slices=slices)
         return self._compare(experience.batch.rollouts, logprobs)
+
+    def _check_supports(self, experience: StepExperience, step: Step) -> None:
+        """Compare the ids that truncation kept with the trainer's where parity is; collective."""
+        batch, is_skipped = experience.batch.rollouts, bool(experience.samples.skip_reason)
+        is_truncated = batch.support is not None and experience.table["num_kept"].any()
+        if not is_truncated or is_skipped or not self._compares(step):
+            return
+        from lightrft.stages.policy.parity import limits_of
+        from lightrft.stages.policy.supports import check_supports
+
+        limits = limits_of(self.actor, self.backend, self.session, self.config.parity_limit)
+        with step.timer.stage("forward"), phase("score", self.context.timeout):
+            compared, other = check_supports(
+                batch,
+                self.actor,
+                self._forward_slices(experience),
+                mean_limit=limits.mean,
+                context=self.context,
+            )
+        step.metrics.add_mean("kept_ids_other_share", other, compared)
 
     def _compare(self, rollouts: RolloutBatch, logprobs: Tensor) -> ParityReport:
         from lightrft.stages.policy.parity import check_parity

@@ -148,6 +148,8 @@ def why_loss_outside(
         return "fused_linear_logprob is off"
     if not isinstance(actor, Actor):
         return f"the policy is no lightrft.models.Actor: got {type(actor).__name__}"
+    if config.truncates and config.truncated_logprobs == "kept":
+        return "truncated_logprobs kept reads no other tokens"
     if any(term.follows_policy for term in corrections):
         return "off_policy_correction compares the policy of each forward pass"
     if traits.couples_rows:

@@ -159,11 +159,7 @@ def check_parity(
         ParityError: They disagree. All ranks raise, with numbers and the worst token; with the
             embedded engine also the first layer whose outputs differ.
     """
-    engine, context = session.running, backend.context
-    dtypes = compute_dtypes(context.compute_dtype, engine, backend.parameter_source(actor))
-    limits = parity_limits(dtypes)
-    if mean_limit is not None:
-        limits = ParityLimits(mean_limit, max(limits.largest, mean_limit), limits.hidden)
+    context, limits = backend.context, limits_of(actor, backend, session, mean_limit)
     report = compare_logprobs(batch, logprobs, limits=limits, context=context)
     worst = report.worst
     if report.holds or worst is None:
@@ -173,6 +169,17 @@ def check_parity(
         f"sample from the model that is trained\n  {report.summary()}\n"
         f"  worst token: {worst.text}\n" + _layer(worst, batch, actor, session, limits.hidden)
     )
+
+
+def limits_of(
+    actor: nn.Module, backend: Backend, session: EngineSession, mean_limit: float | None
+) -> ParityLimits:
+    """Return the limits of the dtypes in use, or with another mean; see `check_parity`."""
+    dtype, source = backend.context.compute_dtype, backend.parameter_source(actor)
+    limits = parity_limits(compute_dtypes(dtype, session.running, source))
+    if mean_limit is None:
+        return limits
+    return ParityLimits(mean_limit, max(limits.largest, mean_limit), limits.hidden)
 
 
 def _layer(

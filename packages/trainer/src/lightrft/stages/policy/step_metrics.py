@@ -273,6 +273,10 @@ def record_policy(
     teacher = outputs.teacher_logprobs
     for logprobs in (rollouts.rollout_logprobs, old, outputs.ref_logprobs, teacher):
         metrics.add_count("nonfinite/logprobs", num_nonfinite(logprobs, mask))
+    sizes = rollouts.facts.get("kept_sizes")
+    if sizes is not None:
+        metrics.add_masked_mean("kept_ids_per_token", sizes, mask)
+        metrics.add_masked_mean("kept_ids_unrecorded_share", sizes == 0, mask)
     if outputs.entropy is not None:
         metrics.add_masked_mean("entropy", outputs.entropy, mask)
     if rollouts.compared_mask is not None and sampling is not None:

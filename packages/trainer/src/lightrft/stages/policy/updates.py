@@ -253,7 +253,9 @@ class PolicyUpdate:
         trainer_logprobs = batch.outputs.sampling_logprobs
         if trainer_logprobs is None:
             raise RuntimeError("an off-policy correction needs the logprobs before the update")
-        if rollouts.support is not None and batch.outputs.log_kept_mass is None:
+        support = rollouts.support
+        is_unknown = support is not None and not support.suffices
+        if is_unknown and batch.outputs.log_kept_mass is None:
             raise RuntimeError(
                 "an off-policy correction of truncated samples needs their kept mass"
             )
@@ -387,11 +389,12 @@ class PolicyUpdate:
         """
         rollouts, is_first = micro.rollouts, micro.outputs.old_logprobs is None
         entropy: EntropyMode = "value" if is_first else "none"
+        support, needs_mass = rollouts.support, is_first or self.follows_policy
         output = run_policy(
             actor,
             rollouts,
             entropy="grad" if self.config.entropy_coef > 0 else entropy,
-            support=rollouts.support if is_first or self.follows_policy else None,
+            support=support if support is None or needs_mass else support.of_logprobs,
             token_loss=token_loss,
         )
         if not is_first:

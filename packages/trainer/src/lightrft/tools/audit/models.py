@@ -64,6 +64,10 @@ class Scorer(ABC):
         self._model = _ScorerModules(parts)
         self._width, self._scale, self._rounds = width, lora_scale, rounds
         self._dtype, self._weights = torch.float64, dict[str, Tensor]()
+        # Ids by row over which logprobs are renormalised, of the last tokens of the row.
+        self.kept: Mapping[int, Sequence[Tensor]] = {}
+        self._lengths: Sequence[int] = ()
+        self._rows: Sequence[int] = ()
         model = cast("PreTrainedModel", parts.get(POLICY, parts.get(TRUNK)))
         self._head: nn.Module | None = None
         self._num_ids = int(model.get_input_embeddings().weight.shape[0])
@@ -114,6 +118,7 @@ class Scorer(ABC):
             )
         numbers = [torch.zeros(mask.shape, dtype=torch.float64) for _ in range(self.num_outputs)]
         for rows, width in _chunks(mask, self._width):
+            self._rows = rows
             outputs = self.compute(self._outputs, ids[rows, :width])
             for each, values in zip(numbers, outputs, strict=True):
                 each[rows, 1:width] = values.double()
@@ -124,6 +129,7 @@ class Scorer(ABC):
         for leaf in self._weights.values():
             leaf.grad = None
         for rows, width in _chunks(mask, self._width):
+            self._rows = rows
             outputs = self.compute(self._outputs, ids[rows, :width])
             parts = [torch.where(mask, each, 0.0)[rows, 1:width] for each in weights]
             total = sum((part * each).sum() for part, each in zip(parts, outputs, strict=True))
@@ -178,7 +184,26 @@ class Policy(Scorer):
     def _outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
         logprobs = self.logprobs(tokens)
         chosen = logprobs.gather(-1, tokens[:, 1:, None]).squeeze(-1)
-        return chosen, -(logprobs.exp() * logprobs).sum(dim=-1)
+        entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
+        if self.kept:
+            chosen = chosen - torch.stack(
+                [self._log_mass(row, each) for row, each in zip(self._rows, logprobs, strict=True)]
+            )
+        return chosen, entropy
+
+    def _log_mass(self, row: int, logprobs: Tensor) -> Tensor:
+        """Return the log-probability of each place's recorded ids, 0 without any: [seq - 1]."""
+        sets, masses = self.kept.get(row, ()), [logprobs.new_zeros(()) for _ in logprobs]
+        # Place t holds the distribution of token t + 1.
+        first = self._lengths[row] - len(sets) - 1
+        for place, ids in enumerate(sets, start=first):
+            if len(ids) and place < len(masses):
+                masses[place] = logprobs[place, ids].logsumexp(dim=0)
+        return torch.stack(masses)
+
+    def renormalise(self, kept: Mapping[int, Sequence[Tensor]], lengths: Sequence[int]) -> None:
+        """Renormalise logprobs over these ids of the last tokens of rows of these lengths."""
+        self.kept, self._lengths = kept, lengths
 
     def logprobs(self, tokens: Tensor, vocab: int | None = None) -> Tensor:
         """Return logprobs of each next token among the first ids: [rows, seq - 1, vocab]."""

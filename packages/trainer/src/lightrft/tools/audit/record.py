@@ -135,6 +135,8 @@ VERSIONS = "token_versions"  # -1 for tokens that no engine sampled
 TURN_REWARDS = "turn_rewards"  # parts of the row's reward, paid at the end of a turn
 PLACE = "place"  # of the row's item in the data
 CUT = "is_truncated"  # rows that the token budget ended
+# Numbers of kept ids of a row's response tokens, then these ids; and the number of all of these.
+KEPT, NUM_KEPT = "kept_ids", "num_kept"
 RAW_TOKENS = ("token_ids", "is_sampled", "rollout_logprobs")
 TOKEN_VALUES = tuple(item.name for item in fields(RunValues) if item.name != "rewards")
 
@@ -445,8 +447,10 @@ def _array_problems(record: StepRecord) -> Iterator[str]:
             dtype = get_args(get_args(hints[name])[1])[0]
             if array.ndim != 1 or array.size not in sizes or array.dtype != dtype:
                 yield f"{name} has shape {list(array.shape)} and type {array.dtype}"
-    for name, array in record.samples.facts.items():
-        if array.shape not in ((rows,), (tokens,)):
+    facts = record.samples.facts
+    num_kept = int(facts.get(NUM_KEPT, np.zeros(1)).sum())
+    for name, array in facts.items():
+        if array.shape not in ((rows,), (tokens,)) and (name, array.shape) != (KEPT, (num_kept,)):
             yield f"{FACT}{name} has shape {list(array.shape)}"
 
 

@@ -49,7 +49,13 @@ from lightrft.tools.audit.record import (
     read_record,
     recorded_steps,
 )
-from lightrft.tools.audit.samples import Rows, build_rows, sampled_rows, shaped_rewards
+from lightrft.tools.audit.samples import (
+    Rows,
+    build_rows,
+    kept_ids,
+    sampled_rows,
+    shaped_rewards,
+)
 from lightrft.tools.audit.tolerances import MEAN_SHARES, NOISE_SAFETY, tolerances_of
 
 ALL_LINEAR = "all-linear"
@@ -199,6 +205,8 @@ def open_step(
         policy = build(before / "actor", decided.lora_scale, rounds)
         critic = Values(before / "critic", rounds=rounds) if "critic" in states else None
     rows = build_rows(record.samples, config)
+    if isinstance(policy, Policy) and config.truncated_logprobs == "kept":
+        policy.renormalise(kept_ids(record.samples), rows.lengths.tolist())
     findings = Findings(tolerances_of(facts.compute_dtype))
     return ReplayedStep(record, config, findings, rows, policy, critic, states, decided)
 
@@ -320,11 +328,19 @@ def _check_engine(step: ReplayedStep, exact: Tensor) -> None:
         step.results.skip(name, f"the engine {engine!r} computes no model")
     elif step.config.use_fire:
         step.results.skip(name, "tokens of several temperatures")
-    elif not step.record.samples.is_untruncated.all():
+    elif not step.record.samples.is_untruncated.all() and not _knows_kept(step):
         step.results.skip(name, "drawn with top_k, top_p or min_p")
     else:
         expected, is_known = _sampling_weights(step, exact)
         step.results.tokens(name, rows.rollout_logprobs, expected, step.mask & is_known, "engine")
+
+
+def _knows_kept(step: ReplayedStep) -> bool:
+    """Return whether the kept ids of all trained tokens are recorded, and logprobs over them."""
+    kept = {} if step.policy is None else step.policy.kept
+    rows = step.mask.any(dim=1).nonzero().flatten().tolist()
+    counts = step.mask.sum(dim=1)
+    return all(sum(len(ids) > 0 for ids in kept.get(row, ())) >= counts[row] for row in rows)
 
 
 def _sampling_weights(step: ReplayedStep, exact: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightrft.config import TrainConfig
 from lightrft.config.parts.rollout import ShapingOptions
-from lightrft.tools.audit.record import CUT, RawSamples
+from lightrft.tools.audit.record import CUT, KEPT, NUM_KEPT, RawSamples, RecordError
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,33 @@ def build_rows(samples: RawSamples, config: ShapingOptions) -> Rows:
     ids = padded(samples.token_ids, is_token).long()
     logprobs = torch.where(mask, padded(samples.rollout_logprobs, is_token), 0.0)
     return Rows(is_token, ids, mask, is_kept, logprobs)
+
+
+def kept_ids(samples: RawSamples) -> dict[int, list[Tensor]]:
+    """Return by row the ids that truncated sampling kept for each token of the response.
+
+    Rows without any are missing; an id list of a token without a record is empty.
+
+    Raises:
+        RecordError: They are not so many as the record says, or lack the sampled token.
+    """
+    counts = samples.facts.get(NUM_KEPT, np.zeros(0)).astype(np.int64)
+    stops, kept = np.cumsum(counts), {}
+    ends = np.cumsum(samples.prompt_lengths + samples.response_lengths)
+    for row in np.flatnonzero(counts).tolist():
+        values = torch.from_numpy(samples.facts[KEPT][stops[row] - counts[row] : stops[row]]).long()
+        length = int(samples.response_lengths[row])
+        sizes, ids = values[:length].tolist(), values[length:]
+        drawn = samples.token_ids[ends[row] - length : ends[row]].tolist()
+        is_right = len(sizes) == length and min(sizes) >= 0 and sum(sizes) == len(ids)
+        sets = list(torch.split(ids, sizes)) if is_right else []
+        if not is_right or any(len(s) and t not in s for s, t in zip(sets, drawn, strict=True)):
+            raise RecordError(
+                f"the record is damaged: the kept ids of sample {samples.sample_ids[row]} are not "
+                "those of its tokens; audit another step with --step"
+            )
+        kept[row] = sets
+    return kept
 
 
 def differ(rewards: Tensor) -> bool:

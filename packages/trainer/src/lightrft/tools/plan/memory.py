@@ -6,6 +6,7 @@ A phase adds to what FSDP2 or a stage of ZeRO holds of the models at rest.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from lightrft.engines.types import MOST_KEPT_IDS
 from lightrft.run.gpus import GB
 from lightrft.tools.plan.constants import constant
 from lightrft.tools.plan.engine_room import EngineRoom, asleep_bytes, engine_room, working_share
@@ -31,6 +32,9 @@ CPU_CHUNK_COLUMNS = 4_096
 LOSS_BUDGET = 2**31
 LOSS_TOKENS = (1024, 8192)
 LOSS_MULTIPLE = 128
+# As in `models.support`: elements of gathered weights. Kept ids of a token where only a
+# probability bounds them, and bytes of the values that exist for each of them.
+GATHERED, KEPT_BY_PROBABILITY, BYTES_PER_KEPT = 2**24, 64, 48
 # As in `models.divergence`.
 DIVERGENCE_LOGITS = 2**24
 REWARD_SHARDS = 8
@@ -347,6 +351,32 @@ def block_bytes(model: Model, num_tokens: int, compute_bytes: int) -> float:
 
 def head_bytes(setup: Setup, model: Model, num_scored: int, *, is_training: bool) -> float:
     """Return the work space of the output layer, without the gradient of its weight."""
+    config = setup.config
+    if setup.stage == "policy" and config.truncates and model.scores_tokens:
+        kept = kept_ids_bytes(setup, model, num_scored, is_training=is_training)
+        if is_training and config.truncated_logprobs == "kept":
+            return kept  # nothing else of the layer is computed
+    else:
+        kept = 0
+    return kept + _whole_head_bytes(setup, model, num_scored, is_training=is_training)
+
+
+def kept_ids_bytes(setup: Setup, model: Model, num_scored: int, *, is_training: bool) -> float:
+    """Return the work space of logprobs over the recorded ids of truncated sampling."""
+    top_k, size = setup.config.top_k, model.size
+    ids = KEPT_BY_PROBABILITY if top_k < 1 else min(top_k, MOST_KEPT_IDS)
+    pairs = num_scored * min(ids, size.vocab)
+    # Two factors and their product; the gradients of hidden states and of the weight are summed in
+    # float32.
+    total = BYTES_PER_KEPT * pairs + 3 * FLOAT * min(GATHERED, pairs * size.hidden)
+    if is_training:
+        total += FLOAT * num_scored * size.hidden
+        total += FLOAT * size.embedding_parameters if model.trains_all else 0
+    return total
+
+
+def _whole_head_bytes(setup: Setup, model: Model, num_scored: int, *, is_training: bool) -> float:
+    """Return the work space of the output layer over the whole vocabulary."""
     size, c = model.size, setup.compute_bytes
     hidden = num_scored * size.hidden
     if setup.stage == "divergence" and is_training:
