@@ -46,6 +46,18 @@ class Album:
         return float(self.pages)
 
 
+class Book(Album):
+    """Shows words alone."""
+
+    def reset(self, **row):
+        super().reset(**row)
+        return " First:"
+
+    def turn(self):
+        """Show the next page."""
+        return "page"
+
+
 def bytes_of(image):
     """As files hold it."""
     buffer = io.BytesIO()

@@ -3,14 +3,17 @@
 from pathlib import Path
 
 import pytest
+from tests.models.vision.test_derived_families import written
 from tests.models.vision.tiny_families import write_tiny_vision_model
 from tests.rollout.image_environments import squares
-from tests.runs import calling, lines, rollout_options, train, write_inputs
+from tests.runs import calling, lines, rollout_options, train, with_stops, write_inputs
 from tests.trainer.test_environment_run import REWARD
 
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
+from lightrft.config import ConfigError
 from lightrft.rollout.environments.calls import ToolCall
+from lightrft.tools.replay import run_replay
 
 pytestmark = pytest.mark.shard("vision")
 
@@ -54,7 +57,7 @@ def train_here(folder, **changes):
 
 
 @pytest.mark.full
-def test_a_run_shows_and_trains_the_images_of_all_turns(tmp_path, capsys):
+def test_a_run_shows_and_trains_the_images_of_all_turns(tmp_path):
     output = train_here(tmp_path, **ALBUM)
     steps = lines(output / "metrics.jsonl")
     assert len(steps) == 2
@@ -73,9 +76,35 @@ def test_a_run_shows_and_trains_the_images_of_all_turns(tmp_path, capsys):
     assert main(["report", str(output)]) == ExitCode.OK
     page = (output / "report.html").read_text()
     assert all(image in page for image in max((s["images"] for s in samples), key=len))
+
+
+@pytest.mark.full
+def test_images_of_an_environment_are_shown_to_no_teacher(tmp_path):
+    model, rows = written(tmp_path, "lfm2_vl")
+    data = write_inputs(tmp_path, [{**rows[2], "number": 1}] * 4, reward=REWARD)
+    words = {**ALBUM, "teacher": model, "max_steps": 1}
+    with calling(ToolCall("turn")), pytest.raises(ConfigError, match="a teacher sees texts"):
+        train(options_of(data, "run", **words))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shown", ["Album", "Book"])
+@pytest.mark.parametrize("model_type", ["qwen3_5_moe", "lfm2_vl"])
+def test_steps_of_text_are_replayed_and_others_refused(
+    model_type, shown, tmp_path, monkeypatch, capsys
+):
+    written(tmp_path, model_type)
+    rows = [{"prompt": f"Look {i}.", "number": i} for i in range(4)]
+    data = write_inputs(tmp_path, rows, reward=REWARD)
+    words = {"environment": ALBUM["environment"].replace("Album", shown), "tool_parser": "hermes"}
+    with calling(ToolCall("turn")):
+        train(options_of(data, "run", **words, max_steps=1))
+    monkeypatch.setattr(run_replay, "training_params", with_stops)
     capsys.readouterr()
-    assert main(["replay", str(output)]) == ExitCode.USAGE
-    assert "only runs of models of text can be replayed" in capsys.readouterr().err
+    code, said = main(["replay", str(tmp_path / "run")]), capsys.readouterr()
+    assert code == (ExitCode.OK if shown == "Book" else ExitCode.USAGE), said
+    assert ("step 1 of " in said.err and "only steps of text" in said.err) == (shown == "Album")
+    assert said.out.strip().endswith("equal to the run") == (shown == "Book")
 
 
 @pytest.mark.full

@@ -10,9 +10,11 @@ from tests.engines.media_requests import logprob_error, requests_of
 from tests.models.all_types import types
 from tests.models.batches import relative_norm
 from tests.models.vision.tiny_world import Batch, image, pack, scored, twin_of
+from tests.runs import write
 from tests.stages.test_proof_at_load import POLICY
 
 from lightrft.cli.main import main
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.media import encoder_of
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.media.encoder import PromptEncoder
@@ -31,7 +33,7 @@ from lightrft.models.ulysses import LayoutRefusedError
 from lightrft.models.vision import forward
 from lightrft.models.vision.proof import prove_media
 from lightrft.strategy import get_fake_strategy
-from lightrft.trainer import train
+from lightrft.trainer import SFTTrainer, train
 
 # Its tower computes images together otherwise than alone.
 MIXED = "minicpmv4_6"
@@ -230,6 +232,36 @@ def test_a_tower_that_mixes_images_is_refused_and_its_text_is_trained(shows, tmp
     words = f"rows with images are not computed by {name} as each row alone: max |d log p| ="
     assert (words in said.err) == shows
     assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize("place", ["", "http://127.0.0.1:9/v1"])
+def test_images_are_shown_to_no_teacher(place, tmp_path):
+    model, rows = written(tmp_path, "lfm2_vl")
+    with pytest.raises(ConfigError, match="rows have images, and a teacher sees texts"):
+        train(
+            model,
+            [{"input": row["prompt"], "images": row["images"]} for row in rows],
+            len,
+            output_dir=str(tmp_path / "run"),
+            apply_chat_template=True,
+            teacher=place or model,
+            **POLICY,
+        )
+
+
+def test_a_step_on_texts_of_a_model_with_towers_is_not_recorded_for_an_audit(tmp_path):
+    model, rows = written(tmp_path, "lfm2_vl")
+    write(tmp_path / "rows.jsonl", [{**rows[2], "completion": "b"}] * 4)
+    options = {"audit_every": 1, "train_batch_size": 4, "apply_chat_template": True, "fsdp": True}
+    with pytest.raises(ConfigError, match="audit_every recomputes models of text"):
+        SFTTrainer(
+            TrainConfig(
+                pretrain=model,
+                prompt_data=str(tmp_path / "rows.jsonl"),
+                output_dir=str(tmp_path / "run"),
+                **options,
+            )
+        ).train()
 
 
 def test_a_processor_of_another_model_is_named_and_text_is_trained(tmp_path):

@@ -33,6 +33,7 @@ from lightrft.algorithms.masking import masked_difference
 from lightrft.algorithms.moments import Moments, masked_moments, moments_of, whiten
 from lightrft.config import (
     BackendOptions,
+    ConfigError,
     LearningOptions,
     SampledTeacherOptions,
     ShapingOptions,
@@ -302,6 +303,9 @@ class ForwardModels:
     teacher: TeacherFunction | None = None
 
 
+SEES_TEXTS = "teacher: rows have images, and a teacher sees texts: leave either out"
+
+
 def compute_outputs(
     batch: RolloutBatch,
     models: ForwardModels,
@@ -330,6 +334,8 @@ def compute_outputs(
             scored = score_policy(models.reference, plain, slices=slices, entropy="none")
             reference = scored.logprobs
         if models.teacher is not None:
+            if not plain.media.is_empty:  # from an environment: rows of data are refused earlier
+                raise ConfigError(SEES_TEXTS)
             teacher = models.teacher(plain, slices)
         values = None
         if models.critic is not None:

@@ -300,7 +300,10 @@ class PromptEncoder:
         for kind in media.kinds:
             if kind not in self.family.reads:
                 plural = MEDIA_KINDS[kind].plural
-                raise ValueError(f"models of type {self.family.model_type} read no {plural}")
+                raise ValueError(
+                    f"models of type {self.family.model_type} read no {plural}: expected "
+                    f"{', '.join(sorted(self.family.reads))}; leave media out with --text_only"
+                )
         for kind, mark in self.marks.items():
             places, count = text.count(mark), len(media[kind])
             if places != count:

@@ -230,9 +230,12 @@ def read_inputs(config: TrainConfig) -> PolicyInputs:
         require_images(prompts.prompts)
     teacher_rows = None
     if config.teacher_places:
+        from lightrft.experience.maker import SEES_TEXTS
         from lightrft.experience.teachers import TeacherRows
         from lightrft.stages.teachers import prove_teachers
 
+        if any(prompt.media for prompt in prompts.prompts):
+            raise ConfigError(SEES_TEXTS)
         teacher_rows = TeacherRows.of_run(prompts.prompts, config)
         prove_teachers(config, tokenizer, [prompt.token_ids for prompt in prompts.prompts[:64]])
     eval_prompts: tuple[Prompt, ...] = ()

@@ -19,7 +19,7 @@ from lightrft.config.train_config import DISTILLED_ROWS, DISTILLED_ROWS_AND_SAMP
 from lightrft.datasets.row_data import Item, RowData, SupervisedRow
 from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.row_origin import check_tokens
-from lightrft.engines.media.families import has_row, placeholder_ids
+from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.models import load_tokenizer
 from lightrft.models.loading import load_config
 from lightrft.models.statements import Statements, read_statements
@@ -155,9 +155,9 @@ def check_auditable(config: RowRunOptions, rows: Iterable[SupervisedRow]) -> Non
     """Raise a ConfigError if steps on these rows are to be recorded but cannot be recomputed."""
     if config.audit_every and any(row.shown for row in rows):
         raise ConfigError("audit_every recomputes rows of text, and some have images: leave it out")
-    if config.audit_every and has_row(load_config(str(config.pretrain))):
+    if config.audit_every and family_of(load_config(str(config.pretrain))) is not None:
         raise ConfigError(
-            "audit_every recomputes models of text, and pretrain reads images: leave it out"
+            "audit_every recomputes models of text, and pretrain has towers: leave it out"
         )
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
+from typing import cast
 
 from torch import nn
 
 from lightrft.config import ConfigError, SamplingOptions, TrainConfig
 from lightrft.config.files import typed
 from lightrft.config.options import short
-from lightrft.engines.media.families import has_row
+from lightrft.engines.media.families import placeholder_ids
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.models import load_tokenizer
 from lightrft.models.loading import load_config
@@ -58,11 +60,11 @@ def replay_run(run: Path, step: int | None) -> tuple[int, Replay]:
     options = TrainConfig.load(run / CONFIG_FILE)
     step, journals = read_step(run, step, options)
     config = replace(options, sp_size=1, engine_tp_size=1, fsdp=True, zero_stage=0)
-    model_config = load_config(str(config.pretrain))
-    if has_row(model_config):
+    marks = set(placeholder_ids(load_config(str(config.pretrain))))
+    if not marks.isdisjoint(chain.from_iterable(map(_shown_ids, journals))):
         raise ConfigError(
-            f"journals name images and do not hold them: {run} trained a model of type "
-            f"{model_config.model_type}, and only runs of models of text can be replayed"
+            f"journals name images and do not hold them: step {step} of {run} has some, and only "
+            "steps of text can be replayed"
         )
     tokenizer = load_tokenizer(str(config.pretrain), config)
     replay = Replay()
@@ -177,6 +179,14 @@ def _check_headers(
             f"{path} is missing: the step was sampled by {world_size} ranks, and without rank "
             f"{rank} it would be compared in part; replay another step with --step"
         )
+
+
+def _shown_ids(recorded: Recorded) -> Iterator[int]:
+    """Yield the ids of prompts and answers, which have marks where images were."""
+    for reset in recorded.resets.values():
+        yield from cast("list[int]", reset["prompt_token_ids"])
+    for event in recorded.observations.values():
+        yield from cast("list[int]", event["token_ids"])
 
 
 def _prepared_actor(
