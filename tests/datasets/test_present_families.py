@@ -15,7 +15,8 @@ from tests.datasets.present_families import FAMILIES, GEMMA, QWEN
 from tests.datasets.row_files import written
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.chat_ids import QUESTION, ChatIds
+from lightrft.datasets.chat_ids import ChatIds
+from lightrft.datasets.chat_template import QUESTION, answering
 from lightrft.datasets.chat_turns import ChatTurns
 from lightrft.datasets.messages import Conversation, read_messages
 from lightrft.datasets.suffix import TurnSuffix
@@ -219,6 +220,48 @@ def test_thinking_in_a_content_that_the_template_cuts_is_refused(tmp_path):
 
 def bracketed_text(folder, tokenizer, talk):
     return "".join(bracketed(tokenizer, row) for row in rows_of(folder, tokenizer, talk))
+
+
+def without(keys, messages):
+    return [{key: each[key] for key in each if key not in keys} for each in messages]
+
+
+def numbered(family):
+    """Rows whose calls have Kimi's ids, and the same without ids and names."""
+    talk = talk_of(family)
+    for number, call in enumerate(talk[1]["tool_calls"]):
+        talk[2 + number]["tool_call_id"] = call["id"] = f"functions.{ASKED[number][0]}:{number}"
+    bare = without(("name", "tool_call_id"), talk)
+    return talk, [
+        bare[0],
+        bare[1] | {"tool_calls": without(("id",), bare[1]["tool_calls"])},
+        *bare[2:],
+    ]
+
+
+@for_every_family
+def test_calls_and_results_without_ids_get_them_in_their_order(tmp_path, family):
+    tokenizer = FAMILIES[family].tokenizer()
+    shown = [bracketed_text(tmp_path, tokenizer, talk) for talk in numbered(family)]
+    assert shown[0] == shown[1]
+
+
+def test_ids_hold_names_that_the_template_does_not_write(tmp_path):
+    form, (talk, bare) = FAMILIES["Kimi-K2"], numbered("Kimi-K2")
+    by_name = "functions.' + k.name + ':' + loop.index0 | string"
+    tokenizer = replace(form, call=form.call.replace(by_name, "' + x.id")).tokenizer()
+    expected = bracketed_text(tmp_path, form.tokenizer(), talk)
+    for each in (talk, bare, talk_of("Kimi-K2")):
+        assert bracketed_text(tmp_path, tokenizer, each) == expected
+    assert choose_parser("auto", tokenizer, ()) is PARSERS["kimi"]
+
+
+def test_results_find_their_calls_by_name_and_no_id_is_invented_that_would_be_written():
+    said = called_turn() | {"tool_calls": without(("id",), [called("sky", ""), called("sun", "")])}
+    results = [{"role": "tool", "content": "", "name": name} for name in ("sun", "sky")]
+    shown = answering([said, *results])
+    assert [each["tool_call_id"] for each in shown[1:]] == ["functions.sun:1", "functions.sky:0"]
+    assert answering([said, *results], writes_ids=True) == [said, *results]
 
 
 def called(name, call_id):

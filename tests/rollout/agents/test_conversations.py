@@ -72,6 +72,7 @@ def test_messages_are_rendered_so_often_however_many_there_are(text, monkeypatch
         ask(talk, [{"role": "user", "content": text}] * count)
         return len(times)
 
+    renderings(1)  # some renderings try the template
     assert renderings(2) == renderings(40)
 
 

@@ -20,7 +20,13 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
-from lightrft.datasets.chat_template import RenderingError, template_of
+from lightrft.datasets.chat_template import (
+    CALL_ID,
+    QUESTION,
+    RenderingError,
+    caller,
+    template_of,
+)
 from lightrft.datasets.media import Modality, TextModality
 from lightrft.datasets.messages import Message, with_objects
 from lightrft.datasets.text_ids import frame_ids
@@ -44,21 +50,10 @@ MAX_IMAGES = 64
 MAX_PIXELS = 1 << 25
 
 
-QUESTION: Message = {"role": "user", "content": "question"}
-# Mistral's templates require ids of nine letters and digits.
-CALL: Message = {
-    "id": "call00000",
-    "type": "function",
-    "function": {"name": "function", "arguments": "{}"},
-}
-_RESULT: Message = {
-    "role": "tool",
-    "name": "function",
-    "tool_call_id": "call00000",
-    "content": "result",
-}
+_CALLING = caller(CALL_ID, "function")
+CALL = cast("Sequence[Message]", _CALLING["tool_calls"])[0]
+_RESULT: Message = {"role": "tool", "content": "result"}
 _ANSWER: Message = {"role": "assistant", "content": "answer"}
-_CALLING: Message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 
 
 class ImageRenderingError(RenderingError):
@@ -305,7 +300,7 @@ class ChatIds:
     def takes_id(self, call_id: str) -> bool:
         """Return whether the template takes an id of a call and its result."""
         try:
-            self._behind([{**CALL, "id": call_id}], [{**_RESULT, "tool_call_id": call_id}])
+            self._behind([{**CALL, "id": call_id}], [_RESULT])
         except RenderingError:
             return False
         return True

@@ -19,7 +19,8 @@ from lightrft.datasets.types import DataError
 from lightrft.engines.text import Tokenizer
 
 # Nine letters and digits: Mistral's templates require such ids of calls.
-_MARK = "Qmark7Zab"
+_MARK, CALL_ID = "Qmark7Zab", "call00000"
+QUESTION: Message = {"role": "user", "content": "question"}
 # Name for an assistant's message with calls, of which templates drop other parts.
 _CALLER = "assistant with calls"
 _REMEDY = "give a template that writes them (--chat_template FILE), or leave them out of the rows"
@@ -40,6 +41,7 @@ class ChatTemplate:
         self._renderer = renderer
         self._reads: dict[tuple[str, str], bool] = {}
         self._reasoning = REASONING
+        self._ids: dict[str, bool] | None = None
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Message] = (), *, asks: bool = False
@@ -71,7 +73,18 @@ class ChatTemplate:
         """Return the text of messages in the form that the template takes; see `in_either_form`."""
         if self._reasoning != REASONING:
             messages = [_renamed(each, self._reasoning) for each in messages]
+        if any(CALLS in each for each in messages):
+            messages = answering(messages, **self._rules_of_ids())
         return in_either_form(render, messages)
+
+    def _rules_of_ids(self) -> dict[str, bool]:
+        """Return whether it writes ids of calls, and whether names, as options of `answering`."""
+        if self._ids is None:
+            self._ids = {}  # while it is tried
+            marked = (_MARK, "function"), (CALL_ID, _MARK)
+            writes = (self._comes_out([QUESTION, caller(*each)], ()) for each in marked)
+            self._ids = dict(zip(("writes_ids", "writes_names"), writes, strict=True))
+        return self._ids
 
     def unread_keys(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[str]:
         """Return the keys of messages that the template ignores without a change of meaning.
@@ -218,6 +231,62 @@ def in_either_form(apply: Callable[[Sequence[Message]], str], messages: Sequence
     if any(value and str(value) in text and json.dumps(value) != str(value) for value in values):
         return apply(messages)
     return text
+
+
+# Id of a call in the row, its name, and its id as it is shown.
+_Call = tuple[object, str, object]
+
+
+def answering(
+    messages: Sequence[Message], *, writes_ids: bool = False, writes_names: bool = True
+) -> list[Message]:
+    """Return messages in which calls have ids, and results the id and name of their call.
+
+    A result without an id answers the next call, or the next one of its name.
+
+    Args:
+        messages: Messages in the form of `lightrft.datasets.messages`.
+        writes_ids: Whether the template writes ids of calls: then none are invented.
+        writes_names: Whether it writes names of calls; otherwise ids hold them, as Kimi-K2's do.
+    """
+    number, place, calls, items = 0, 0, list[_Call](), list[Message]()
+    for message in messages:
+        if message["role"] == "tool":
+            items.append(_answer(message, calls, place))
+            place += 1
+            continue
+        if place or CALLS not in message:
+            place, calls = 0, []
+        shown = list[Message]()
+        for call in cast("Sequence[Message]", message.get(CALLS) or ()):
+            call_id, name = call.get("id"), str(_function(call)["name"])
+            is_named = writes_names or name in str(call_id)
+            if not is_named or not (call_id or writes_ids):
+                call = {**call, "id": f"functions.{name}:{number}"}
+            calls.append((call_id, name, call.get("id")))
+            shown.append(call)
+            number += 1
+        items.append({**message, CALLS: shown} if shown else message)
+    return items
+
+
+def _answer(result: Message, calls: Sequence[_Call], place: int) -> Message:
+    """Return the result in a place behind calls with the id and name of its call."""
+    call_id, name = result.get("tool_call_id"), result.get("name")
+    ordered = [*calls[place:], *calls[:place]]
+    fits = [call for call in ordered if (call[0] == call_id if call_id else call[1] == name)]
+    for old, called, shown in (fits or calls[place : place + 1])[:1]:
+        result = {**result, "name": name or called}
+        if shown and call_id in (None, old):
+            result["tool_call_id"] = shown
+    return result
+
+
+def caller(call_id: str, name: str, arguments: str = "{}") -> Message:
+    """Return an assistant's message with one call."""
+    function = {"name": name, "arguments": arguments}
+    call = {"id": call_id, "type": "function", "function": function}
+    return {"role": ASSISTANT, "content": "", CALLS: [call]}
 
 
 def _function(call: Message) -> Message:

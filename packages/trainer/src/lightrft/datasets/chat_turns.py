@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
 
-from lightrft.datasets.chat_ids import QUESTION, ChatIds
+from lightrft.datasets.chat_ids import ChatIds
+from lightrft.datasets.chat_template import QUESTION
 from lightrft.datasets.messages import ASSISTANT, CALLS, REASONING, Conversation, Message
 from lightrft.datasets.types import DataError
 

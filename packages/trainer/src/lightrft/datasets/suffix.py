@@ -10,10 +10,10 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Literal, cast
+from typing import Literal
 
-from lightrft.datasets.chat_ids import CALL, QUESTION, ChatIds, Rendered, Slot, refused
-from lightrft.datasets.chat_template import RenderingError
+from lightrft.datasets.chat_ids import CALL, ChatIds, Rendered, Slot, refused
+from lightrft.datasets.chat_template import QUESTION, RenderingError
 from lightrft.datasets.messages import REASONING_KEYS, Message
 from lightrft.engines.media.sources import ImageSource
 
@@ -74,12 +74,12 @@ class TurnSuffix:
         """
         calls = self._calls(turn, len(answers))
         try:
-            return self.chat.after(turn, calls, *self._results(answers, calls))
+            return self.chat.after(turn, calls, *self._results(answers))
         except RenderingError:  # some templates refuse the model's ids
             if not calls:
                 raise
             calls = _neutral_calls(len(answers))
-            return self.chat.after(turn, calls, *self._results(answers, calls))
+            return self.chat.after(turn, calls, *self._results(answers))
 
     def _calls(self, turn: Sequence[int], count: int) -> list[Message]:
         """Return the calls that `count` results answer."""
@@ -101,16 +101,14 @@ class TurnSuffix:
             try:
                 for answers in tried:
                     calls = _neutral_calls(len(answers)) if self.role == "tool" else []
-                    self.chat.pieces(calls, *self._results(answers, calls))
+                    self.chat.pieces(calls, *self._results(answers))
             except RenderingError as error:
                 reasons.append(f"results as messages of role {self.role}: {error}")
             else:
                 return self.role
         raise refused("; ".join(reasons))
 
-    def _results(
-        self, answers: Sequence[str | Content], calls: Sequence[Message]
-    ) -> tuple[list[Message], list[Slot]]:
+    def _results(self, answers: Sequence[str | Content]) -> tuple[list[Message], list[Slot]]:
         """Return the messages with the answers to calls, and the places of their texts."""
         contents = [(each,) if isinstance(each, str) else each for each in answers]
         if self.role == "tool":
@@ -120,8 +118,7 @@ class TurnSuffix:
                 for place, part in enumerate(content)
                 if isinstance(part, str)
             ]
-            pairs = zip(calls, contents, strict=True)
-            return [{**_named(call), "content": content} for call, content in pairs], slots
+            return [{"role": "tool", "content": content} for content in contents], slots
         before, after = "<tool_response>\n", "\n</tool_response>"
         if self._is_conversation:
             before = after = ""
@@ -140,7 +137,7 @@ class TurnSuffix:
         opening = [*([system] if has_system else []), QUESTION]
         text = f"{self._mark}y"
         turn: Message = {"role": "assistant", "content": text}
-        results, _ = self._results(["ok"], [CALL])
+        results, _ = self._results(["ok"])
         if self.role == "tool":
             turn |= {"content": "", "tool_calls": [CALL]}
         prompt = self.chat.render(opening, tools)
@@ -172,9 +169,3 @@ def _neutral_calls(count: int) -> list[Message]:
     """Return calls whose names and ids stand for unknown ones."""
     # Mistral's templates require ids of nine letters and digits.
     return [{**CALL, "id": f"call{number:05d}"} for number in range(count)]
-
-
-def _named(call: Message) -> Message:
-    """Return the role, name and id of the result of a call."""
-    function = cast("Message", call["function"])
-    return {"role": "tool", "name": function["name"], "tool_call_id": call["id"]}

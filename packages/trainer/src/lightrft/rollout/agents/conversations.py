@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from lightrft.datasets.chat_ids import ChatIds, Rendered
+from lightrft.datasets.chat_template import answering
 from lightrft.datasets.messages import Message as TemplateMessage
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import hash_context
@@ -349,19 +350,16 @@ def _kept(turns: Sequence[CalledTurn]) -> set[CalledTurn]:
 
 
 def template_messages(messages: Sequence[Message]) -> list[TemplateMessage]:
-    """Convert messages to the form of chat templates; tool results name their tools."""
-    names, items = dict[str, str](), list[TemplateMessage]()
+    """Convert messages to the form of chat templates; results name their tools."""
+    items = list[TemplateMessage]()
     for message in messages:
-        # A model may use an id again.
-        names |= {call.id: call.name for call in message.calls}
         item: TemplateMessage = {"role": message.role, "content": message.content or message.text}
         if message.calls:
             item["tool_calls"] = template_calls(message.calls)
         if message.role == "tool":
-            name = names.get(message.call_id, "function")
-            item |= {"name": name, "tool_call_id": message.call_id}
+            item["tool_call_id"] = message.call_id
         items.append(item)
-    return items
+    return answering(items)
 
 
 def template_calls(calls: Sequence[SpokenCall]) -> list[TemplateMessage]:

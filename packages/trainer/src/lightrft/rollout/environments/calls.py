@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, cast
 from lightrft.config import ConfigError
 from lightrft.config.files import require_flat
 from lightrft.datasets.chat_ids import ChatIds
-from lightrft.datasets.chat_template import RenderingError, template_of
+from lightrft.datasets.chat_template import (
+    CALL_ID,
+    QUESTION,
+    RenderingError,
+    caller,
+    template_of,
+)
 from lightrft.datasets.messages import Message
 from lightrft.datasets.suffix import ReadCalls
 from lightrft.kernels.names import first_line
@@ -130,18 +136,11 @@ def _tried_turn(
         "parameters": {"type": "object", "properties": properties},
     }
     tools: list[Message] = [{"type": "function", "function": function}]
-    question: Message = {"role": "user", "content": "question"}
-    arguments = json.dumps(_TRIED, ensure_ascii=False)
-    call = {
-        "id": "call00000",
-        "type": "function",
-        "function": {"name": _TRIED_NAME, "arguments": arguments},
-    }
-    said: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    said = caller(CALL_ID, _TRIED_NAME, json.dumps(_TRIED, ensure_ascii=False))
     try:
         render = template_of(tokenizer).render
-        asked, opened = render([question], tools), render([question], tools, asks=True)
-        whole = render([question, said], tools)
+        asked, opened = render([QUESTION], tools), render([QUESTION], tools, asks=True)
+        whole = render([QUESTION, said], tools)
     except RenderingError as error:
         return None, str(error)
     header = opened.removeprefix(asked)
