@@ -45,7 +45,11 @@ ASKED = [("sky", {"city": "Oslo"}), ("sun", {"city": "Rome", "days": 3})]
 def talk_of(family, *, thinks=True):
     """Two questions; the first is answered with calls, the second with a text."""
     calls = [
-        {"id": f"call0000{i}", "type": "function", "function": {"name": name, "arguments": values}}
+        {
+            "id": f"functions.{name}:{i}",
+            "type": "function",
+            "function": {"name": name, "arguments": values},
+        }
         for i, (name, values) in enumerate(ASKED[: 1 if family == "gpt-oss" else 2])
     ]
     results = [
@@ -222,46 +226,36 @@ def bracketed_text(folder, tokenizer, talk):
     return "".join(bracketed(tokenizer, row) for row in rows_of(folder, tokenizer, talk))
 
 
-def without(keys, messages):
-    return [{key: each[key] for key in each if key not in keys} for each in messages]
-
-
-def numbered(family):
-    """Rows whose calls have Kimi's ids, and the same without ids and names."""
-    talk = talk_of(family)
-    for number, call in enumerate(talk[1]["tool_calls"]):
-        talk[2 + number]["tool_call_id"] = call["id"] = f"functions.{ASKED[number][0]}:{number}"
-    bare = without(("name", "tool_call_id"), talk)
-    return talk, [
-        bare[0],
-        bare[1] | {"tool_calls": without(("id",), bare[1]["tool_calls"])},
-        *bare[2:],
-    ]
+def without_ids(talk):
+    bare = [{k: each[k] for k in each if k not in ("name", "tool_call_id")} for each in talk]
+    bare[1]["tool_calls"] = [{"function": call["function"]} for call in talk[1]["tool_calls"]]
+    return bare
 
 
 @for_every_family
 def test_calls_and_results_without_ids_get_them_in_their_order(tmp_path, family):
-    tokenizer = FAMILIES[family].tokenizer()
-    shown = [bracketed_text(tmp_path, tokenizer, talk) for talk in numbered(family)]
-    assert shown[0] == shown[1]
+    tokenizer, talk = FAMILIES[family].tokenizer(), talk_of(family)
+    shown = bracketed_text(tmp_path, tokenizer, without_ids(talk))
+    assert shown == bracketed_text(tmp_path, tokenizer, talk)
 
 
 def test_ids_hold_names_that_the_template_does_not_write(tmp_path):
-    form, (talk, bare) = FAMILIES["Kimi-K2"], numbered("Kimi-K2")
+    form, talk = FAMILIES["Kimi-K2"], talk_of("Kimi-K2")
     by_name = "functions.' + k.name + ':' + loop.index0 | string"
     tokenizer = replace(form, call=form.call.replace(by_name, "' + x.id")).tokenizer()
-    expected = bracketed_text(tmp_path, form.tokenizer(), talk)
-    for each in (talk, bare, talk_of("Kimi-K2")):
-        assert bracketed_text(tmp_path, tokenizer, each) == expected
+    foreign = json.loads(json.dumps(talk).replace("functions.s", "call_"))
+    for each in (talk, foreign, without_ids(talk)):
+        shown = bracketed_text(tmp_path, tokenizer, each)
+        assert shown == bracketed_text(tmp_path, form.tokenizer(), talk)
     assert choose_parser("auto", tokenizer, ()) is PARSERS["kimi"]
 
 
 def test_results_find_their_calls_by_name_and_no_id_is_invented_that_would_be_written():
-    said = called_turn() | {"tool_calls": without(("id",), [called("sky", ""), called("sun", "")])}
-    results = [{"role": "tool", "content": "", "name": name} for name in ("sun", "sky")]
-    shown = answering([said, *results])
+    talk = without_ids(talk_of("Kimi-K2"))[1:4]
+    results = [each | {"name": name} for each, name in zip(talk[1:], ("sun", "sky"), strict=True)]
+    shown = answering([talk[0], *results])
     assert [each["tool_call_id"] for each in shown[1:]] == ["functions.sun:1", "functions.sky:0"]
-    assert answering([said, *results], writes_ids=True) == [said, *results]
+    assert answering([talk[0], *results], writes_ids=True) == [talk[0], *results]
 
 
 def called(name, call_id):
