@@ -129,6 +129,12 @@ def package_problems(config: TrainConfig) -> list[str]:
             "install lightrft[adam-8bit], or leave it out",
         ),
         (
+            config.quantize is not None,
+            "bitsandbytes",
+            "--quantize",
+            "install lightrft[adam-8bit], or leave it out",
+        ),
+        (
             config.lora_rank > 0,
             "peft",
             "--lora_rank",

@@ -42,6 +42,12 @@ from lightrft.strategy.checkpoints.gathered_model import (
 )
 from lightrft.strategy.distributed.collectives import transfer_device
 from lightrft.strategy.meta_init import on_host, parameters_on_meta
+from lightrft.strategy.nf4 import (
+    QuantizedBase,
+    dequantized,
+    quantize_layers,
+    quantized_layers,
+)
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
 
 ALL_LINEAR = "all-linear"
@@ -79,8 +85,11 @@ class LoraModel(SequenceModel):
         if config.lora_rank < 1:
             raise ConfigError(f"adapters need lora_rank >= 1: got {config.lora_rank}")
         self.rank, self.scale = config.lora_rank, config.lora_alpha / config.lora_rank
+        layers = _linear_layers(model) if config.quantize else []
         self.adapters = _inject(model, config, self.whole)
         self.coverage = adapter_coverage(model, self.whole)
+        if config.quantize:
+            self.coverage += f"; {_quantize(model, layers, self.whole, config)}"
 
     def gradient_checkpointing_enable(self) -> None:
         """Enable checkpointing; inputs of the first block must carry gradients to its adapters."""
@@ -104,12 +113,14 @@ class LoraModel(SequenceModel):
 
     def merged_source(self, source: ParameterSource) -> ParameterSource:
         """Return the source of the merged weights; one collective for all adapters."""
-        entries = source.parameters()
+        base = QuantizedBase.of(self.pretrained, source, BASE)
+        entries = base.entries
         factors = _gather([entry for entry in entries if is_factor(entry.checkpoint_name)], source)
         adapted = {name.removesuffix(FIRST) for name in factors if name.endswith(FIRST)}
 
         def add_local(name: str, start: int, values: Tensor) -> None:
             layer = name.removesuffix(".weight")
+            base.add_local(name, start, values)
             if layer in adapted:
                 first, second = factors[layer + FIRST], factors[layer + SECOND]
                 add_product(values, start, first, second, scale=self.scale)
@@ -139,7 +150,7 @@ class LoraModel(SequenceModel):
     def merged_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a state with the adapters merged into the base weights."""
         merged: dict[str, Tensor] = {}
-        for name, value in state.items():
+        for name, value in dequantized(self, state):
             if is_factor(name):
                 continue
             layer = name.removesuffix(f"{BASE}.weight")
@@ -281,13 +292,7 @@ def target_layers(
     Raises:
         ConfigError: A target names no linear layer; the message lists the existing names.
     """
-    # A policy's output projection is not in the body, and has no adapters.
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    linear = [
-        name
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and layer is not head
-    ]
+    linear = _linear_layers(model)
     if ALL_LINEAR in targets:
         chosen = set(linear)
     else:
@@ -307,6 +312,27 @@ def target_layers(
             f"{_other_layers(model)}; train it whole (--lora_rank 0), or take another model"
         )
     return sorted(chosen)
+
+
+def _linear_layers(model: nn.Module) -> list[str]:
+    """Return the names of the linear layers of the body, without a policy's output projection."""
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    layers = ((n, each) for n, each in model.named_modules() if each is not head)
+    return [name for name, layer in layers if isinstance(layer, nn.Linear)]
+
+
+def _quantize(
+    model: nn.Module, layers: Sequence[str], whole: Sequence[str], config: BuildOptions
+) -> str:
+    """Store the layers in 4 bits, those below adapters, too; return a line about them."""
+    is_bf16 = config.computes_in_bf16(has_gpu=torch.cuda.is_available())
+    modules = dict(model.named_modules())
+    names = [name + BASE if name + BASE in modules else name for name in layers]
+    names = [name for name in names if not is_below(name, whole)]
+    quantize_layers(model, names, torch.bfloat16 if is_bf16 else torch.float32)
+    made = quantized_layers(model).values()
+    number = sum(layer.size for layer in made)
+    return f"{len(made)} layers with {number / 1e6:,.3g} million weights in 4 bits (NF4)"
 
 
 def _other_layers(model: nn.Module) -> str:

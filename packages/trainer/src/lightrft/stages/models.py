@@ -23,6 +23,7 @@ from lightrft.models.ulysses import LayoutRefusedError
 from lightrft.models.varlen import KernelShape, try_kernel, use_newer_kernel, use_own_kernel
 from lightrft.stages.stage import KeptDropout, TrainedModel
 from lightrft.strategy.backend import AnyModel, PreparedModel, inner_module
+from lightrft.strategy.nf4 import quantized_layers
 from lightrft.strategy.weight_sync.parameter_source import engine_source
 
 if TYPE_CHECKING:
@@ -57,9 +58,16 @@ def require_equal_start(backend: Backend, actor: AnyModel, reference: nn.Module)
     # Imported here: only runs with a reference of the actor's weights need hashes.
     from lightrft.strategy.weight_sync.verification import common_hashes, model_hash
 
-    module = inner_module(actor)
-    source = replace(engine_source(module, backend.parameter_source(actor)), add_local=None)
-    hashes, expected = common_hashes(source, backend.parameter_source(reference))
+    module, other = inner_module(actor), backend.parameter_source(reference)
+    source = backend.parameter_source(actor)
+    if quantized_layers(module):  # codes are compared, and the reference has new adapters
+        frozen = tuple(entry for entry in source.entries if entry.frozen)
+        names = {entry.checkpoint_name for entry in frozen}
+        entries = tuple(each for each in other.entries if each.checkpoint_name in names)
+        source, other = replace(source, entries=frozen), replace(other, entries=entries)
+    else:
+        source = replace(engine_source(module, source), add_local=None)
+    hashes, expected = common_hashes(source, other)
     names = sorted(n for n in hashes.keys() | expected.keys() if hashes.get(n) != expected.get(n))
     odd_ranks = [
         r for r, differing in enumerate(backend.context.gather_objects(names)) if differing

@@ -7,6 +7,7 @@ from lightrft.config.options import (
     Arguments,
     checks,
     did_you_mean,
+    excludes,
     option,
     part,
 )
@@ -208,6 +209,7 @@ class AlgorithmOptions:
     )
 
     rules = checks(
+        *excludes("enable_ema", {"quantize": "codes of 4 bits have no average"}),
         lambda c: (
             c.correction
             and not engine_facts(c.engine_type).has_known_order(

@@ -213,7 +213,13 @@ class EngineOptions(EngineChoiceOptions):
         lambda c: (
             c.lora_sync != MERGED and c.lora_rank == 0 and "lora_sync adapter needs lora_rank"
         ),
-        *excludes("lora_sync adapter", {"rollout_ranks": "their engines know no adapters"}),
+        *excludes(
+            "lora_sync adapter",
+            {
+                "rollout_ranks": "their engines know no adapters",
+                "quantize": "an engine with adapters keeps the weights of its files",
+            },
+        ),
         lambda c: (
             c.max_len is not None
             and c.max_len < c.prompt_max_len + c.generate_max_len
@@ -237,3 +243,19 @@ class BuildOptions(
     WeightOptions, TemplateOptions, ModelOptions, DistributedOptions, HeadOptions, TrainingOptions
 ):
     """Models as they are read, laid out and trained."""
+
+    rules = checks(
+        lambda c: (
+            c.quantize is not None
+            and not c.fsdp
+            and "quantize: DeepSpeed moves weights as floats, which would round scales: add fsdp, "
+            "or leave it out"
+        ),
+        *excludes(
+            "quantize",
+            {
+                "compile_backend": "torch.compile has not been tried on bitsandbytes' kernels",
+                "fsdp_cpu_offload": "its shards have not been tried on bitsandbytes' kernels",
+            },
+        ),
+    )

@@ -257,6 +257,12 @@ class WeightOptions:
         "names (language_model.* is the text of a vision-language model), or all-linear.",
         acts_with="lora_rank",
     )
+    quantize: str | None = option(
+        None,
+        "QLoRA: store the linear layers of the frozen model in 4 bits (bitsandbytes' NF4, its "
+        "scales in 8); each is dequantised where it is used, and sent to the engine like that.",
+        choices=("nf4",),
+    )
     freeze_prefix: tuple[str, ...] = option(
         (),
         "Parts of actor and critic that are not trained, by regular expressions for the "
@@ -284,5 +290,10 @@ class WeightOptions:
             c.lora_path is not None
             and c.lora_rank == 0
             and "lora_path needs lora_rank: give that of the adapters (r in adapter_config.json)"
+        ),
+        lambda c: (
+            c.quantize is not None
+            and c.lora_rank == 0
+            and "quantize: 4 bits take no update, so it needs adapters: add lora_rank"
         ),
     )

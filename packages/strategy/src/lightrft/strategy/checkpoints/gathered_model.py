@@ -17,6 +17,7 @@ from lightrft.engines.process_state import deepspeed_unless_used
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import StoredTensor, stored_tensors
 from lightrft.strategy.distributed.collectives import ALONE, nonfinite_names, require_finite
+from lightrft.strategy.nf4 import names_in_files
 from lightrft.strategy.weight_sync.parameter_source import (
     AdaptedModel,
     exported_state,
@@ -232,7 +233,8 @@ class WeightFiles:
             rename_source_key,
         )
 
-        state = {name.replace(BASE_LAYER, ""): name for name in model.state_dict()}
+        names = names_in_files(model, model.state_dict())
+        state = {name.replace(BASE_LAYER, ""): name for name in names}
         rules = get_model_conversion_mapping(model)
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]

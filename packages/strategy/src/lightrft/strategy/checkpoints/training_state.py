@@ -18,6 +18,7 @@ from lightrft.strategy.checkpoints.shard_files import (
     own_shards,
     write_shards,
 )
+from lightrft.strategy.nf4 import names_in_files, quantized_layers
 from lightrft.strategy.optimizers import SCALE, optimizer_parameters
 from lightrft.strategy.weight_sync.parameter_source import reshard_modules, tied_parameter_names
 
@@ -33,13 +34,23 @@ def module_state(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in module.state_dict().items() if name not in tied}
 
 
+def _kept_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return what checkpoints hold: what is trained where the base has 4 bits, else everything."""
+    state = module_state(module)
+    if not quantized_layers(module):
+        return state
+    trained = {name for name, value in module.named_parameters() if value.requires_grad}
+    return {name: value for name, value in state.items() if name in trained}
+
+
 def save_module(folder: Path, module: nn.Module, files: FileWriter, *, rank: int) -> None:
     """Write this rank's shards of a model."""
-    shards = own_shards(module_state(module), rank)
+    shards = own_shards(_kept_state(module), rank)
     buffers = dict(module.named_buffers())
     write_shards(folder / MODEL_FOLDER, shards, files, rank=rank, buffers=buffers)
 
 
+@torch.no_grad()
 def load_module(folder: Path, module: nn.Module, *, strict: bool) -> None:
     """Read shards into a model, whatever number of ranks wrote them.
 
@@ -47,9 +58,13 @@ def load_module(folder: Path, module: nn.Module, *, strict: bool) -> None:
         CheckpointError: With `strict`, if names are missing or unexpected.
         CheckpointError: A shape differs.
     """
-    _fill(module, ShardReader(folder / MODEL_FOLDER), source=str(folder), strict=strict)
+    reader, state = ShardReader(folder / MODEL_FOLDER), _kept_state(module)
+    available = reader.names - set(tied_parameter_names(module))
+    for name in check_names(set(state), available, source=str(folder), strict=strict):
+        reader.read_into(name, *local_rows(state[name].detach()), tuple(state[name].shape))
 
 
+@torch.no_grad()
 def load_full_weights(
     path: Path, module: nn.Module, *, strict: bool, names: set[str] | None = None
 ) -> None:
@@ -65,27 +80,21 @@ def load_full_weights(
         FileNotFoundError: There are no weights.
         CheckpointError: A shape differs, or with `strict` names are missing or unexpected.
     """
-    _fill(module, WeightFiles(path, module), source=str(path), strict=strict, names=names)
-
-
-@torch.no_grad()
-def _fill(
-    module: nn.Module,
-    files: ShardReader | WeightFiles,
-    *,
-    source: str,
-    strict: bool,
-    names: set[str] | None = None,
-) -> None:
-    state = module_state(module)
+    files, state = WeightFiles(path, module), module_state(module)
+    layers = {f"{name}.weight": layer for name, layer in quantized_layers(module).items()}
     available = files.names - set(tied_parameter_names(module))
-    wanted = set(state)
+    wanted = set(names_in_files(module, state if names is None else names))
     if names is not None:
-        wanted = names | available.intersection(name for name, _ in module.named_buffers())
+        wanted |= available.intersection(name for name, _ in module.named_buffers())
         available &= wanted
-    for name in sorted(check_names(wanted, available, source=source, strict=strict)):
-        target = state[name]
-        files.read_into(name, *local_rows(target.detach()), tuple(target.shape))
+    for name in sorted(check_names(wanted, available, source=str(path), strict=strict)):
+        if name in layers:
+            weight = torch.empty(layers[name].shape)
+            files.read_into(name, weight, 0, len(weight), layers[name].shape)
+            layers[name].quantize(weight)
+        else:
+            target = state[name]
+            files.read_into(name, *local_rows(target.detach()), tuple(target.shape))
 
 
 def save_optimizer(

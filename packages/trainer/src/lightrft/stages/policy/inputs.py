@@ -408,8 +408,10 @@ def build_models(
     del actor, critic
     reference = None
     if config.init_kl_coef > 0:
-        read = partial(Actor.from_pretrained, allow_new_weights=config.allow_new_weights)
-        reference = place_frozen(partial(read, path), config, backend)
+        read = partial(Actor.from_pretrained, path, allow_new_weights=config.allow_new_weights)
+        if config.quantize:  # alike, and new adapters add nothing
+            read = partial(load_policy, path, config.replaced({"lora_path": None}))
+        reference = place_frozen(read, config, backend)
         require_equal_start(backend, ready_actor, reference)
     teachers = load_teachers(config.teacher_folders, config, backend)
     average = None

@@ -1,0 +1,239 @@
+"""Adapters on a base of 4 bits: one quantiser, whose weights trainer, engine and files share."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.models.batches import draw_second_factors, relative_norm
+from tests.ranks import run_multiprocess
+from tests.strategy.backend_world import make, prepared
+from transformers import AutoModelForCausalLM
+
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.models.loading import load_causal_lm
+from lightrft.models.lora import LoraActor
+from lightrft.strategy.nf4 import NF4Linear, quantized_layers
+from lightrft.strategy.weight_sync.verification import WeightSyncError
+
+functional = pytest.importorskip("bitsandbytes.functional", reason="needs bitsandbytes")
+peft = pytest.importorskip("peft", reason="package peft is not installed")
+
+RANK, ALPHA = 3, 12.0
+OPTIONS = {"lora_rank": RANK, "lora_alpha": ALPHA, "quantize": "nf4", "fsdp": True}
+IDS = torch.arange(24).view(2, 12) * 5 % 97
+
+
+def actor_of(path, **changes):
+    return LoraActor(load_causal_lm(path), TrainConfig(**OPTIONS | changes))
+
+
+def reference_of(path, dtype):
+    """Plain float64 model with the base that bitsandbytes gives back, and PEFT's adapters."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for name, value in model.named_parameters():
+        if "_proj" in name:
+            codes, state = functional.quantize_4bit(
+                value.data, blocksize=64, compress_statistics=True, quant_type="nf4"
+            )
+            value.data = functional.dequantize_4bit(codes, state).to(dtype).float()
+    return model.double()
+
+
+def with_adapters(model, actor):
+    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
+    made = peft.get_peft_model(model, config)
+    factors = {n: p for n, p in actor.named_parameters() if ".lora_" in n}
+    for name, value in made.named_parameters():
+        if ".lora_" in name:
+            value.data = factors[
+                name.removeprefix("base_model.model.").join(["model.", ""])
+            ].double()
+    return made
+
+
+def loss_of(actor, shift=0):
+    ids = (IDS + shift) % 97
+    return -actor(ids, torch.ones_like(ids).bool()).logprobs.mean()
+
+
+def gradients(actor):
+    return {n: p.grad for n, p in actor.named_parameters() if p.grad is not None}
+
+
+def test_logprobs_and_gradients_are_those_of_peft_on_the_dequantised_base(checkpoint):
+    actor = actor_of(checkpoint)
+    line = "adapters on 14 layers; 14 layers with 0.246 million weights in 4 bits (NF4)"
+    assert actor.coverage == line
+    draw_second_factors(actor)
+    exact = with_adapters(reference_of(checkpoint, torch.float32), actor)
+    logprobs = exact(IDS).logits[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0]
+    own = actor(IDS, torch.ones_like(IDS).bool()).logprobs
+    torch.testing.assert_close(own[:, 1:].double(), logprobs, rtol=0, atol=2e-5)
+    (-logprobs.sum()).backward()
+    (-own[:, 1:].sum()).backward()
+    found = gradients(actor)
+    expected = {
+        "model." + n.removeprefix("base_model.model."): p.grad
+        for n, p in exact.named_parameters()
+        if p.grad is not None and ".lora_" in n
+    }
+    assert found.keys() == expected.keys()
+    assert relative_norm(found, expected) < 1e-5
+
+
+def settings(path, world_size, **changes):
+    options = {"pretrain": path, "actor_learning_rate": 0.02, "enable_engine_sleep": False}
+    return options | {"train_batch_size": world_size} | changes
+
+
+def trained(strategy, path, rank, **changes):
+    with strategy.init_model_context(changes.pop("meta_init", False)):
+        actor = actor_of(path, **changes)
+    draw_second_factors(actor)
+    ready = prepared(strategy, actor)
+    norms = [step(strategy, ready, rank) for _ in range(2)]
+    return ready, norms
+
+
+def step(strategy, ready, shift=0):
+    strategy.backward(loss_of(ready.model, shift), ready.model, ready.optimizer)
+    return strategy.optimizer_step(ready.optimizer, ready.model, ready.scheduler).grad_norm
+
+
+def merged_reference(actor, base):
+    """Base + alpha / rank * B A in float64."""
+    values = {n: p.detach().double() for n, p in actor.model.named_parameters()}
+    merged = dict(base.named_parameters())
+    for name in merged:
+        layer = name.removesuffix(".weight")
+        if f"{layer}.lora_A.default.weight" in values:
+            first, second = (values[f"{layer}.lora_{e}.default.weight"] for e in "AB")
+            merged[name] = merged[name] + ALPHA / RANK * second @ first
+    return merged
+
+
+def test_engine_file_and_checkpoint_of_one_process(checkpoint, tmp_path):
+    with make("fake", **settings(checkpoint, 1)) as strategy:
+        ready, _ = trained(strategy, checkpoint, 0)
+        actor = strategy.unwrap_model(ready)
+        expected = merged_reference(actor, reference_of(checkpoint, torch.float32))
+        strategy.setup_inference_engine(None, "hf", actor=ready)
+        engine = dict(strategy.inference_engine.native.named_parameters())
+        report = strategy.last_weight_sync
+        assert report.num_verified_bytes == sum(p.nbytes for p in engine.values())
+        strategy.save_model(ready, None, str(tmp_path / "model"))
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        for name, value in saved.named_parameters():
+            torch.testing.assert_close(value.double(), expected[name], rtol=1e-6, atol=1e-6)
+            assert torch.equal(value, engine[name])
+        adapters = load_file(tmp_path / "model" / "adapter" / "adapter_model.safetensors")
+        assert all(".lora_" in name for name in adapters)
+        strategy.save_ckpt(ready, str(tmp_path / "ckpt"), "first")
+        (file,) = (tmp_path / "ckpt" / "first" / "model").glob("*.safetensors")
+        assert all(".lora_" in name for name in load_file(file))
+        norm = step(strategy, ready)
+        strategy.load_ckpt(ready, str(tmp_path / "ckpt"), "first")
+        assert step(strategy, ready) == norm
+
+
+def test_a_block_that_differs_and_an_adapter_scaled_twice_end_the_run(checkpoint):
+    with make("fake", **settings(checkpoint, 1)) as strategy:
+        ready, _ = trained(strategy, checkpoint, 0, target_modules=("q_proj",))
+        actor = strategy.unwrap_model(ready)
+        strategy.setup_inference_engine(None, "hf", actor=ready)
+        strategy.update_engine_weights(ready)
+        # Layers without adapters are frozen: the engine has them already.
+        assert strategy.last_weight_sync.num_resident_bytes > 0
+        engine = dict(strategy.inference_engine.native.named_parameters())
+        block = engine["model.layers.0.mlp.up_proj.weight"].data.view(-1)[64:128]
+        block.neg_()
+        with pytest.raises(WeightSyncError, match=r"hash.*layers\.0\.mlp\.up_proj\.weight"):
+            strategy.update_engine_weights(ready)
+        block.neg_()
+        strategy.update_engine_weights(ready)
+        layer = quantized_layers(actor.model)["model.layers.0.mlp.up_proj"]
+        before = layer.scales[3].clone()
+        for plant in (lambda: setattr(actor, "scale", 2 * actor.scale), lambda: computes(layer)):
+            plant()
+            with pytest.raises(WeightSyncError, match="canary"):
+                strategy.update_engine_weights(ready)
+            actor.scale = ALPHA / RANK
+        assert layer.scales[3] == before
+
+
+def computes(layer):
+    """Let the trainer compute with another block than is sent."""
+    dense = layer.dense
+
+    def other(codes, scales, ranges=None):
+        weight = dense(codes, scales, ranges)
+        weight.view(-1)[64:128] *= -8
+        return weight
+
+    layer.dense = other
+
+
+def on_two_ranks(rank, world_size, path, folder):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
+    results = {}
+    for name, changes in (("read", {"meta_init": True}), ("whole", {})):
+        with make("fsdp2", **settings(path, world_size)) as strategy:
+            ready, norms = trained(strategy, path, rank, **changes)
+            assert all(p.to_local().dtype == torch.uint8 for p in packed(ready.model))
+            local = sum(p.to_local().nbytes for p in packed(ready.model))
+            assert local <= 0.6 * sum(p.nbytes for p in packed(ready.model))
+            strategy.setup_inference_engine(None, "hf", actor=ready)
+            results[name] = norms, strategy.last_weight_sync.engine_hash
+            strategy.save_model(ready, None, f"{folder}/{name}")
+            strategy.save_ckpt(ready, f"{folder}/{name}_ckpt", "first")
+            norm = step(strategy, ready, rank)
+            strategy.load_ckpt(ready, f"{folder}/{name}_ckpt", "first")
+            assert step(strategy, ready, rank) == norm
+    return results
+
+
+def packed(model):
+    layers = (each for each in model.modules() if isinstance(each, NF4Linear))
+    return [value for layer in layers for value in (layer.codes, layer.scales)]
+
+
+@pytest.mark.full
+def test_two_ranks_equal_one_process(checkpoint, tmp_path):
+    first, second = run_multiprocess(
+        on_two_ranks, 2, timeout_seconds=300, args=(checkpoint, str(tmp_path))
+    )
+    assert first == second
+    assert first["read"] == first["whole"]
+    with make("fake", **settings(checkpoint, 2, micro_train_batch_size=1)) as strategy:
+        actor = actor_of(checkpoint)
+        draw_second_factors(actor)
+        ready = prepared(strategy, actor)
+        norms = []
+        for _ in range(2):
+            for rank in range(2):
+                loss = loss_of(ready.model, rank)
+                strategy.backward(loss, ready.model, ready.optimizer)
+                result = strategy.optimizer_step(ready.optimizer, ready.model, ready.scheduler)
+            norms.append(result.grad_norm)
+        assert first["read"][0] == pytest.approx(norms, rel=1e-5)
+        strategy.save_model(ready, None, str(tmp_path / "one"))
+    one, two = (load_file(tmp_path / each / "model.safetensors") for each in ("one", "read"))
+    assert relative_norm(two, one) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"lora_rank": 0}, "quantize: 4 bits take no update, so it needs adapters: add lora_rank"),
+        ({"fsdp": False}, "quantize: DeepSpeed moves weights as floats"),
+        ({"enable_ema": True}, "enable_ema excludes quantize: codes of 4 bits have no average"),
+        ({"audit_every": 1}, "audit_every excludes quantize: an audit computes with the weights"),
+        ({"lora_sync": "adapter"}, "lora_sync adapter excludes quantize: an engine with adapters"),
+        ({"compile_backend": "eager"}, "quantize excludes compile_backend"),
+        ({"fsdp_cpu_offload": True}, "quantize excludes fsdp_cpu_offload"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(changes, message):
+    with pytest.raises(ConfigError) as error:
+        TrainConfig(**OPTIONS | changes).validate()
+    assert [line for line in str(error.value).splitlines() if message in line], str(error.value)
