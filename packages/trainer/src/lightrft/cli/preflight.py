@@ -122,17 +122,14 @@ def package_problems(config: TrainConfig) -> list[str]:
             "--plot_every",
             "install lightrft[plots], or leave plot_every at -1",
         ),
-        (
-            config.adam_8bit,
-            "bitsandbytes",
-            "--adam_8bit",
-            "install lightrft[adam-8bit], or leave it out",
-        ),
-        (
-            config.quantize is not None,
-            "bitsandbytes",
-            "--quantize",
-            "install lightrft[adam-8bit], or leave it out",
+        *(
+            (
+                bool(config.__dict__[name]),
+                "bitsandbytes",
+                f"--{name}",
+                "install lightrft[adam-8bit], or leave it out",
+            )
+            for name in ("adam_8bit", "quantize")
         ),
         (
             config.lora_rank > 0,
