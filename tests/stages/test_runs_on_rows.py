@@ -13,11 +13,13 @@ from lightrft.config import ConfigError
 from lightrft.tools.report.page import render_report
 
 ADAPTERS = {"lora_rank": 4, "packing_samples": True}
+QUANTIZED = {"lora_rank": 4, "quantize": "nf4", "fsdp": True}
 SAMPLING = {"generate_max_len": 4, "prompt_max_len": 32}
 # Ways to train, by the stage and what is different.
 CONTINUED = {
     **{stage: {} for stage in TRAINERS},
     **{f"{stage}, adapters, packed": ADAPTERS for stage in ("sft", "prefer", "reward")},
+    **{f"{stage}, 4 bits": QUANTIZED for stage in ("sft", "prefer", "reward")},
     "prefer, two losses": {"preference_loss": ("kto", "aot"), "preference_weights": (1.0, 0.5)},
     "distill, own samples": {**SAMPLING, "offpolicy_fraction": 0.4, "teacher_form": "reverse"},
 }

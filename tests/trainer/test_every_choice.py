@@ -57,6 +57,7 @@ ELSEWHERE = {
     "overlap",
     "lora_sync",
     "lr_scheduler",
+    "quantize",
     "agent_denominator",
     "reward_failure",
     "sandbox",

@@ -113,14 +113,14 @@ class LoraModel(SequenceModel):
 
     def merged_source(self, source: ParameterSource) -> ParameterSource:
         """Return the source of the merged weights; one collective for all adapters."""
-        base = QuantizedBase.of(self.pretrained, source, BASE)
-        entries = base.entries
+        quantized = QuantizedBase.of(self.pretrained, source, BASE)
+        entries = quantized.entries
         factors = _gather([entry for entry in entries if is_factor(entry.checkpoint_name)], source)
         adapted = {name.removesuffix(FIRST) for name in factors if name.endswith(FIRST)}
 
         def add_local(name: str, start: int, values: Tensor) -> None:
             layer = name.removesuffix(".weight")
-            base.add_local(name, start, values)
+            quantized.add_local(name, start, values)
             if layer in adapted:
                 first, second = factors[layer + FIRST], factors[layer + SECOND]
                 add_product(values, start, first, second, scale=self.scale)
@@ -329,10 +329,14 @@ def _quantize(
     modules = dict(model.named_modules())
     names = [name + BASE if name + BASE in modules else name for name in layers]
     names = [name for name in names if not is_below(name, whole)]
-    quantize_layers(model, names, torch.bfloat16 if is_bf16 else torch.float32)
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
+    quantize_layers(model, names, dtype)
     made = quantized_layers(model).values()
-    number = sum(layer.size for layer in made)
-    return f"{len(made)} layers with {number / 1e6:,.3g} million weights in 4 bits (NF4)"
+    number = sum(layer.size for layer in made) / 1e6
+    return (
+        f"{len(made)} layers with {number:,.3g} million weights in 4 bits (NF4), which engine and "
+        f"merged export get dequantised to {str(dtype).removeprefix('torch.')}"
+    )
 
 
 def _other_layers(model: nn.Module) -> str:

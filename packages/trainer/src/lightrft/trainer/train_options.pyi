@@ -210,6 +210,9 @@ class TrainOptions(TypedDict, total=False):
     target_modules: Sequence[str]
     """Layers that get adapters: last names of linear layers, regular expressions for whole
     names (language_model.* is the text of a vision-language model), or all-linear."""
+    quantize: Literal["nf4"] | None
+    """QLoRA: store the linear layers of the frozen model in 4 bits (bitsandbytes' NF4, its
+    scales in 8); each is dequantised where it is used, and sent to the engine like that."""
     freeze_prefix: Sequence[str]
     """Parts of actor and critic that are not trained, by regular expressions for the beginnings
     of their names: visual is the vision tower of Qwen-VL with its projector, visual(?!\.merger)
