@@ -149,6 +149,28 @@ def test_adapters_of_the_engine_alone_resume_and_sample_as_merged_weights_do(fol
     assert adapters["weights_changed"] == 1
 
 
+@pytest.mark.full
+def test_a_base_of_4_bits_has_a_reference_resumes_and_is_the_same_on_two_ranks(folder):
+    pytest.importorskip("bitsandbytes", reason="package bitsandbytes is not installed")
+
+    def run(name, **changes):
+        options = {"lora_rank": 4, "quantize": "nf4", "init_kl_coef": 0.05, "use_kl_loss": True}
+        return rollout_options(folder, name, lr_scheduler="constant", **options | changes)
+
+    expected = last_metrics(1, [run("one")])[0]
+    whole, _, resumed = last_metrics(
+        2,
+        [run("whole"), run("half", max_steps=1), run("half", load_checkpoint=True)],
+        timeout_seconds=400,
+    )
+    assert_same(whole, resumed)
+    assert whole["logprob_diff_mean"] < 1e-5
+    # One process shares its frozen weights with the engine.
+    assert expected.pop("weight_sync_bytes") < whole.pop("weight_sync_bytes")
+    assert_same(expected, whole)
+    assert 0 < whole["kl"] < 0.1
+
+
 @pytest.mark.vllm
 def test_vllm_takes_the_adapters_of_two_ranks(folder):
     adapters = {"lora_rank": 4, "lora_alpha": 16.0, "lora_sync": "adapter"}

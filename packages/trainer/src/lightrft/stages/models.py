@@ -62,8 +62,8 @@ def require_equal_start(backend: Backend, actor: AnyModel, reference: nn.Module)
     source = backend.parameter_source(actor)
     if quantized_layers(module):  # codes are compared, and the reference has new adapters
         frozen = tuple(entry for entry in source.entries if entry.frozen)
-        names = {entry.checkpoint_name for entry in frozen}
-        entries = tuple(each for each in other.entries if each.checkpoint_name in names)
+        kept = {entry.checkpoint_name for entry in frozen}
+        entries = tuple(each for each in other.entries if each.checkpoint_name in kept)
         source, other = replace(source, entries=frozen), replace(other, entries=entries)
     else:
         source = replace(engine_source(module, source), add_local=None)
