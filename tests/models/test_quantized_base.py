@@ -228,8 +228,8 @@ def test_two_ranks_equal_one_process(checkpoint, tmp_path):
     [
         ({"lora_rank": 0}, "quantize: 4 bits take no update, so it needs adapters: add lora_rank"),
         ({"fsdp": False}, "quantize: DeepSpeed moves weights as floats"),
-        ({"enable_ema": True}, "enable_ema excludes quantize: codes of 4 bits have no average"),
-        ({"audit_every": 1}, "audit_every excludes quantize: an audit computes with the weights"),
+        ({"enable_ema": True}, "quantize excludes enable_ema: codes of 4 bits have no average"),
+        ({"audit_every": 1}, "quantize excludes audit_every: an audit computes with the weights"),
         ({"lora_sync": "adapter"}, "lora_sync adapter excludes quantize: an engine with adapters"),
         ({"compile_backend": "eager"}, "quantize excludes compile_backend"),
         ({"fsdp_cpu_offload": True}, "quantize excludes fsdp_cpu_offload"),

@@ -209,7 +209,13 @@ class AlgorithmOptions:
     )
 
     rules = checks(
-        *excludes("enable_ema", {"quantize": "codes of 4 bits have no average"}),
+        *excludes(
+            "quantize",
+            {
+                "enable_ema": "codes of 4 bits have no average",
+                "audit_every": "an audit computes with the weights of files",
+            },
+        ),
         lambda c: (
             c.correction
             and not engine_facts(c.engine_type).has_known_order(

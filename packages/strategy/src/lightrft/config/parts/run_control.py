@@ -232,7 +232,6 @@ class MonitoringOptions:
                 "teachers or teacher_prompt_column": "an audit follows one teacher that reads the "
                 "student's prompts",
                 "adam_8bit": "an audit recomputes moments of 32 bits",
-                "quantize": "an audit computes with the weights of files",
                 "freeze_prefix": "an audit follows all weights",
             },
         ),
