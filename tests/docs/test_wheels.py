@@ -63,13 +63,13 @@ TrainConfig(rollout_batch_size="4", nonsense=1)
 """
 
 
-def run(*command, cwd, timeout_seconds=900, path=None):
+def run(*command, cwd, timeout_seconds=900, path=None, environment=os.environ):
     """What a command prints; it knows nothing of this environment.
 
     Args:
         path: Folder of the only programs there are; without it, all of this machine's.
     """
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH",)}
+    kept = {name: value for name, value in environment.items() if name not in ("PYTHONPATH",)}
     environment = {**kept, "OMP_NUM_THREADS": "1", "VIRTUAL_ENV": ""}
     if path is not None:
         environment["PATH"] = str(path)

@@ -55,7 +55,7 @@ class Library:
 
 TORCH = Library(
     "torch",
-    ((2, 11), (2, 14)),
+    ((2, 11), (2, 16)),
     "everything",
     {
         "a wait of a rank for the others": (
@@ -93,7 +93,7 @@ TORCH = Library(
 )
 TRANSFORMERS = Library(
     "transformers",
-    ((5, 12, 1), (5, 20)),
+    ((5, 17), (5, 25)),
     "models and tokenizers",
     {
         "the attention of trainer and hf engine": (
@@ -139,7 +139,7 @@ TRANSFORMERS = Library(
 )
 DEEPSPEED = Library(
     "deepspeed",
-    ((0, 19), (0, 20)),
+    ((0, 19, 8), (0, 20)),
     "ZeRO; --fsdp does without",
     {
         "a start without compiling": ("deepspeed.ops:__compatible_ops__",),
@@ -162,7 +162,7 @@ DEEPSPEED = Library(
 )
 VLLM = Library(
     "vllm",
-    ((0, 32), (0, 33)),
+    ((0, 32), (0, 34)),
     "--engine_type vllm",
     {
         "generation": (
@@ -205,7 +205,7 @@ VLLM = Library(
 )
 SGLANG = Library(
     "sglang",
-    ((0, 5, 21), (0, 6)),
+    ((0, 5, 23), (0, 5, 24)),
     "--engine_type sglang",
     {
         "generation": (
