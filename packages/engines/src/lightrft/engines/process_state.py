@@ -27,7 +27,7 @@ def preserved_process_state(inner_threads: int | None = None) -> Iterator[None]:
     python_state = random.getstate()
     numpy_state = np.random.get_state()  # noqa: NPY002 - the global generator is what is kept
     torch_state = torch.random.get_rng_state()
-    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     try:
         yield
     finally:

@@ -204,7 +204,7 @@ class Backend(ABC):
             is_last: Whether the optimizer steps after this micro-batch.
         """
         del model, is_last
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     def step(self, optimizer: Optimizer, model: AnyModel) -> float:
         """Clip and update, unless gradients are not finite on some rank; clear gradients.

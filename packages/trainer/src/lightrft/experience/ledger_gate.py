@@ -356,7 +356,8 @@ def _is_comparable(batch: RolloutBatch, right: RebuiltRow, version: int) -> NDAr
             )
         is_like.append(is_same and cut == replayed)
     is_so: NDArray[np.bool_] = np.array([*is_like, False], dtype=np.bool_)
-    return is_so[right.turns] & np.equal(right.versions, version)
+    has_version: NDArray[np.bool_] = np.equal(right.versions, version)
+    return is_so[right.turns] & has_version
 
 
 def _compare(

@@ -422,7 +422,7 @@ def use_short_attention(model: PreTrainedModel) -> None:
 
 
 # Not compiled: each number of rows would be compiled anew, up to torch's limit.
-uncompiled = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
+uncompiled = torch.compiler.disable(packed_attention)
 AttentionInterface.register(PACKED, uncompiled)
 AttentionInterface.register(SHORT, short_attention)
 AttentionMaskInterface.register(SHORT, sdpa_mask)

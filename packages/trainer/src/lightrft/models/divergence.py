@@ -98,9 +98,7 @@ def divergence_sum(
     """
     layer = student.layer
     parts = _Parts(layer, teacher, divergence, max_logits)
-    total: Tensor = _DivergenceSum.apply(  # type: ignore[no-untyped-call]
-        student.hidden, layer.weight, layer.bias, parts
-    )
+    total: Tensor = _DivergenceSum.apply(student.hidden, layer.weight, layer.bias, parts)  # type: ignore[no-untyped-call, unused-ignore]
     return total
 
 

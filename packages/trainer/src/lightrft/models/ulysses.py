@@ -27,7 +27,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
         group: ProcessGroup = ctx.group  # type: ignore[attr-defined]
-        return _AllToAll.apply(gradients[0], group), None  # type: ignore[no-untyped-call]
+        return _AllToAll.apply(gradients[0], group), None  # type: ignore[no-untyped-call, unused-ignore]
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -56,7 +56,7 @@ def sum_over_ranks(values: Tensor, group: ProcessGroup) -> Tensor:
         values: Values, of equal shape on all ranks of the group.
         group: Ranks that share a sequence.
     """
-    total: Tensor = _SumOverRanks.apply(values, group)  # type: ignore[no-untyped-call]
+    total: Tensor = _SumOverRanks.apply(values, group)  # type: ignore[no-untyped-call, unused-ignore]
     return total
 
 
@@ -97,7 +97,7 @@ def gather_sequence(
     # [ranks, heads of one rank, tokens / ranks, head_dim]
     parts = [x[0].reshape(size, -1, *x.shape[2:]) for x in (query, key, value)]
     counts = [part.shape[1] for part in parts]
-    blocks: Tensor = _AllToAll.apply(torch.cat(parts, dim=1), group)  # type: ignore[no-untyped-call]
+    blocks: Tensor = _AllToAll.apply(torch.cat(parts, dim=1), group)  # type: ignore[no-untyped-call, unused-ignore]
     whole = blocks.transpose(0, 1).flatten(1, 2).unsqueeze(0)  # ranks and tokens become tokens
     query, key, value = torch.split(whole, counts, dim=1)
     return query, key, value
@@ -108,7 +108,7 @@ def scatter_sequence(attended: Tensor, group: ProcessGroup) -> Tensor:
     size = dist.get_world_size(group)
     heads = attended.shape[1]
     blocks = attended.reshape(heads, size, -1, attended.shape[-1]).transpose(0, 1)
-    received: Tensor = _AllToAll.apply(blocks, group)  # type: ignore[no-untyped-call]
+    received: Tensor = _AllToAll.apply(blocks, group)  # type: ignore[no-untyped-call, unused-ignore]
     return received.flatten(0, 1).unsqueeze(0)
 
 

@@ -82,7 +82,7 @@ class TracedLoading:
         return tuple(fills) if is_exact else ()
 
 
-class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Notes(TorchDispatchMode):
     """Notes of copies into vLLM's tensors, which are not executed."""
 
     def __init__(self, targets: Mapping[int, Target]) -> None:

@@ -151,7 +151,7 @@ def linear_policy_loss(  # noqa: PLR0913 - one operation with many independent o
     )
     transform = LogitsTransform.of(temperature, softcap)
     with torch.autocast(hidden.device.type, enabled=False):
-        loss, logprobs, entropies = LinearPolicyLoss.apply(  # type: ignore[no-untyped-call]
+        loss, logprobs, entropies = LinearPolicyLoss.apply(  # type: ignore[no-untyped-call, unused-ignore]
             hidden, weight, bias, targets, transform, options
         )
     return PolicyLossOutput(loss, logprobs, None if entropy == "none" else entropies)
@@ -290,7 +290,7 @@ class LinearPolicyLoss(torch.autograd.Function):
         gradients.clear()
         if torch.is_grad_enabled():
             scaled = [
-                None if each is None else _Undifferentiable.apply(each, *inputs)  # type: ignore[no-untyped-call]
+                None if each is None else _Undifferentiable.apply(each, *inputs)  # type: ignore[no-untyped-call, unused-ignore]
                 for each in scaled
             ]
         return (*scaled, None, None, None)

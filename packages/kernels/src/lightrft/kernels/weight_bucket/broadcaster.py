@@ -18,7 +18,9 @@ AddLocal = Callable[[str, int, Tensor], None]
 try:
     from torch.distributed import all_gather_single as all_gather_single
 except ImportError:  # torch < 2.13
-    from torch.distributed import all_gather_into_tensor as all_gather_single
+    from torch.distributed import (  # type: ignore[assignment, unused-ignore]
+        all_gather_into_tensor as all_gather_single,
+    )
 
 _ASSEMBLY_ALIGNMENT = 16
 
@@ -49,7 +51,7 @@ class Timeline:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device)
 
     def filling(self) -> AbstractContextManager[object]:
         """Queue work within the context on the filling stream."""

@@ -96,7 +96,7 @@ def gather_bytes(data: bytes, group: Group = None) -> list[bytes]:
     return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
 
-def _gather_rows(row: bytes, group: Group) -> list[bytes]:
+def _gather_rows(row: bytes, group: ProcessGroup | None) -> list[bytes]:
     """Return every rank's bytes, as many on each."""
     outgoing = _movable(as_tensor(row), group)
     rows = [torch.empty_like(outgoing) for _ in range(group_size(group))]

@@ -95,7 +95,7 @@ class _Board:
 
     def __init__(self, prefix: str, what: str) -> None:
         # A separate connection: another thread may block on the original.
-        self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined, unused-ignore]
         self._lock = threading.Lock()
         self._prefix = prefix
         self._failure: str | None = None

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -270,10 +271,8 @@ def _own_group(layout: list[list[int]], timeout: timedelta | None) -> ProcessGro
     members = next(ranks for ranks in layout if rank in ranks)
     # Only members take part: with one group per rank, a collective over all ranks for every
     # group would make the start quadratic.
-    group: ProcessGroup | None = dist.new_group(
-        members, timeout=timeout, use_local_synchronization=True
-    )
-    return group
+    group = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
+    return cast("ProcessGroup", group)
 
 
 def create_sub_group(
@@ -301,13 +300,13 @@ def separate_group(group: ProcessGroup | None, *, timeout: timedelta) -> Process
     """
     if dist.get_world_size(group) == 1:
         return group
-    separate: ProcessGroup | None = dist.new_group(
+    separate = dist.new_group(
         None if group is None else dist.get_process_group_ranks(group),
         timeout=timeout,
         backend="gloo",
         use_local_synchronization=group is not None,  # only members take part
     )
-    return separate
+    return cast("ProcessGroup", separate)
 
 
 def resolve_shard_size(shard_size: int, world_size: int) -> int:

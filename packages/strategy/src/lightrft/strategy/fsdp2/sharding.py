@@ -264,7 +264,7 @@ def accumulate_in_float32(module: nn.Module) -> None:
     for parameter in module.parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             parameter.grad_dtype = None  # FSDP2 assigns a low-precision one first
-            parameter.register_post_accumulate_grad_hook(_widen_gradient)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(_widen_gradient)
 
 
 def _widen_gradient(parameter: Tensor) -> None:
@@ -357,7 +357,7 @@ def shard_empty_module(module: nn.Module, plan: ShardingPlan) -> None:
     """Shard a model in place; then each rank allocates its shards, whose values are unset."""
     apply_units(module, plan)
     storage = torch.device("cpu") if plan.offloads_to_cpu else plan.device
-    module._apply(  # type: ignore[no-untyped-call]
+    module._apply(
         lambda tensor: torch.empty_like(tensor, device=storage) if tensor.is_meta else tensor
     )
     move_buffers(module, plan.device)

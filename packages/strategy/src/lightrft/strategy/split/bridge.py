@@ -50,7 +50,7 @@ class Lifeline:
     def __init__(self, side: Side, store: dist.Store, limit: float) -> None:
         self._side, self._limit = side, limit
         # The original may be in use.
-        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
+        self._store: dist.Store = store.clone()  # type: ignore[attr-defined, unused-ignore]
         self._period = min(_LONGEST_BEAT, limit / 4)
         generating = range(side.num_training, side.num_training + side.num_generating)
         others = range(side.num_training) if side.generates else generating

@@ -287,7 +287,7 @@ def build_loss(
     values = torch.ones(2, dtype=torch.float64, requires_grad=True)
     other = torch.zeros(2, dtype=torch.bool if is_paired else torch.float64)
     try:
-        loss(values, other).reshape(2).sum().backward()  # type: ignore[no-untyped-call]
+        loss(values, other).reshape(2).sum().backward()
     except Exception as error:
         raise ConfigError(
             f"{owner} cannot be called with two tensors [{'pairs' if is_paired else 'rows'}], or "

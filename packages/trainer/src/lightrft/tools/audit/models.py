@@ -133,7 +133,7 @@ class Scorer(ABC):
             outputs = self.compute(self._outputs, ids[rows, :width])
             parts = [torch.where(mask, each, 0.0)[rows, 1:width] for each in weights]
             total = sum((part * each).sum() for part, each in zip(parts, outputs, strict=True))
-            cast("Tensor", total).backward()  # type: ignore[no-untyped-call]
+            cast("Tensor", total).backward()
         return {n: leaf.grad for n, leaf in self._weights.items() if leaf.grad is not None}
 
     def compute(self, function: Callable[[Tensor], T], tokens: Tensor) -> T:

@@ -188,7 +188,7 @@ def head_step(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
     states.grad = weight.grad = None
     logprobs = linear_logprob(states, weight, targets).logprobs
-    logprobs.sum().backward()  # type: ignore[no-untyped-call]
+    logprobs.sum().backward()
     return logprobs.detach()
 
 

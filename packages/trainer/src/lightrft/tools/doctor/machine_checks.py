@@ -175,7 +175,7 @@ def check_nccl() -> CheckResult:
     """Check the version of NCCL that torch was built with."""
     import torch
 
-    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    version: tuple[int, ...] = torch.cuda.nccl.version()
     return checked(version[:2] >= MIN_NCCL, ".".join(map(str, version)))
 
 

@@ -420,9 +420,7 @@ def run_on_ranks(
     }
     deadline = time.monotonic() + timeout_seconds
     with replaced_environment(launcher):
-        ranks = start_processes(  # type: ignore[no-untyped-call]
-            function, (world_size, *work), world_size, join=False, daemon=True
-        )
+        ranks = start_processes(function, (world_size, *work), world_size, join=False, daemon=True)
     while not ranks.join(max(0.0, deadline - time.monotonic()), grace_period=GRACE_SECONDS):
         if time.monotonic() >= deadline:
             raise TimeoutError(f"{world_size} processes took more than {timeout_seconds:g} s")

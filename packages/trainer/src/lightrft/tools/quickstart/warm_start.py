@@ -142,7 +142,7 @@ def imitate(
         media = student.media(exercises, token_ids)
         loss = _response_loss(model, token_ids, targets, media)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
