@@ -44,7 +44,7 @@ class SharedRuns:
             values: Values of the stream's tokens along `dim`.
             dim: Dimension of the tokens.
         """
-        rows: Tensor = _ReadRows.apply(values, self.paths, dim)  # type: ignore[no-untyped-call]
+        rows: Tensor = _ReadRows.apply(values, self.paths, dim)  # type: ignore[no-untyped-call, unused-ignore]
         return rows
 
 

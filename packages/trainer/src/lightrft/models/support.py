@@ -143,7 +143,7 @@ def kept_logprobs(hidden: Tensor, layer: OutputLayer, targets: Tensor, kept: Kep
     owners, ids = kept.flat()
     if not len(ids):  # nothing to reduce, but a graph
         return hidden.sum(dim=-1).to(torch.promote_types(hidden.dtype, torch.float32)) * 0
-    products = _PairProducts.apply(hidden, layer.weight, owners, ids)  # type: ignore[no-untyped-call]
+    products = _PairProducts.apply(hidden, layer.weight, owners, ids)  # type: ignore[no-untyped-call, unused-ignore]
     bias = None if layer.bias is None else layer.bias[ids].to(products.dtype)
     logits = apply_transform(products, bias, layer.transform)
     sizes = kept.sizes
