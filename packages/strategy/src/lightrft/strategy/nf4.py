@@ -140,7 +140,7 @@ class NF4Linear(nn.Module):
         device = inputs.device.type
         if torch.is_autocast_enabled(device):
             inputs = inputs.to(torch.get_autocast_dtype(device))
-        return cast("Tensor", _Product.apply(inputs, self, self.codes, self.scales))  # type: ignore[no-untyped-call]
+        return cast("Tensor", _Product.apply(inputs, self, self.codes, self.scales))  # type: ignore[no-untyped-call, unused-ignore]
 
 
 class _Product(torch.autograd.Function):
