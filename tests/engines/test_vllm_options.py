@@ -10,7 +10,7 @@ from lightrft.engines.backend_options import check_options, parse_options
 from lightrft.engines.process_state import preserved_process_state
 from lightrft.engines.rows import Job, RawCompletion, joined, request_seed
 from lightrft.engines.sampling import pack_ids
-from lightrft.engines.types import KEPT_IDS, EngineConfig, SamplingParams
+from lightrft.engines.types import KEPT_IDS, ROUTES, EngineConfig, SamplingParams
 from lightrft.engines.vllm.backend import choose_executor, prepare_environment
 from lightrft.engines.vllm.engine import raw_completions_of
 from lightrft.engines.vllm.layout import check_buffers
@@ -214,6 +214,22 @@ def test_flat_logprobs_are_those_of_the_sampled_tokens_or_refused():
     Flat.token_ids = [7, 4]
     with pytest.raises(RuntimeError, match="logprobs of 2 tokens that are not the 2 sampled ones"):
         raw_completions_of(job, [Output])
+
+
+def test_experts_of_all_positions_become_those_before_each_token():
+    class Flat:
+        token_ids, logprobs = [7, 3], [-0.25, -1.5]
+        start_indices, end_indices = [0, 1], [1, 2]
+
+    class Output:
+        index, token_ids, logprobs, finish_reason = 0, [7, 3], Flat, "stop"
+        routed_experts = np.arange(12, dtype=np.uint16).reshape(3, 2, 2)
+
+    (raw,) = raw_completions_of(Job((1, 2), 1, 0), [Output])
+    values = [np.frombuffer(bytes.fromhex(each), np.uint16).tolist() for each in raw.facts[ROUTES]]
+    assert values == [list(range(8)), [8, 9, 10, 11]]
+    with pytest.raises(RuntimeError, match="experts of 3 positions, expected 4"):
+        raw_completions_of(Job((1, 2, 3), 1, 0), [Output])
 
 
 def test_likely_tokens_beside_the_sampled_ones_show_which_were_kept():

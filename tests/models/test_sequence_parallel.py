@@ -9,6 +9,7 @@ from tests.ranks import run_multiprocess
 
 from lightrft.models import Actor
 from lightrft.models.support import KeptSets, SamplingSupport
+from lightrft.models.types import Replayed
 from lightrft.models.ulysses import check_head_counts
 from lightrft.strategy.weight_sync.canary import score_with_actor
 
@@ -30,7 +31,11 @@ def run_actor(directory, *, is_fused, group=None, widths=None):
     kept = KeptSets(torch.tensor(recorded).flatten(), starts, 17 * is_recorded, is_complete=False)
     support = SamplingSupport(top_k=30, top_p=0.7, renormalises=True, kept=kept)
     output = actor(
-        token_ids, attention_mask, scored_mask=scored_mask, entropy="grad", support=support
+        token_ids,
+        attention_mask,
+        scored_mask=scored_mask,
+        entropy="grad",
+        recorded=Replayed(support),
     )
     ((output.logprobs - 0.3 * output.entropy) * upstream).sum().backward()
     assert (output.log_kept_mass[scored_mask & ~is_recorded] < 0).all()

@@ -12,6 +12,7 @@ from lightrft.engines.types import SamplingParams
 from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
 from lightrft.models import Actor
 from lightrft.models.support import SamplingSupport, log_kept_mass, replay_support
+from lightrft.models.types import Replayed
 
 SUPPORTS = [
     SamplingSupport(top_k, top_p, min_p)
@@ -101,7 +102,7 @@ def test_padded_and_packed_layouts_agree_and_gradients_stay(checkpoint, is_fused
             attention_mask,
             scored_mask=scored_mask,
             temperature=0.8,
-            support=support if with_support else None,
+            recorded=Replayed(support if with_support else None),
         )
         output.logprobs.sum().backward()
         return output, {name: p.grad.clone() for name, p in actor.named_parameters()}

@@ -14,6 +14,7 @@ from lightrft.engines.sampling import pack_ids, sampling_logprobs
 from lightrft.engines.types import KEPT_IDS, SamplingParams
 from lightrft.models import Actor
 from lightrft.models.support import KeptSets, SamplingSupport
+from lightrft.models.types import Replayed
 from lightrft.records.batch import SupportError
 from lightrft.records.columns import COLUMNS
 from lightrft.rollout.ledger_records import LedgerError
@@ -103,7 +104,7 @@ def test_the_expected_gradient_is_that_of_the_law_that_was_sampled_from(tiny_mod
         torch.ones_like(rows, dtype=torch.bool),
         scored_mask=(torch.arange(5) > 2).expand(len(pairs), 5),
         temperature=params.temperature,
-        support=SamplingSupport(5, 0.8, 0.1, renormalises=True, kept=kept),
+        recorded=Replayed(SamplingSupport(5, 0.8, 0.1, renormalises=True, kept=kept)),
     )
     torch.testing.assert_close(output.logprobs.sum(1).double(), exact.detach(), rtol=0, atol=1e-6)
     # What the loss does at ratio 1: the probability of a row times its reward, times its logprob.

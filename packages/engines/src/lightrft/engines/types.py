@@ -26,6 +26,11 @@ KEPT_IDS = "kept_ids"
 # Most ids of a kept set that an engine records; larger sets are computed by the trainer.
 MOST_KEPT_IDS = 1024
 
+# Fact of a token: the experts of the positions that were computed to predict it, the last of which
+# is the one before it; those of a position are consecutive, by layer, as uint8 or uint16 in
+# hexadecimal. The first token of a call has those of the whole context.
+ROUTES = "routes"
+
 # Logits are divided by the temperature in float32, which could overflow below this.
 MIN_TEMPERATURE = 1e-5
 
@@ -56,6 +61,8 @@ class SamplingParams:
         seed: Seed that, with (request id, sample index, position), fixes every random number.
         records_support: Whether completions hold the ids that truncation kept for each token, as
             the fact `KEPT_IDS`, if the engine can tell them.
+        records_routes: Whether completions hold the experts that each layer chose, as the fact
+            `ROUTES`, if the model has experts and the engine can tell them.
 
     Raises:
         ValueError: A value is outside its range; the message names all of them.
@@ -73,6 +80,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int = 0
     records_support: bool = False
+    records_routes: bool = False
 
     def __post_init__(self) -> None:
         is_warm = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf

@@ -42,7 +42,7 @@ from lightrft.config import (
 from lightrft.engines.factory import engine_facts
 from lightrft.engines.media.media import EncodedPrompt, RowMedia
 from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
-from lightrft.engines.types import SamplingParams
+from lightrft.engines.types import ROUTES, SamplingParams
 from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
 from lightrft.models.layout import LayoutPolicy
 from lightrft.models.sequence_model import layout_policy
@@ -50,6 +50,7 @@ from lightrft.models.types import (
     ActorOutput,
     EntropyMode,
     PolicyModel,
+    Replayed,
     TokenLossFunction,
     ValueModel,
 )
@@ -410,6 +411,7 @@ def run_policy(
         entropy, support, token_loss: See `lightrft.models.Actor`.
     """
     inside = {} if token_loss is None else {"token_loss": token_loss}
+    of_rows = None if support is None else support.of_rows(rows.facts)
     return policy(
         rows.token_ids,
         rows.attention_mask,
@@ -417,7 +419,7 @@ def run_policy(
         temperature=scoring_temperature(rows.temperature),
         entropy=entropy,
         media=rows.media,
-        support=None if support is None else support.of_rows(rows.facts),
+        recorded=Replayed(of_rows, rows.facts.get(ROUTES)),
         **inside,
     )
 

@@ -18,7 +18,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.experience.maker import TeacherFunction, score_policy
 from lightrft.models.layout import pad_rows
 from lightrft.models.types import PolicyModel
-from lightrft.records.batch import RolloutBatch, take_rollouts
+from lightrft.records.batch import RolloutBatch, take_rollouts, without_routes
 from lightrft.strategy.distributed.context import DistributedContext
 
 
@@ -97,7 +97,9 @@ class ModelTeacher:
 
     def __call__(self, batch: RolloutBatch, slices: Sequence[slice]) -> Tensor:
         """Score the sampled tokens of a batch."""
-        return score_policy(self.model, batch, slices=slices, entropy="none").logprobs
+        # Another model has other experts.
+        plain = without_routes(batch)
+        return score_policy(self.model, plain, slices=slices, entropy="none").logprobs
 
 
 @dataclass(frozen=True, slots=True)

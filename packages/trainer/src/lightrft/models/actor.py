@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -10,6 +11,15 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from lightrft.engines.hf.routers import (
+    TRIED_TOKENS,
+    Router,
+    RoutesError,
+    find_routers,
+    prove_routers,
+    replay,
+    unpack_routes,
+)
 from lightrft.engines.media.families import placeholder_ids
 from lightrft.engines.media.media import RowMedia
 from lightrft.engines.text import end_of_sequence_ids
@@ -22,14 +32,18 @@ from lightrft.models.layout import TokenLayout
 from lightrft.models.loading import load_causal_lm
 from lightrft.models.sequence_model import SequenceModel, trunk_output
 from lightrft.models.statements import vocabulary_of
-from lightrft.models.types import ActorOutput, EntropyMode, TokenLossFunction
+from lightrft.models.types import (
+    NOTHING_REPLAYED,
+    ActorOutput,
+    EntropyMode,
+    Replayed,
+    TokenLossFunction,
+)
 from lightrft.models.ulysses import LayoutRefusedError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.modeling_outputs import MoeModelOutputWithPast
-
-    from lightrft.models.support import SamplingSupport
 
 # FSDP2 finds the tensors of a module's output, to hook the backward pass, by flattening it.
 pytree.register_pytree_node(
@@ -62,6 +76,8 @@ class Actor(SequenceModel):
     vocabulary: Vocabulary
     # Whether outputs have `router_sums`.
     sums_routers = False
+    # Routers that take recorded experts, from the first recorded ones on.
+    routers: list[Router]
 
     def __init__(
         self,
@@ -93,6 +109,7 @@ class Actor(SequenceModel):
         )
         model.set_output_embeddings(head)
         self.model = model
+        self.routers = []
         self.vocabulary = Vocabulary()
 
     def use_vocabulary(self, vocabulary: Vocabulary) -> None:
@@ -129,7 +146,7 @@ class Actor(SequenceModel):
         temperature: float = 1.0,
         entropy: EntropyMode = "none",
         media: RowMedia | None = None,
-        support: SamplingSupport | None = None,
+        recorded: Replayed = NOTHING_REPLAYED,
         token_loss: TokenLossFunction | HeadReader | None = None,
     ) -> ActorOutput:
         """Return the logprobs (and entropy) of the scored tokens.
@@ -142,17 +159,19 @@ class Actor(SequenceModel):
             temperature: Divides the logits.
             entropy: "none", "value" (detached) or "grad".
             media: Images and videos of the rows; None is text.
-            support: Truncation of the sampled tokens, to compute `log_kept_mass`, or logprobs over
-                the recorded ids; None without.
+            recorded: Facts of the sampled tokens, to be replayed.
             token_loss: Loss to compute inside the output projection, for some tokens at a time; the
                 head must be fused. If ranks share sequences, each adds the loss of its tokens. With
                 a `HeadReader` nothing else is computed.
 
         Raises:
+            RoutesError: The recorded experts are not those of the model's layers.
             ValueError: Shapes differ, `scored_mask` marks padding or a first token, or ranks that
                 share sequences pass different batches.
         """
         layout = self.lay_out(token_ids, attention_mask, scored_mask)
+        support = recorded.support
+        self._replay(layout, recorded.routes)
         trunk: nn.Module = self.trunk
         if media is not None and not media.is_empty:
             from lightrft.models.vision.forward import reading_trunk  # of rows with media
@@ -181,7 +200,44 @@ class Actor(SequenceModel):
         if not self.sums_routers:
             return None
         top_k = self.config.num_experts_per_tok
-        return layout.join(router_sums(output.router_logits, layout.attention_mask, top_k=top_k))
+        chosen = [each.chosen for each in self.routers if each.replayed is not None]
+        sums = router_sums(
+            output.router_logits, layout.attention_mask, top_k=top_k, chosen=chosen or None
+        )
+        return layout.join(sums)
+
+    def _replay(self, layout: TokenLayout, routes: Tensor | None) -> None:
+        """Let the layers take the recorded experts in the next pass, or choose themselves."""
+        if routes is None:
+            replay(self.routers, None)
+            return
+        if not self.routers:
+            self._find_routers(layout)
+        is_recorded = layout.is_real.clone()
+        last = layout.is_real.sum(dim=1) - 1
+        is_recorded[torch.arange(len(last), device=last.device), last.clamp(min=0)] = False
+        rows, columns, places = layout.read_at(is_recorded)
+        chosen = unpack_routes(routes[rows, columns], self.routers)
+        laid_out = chosen.new_full((layout.attention_mask.numel(), chosen.shape[1]), -1)
+        laid_out[places] = chosen
+        replay(self.routers, laid_out)
+
+    def _find_routers(self, layout: TokenLayout) -> None:
+        """Find the layers that choose experts, and prove that choices can be replayed."""
+        seen = slice(0, 1), slice(0, TRIED_TOKENS)
+        few = self.lay_out(layout.token_ids[seen], layout.is_real[seen])
+
+        def run() -> Tensor:
+            hidden: Tensor = trunk_output(self.trunk, few).last_hidden_state
+            return hidden.detach().clone()
+
+        self.routers = find_routers(self.trunk, run)
+        if not self.routers:
+            raise RoutesError(
+                f"the engine recorded experts, and no layer of {type(self.model).__name__} chooses "
+                "any by a top-k of scores; --routing_replay off trains without them"
+            )
+        prove_routers(self.routers, run)
 
     def share_prefixes(self, min_tokens: int | None) -> None:
         """Compute shared tokens once; see `SequenceModel.share_prefixes`."""
@@ -228,7 +284,11 @@ class Actor(SequenceModel):
 
 
 def router_sums(
-    router_logits: Sequence[Tensor] | None, attention_mask: Tensor, *, top_k: int
+    router_logits: Sequence[Tensor] | None,
+    attention_mask: Tensor,
+    *,
+    top_k: int,
+    chosen: Sequence[Tensor | None] | None = None,
 ) -> Tensor:
     """Return the choices and probability of each expert, summed over all real tokens.
 
@@ -239,6 +299,7 @@ def router_sums(
             mask, or only the real ones.
         attention_mask: [batch, seq] bool, True on real tokens.
         top_k: Number of experts for each token.
+        chosen: Experts of each layer, [tokens, k], if they are not those of the highest logits.
 
     Returns:
         [2, experts] float32: row 0 counts choices, without gradient, row 1 sums probabilities;
@@ -250,18 +311,20 @@ def router_sums(
     if not router_logits:
         raise ValueError("the model returned no router logits: it has no experts to balance")
     num_real, num_all = int(attention_mask.sum()), attention_mask.numel()
-    counts, sums = [], []
-    for layer in router_logits:
+    counts, sums, is_real = [], [], attention_mask.reshape(-1).bool()
+    for layer, experts in zip(router_logits, chosen or repeat(None), strict=False):
         logits = layer.reshape(-1, layer.shape[-1]).float()
         if len(logits) == num_all:
-            logits = logits[attention_mask.reshape(-1).bool()]
+            logits = logits[is_real]
+            experts = experts if experts is None else experts[is_real]
         elif len(logits) != num_real:
             raise ValueError(
                 f"router logits must be of {num_all} positions or of {num_real} tokens: got "
                 f"{len(logits)}"
             )
         probabilities = F.softmax(logits, dim=-1)
-        chosen = probabilities.topk(top_k, dim=-1).indices.reshape(-1)
-        counts.append(torch.bincount(chosen, minlength=logits.shape[-1]).float())
+        if experts is None:
+            experts = probabilities.topk(top_k, dim=-1).indices
+        counts.append(torch.bincount(experts.reshape(-1), minlength=logits.shape[-1]).float())
         sums.append(probabilities.sum(dim=0))
     return torch.stack([torch.stack(counts).sum(0), torch.stack(sums).sum(0)])

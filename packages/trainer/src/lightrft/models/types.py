@@ -1,10 +1,15 @@
 """Outputs and call signatures of models."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightrft.models.support import SamplingSupport
 
 EntropyMode = Literal["none", "value", "grad"]
 
@@ -38,6 +43,24 @@ class ActorOutput:
         if self.log_kept_mass is None:
             return self.logprobs
         return self.logprobs - self.log_kept_mass
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Facts that the engine recorded as it sampled tokens, to be replayed in a pass.
+
+    Args:
+        support: Truncation of the sampled tokens, to compute `log_kept_mass`, or logprobs over the
+            recorded ids; None without.
+        routes: [batch, seq, bytes] uint8, experts of all tokens but the last of each row; None lets
+            the model choose.
+    """
+
+    support: SamplingSupport | None = None
+    routes: Tensor | None = None
+
+
+NOTHING_REPLAYED = Replayed()
 
 
 # Loss of some scored tokens, with a graph: (logprobs [tokens], entropy [tokens] or None,

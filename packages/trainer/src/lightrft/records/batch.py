@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightrft.engines.media.media import NO_MEDIA, RowMedia
-from lightrft.engines.types import KEPT_IDS
-from lightrft.records.columns import COLUMNS
+from lightrft.engines.types import KEPT_IDS, ROUTES
+from lightrft.records.columns import COLUMNS, MissingRoutesError
 from lightrft.records.table import SampleTable
 
 if TYPE_CHECKING:
@@ -175,7 +175,40 @@ def collate(
         facts=padded,
         prompt_places=None if places is None else torch.from_numpy(places).to(device),
     )
-    return _with_kept_sets(batch, table)
+    return _with_routes(_with_kept_sets(batch, table), table)
+
+
+def without_routes(batch: RolloutBatch) -> RolloutBatch:
+    """Return a batch whose models choose experts themselves."""
+    return replace(batch, facts={n: each for n, each in batch.facts.items() if n != ROUTES})
+
+
+def _with_routes(batch: RolloutBatch, table: SampleTable) -> RolloutBatch:
+    """Return a batch with the bytes of recorded experts, [batch, seq, bytes] uint8, if any.
+
+    Raises:
+        MissingRoutesError: Rows to train on lack them, or have other numbers of experts.
+    """
+    counts = table.facts.get("num_route_bytes", np.zeros(len(table), np.int64)).astype(np.int64)
+    if not counts.any():
+        return batch
+    widths, rests = np.divmod(counts, np.maximum(table.lengths - 1, 1))
+    width = int(widths.max())
+    is_trained = batch.response_mask.any(dim=1).cpu().numpy()
+    wrong = np.flatnonzero(((widths != width) | (rests > 0)) & (is_trained | (counts > 0)))
+    if len(wrong):
+        row = wrong[0]
+        raise MissingRoutesError(
+            f"sample {table.sample_ids[row]} has {counts[row]} bytes of recorded experts for "
+            f"{table.lengths[row]} tokens, others have {width} a token; --routing_replay off "
+            "trains without them"
+        )
+    routes = torch.zeros(*batch.token_ids.shape, width, dtype=torch.uint8)
+    stops = np.cumsum(counts)
+    for row in np.flatnonzero(counts).tolist():
+        values = table[ROUTES][stops[row] - counts[row] : stops[row]].reshape(-1, width)
+        routes[row, : len(values)] = torch.from_numpy(values.astype(np.uint8))
+    return replace(batch, facts={**batch.facts, ROUTES: routes.to(batch.token_ids.device)})
 
 
 def _with_kept_sets(batch: RolloutBatch, table: SampleTable) -> RolloutBatch:

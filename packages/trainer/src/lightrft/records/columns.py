@@ -16,7 +16,7 @@ from typing import Literal, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightrft.engines.types import KEPT_IDS, Facts
+from lightrft.engines.types import KEPT_IDS, ROUTES, Facts
 from lightrft.records.rollout import ScoredRollout
 from lightrft.records.sample_ledger import SampleEntry
 
@@ -179,6 +179,50 @@ def pack_kept_ids(_: int, ids: Sequence[str], __: ArrayLike) -> Values:
     return np.concatenate([sizes, flat]) if len(flat) else flat
 
 
+class MissingRoutesError(RuntimeError):
+    """A row of which an engine recorded the experts of some positions only."""
+
+
+def pack_routes(num_prompt: int, routes: Sequence[str], versions: ArrayLike) -> Values:
+    """Return the bytes of the experts of each position but the last, one after another.
+
+    A position has the experts of the newest weights that computed it, and of these the first.
+
+    Raises:
+        MissingRoutesError: There are experts of some positions only.
+    """
+    parts = [bytes.fromhex(each) for each in routes]
+    if not any(parts):
+        return np.zeros(0, np.uint8)
+    first = next(place for place, part in enumerate(parts) if part)
+    width = max(1, len(parts[first]) // (num_prompt + first))
+    made = np.zeros((num_prompt + len(parts) - 1, width), np.uint8)
+    newest, numbers = np.full(len(made), _NEVER), np.asarray(versions)
+    for place, part in enumerate(parts):
+        count, rest = divmod(len(part), width)
+        stop = num_prompt + place
+        if rest or count > stop:
+            raise MissingRoutesError(
+                f"the experts before response token {place} are {len(part)} bytes, expected a "
+                f"multiple of {width} for at most {stop} positions"
+            )
+        known = slice(stop - count, stop)
+        is_new = newest[known] < numbers[place]
+        made[known][is_new] = np.frombuffer(part, np.uint8).reshape(count, width)[is_new]
+        newest[known] = np.maximum(newest[known], numbers[place])
+    lacking = np.flatnonzero(newest == _NEVER)
+    # Observations at the end are read by no call.
+    sampled = np.flatnonzero(numbers >= 0)
+    lacking = lacking[lacking < (num_prompt + sampled[-1] if len(sampled) else len(made))]
+    if len(lacking):
+        raise MissingRoutesError(
+            f"the engine recorded no experts of {len(lacking)} of {len(made)} positions, first of "
+            f"position {lacking[0]}: --routing_replay off trains without them"
+        )
+    return made.reshape(-1)
+
+
+_NEVER = np.iinfo(np.int64).min
 _known = partial(Column, level="row", travels="exchange")
 _count = partial(_known, dtype=np.int64, wire="<i4")
 # The order of columns on the wire and within a message of tokens.
@@ -263,6 +307,8 @@ COLUMNS: dict[str, Column] = {
         ),
         _count("num_kept", of=lambda item: len(COLUMNS[KEPT_IDS].read([item]))),
         Column(KEPT_IDS, np.int32, level="num_kept", pack=pack_kept_ids),
+        _count("num_route_bytes", of=lambda item: len(COLUMNS[ROUTES].read([item]))),
+        Column(ROUTES, np.uint8, level="num_route_bytes", pack=pack_routes),
         Column(
             "turn_rewards",
             np.float32,

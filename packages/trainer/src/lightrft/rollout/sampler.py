@@ -48,6 +48,7 @@ def training_params(config: SamplingOptions) -> SamplingParams:
         stop=config.stop,
         seed=config.seed,
         records_support=config.truncates,
+        records_routes=config.routing_replay == "auto",
     )
 
 

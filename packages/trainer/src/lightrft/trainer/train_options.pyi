@@ -266,6 +266,9 @@ class TrainOptions(TypedDict, total=False):
     """Most sounds of a prompt; a row with more is an error. Unset sets no limit."""
     rollout_batch_size: int
     """Prompts per step, over all ranks."""
+    routing_replay: Literal["auto", "off"]
+    """Experts of a mixture-of-experts model in training: auto takes those that the engine
+    recorded, where it can; off lets the trainer choose again."""
     use_fire: bool
     """Draw the first token at first_token_temperature (FIRE)."""
     first_token_temperature: float

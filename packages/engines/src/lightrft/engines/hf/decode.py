@@ -9,7 +9,7 @@ import torch
 
 from lightrft.engines.sampling import draw_from, kept_ids, sampling_logprobs, uniforms
 from lightrft.engines.text import StopStringMatcher
-from lightrft.engines.types import KEPT_IDS, Facts, SamplingParams
+from lightrft.engines.types import KEPT_IDS, ROUTES, Facts, SamplingParams
 
 # Steps for which random numbers and output columns are prepared at once.
 _BLOCK = 64
@@ -30,6 +30,9 @@ class RowForward(Protocol):
 
     def keep(self, rows: torch.Tensor) -> None:
         """Keep only these rows, [kept] int64."""
+
+    def routes(self) -> list[str]:
+        """Return the fact `ROUTES` of the next token of each row; [] if none are recorded."""
 
 
 def stop_token_table(
@@ -182,19 +185,21 @@ class _RowFacts:
     """Further facts of the tokens of each row, if any are recorded."""
 
     def __init__(self, num_rows: int, params: SamplingParams) -> None:
-        self._kept: list[list[str]] | None = None
-        if params.truncates and params.records_support:
-            self._kept = [[] for _ in range(num_rows)]
+        self._records_support = params.truncates and params.records_support
+        self._values: list[dict[str, list[str]]] = [{} for _ in range(num_rows)]
 
-    def note(self, numbers: Sequence[int], law: torch.Tensor) -> None:
+    def note(self, numbers: Sequence[int], law: torch.Tensor, routes: Sequence[str]) -> None:
         """Note a token of these rows, drawn from logprobs [rows, vocab]."""
-        if self._kept is not None:
-            for row, ids in zip(numbers, kept_ids(law), strict=True):
-                self._kept[row].append(ids)
+        facts = {ROUTES: routes} if routes else {}
+        if self._records_support:
+            facts[KEPT_IDS] = kept_ids(law)
+        for name, values in facts.items():
+            for row, value in zip(numbers, values, strict=True):
+                self._values[row].setdefault(name, []).append(value)
 
     def of(self, row: int, num_tokens: int) -> Facts:
         """Return the facts of a row's first tokens."""
-        return {} if self._kept is None else {KEPT_IDS: tuple(self._kept[row][:num_tokens])}
+        return {name: tuple(each[:num_tokens]) for name, each in self._values[row].items()}
 
 
 def decode(
@@ -228,7 +233,7 @@ def decode(
             logprob_blocks.append(torch.zeros(_BLOCK, num_rows, device=device))
         law = sampling_logprobs(logits, params)
         tokens, logprobs = draw_from(law, logits, numbers[offset], params)
-        facts.note(progress.numbers, law)
+        facts.note(progress.numbers, law, forward.routes())
         token_blocks[-1][offset].index_copy_(0, progress.row_ids, tokens)
         logprob_blocks[-1][offset].index_copy_(0, progress.row_ids, logprobs)
         stops = rule.is_stop(tokens, progress.row_ids, step + 1)

@@ -23,10 +23,11 @@ from lightrft.engines.backend_options import check_options
 from lightrft.engines.base import FinishedRows, RolloutEngine
 from lightrft.engines.engine_weights import ParameterStore, is_full_tensor
 from lightrft.engines.hf.attention import use_attention
-from lightrft.engines.hf.decode import RowForward, StopRule, decode, stop_token_table
-from lightrft.engines.hf.forward import ModelTraits, PlainForward, WholeBatchForward
+from lightrft.engines.hf.decode import StopRule, decode, stop_token_table
+from lightrft.engines.hf.forward import CachedForward, ModelTraits, PlainForward, WholeBatchForward
 from lightrft.engines.hf.layers import module_outputs
 from lightrft.engines.hf.padded import PaddedForward
+from lightrft.engines.hf.routers import TRIED_TOKENS, Router, find_routers
 from lightrft.engines.hf.tower import use_fast_tower
 from lightrft.engines.hf.trial import can_pad
 from lightrft.engines.media.families import language_model_class
@@ -79,6 +80,7 @@ class HFEngine(RolloutEngine):
             )
         self._traits = ModelTraits(self._model, config.vocabulary.num_tokens)
         self._can_pad: bool | None = None
+        self._routers: list[Router] | None = None
         self._rows_at_once = rows_at_once(config.options)
         self._read_limits(self._model.config, self._model.generation_config)
 
@@ -137,8 +139,11 @@ class HFEngine(RolloutEngine):
             [row.sample_index for row in rows],
             device=device,
         )
+        forward = self._forward(rows)
+        if params.records_routes:
+            forward.routers = self._known_routers(rows[0].prompt)
         for ended in decode(
-            self._forward(rows),
+            forward,
             keys=keys,
             limits=[row.max_tokens for row in rows],
             params=params,
@@ -154,7 +159,15 @@ class HFEngine(RolloutEngine):
                 for row, tokens, logprobs, stops, facts in ended
             ]
 
-    def _forward(self, rows: Sequence[RequestedSample]) -> RowForward:
+    def _known_routers(self, token_ids: Sequence[int]) -> list[Router]:
+        """Return the routers of the model; [] without experts."""
+        if self._routers is None:
+            tokens = torch.tensor([list(token_ids[:TRIED_TOKENS])], device=self._model.device)
+            trunk = self._model.base_model
+            self._routers = find_routers(trunk, lambda: trunk(input_ids=tokens, use_cache=False))
+        return self._routers
+
+    def _forward(self, rows: Sequence[RequestedSample]) -> CachedForward:
         if not all(map(self._pads, rows)):
             prompts, media = [row.prompt for row in rows], [row.media for row in rows]
             return WholeBatchForward(self._model, self._traits, prompts, media)

@@ -1,6 +1,7 @@
 """Cached forwards of a transformers model over rows of prompts."""
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -9,6 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from lightrft.engines.hf.attention import MASKED
+from lightrft.engines.hf.routers import Router, stacked_choices
 from lightrft.engines.media.cross_attention import only_own_images
 from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.engines.media.inputs import (
@@ -88,6 +90,10 @@ class ModelTraits:
         return logits.index_fill(-1, self.forbidden, float("-inf"))
 
 
+def _hexadecimal(choices: torch.Tensor) -> str:
+    return choices.numpy().tobytes().hex()
+
+
 def _placeholders(model: PreTrainedModel, num_tokens: int | None) -> torch.Tensor:
     """Return the placeholder ids of media among the first `num_tokens`."""
     ids = torch.tensor(placeholder_ids(model.config), dtype=torch.int64, device=model.device)
@@ -145,7 +151,7 @@ def _with_room(
     return buffer
 
 
-class CachedForward:
+class CachedForward(ABC):
     """Model with its cache and the media of its prompts.
 
     Args:
@@ -170,6 +176,25 @@ class CachedForward:
         self._device = model.device
         self._prompts = prompts
         self._media = media if any(media) else ()
+        # Routers whose choices are recorded, and the choices of passes since `routes`.
+        self.routers: Sequence[Router] = ()
+        self._passes: list[torch.Tensor] = []
+        self._has_begun = False
+
+    # Whether rows can be dropped before all end.
+    can_drop_rows: bool
+
+    @abstractmethod
+    def start(self) -> torch.Tensor:
+        """Run the prompts; return the logits [rows, vocab] of the first new token."""
+
+    @abstractmethod
+    def advance(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Append tokens [rows] int64; return the logits [rows, vocab] of the next ones."""
+
+    @abstractmethod
+    def keep(self, rows: torch.Tensor) -> None:
+        """Keep only these rows, [kept] int64."""
 
     @property
     def _rows(self) -> list[torch.Tensor]:
@@ -222,7 +247,29 @@ class CachedForward:
                     "sample from it: take another --engine_type"
                 )
             self._cache = caches[0]
+        if self.routers:
+            choices = stacked_choices(self.routers)
+            self._passes.append(choices.view(*input_ids.shape, -1).cpu())
         return self._traits.last_logits(output.logits)
+
+    def routes(self) -> list[str]:
+        """Return the fact `ROUTES` of the next token of each row; [] if none are recorded."""
+        passes, self._passes = self._passes, []
+        if not passes:
+            return []
+        if self._has_begun:
+            return [_hexadecimal(row) for row in passes[0]]
+        self._has_begun = True
+        texts = [_hexadecimal(self._of_prompt(passes, i)) for i in range(len(self._prompts))]
+        return [texts[i] for i in self._rows_of_prompts()]
+
+    def _of_prompt(self, passes: Sequence[torch.Tensor], index: int) -> torch.Tensor:
+        """Return the choices for the tokens of a prompt, [tokens, choices]."""
+        return passes[0][index][-len(self._prompts[index]) :]
+
+    def _rows_of_prompts(self) -> Sequence[int]:
+        """Return the index of each row's prompt as the rows begin."""
+        return range(len(self._prompts))
 
 
 class PlainForward(CachedForward):
@@ -251,6 +298,7 @@ class PlainForward(CachedForward):
         media: Prompts = (),
     ) -> None:
         super().__init__(model, traits, Cache(layer_class_to_replicate=RoomyLayer), prompts, media)
+        self._rows_at_start = prompt_of_row
         self._prompt_of_row = torch.tensor(prompt_of_row, device=self._device)
         lengths = [len(prompt) for prompt in prompts]
         self._is_ragged = len(set(lengths)) > 1
@@ -288,6 +336,16 @@ class PlainForward(CachedForward):
     def keep(self, rows: torch.Tensor) -> None:
         """Keep only these rows."""
         self._select(rows)
+
+    def _of_prompt(self, passes: Sequence[torch.Tensor], index: int) -> torch.Tensor:
+        if not self._is_ragged:
+            return super()._of_prompt(passes, index)
+        # The last tokens ran in a separate pass.
+        before, last = passes
+        return torch.cat([before[index][: len(self._prompts[index]) - 1], last[index]])
+
+    def _rows_of_prompts(self) -> Sequence[int]:
+        return self._rows_at_start
 
     def _start_ragged(self) -> torch.Tensor:
         # All tokens but the last of each prompt run at once, then the last ones in a separate step.

@@ -32,6 +32,7 @@ class PaddedForward(CachedForward):
         prompt_of_row: Sequence[int],
     ) -> None:
         super().__init__(model, traits, None, prompts, ())
+        self._rows_at_start = prompt_of_row
         self._prompt_of_row = torch.tensor(prompt_of_row, device=self._device)
         width = max(map(len, prompts))
         lengths = torch.tensor([[len(prompt)] for prompt in prompts], device=self._device)
@@ -65,6 +66,9 @@ class PaddedForward(CachedForward):
         self._places = self._places[rows]
         if self._mask is not None:
             self._mask = self._mask[rows]
+
+    def _rows_of_prompts(self) -> Sequence[int]:
+        return self._rows_at_start
 
     def _step(self, input_ids: torch.Tensor) -> torch.Tensor:
         positions = {"position_ids": self._places} if self._traits.takes_positions else {}

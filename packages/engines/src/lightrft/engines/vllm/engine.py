@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from lightrft.engines.base import FinishedRows, RolloutEngine
@@ -28,6 +30,7 @@ from lightrft.engines.rows import (
 from lightrft.engines.sampling import pack_ids
 from lightrft.engines.types import (
     KEPT_IDS,
+    ROUTES,
     EngineConfig,
     EngineStatus,
     FinishReason,
@@ -349,8 +352,28 @@ def raw_completions_of(job: Job, outputs: Sequence[CompletionOutput]) -> list[Ra
         if mask is not None:
             kept = [pack_ids(sorted(ids)) for ids in mask.token_ids]
         facts = {KEPT_IDS: tuple(kept)} if kept else {}
+        routes = vars(output).get("routed_experts")  # of the second runner, too
+        if routes is not None:
+            facts[ROUTES] = _routes(routes, len(job.prompt), len(tokens))
         raws.append(RawCompletion(tokens, logprobs, _reason(output.finish_reason), facts))
     return raws * job.num_samples if len(raws) == 1 else raws
+
+
+def _routes(routes: NDArray[np.integer], num_prompt: int, num_tokens: int) -> tuple[str, ...]:
+    """Return the fact `ROUTES` of tokens, from the experts of all positions but the last.
+
+    Raises:
+        RuntimeError: They are not of so many positions.
+    """
+    if len(routes) != num_prompt + num_tokens - 1:
+        raise RuntimeError(
+            f"vLLM gave the experts of {len(routes)} positions, expected "
+            f"{num_prompt + num_tokens - 1}: report this with vLLM's version"
+        )
+    stops = range(num_prompt, num_prompt + num_tokens)
+    starts = [0, *range(num_prompt, num_prompt + num_tokens - 1)]
+    pairs = zip(starts, stops, strict=True)
+    return tuple(routes[start:stop].tobytes().hex() for start, stop in pairs)
 
 
 def _sampled_logprobs(

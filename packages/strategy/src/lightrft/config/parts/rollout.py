@@ -117,6 +117,12 @@ class SamplingOptions(TruncationOptions, LengthOptions, GroupOptions, ComputeOpt
         at_least=1,
         common=True,
     )
+    routing_replay: str = option(
+        "auto",
+        "Experts of a mixture-of-experts model in training: auto takes those that the engine "
+        "recorded, where it can; off lets the trainer choose again.",
+        choices=("auto", "off"),
+    )
     use_fire: bool = option(
         False,
         "Draw the first token at first_token_temperature (FIRE).",

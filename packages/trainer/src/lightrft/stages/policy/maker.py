@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from lightrft.reporting.rollouts import RolloutLog
     from lightrft.reporting.trajectories import SampleLog, ShownSamples, TrajectoryLog
     from lightrft.rollout.version_checks import SampledVersions
+    from lightrft.stages.metrics import StepMetrics
     from lightrft.stages.policy.parity import ParityReport
     from lightrft.stages.policy.split.training_side import RemoteRollouts
     from lightrft.strategy.backend import Backend
@@ -318,7 +319,7 @@ class ExperienceMaker:
 
             slices, teacher = self._forward_slices(experience), self.models.teacher
             check_first_step(batch, teacher, slices, self.config, self.context)
-        self._check_supports(experience, step)
+        self._check_recorded(experience, step)
         if is_compared and batch.outputs.old_logprobs is None and not samples.skip_reason:
             gate = partial(self._compare, batch.rollouts)
         elif is_compared:
@@ -464,25 +465,49 @@ class ExperienceMaker:
                 logprobs = score_actor(experience.batch.rollouts, self.actor, slices=slices)
         return self._compare(experience.batch.rollouts, logprobs)
 
-    def _check_supports(self, experience: StepExperience, step: Step) -> None:
-        """Compare the ids that truncation kept with the trainer's where parity is; collective."""
-        batch, is_skipped = experience.batch.rollouts, bool(experience.samples.skip_reason)
-        is_truncated = batch.support is not None and experience.table["num_kept"].any()
-        if not is_truncated or is_skipped or not self._compares(step):
+    def _check_recorded(self, experience: StepExperience, step: Step) -> None:
+        """Compare what the engine recorded of its sampling with the trainer's; collective."""
+        batch, table = experience.batch.rollouts, experience.table
+        if experience.samples.skip_reason or not self._compares(step):
             return
+        with step.timer.stage("forward"), phase("score", self.context.timeout):
+            if batch.support is not None and table["num_kept"].any():
+                self._check_supports(experience, step.metrics)
+            if table["num_route_bytes"].any():
+                self._check_routes(experience, step.metrics)
+
+    def _check_supports(self, experience: StepExperience, metrics: StepMetrics) -> None:
         from lightrft.stages.policy.parity import limits_of
         from lightrft.stages.policy.supports import check_supports
 
         limits = limits_of(self.actor, self.backend, self.session, self.config.parity_limit)
-        with step.timer.stage("forward"), phase("score", self.context.timeout):
-            compared, other = check_supports(
-                batch,
-                self.actor,
-                self._forward_slices(experience),
-                mean_limit=limits.mean,
-                context=self.context,
-            )
-        step.metrics.add_mean("kept_ids_other_share", other, compared)
+        compared, other = check_supports(
+            experience.batch.rollouts,
+            self.actor,
+            self._forward_slices(experience),
+            mean_limit=limits.mean,
+            context=self.context,
+        )
+        metrics.add_mean("kept_ids_other_share", other, compared)
+
+    def _check_routes(self, experience: StepExperience, metrics: StepMetrics) -> None:
+        from lightrft.stages.policy.routes import (
+            compare_routes,
+            require_like_routes,
+            unreplayed_logprobs,
+        )
+
+        batch, slices = experience.batch.rollouts, self._forward_slices(experience)
+        counts = compare_routes(batch, self.actor, slices, self.context)
+        metrics.add_mean("routes_other_share", counts.num_other, counts.num_compared)
+        if not self.config.keeps_rows:
+            require_like_routes(counts, self.context.compute_dtype)
+        if batch.compared_mask is not None:
+            logprobs = unreplayed_logprobs(batch, self.actor, slices)
+            difference = logprobs.double() - batch.rollout_logprobs.double()
+            mask = batch.compared_mask
+            metrics.add_masked_mean("unreplayed_logprob_diff_mean", difference.abs(), mask)
+            metrics.add_masked_mean("unreplayed_correction_weight", difference.exp(), mask)
 
     def _compare(self, rollouts: RolloutBatch, logprobs: Tensor) -> ParityReport:
         from lightrft.stages.policy.parity import check_parity

@@ -137,6 +137,8 @@ PLACE = "place"  # of the row's item in the data
 CUT = "is_truncated"  # rows that the token budget ended
 # Numbers of kept ids of a row's response tokens, then these ids; and the number of all of these.
 KEPT, NUM_KEPT = "kept_ids", "num_kept"
+# Columns with as many values of each row as another column says.
+RAGGED = {KEPT: NUM_KEPT, "routes": "num_route_bytes"}
 RAW_TOKENS = ("token_ids", "is_sampled", "rollout_logprobs")
 TOKEN_VALUES = tuple(item.name for item in fields(RunValues) if item.name != "rewards")
 
@@ -448,9 +450,9 @@ def _array_problems(record: StepRecord) -> Iterator[str]:
             if array.ndim != 1 or array.size not in sizes or array.dtype != dtype:
                 yield f"{name} has shape {list(array.shape)} and type {array.dtype}"
     facts = record.samples.facts
-    num_kept = int(facts.get(NUM_KEPT, np.zeros(1)).sum())
     for name, array in facts.items():
-        if array.shape not in ((rows,), (tokens,)) and (name, array.shape) != (KEPT, (num_kept,)):
+        ragged = int(facts.get(RAGGED.get(name, ""), np.zeros(1)).sum())
+        if array.shape not in ((rows,), (tokens,), *([(ragged,)] if name in RAGGED else [])):
             yield f"{FACT}{name} has shape {list(array.shape)}"
 
 

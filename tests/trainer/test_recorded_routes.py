@@ -1,0 +1,169 @@
+"""Runs of a mixture of experts: recorded experts are replayed, and wrong ones are found."""
+
+import dataclasses
+
+import pytest
+import torch
+from tests.engines.altered_engines import plant
+from tests.models.moe_types import moe_model
+from transformers import AutoConfig
+
+from lightrft.engines.hf.engine import HFEngine
+from lightrft.engines.hf.routers import RoutesError
+from lightrft.engines.types import ROUTES
+from lightrft.models.loading import load_tokenizer
+from lightrft.records.columns import MissingRoutesError
+from lightrft.rollout.ledger_records import LedgerError
+from lightrft.tools.model_presets import write_tiny_model
+
+K, EXPERTS, LAYERS = 2, 8, 3
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """A mixture of experts with the tokenizer of the other tests."""
+    path = tmp_path_factory.mktemp("moe") / "model"
+    write_tiny_model(path, "tiny-qwen3", seed=1)
+    config = AutoConfig.from_pretrained(path)
+    ends = {"eos_token_id": config.eos_token_id, "pad_token_id": None, "bos_token_id": None}
+    moe_model("qwen3_moe", vocab_size=config.vocab_size, **ends).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_model):
+    return load_tokenizer(tiny_model)
+
+
+def test_recorded_experts_are_replayed_in_every_pass(build_world):
+    world = build_world(with_reference=True, use_kl_loss=True, off_policy_correction="tis")
+    batch = world.trainer.make_experience()
+    rollouts, mask = batch.rollouts, batch.rollouts.response_mask
+    assert rollouts.facts[ROUTES].shape == (*mask.shape, K * LAYERS)
+    assert rollouts.facts[ROUTES].dtype == torch.uint8
+    gap = batch.outputs.old_logprobs[mask] - rollouts.rollout_logprobs[mask]
+    assert gap.abs().max() < 1e-4
+    assert len(world.trainer.actor.routers) == LAYERS
+    metrics = world.trainer.ppo_train(1)
+    assert metrics["routes_other_share"] < 0.02
+    assert metrics["unreplayed_logprob_diff_mean"] < 1e-4
+    assert metrics["unreplayed_correction_weight"] == pytest.approx(1, abs=1e-4)
+    assert metrics["kl"] < 1e-5
+
+
+def test_without_replay_nothing_is_recorded(build_world):
+    world = build_world(routing_replay="off")
+    batch = world.trainer.make_experience()
+    assert ROUTES not in batch.rollouts.facts
+    assert "routes_other_share" not in world.trainer.ppo_train(1)
+    assert not world.trainer.actor.routers
+
+
+@pytest.mark.parametrize(
+    "options", [{"stream_chunk": 2}, {"rollout_lag": 1}, {"use_fire": True}], ids=str
+)
+def test_experts_come_with_every_way_to_sample(build_world, options):
+    world = build_world(num_prompts=16, **options)
+    for step in (1, 2):
+        rollouts = world.trainer.make_experience().rollouts
+        assert ROUTES in rollouts.facts
+        world.trainer.ppo_train(step)
+
+
+def by_token(text, change):
+    """The experts of positions [positions, layers, k] of one token, changed."""
+    values = torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8).view(-1, LAYERS, K)
+    return bytes(change(values).flatten().tolist()).hex()
+
+
+class ChangingEngine(HFEngine):
+    """Fault: records other experts than it computed with, before its own ledger sees them."""
+
+    def stream_rows(self, rows, params):
+        for part in super().stream_rows(rows, params):
+            raws = [raw for _, raw in part]
+            changed = self.changed([raw.facts[ROUTES] for raw in raws])
+            yield [
+                (row, dataclasses.replace(raw, facts={**raw.facts, ROUTES: tuple(values)}))
+                for (row, raw), values in zip(part, changed, strict=True)
+            ]
+
+    def changed(self, routes):
+        return [[by_token(text, self.change) for text in each] for each in routes]
+
+
+class OtherLayers(ChangingEngine):
+    def change(self, values):
+        return values.roll(1, dims=1)
+
+
+class OtherTokens(ChangingEngine):
+    """The experts of each token are those of the one before."""
+
+    def changed(self, routes):
+        for each in routes:
+            whole = "".join(each)
+            moved = whole[-2 * LAYERS * K :] + whole[: -2 * LAYERS * K]
+            sizes = [len(text) for text in each]
+            starts = [sum(sizes[:i]) for i in range(len(sizes))]
+            yield [moved[a : a + n] for a, n in zip(starts, sizes, strict=True)]
+
+
+class OtherWeights(ChangingEngine):
+    """As of another version of the weights, which choose something else entirely."""
+
+    def change(self, values):
+        return (values * 3 + 1) % EXPERTS
+
+
+class OtherRows(ChangingEngine):
+    def changed(self, routes):
+        self.before = getattr(self, "before", None) or routes[-1]
+        for each in routes:
+            text = "".join(self.before) * 20
+            yield [text[: len(one)] for one in each]
+
+
+class LosesLast(ChangingEngine):
+    def changed(self, routes):
+        return [[*each[:-1], ""] for each in routes]
+
+
+class LosesPrompt(ChangingEngine):
+    def changed(self, routes):
+        return [[each[0][2 * LAYERS * K :], *each[1:]] for each in routes]
+
+
+def planted(build_world, kind):
+    world = build_world()
+    world.strategy.config.verify_weight_sync = False
+    plant(world.strategy, world.trainer.actor, kind)
+    return world
+
+
+@pytest.mark.parametrize("kind", [OtherLayers, OtherTokens, OtherWeights, OtherRows])
+def test_experts_of_something_else_are_found(build_world, kind):
+    with pytest.raises(RoutesError, match="others than the trainer's routers choose"):
+        planted(build_world, kind).trainer.make_experience()
+
+
+@pytest.mark.parametrize("kind", [LosesLast, LosesPrompt])
+def test_missing_experts_end_the_run(build_world, kind):
+    with pytest.raises(MissingRoutesError, match=r"(no experts of|bytes, expected)"):
+        planted(build_world, kind).trainer.make_experience()
+
+
+def test_experts_that_changed_on_their_way_to_the_trainer_are_found(build_world, monkeypatch):
+    from lightrft.experience import maker
+
+    deliver_rows = maker.deliver_rows
+
+    def changed(*parts):
+        rows = deliver_rows(*parts)
+        routes = rows[ROUTES].copy()
+        routes[[0, 1]] = routes[[1, 0]]
+        return dataclasses.replace(rows, facts={**rows.facts, ROUTES: routes})
+
+    monkeypatch.setattr(maker, "deliver_rows", changed)
+    with pytest.raises(LedgerError, match="routes differ from what the engine recorded"):
+        build_world().trainer.make_experience()
