@@ -70,7 +70,7 @@ def test_ranks_take_the_least_of_their_budgets(tmp_path):
 
 
 def test_an_engine_that_fills_the_device_while_it_samples_leaves_the_budget_alone():
-    setup = setup_of("qwen2.5-7b", 1, 80, fsdp=True, lora_rank=16)
+    setup = setup_of("qwen2.5-7b", 1, 80, fsdp=True, lora_rank=16, engine_mem_util=0.75)
     plan = plan_memory(setup)
     assert plan.worst.name == "rollout"
     assert 1.1 * plan.worst.device_bytes > plan.usable_bytes

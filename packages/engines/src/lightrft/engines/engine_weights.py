@@ -391,15 +391,15 @@ class ParameterStore(EngineWeights):
 
     def release(self, level: int) -> None:
         """Move weights to the host (level 1) or free them (level 2); keep shared ones."""
-        for name, parameter in self.tensors.items():
-            if name in self._shared:
-                continue
+        separate = self.tensors.keys() - self._shared
+        for name in separate:
+            parameter = self.tensors[name]
             if level == 2:
                 parameter.data = parameter.data.new_empty(0)
                 self.unwritten.add(name)
             elif parameter.device.type != "cpu":
                 parameter.data = parameter.data.to("cpu")
-        self.is_resident = False
+        self.is_resident = not separate
 
     def restore(self) -> None:
         """Take memory back; weights freed by level 2 stay unwritten."""
