@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from lightrft.config import TrainConfig
 from lightrft.experience.minibatches import epoch_order, plan_minibatches
 
 
@@ -23,9 +24,15 @@ def test_tokens_are_balanced_better_than_by_dealing_in_order():
     assert spreads["snake"] < 0.5 * spreads["in order"]
 
 
-def in_groups(lengths, groups, world_size, size):
+def in_groups(lengths, groups, prompts, world_size, size):
     return plan_minibatches(
-        lengths, train_batch_size=size, world_size=world_size, seed=0, step=0, groups=groups
+        lengths,
+        train_batch_size=size,
+        world_size=world_size,
+        seed=0,
+        step=0,
+        groups=groups,
+        prompt_lengths=prompts[groups],
     )
 
 
@@ -37,7 +44,7 @@ def test_groups_stay_together_in_the_same_batches_with_even_loads(world_size):
     lengths = prompts[groups] + responses
     for size in (128, 64):
         plain = plan(lengths, world_size, train_batch_size=size)
-        kept = in_groups(lengths, groups, world_size, size)
+        kept = in_groups(lengths, groups, prompts, world_size, size)
         for before, after in zip(plain.rows, kept.rows, strict=True):
             assert sorted(sum(before, ())) == sorted(sum(after, ()))
             assert {len(share) for share in after} == {size // world_size}
@@ -46,6 +53,20 @@ def test_groups_stay_together_in_the_same_batches_with_even_loads(world_size):
             assert sum(runs) <= present + world_size - 1
             loads = [sum(lengths[list(share)]) for share in after]
             assert max(loads) <= 1.5 * min(loads)
+
+
+def test_a_budget_of_tokens_counts_an_eighth_of_a_repeated_prompt():
+    groups = np.repeat(np.arange(4), 8)
+    lengths = np.full(32, 100 + 20)
+    kept = in_groups(lengths, groups, np.full(4, 100), 2, 32)
+    options = {"packing_samples": True, "micro_batch_tokens": 120 + 7 * (20 + 13)}
+    for how, num_slices in (("auto", 2), ("off", 8)):
+        config = TrainConfig(**options, shared_prefix=how)
+        for rank in range(2):
+            cuts = kept.micro_slices(lengths, index=0, rank=rank, micro_batch_size=1, config=config)
+            assert len(cuts) == num_slices
+            rows = kept.rows[0][rank]
+            assert how == "off" or {len(set(groups[list(rows[cut])])) for cut in cuts} == {1}
 
 
 def test_seed_and_step_change_the_permutation_and_nothing_else_does():

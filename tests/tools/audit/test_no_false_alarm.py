@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.models import planted_prefixes
 from tests.tools.audit import world as step_world
 
 from lightrft.config.registry import (
@@ -13,6 +14,8 @@ from lightrft.config.registry import (
     KL_ESTIMATORS,
     POLICY_LOSSES as LOSS_NAMES,
 )
+from lightrft.experience import minibatches
+from lightrft.models import proof
 from lightrft.records.rollout import ScoredRollout
 from lightrft.tools.audit.advantages import ESTIMATORS
 from lightrft.tools.audit.corrections import PRESETS
@@ -177,6 +180,11 @@ VARIANTS = {
         "policy_loss_args": {"drift_coef": 0.3},
     },
     "packed": {"packing_samples": True, "fused_linear_logprob": True},
+    "prompts once": {
+        "packing_samples": True,
+        "shared_prefix": "auto",
+        "micro_batch_tokens": 32,
+    },
     "teacher": {
         "teacher": "",
         "teacher_coef": 0.7,
@@ -217,6 +225,15 @@ def test_further_options(name, audited):
 def test_steps_on_episodes(changes, audited, world):
     report = audited({"gamma": 0.8, **changes}, shape=world.with_observations)
     assert_equal(report)
+
+
+def test_prompts_that_are_computed_once(audited, monkeypatch):
+    for module in (proof, minibatches):
+        monkeypatch.setattr(module, "MIN_SHARED_TOKENS", 2)
+    assert_equal(audited(VARIANTS["prompts once"]))
+    planted_prefixes.count_gradients_once(monkeypatch)
+    report = audited(VARIANTS["prompts once"] | {"max_epochs": 1, "train_batch_size": 16})
+    assert report.first_difference.quantity.startswith("gradient norm")
 
 
 @pytest.mark.slow

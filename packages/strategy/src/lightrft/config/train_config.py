@@ -160,6 +160,13 @@ class TrainConfig(RowRunOptions, PolicyOptions):
             return self.micro_batch_tokens
         return micro_batch_size * self.max_episode_tokens
 
+    def uncounted_tokens(self, num_shared: int) -> int:
+        """Return how many tokens of a prefix that another row of a micro-batch holds count nothing.
+
+        The others stand for its keys and values, which each row reads for itself.
+        """
+        return num_shared * 7 // 8 if self.shared_prefix != "off" else 0
+
     @property
     def sizes_in_rows(self) -> list[str]:
         """Return the micro_* options that somebody set: they count rows, nothing replaces them."""

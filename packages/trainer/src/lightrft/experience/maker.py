@@ -571,6 +571,7 @@ def deliver(
         step=step,
         episodes=episode_places(table),
         groups=table.group_ids if keeps_groups else None,
+        prompt_lengths=table.prompt_lengths,
     )
     wanted = [plan.row_index(each) for each in range(num_ranks) for _ in range(config.sp_size)]
     wanted += [np.empty(0, np.int64)] * (ranks.world_size - len(wanted))

@@ -7,11 +7,13 @@ number of rows, balanced by length.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightrft.config import TrainConfig
+from lightrft.models.shared_prefix import MIN_SHARED_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +23,12 @@ class MinibatchPlan:
     Args:
         rows: rows[minibatch][rank] are row indices. Every rank has equally many; only if episodes
             have branches, one may have one row more than another.
+        shared: [rows] tokens with which a row and the one before it of its rank begin alike; ()
+            where they are not looked at.
     """
 
     rows: tuple[tuple[tuple[int, ...], ...], ...]
+    shared: tuple[int, ...] = ()
 
     @property
     def num_minibatches(self) -> int:
@@ -65,8 +70,14 @@ class MinibatchPlan:
         if max_tokens is None:
             cuts = [micro_slices(0, len(rows), micro_batch_size) for rows in self.rows[index]]
         else:
+            free = [config.uncounted_tokens(count) for count in self.shared or [0] * len(lengths)]
             cuts = [
-                _cut([int(lengths[row]) for row in rows], max_tokens, bool(config.packing_samples))
+                _cut(
+                    [int(lengths[row]) for row in rows],
+                    max_tokens,
+                    bool(config.packing_samples),
+                    [free[row] for row in rows],
+                )
                 for rows in self.rows[index]
             ]
         return _evened(cuts)[rank]
@@ -99,6 +110,7 @@ def plan_minibatches(
     step: int,
     episodes: NDArray[np.int64] | None = None,
     groups: NDArray[np.int64] | None = None,
+    prompt_lengths: NDArray[np.int64] | None = None,
 ) -> MinibatchPlan:
     """Cut the samples of one step into optimizer batches and distribute their rows over ranks.
 
@@ -111,6 +123,7 @@ def plan_minibatches(
             batch. None if every row is a sample.
         groups: [rows] group of each row, if the rows of a group in a batch shall follow each other
             on one rank where its number of rows allows that; None looks at lengths alone.
+        prompt_lengths: [rows] tokens with which all rows of a group begin; only with `groups`.
 
     Raises:
         ValueError: The sizes do not divide.
@@ -129,11 +142,14 @@ def plan_minibatches(
     rows = [np.flatnonzero(np.isin(episodes, batch)) for batch in minibatches]
     if len(lengths) == num_rows:
         rows = list(minibatches)
-    if groups is not None:
-        return MinibatchPlan(
-            tuple(_distribute_groups(batch, lengths, world_size, groups) for batch in rows)
-        )
-    return MinibatchPlan(tuple(_distribute(batch, lengths, world_size) for batch in rows))
+    if groups is None or prompt_lengths is None:
+        return MinibatchPlan(tuple(_distribute(batch, lengths, world_size) for batch in rows))
+    shares = tuple(_distribute_groups(batch, lengths, world_size, groups) for batch in rows)
+    shared = np.zeros(len(lengths), np.int64)
+    for before, row in chain.from_iterable(map(pairwise, chain.from_iterable(shares))):
+        shared[row] = prompt_lengths[row] if groups[row] == groups[before] else 0
+    shared[shared < MIN_SHARED_TOKENS] = 0
+    return MinibatchPlan(shares, tuple(shared.tolist()))
 
 
 def epoch_order(num_minibatches: int, *, seed: int, step: int, epoch: int) -> tuple[int, ...]:
@@ -152,12 +168,17 @@ def micro_slices(start: int, stop: int, micro_batch_size: int) -> Sequence[slice
     ]
 
 
-def _cut(lengths: Sequence[int], max_tokens: int, packs_samples: bool) -> list[slice]:
-    """Return consecutive rows of at most `max_tokens` tokens, padding included unless packed."""
+def _cut(
+    lengths: Sequence[int], max_tokens: int, packs_samples: bool, free: Sequence[int]
+) -> list[slice]:
+    """Return consecutive rows of at most `max_tokens` tokens, padding included unless packed.
+
+    Tokens of `free` do not count for a row that is packed beside the one before it.
+    """
     slices: list[slice] = []
     start, longest, total = 0, 0, 0
     for row, length in enumerate(lengths):
-        longest, total = max(longest, length), total + length
+        longest, total = max(longest, length), total + length - (free[row] if row > start else 0)
         num_tokens = total if packs_samples else longest * (row + 1 - start)
         if row > start and num_tokens > max_tokens:
             slices.append(slice(start, row))

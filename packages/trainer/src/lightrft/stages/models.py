@@ -242,19 +242,21 @@ def _packed(
         context.chosen_options["packing_samples"] = str(refusal)
         context.print(f"packing_samples = false: {refusal}")
         return config.replaced({"packing_samples": False})
-    if config.shared_prefix != "off":
-        _share(context, proofs)
-    return config
+    return _sharing(config, context, [(model, proof) for model, proof, _ in proofs])
 
 
-def _share(
+def _sharing(
+    config: TrainConfig,
     context: DistributedContext,
-    proofs: Sequence[tuple[SequenceModel, Proof | None, MediaProof | None]],
-) -> None:
-    """Share prefixes in all models or, where a proof fails, in none; print that once."""
+    proofs: Sequence[tuple[SequenceModel, Proof | None]],
+) -> TrainConfig:
+    """Share prefixes in all models or, where that is off or a proof fails, in none; print that.
+
+    Models that were proved before have shown then whether they can.
+    """
     device, bf16 = context.device.type, context.computes_in_bf16
     try:
-        for model, proof, _ in proofs:
+        for model, proof in proofs if config.shared_prefix != "off" else ():
             if proof is None:
                 continue
             shape = KernelShape.of_model(model.config, device, bf16=bf16)
@@ -264,9 +266,14 @@ def _share(
                 raise LayoutRefusedError(f"one call for each row would be slower: {trial.finding}")
             share_prefixes(proof)
     except LayoutRefusedError as refusal:
-        for model, _, _ in proofs:
-            model.share_prefixes(None)
         context.print(f"shared_prefix = off: {refusal}")
+        config = config.replaced({"shared_prefix": "off"})
+    cannot = any(model.layout_policy.min_shared_tokens is None for model, _ in proofs)
+    if cannot or config.shared_prefix == "off":
+        for model, _ in proofs:
+            model.share_prefixes(None)
+        return config.replaced({"shared_prefix": "off"})
+    return config
 
 
 def configure_model(model: SequenceModel, config: BuildOptions, *, balances: bool = False) -> None:

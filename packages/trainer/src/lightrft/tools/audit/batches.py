@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
@@ -187,7 +187,14 @@ def _check_micro_batches(
         return
     longest = config.max_episode_tokens if step.is_reinforced else config.max_row_tokens
     limit = bound or size * longest * max(sizes)
-    lengths = [step.rows.lengths[m] for m, n in zip(micros, counts, strict=True) if n > 1]
+    several = [micro for micro, n in zip(micros, counts, strict=True) if n > 1]
+    lengths = [step.rows.lengths[micro] for micro in several]
     tokens = [int(each.sum() if packs else len(each) * each.max()) for each in lengths]
+    if packs and step.is_reinforced:
+        samples = step.record.samples
+        prompts, groups = samples.prompt_lengths.tolist(), samples.group_ids
+        for number, micro in enumerate(several):
+            repeated = [row for before, row in pairwise(micro) if groups[row] == groups[before]]
+            tokens[number] -= sum(config.uncounted_tokens(prompts[row]) for row in repeated)
     most = max(tokens, default=0)
     step.results.add(name, float(most), float(limit), max(0.0, most - limit), 0.0)

@@ -1,0 +1,98 @@
+"""Training passes over the samples of a prompt: the prompt once, beside once for every sample.
+
+OMP_NUM_THREADS=1 uv run pytest benchmarks/test_bench_shared_prefix.py -s --timeout 3600
+
+Both sides are packed and take turns, on one thread. CPU seconds are the measure, as other programs
+may share the machine. `SHARED_PREFIX_LAYERS` (30) and `SHARED_PREFIX_ROUNDS` (3) may be fewer.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import statistics
+import time
+
+import harness
+import pytest
+import torch
+
+LAYERS = int(os.environ.get("SHARED_PREFIX_LAYERS", "30"))
+ROUNDS = int(os.environ.get("SHARED_PREFIX_ROUNDS", "3"))
+GROUP = 8
+# Tokens of the prompt and of each response.
+SIZES = {"P = R": (64, 64), "P = 4 R": (256, 64), "P = R / 8": (16, 128)}
+
+
+@functools.cache
+def make_actor():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from lightrft.models import Actor
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    )
+    actor = Actor(LlamaForCausalLM(config), fused_linear_logprob=True)
+    actor.pack_samples()
+    return actor.train()
+
+
+def passes(min_shared_tokens, token_ids, scored, weights) -> torch.Tensor:
+    """The gradient of an update's forward and backward pass."""
+    actor = make_actor()
+    actor.share_prefixes(min_shared_tokens)
+    actor.zero_grad()
+    output = actor(token_ids, torch.ones_like(scored), scored_mask=scored)
+    (output.logprobs * weights).sum().backward()
+    return torch.cat([p.grad.flatten() for p in actor.parameters()])
+
+
+def cpu_seconds(run) -> float:
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_prompts_once_beside_once_a_sample(benchmark, name):
+    from lightrft.models.shared_prefix import MIN_SHARED_TOKENS
+
+    prompt, response = SIZES[name]
+    generator = torch.Generator().manual_seed(1)
+    draw = functools.partial(torch.randint, 5, 49152, generator=generator)
+    first = draw((1, prompt)).expand(GROUP, prompt)
+    token_ids = torch.cat([first, draw((GROUP, response))], dim=1)
+    scored = (torch.arange(prompt + response) >= prompt).expand_as(token_ids)
+    weights = torch.randn(token_ids.shape, generator=generator)
+    runs = {
+        way: functools.partial(passes, least, token_ids, scored, weights)
+        for way, least in (("once a sample", None), ("once", MIN_SHARED_TOKENS))
+    }
+    separate, shared = (run() for run in runs.values())
+    error = float((shared - separate).norm() / separate.norm())
+    assert error < 1e-5  # the rounding of 30 layers
+    del separate, shared
+    seconds: dict[str, list[float]] = {way: [] for way in runs}
+    for _ in range(ROUNDS):
+        for way, run in runs.items():
+            seconds[way].append(cpu_seconds(run))
+    times = {way: statistics.median(each) for way, each in seconds.items()}
+    peaks = {way: harness.peak_bytes(run, torch.device("cpu")) for way, run in runs.items()}
+    (slow, fast), (large, small) = times.values(), peaks.values()
+    tokens = GROUP * (prompt + response) / (prompt + GROUP * response)
+    print(
+        f"\n{name} ({prompt}, {response} tokens), {GROUP} samples, {LAYERS} layers: "
+        f"{slow:.2f} s against {fast:.2f} s, x{slow / fast:.2f} (tokens x{tokens:.2f}); peak "
+        f"{large / 2**20:.0f} MiB against {small / 2**20:.0f}; gradients differ by {error:.1e}"
+    )
+    benchmark.extra_info.update(seconds=times, peaks=peaks, ratio=slow / fast, tokens=tokens)
+    benchmark.pedantic(runs["once"], rounds=1, iterations=1)
