@@ -23,6 +23,7 @@ from tests.stages.stage_world import STILL, distance, distances, row, train_step
 from tests.stages.supervised import supervised_world
 
 from lightrft.config.registry import STAGES
+from lightrft.models import proof
 from lightrft.strategy import get_fake_strategy
 
 pytestmark = pytest.mark.shard("stages")
@@ -57,6 +58,12 @@ WAYS = {
     "by tokens": {"micro_batch_tokens": 260},
     "packed": {"micro_train_batch_size": 4, "packing_samples": True, "max_row_tokens": 110},
     "packed, by tokens": {"packing_samples": True, "micro_batch_tokens": 140},
+    "prefixes once": {
+        "micro_train_batch_size": 4,
+        "packing_samples": True,
+        "max_row_tokens": 110,
+        "shared_prefix": "auto",
+    },
     "recomputed": {"micro_train_batch_size": 2, "gradient_checkpointing": True},
     "unfused": {"micro_train_batch_size": 2, "fused_linear_logprob": False},
 }
@@ -124,6 +131,7 @@ def measure(rank, world_size, choices, path):
         # Kept over all strategies: to end one and start the next at one address is a race.
         start_process_group(None)
     torch.set_num_threads(1)
+    proof.MIN_SHARED_TOKENS = 3  # prompts are short; this process has no other task
     plain_gradients, strategies, found = torch.load(path, weights_only=True), {}, []
     for choice in choices:
         key = choice["backend"], choice["sp_size"]
