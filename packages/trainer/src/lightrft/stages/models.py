@@ -242,21 +242,24 @@ def _packed(
         context.chosen_options["packing_samples"] = str(refusal)
         context.print(f"packing_samples = false: {refusal}")
         return config.replaced({"packing_samples": False})
-    return _sharing(config, context, [(model, proof) for model, proof, _ in proofs])
+    pairs = [(model, proof) for model, proof, _ in proofs]
+    if config.shared_prefix != "off" and _share_prefixes(context, pairs):
+        return config
+    for model, _ in pairs:
+        model.share_prefixes(None)
+    return config.replaced({"shared_prefix": "off"})
 
 
-def _sharing(
-    config: TrainConfig,
-    context: DistributedContext,
-    proofs: Sequence[tuple[SequenceModel, Proof | None]],
-) -> TrainConfig:
-    """Share prefixes in all models or, where that is off or a proof fails, in none; print that.
+def _share_prefixes(
+    context: DistributedContext, proofs: Sequence[tuple[SequenceModel, Proof | None]]
+) -> bool:
+    """Share prefixes in all models, and return whether they can; print why one cannot.
 
     Models that were proved before have shown then whether they can.
     """
     device, bf16 = context.device.type, context.computes_in_bf16
     try:
-        for model, proof in proofs if config.shared_prefix != "off" else ():
+        for model, proof in proofs:
             if proof is None:
                 continue
             shape = KernelShape.of_model(model.config, device, bf16=bf16)
@@ -267,13 +270,8 @@ def _sharing(
             share_prefixes(proof)
     except LayoutRefusedError as refusal:
         context.print(f"shared_prefix = off: {refusal}")
-        config = config.replaced({"shared_prefix": "off"})
-    cannot = any(model.layout_policy.min_shared_tokens is None for model, _ in proofs)
-    if cannot or config.shared_prefix == "off":
-        for model, _ in proofs:
-            model.share_prefixes(None)
-        return config.replaced({"shared_prefix": "off"})
-    return config
+        return False
+    return all(model.layout_policy.min_shared_tokens is not None for model, _ in proofs)
 
 
 def configure_model(model: SequenceModel, config: BuildOptions, *, balances: bool = False) -> None:
