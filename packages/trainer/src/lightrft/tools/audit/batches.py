@@ -188,13 +188,17 @@ def _check_micro_batches(
     longest = config.max_episode_tokens if step.is_reinforced else config.max_row_tokens
     limit = bound or size * longest * max(sizes)
     several = [micro for micro, n in zip(micros, counts, strict=True) if n > 1]
-    lengths = [step.rows.lengths[micro] for micro in several]
-    tokens = [int(each.sum() if packs else len(each) * each.max()) for each in lengths]
-    if packs and step.is_reinforced:
-        samples = step.record.samples
-        prompts, groups = samples.prompt_lengths.tolist(), samples.group_ids
-        for number, micro in enumerate(several):
-            repeated = [row for before, row in pairwise(micro) if groups[row] == groups[before]]
-            tokens[number] -= sum(config.uncounted_tokens(prompts[row]) for row in repeated)
-    most = max(tokens, default=0)
+    most = max((_counted_tokens(step, micro) for micro in several), default=0)
     step.results.add(name, float(most), float(limit), max(0.0, most - limit), 0.0)
+
+
+def _counted_tokens(step: ReplayedStep, micro: Sequence[int]) -> int:
+    """Return the tokens of a micro batch of some rows, as its bound counts them."""
+    lengths, config, samples = step.rows.lengths[micro], step.config, step.record.samples
+    if not config.packing_samples:
+        return len(micro) * int(lengths.max())
+    if not step.is_reinforced:
+        return int(lengths.sum())
+    prompts, groups = samples.prompt_lengths.tolist(), samples.group_ids
+    repeated = [row for before, row in pairwise(micro) if groups[row] == groups[before]]
+    return int(lengths.sum()) - sum(config.uncounted_tokens(prompts[row]) for row in repeated)
