@@ -99,6 +99,8 @@ def test_resident_memory_grows_as_the_plan_says(name):
 
 FSDP2, ZERO1, ZERO2, ZERO3 = STRATEGIES.values()
 SHORT = {"hidden": 128, "layers": 2, "vocab": 8000, "seq": 16}
+QUANTIZED = {"lora_rank": 2, "quantize": "nf4"}
+LAYERS = {"layers": 3, "vocab": 64, "hidden": 512, "seq": 8}
 # Terms that are small in most runs, where they are large: options, sizes, and their names.
 CASES = {
     "long rows": (
@@ -112,6 +114,8 @@ CASES = {
         ["gathered layers", "a layer's gradients", "gradients, sharded"],
     ),
     "fsdp2, adapters": (FSDP2 | {"lora_rank": 2}, SHORT, ["end, gathered twice"]),
+    "fsdp2, 4 bits": (FSDP2 | QUANTIZED, LAYERS, ["weights, sharded", "gathered layers"]),
+    "fsdp2, 4 bits, bfloat16": (FSDP2 | QUANTIZED, LAYERS | {"bf16": True}, ["weights, sharded"]),
     "fsdp2, untied": (FSDP2, SHORT, ["gradients of an end"]),
     "fsdp2, tied": (FSDP2, SHORT | {"is_tied": True}, ["gradients of an end"]),
     "zero1, tied": (
@@ -135,6 +139,7 @@ CASES = {
 }
 # Of the peak: what is recomputed is planned a tenth too large.
 TOLERANCES = dict.fromkeys(CASES, 0.02) | {"long rows": 0.12, "fsdp2, adapters": 0.03}
+TOLERANCES |= {case: 0.05 for case in CASES if "4 bits" in case}
 
 
 def predict_small(case, wrong=None, factor=1.0):

@@ -39,6 +39,8 @@ GATHERED, KEPT_BY_PROBABILITY, BYTES_PER_KEPT = 2**24, 64, 48
 DIVERGENCE_LOGITS = 2**24
 REWARD_SHARDS = 8
 CONTEXT = "CUDA context and NCCL"
+# Bytes of a weight in 4 bits with its part of the scales; see `strategy.nf4`.
+PACKED = 0.5 + 1 / 64 + FLOAT / (64 * 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +66,37 @@ def resting(setup: Setup, model: Model) -> Iterator[MemoryTerm]:
         stored = c if config.use_mp_opt and c == 2 else FLOAT
         master = FLOAT if stored == 2 else 0
         on_host = config.fsdp_cpu_offload and setup.has_gpu
-        weights = stored * trained + c * (total - trained)
+        rest = total - trained - model.size.num_layers * model.layer
+        weights = stored * trained + c * rest + model.size.num_layers * layer_bytes(setup, model)
         yield MemoryTerm("weights, sharded", weights / world, on_host)
         moves = setup.has_gpu and config.adam_offload
         moments = moment_bytes(config.adam_8bit)
         yield MemoryTerm("Adam's states", (moments + master) * trained / world, on_host or moves)
     else:
         yield from _resting_zero(setup, model)
+
+
+def num_packed(setup: Setup, model: Model) -> int:
+    """Return how many weights of a layer have 4 bits: all, but tensors of experts."""
+    if setup.config.quantize is None or not model.adapters:
+        return 0
+    size = model.size
+    attention = 2 * size.hidden * (size.q_width + size.kv_width)
+    return attention if size.num_experts > 1 else model.layer
+
+
+def layer_bytes(setup: Setup, model: Model) -> float:
+    """Return the bytes of a layer's weights as they are gathered."""
+    packed = num_packed(setup, model)
+    return PACKED * packed + setup.compute_bytes * (model.layer - packed)
+
+
+def dense_bytes(setup: Setup, model: Model) -> float:
+    """Return the bytes of the weight that is dequantised at a time, with a scale for each block."""
+    size = model.size
+    largest = size.hidden * max(size.q_width, size.intermediate)
+    is_packed = num_packed(setup, model) > 0
+    return (setup.compute_bytes + FLOAT / 64) * largest * is_packed
 
 
 def moment_bytes(is_8bit: bool) -> float:
@@ -104,7 +130,11 @@ def evaluated(setup: Setup, model: Model) -> float:
         # `prepare_reward_models` asks for at most so many shards.
         return setup.compute_bytes * model.total / min(REWARD_SHARDS, setup.world_size)
     is_sharded = setup.config.fsdp or setup.config.zero_stage == 3
-    return setup.compute_bytes * model.total / (setup.world_size if is_sharded else 1)
+    total = setup.compute_bytes * float(model.total)
+    if model.size is setup.actor_size:  # the reference has the actor's base
+        wide = setup.compute_bytes * model.layer
+        total -= model.size.num_layers * (wide - layer_bytes(setup, setup.actor))
+    return total / (setup.world_size if is_sharded else 1)
 
 
 def gathered(setup: Setup, model: Model) -> float:
@@ -112,7 +142,7 @@ def gathered(setup: Setup, model: Model) -> float:
     c = setup.compute_bytes
     if setup.config.fsdp:
         # Weights of an end while they are copied out of what the ranks sent, and two layers.
-        return c * 2 * (model.end + model.layer)
+        return 2 * (c * model.end + layer_bytes(setup, model)) + dense_bytes(setup, model)
     if setup.config.zero_stage < 3:
         return 0
     # Adapters leave the embedding alone, so nothing keeps it until the backward pass.
@@ -178,6 +208,7 @@ def _fsdp_moments(
     output: MemoryTerm,
 ) -> Iterator[list[MemoryTerm]]:
     world, c, unit = setup.world_size, setup.compute_bytes, model.layer
+    one, dense = layer_bytes(setup, model), dense_bytes(setup, model)
     on_host = setup.config.fsdp_cpu_offload and setup.has_gpu
     is_whole = model.trains_all
     held = [MemoryTerm("gradients, sharded", FLOAT * model.trained / world, on_host)]
@@ -189,14 +220,15 @@ def _fsdp_moments(
             )
         )
     end = MemoryTerm("weights of an end", c * model.end)
-    next_layer = MemoryTerm("gathered layers", c * unit)
+    next_layer = MemoryTerm("gathered layers", one)
     yield [*held, kept, head, end, output, next_layer]
     one_layer = kept.num_bytes / max(1, model.size.num_layers)
     rest = MemoryTerm(kept.name, max(0.0, kept.num_bytes - one_layer))
     # The root unit holds what is shared or has no unit, and stays until its turn.
     waiting = () if model.has_own_head else (end, output)
     # What arrives is copied: for the layer before, unless its gradients take that room.
-    layers = MemoryTerm("gathered layers", (2 if is_whole else 3) * c * unit)
+    # A weight of 4 bits is dequantised once the copy is gone.
+    layers = MemoryTerm("gathered layers", 2 * one + (0 if is_whole else max(one, dense)))
     gradients = MemoryTerm("a layer's gradients", (c + FLOAT) * unit if is_whole else 0)
     yield [*held, rest, passing, *waiting, layers, gradients]
     if not is_whole:
