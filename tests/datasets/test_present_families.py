@@ -16,7 +16,7 @@ from tests.datasets.row_files import written
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.chat_ids import ChatIds
-from lightrft.datasets.chat_template import QUESTION, answering
+from lightrft.datasets.chat_template import QUESTION, answering, template_of
 from lightrft.datasets.chat_turns import ChatTurns
 from lightrft.datasets.messages import Conversation, read_messages
 from lightrft.datasets.suffix import TurnSuffix
@@ -157,8 +157,19 @@ def test_text_that_is_not_written_beside_calls_is_refused(tmp_path, family):
     tokenizer = form.tokenizer(
         form.template().replace("m.content }}{%- if m.tool", f"{dropped}{{%- if m.tool")
     )
-    with pytest.raises(DataError, match="drops the text beside calls"):
+    with pytest.raises(DataError, match="drops the text before calls"):
         rows_of(tmp_path, tokenizer, talk)
+
+
+def test_text_that_is_written_behind_its_calls_is_refused(tmp_path):
+    form, talk = FAMILIES["Kimi-K2"], talk_of("Kimi-K2")
+    talk[1]["content"] = "I look."
+    here, there = "+ m.content }}{%- if m.tool", "{%- endfor %}{{- '<|tool_calls_"
+    moved = form.template().replace(here, f"+ (m.content if not m.tool_calls else ''){here[11:]}")
+    moved = moved.replace(there, there.replace("'", "m.content + '"))
+    assert "I look.<|tool" in bracketed_text(tmp_path, form.tokenizer(), talk)
+    with pytest.raises(DataError, match="drops the text before calls, or writes it behind them"):
+        rows_of(tmp_path, form.tokenizer(moved), talk)
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "GLM-4.5"])
@@ -222,6 +233,14 @@ def test_thinking_in_a_content_that_the_template_cuts_is_refused(tmp_path):
         rows_of(tmp_path, form.tokenizer(cut), talk)
 
 
+@pytest.mark.parametrize(
+    "form", [FAMILIES["Kimi-K2"], replace(GEMMA, asked="<|channel>thought\n<channel|>")]
+)
+def test_thinking_behind_an_empty_block_of_the_template_is_refused(tmp_path, form):
+    said = {"role": "assistant", "content": "<think>why</think>say"}
+    refused(tmp_path, form, [QUESTION, said], "message 2: .* ends thinking .* with 'why': put it")
+
+
 def bracketed_text(folder, tokenizer, talk):
     return "".join(bracketed(tokenizer, row) for row in rows_of(folder, tokenizer, talk))
 
@@ -235,6 +254,7 @@ def without_ids(talk):
 @for_every_family
 def test_calls_and_results_without_ids_get_them_in_their_order(tmp_path, family):
     tokenizer, talk = FAMILIES[family].tokenizer(), talk_of(family)
+    assert not template_of(tokenizer).unread_keys(talk, ())
     shown = bracketed_text(tmp_path, tokenizer, without_ids(talk))
     assert shown == bracketed_text(tmp_path, tokenizer, talk)
 

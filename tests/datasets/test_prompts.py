@@ -26,7 +26,7 @@ def test_rows_become_prompts_with_ids_labels_and_columns(write, tokenizer):
     assert len(dataset) == 3
     assert collate_prompts([dataset[0], dataset[1]]) == [dataset[0], dataset[1]]
     report = dataset.report
-    assert (report.num_rows, report.num_prompts, report.num_too_long) == (3, 3, 0)
+    assert (report.num_rows, report.num_prompts, report.too_long) == (3, 3, ())
     assert (report.num_without_label, report.max_prompt_tokens) == (1, 4)
     assert report.summary() == f"{path}: 3 prompts of at most 4 tokens; 1 without label"
 
@@ -35,8 +35,7 @@ def test_long_prompts_are_dropped_and_counted_with_their_places(write, tokenizer
     path = write("a.jsonl", ROWS)
     dataset = load_prompts(path, tokenizer, TrainConfig(prompt_max_len=3))
     assert [prompt.id for prompt in dataset] == [0, 1]
-    assert dataset.report.num_too_long == 1
-    assert dataset.report.too_long_examples == (f"{path}:3",)
+    assert dataset.report.too_long == (f"{path}:3",)
     assert "dropped 1 over-long (first: " in dataset.report.summary()
     assert (
         len(load_prompts(path, tokenizer, TrainConfig(prompt_max_len=4))) == 3

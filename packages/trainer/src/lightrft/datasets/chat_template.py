@@ -21,6 +21,8 @@ from lightrft.engines.text import Tokenizer
 # Nine letters and digits: Mistral's templates require such ids of calls.
 _MARK, CALL_ID = "Qmark7Zab", "call00000"
 QUESTION: Message = {"role": "user", "content": "question"}
+# Keys of results that are always read; see `answering`.
+_LINKS = {"role", "tool_call_id", "name"}
 # Name for an assistant's message with calls, of which templates drop other parts.
 _CALLER = "assistant with calls"
 _REMEDY = "give a template that writes them (--chat_template FILE), or leave them out of the rows"
@@ -98,7 +100,7 @@ class ChatTemplate:
             raise DataError(f"the chat template does not show tools: {_REMEDY}")
         unread = dict[str, None]()
         for place, message in enumerate(messages):
-            for key in message.keys() - {"role"}:
+            for key in message.keys() - (_LINKS if message["role"] == "tool" else {"role"}):
                 tries = partial(self._shows, messages, tools, place, key)
                 if key == REASONING:
                     self._choose_reasoning(messages, tools, place)
@@ -121,11 +123,11 @@ class ChatTemplate:
             raise DataError(f"the chat template drops {what}: {_REMEDY}")
 
     def _require_content(self, message: Message, tries: Callable[[], bool]) -> None:
-        """Raise a DataError if the template drops messages of a role, or the text beside calls."""
+        """Raise a DataError if the template drops messages of a role, or the text before calls."""
         role = str(message["role"])
         what = f"messages of role {role}"
         if role == ASSISTANT and CALLS in message and message["content"]:
-            role, what = _CALLER, "the text beside calls"
+            role, what = _CALLER, "the text before calls, or writes it behind them"
         if role not in ("user", ASSISTANT) and not self._is_read(role, "content", tries):
             raise DataError(f"the chat template drops {what}: {_REMEDY}")
 
@@ -164,10 +166,10 @@ class ChatTemplate:
         Of several calls, the mark may be in the last alone.
         """
         message = messages[place]
+        calls = cast("Sequence[Message]", message.get(CALLS) or ())
         value: object = _MARK
         if key == CALLS:
             marked = {"name": _MARK, "arguments": json.dumps({"value": _MARK})}
-            calls = cast("Sequence[Message]", message[CALLS])
             kept = calls[:-1] if only_last else ()
             value = [
                 *kept,
@@ -178,7 +180,9 @@ class ChatTemplate:
             ]
         # Many templates drop the thinking of earlier turns but write that of the last.
         rest = () if message["role"] == ASSISTANT else messages[place + 1 :]
-        return self._comes_out([*messages[:place], {**message, key: value}, *rest], tools)
+        before = str(_function(calls[-1])["name"]) if calls and key == "content" else ""
+        shown = [*messages[:place], {**message, key: value}, *rest]
+        return self._comes_out(shown, tools, before=before)
 
     def shows_tools(self, messages: Sequence[Message], tools: Sequence[Message]) -> bool:
         """Return whether a further tool beside some would be rendered."""
@@ -186,11 +190,14 @@ class ChatTemplate:
         more: Message = {"type": "function", "function": function}
         return self._comes_out(messages, [*tools, more])
 
-    def _comes_out(self, messages: Sequence[Message], tools: Sequence[Message]) -> bool:
+    def _comes_out(
+        self, messages: Sequence[Message], tools: Sequence[Message], *, before: str = ""
+    ) -> bool:
         try:
-            return _MARK in self.render(messages, tools)
+            text = self.render(messages, tools)
         except RenderingError:
             return True  # rendering the row itself reports why it is refused
+        return 0 <= text.rfind(_MARK) <= text.rfind(before)
 
 
 @lru_cache(maxsize=16)

@@ -112,10 +112,17 @@ class ChatTurns:
         _require_thinking(messages[place], answered[len(prompt) :], place)
         ended = self._ended(messages, place, whole, len(before))
         turn = replace(ended, prompt=prompt, num_messages=place)
+        is_closed = bool(self._closed_block) and prompt.endswith(self._closed_block)
         opened = _OPENED_THINKING.search(prompt)
         empty = _EMPTY_THINKING.match(answered, opened.start() if opened else len(prompt))
         if empty and empty.end() > len(prompt) and self._is_thinking(empty["mark"], tools):
             turn = replace(turn, start=self._places(answered, [empty.end()])[0])
+            is_closed = True
+        if is_closed and (thought := _thought_in(messages[place])):
+            raise DataError(
+                f"message {place + 1}: the chat template ends thinking before the content, which "
+                f"begins with {thought[:60]!r}: put it into {REASONING}, or leave it out"
+            )
         if _GENERATION.search(self._template(tools)):
             self._compare(turn, messages[: place + 1], tools, answered, len(prompt) - len(head))
         if (
@@ -276,12 +283,16 @@ def _without(message: Message, name: str) -> Message:
     return {key: value for key, value in message.items() if key != name}
 
 
-def _require_thinking(message: Message, turn: str, place: int) -> None:
-    """Raise a DataError if the template drops thinking of a message that is trained."""
+def _thought_in(message: Message) -> str:
+    """Return the thinking in the content of a message; "" if there is none."""
     content = message["content"]
     before, closed, _ = content.partition("</think>") if isinstance(content, str) else ("", "", "")
-    thoughts = [before.rpartition("<think>")[2] if closed else "", message.get(REASONING) or ""]
-    for thought in map(str.strip, map(str, thoughts)):
+    return before.rpartition("<think>")[2].strip() if closed else ""
+
+
+def _require_thinking(message: Message, turn: str, place: int) -> None:
+    """Raise a DataError if the template drops thinking of a message that is trained."""
+    for thought in (_thought_in(message), str(message.get(REASONING) or "").strip()):
         if thought not in turn:
             raise DataError(
                 f"message {place + 1}: the chat template drops its thinking {thought[:60]!r}: give "

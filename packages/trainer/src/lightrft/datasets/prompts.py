@@ -23,12 +23,12 @@ from lightrft.datasets.render import (
     teacher_prompt_ids,
     tokenise,
 )
+from lightrft.datasets.row_data import dropped
 from lightrft.datasets.text_ids import prompt_remark
 from lightrft.datasets.types import DataError, Prompt
 from lightrft.engines.text import Tokenizer
 
 _TOKENIZER_BATCH = 1000
-_MAX_EXAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,7 @@ class LoadReport:
         path: File or folder.
         num_rows: Rows read before `max_samples` was reached.
         num_prompts: Prompts kept.
-        num_too_long: Rows dropped because their prompt exceeds `prompt_max_len` tokens.
-        too_long_examples: Places of the first dropped rows.
+        too_long: Places of rows dropped because their prompt exceeds `prompt_max_len` tokens.
         num_without_label: Prompts kept that have no reference answer.
         max_prompt_tokens: Longest prompt kept, in tokens.
         remarks: Remarks on rows that sources left out, and on columns that are in no prompt.
@@ -49,8 +48,7 @@ class LoadReport:
     path: str
     num_rows: int
     num_prompts: int
-    num_too_long: int
-    too_long_examples: tuple[str, ...]
+    too_long: tuple[str, ...]
     num_without_label: int
     max_prompt_tokens: int
     remarks: tuple[str, ...] = ()
@@ -58,11 +56,8 @@ class LoadReport:
     def summary(self) -> str:
         """Return a line for a log, and one for each remark."""
         line = f"{self.path}: {self.num_prompts} prompts of at most {self.max_prompt_tokens} tokens"
-        if self.num_too_long:
-            examples = ", ".join(self.too_long_examples)
-            line += f"; dropped {self.num_too_long} over-long (first: {examples})"
-        if self.num_without_label:
-            line += f"; {self.num_without_label} without label"
+        unlabelled = f"{self.num_without_label} without label" if self.num_without_label else ""
+        line = "; ".join(filter(None, (line, dropped(self.too_long), unlabelled)))
         return "\n".join((line, *(f"{self.path}: {remark}" for remark in self.remarks)))
 
 
@@ -162,8 +157,7 @@ def _build(
         path=path,
         num_rows=num_rows,
         num_prompts=len(prompts),
-        num_too_long=len(too_long),
-        too_long_examples=tuple(too_long[:_MAX_EXAMPLES]),
+        too_long=tuple(too_long),
         num_without_label=sum(prompt.label is None for prompt in prompts),
         max_prompt_tokens=max(len(prompt.token_ids) for prompt in prompts),
         remarks=tuple(filter(None, (*remarks, record.line(OF_PROMPTS)))),
