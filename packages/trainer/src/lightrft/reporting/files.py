@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -68,6 +69,11 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
         with suppress(PackageNotFoundError):  # an optional backend
             versions[name] = version(name)
     return versions
+
+
+def cache_folder(kind: str) -> Path:
+    """Return the folder of this user's caches; raise a RuntimeError without a home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lightrft", kind)
 
 
 def write_event(folder: Path, event: str, *, step: int, details: Mapping[str, object]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +26,7 @@ from lightrft.config.toml import write_whole
 from lightrft.datasets.files import local_files
 from lightrft.datasets.row_origin import origin_of
 from lightrft.engines.media.file_facts import SETTLED_SECONDS, FileFacts, FileFactsByPath, keeping
-from lightrft.reporting.files import package_versions
+from lightrft.reporting.files import cache_folder, package_versions
 from lightrft.run.provenance import describe_models, named_paths, own_functions
 
 # Name of the images, videos and sounds of rows, beside the paths of files.
@@ -92,11 +91,6 @@ def remembered_media(
                 folder = cache_folder("media")
                 folder.mkdir(parents=True, exist_ok=True)
                 write_whole(folder / name, sealed({"files": files}))
-
-
-def cache_folder(kind: str) -> Path:
-    """Return the folder of this user's caches; raise a RuntimeError without a home."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lightrft", kind)
 
 
 def describe_inputs(config: TrainConfig, media: str = "") -> dict[str, Mapping[str, object]]:

@@ -18,7 +18,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.files import FileError, read_object, sealed, typed, unsealed
 from lightrft.config.toml import write_whole
 from lightrft.models import load_config
-from lightrft.run.run_inputs import cache_folder
+from lightrft.reporting.files import cache_folder
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.tools.plan.sizes import read_model_size
 
