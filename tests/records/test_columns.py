@@ -22,6 +22,7 @@ from lightrft.engines.rows import cut_at_token, joined
 from lightrft.engines.sampling import pack_ids
 from lightrft.engines.types import (
     KEPT_IDS,
+    ROUTES,
     Completion,
     EngineConfig,
     GenerationRequest,
@@ -71,7 +72,18 @@ class FifthEngine(FakeEngine):
         raw = super().complete(row, request, params)
         pairs = zip(raw.token_ids, raw.logprobs, strict=True)
         facts = {NAME: tuple(fifth(*pair) for pair in pairs)}
-        return replace(raw, facts={**facts, KEPT_IDS: tuple(map(kept, raw.token_ids))})
+        facts[KEPT_IDS] = tuple(map(kept, raw.token_ids))
+        return replace(raw, facts={**facts, ROUTES: routes(row.prompt, raw.token_ids)})
+
+
+def routes(prompt, token_ids):
+    """Experts of the positions before each token: two bytes that follow from their ids."""
+    before = [prompt, *([each] for each in token_ids[:-1])]
+    return tuple(bytes(experts(part)).hex() for part in before)
+
+
+def experts(token_ids):
+    return [byte for i in token_ids for byte in (i % 8, (i + 3) % 8)]
 
 
 def kept(token_id):
@@ -162,6 +174,10 @@ def assert_right(table):
         pairs = zip(ids[places].tolist(), table.is_sampled[places].tolist(), strict=True)
         values = pack_kept_ids(0, [kept(i) if flag else "" for i, flag in pairs], ())
         assert table[KEPT_IDS][stop - table["num_kept"][row] : stop].tolist() == values.tolist()
+    # All tokens but the last of each row, observations included.
+    is_read = np.ones(len(table.token_ids), bool)
+    is_read[np.cumsum(table.lengths) - 1] = False
+    assert table[ROUTES].tolist() == experts(table.token_ids[is_read].tolist())
 
 
 def collated(table):
@@ -184,9 +200,9 @@ def test_it_is_tabulated_taken_and_joined(planted):
 
 def test_without_the_line_nothing_of_it_is_kept():
     scored, _ = sampled(num_rows=1)
-    assert set(scored[0].rollout.completion.facts) == {KEPT_IDS}
+    assert set(scored[0].rollout.completion.facts) == {KEPT_IDS, ROUTES}
     assert NAME not in tabulate(scored).columns
-    assert collated(tabulate(scored)).facts == {}
+    assert set(collated(tabulate(scored)).facts) == {ROUTES}
 
 
 def test_rows_of_an_engine_that_does_not_say_are_filled(planted):
@@ -252,7 +268,7 @@ def swapped_tokens(batch):
     values = batch.facts[NAME].clone()
     row, columns = 0, batch.response_mask[0].nonzero()[:2, 0]
     values[row, columns] = values[row, columns.flip(0)]
-    return replace(batch, facts={NAME: values})
+    return replace(batch, facts={**batch.facts, NAME: values})
 
 
 def swapped_rows(batch):
@@ -263,7 +279,7 @@ def on_padding(batch):
     values = batch.facts[NAME].clone()
     row = int(batch.attention_mask.sum(1).argmin())
     values[row, -1] = 0.0
-    return replace(batch, facts={NAME: values})
+    return replace(batch, facts={**batch.facts, NAME: values})
 
 
 @pytest.mark.parametrize("fault", [swapped_tokens, swapped_rows, on_padding])
@@ -515,7 +531,7 @@ def test_a_fact_of_rows_is_known_to_all_and_a_ragged_one_is_delivered(monkeypatc
         order = ([7, 2, 1], [5, 0])[rank]
         assert rows.sample_ids.tolist() == order
         assert rows["seen"].tolist() == [x for i in order for x in kept[i]]
-        assert collated(rows).facts == {}
+        assert "seen" not in collated(rows).facts
 
 
 FACTS = (
