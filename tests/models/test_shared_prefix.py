@@ -92,6 +92,14 @@ def test_rows_that_share_little_stay_as_they_are():
     assert torch.equal(layout.sources, plain.sources)
 
 
+@pytest.mark.parametrize("num_rows", [0, 1])
+def test_no_row_and_one_row_share_nothing(num_rows):
+    ids = torch.ones(num_rows, 5, dtype=torch.int64)
+    layout = TokenLayout.packed(ids, ids > 0, min_shared_tokens=MIN)
+    assert layout.bounds.shared is None
+    assert layout.input_ids.numel() == max(5 * num_rows, 1)
+
+
 def slow_gradients(model, rows, upstream):
     """Return gradients of weighted logprobs and entropies of rows, one pass of the model a row."""
     model.zero_grad()

@@ -110,7 +110,8 @@ def find_prefixes(token_ids: Tensor, is_real: Tensor, min_tokens: int) -> Tensor
         parents.append(parent)
         shared.append(torch.minimum(longest, counts[row, -1] - 1))
     tokens = torch.stack(shared)
-    return torch.stack([torch.stack(parents), torch.where(tokens < min_tokens, 0, tokens)])
+    prefixes = torch.stack([torch.stack(parents), torch.where(tokens < min_tokens, 0, tokens)])
+    return prefixes[:, : len(marks)]  # none of no rows
 
 
 def paths_of(lengths: Sequence[int], parents: Sequence[int], shared: Sequence[int]) -> list[Path]:
