@@ -114,6 +114,23 @@ def step() -> Picture:
     return picture
 
 
+def order() -> Picture:
+    """Draw who decides what is drawn, and what comes back."""
+    picture = Picture(860, 210, "A sampler draws places, and sees their results after the step")
+    picture.box(20, 50, 140, 64, "data", "Rows", "columns, weights,", "pass rates")
+    picture.box(240, 50, 150, 64, "plain", "Sampler", "draw(n) -> places")
+    picture.box(470, 50, 150, 64, "engine", "Step", "sample, score, train")
+    picture.box(700, 50, 140, 64, "check", "Audit", "places once more")
+    picture.box(240, 145, 150, 50, "train", "Checkpoint", "state")
+    picture.arrow((160, 82), (238, 82))
+    picture.arrow((390, 72), (468, 72), label="places")
+    picture.arrow((620, 82), (698, 82), label="record")
+    picture.arrow((545, 116), (545, 132), (360, 132), (360, 116), dashed=True)
+    picture.text(455, 150, "observe(results), in the order of steps", size=12, anchor="start")
+    picture.arrow((300, 116), (300, 143))
+    return picture
+
+
 def weight_sync() -> Picture:
     """Draw the way of a weight and where the five checks stand."""
     picture = Picture(860, 250, "Weight sync and its checks")
@@ -228,6 +245,7 @@ def overlap() -> Picture:
 
 PICTURES = {
     "step.svg": step,
+    "order.svg": order,
     "weight_sync.svg": weight_sync,
     "stages.svg": stages,
     "episode.svg": episode,

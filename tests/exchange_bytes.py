@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 # Of `records.columns.COLUMNS` that all ranks exchange, which a test compares.
-ROW_BYTES = 45
+ROW_BYTES = 49
 COMPONENT_BYTES = 8
 # Framing of one rank's rows, of one sample's evidence and of each call in it, as measured.
 MESSAGE_BYTES = 40

@@ -140,7 +140,7 @@ def test_both_names_of_an_option_are_refused(tmp_path):
 
 def test_python_names_the_nearest_options_and_not_all():
     with pytest.raises(TypeError) as error:
-        TrainConfig().replaced({"shufle": False, "rolout_batch_size": 4})
+        TrainConfig().replaced({"stirring": False, "rolout_batch_size": 4})
     assert len(str(error.value)) < 250
     assert "lightrft train --help_all lists all" in str(error.value)
     assert "did you mean rollout_batch_size" in str(error.value)

@@ -1,13 +1,12 @@
 """Episodes of several rows: optimizer batches, advantages and denominators count episodes."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
 from lightrft.algorithms.aggregation import aggregate, local_normalizer
 from lightrft.config import TrainConfig
+from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion
 from lightrft.experience.minibatches import plan_minibatches
 from lightrft.records.rollout import Rollout, ScoredRollout
@@ -30,7 +29,7 @@ def table_of(rng, num_episodes=8, most=4):
             size = int(rng.integers(1, 9))
             completion = Completion(1, 0, (1, 2), (3,) * size, (0.0,) * size, "temperature", "stop")
             sample_id = branch_id(episode, branch)
-            row = Rollout(SimpleNamespace(), completion, episode // 2, sample_id, "")
+            row = Rollout(Prompt(0, "", ()), completion, episode // 2, sample_id, "")
             scored.append(ScoredRollout(row, float(episode) / 3))
     return row_table(sorted(scored, key=lambda item: item.rollout.sample_id))
 

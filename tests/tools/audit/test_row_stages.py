@@ -269,9 +269,9 @@ def count_rows(mask, mode):
     return torch.tensor(float(len(mask)), dtype=torch.float64)
 
 
-def of_the_next_step(original, step, strategy):
-    step.data.next_batch()
-    return original(step, strategy)
+def of_the_next_step(original, step):
+    step.data.next_draw()
+    return original(step)
 
 
 LOSS, SCORES = "policy loss, actor update 1", "scores, actor update 1"

@@ -1,7 +1,15 @@
 """The one record of options, the registries of choices, and TOML files. Standard library only."""
 
 from lightrft.config.options import ConfigError
-from lightrft.config.parts.data import MediaOptions, PromptOptions, SplitOptions, TemplateOptions
+from lightrft.config.parts.data import (
+    MediaOptions,
+    OrderOptions,
+    PromptOptions,
+    RateOptions,
+    SourceOptions,
+    SplitOptions,
+    TemplateOptions,
+)
 from lightrft.config.parts.learning import (
     AlgorithmOptions,
     LearningOptions,
@@ -64,10 +72,12 @@ __all__ = [
     "MediaOptions",
     "ModelOptions",
     "MonitoringOptions",
+    "OrderOptions",
     "OutputOptions",
     "PreferenceOptions",
     "PromptDataOptions",
     "PromptOptions",
+    "RateOptions",
     "RewardModelOptions",
     "RewardOptions",
     "RolloutOptions",
@@ -81,6 +91,7 @@ __all__ = [
     "ScoringOptions",
     "ServiceOptions",
     "ShapingOptions",
+    "SourceOptions",
     "SplitOptions",
     "StrategyConfig",
     "StreamingOptions",

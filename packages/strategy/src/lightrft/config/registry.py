@@ -522,6 +522,17 @@ SCORE_POOLINGS = Registry(
     },
     takes_own=False,
 )
+# Orders of rows: classes like `lightrft.datasets.prompt_sampler.PromptSampler`.
+_SAMPLERS = "lightrft.datasets.samplers"
+PROMPT_SAMPLERS = Registry(
+    "prompt sampler",
+    {
+        "shuffle": f"{_SAMPLERS}.passes:Shuffle",
+        "in_order": f"{_SAMPLERS}.passes:InOrder",
+        "weighted": f"{_SAMPLERS}.weighted:Weighted",
+        "pools": f"{_SAMPLERS}.pools:Pools",
+    },
+)
 # Tokens of a supervised row that count.
 TRAIN_ON = ("all", "completion", "assistant", "last_assistant")
 
@@ -533,6 +544,7 @@ REGISTRIES = {
     "reward_fn": REWARDS,
     "reward_loss": REWARD_LOSSES,
     "loggers": LOGGERS,
+    "prompt_sampler": PROMPT_SAMPLERS,
 }
 for _command, _registries in (
     ("train", (POLICY_LOSSES, ADVANTAGE_ESTIMATORS)),

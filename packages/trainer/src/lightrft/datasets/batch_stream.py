@@ -8,22 +8,26 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
 from lightrft.config import TrainConfig
+from lightrft.datasets.prompt_sampler import GroupResult
+from lightrft.datasets.sampled_rows import SampledRows, SampledStream
 from lightrft.datasets.types import Prompt
 from lightrft.strategy.sampler import DistributedSampler
 
 Item = TypeVar("Item")
-Batches = DataLoader[Item] | Iterable[Sequence[Item]]
+Batches = DataLoader[Item] | Iterable[Sequence[Item]] | SampledRows[Item]
 
 
 def known_items(batches: Batches[Item] | None) -> Iterable[Item]:
     """Return all items of a data loader; none of other iterables, which reading uses up."""
+    if isinstance(batches, SampledRows):
+        return batches.items
     if not isinstance(batches, DataLoader) or isinstance(batches.dataset, IterableDataset):
         return ()
     return cast("Iterable[Item]", batches.dataset)
 
 
 class BatchStream(Generic[Item]):
-    """Batches of this rank, pass after pass, each pass in a new order.
+    """Batches of this rank from a loader, pass after pass, in the order of the loader.
 
     Args:
         batches: Data loader (or any re-iterable) of lists of items, one list a step.
@@ -33,10 +37,16 @@ class BatchStream(Generic[Item]):
     """
 
     def __init__(
-        self, batches: Batches[Item], *, world_size: int, episode: int = 0, num_consumed: int = 0
+        self,
+        batches: DataLoader[Item] | Iterable[Sequence[Item]],
+        *,
+        world_size: int,
+        episode: int = 0,
+        num_consumed: int = 0,
     ) -> None:
         self._batches = batches
         self._world_size = world_size
+        self.sampler_state = ""
         self._iterator = self._start(episode, num_consumed)
         self.episode = episode
         self.num_consumed = num_consumed
@@ -60,6 +70,9 @@ class BatchStream(Generic[Item]):
         self.num_consumed += len(batch) * self._world_size
         return batch
 
+    def observe(self, results: Sequence[GroupResult]) -> None:
+        """Do nothing: results do not change the order of a loader."""
+
     def _start(self, episode: int, num_consumed: int) -> Iterator[Sequence[Item]]:
         sampler = self._batches.sampler if isinstance(self._batches, DataLoader) else None
         if isinstance(sampler, DistributedSampler):
@@ -72,6 +85,23 @@ class BatchStream(Generic[Item]):
         while num_items > 0:
             num_items -= len(next(batches, ()) or range(num_items))
         return batches
+
+
+Draws = BatchStream[Item] | SampledStream[Item]
+
+
+def open_stream(
+    batches: Batches[Item],
+    *,
+    world_size: int,
+    episode: int = 0,
+    num_consumed: int = 0,
+    sampler_state: str = "",
+) -> Draws[Item]:
+    """Return the batches of this rank from a position on; see `BatchStream`."""
+    if isinstance(batches, SampledRows):
+        return batches.stream(episode, num_consumed, sampler_state)
+    return BatchStream(batches, world_size=world_size, episode=episode, num_consumed=num_consumed)
 
 
 def check_lengths(prompts: Sequence[Prompt], max_tokens: int) -> None:

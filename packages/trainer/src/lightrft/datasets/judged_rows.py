@@ -11,6 +11,7 @@ from lightrft.datasets.files import Row
 from lightrft.datasets.messages import ReadRecord
 from lightrft.datasets.row_data import RowData, RowGroup, dropped
 from lightrft.datasets.row_media import RowMediaReader
+from lightrft.datasets.sampled_rows import weight_of
 from lightrft.datasets.supervised_rows import remark_of
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.text_encoder import TEXT_ENCODER
@@ -59,10 +60,12 @@ class JudgementKind(Generic[Judgement]):
         """
         judgement_of = self.build_reader(tokenizer, config, rows[0], vocab_size, reader)
         record = ReadRecord()
-        every = [judgement_of(row) for row in map(record.watch, rows)]
+        watched = [*map(record.watch, rows)]
+        every = [(judgement_of(row), weight_of(row, config)) for row in watched]
         limit = config.max_row_tokens
-        sizes = [max(len(row.token_ids) for row in one.rows) for one in every]
-        kept = [one for one, size in zip(every, sizes, strict=True) if size <= limit]
+        sizes = [max(len(row.token_ids) for row in one.rows) for one, _ in every]
+        fits = [each for each, size in zip(every, sizes, strict=True) if size <= limit]
+        kept, weights = [one for one, _ in fits], [weight for _, weight in fits]
         too_long = [row.location for row, size in zip(rows, sizes, strict=True) if size > limit]
         if not kept:
             raise DataError(
@@ -74,4 +77,4 @@ class JudgementKind(Generic[Judgement]):
         summary = "; ".join(filter(None, parts))
         encoder = TEXT_ENCODER if reader is None else reader.encoder
         summary = record.added_to(summary, path)
-        return RowData(kept, summary, encoder=encoder)
+        return RowData(kept, summary, encoder=encoder, weights=weights)

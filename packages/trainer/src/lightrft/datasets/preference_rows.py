@@ -21,6 +21,7 @@ from lightrft.datasets.messages import (
 )
 from lightrft.datasets.row_data import RowData, SupervisedRow, dropped
 from lightrft.datasets.row_media import RowMediaReader
+from lightrft.datasets.sampled_rows import weight_of
 from lightrft.datasets.supervised_rows import (
     RowEncoder,
     answer_of_ids,
@@ -118,7 +119,7 @@ def load_preferences(
     read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
     preferences = PreferenceReader(tokenizer, config, read[0], vocab_size, reader)
     preference_list: list[Preference] = []
-    too_long = []
+    weights, too_long = list[float](), []
     record = ReadRecord()
     for row in map(record.watch, read[:max_samples]):
         each = preferences(row)
@@ -126,6 +127,7 @@ def load_preferences(
             too_long.append(row.location)
         else:
             preference_list.append(each)
+            weights.append(weight_of(row, config))
     kind = "pairs" if preferences.is_paired else "labelled answers"
     if not preference_list:
         raise DataError(
@@ -139,7 +141,7 @@ def load_preferences(
     summary = "; ".join(filter(None, (summary, dropped(too_long), remark)))
     summary = record.added_to(summary, path)
     encoder = TEXT_ENCODER if reader is None else reader.encoder
-    return RowData(preference_list, summary, encoder=encoder)
+    return RowData(preference_list, summary, encoder=encoder, weights=weights)
 
 
 class PreferenceReader:

@@ -17,6 +17,7 @@ from lightrft.datasets.media import (
     media_columns,
 )
 from lightrft.datasets.messages import OF_PROMPTS, ReadRecord
+from lightrft.datasets.pass_rates import PassRate, rated_prompts
 from lightrft.datasets.render import (
     check_tokenizer,
     label_of,
@@ -24,6 +25,7 @@ from lightrft.datasets.render import (
     tokenise,
 )
 from lightrft.datasets.row_data import dropped
+from lightrft.datasets.sampled_rows import weight_of
 from lightrft.datasets.text_ids import prompt_remark
 from lightrft.datasets.types import DataError, Prompt
 from lightrft.engines.text import Tokenizer
@@ -67,10 +69,19 @@ class PromptDataset(Dataset[Prompt]):
     Args:
         prompts: Prompts.
         report: Report on the rows.
+        weights: How often each prompt is drawn, see `weight_of`; () is equally often.
+        rates: Pass rate of each prompt; () is not known.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, report: LoadReport) -> None:
-        self.prompts = tuple(prompts)
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        report: LoadReport,
+        weights: Sequence[float] = (),
+        rates: Sequence[PassRate] = (),
+    ) -> None:
+        self.prompts, self.weights, self.rates = tuple(prompts), tuple(weights), tuple(rates)
         self.report = report
 
     def __len__(self) -> int:
@@ -103,8 +114,8 @@ def load_prompts(
             of them separated by commas.
         tokenizer: Hugging Face tokenizer; it begins texts that no chat template writes.
         config: Options; `input_key`, `label_key`, `apply_chat_template`, `system_prompt`,
-            `input_template`, `prompt_max_len` and `seed` are read. None takes their defaults. The
-            default `label` may be absent from the data; another name may not.
+            `input_template`, `prompt_max_len`, `prompt_weight` and `seed` are read. None takes
+            their defaults. The default `label` may be absent from the data; another name may not.
         max_samples: Keep at most this many prompts, from the start; None keeps all.
         split: Split of a folder or of a data set.
         probabilities: See `read_sources`.
@@ -129,7 +140,7 @@ def _build(
     max_samples: int | None,
 ) -> PromptDataset:
     limit = len(rows) if max_samples is None else max_samples
-    prompts: list[Prompt] = []
+    prompts, weights, locations = list[Prompt](), list[float](), list[str]()
     too_long: list[str] = []
     num_rows, record = 0, ReadRecord()
     while num_rows < len(rows) and len(prompts) < limit:
@@ -143,6 +154,8 @@ def _build(
                 too_long.append(row.location)
             else:
                 prompts.append(prompt)
+                weights.append(weight_of(row, config))
+                locations.append(row.location)
         num_rows += len(batch)
     if not prompts:
         raise DataError(
@@ -151,6 +164,9 @@ def _build(
             "has no room for both"
         )
     remarks = [*dict.fromkeys(row.remark for row in rows)]
+    kept, rates, remark = rated_prompts(prompts, locations, config)
+    prompts, weights = [prompts[place] for place in kept], [weights[place] for place in kept]
+    remarks.append(remark)
     if not config.apply_chat_template:
         remarks.append(prompt_remark(tokenizer, [each.text for each in prompts if not each.media]))
     report = LoadReport(
@@ -162,7 +178,7 @@ def _build(
         max_prompt_tokens=max(len(prompt.token_ids) for prompt in prompts),
         remarks=tuple(filter(None, (*remarks, record.line(OF_PROMPTS)))),
     )
-    return PromptDataset(prompts, report=report)
+    return PromptDataset(prompts, report=report, weights=weights, rates=rates)
 
 
 def build_prompts(

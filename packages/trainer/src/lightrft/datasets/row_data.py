@@ -34,12 +34,19 @@ class RowData(Dataset[int], Generic[_Item_co]):
         rows: Items of one kind.
         summary: One line about the kept and dropped data.
         encoder: Encoder of their images and videos.
+        weights: How often each item is drawn, see `weight_of`; () is equally often.
     """
 
     def __init__(
-        self, rows: Sequence[_Item_co], summary: str, *, encoder: Encoder = TEXT_ENCODER
+        self,
+        rows: Sequence[_Item_co],
+        summary: str,
+        *,
+        encoder: Encoder = TEXT_ENCODER,
+        weights: Sequence[float] = (),
     ) -> None:
         self.rows, self.summary, self.encoder = tuple(rows), summary, encoder
+        self.weights = tuple(weights)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -36,6 +36,7 @@ from lightrft.datasets.messages import (
 from lightrft.datasets.render import teacher_name
 from lightrft.datasets.row_data import RowData, SupervisedRow, dropped
 from lightrft.datasets.row_media import NOTHING_SHOWN, RowMediaReader, ShownMedia
+from lightrft.datasets.sampled_rows import weight_of
 from lightrft.datasets.text_ids import TextIds, counted
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.media import Media
@@ -95,7 +96,7 @@ def load_supervised(
         DataError: A row cannot be used, or all are too long.
     """
     read = read_sources(path, split=split, probabilities=probabilities, seed=config.seed)
-    rows, too_long, num_split = [], [], 0
+    rows, weights, too_long, num_split = [], list[float](), [], 0
     encoder = RowEncoder(tokenizer, config, kind_of(read[0]), vocab_size, reader)
     record = ReadRecord()
     for row in map(record.watch, read[:max_samples]):
@@ -109,6 +110,7 @@ def load_supervised(
                 too_long.append(row.location)
             else:
                 rows.append(each)
+                weights.append(weight_of(row, config))
     if not rows:
         what = (
             f"all {len(too_long)} rows exceed max_row_tokens = {config.max_row_tokens} tokens; "
@@ -119,7 +121,7 @@ def load_supervised(
         raise DataError(f"{path}: {what}")
     parts = _summary(encoder, rows, num_split), dropped(too_long)
     summary = record.added_to(f"{path}: {'; '.join(filter(None, parts))}", path)
-    return RowData(rows, summary, encoder=encoder.media_encoder)
+    return RowData(rows, summary, encoder=encoder.media_encoder, weights=weights)
 
 
 def _summary(encoder: RowEncoder, found: Sequence[SupervisedRow], num_split: int) -> str:

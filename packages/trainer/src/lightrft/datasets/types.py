@@ -32,6 +32,9 @@ class Prompt:
         messages: Chat that `text` renders; () for a text without a chat template.
         row: Arguments of an environment's `reset`: all columns, and the messages as `prompt`.
         teacher_token_ids: Prompt that a teacher reads instead; () without one.
+        draw_probability: Mean share of this row among all draws; None is not known.
+        draw_weight: 1 / (number of rows x draw_probability), with which a mean over drawn rows is
+            that over all rows; 1 if the probability is not known.
     """
 
     id: int
@@ -43,6 +46,8 @@ class Prompt:
     messages: tuple[Mapping[str, object], ...] = ()
     row: Mapping[str, object] = field(default_factory=dict)
     teacher_token_ids: tuple[int, ...] = ()
+    draw_probability: float | None = None
+    draw_weight: float = 1.0
 
     @property
     def key(self) -> tuple[object, ...]:

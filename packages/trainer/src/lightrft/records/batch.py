@@ -43,6 +43,7 @@ class RolloutBatch:
         media: Images and videos of the rows, by reference.
         facts: Further columns of tokens, [batch, seq], by name; filled outside responses.
         prompt_places: [batch] int64, place of each row's prompt in the data; None is unknown.
+        draw_weights: [batch] float64 importance weights of the draws of their prompts; None is 1.
         row_shares: [batch] float64 share of each row in the tokens of its episode, if branches of
             an episode are one sequence; None if each row is one.
     """
@@ -61,6 +62,7 @@ class RolloutBatch:
     facts: Mapping[str, Tensor] = field(default_factory=dict)
     row_shares: Tensor | None = None
     prompt_places: Tensor | None = None
+    draw_weights: Tensor | None = None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -155,11 +157,8 @@ def collate(
     versions = padded.pop("token_versions")
     if version is not None:
         is_compared = is_compared & (versions == version)
-    token_ids, places = padded.pop("token_ids").to(device), table.facts.get("prompt_places")
-    padded = {
-        name: torch.where(is_kept, values, COLUMNS[name].fill).to(values.dtype).to(device)
-        for name, values in padded.items()
-    }
+    token_ids = padded.pop("token_ids").to(device)
+    padded = {name: _filled(name, values, is_kept, device) for name, values in padded.items()}
     batch = RolloutBatch(
         token_ids=token_ids,
         attention_mask=attention_mask.to(device),
@@ -173,7 +172,8 @@ def collate(
         compared_mask=is_compared.to(device),
         support=support,
         facts=padded,
-        prompt_places=None if places is None else torch.from_numpy(places).to(device),
+        prompt_places=_row_fact(table, "prompt_places", device),
+        draw_weights=_row_fact(table, "draw_weights", device),
     )
     return _with_routes(_with_kept_sets(batch, table), table)
 
@@ -272,6 +272,16 @@ def _kept_sets(table: SampleTable, attention_mask: Tensor) -> "KeptSets":
         padded(sizes),
         is_complete=bool((sizes[table.is_sampled] > 0).all()),
     )
+
+
+def _filled(name: str, values: Tensor, is_kept: Tensor, device: torch.device) -> Tensor:
+    """Return a column of tokens [batch, seq] with its fill in the rows that are left out."""
+    return torch.where(is_kept, values, COLUMNS[name].fill).to(values.dtype).to(device)
+
+
+def _row_fact(table: SampleTable, name: str, device: torch.device) -> Tensor | None:
+    """Return a column of rows [batch], or None if the table has none of this name."""
+    return torch.from_numpy(table.facts[name]).to(device) if name in table.facts else None
 
 
 def _padded_columns(table: SampleTable, attention_mask: Tensor) -> dict[str, Tensor]:

@@ -233,6 +233,8 @@ COLUMNS: dict[str, Column] = {
         _count(
             "group_ids", of=lambda item: item.rollout.group_id, noted=lambda entry: entry.group_id
         ),
+        # A place in the data: teachers and samplers look up rows by it.
+        _count("prompt_places", of=lambda item: item.rollout.prompt.id),
         _count("prompt_lengths", of=lambda item: len(item.rollout.completion.prompt_token_ids)),
         _count("response_lengths", of=lambda item: len(item.rollout.completion.output_token_ids)),
         _count("sampled_lengths", of=lambda item: len(item.rollout.completion.sampled_token_ids)),
@@ -274,13 +276,11 @@ COLUMNS: dict[str, Column] = {
             of=lambda item: item.unshaped,
             travels="stays",
         ),
-        # A place in the data: teachers look up their texts by it.
         Column(
-            "prompt_places",
-            np.int64,
+            "draw_weights",
+            np.float64,
             level="row",
-            of=lambda item: item.rollout.prompt.id,
-            wire="<i4",
+            of=lambda item: item.rollout.prompt.draw_weight,
         ),
         Column("token_ids", np.int32, level="token", of=lambda item: item.rollout.token_ids),
         Column(

@@ -29,6 +29,7 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 TRAJECTORIES_FILE = "trajectories.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
+DRAWS_FILE = "draws.jsonl"
 SUMMARY_FILE = "summary.json"
 START_FILE = "run.json"
 REPORT_FILE = "report.html"
@@ -38,7 +39,7 @@ LOG_FOLDER = "logs"
 # Prefix of the files of stages' times; stage before the spans of each process that wrote one.
 TIMELINE_PREFIX, TIMELINE_BEGIN = "timeline_", "begin"
 # Lines of steps, which a continued run appends to from its checkpoint on.
-STEP_FILES = (METRICS_FILE, SAMPLES_FILE, TRAJECTORIES_FILE, ROLLOUTS_FILE)
+STEP_FILES = (METRICS_FILE, SAMPLES_FILE, TRAJECTORIES_FILE, ROLLOUTS_FILE, DRAWS_FILE)
 UNFINISHED_PREFIX = "unfinished_"
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,11 @@ class RecordedRollout:
         weights_version: Version of the weights that sampled its end.
         prompt_text: Text of a prompt with media, with one placeholder for each; "" for others.
         media: Media of prompt and response, in order; () also where an older version recorded them.
+        row: Row of the prompt in its data; -1 where an older version recorded it.
+        draw_probability: Mean share of the row among all draws; None is not known.
+        text: Response without special tokens; "" without `save_rollout_texts`, like the next two.
+        label: Reference answer, or None.
+        columns: Further columns of the row.
     """
 
     step: int
@@ -80,6 +86,11 @@ class RecordedRollout:
     weights_version: int
     prompt_text: str = ""
     media: tuple[RecordedMedium, ...] = ()
+    row: int = -1
+    draw_probability: float | None = None
+    text: str = ""
+    label: str | None = None
+    columns: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def prompt_hash(self) -> bytes:
@@ -125,6 +136,7 @@ class RolloutLog(JsonLinesFile):
         path: Path of the file.
         held_out: Keys of the prompts of the evaluation.
         has_rewards: Whether something scores the responses.
+        has_texts: Whether to write text, label and columns, too.
     """
 
     def __init__(
@@ -133,8 +145,10 @@ class RolloutLog(JsonLinesFile):
         *,
         held_out: Iterable[tuple[object, ...]] = (),
         has_rewards: bool = True,
+        has_texts: bool = False,
     ) -> None:
         super().__init__(path)
+        self._has_texts = has_texts
         self._held_out, self._has_rewards = frozenset(held_out), has_rewards
         self._folder, self._sent = path.parent, set[str]()
 
@@ -163,7 +177,7 @@ class RolloutLog(JsonLinesFile):
 
     def _recorded(self, step: int, item: ScoredRollout) -> RecordedRollout:
         rollout, completion = item.rollout, item.rollout.completion
-        return RecordedRollout(
+        recorded = RecordedRollout(
             step=step,
             sample_id=rollout.sample_id,
             group_id=rollout.group_id,
@@ -182,6 +196,17 @@ class RolloutLog(JsonLinesFile):
                 *_recorded(rollout.prompt.media, is_prompt=True),
                 *(m for later in rollout.later for m in _recorded(later.media, is_prompt=False)),
             ),
+            row=rollout.prompt.id,
+            draw_probability=rollout.prompt.draw_probability,
+        )
+        if not self._has_texts:
+            return recorded
+        return replace(
+            recorded,
+            prompt_text=rollout.prompt.text,
+            text=rollout.response_text,
+            label=rollout.prompt.label,
+            columns=json.loads(json.dumps(dict(rollout.prompt.columns), default=str)),
         )
 
     def _unsaved_images(self, scored: Sequence[ScoredRollout]) -> dict[str, bytes]:

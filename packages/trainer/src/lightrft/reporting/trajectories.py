@@ -6,6 +6,7 @@ import base64
 import io
 from itertools import zip_longest
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from lightrft.datasets.prompt_sampler import GroupResult
     from lightrft.experience.maker import StepExperience
 
 
@@ -277,3 +279,30 @@ def thumbnails(rollout: Rollout) -> list[str]:
         picture.save(buffer, "JPEG", quality=80)
         addresses.append(f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}")
     return addresses
+
+
+class DrawLog(JsonLinesFile):
+    """Log of the drawn prompts, a line a step.
+
+    Args:
+        path: Path of the file.
+        num_prompts: Prompts of the run.
+    """
+
+    def __init__(self, path: Path, num_prompts: int) -> None:
+        super().__init__(path)
+        self._num_prompts = num_prompts
+
+    def log(self, step: int, groups: Sequence[GroupResult]) -> None:
+        """Write the groups of a step, also those that are not trained on."""
+        self.append(
+            {
+                "step": step,
+                "num_prompts": self._num_prompts,
+                "rows": [each.place for each in groups],
+                "accuracies": [
+                    fmean(each.accuracies) if each.accuracies else None for each in groups
+                ],
+                "without_signal": [each.has_no_signal for each in groups],
+            }
+        )

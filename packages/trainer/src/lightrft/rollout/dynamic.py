@@ -21,6 +21,7 @@ from lightrft.rollout.source import (
     Selection,
     SourceParts,
     StreamReport,
+    group_results,
     own_positions,
 )
 
@@ -67,7 +68,8 @@ class DynamicSource:
             entry.is_filler = entry.group_id in fillers
             entry.is_dismissed = entry.group_id not in kept
         scored = [item for item in samples.scored if item.rollout.group_id in kept]
-        return replace(samples, table=table, scored=scored, selection=selection)
+        groups = group_results(samples.table)
+        return replace(samples, table=table, scored=scored, selection=selection, groups=groups)
 
 
 def _joined(rounds: Sequence[Samples]) -> Samples:

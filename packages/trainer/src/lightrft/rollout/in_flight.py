@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from lightrft.config.files import parse_json, typed
 from lightrft.config.options import type_hints
+from lightrft.datasets.prompt_sampler import GroupResult
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry
 from lightrft.engines.media.media import LaterImages, Media
@@ -127,26 +128,30 @@ class _StoredSamples:
     greedy_notes: Mapping[str, _Note] = field(default_factory=dict)
     entries: tuple[LedgerEntry, ...] = ()
     agent_counts: tuple[Mapping[str, int], ...] | None = None
+    groups: tuple[GroupResult, ...] = ()
 
     @classmethod
     def of(cls, samples: Samples, rank: int) -> Self:
         """Return the part of rank `rank`."""
-        evidence, is_first = samples.evidence, rank == 0
+        evidence = samples.evidence
         selection, greedy = samples.selection, samples.greedy
         stored = cls(
             tuple(samples.scored),
             samples.num_prompts,
             samples.num_rounds,
-            _StoredTable.of(samples.table) if is_first else None,
-            _StoredTable.of(greedy) if is_first and greedy is not None else None,
-            _numbers({name: getattr(selection, name) for name in Selection.__slots__})
-            if is_first and selection is not None
-            else None,
+            _StoredTable.of(samples.table),
+            None if greedy is None else _StoredTable.of(greedy),
+            None
+            if selection is None
+            else _numbers({name: getattr(selection, name) for name in Selection.__slots__}),
             samples.report,
             samples.tool_names,
             evidence is not None,
             agent_counts=None if samples.agent_counts is None else tuple(samples.agent_counts),
+            groups=samples.groups,
         )
+        if rank > 0:
+            stored = replace(stored, table=None, greedy=None, selection=None, groups=())
         if evidence is None:
             return stored
         sample_ids = {item.rollout.sample_id for item in samples.scored}
@@ -190,7 +195,7 @@ def _joined(
         agent_counts = [counts for part in own for counts in part.agent_counts or ()]
     return Samples(
         [item for part in own for item in part.scored],
-        first.table.table(world_size),
+        _with_places(first.table.table(world_size), parts),
         first.num_prompts,
         first.num_rounds,
         None if first.greedy is None else first.greedy.table(world_size),
@@ -199,7 +204,18 @@ def _joined(
         _evidence(first, own) if first.is_proved else None,
         first.tool_names,
         agent_counts,
+        groups=first.groups,
     )
+
+
+def _with_places(table: RowTable, parts: Sequence[_StoredSamples]) -> RowTable:
+    """Return the table with the places of the prompts, which older versions did not store."""
+    if "prompt_places" in table.facts:
+        return table
+    rollouts = [item.rollout for part in parts for item in part.scored]
+    ids = {each.sample_id: each.prompt.id for each in rollouts}
+    places = np.array([ids[i] for i in table.sample_ids.tolist()], np.int64)
+    return replace(table, facts={**table.facts, "prompt_places": places})
 
 
 def _evidence(first: _StoredSamples, own: Sequence[_StoredSamples]) -> Evidence:

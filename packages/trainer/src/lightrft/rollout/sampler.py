@@ -24,6 +24,7 @@ from lightrft.rollout.source import (
     SampleRequests,
     Samples,
     SourceParts,
+    group_results,
     own_positions,
 )
 from lightrft.strategy.distributed.deadlines import StepTimer
@@ -224,6 +225,7 @@ class RolloutSampler:
         )
         if samples.selection is None:  # otherwise they were checked before the selection
             require_rewards(samples.table, samples.greedy)
+            samples = replace(samples, groups=group_results(samples.table))
         if self._parts.config.rollout_lag and self._parts.config.ledger_gate:
             from lightrft.rollout.version_checks import check_fresh_row
 

@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightrft.config import TrainConfig
+from lightrft.datasets.prompt_sampler import GroupResult
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
 from lightrft.engines.rows import request_seed
 from lightrft.engines.types import SamplingParams
 from lightrft.records.rollout import ScoredRollout
 from lightrft.records.sample_ledger import SampleLedger
-from lightrft.records.table import RowTable
+from lightrft.records.table import RowTable, episodes_of
 from lightrft.rewards.types import RewardError, RewardFunction
 from lightrft.rollout.ledger_records import Evidence
 from lightrft.rollout.open_groups import NOTHING_OPEN, StreamState
@@ -188,6 +189,8 @@ class Samples:
         tool_names: Names of the available tools, or None without environments and tools.
         agent_counts: Counts of calls and branches by name, for each agent episode of this rank;
             None without agents.
+        groups: Outcome of each sampled group, for the prompt sampler; those that are not trained
+            on are among them.
     """
 
     scored: Sequence[ScoredRollout]
@@ -201,6 +204,7 @@ class Samples:
     tool_names: tuple[str, ...] | None = None
     agent_counts: Sequence[Mapping[str, int]] | None = None
     stream: StreamState = NOTHING_OPEN
+    groups: tuple[GroupResult, ...] = ()
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -228,6 +232,23 @@ class Samples:
                 "the prompts are solved or out of reach"
             )
         return None
+
+
+def group_results(table: RowTable) -> tuple[GroupResult, ...]:
+    """Return the outcomes of the groups in a table, in order; places are the prompts' ids."""
+    first, results = episodes_of(table), []
+    for group in np.unique(first.group_ids):
+        rows = np.flatnonzero(first.group_ids == group)
+        scored = rows[~first.is_masked[rows]]
+        results.append(
+            GroupResult(
+                int(first["prompt_places"][rows[0]]),
+                tuple(first.rewards[scored].tolist()),
+                tuple(first.accuracies[scored].tolist()),
+                tuple(first.sampled_lengths[rows].tolist()),
+            )
+        )
+    return tuple(results)
 
 
 def task_seeds(params: SamplingParams, request_id: int, index: int) -> dict[str, int]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from lightrft.config import ConfigError, RunControlOptions, StrategyConfig, TrainConfig
 from lightrft.config.options import options_of
-from lightrft.datasets.batch_stream import Batches, BatchStream
+from lightrft.datasets.batch_stream import Batches, Draws, open_stream
 from lightrft.reporting.loggers import LoggerGroup, MetricsLogger
 from lightrft.run.callbacks import Callback, Callbacks
 from lightrft.run.throughput import TrainingFlops, peak_tflops, training_flops, utilisation
@@ -68,6 +68,7 @@ class LoopState:
         num_consumed: Items of that pass already used, over all ranks.
         best: Best evaluation so far, or None.
         weights_version: Version of the engine when the next step is drawn; -1 is not known.
+        sampler: Name and state of the prompt sampler; "" without one.
     """
 
     num_steps: int = 0
@@ -75,6 +76,7 @@ class LoopState:
     num_consumed: int = 0
     best: BestModel | None = None
     weights_version: int = -1
+    sampler: str = ""
 
     def to_client_state(self) -> dict[str, object]:
         """Return plain values for a checkpoint."""
@@ -84,6 +86,7 @@ class LoopState:
             "consumed_samples": self.num_consumed,
             "best": None if self.best is None else [self.best.value, self.best.step],
             "weights_version": self.weights_version,
+            **({"sampler": self.sampler} if self.sampler else {}),
         }
 
     @classmethod
@@ -102,6 +105,7 @@ class LoopState:
             num_consumed=int(stored_number(client_state, "consumed_samples")),
             best=BestModel(float(best[0]), int(best[1])) if isinstance(best, list) else None,
             weights_version=int(stored_number(versions, "weights_version")),
+            sampler=str(client_state.get("sampler", "")),
         )
 
 
@@ -246,7 +250,7 @@ class Loop(Generic[Batch]):
         self.stage, self.strategy = stage, stage.strategy
         self.state = LoopState()
         self._num_resumed = self._num_planned = 0
-        self._data: BatchStream[object] | None = None
+        self._data: Draws[object] | None = None
         self._costs: dict[str, TrainingFlops | None] = {}
         self._loggers = LoggerGroup(loggers if stage.strategy.is_rank_0() else ())
         self._callbacks = Callbacks(callbacks)
@@ -305,11 +309,12 @@ class Loop(Generic[Batch]):
         """Return the step after the completed ones."""
         state, loader = self.state, self.stage.loader
         if self._data is None and loader is not None:
-            self._data = BatchStream(
+            self._data = open_stream(
                 loader,
                 world_size=self.strategy.world_size,
                 episode=state.episode,
                 num_consumed=state.num_consumed,
+                sampler_state=state.sampler,
             )
         return Step(
             state.num_steps + 1,
@@ -371,8 +376,12 @@ class Loop(Generic[Batch]):
         step_metrics = stage.finish(batch, {**step_metrics, "global_step": step.number})
         self.state = replace(self.state, num_steps=step.number)
         if self._data is not None:
+            self._data.observe(stage.results(batch))
             self.state = replace(
-                self.state, episode=self._data.episode, num_consumed=self._data.num_consumed
+                self.state,
+                episode=self._data.episode,
+                num_consumed=self._data.num_consumed,
+                sampler=self._data.sampler_state,
             )
         return dict(sorted(step_metrics.items()))
 

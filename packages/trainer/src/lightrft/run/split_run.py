@@ -12,7 +12,6 @@ from typing import cast
 from lightrft.config import EngineChoiceOptions, RolloutOptions, TrainConfig
 from lightrft.config.files import held_folder
 from lightrft.config.registry import STAGES
-from lightrft.datasets import collate_prompts
 from lightrft.reporting.files import rank_log
 from lightrft.reporting.loggers import rank_timeline
 from lightrft.run.threads import choose_threads
@@ -98,11 +97,7 @@ def generate_for(config: TrainConfig, bridge: Bridge, wants_stop: Callable[[], b
         strategy.setup_inference_engine(
             strategy.config, config.engine_type, vocabulary=inputs.statements.vocabulary
         )
-        loader = strategy.setup_dataloader(
-            inputs.prompts,
-            config.rollout_batch_size // strategy.world_size,
-            collate_fn=collate_prompts,
-        )
+        loader = inputs.loader(config, strategy.context)
         generator = build_generator(
             config, inputs, strategy.backend, strategy.session, loader, bridge, wants_stop
         )

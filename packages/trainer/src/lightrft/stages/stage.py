@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.config import StreamingOptions, TrainConfig
-from lightrft.datasets.batch_stream import Batches, BatchStream
+from lightrft.datasets.batch_stream import Batches, Draws
+from lightrft.datasets.prompt_sampler import GroupResult
 from lightrft.reporting.alarms import MAIN_NAMES, alarms
 from lightrft.stages.metrics import StepMetrics
 from lightrft.strategy.backend import PreparedModel
@@ -92,7 +93,7 @@ class Step:
     """
 
     number: int
-    data: BatchStream[object] | None = None
+    data: Draws[object] | None = None
     num_planned: int = 0
     is_first: bool = False
     metrics: StepMetrics = field(default_factory=StepMetrics)
@@ -185,6 +186,10 @@ class Stage(Protocol, Generic[Batch]):
             These metrics and further ones that every rank knows without communication.
         """
         return metrics
+
+    def results(self, batch: Batch) -> Sequence[GroupResult]:
+        """Return the outcomes of a step's rows for the sampler, equal on all ranks."""
+        return ()
 
     def client_state(self) -> dict[str, object]:
         """Return the memory's state for a checkpoint, complete on the first rank; collective."""

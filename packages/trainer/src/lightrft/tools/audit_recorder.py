@@ -187,7 +187,7 @@ class Recorder(Observer):
             stage=step.stage,
             step=step.number,
             num_planned=step.num_planned,
-            num_items=data.num_items if isinstance(data, ObservedRows) else 0,
+            num_items=data.num_items if isinstance(data, ObservedRows) else step.num_prompts,
             world_size=context.world_size,
             data_ranks=context.num_data_ranks,
             strategy=f"{self._backend.name}Strategy",

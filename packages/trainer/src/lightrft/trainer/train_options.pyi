@@ -171,6 +171,16 @@ class TrainOptions(TypedDict, total=False):
     """Use at most this many evaluation prompts."""
     prompt_split: str
     """Part of a folder or data set to train on."""
+    prompt_sampler: Literal["shuffle", "in_order", "weighted", "pools"] | str | Callable[..., object] | None
+    """What decides which rows are drawn: shuffle (a new order in each pass), in_order,
+    weighted, pools (by the pass rates of the run) or a class FILE.py:NAME; unset is weighted
+    with prompt_weight, in_order with --no_shuffle, else shuffle."""
+    prompt_sampler_args: Mapping[str, str | int | float | bool] | None
+    """Hyper-parameters of the sampler under their own names."""
+    shuffle: bool
+    """Draw the rows in a new order in each pass; --no_shuffle keeps that of the files."""
+    prompt_weight: str | None
+    """Column of numbers: how often a row is drawn, relative to the others; 0 is never."""
     prompt_data_probs: Sequence[float]
     """Shares of several sources of prompt_data; unset follows their sizes."""
     max_samples: int
@@ -446,6 +456,14 @@ class TrainOptions(TypedDict, total=False):
     solution, or feedback."""
     teacher_coef: float
     """Weight of the teacher's advantage beside that of the rewards."""
+    prompt_rates: str | None
+    """File of pass rates, as lightrft eval --rates writes it: for prompt_pass_rate, pools, and
+    prompt_sampler weighted, which draws by the spread of the samples, rate x (1 - rate)."""
+    prompt_pass_rate: str | None
+    """Keep only the prompts whose pass rate is from LOW to HIGH, such as 0.1:0.9."""
+    prompt_importance: bool
+    """Weigh each drawn prompt by 1 / (number of prompts x its probability), so that the mean
+    gradient is that of drawing all alike."""
     reward_args: Mapping[str, str | int | float | bool] | None
     """Keyword-only arguments of own reward functions."""
     reward_timeout_seconds: float
@@ -538,6 +556,8 @@ class TrainOptions(TypedDict, total=False):
     save_rollouts: bool
     """Write every sample with its token ids to rollouts.jsonl, which lightrft rows reads: some
     six bytes a token."""
+    save_rollout_texts: bool
+    """Write also text, label and columns of the row on each line of rollouts.jsonl."""
     num_episodes: int
     """Passes over the training prompts; they set the number of steps. With dynamic_sampling a
     step may draw more prompts, and the same steps then make more passes."""

@@ -10,6 +10,7 @@ from lightrft.config.options import (
     option,
     part,
 )
+from lightrft.config.registry import PROMPT_SAMPLERS
 
 
 def split_sources(text: str) -> tuple[str, ...]:
@@ -77,7 +78,55 @@ class HeldOutOptions:
 
 
 @part("data")
-class SourceOptions(SplitOptions, HeldOutOptions):
+class OrderOptions:
+    """Rows that are drawn, and their order."""
+
+    prompt_sampler: str | None = option(
+        None,
+        "What decides which rows are drawn: shuffle (a new order in each pass), in_order, "
+        "weighted, pools (by the pass rates of the run) or a class FILE.py:NAME; unset is weighted "
+        "with prompt_weight, in_order with --no_shuffle, else shuffle.",
+        choices=PROMPT_SAMPLERS,
+    )
+    prompt_sampler_args: Arguments = option(
+        None,
+        "Hyper-parameters of the sampler under their own names.",
+    )
+    shuffle: bool = option(
+        True,
+        "Draw the rows in a new order in each pass; --no_shuffle keeps that of the files.",
+    )
+    prompt_weight: str | None = option(
+        None,
+        "Column of numbers: how often a row is drawn, relative to the others; 0 is never.",
+    )
+
+    rules = checks(
+        lambda c: (
+            not c.shuffle
+            and c.prompt_sampler not in (None, "in_order")
+            and f"no_shuffle is in_order, and prompt_sampler is {c.prompt_sampler}: leave one out"
+        ),
+        lambda c: (
+            c.prompt_weight is not None
+            and c.order in ("shuffle", "in_order")
+            and f"prompt_weight {c.prompt_weight} has no meaning with the order {c.order}: leave "
+            "one of them out"
+        ),
+    )
+
+    @property
+    def order(self) -> str:
+        """Name of the sampler that decides the order."""
+        if self.prompt_sampler is not None:
+            return self.prompt_sampler
+        if not self.shuffle:
+            return "in_order"
+        return "shuffle" if self.prompt_weight is None else "weighted"
+
+
+@part("data")
+class SourceOptions(OrderOptions, SplitOptions, HeldOutOptions):
     """Rows to train and to evaluate on."""
 
     prompt_data: str | None = option(
@@ -100,6 +149,58 @@ class SourceOptions(SplitOptions, HeldOutOptions):
 
     rules = checks(
         lambda c: probability_problem(split_sources(c.prompt_data or ""), c.prompt_data_probs),
+    )
+
+
+def rate_bounds(text: str) -> tuple[float, float] | None:
+    """Return the bounds of LOW:HIGH; None if they are not two numbers from 0 to 1, in order."""
+    low, _, high = text.partition(":")
+    try:
+        bounds = float(low), float(high)
+    except ValueError:
+        return None
+    return bounds if 0 <= bounds[0] <= bounds[1] <= 1 else None
+
+
+@part("data")
+class RateOptions:
+    """Measured pass rates of prompts."""
+
+    prompt_rates: str | None = option(
+        None,
+        "File of pass rates, as lightrft eval --rates writes it: for prompt_pass_rate, pools, and "
+        "prompt_sampler weighted, which draws by the spread of the samples, rate x (1 - rate).",
+        path="file",
+    )
+    prompt_pass_rate: str | None = option(
+        None,
+        "Keep only the prompts whose pass rate is from LOW to HIGH, such as 0.1:0.9.",
+        acts_with="prompt_rates",
+    )
+    prompt_importance: bool = option(
+        False,
+        "Weigh each drawn prompt by 1 / (number of prompts x its probability), so that the mean "
+        "gradient is that of drawing all alike.",
+    )
+
+    rules = checks(
+        lambda c: (
+            c.prompt_pass_rate is not None
+            and rate_bounds(c.prompt_pass_rate) is None
+            and f"prompt_pass_rate: got {c.prompt_pass_rate!r}, expected LOW:HIGH from 0 to 1, "
+            "such as 0.1:0.9"
+        ),
+        lambda c: (
+            c.prompt_pass_rate is not None
+            and c.prompt_rates is None
+            and "prompt_pass_rate needs prompt_rates, the file that lightrft eval --rates writes"
+        ),
+        lambda c: (
+            c.prompt_importance
+            and c.dynamic_sampling
+            and "prompt_importance excludes dynamic_sampling: it replaces groups without a "
+            "signal, so the mean is not over the drawn prompts; leave one of them out"
+        ),
     )
 
 

@@ -11,6 +11,7 @@ from lightrft.config.options import (
 from lightrft.config.parts.data import (
     MediaOptions,
     PromptOptions,
+    RateOptions,
     SourceOptions,
     TemplateOptions,
 )
@@ -159,6 +160,7 @@ class RewardModelOptions:
 
 
 class PromptDataOptions(
+    RateOptions,
     SampledTeacherOptions,
     EpisodeOptions,
     MediaOptions,

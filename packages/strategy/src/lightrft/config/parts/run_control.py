@@ -131,6 +131,11 @@ class RecordOptions:
         "Write every sample with its token ids to rollouts.jsonl, which lightrft rows reads: some "
         "six bytes a token.",
     )
+    save_rollout_texts: bool = option(
+        False,
+        "Write also text, label and columns of the row on each line of rollouts.jsonl.",
+        acts_with="save_rollouts",
+    )
 
 
 @part("run", may_change=True)

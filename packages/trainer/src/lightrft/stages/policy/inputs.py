@@ -13,17 +13,26 @@ from typing import TYPE_CHECKING
 from transformers import AutoModelForCausalLM
 
 from lightrft.algorithms.interface import advantage_traits
-from lightrft.config import ConfigError, OutputOptions, TrainConfig
-from lightrft.datasets import Prompt, PromptDataset, collate_prompts, load_prompts
+from lightrft.config import ConfigError, OrderOptions, OutputOptions, RateOptions, TrainConfig
+from lightrft.config.options import options_of
+from lightrft.config.policy_options import PolicyOptions
+from lightrft.datasets import Prompt, PromptDataset, load_prompts
 from lightrft.datasets.batch_stream import planned_steps
 from lightrft.datasets.media import Modality
+from lightrft.datasets.prompt_sampler import RowChoice, build_sampler
+from lightrft.datasets.sampled_rows import SampledRows, probabilities_of
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.text_encoder import TEXT_ENCODER
 from lightrft.engines.text import Tokenizer
 from lightrft.models import Actor, Critic, load_tokenizer
 from lightrft.models.statements import Statements, read_statements
-from lightrft.reporting.files import ROLLOUTS_FILE, SAMPLES_FILE, TRAJECTORIES_FILE
-from lightrft.reporting.trajectories import SampleLog, ShownSamples, TrajectoryLog
+from lightrft.reporting.files import (
+    DRAWS_FILE,
+    ROLLOUTS_FILE,
+    SAMPLES_FILE,
+    TRAJECTORIES_FILE,
+)
+from lightrft.reporting.trajectories import DrawLog, SampleLog, ShownSamples, TrajectoryLog
 from lightrft.rewards import CombinedReward
 from lightrft.rewards.types import RewardRecipes
 from lightrft.rollout.sampler import SingleTurns
@@ -57,7 +66,7 @@ from lightrft.stages.start_checks import (
     shared_prompts,
 )
 from lightrft.strategy.backend import Backend
-from lightrft.strategy.distributed.context import print_on_first_rank
+from lightrft.strategy.distributed.context import DistributedContext, print_on_first_rank
 from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.process_groups import LaunchEnvironment
 from lightrft.strategy.model_training import ModelTraining
@@ -80,6 +89,7 @@ class PolicyInputs:
     tokenizer: PreTrainedTokenizerBase
     statements: Statements
     prompts: PromptDataset
+    choice: RowChoice
     eval_prompts: tuple[Prompt, ...]
     reward: CombinedReward
     modality: Modality
@@ -101,11 +111,7 @@ class PolicyInputs:
 
     def build(self, config: TrainConfig, strategy: StrategyBase) -> PolicyStage:
         """Build models, engine and data of the stage."""
-        loader = strategy.setup_dataloader(
-            self.prompts,
-            config.rollout_batch_size // strategy.world_size,
-            collate_fn=collate_prompts,
-        )
+        loader = self.loader(config, strategy.context)
         num_steps = planned_steps(loader, config, strategy.world_size)
         strategy.print(self.prompts.report.summary())
         for note in self.environments.notes:
@@ -156,6 +162,10 @@ class PolicyInputs:
         stage.text_part = self.tokenizer if processor is None else processor
         return stage
 
+    def loader(self, config: OrderOptions, context: DistributedContext) -> SampledRows[Prompt]:
+        """Return the prompts with their sampler, for the ranks that sample."""
+        return SampledRows(self.prompts.prompts, config, self.choice, context)
+
     def sample_logs(
         self, config: OutputOptions, rollout_ranks: int, *, has_rewards: bool
     ) -> SampleLogs:
@@ -166,12 +176,13 @@ class PolicyInputs:
             every=config.sample_steps,
             has_rewards=has_rewards,
         )
+        draws = DrawLog(Path(config.output_dir) / DRAWS_FILE, len(self.prompts))
         if rollout_ranks:
-            return SampleLogs(trajectories=trajectories, shown=shown)
+            return SampleLogs(trajectories=trajectories, shown=shown, draws=draws)
         path = Path(config.output_dir) / SAMPLES_FILE
         samples = SampleLog(path, has_rewards=has_rewards)
         rollouts = self.rollout_log(config, has_rewards=has_rewards)
-        return SampleLogs(samples, trajectories, rollouts, shown)
+        return SampleLogs(samples, trajectories, rollouts, shown, draws)
 
     def rollout_log(self, config: OutputOptions, *, has_rewards: bool) -> RolloutLog | None:
         """Return the log of all samples, or None."""
@@ -181,7 +192,12 @@ class PolicyInputs:
         path = Path(config.output_dir) / ROLLOUTS_FILE
         from lightrft.reporting.rollouts import RolloutLog
 
-        return RolloutLog(path, held_out=held_out, has_rewards=has_rewards)
+        return RolloutLog(
+            path,
+            held_out=held_out,
+            has_rewards=has_rewards,
+            has_texts=config.save_rollout_texts,
+        )
 
     def media_digests(self) -> Iterator[bytes]:
         """Return the hashes of the prompts' media."""
@@ -224,6 +240,7 @@ def read_inputs(config: TrainConfig) -> PolicyInputs:
             f"{config.prompt_data} has {len(prompts)} usable prompts, less than one step takes: "
             f"lower rollout_batch_size (got {config.rollout_batch_size}) or give more prompts"
         )
+    choice = row_choice(prompts, config)
     if config.keeps_rows:
         _require_json(prompts.prompts)
     if config.has_agent:
@@ -247,6 +264,7 @@ def read_inputs(config: TrainConfig) -> PolicyInputs:
         tokenizer,
         statements,
         prompts,
+        choice,
         eval_prompts,
         reward,
         modality,
@@ -255,6 +273,22 @@ def read_inputs(config: TrainConfig) -> PolicyInputs:
         recipes,
         teacher_rows,
     )
+
+
+def row_choice(prompts: PromptDataset, config: PolicyOptions) -> RowChoice:
+    """Return what a prompt sampler knows of the prompts; refuse a sampler that cannot be built."""
+    choice = RowChoice(
+        len(prompts),
+        config.seed,
+        config.rollout_batch_size,
+        has_rewards=config.has_rewards,
+        needs_probabilities=config.prompt_importance,
+        weights=probabilities_of(prompts.weights, config),
+        rates=prompts.rates,
+        columns=[prompt.columns for prompt in prompts.prompts],
+    )
+    build_sampler(config, choice)
+    return choice
 
 
 def _task_key(prompt: Prompt) -> Hashable:
@@ -351,8 +385,10 @@ def load_run_prompts(
         else (config.prompt_data, config.max_samples, config.prompt_split, config.prompt_data_probs)
     )
     changes = prompts_within_context(config)
-    if for_evaluation:  # teachers read no held-out prompts
+    if for_evaluation:  # teachers read no held-out prompts, and each is evaluated once
         changes["teacher_prompt_column"] = None
+        of_order = {**options_of(OrderOptions), **options_of(RateOptions)}
+        changes |= {name: entry.default for name, (entry, _) in of_order.items()}
     config = config.replaced(changes)
     return load_prompts(
         str(path), tokenizer, config, max_samples=max_samples, split=split, probabilities=shares

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightrft.algorithms.kl import KlController
 from lightrft.algorithms.moments import Moments
 from lightrft.config import LearningOptions, TrainConfig
-from lightrft.datasets.batch_stream import BatchStream, check_lengths
+from lightrft.datasets.batch_stream import Draws, check_lengths
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.text_encoder import Encoder
@@ -47,7 +47,12 @@ if TYPE_CHECKING:
 
     from lightrft.experience.teachers import TeacherRows
     from lightrft.reporting.rollouts import RolloutLog
-    from lightrft.reporting.trajectories import SampleLog, ShownSamples, TrajectoryLog
+    from lightrft.reporting.trajectories import (
+        DrawLog,
+        SampleLog,
+        ShownSamples,
+        TrajectoryLog,
+    )
     from lightrft.rollout.version_checks import SampledVersions
     from lightrft.stages.metrics import StepMetrics
     from lightrft.stages.policy.parity import ParityReport
@@ -83,6 +88,7 @@ class SampleLogs:
     trajectories: TrajectoryLog | None = None
     rollouts: RolloutLog | None = None
     shown: ShownSamples | None = None
+    draws: DrawLog | None = None
 
     def write(
         self,
@@ -97,6 +103,8 @@ class SampleLogs:
             self.trajectories.log(step, experience, tokenizer)
         if context.rank == 0 and self.shown is not None:
             self.shown.log(step, experience, tokenizer)
+        if context.rank == 0 and self.draws is not None:
+            self.draws.log(step, experience.samples.groups)
 
     def write_samples(
         self, step: int, scored: Sequence[ScoredRollout], context: DistributedContext
@@ -109,7 +117,7 @@ class SampleLogs:
 
     def close(self) -> None:
         """Close the files."""
-        for log in (self.samples, self.trajectories, self.rollouts):
+        for log in (self.samples, self.trajectories, self.rollouts, self.draws):
             if log is not None:
                 log.close()
 
@@ -382,7 +390,7 @@ class ExperienceMaker:
                 "make_experience needs prompts: pass them, give prompts_dataloader= at "
                 "construction, or call fit(prompts_dataloader=...)"
             )
-        return cast("BatchStream[Prompt]", step.data).next_batch()
+        return cast("Draws[Prompt]", step.data).next_batch()
 
     def _teacher_factors(self) -> Callable[[RolloutBatch], Tensor] | None:
         rows = self.teacher_rows
@@ -398,7 +406,7 @@ class ExperienceMaker:
         return 0.0 if self.models.reference is None else memory.kl.coef
 
     def _next_prompts(self, step: Step) -> Callable[[], Sequence[Prompt]] | None:
-        data = cast("BatchStream[Prompt] | None", step.data)
+        data = cast("Draws[Prompt] | None", step.data)
         if data is None or not (self.config.dynamic_sampling or self.config.stream_chunk):
             return None
 

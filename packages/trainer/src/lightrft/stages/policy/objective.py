@@ -42,14 +42,29 @@ class LossTokens:
     factors: Tensor | None
 
     @classmethod
-    def of(cls, micro: ExperienceBatch, *, mode: str, factors: Tensor | None) -> LossTokens:
-        """Return the tokens of a micro batch, aggregated in a mode."""
+    def of(
+        cls,
+        micro: ExperienceBatch,
+        *,
+        mode: str,
+        factors: Tensor | None,
+        row_weights: Tensor | None = None,
+    ) -> LossTokens:
+        """Return the tokens of a micro batch, aggregated in a mode.
+
+        Args:
+            micro: Rows of the micro batch.
+            mode: Loss aggregation.
+            factors: See `LossTokens`.
+            row_weights: [batch] importance weights, which multiply no denominator; None is 1.
+        """
         mask = micro.rollouts.response_mask
+        shares = loss_weights(mask, mode, dtype=torch.float64, row_shares=micro.rollouts.row_shares)
+        if row_weights is not None:
+            shares = shares * row_weights.unsqueeze(-1)
         return cls(
             mask=mask,
-            shares=loss_weights(
-                mask, mode, dtype=torch.float64, row_shares=micro.rollouts.row_shares
-            ),
+            shares=shares,
             advantages=micro.advantages,
             old_logprobs=micro.outputs.old_logprobs,
             ref_logprobs=micro.outputs.ref_logprobs,

@@ -13,6 +13,8 @@ from torch import nn
 from lightrft.config import ConfigError, RolloutOptions, TrainConfig
 from lightrft.datasets.batch_stream import Batches, known_items, planned_steps
 from lightrft.datasets.media import encoder_of
+from lightrft.datasets.prompt_sampler import GroupResult
+from lightrft.datasets.sampled_rows import SampledRows
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
@@ -268,6 +270,10 @@ class PolicyStage(Stage[PolicyBatch]):
         """Return the experience of these prompts; collective."""
         return self.maker.make(prompts, step, self.memory)
 
+    def results(self, batch: PolicyBatch) -> Sequence[GroupResult]:
+        """Return the outcomes of the step's groups for the prompt sampler."""
+        return batch.experience.samples.groups
+
     def client_state(self) -> dict[str, object]:
         """Return the memory, on the first rank with the rows in flight of all ranks."""
         from lightrft.rollout.in_flight import bytes_of_ranks
@@ -331,6 +337,7 @@ class PolicyStage(Stage[PolicyBatch]):
                 batch.experience,
                 self.maker.kl_coef(self.memory),
                 self.memory.moments,
+                len(self.loader.items) if isinstance(self.loader, SampledRows) else 0,
             ),
         )
 

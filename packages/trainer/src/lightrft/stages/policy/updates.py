@@ -187,6 +187,10 @@ class PolicyUpdate:
         )
         self.observer.end_update(result)
 
+    def row_weights(self, micro: ExperienceBatch) -> Tensor | None:
+        """Return the importance weight of each row: [batch]; None without `prompt_importance`."""
+        return micro.rollouts.draw_weights if self.config.prompt_importance else None
+
     def _row_slices(self, batch: ExperienceBatch) -> Sequence[slice]:
         return micro_slices(0, len(batch.advantages), self.config.micro_train_batch_size)
 
@@ -339,7 +343,12 @@ class PolicyUpdate:
         mask = micro.rollouts.response_mask
         objective = PolicyObjective(config, self.policy_loss, normalizer, self.kl_coef)
         factors = None if weights is None else weights[rows, : mask.shape[1]]
-        tokens = LossTokens.of(micro, mode=str(config.loss_agg_mode), factors=factors)
+        tokens = LossTokens.of(
+            micro,
+            mode=str(config.loss_agg_mode),
+            factors=factors,
+            row_weights=self.row_weights(micro),
+        )
 
         def share_of(
             logprobs: Tensor, entropy: Tensor | None, rows: Tensor, columns: Tensor
@@ -416,6 +425,9 @@ class PolicyUpdate:
             raise RuntimeError("the critic's values are missing from the experience")
         clip = self.config.value_clip or None
         loss = clipped_value_loss(values, old_values, micro.returns, mask, clip=clip)
+        row_weights = self.row_weights(micro)
+        if row_weights is not None:
+            loss = loss * row_weights.unsqueeze(-1)
         mode, shares = str(self.config.loss_agg_mode), rollouts.row_shares
         share = aggregate(loss, mask, mode, normalizer, row_shares=shares)
         self._observe(micro, {"new": values}, {"value": share})

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from lightrft.config import BuildOptions, ConfigError, RowDataOptions, RowRunOptions, TrainConfig
 from lightrft.config.policy_options import batch_problems
 from lightrft.config.train_config import DISTILLED_ROWS, DISTILLED_ROWS_AND_SAMPLES
+from lightrft.datasets.prompt_sampler import build_sampler
 from lightrft.datasets.row_data import Item, RowData, SupervisedRow
 from lightrft.datasets.row_media import RowMediaReader
 from lightrft.datasets.row_origin import check_tokens
@@ -30,7 +31,7 @@ from lightrft.stages.models import (
     trained_model,
 )
 from lightrft.stages.rows.row_objective import Known, RowObjective
-from lightrft.stages.rows.row_stage import RowStage, num_updates
+from lightrft.stages.rows.row_stage import RowStage, num_updates, row_choice
 from lightrft.stages.stage import TrainedModels
 from lightrft.stages.start_checks import (
     check_parts,
@@ -204,12 +205,13 @@ def read_rows(
             f"{config.prompt_data} has {len(data)} usable rows, less than one step takes: lower "
             f"train_batch_size (got {config.train_batch_size}) or give more rows"
         )
+    build_sampler(config, row_choice(data, config))  # refused before the models are loaded
     if config.eval_data is None:
         return reading, data, ()
     held_out = load(
         config.eval_data,
         reading.tokenizer,
-        config,
+        config.replaced({"prompt_weight": None}),
         max_samples=config.max_eval_samples,
         split=config.eval_split,
         **reading_args,

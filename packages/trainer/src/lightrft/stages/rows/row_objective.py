@@ -49,10 +49,12 @@ class RowBatch(Generic[Item, Known]):
     Args:
         part: Items, distributed over the ranks.
         known: Values of the objective for all items before the update.
+        places: Place in the data of each item; () is not known.
     """
 
     part: RowPart[Item]
     known: Known
+    places: tuple[int, ...] = ()
 
     @property
     def lengths(self) -> list[int]:

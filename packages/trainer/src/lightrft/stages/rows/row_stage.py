@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, cast
+from typing import TYPE_CHECKING, Generic
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightrft.config import RowRunOptions, TrainConfig
+from lightrft.datasets.prompt_sampler import GroupResult, RowChoice
 from lightrft.datasets.row_data import Item, RowData
 from lightrft.datasets.row_media import RowPixels
+from lightrft.datasets.sampled_rows import SampledRows, SampledStream, probabilities_of
 from lightrft.engines.media.text_encoder import TEXT_ENCODER
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.models import configure_models
@@ -24,7 +27,6 @@ from lightrft.stages.rows.row_passes import RowPasses
 from lightrft.stages.stage import Stage, Step, TrainedModels, Work, optimizer_step, record_total
 
 if TYPE_CHECKING:
-    from lightrft.strategy.distributed.context import DistributedContext
     from lightrft.strategy.strategy_base import StrategyBase
 
 
@@ -68,8 +70,8 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
         for each in objective.frozen:
             each.eval()
         self.passes = RowPasses(self.config, strategy.context, model, pixels)
-        size = config.train_batch_size // strategy.world_size
-        self.loader = strategy.setup_dataloader(data, size, collate_fn=list)
+        places, choice = range(len(data)), row_choice(data, config)
+        self.loader = SampledRows(places, config, choice, strategy.context)
         most = max(len(item.rows) for item in data.rows)
         bound = token_bound(self.config, rows_per_item=most)
         self._cut = self.config.replaced({"micro_batch_tokens": bound})
@@ -81,13 +83,14 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
 
     def draw(self, step: Step) -> RowBatch[Item, Known]:
         """Return the batch of one step; all ranks know all items, to share out long ones evenly."""
-        places = drawn_places(step, self.strategy.context)
+        places = drawn_places(step)
         items = tuple(self.data.rows[place] for place in places)
         if self.syncs_engine:
             items = self.objective.drawn(items, step, self.passes, self.strategy.session)
         name = self.objective.measured_as
         with nullcontext() if name is None else step.timer.stage(name):
-            return self.batch_of(items, step.number)
+            batch = self.batch_of(items, step.number)
+        return replace(batch, places=tuple(places))
 
     def batch_of(self, items: tuple[Item, ...], number: int) -> RowBatch[Item, Known]:
         """Distribute the items of one step over the ranks and measure them; collective."""
@@ -159,6 +162,14 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
         metrics.add_mean("loss", share.terms["policy"], 0.0)
         return share.loss
 
+    def results(self, batch: RowBatch[Item, Known]) -> list[GroupResult]:
+        """Return place and lengths of the step's items, for the prompt sampler."""
+        pairs = zip(batch.places, batch.part.items, strict=False)
+        return [
+            GroupResult(place, lengths=tuple(len(row.token_ids) for row in item.rows))
+            for place, item in pairs
+        ]
+
     def finish(self, batch: RowBatch[Item, Known], metrics: dict[str, float]) -> dict[str, float]:
         """Complete the metrics of a step."""
         self._trained = self.objective.finish(batch, metrics)
@@ -190,17 +201,21 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
         self.objective.close()
 
 
-def drawn_places(step: Step, context: DistributedContext) -> list[int]:
+def row_choice(data: RowData[Item], config: RowRunOptions) -> RowChoice:
+    """Return what a prompt sampler knows of the items."""
+    weights = probabilities_of(data.weights, config)
+    return RowChoice(len(data), config.seed, config.train_batch_size, weights=weights)
+
+
+def drawn_places(step: Step) -> list[int]:
     """Return the places of the items that all ranks draw for a step, in order; collective.
 
     Raises:
-        RuntimeError: The step has no data.
+        RuntimeError: The step has no rows to draw from.
     """
-    if step.data is None:
-        raise RuntimeError("steps on given rows draw them from a loader")
-    local = cast("Sequence[int]", step.data.next_batch())
-    shares: list[list[int]] = context.gather_objects(list(local))
-    return sorted(place for share in shares for place in share)
+    if not isinstance(step.data, SampledStream):
+        raise RuntimeError("steps on given rows draw them by a sampler")
+    return sorted(each.place for each in step.data.next_draw())
 
 
 def num_updates(num_items: int, config: RowRunOptions, world_size: int = 1) -> int:

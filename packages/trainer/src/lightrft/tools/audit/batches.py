@@ -6,12 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain, pairwise
+from pathlib import Path
 
 import numpy as np
-import torch
 
 from lightrft.config import TrainConfig
-from lightrft.tools.audit.record import PLACE, UpdateFacts
+from lightrft.tools.audit.order import PLACES, Order, UnknownOrderError, row_weights
+from lightrft.tools.audit.record import PLACE, WEIGHTS, UpdateFacts
 from lightrft.tools.audit.replay import ReplayedStep
 
 
@@ -138,23 +139,32 @@ def check_stored(step: ReplayedStep) -> None:
     _check_micro_batches(step, facts.updates, "items", items)
 
 
-def check_places(step: ReplayedStep) -> None:
-    """Compare the trained items with the items that the options select.
-
-    Each pass shuffles the items with seed + pass. A step takes the next `train_batch_size` items,
-    for any number of ranks. Items that fill no step are dropped.
-    """
-    findings, config, facts, name = step.results, step.config, step.record.facts, "rows of the data"
-    samples, size = step.record.samples, config.train_batch_size
-    if config.allow_changes or facts.num_items < size or PLACE not in samples.facts:
-        findings.skip(name, "the run may have been continued with other data or options")
+def check_places(step: ReplayedStep, run: Path) -> None:
+    """Compare the trained items with the items that options, seed and earlier results select."""
+    name, samples = "rows of the data", step.record.samples
+    of_prompts = step.is_reinforced
+    fact = PLACES if of_prompts else PLACE
+    if fact not in samples.facts:
+        step.results.skip(name, "their places are not recorded")
         return
-    number, place = divmod(facts.step - 1, facts.num_items // size)
-    generator = torch.Generator().manual_seed(config.seed + number)
-    order = torch.randperm(facts.num_items, generator=generator)
-    _, first = np.unique(samples.group_ids, return_index=True)
-    trained = np.sort(samples.facts[PLACE][first])
-    findings.exact(name, trained, order[place * size : (place + 1) * size].sort().values)
+    try:
+        drawn = Order(run, step.record, step.config).rows_of_step()
+    except UnknownOrderError as reason:
+        step.results.skip(name, str(reason))
+        return
+    groups, first = np.unique(samples.group_ids, return_index=True)
+    trained, wanted = samples.facts[fact][first], np.array(drawn.places)
+    if not of_prompts:  # a step sorts its items
+        step.results.exact(name, np.sort(trained), np.sort(wanted))
+        return
+    if groups.max() >= len(wanted):
+        step.results.exact(name, groups, np.arange(len(wanted)))
+        return
+    step.results.exact(name, trained, wanted[groups])
+    if step.config.prompt_importance:
+        weights = np.array(row_weights(drawn.probabilities, step.record.facts.num_items))
+        distance = np.abs(samples.facts[WEIGHTS][first] / weights[groups] - 1).max()
+        step.results.add("importance weights", None, None, float(distance), 1e-9)
 
 
 def items_of(step: ReplayedStep) -> list[int]:

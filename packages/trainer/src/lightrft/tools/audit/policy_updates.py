@@ -27,6 +27,7 @@ from lightrft.tools.audit.losses import (
     value_term,
 )
 from lightrft.tools.audit.pairs import Borders, Draw, Pair, draws, rounding_of
+from lightrft.tools.audit.record import WEIGHTS
 from lightrft.tools.audit.replay import DrawnInputs, ReplayedStep, estimate, score_models
 from lightrft.tools.audit.updates import Formula, Objective, Terms, Update, with_options
 
@@ -51,8 +52,12 @@ class PolicyObjectives:
         return normalizer(mask, self._mode, config.generate_max_len * turns)
 
     def share(self, mask: Tensor) -> Tensor:
-        """Return each token's share of the mean: [rows, seq]."""
-        return token_shares(mask, self._mode) / max(self.denominator(mask), 1e-300)
+        """Return each token's share of the mean, with importance weights: [rows, seq]."""
+        shares = token_shares(mask, self._mode) / max(self.denominator(mask), 1e-300)
+        if self.step.config.prompt_importance:
+            weights = torch.from_numpy(self.step.record.samples.facts[WEIGHTS]).double()
+            shares = shares * weights[:, None]
+        return shares
 
     def policy(self, update: Update, scores: Pair, error: Tensor) -> Formula:
         """Compare the weights of tokens; return the loss of the actor on samples."""

@@ -134,6 +134,7 @@ class RunValues:
 VERSIONS = "token_versions"  # -1 for tokens that no engine sampled
 TURN_REWARDS = "turn_rewards"  # parts of the row's reward, paid at the end of a turn
 PLACE = "place"  # of the row's item in the data
+WEIGHTS = "draw_weights"  # importance weights of the draws
 CUT = "is_truncated"  # rows that the token budget ended
 # Numbers of kept ids of a row's response tokens, then these ids; and the number of all of these.
 KEPT, NUM_KEPT = "kept_ids", "num_kept"
@@ -210,7 +211,7 @@ class Facts:
         updates: Updates in order.
         stage: Stage of the run.
         weights_version: Version of the engine's weights before the step; -1 without an engine.
-        num_items: Items of the data if the stage trains on data; else 0.
+        num_items: Items or prompts of the data; 0 is not known.
         format: Format version of the record.
     """
 

@@ -129,7 +129,7 @@ def audit_step(run: Path, step: int | None = None, *, reference: Path | None = N
     planned = planned_steps(run, record, config) if is_configured else None
     decided = decide(run, record, before, config, is_configured=is_configured, planned=planned)
     audited = open_step(record, config, decided, partial(stage.build, config, reference))
-    _check_batch(audited, stage, is_configured=is_configured)
+    _check_batch(audited, stage, run if is_configured else None)
     if is_configured:
         check_optimizers(audited)
         check_sources(audited, before, planned)
@@ -142,16 +142,22 @@ def audit_step(run: Path, step: int | None = None, *, reference: Path | None = N
     return AuditReport(str(run), record.facts.step, rows, audited.borders.num_taken)
 
 
-def _check_batch(step: ReplayedStep, stage: StageAudit, *, is_configured: bool) -> None:
-    """Compare the rows of the step, and the contents of its optimizer steps."""
+def _check_batch(step: ReplayedStep, stage: StageAudit, run: Path | None) -> None:
+    """Compare the rows of the step, and the contents of its optimizer steps.
+
+    Args:
+        step: Step under audit.
+        stage: Parts of its stage.
+        run: Folder of the run; None if options do not decide its data.
+    """
+    if stage.places is not None:
+        step.rows = replace(step.rows, mask=stage.places(step))
+    if run is not None:
+        check_places(step, run)
+    check_rows(step)
     if stage.places is None:
-        check_rows(step)
         check_sampled(step)
         return
-    step.rows = replace(step.rows, mask=stage.places(step))
-    if is_configured:
-        check_places(step)
-    check_rows(step)
     check_stored(step)
 
 

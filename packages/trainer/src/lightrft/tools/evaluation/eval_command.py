@@ -65,6 +65,8 @@ def run(argv: Sequence[str]) -> int:
     if os.environ["RANK"] == "0":
         print(format_table(result))
         print(f"wrote {Path(config.output_dir) / 'eval.json'}")
+        if settings.rates is not None:
+            print(f"wrote {settings.rates}: the pass rates of {result.num_prompts} prompts")
     return ExitCode.OK
 
 
@@ -77,8 +79,14 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, EvalSettings, int]:
     """
     config, parsed, problems = parse_options(build_parser(), argv, first_files=_run_options)
     settings = EvalSettings(
-        parsed.num_samples, tuple(parsed.pass_k), parsed.threshold, vars(parsed).get("held_out")
+        parsed.num_samples,
+        tuple(parsed.pass_k),
+        parsed.threshold,
+        vars(parsed).get("held_out"),
+        vars(parsed).get("rates"),
     )
+    if settings.rates is not None and "max_eval_samples" not in config.explicit:
+        config.max_eval_samples = TrainConfig.max_samples
     is_run = bool(_run_options(parsed))
     model = Path(parsed.model, "model") if is_run else Path(parsed.model)
     config.pretrain, config.fsdp = str(model), True

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,10 +11,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from lightrft.config import ConfigError, PromptDataOptions, SamplingOptions, TrainConfig
+from lightrft.config import (
+    ConfigError,
+    OutputOptions,
+    PromptDataOptions,
+    SamplingOptions,
+    TrainConfig,
+)
 from lightrft.config.toml import write_whole
 from lightrft.datasets import Prompt
 from lightrft.datasets.files import read_sources
+from lightrft.datasets.pass_rates import PassRate, write_rates
 from lightrft.engines.text import Tokenizer
 from lightrft.engines.types import SamplingParams
 from lightrft.models import Actor, load_tokenizer
@@ -60,15 +67,29 @@ class EvalSettings:
             reports no accuracy.
         held_out: Data of prompts that are kept out of rows; None takes the `eval_data` of the
             model's run.
+        rates: File for the pass rate of each prompt; None writes none.
     """
 
     num_samples: int = 0
     pass_k: tuple[int, ...] = ()
     threshold: float = 1.0
     held_out: str | None = None
+    rates: str | None = None
+
+    def save_rates(self, prompts: Sequence[Prompt], tables: Mapping[str, RowTable]) -> None:
+        """Write the pass rates, if asked to; samples without a reward are not right."""
+        if self.rates is None:
+            return
+        table = tables["sampled"]
+        is_right = ~table.is_masked & (table.accuracies >= self.threshold)
+        counts = is_right.reshape(-1, self.num_samples).sum(axis=1).tolist()
+        rates = [PassRate(count, self.num_samples) for count in counts]
+        write_rates(Path(self.rates), prompts, rates)
 
     def problems(self) -> list[str]:
         """Return the problems of the values, one line each."""
+        if self.rates is not None and not self.num_samples:
+            return ["--rates is of samples: add --num_samples 8, say"]
         if any(not 1 <= k <= self.num_samples for k in self.pass_k):
             return [
                 f"pass_k: got {list(self.pass_k)}, expected numbers from 1 to num_samples = "
@@ -119,7 +140,7 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         shown = environments.prompt_tokenizer
         prompts = load_run_prompts(config, shown, for_evaluation=True).prompts
         held_out = held_out_prompts(config, settings.held_out, shown)
-        log = RolloutLog(Path(config.output_dir) / ROLLOUTS_FILE, held_out=held_out)
+        log = open_log(config, held_out)
         stack.callback(log.close)
         recipes = reward_recipes(config, prompts)
         reward = stack.enter_context(build_run_reward(config, recipes=recipes))
@@ -147,9 +168,16 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         if strategy.is_rank_0():
             # The result comes last: it shows that all files are complete.
             write_responses(config, prompts, tables, tokenizer)
+            settings.save_rates(prompts, tables)
             write_result(config, settings, result, num_held_out=len(held_out))
         strategy.barrier()
         return result
+
+
+def open_log(config: OutputOptions, held_out: Iterable[tuple[object, ...]]) -> RolloutLog:
+    """Return the log of all samples."""
+    path = Path(config.output_dir) / ROLLOUTS_FILE
+    return RolloutLog(path, held_out=held_out, has_texts=config.save_rollout_texts)
 
 
 def _sample_passes(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightrft.config import SamplingOptions, TrainConfig
-from lightrft.datasets.batch_stream import Batches, BatchStream
+from lightrft.datasets.batch_stream import Batches, Draws, open_stream
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.experience.maker import deliver
@@ -80,7 +80,7 @@ class Generator:
     wants_stop: Callable[[], bool]
     # By number of completed steps: an abandoned step falls back to the rows of the one before.
     flights: dict[int, InFlight] = field(default_factory=dict)
-    _data: BatchStream[Prompt] | None = None
+    _data: Draws[Prompt] | None = None
     _num_planned: int = 0
     _report: DrawnReport | None = None
 
@@ -117,7 +117,8 @@ class Generator:
         further = range(number + len(flight.held), last + 1)
         flight, more = self._sample(flight, further, timer)
         drawn += more
-        _, left = self.sampler.pop_step(before, flight, drawn)
+        trained, left = self.sampler.pop_step(before, flight, drawn)
+        self._observe(trained)
         self.flights = {number - 1: before, number: left}
         self.inputs.environments.encoder.forget()
         work = session.take_work()
@@ -141,11 +142,12 @@ class Generator:
             world_size=context.world_size,
             media=media_of(self.inputs.prompts.prompts),
         )
-        self._data = BatchStream(
+        self._data = open_stream(
             self.loader,
             world_size=context.world_size,
             episode=start.episode,
             num_consumed=start.num_consumed,
+            sampler_state=start.sampler_state,
         )
 
     def _sample(
@@ -162,6 +164,11 @@ class Generator:
             timer=timer,
             num_planned=self._num_planned,
         )
+
+    def _observe(self, trained: Samples) -> None:
+        """Pass the results of a step to the prompt sampler before the next step draws."""
+        if self._data is not None:
+            self._data.observe(trained.groups)
 
     def _give(self, number: int, samples: Samples) -> None:
         """Answer with the data of a step for all ranks, and send the rows to those that train."""

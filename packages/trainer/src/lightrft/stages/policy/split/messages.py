@@ -18,7 +18,7 @@ class Start:
     Args:
         parts: Rows in flight, see `rollout.in_flight.to_bytes`.
         num_requests: Prompts asked for so far.
-        episode, num_consumed: Position in the prompts, see `BatchStream`.
+        episode, num_consumed, sampler_state: Position in the prompts, see `SampledStream`.
         num_planned: Steps of the whole run; 0 is unknown.
     """
 
@@ -26,6 +26,7 @@ class Start:
     num_requests: int
     episode: int
     num_consumed: int
+    sampler_state: str
     num_planned: int
 
 

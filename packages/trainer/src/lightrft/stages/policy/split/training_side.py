@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from lightrft.config import RolloutOptions
-from lightrft.datasets.batch_stream import BatchStream
+from lightrft.datasets.batch_stream import Draws
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
 from lightrft.records.rollout import ScoredRollout
@@ -62,7 +62,12 @@ class RemoteRollouts:
         parts = bytes_of_ranks(in_flight, self._context)
         data = _stream(step)
         return Start(
-            parts, in_flight.num_requests, data.episode, data.num_consumed, step.num_planned
+            parts,
+            in_flight.num_requests,
+            data.episode,
+            data.num_consumed,
+            data.sampler_state,
+            step.num_planned,
         )
 
     def complete(self, step: Step) -> None:
@@ -106,7 +111,7 @@ class RemoteRollouts:
         return (), cast("list[RowTable]", self.bridge.ask("evaluate", params))[0]
 
 
-def _stream(step: Step) -> BatchStream[Prompt]:
+def _stream(step: Step) -> Draws[Prompt]:
     if step.data is None:
         raise ValueError("rollout_ranks needs a loader of prompts")
-    return cast("BatchStream[Prompt]", step.data)
+    return cast("Draws[Prompt]", step.data)

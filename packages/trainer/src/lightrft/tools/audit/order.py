@@ -1,0 +1,205 @@
+"""Rows that a step must draw, by seed, pass and step, and by the results of the steps before.
+
+The formulas are those of docs/curricula.md, written a second time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lightrft.config import TrainConfig
+from lightrft.config.files import FileError, lines_of, parse_object
+from lightrft.config.options import is_number
+from lightrft.tools.audit.decisions import METRICS
+from lightrft.tools.audit.record import RecordError, StepRecord, read_record, recorded_steps
+from lightrft.tools.audit.samples import differ
+
+PLACES = "prompt_places"
+LINES = (".jsonl", ".ndjson")
+# Defaults of the sampler pools.
+POOLS = {"rest_weight": 0.1, "readmit_steps": 50}
+
+
+class UnknownOrderError(Exception):
+    """The order cannot be recomputed; the message is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnRows:
+    """Rows of consecutive draws.
+
+    Args:
+        places: Place in the data of each row.
+        probabilities: Mean share of each row among all draws.
+    """
+
+    places: Sequence[int]
+    probabilities: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Order of the rows of a run.
+
+    Args:
+        run: Folder of the run.
+        record: Record of a step.
+        config: Options of the step.
+    """
+
+    run: Path
+    record: StepRecord
+    config: TrainConfig
+
+    def rows_of_step(self) -> DrawnRows:
+        """Return the rows that the step must draw.
+
+        Raises:
+            UnknownOrderError: Options, files or earlier records do not decide them.
+        """
+        facts, config = self.record.facts, self.config
+        if config.allow_changes or facts.num_items < config.rollout_batch_size:
+            raise UnknownOrderError("the run may have been continued with other data or options")
+        if facts.stage == "policy" and config.stream_chunk is not None:
+            raise UnknownOrderError("streaming trains groups as they end, by the ledger's account")
+        first, count = facts.step - 1, 1
+        if facts.stage == "policy" and config.dynamic_sampling:
+            first, count = _batches_before(self.run, facts.step)
+        parts = [self._drawn(first + i) for i in range(count)]
+        return DrawnRows(
+            [place for part in parts for place in part.places],
+            [share for part in parts for share in part.probabilities],
+        )
+
+    def _drawn(self, number: int) -> DrawnRows:
+        """Return the rows of one draw, counted from 0."""
+        config, num_rows = self.config, self.record.facts.num_items
+        order, size = config.order, config.rollout_batch_size
+        if order in ("shuffle", "in_order"):
+            episode, place = divmod(number, num_rows // size)
+            generator = torch.Generator().manual_seed(config.seed + episode)
+            rows = torch.arange(num_rows)
+            if order == "shuffle":
+                rows = torch.randperm(num_rows, generator=generator)
+            chosen = rows[place * size : (place + 1) * size].tolist()
+            return DrawnRows(chosen, [1 / num_rows] * size)
+        if order == "weighted":
+            weights = self._weights()
+        elif order == "pools":
+            weights = self._pool_weights(number)
+        else:
+            raise UnknownOrderError(f"prompt_sampler {order} is the caller's own")
+        return _on_a_circle(weights / weights.sum(), size, [config.seed, number])
+
+    def _weights(self) -> np.ndarray:
+        """Return the weights of the rows from their files."""
+        config, num_rows = self.config, self.record.facts.num_items
+        if config.prompt_weight is None:
+            lines = _read(config.prompt_rates or "")
+            values = [_spread(line) for line in lines]
+            if [line.get("row") for line in lines] != list(range(num_rows)):
+                raise UnknownOrderError("the file of rates is not one line for each row, in order")
+        else:
+            values = [line.get(config.prompt_weight) for line in _read(config.prompt_data or "")]
+        if len(values) != num_rows or not all(is_number(each) for each in values):
+            raise UnknownOrderError("rows were left out or made of parts: weights have no places")
+        return np.array(values, dtype=np.float64)
+
+    def _pool_weights(self, number: int) -> np.ndarray:
+        """Return the weights of pools after the results that were known at a draw."""
+        config = self.config
+        if config.prompt_rates is not None or config.dynamic_sampling:
+            raise UnknownOrderError("pools by measured rates or dynamic sampling are not replayed")
+        settings = {**POOLS, **(config.prompt_sampler_args or {})}
+        num_known = max(0, number - config.rollout_lag)
+        resting = np.full(self.record.facts.num_items, -1)
+        missing = {*range(1, num_known + 1)} - {*recorded_steps(self.run)}
+        if missing:
+            raise UnknownOrderError(
+                f"results of step {min(missing)} are not recorded: pools need audit_every 1"
+            )
+        for step in range(1, num_known + 1):
+            for place, accuracies in _results(self.run, step):
+                resting[place] = -1 if differ(accuracies) else step
+        is_resting = (resting >= 0) & (num_known - resting < float(settings["readmit_steps"]))
+        return np.where(is_resting, float(settings["rest_weight"]), 1.0)
+
+
+def _spread(line: Mapping[str, object]) -> object:
+    """Return the expected variance of a sample from the counts of a line; None without them."""
+    right, count = line.get("num_right"), line.get("num_samples")
+    if not (is_number(right) and is_number(count)):
+        return None
+    share = (right + 1) / (count + 2)
+    return share * (1 - share)
+
+
+def _batches_before(run: Path, step: int) -> tuple[int, int]:
+    """Return the batches of prompts drawn before a step of dynamic sampling, and in it."""
+    counts: dict[int, int] = {}
+    path = run / METRICS
+    for entry in map(parse_object, lines_of(path) if path.is_file() else ()):
+        number, batches = entry.get("step"), entry.get("dynamic/num_gen_batches")
+        if is_number(number) and is_number(batches):
+            counts[int(number)] = int(batches)
+    if not {*range(1, step + 1)} <= counts.keys():
+        raise UnknownOrderError(f"{METRICS} does not say how many batches each step drew")
+    return sum(counts[number] for number in range(1, step)), counts[step]
+
+
+def _on_a_circle(shares: np.ndarray, size: int, seed: Sequence[int]) -> DrawnRows:
+    """Draw by equal steps around a circle on which each row is as long as its share."""
+    numbers = np.random.default_rng(list(seed))
+    order = numbers.permutation(len(shares))
+    turn, ends, total, rows = numbers.random(), [], 0.0, []
+    for row in order:
+        total += float(shares[row])
+        ends.append(total)
+    place = 0
+    for point in ((i + turn) / size * total for i in range(size)):
+        while ends[place] <= point and ends[place] < total:
+            place += 1
+        rows.append(int(order[place]))
+    return DrawnRows(rows, [float(shares[row]) for row in rows])
+
+
+def _read(sources: str) -> list[dict[str, object]]:
+    """Return the lines of files.
+
+    Raises:
+        UnknownOrderError: They are no files of lines.
+    """
+    paths = [Path(name) for name in sources.split(",")]
+    if any(path.suffix not in LINES or not path.is_file() for path in paths):
+        raise UnknownOrderError("the weights are in no file of lines that is still there")
+    try:
+        return [parse_object(line) for path in paths for line in lines_of(path) if line.strip()]
+    except FileError as error:
+        raise UnknownOrderError(str(error)) from error
+
+
+def _results(run: Path, step: int) -> list[tuple[int, torch.Tensor]]:
+    """Return place and accuracies of each group of an earlier step; none where nothing counts."""
+    try:
+        samples = read_record(run, step).samples
+    except RecordError as error:
+        raise UnknownOrderError(str(error)) from error
+    groups = []
+    for group in np.unique(samples.group_ids):
+        rows = samples.group_ids == group
+        kept = samples.accuracies[rows & ~samples.is_failed]
+        if len(kept):
+            place = int(samples.facts[PLACES][rows][0])
+            groups.append((place, torch.from_numpy(kept)))
+    return groups
+
+
+def row_weights(probabilities: Sequence[float], num_rows: int) -> list[float]:
+    """Return 1 / (rows x probability) of each drawn row."""
+    return [math.inf if share == 0 else 1 / (num_rows * share) for share in probabilities]

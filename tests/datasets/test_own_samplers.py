@@ -1,0 +1,221 @@
+"""Samplers of one's own: what breaks the contract is named before it decides anything."""
+
+import random
+from itertools import count
+
+import pytest
+
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.config.registry import PROMPT_SAMPLERS
+from lightrft.datasets.batch_stream import open_stream
+from lightrft.datasets.prompt_sampler import Drawn, GroupResult, RowChoice, build_sampler
+from lightrft.datasets.sampled_rows import SampledRows
+from lightrft.datasets.types import Prompt
+
+
+class Ranks:
+    rank, world_size = 0, 2
+
+    def __init__(self, others=lambda item: item):
+        self._others = others
+
+    def gather_objects(self, item):
+        return [item, self._others(item)]
+
+
+class Sampler:
+    """A right one: every other row, and from the first low reward on the same again."""
+
+    def __init__(self, rows, *, stride: int = 2):
+        self.rows, self.stride, self.state = rows, stride, {"at": 0}
+
+    def draw(self, n):
+        first = self.state["at"]
+        self.state["at"] += self.stride * n
+        return [(first + self.stride * i) % self.rows.num_rows for i in range(n)]
+
+    def observe(self, results):
+        if any(min(each.rewards) < 0 for each in results):
+            self.state["at"] = 0
+
+
+class Outside(Sampler):
+    def draw(self, n):
+        return [self.rows.num_rows] * n
+
+
+class Short(Sampler):
+    def draw(self, n):
+        return range(n - 1)
+
+
+class Texts(Sampler):
+    def draw(self, n):
+        return ["first"] * n
+
+
+class Unsavable(Sampler):
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.state = {"seen": {1, 2}}
+
+
+class NotFinite(Sampler):
+    def draw(self, n):
+        self.state["mean"] = float("nan")
+        return range(n)
+
+
+class Forgets(Sampler):
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.position = 0
+
+    def draw(self, n):
+        self.position += n
+        return [(self.position + i) % self.rows.num_rows for i in range(n)]
+
+
+class Dice(Sampler):
+    numbers = random.Random(0)
+
+    def draw(self, n):
+        return [self.numbers.randrange(self.rows.num_rows) for _ in range(n)]
+
+
+class Likely(Sampler):
+    def draw(self, n):
+        return [Drawn(0, 1.5)] * n
+
+
+class Half:
+    def __init__(self, rows):
+        self.state = {}
+
+    def draw(self, n):
+        return range(n)
+
+
+class Fails(Sampler):
+    def __init__(self, rows):
+        raise KeyError("level")
+
+
+def rows(sampler, *, ranks=None, items=None, needs_probabilities=False, **options):
+    config = TrainConfig(prompt_sampler="own", **options)
+    choice = RowChoice(12, 3, 4, has_rewards=True, needs_probabilities=needs_probabilities)
+    return SampledRows(items or range(12), config, choice, ranks or Ranks())
+
+
+@pytest.fixture
+def lent():
+    def lend(sampler):
+        names.enter_context(PROMPT_SAMPLERS.lent({"own": sampler}))
+
+    from contextlib import ExitStack
+
+    with ExitStack() as names:
+        yield lend
+
+
+@pytest.mark.parametrize(
+    "sampler, message",
+    [
+        (Outside, "prompt_sampler own drew the place 12: expected 4 places from 0 to 11"),
+        (Short, "prompt_sampler own drew 3 rows: expected 4 places"),
+        (Texts, "prompt_sampler own drew 'first': expected the place of a row"),
+        (Unsavable, "its state cannot be saved: .* set .*keep numbers, texts"),
+        (NotFinite, "its state cannot be saved"),
+        (Forgets, "draws other rows once it is restored from its state"),
+        (Dice, "draws other rows once it is restored from its state"),
+        (Likely, "gave the probability 1.5 for a draw"),
+        (Half, "prompt_sampler own has no observe: expected state, draw"),
+        (Fails, "prompt_sampler own: KeyError: 'level'; it is built of the rows"),
+        (3, "prompt_sampler own: expected a class, got int"),
+    ],
+)
+def test_a_wrong_sampler_is_named(lent, sampler, message):
+    lent(sampler)
+    with pytest.raises(ConfigError, match=message) as caught:
+        stream = open_stream(rows(sampler), world_size=2)
+        for _ in range(3):
+            stream.next_draw()
+            assert stream.sampler_state
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_ranks_that_draw_other_rows_are_named(lent):
+    lent(Sampler)
+    ranks = Ranks(lambda places: places[::-1])
+    with pytest.raises(ConfigError, match="draws other rows on rank 1 than on rank 0"):
+        open_stream(rows(Sampler, ranks=ranks), world_size=2).next_draw()
+
+
+def test_a_sampler_sees_results_and_goes_on_from_its_state(lent):
+    lent(Sampler)
+    first = open_stream(rows(Sampler, prompt_sampler_args={"stride": 1}), world_size=2)
+    assert [each.place for each in first.next_draw()] == [0, 1, 2, 3]
+    first.observe([GroupResult(0, (1.0, 0.0))])
+    second = open_stream(
+        rows(Sampler, prompt_sampler_args={"stride": 1}),
+        world_size=2,
+        num_consumed=4,
+        sampler_state=first.sampler_state,
+    )
+    for stream in (first, second):
+        assert [each.place for each in stream.next_draw()] == [4, 5, 6, 7]
+        stream.observe([GroupResult(4, (1.0, -1.0))])
+        assert [each.place for each in stream.next_draw()] == [0, 1, 2, 3]
+
+
+def test_results_of_prompts_come_by_place_whatever_their_ids(lent):
+    seen = []
+
+    class Watches(Sampler):
+        def observe(self, results):
+            seen.extend(each.place for each in results)
+
+    lent(Watches)
+    prompts = [Prompt(100 + 2 * i, "", (i,)) for i in range(12)]
+    stream = open_stream(rows(Watches, items=prompts), world_size=2)
+    assert [each.id for each in stream.next_batch()] == [100, 108]
+    stream.observe([GroupResult(104), GroupResult(7), GroupResult(100)])
+    assert seen == [2, 0]
+
+
+def test_importance_weights_need_probabilities(lent):
+    lent(Sampler)
+    prompts = [Prompt(i, "", (i,)) for i in range(12)]
+    stream = open_stream(rows(Sampler, items=prompts, needs_probabilities=True), world_size=2)
+    with pytest.raises(ConfigError, match="does not say how likely its draws are"):
+        stream.next_batch()
+
+
+def test_hyper_parameters_are_keywords(lent):
+    lent(Sampler)
+    config = TrainConfig(prompt_sampler="own", prompt_sampler_args={"strides": 3})
+    with pytest.raises(ConfigError, match="no option 'strides'; did you mean stride"):
+        build_sampler(config, RowChoice(4, 0, 2))
+
+
+def test_a_file_is_a_sampler(tmp_path):
+    names = count()
+    text = """
+class Backwards:
+    def __init__(self, rows):
+        self.rows, self.state = rows, {"left": rows.num_rows}
+
+    def draw(self, n):
+        self.state["left"] -= n
+        return range(self.state["left"] + n - 1, self.state["left"] - 1, -1)
+
+    def observe(self, results):
+        pass
+"""
+    path = tmp_path / f"mine{next(names)}.py"
+    path.write_text(text)
+    config = TrainConfig(prompt_sampler=f"{path}:Backwards")
+    stream = open_stream(SampledRows(range(8), config, RowChoice(8, 0, 4), Ranks()), world_size=2)
+    assert [[d.place for d in stream.next_draw()] for _ in range(2)] == [[7, 6, 5, 4], [3, 2, 1, 0]]
+    with pytest.raises(ConfigError, match="has no 'Forwards'"):
+        build_sampler(TrainConfig(prompt_sampler=f"{path}:Forwards"), RowChoice(8, 0, 4))
