@@ -13,6 +13,7 @@ from lightrft.config.files import FileError
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.types import EngineConfig
 from lightrft.models import ModelLoadError, load_causal_lm, load_config, load_tokenizer, load_trunk
+from lightrft.models.statements import read_statements
 from lightrft.models.weight_files import count_model
 from lightrft.strategy.checkpoints.gathered_model import WeightFiles
 from lightrft.strategy.meta_init import parameters_on_meta
@@ -101,6 +102,23 @@ def test_the_newest_arguments_of_a_chat_template_win(tmp_path):
     assert rendered(tmp_path / "model") == '2+2?a "high" one'
     again = {"enable_thinking": True}
     assert rendered(tmp_path / "model", chat_template_args=again) == '<think>2+2?a "high" one'
+
+
+def test_a_template_that_writes_the_day_gets_one_day_for_the_whole_run(tmp_path):
+    write_tiny_model(tmp_path / "model", "tiny-qwen3")
+    day = "{%- macro say() %}{{- strftime_now('%d %b %Y') }}{%- endmacro %}"
+    (tmp_path / "chat.jinja").write_text(day + '{{ say() + strftime_now("%Y") }}')
+    chat = {"chat_template": f"{tmp_path}/chat.jinja"}
+    assert rendered(tmp_path / "model", **chat) == "01 Jan 20252025"
+    chosen = TrainConfig(**chat, chat_template_args={"strftime_now": "2026-02-03"})
+    statements = read_statements(f"{tmp_path}/model", chosen)
+    statements.tokenizer.save_pretrained(tmp_path / "model")
+    assert rendered(tmp_path / "model") == "03 Feb 20262026"
+    lines = []
+    statements.say(lines.append)
+    assert "gets one day for the whole run" in "".join(lines)
+    with pytest.raises(ConfigError, match="strftime_now is 'today', expected a day such as"):
+        rendered(tmp_path / "model", chat_template_args={"strftime_now": "today"})
 
 
 def test_an_argument_that_no_chat_template_reads_is_refused(tmp_path):

@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import date
 from fnmatch import fnmatchcase
 from pathlib import Path
 from pickle import UnpicklingError
@@ -55,6 +56,10 @@ SCORE_FILE = "score.safetensors"
 OTHER_HEADS = ("lm_head.*", "language_model.lm_head.*", "score.*", "classifier.*", "v_head.*")
 _MAX_LISTED_NAMES = 5
 _END_OF_ARGUMENTS = "{#- arguments of the run +#}"
+# Function by which templates write the present day, and the day that they write instead: rows of
+# other ranks, of a continued run and of replays are the same.
+CLOCK, DAY = "strftime_now", "2025-01-01"
+_FORMATS = re.compile(rf"\b{CLOCK}\(\s*[\"']([^\"']*)[\"']\s*\)")
 # Largest vocabulary.
 MAX_TOKENS = 2**24
 
@@ -129,13 +134,19 @@ def chosen_template(config: TemplateOptions, own: str | None) -> str | None:
         if not file.is_file():
             raise ConfigError(f"chat_template: no file {file}")
         own = read_template(file)
+    arguments = dict(config.chat_template_args or {})
+    if isinstance(own, str) and f"macro {CLOCK}" not in own and _FORMATS.search(own):
+        arguments.setdefault(CLOCK, DAY)
     sets = ""
-    for name, value in (config.chat_template_args or {}).items():
+    for name, value in arguments.items():
         if not isinstance(own, str) or not re.search(rf"\b{re.escape(name)}\b", own):
             raise ConfigError(
                 f"chat_template_args: got {name}, which the chat template does not read: leave it "
                 "out, or give a template that does (--chat_template)"
             )
+        if name == CLOCK:
+            sets += _clock(own, value)
+            continue
         # Numbers, texts and truth values are written in Jinja as in JSON.
         sets += f"{{%- set {name} = {json.dumps(value)} +%}}"
     if not sets or own is None:
@@ -143,6 +154,18 @@ def chosen_template(config: TemplateOptions, own: str | None) -> str | None:
     # Behind the arguments of the run that made the model, which would win otherwise.
     before, _, rest = own.rpartition(_END_OF_ARGUMENTS)
     return f"{before}{sets}{_END_OF_ARGUMENTS}{rest}"
+
+
+def _clock(template: str, value: object) -> str:
+    """Return a macro that writes one day in the formats of a template."""
+    try:
+        day = date.fromisoformat(str(value))
+    except ValueError:
+        raise ConfigError(
+            f"chat_template_args: {CLOCK} is {value!r}, expected a day such as {DAY}"
+        ) from None
+    days = json.dumps({text: day.strftime(text) for text in _FORMATS.findall(template)})
+    return f"{{%- macro {CLOCK}(format) %}}{{{{- {days}[format] }}}}{{%- endmacro +%}}"
 
 
 def read_template(file: Path) -> str:

@@ -14,6 +14,8 @@ from lightrft.engines.media.families import family_of
 from lightrft.engines.text import declared_ends, end_of_sequence_ids, text_behind_answer
 from lightrft.engines.types import Vocabulary
 from lightrft.models.loading import (
+    CLOCK,
+    DAY,
     ModelLoadError,
     load_config,
     load_tokenizer,
@@ -271,6 +273,14 @@ def _template(said: Statements) -> Iterator[str]:
         )
 
 
+def _day(said: Statements) -> Iterator[str]:
+    if f"macro {CLOCK}" in str(said.tokenizer.chat_template):
+        yield (
+            "chat template: it writes the day of rendering, and gets one day for the whole run: "
+            f"{DAY}, or that of --chat_template_args {CLOCK}=YYYY-MM-DD"
+        )
+
+
 def _class(said: Statements) -> Iterator[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -288,7 +298,7 @@ def _class(said: Statements) -> Iterator[str]:
 REFUSED = (_sizes, _class)
 REFUSED_OF_ANSWERS = (_unread_generation,)
 # Rules by which a contradiction is resolved.
-DECIDED = (_written, _template)
+DECIDED = (_written, _template, _day)
 DECIDED_OF_ANSWERS = (_padding, _ends, _generation)
 
 
