@@ -13,8 +13,9 @@ from tests.engines.fake_engine import FakeEngine
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import EngineConfig
-from lightrft.experience import maker
-from lightrft.experience.maker import AdvantageSettings, Delivery, ForwardModels, make_experience
+from lightrft.experience import delivery, maker
+from lightrft.experience.delivery import Delivery
+from lightrft.experience.maker import AdvantageSettings, ForwardModels, make_experience
 from lightrft.models.layout import LayoutPolicy
 from lightrft.rewards.types import RewardError, RewardResult
 from lightrft.rollout import dynamic, sampler, scoring
@@ -271,12 +272,12 @@ FAULTS = {
     ),
     "groups of two rows": (rows_of(column("group_ids", exchanged)), {}, "group_ids differ"),
     "group of rows on one rank": (
-        after(maker, "deliver_rows", column("group_ids", exchanged)),
+        after(delivery, "deliver_rows", column("group_ids", exchanged)),
         {},
         "group_ids differ",
     ),
     "group in the batch": (
-        after(maker, "collate", column("group_ids", lambda v: v.flip(0))),
+        after(delivery, "collate", column("group_ids", lambda v: v.flip(0))),
         {},
         "group_ids differ",
     ),
@@ -286,7 +287,7 @@ FAULTS = {
         "is_masked differ: True was written down as it arose, False",
     ),
     "failed rows are trained on one rank": (
-        after(maker, "deliver_rows", column("is_masked", unmasked)),
+        after(delivery, "deliver_rows", column("is_masked", unmasked)),
         {},
         "is_masked differ",
     ),
@@ -302,12 +303,12 @@ FAULTS = {
         "component accuracy differ",
     ),
     "rewards in the batch": (
-        after(maker, "collate", column("rewards", lambda v: v.flip(0))),
+        after(delivery, "collate", column("rewards", lambda v: v.flip(0))),
         {},
         "rewards differ",
     ),
     "another temperature": (
-        after(maker, "training_params", as_evaluated),
+        after(delivery, "training_params", as_evaluated),
         {},
         "temperature differs: it was sampled at 0.7, the trainer scores at 0.2",
     ),
@@ -322,17 +323,17 @@ FAULTS = {
         "top_p, top_k and min_p differ",
     ),
     "nothing is compared": (
-        after(maker, "collate", column("compared_mask", lambda v: None)),
+        after(delivery, "collate", column("compared_mask", lambda v: None)),
         {},
         "compared mask differ: got False, expected True",
     ),
     "all is compared": (
-        after(maker, "collate", column("compared_mask", lambda v: v | True)),
+        after(delivery, "collate", column("compared_mask", lambda v: v | True)),
         FIRE,
         "compared mask differ: got True, expected False",
     ),
     "first tokens are compared": (
-        after(maker, "collate", lambda b: replace(b, compared_mask=b.response_mask)),
+        after(delivery, "collate", lambda b: replace(b, compared_mask=b.response_mask)),
         FIRE,
         "compared mask differ: got True, expected False",
     ),

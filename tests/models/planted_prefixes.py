@@ -49,7 +49,7 @@ def shift_positions(monkeypatch):
 
 def count_gradients_once(monkeypatch):
     """Keys and values of a prefix get the gradient of the row that has it, not of its siblings."""
-    right = shared_prefix._ReadRows.backward
+    right = shared_prefix.ReadRows.backward
 
     def once(ctx, gradient):
         end, masked = 0, gradient.clone()
@@ -59,7 +59,7 @@ def count_gradients_once(monkeypatch):
             masked.narrow(ctx.dim, end - size_of(path), size).zero_()
         return right(ctx, masked)
 
-    monkeypatch.setattr(shared_prefix._ReadRows, "backward", staticmethod(once))
+    monkeypatch.setattr(shared_prefix.ReadRows, "backward", staticmethod(once))
 
 
 SEEN = {

@@ -317,10 +317,10 @@ def frozen_in_bfloat16(rank, world_size, path):
     """Trains with frozen weights stored wide, then as they are; the engine takes these."""
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
     options = options_of(path, 1) | {"bf16": True, "lora_sync": "adapter"}
-    narrow, trained = sharding._cast_parameters, []
+    narrow, trained = sharding.cast_parameters, []
     wide = SimpleNamespace(param_dtype=torch.float32, compute_dtype=torch.float32)
     for cast in (lambda module, _: narrow(module, wide), narrow):
-        sharding._cast_parameters = cast
+        sharding.cast_parameters = cast
         with make("fsdp2", **options) as strategy:
             ready = train_twice(strategy, path, rank)
             trained.append([p.full_tensor() for p in ready.model.parameters() if p.requires_grad])
@@ -329,6 +329,7 @@ def frozen_in_bfloat16(rank, world_size, path):
     return all(torch.equal(*pair) for pair in zip(*trained, strict=True))
 
 
+@pytest.mark.full
 def test_frozen_weights_are_stored_in_the_dtype_of_the_passes(checkpoint):
     assert run_multiprocess(frozen_in_bfloat16, 1, timeout_seconds=120, args=(checkpoint,)) == [
         True

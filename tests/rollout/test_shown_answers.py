@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from tests.rollout.stages import Stage, call
 
-from lightrft.experience import maker
+from lightrft.experience import delivery
+from lightrft.experience.delivery import Delivery
 from lightrft.experience.maker import (
     AdvantageSettings,
-    Delivery,
     ForwardModels,
     make_experience,
 )
@@ -112,14 +112,14 @@ def rewards_of_the_neighbour(patch):
 
 
 def failures_forgotten(patch):
-    right = maker.deliver_rows
+    right = delivery.deliver_rows
 
     def deliver(*arguments):
         rows = right(*arguments)
         assert rows.is_masked.any()
         return replace(rows, is_masked=rows.is_masked & False)
 
-    patch.setattr(maker, "deliver_rows", deliver)
+    patch.setattr(delivery, "deliver_rows", deliver)
 
 
 SHOWN = "what the model was shown is not what was answered"

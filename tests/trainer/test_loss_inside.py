@@ -47,7 +47,14 @@ def step_of(world):
     [
         (FUSED, {}),
         (FIRST, {"entropy_coef": 0.01, "policy_loss": "dapo"}),
-        (FIRST, {"top_k": 20, "loss_agg_mode": "seq-mean-token-sum-norm"}),
+        (
+            FIRST,
+            {
+                "top_k": 20,
+                "truncated_logprobs": "all",
+                "loss_agg_mode": "seq-mean-token-sum-norm",
+            },
+        ),
         (FUSED, {"with_reference": True, "use_kl_loss": True, "kl_estimator": "k3_is"}),
         (
             {**FUSED, "packing_samples": True, "gradient_checkpointing": True},
@@ -100,6 +107,7 @@ LOSS_TOKENS_AT = objective.LossTokens.at
     [
         ({"policy_loss": "gspo"}, "policy_loss gspo couples the tokens of a row"),
         ({"policy_loss": "clip_cov"}, "policy_loss clip_cov couples the rows of a micro-batch"),
+        ({"top_k": 20}, "truncated_logprobs kept reads no other tokens"),
     ],
 )
 def test_other_losses_are_computed_after_it_and_say_why(build_world, capsys, options, reason):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from lightrft.experience.maker import AdvantageSettings, Delivery, make_experience
+from lightrft.experience.delivery import Delivery
+from lightrft.experience.maker import AdvantageSettings, make_experience
 from lightrft.rollout.source import InFlight
 from lightrft.stages.policy.maker import PolicyBatch
 

@@ -130,7 +130,7 @@ def test_an_engine_that_computes_no_model_is_not_compared(build_world, told, mon
 
 
 def test_laws_that_cannot_be_replayed_have_nothing_to_compare(build_world, told, monkeypatch):
-    monkeypatch.setattr("lightrft.experience.maker.replayed_support", lambda *_: None)
+    monkeypatch.setattr("lightrft.experience.delivery.replayed_support", lambda *_: None)
     world = build_world(top_p=0.5)
     world.trainer.make_experience()
     assert "parity: no token whose logprobs follow the same distribution" in "".join(told)

@@ -154,9 +154,9 @@ def test_missing_experts_end_the_run(build_world, kind):
 
 
 def test_experts_that_changed_on_their_way_to_the_trainer_are_found(build_world, monkeypatch):
-    from lightrft.experience import maker
+    from lightrft.experience import delivery
 
-    deliver_rows = maker.deliver_rows
+    deliver_rows = delivery.deliver_rows
 
     def changed(*parts):
         rows = deliver_rows(*parts)
@@ -164,6 +164,6 @@ def test_experts_that_changed_on_their_way_to_the_trainer_are_found(build_world,
         routes[[0, 1]] = routes[[1, 0]]
         return dataclasses.replace(rows, facts={**rows.facts, ROUTES: routes})
 
-    monkeypatch.setattr(maker, "deliver_rows", changed)
+    monkeypatch.setattr(delivery, "deliver_rows", changed)
     with pytest.raises(LedgerError, match="routes differ from what the engine recorded"):
         build_world().trainer.make_experience()

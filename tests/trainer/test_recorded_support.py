@@ -15,8 +15,8 @@ from lightrft.engines.types import KEPT_IDS, SamplingParams
 from lightrft.models import Actor
 from lightrft.models.support import KeptSets, SamplingSupport
 from lightrft.models.types import Replayed
-from lightrft.records.batch import SupportError
 from lightrft.records.columns import COLUMNS
+from lightrft.records.recorded import SupportError
 from lightrft.rollout.ledger_records import LedgerError
 from lightrft.stages.parity_limits import ParityError
 from lightrft.strategy.config import ConfigError
@@ -210,10 +210,10 @@ def with_another_id(table):
 
 
 def test_ids_that_changed_on_their_way_to_the_trainer_are_found(build_world, monkeypatch):
-    from lightrft.experience import maker
+    from lightrft.experience import delivery
 
-    deliver_rows = maker.deliver_rows
-    monkeypatch.setattr(maker, "deliver_rows", lambda *parts: with_another_id(deliver_rows(*parts)))
+    right = delivery.deliver_rows
+    monkeypatch.setattr(delivery, "deliver_rows", lambda *parts: with_another_id(right(*parts)))
     with pytest.raises(LedgerError, match="kept_ids differ from what the engine recorded"):
         build_world(top_p=0.8).trainer.make_experience()
 

@@ -9,8 +9,8 @@ from tests.engines.altered_engines import ShiftedEngine, plant
 
 from lightrft.config import TrainConfig
 from lightrft.engines.types import SamplingParams
-from lightrft.experience.maker import replayed_support
 from lightrft.models.support import SamplingSupport
+from lightrft.records.recorded import replayed_support
 from lightrft.reporting.trajectories import TrajectoryLog
 from lightrft.rollout.ledger_records import LedgerError
 from lightrft.stages.parity_limits import ParityError
@@ -98,7 +98,7 @@ def test_a_planted_fault_trips_the_gate(build_world, options):
 
 def test_a_wrong_support_trips_the_gate(build_world, monkeypatch):
     monkeypatch.setattr(
-        "lightrft.experience.maker.replayed_support", lambda *_: SamplingSupport(top_p=0.6)
+        "lightrft.experience.delivery.replayed_support", lambda *_: SamplingSupport(top_p=0.6)
     )
     with pytest.raises(LedgerError, match="top_p, top_k and min_p differ"):
         build_world(top_p=0.8).trainer.make_experience()
@@ -132,7 +132,7 @@ def test_engines_with_another_order_are_not_replayed(build_world, monkeypatch):
         ConfigError, match="the sglang engine kept with top_p, top_k and min_p together"
     ):
         check("sglang", top_k=5, top_p=0.9, off_policy_correction="tis")
-    monkeypatch.setattr("lightrft.experience.maker.replayed_support", lambda *_: None)
+    monkeypatch.setattr("lightrft.experience.delivery.replayed_support", lambda *_: None)
     world = build_world(top_p=0.5)
     assert world.trainer.make_experience().outputs.log_kept_mass is None
     assert "logprob_diff_max" not in world.trainer.ppo_train()

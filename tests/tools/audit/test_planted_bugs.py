@@ -28,7 +28,7 @@ from lightrft.algorithms.kl import KlController
 from lightrft.algorithms.moments import Moments
 from lightrft.algorithms.policy import clipped
 from lightrft.config import TrainConfig
-from lightrft.experience import maker
+from lightrft.experience import delivery, maker
 from lightrft.stages.policy import algorithm, objective, policy_stage, updates
 from lightrft.stages.policy.maker import PolicyMemory
 from lightrft.strategy import backend, model_training, optimizers
@@ -67,13 +67,15 @@ SAMPLES = {
     "the mask is shifted by one": (
         "response mask",
         {},
-        fields(maker, "collate", response_mask=lambda batch: batch.response_mask.roll(-1, dims=1)),
+        fields(
+            delivery, "collate", response_mask=lambda batch: batch.response_mask.roll(-1, dims=1)
+        ),
     ),
     "a failed row is trained": (
         "response mask",
         {},
         calls(
-            maker,
+            delivery,
             "collate",
             lambda original, table, **how: original(
                 replace(table, is_masked=np.zeros_like(table.is_masked)), **how
@@ -83,18 +85,20 @@ SAMPLES = {
     "cut responses are trained": (
         "response mask",
         {"mask_truncated": True},
-        keywords(maker, "collate", masks_truncated=False),
+        keywords(delivery, "collate", masks_truncated=False),
     ),
     "tokens are encoded again": (
         "token ids",
         {},
-        fields(maker, "collate", token_ids=first_id_plus_one),
+        fields(delivery, "collate", token_ids=first_id_plus_one),
     ),
     "the engine's logprobs are of the next token": (
         "rollout logprobs",
         {},
         fields(
-            maker, "collate", rollout_logprobs=lambda batch: batch.rollout_logprobs.roll(-1, dims=1)
+            delivery,
+            "collate",
+            rollout_logprobs=lambda batch: batch.rollout_logprobs.roll(-1, dims=1),
         ),
     ),
     "an optimizer batch comes twice": (
@@ -578,12 +582,12 @@ DECISIONS = {
     "all rows are one optimizer batch": (
         "updates of the actor",
         {},
-        keywords(maker, "plan_minibatches", train_batch_size=16),
+        keywords(delivery, "plan_minibatches", train_batch_size=16),
     ),
     "optimizer batches are half as large": (
         "updates of the actor",
         {},
-        keywords(maker, "plan_minibatches", train_batch_size=4),
+        keywords(delivery, "plan_minibatches", train_batch_size=4),
     ),
     "an epoch trains one batch twice and the next the other": (
         "rows that train the actor",

@@ -24,7 +24,7 @@ from tests.tools.audit.faults import (
 
 from lightrft.algorithms.kl import KlController
 from lightrft.algorithms.moments import moments_of
-from lightrft.experience import maker
+from lightrft.experience import delivery, maker
 from lightrft.models import lora
 from lightrft.records.batch import select_experience
 from lightrft.stages.policy import maker as policy_maker, policy_stage, updates
@@ -203,9 +203,9 @@ SIZES = {
         {"max_epochs": 2},
     ),
     "the critic learns once": (calls(updates.PolicyUpdate, "value_step", learns_once), CRITIC),
-    "batches of whole groups": (calls(maker, "plan_minibatches", in_given_order), {}),
+    "batches of whole groups": (calls(delivery, "plan_minibatches", in_given_order), {}),
     "every step has the batches of the first": (
-        calls(maker, "plan_minibatches", of_first_step),
+        calls(delivery, "plan_minibatches", of_first_step),
         {"steps": 2},
     ),
     "half of each batch": (calls(updates.PolicyUpdate, "policy_step", with_own_rows), {}),

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,18 +31,15 @@ from lightrft.algorithms.kl import estimate_kl
 from lightrft.algorithms.masking import masked_difference
 from lightrft.algorithms.moments import Moments, masked_moments, moments_of, whiten
 from lightrft.config import (
-    BackendOptions,
     ConfigError,
-    LearningOptions,
     SampledTeacherOptions,
     ShapingOptions,
     TrainConfig,
 )
-from lightrft.engines.factory import engine_facts
-from lightrft.engines.media.media import EncodedPrompt, RowMedia
-from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
-from lightrft.engines.types import ROUTES, SamplingParams
-from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
+from lightrft.engines.media.media import RowMedia
+from lightrft.engines.types import ROUTES
+from lightrft.experience.delivery import Delivery, batch_of, deliver, version_at_start
+from lightrft.experience.minibatches import MinibatchPlan
 from lightrft.models.layout import LayoutPolicy
 from lightrft.models.sequence_model import layout_policy
 from lightrft.models.types import (
@@ -58,24 +54,17 @@ from lightrft.records.batch import (
     ExperienceBatch,
     PolicyOutputs,
     RolloutBatch,
-    SupportError,
-    collate,
     join_micro_batches,
     select_rollouts,
 )
-from lightrft.records.media import agree_on_kinds, exchange_media
+from lightrft.records.media import agree_on_kinds
+from lightrft.records.recorded import engine_logprobs
 from lightrft.records.table import (
     RowTable,
     SampleTable,
-    deliver_rows,
     episode_places,
     episodes_of,
-    row_shares,
-    tabulate,
 )
-from lightrft.rollout.ledger_records import Evidence, deliver_evidence
-from lightrft.rollout.sampler import training_params
-from lightrft.rollout.single_turn import turn_source
 from lightrft.rollout.source import Samples
 from lightrft.strategy.backend import inner_module
 from lightrft.strategy.distributed.context import DistributedContext
@@ -86,7 +75,6 @@ if TYPE_CHECKING:
     from lightrft.engines.base import RolloutEngine
     from lightrft.models.divergence import HeadReader
     from lightrft.models.support import SamplingSupport
-    from lightrft.strategy.split.bridge import Bridge
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,22 +438,6 @@ class StepExperience:
         return self.samples.table
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """Route of rows to the ranks that train them.
-
-    Args:
-        training: Ranks that train.
-        encoder: Encoder of media.
-        generating: Bridge to the ranks that have the samples and call `deliver`; None if the
-            training ranks have them.
-    """
-
-    training: DistributedContext
-    encoder: Encoder = TEXT_ENCODER
-    generating: Bridge | None = None
-
-
 def make_experience(
     samples: Samples,
     models: ForwardModels,
@@ -489,7 +461,7 @@ def make_experience(
         reuses_policy_logprobs: Leave old logprobs to the update if the step has one batch.
     """
     config, table, context = settings.config, samples.table, delivery.training
-    rank, version = context.data_rank, _version(samples, engine)
+    rank, version = context.data_rank, version_at_start(samples, engine)
     source_ranks, encoder = delivery.generating or context, delivery.encoder
     with timer.stage("exchange"):
         plan, rows, prompts, evidence = deliver(
@@ -499,7 +471,7 @@ def make_experience(
         if encoder.reads_media:
             kinds = agree_on_kinds(context, RowMedia(prompts).kinds)
             media = RowMedia(prompts, encoder.blanks(kinds))
-    batch = _batch(samples, rows, media, config, plan, context, engine)
+    batch = batch_of(samples, rows, media, config, plan, context, engine)
     slices = plan.forward_slices(table.lengths, rank=rank, config=config)
     if evidence is not None:
         from lightrft.experience.ledger_gate import check_ledger  # of runs with --ledger_gate
@@ -512,7 +484,7 @@ def make_experience(
     with timer.stage("forward"), phase("score", context.timeout):
         outputs = compute_outputs(batch, models, slices=slices, scores_actor=not is_known)
     if config.use_rollout_logprobs:
-        outputs = replace(outputs, old_logprobs=_engine_logprobs(batch))
+        outputs = replace(outputs, old_logprobs=engine_logprobs(batch))
     greedy = _greedy_rewards(samples)
     shaped = shape_rewards(table, settings.moments, config, greedy_rewards=greedy)
     experience = assemble(
@@ -527,103 +499,10 @@ def make_experience(
     return StepExperience(experience, rows, samples, shaped, plan, version)
 
 
-def _engine_logprobs(batch: RolloutBatch) -> Tensor:
-    """Return the engine's logprobs of the tokens to train on, as those before the update."""
-    if batch.support is not None and not batch.support.suffices:
-        raise SupportError(
-            "use_rollout_logprobs with truncated sampling needs an engine that records the tokens "
-            "it kept at every place: leave it out, or use engine_type hf"
-        )
-    return torch.where(batch.response_mask, batch.rollout_logprobs, 0.0)
-
-
-def deliver(
-    samples: Samples,
-    config: BackendOptions,
-    step: int,
-    ranks: DistributedContext | Bridge,
-    encoder: Encoder,
-    *,
-    num_training: int,
-) -> tuple[MinibatchPlan, SampleTable, tuple[EncodedPrompt | None, ...], Evidence | None]:
-    """Send rows to the ranks that train them; collective over ranks that sample or train.
-
-    Args:
-        samples: Samples of the step; their holders are numbered as in `ranks`.
-        config: Options of the run.
-        step: As for `make_experience`.
-        ranks: Exchange of bytes between these ranks; the first ones train.
-        encoder: Encoder of prompts with media.
-        num_training: Number of ranks that train.
-
-    Returns:
-        Plan of the step; and of this rank's rows their tokens, media and evidence.
-    """
-    table, num_ranks = samples.table, num_training // config.sp_size
-    # Ranks that only generate do not know whether models refused to pack.
-    knows_layout = ranks.world_size == num_training
-    keeps_groups = config.shared_prefix != "off" and config.packing_samples and knows_layout
-    plan = plan_minibatches(
-        table.lengths,
-        train_batch_size=config.train_batch_size,
-        world_size=num_ranks,
-        seed=config.seed,
-        step=step,
-        episodes=episode_places(table),
-        groups=table.group_ids if keeps_groups else None,
-        prompt_lengths=table.prompt_lengths,
-    )
-    wanted = [plan.row_index(each) for each in range(num_ranks) for _ in range(config.sp_size)]
-    wanted += [np.empty(0, np.int64)] * (ranks.world_size - len(wanted))
-    rows = deliver_rows(table, tabulate(samples.scored), wanted, ranks)
-    prompts = exchange_media(table, samples.scored, wanted, ranks, encoder)
-    evidence = samples.evidence
-    if evidence is not None:
-        ids = [table.sample_ids[each].tolist() for each in wanted]
-        evidence = deliver_evidence(evidence, ids, ranks)
-    return plan, rows, prompts, evidence
-
-
-def _batch(
-    samples: Samples,
-    rows: SampleTable,
-    media: RowMedia,
-    config: LearningOptions,
-    plan: MinibatchPlan,
-    context: DistributedContext,
-    engine: RolloutEngine | None,
-) -> RolloutBatch:
-    params, shares = training_params(config), row_shares(samples.table)
-    support = replayed_support(params, None if engine is None else engine.name)
-    is_over_kept = config.truncated_logprobs == "kept"
-    first_temperature = turn_source(config).first_temperature(config)
-    batch = collate(
-        rows,
-        temperature=params.temperature,
-        device=context.device,
-        num_uncompared_tokens=int(first_temperature not in (None, params.temperature)),
-        version=_version(samples, engine),
-        support=None if support is None else replace(support, renormalises=is_over_kept),
-        media=media,
-        masks_truncated=config.mask_truncated,
-    )
-    if shares is None or config.agent_denominator == "branch":
-        return batch
-    shares_here = torch.from_numpy(shares[plan.row_index(context.data_rank)])
-    return replace(batch, row_shares=shares_here.to(context.device))
-
-
 def choose_layout(models: ForwardModels) -> LayoutPolicy:
     """Return the layout policy of the actor."""
     actor = models.actor
     return layout_policy(inner_module(actor) if isinstance(actor, nn.Module) else actor)
-
-
-def _version(samples: Samples, engine: RolloutEngine | None) -> int:
-    """Return the version of the weights at the start of the step; else that of the last token."""
-    if engine is not None:
-        return engine.weights_version
-    return int(samples.table.weights_versions.max(initial=-1))
 
 
 def _greedy_rewards(samples: Samples) -> torch.Tensor | None:
@@ -633,22 +512,3 @@ def _greedy_rewards(samples: Samples) -> torch.Tensor | None:
         return None
     by_group = dict(zip(greedy.group_ids.tolist(), greedy.rewards.tolist(), strict=True))
     return torch.tensor([by_group[group] for group in samples.table.group_ids.tolist()]).double()
-
-
-def replayed_support(params: SamplingParams, engine_name: str | None) -> SamplingSupport | None:
-    """Return the truncation to replay; None if there is none or its order is unknown.
-
-    Args:
-        params: Sampling parameters of the samples.
-        engine_name: Name of the engine that drew them.
-    """
-    if not params.truncates:
-        return None
-    from lightrft.models.support import SamplingSupport
-
-    top_k, top_p, min_p = params.top_k, params.top_p, params.min_p
-    facts = engine_facts(engine_name)
-    if not facts.has_known_order(top_k=top_k, top_p=top_p, min_p=min_p):
-        return None
-    is_first = min_p > 0 and facts.known_order == "min_p first"
-    return SamplingSupport(top_k, top_p, min_p, min_p_first=is_first)

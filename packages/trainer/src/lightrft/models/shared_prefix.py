@@ -44,7 +44,7 @@ class SharedRuns:
             values: Values of the stream's tokens along `dim`.
             dim: Dimension of the tokens.
         """
-        rows: Tensor = _ReadRows.apply(values, self.paths, dim)  # type: ignore[no-untyped-call, unused-ignore]
+        rows: Tensor = ReadRows.apply(values, self.paths, dim)  # type: ignore[no-untyped-call, unused-ignore]
         return rows
 
 
@@ -62,17 +62,19 @@ def shared_runs(paths: Sequence[Path], device: torch.device) -> SharedRuns:
     return SharedRuns(tuple(paths), *offsets_of(lengths, device))
 
 
-class _ReadRows(torch.autograd.Function):
+class ReadRows(torch.autograd.Function):
     """Values of rows along their paths; the gradient of a token is the sum over its rows."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, values: Tensor, paths: tuple[Path, ...], dim: int) -> Tensor:
+        """Read values along each path, one path after the other."""
         ctx.paths, ctx.dim = paths, dim  # type: ignore[attr-defined]
         runs = [values.narrow(dim, a, b - a) for path in paths for a, b in path]
         return torch.cat(runs, dim=dim)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """Add up the gradients of each value."""
         paths: tuple[Path, ...] = ctx.paths  # type: ignore[attr-defined]
         dim: int = ctx.dim  # type: ignore[attr-defined]
         (gradient,) = gradients

@@ -6,16 +6,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightrft.engines.media.media import NO_MEDIA, RowMedia
-from lightrft.engines.types import KEPT_IDS, ROUTES
-from lightrft.records.columns import COLUMNS, MissingRoutesError
+from lightrft.records.columns import COLUMNS
+from lightrft.records.recorded import with_kept_sets, with_routes
 from lightrft.records.table import SampleTable
 
 if TYPE_CHECKING:
-    from lightrft.models.support import KeptSets, SamplingSupport
+    from lightrft.models.support import SamplingSupport
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,103 +174,7 @@ def collate(
         prompt_places=_row_fact(table, "prompt_places", device),
         draw_weights=_row_fact(table, "draw_weights", device),
     )
-    return _with_routes(_with_kept_sets(batch, table), table)
-
-
-def without_routes(batch: RolloutBatch) -> RolloutBatch:
-    """Return a batch whose models choose experts themselves."""
-    return replace(batch, facts={n: each for n, each in batch.facts.items() if n != ROUTES})
-
-
-def _with_routes(batch: RolloutBatch, table: SampleTable) -> RolloutBatch:
-    """Return a batch with the bytes of recorded experts, [batch, seq, bytes] uint8, if any.
-
-    Raises:
-        MissingRoutesError: Rows to train on lack them, or have other numbers of experts.
-    """
-    counts = table.facts.get("num_route_bytes", np.zeros(len(table), np.int64)).astype(np.int64)
-    if not counts.any():
-        return batch
-    widths, rests = np.divmod(counts, np.maximum(table.lengths - 1, 1))
-    width = int(widths.max())
-    is_trained = batch.response_mask.any(dim=1).cpu().numpy()
-    wrong = np.flatnonzero(((widths != width) | (rests > 0)) & (is_trained | (counts > 0)))
-    if len(wrong):
-        row = wrong[0]
-        raise MissingRoutesError(
-            f"sample {table.sample_ids[row]} has {counts[row]} bytes of recorded experts for "
-            f"{table.lengths[row]} tokens, others have {width} a token; --routing_replay off "
-            "trains without them"
-        )
-    routes = torch.zeros(*batch.token_ids.shape, width, dtype=torch.uint8)
-    stops = np.cumsum(counts)
-    for row in np.flatnonzero(counts).tolist():
-        values = table[ROUTES][stops[row] - counts[row] : stops[row]].reshape(-1, width)
-        routes[row, : len(values)] = torch.from_numpy(values.astype(np.uint8))
-    return replace(batch, facts={**batch.facts, ROUTES: routes.to(batch.token_ids.device)})
-
-
-def _with_kept_sets(batch: RolloutBatch, table: SampleTable) -> RolloutBatch:
-    """Return a batch with the ids that truncation kept, if they were recorded."""
-    if batch.support is None or not table.facts.get("num_kept", np.zeros(0)).any():
-        return batch
-    kept = _kept_sets(table, batch.attention_mask)
-    places = {"kept_starts": kept.starts, "kept_sizes": kept.sizes}
-    return replace(
-        batch, support=replace(batch.support, kept=kept), facts={**batch.facts, **places}
-    )
-
-
-class SupportError(RuntimeError):
-    """Recorded ids of truncated sampling that cannot be those of a token."""
-
-
-def _kept_sets(table: SampleTable, attention_mask: Tensor) -> "KeptSets":
-    """Return the ids that truncation kept, with their places [batch, seq].
-
-    Raises:
-        SupportError: A drawn token is not once among the ids of its place.
-    """
-    from lightrft.models.support import KeptSets  # of runs with truncated sampling
-
-    flat, counts = table[KEPT_IDS].astype(np.int32), table["num_kept"].astype(np.int64)
-    lengths = table.response_lengths
-    rows = np.repeat(np.arange(len(table)), lengths)
-    first = np.cumsum(counts) - counts
-    within = np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    sizes = np.where(counts[rows] > 0, flat[np.minimum(first[rows] + within, len(flat) - 1)], 0)
-    before = np.cumsum(sizes) - sizes
-    starts = before + (np.cumsum(np.where(counts > 0, lengths, 0)))[rows]
-    owners = np.repeat(np.arange(len(rows)), sizes)
-    ids = flat[starts[owners] + np.arange(len(owners)) - before[owners]]
-    is_response = np.arange(table.lengths.sum()) >= np.repeat(
-        np.cumsum(table.lengths) - lengths, table.lengths
-    )
-    drawn = table.token_ids[is_response]
-    num_drawn = np.bincount(owners[ids == drawn[owners]], minlength=len(rows))
-    wrong = np.flatnonzero(num_drawn != (sizes > 0))
-    if len(wrong):
-        token = int(wrong[0])
-        raise SupportError(
-            f"sample {table.sample_ids[rows[token]]}, response token {within[token]}: id "
-            f"{drawn[token]} was drawn, and is {num_drawn[token]} times among the {sizes[token]} "
-            "ids that the engine recorded as kept, expected once; report this with the engine's "
-            "version"
-        )
-
-    def padded(values: NDArray[np.int64]) -> Tensor:
-        whole = np.zeros(len(is_response), np.int64)
-        whole[is_response] = values
-        tensor = torch.zeros_like(attention_mask, dtype=torch.int64)
-        tensor[attention_mask] = torch.from_numpy(whole).to(tensor.device)
-        return tensor
-
-    return KeptSets(
-        torch.from_numpy(flat).to(attention_mask.device),
-        padded(starts),
-        padded(sizes),
-        is_complete=bool((sizes[table.is_sampled] > 0).all()),
-    )
+    return with_routes(with_kept_sets(batch, table), table)
 
 
 def _filled(name: str, values: Tensor, is_kept: Tensor, device: torch.device) -> Tensor:

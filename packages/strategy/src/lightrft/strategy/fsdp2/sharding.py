@@ -174,7 +174,7 @@ def shard_module(module: nn.Module, plan: ShardingPlan) -> nn.Module:
 
 def apply_units(module: nn.Module, plan: ShardingPlan) -> None:
     """Make the units of a model; parameters on the meta device stay there."""
-    _cast_parameters(module, plan)
+    cast_parameters(module, plan)
     options = {
         "mesh": plan.mesh,
         "reshard_after_forward": plan.reshard_after_forward,
@@ -209,8 +209,8 @@ def _forget_pass(module: nn.Module, *_: object) -> None:
                 state._fsdp_param_group._post_forward_indices.clear()
 
 
-def _cast_parameters(module: nn.Module, plan: ShardingPlan) -> None:
-    # Not module.to(dtype): buffers, such as rotary frequencies, keep theirs.
+def cast_parameters(module: nn.Module, plan: ShardingPlan) -> None:
+    """Store parameters as a plan says; buffers, such as rotary frequencies, keep their dtype."""
     for parameter in module.parameters():
         if parameter.is_floating_point():
             dtype = plan.param_dtype if parameter.requires_grad else plan.compute_dtype

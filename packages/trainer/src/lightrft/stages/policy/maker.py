@@ -21,9 +21,9 @@ from lightrft.datasets.batch_stream import Draws, check_lengths
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.text_encoder import Encoder
+from lightrft.experience.delivery import Delivery
 from lightrft.experience.maker import (
     AdvantageSettings,
-    Delivery,
     ForwardModels,
     StepExperience,
     make_experience,
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
         TrajectoryLog,
     )
     from lightrft.rollout.version_checks import SampledVersions
-    from lightrft.stages.metrics import StepMetrics
     from lightrft.stages.policy.parity import ParityReport
     from lightrft.stages.policy.split.training_side import RemoteRollouts
     from lightrft.strategy.backend import Backend
@@ -478,44 +477,24 @@ class ExperienceMaker:
         batch, table = experience.batch.rollouts, experience.table
         if experience.samples.skip_reason or not self._compares(step):
             return
+        slices, metrics = self._forward_slices(experience), step.metrics
         with step.timer.stage("forward"), phase("score", self.context.timeout):
             if batch.support is not None and table["num_kept"].any():
-                self._check_supports(experience, step.metrics)
+                from lightrft.stages.policy.parity import limits_of
+                from lightrft.stages.policy.supports import check_supports
+
+                limits = limits_of(self.actor, self.backend, self.session, self.config.parity_limit)
+                compared, other = check_supports(
+                    batch, self.actor, slices, mean_limit=limits.mean, context=self.context
+                )
+                metrics.add_mean("kept_ids_other_share", other, compared)
             if table["num_route_bytes"].any():
-                self._check_routes(experience, step.metrics)
+                from lightrft.stages.policy.routes import check_routes
 
-    def _check_supports(self, experience: StepExperience, metrics: StepMetrics) -> None:
-        from lightrft.stages.policy.parity import limits_of
-        from lightrft.stages.policy.supports import check_supports
-
-        limits = limits_of(self.actor, self.backend, self.session, self.config.parity_limit)
-        compared, other = check_supports(
-            experience.batch.rollouts,
-            self.actor,
-            self._forward_slices(experience),
-            mean_limit=limits.mean,
-            context=self.context,
-        )
-        metrics.add_mean("kept_ids_other_share", other, compared)
-
-    def _check_routes(self, experience: StepExperience, metrics: StepMetrics) -> None:
-        from lightrft.stages.policy.routes import (
-            compare_routes,
-            require_like_routes,
-            unreplayed_logprobs,
-        )
-
-        batch, slices = experience.batch.rollouts, self._forward_slices(experience)
-        counts = compare_routes(batch, self.actor, slices, self.context)
-        metrics.add_mean("routes_other_share", counts.num_other, counts.num_compared)
-        if not self.config.keeps_rows:
-            require_like_routes(counts, self.context.compute_dtype)
-        if batch.compared_mask is not None:
-            logprobs = unreplayed_logprobs(batch, self.actor, slices)
-            difference = logprobs.double() - batch.rollout_logprobs.double()
-            mask = batch.compared_mask
-            metrics.add_masked_mean("unreplayed_logprob_diff_mean", difference.abs(), mask)
-            metrics.add_masked_mean("unreplayed_correction_weight", difference.exp(), mask)
+                is_current = not self.config.keeps_rows
+                check_routes(
+                    batch, self.actor, slices, self.context, metrics, is_current=is_current
+                )
 
     def _compare(self, rollouts: RolloutBatch, logprobs: Tensor) -> ParityReport:
         from lightrft.stages.policy.parity import check_parity

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from lightrft.engines.hf.routers import Router, RoutesError
 from lightrft.experience.maker import run_policy, score_policy
 from lightrft.models import Actor
-from lightrft.records.batch import RolloutBatch, select_rollouts, without_routes
+from lightrft.records.batch import RolloutBatch, select_rollouts
+from lightrft.records.recorded import without_routes
 from lightrft.strategy.backend import inner_module
 
 if TYPE_CHECKING:
+    from lightrft.stages.metrics import StepMetrics
     from lightrft.strategy.distributed.context import DistributedContext
 
 # Share of choices that rounding may decide otherwise, in float32 and below. Published runs in
@@ -80,6 +82,36 @@ def unreplayed_logprobs(batch: RolloutBatch, actor: nn.Module, slices: Sequence[
     """Return the actor's logprobs with experts that it chooses: [batch, seq]."""
     plain = without_routes(batch)
     return score_policy(actor, plain, slices=slices, entropy="none").sampling_logprobs
+
+
+def check_routes(
+    batch: RolloutBatch,
+    actor: nn.Module,
+    slices: Sequence[slice],
+    context: DistributedContext,
+    metrics: StepMetrics,
+    *,
+    is_current: bool,
+) -> None:
+    """Compare recorded experts with the actor's choices; collective.
+
+    Args:
+        batch, actor, slices, context: See `compare_routes`.
+        metrics: Gets what replaying changes.
+        is_current: All rows were sampled by the actor's present weights.
+
+    Raises:
+        RoutesError: They are others than rounding explains.
+    """
+    counts = compare_routes(batch, actor, slices, context)
+    metrics.add_mean("routes_other_share", counts.num_other, counts.num_compared)
+    if is_current:
+        require_like_routes(counts, context.compute_dtype)
+    if batch.compared_mask is not None:
+        logprobs = unreplayed_logprobs(batch, actor, slices)
+        difference, mask = logprobs.double() - batch.rollout_logprobs.double(), batch.compared_mask
+        metrics.add_masked_mean("unreplayed_logprob_diff_mean", difference.abs(), mask)
+        metrics.add_masked_mean("unreplayed_correction_weight", difference.exp(), mask)
 
 
 def _routers(actor: nn.Module) -> Sequence[Router]:

@@ -10,7 +10,7 @@ from lightrft.config import SamplingOptions, TrainConfig
 from lightrft.datasets.batch_stream import Batches, Draws, open_stream
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
-from lightrft.experience.maker import deliver
+from lightrft.experience.delivery import deliver
 from lightrft.records.media import media_of
 from lightrft.reporting.files import SAMPLES_FILE
 from lightrft.reporting.trajectories import SampleLog
