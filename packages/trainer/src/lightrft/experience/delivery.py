@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lightrft.config import (
     BackendOptions,
@@ -20,7 +21,7 @@ from lightrft.records.batch import (
     collate,
 )
 from lightrft.records.media import exchange_media
-from lightrft.records.recorded import replayed_support
+from lightrft.records.recorded import SupportError, replayed_support
 from lightrft.records.table import (
     SampleTable,
     deliver_rows,
@@ -137,3 +138,13 @@ def version_at_start(samples: Samples, engine: RolloutEngine | None) -> int:
     if engine is not None:
         return engine.weights_version
     return int(samples.table.weights_versions.max(initial=-1))
+
+
+def engine_logprobs(batch: RolloutBatch) -> Tensor:
+    """Return the engine's logprobs of the tokens to train on, as those before the update."""
+    if batch.support is not None and not batch.support.suffices:
+        raise SupportError(
+            "use_rollout_logprobs with truncated sampling needs an engine that records the tokens "
+            "it kept at every place: leave it out, or use engine_type hf"
+        )
+    return torch.where(batch.response_mask, batch.rollout_logprobs, 0.0)

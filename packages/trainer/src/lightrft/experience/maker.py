@@ -38,7 +38,13 @@ from lightrft.config import (
 )
 from lightrft.engines.media.media import RowMedia
 from lightrft.engines.types import ROUTES
-from lightrft.experience.delivery import Delivery, batch_of, deliver, version_at_start
+from lightrft.experience.delivery import (
+    Delivery,
+    batch_of,
+    deliver,
+    engine_logprobs,
+    version_at_start,
+)
 from lightrft.experience.minibatches import MinibatchPlan
 from lightrft.models.layout import LayoutPolicy
 from lightrft.models.sequence_model import layout_policy
@@ -58,7 +64,6 @@ from lightrft.records.batch import (
     select_rollouts,
 )
 from lightrft.records.media import agree_on_kinds
-from lightrft.records.recorded import engine_logprobs
 from lightrft.records.table import (
     RowTable,
     SampleTable,

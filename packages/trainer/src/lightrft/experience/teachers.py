@@ -18,8 +18,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.experience.maker import TeacherFunction, score_policy
 from lightrft.models.layout import pad_rows
 from lightrft.models.types import PolicyModel
-from lightrft.records.batch import RolloutBatch, take_rollouts
-from lightrft.records.recorded import without_routes
+from lightrft.records.batch import RolloutBatch, take_rollouts, without_routes
 from lightrft.strategy.distributed.context import DistributedContext
 
 

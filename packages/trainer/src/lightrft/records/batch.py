@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from lightrft.engines.media.media import NO_MEDIA, RowMedia
+from lightrft.engines.types import ROUTES
 from lightrft.records.columns import COLUMNS
-from lightrft.records.recorded import with_kept_sets, with_routes
+from lightrft.records.recorded import recorded_facts
 from lightrft.records.table import SampleTable
 
 if TYPE_CHECKING:
@@ -174,7 +175,13 @@ def collate(
         prompt_places=_row_fact(table, "prompt_places", device),
         draw_weights=_row_fact(table, "draw_weights", device),
     )
-    return with_routes(with_kept_sets(batch, table), table)
+    facts, support = recorded_facts(table, batch.attention_mask, batch.response_mask, support)
+    return replace(batch, facts={**batch.facts, **facts}, support=support)
+
+
+def without_routes(batch: RolloutBatch) -> RolloutBatch:
+    """Return a batch whose models choose experts themselves."""
+    return replace(batch, facts={n: each for n, each in batch.facts.items() if n != ROUTES})
 
 
 def _filled(name: str, values: Tensor, is_kept: Tensor, device: torch.device) -> Tensor:

@@ -17,26 +17,44 @@ from lightrft.records.table import SampleTable
 
 if TYPE_CHECKING:
     from lightrft.models.support import KeptSets, SamplingSupport
-    from lightrft.records.batch import RolloutBatch
 
 
-def without_routes(batch: RolloutBatch) -> RolloutBatch:
-    """Return a batch whose models choose experts themselves."""
-    return replace(batch, facts={n: each for n, each in batch.facts.items() if n != ROUTES})
+def recorded_facts(
+    table: SampleTable,
+    attention_mask: Tensor,
+    response_mask: Tensor,
+    support: SamplingSupport | None,
+) -> tuple[dict[str, Tensor], SamplingSupport | None]:
+    """Return further facts of tokens, and the support with the kept ids, if there are records.
+
+    Args:
+        table: Rows of the batch.
+        attention_mask, response_mask: [batch, seq] bool, as in the batch.
+        support: Truncation of the sampling.
+    """
+    facts: dict[str, Tensor] = {}
+    routes = _routes(table, response_mask)
+    if routes is not None:
+        facts[ROUTES] = routes
+    if support is not None and table.facts.get("num_kept", np.zeros(0)).any():
+        kept = _kept_sets(table, attention_mask)
+        facts |= {"kept_starts": kept.starts, "kept_sizes": kept.sizes}
+        support = replace(support, kept=kept)
+    return facts, support
 
 
-def with_routes(batch: RolloutBatch, table: SampleTable) -> RolloutBatch:
-    """Return a batch with the bytes of recorded experts, [batch, seq, bytes] uint8, if any.
+def _routes(table: SampleTable, response_mask: Tensor) -> Tensor | None:
+    """Return the bytes of recorded experts, [batch, seq, bytes] uint8; None without any.
 
     Raises:
         MissingRoutesError: Rows to train on lack them, or have other numbers of experts.
     """
     counts = table.facts.get("num_route_bytes", np.zeros(len(table), np.int64)).astype(np.int64)
     if not counts.any():
-        return batch
+        return None
     widths, rests = np.divmod(counts, np.maximum(table.lengths - 1, 1))
     width = int(widths.max())
-    is_trained = batch.response_mask.any(dim=1).cpu().numpy()
+    is_trained = response_mask.any(dim=1).cpu().numpy()
     wrong = np.flatnonzero(((widths != width) | (rests > 0)) & (is_trained | (counts > 0)))
     if len(wrong):
         row = wrong[0]
@@ -45,23 +63,12 @@ def with_routes(batch: RolloutBatch, table: SampleTable) -> RolloutBatch:
             f"{table.lengths[row]} tokens, others have {width} a token; --routing_replay off "
             "trains without them"
         )
-    routes = torch.zeros(*batch.token_ids.shape, width, dtype=torch.uint8)
+    routes = torch.zeros(*response_mask.shape, width, dtype=torch.uint8)
     stops = np.cumsum(counts)
     for row in np.flatnonzero(counts).tolist():
         values = table[ROUTES][stops[row] - counts[row] : stops[row]].reshape(-1, width)
         routes[row, : len(values)] = torch.from_numpy(values.astype(np.uint8))
-    return replace(batch, facts={**batch.facts, ROUTES: routes.to(batch.token_ids.device)})
-
-
-def with_kept_sets(batch: RolloutBatch, table: SampleTable) -> RolloutBatch:
-    """Return a batch with the ids that truncation kept, if they were recorded."""
-    if batch.support is None or not table.facts.get("num_kept", np.zeros(0)).any():
-        return batch
-    kept = _kept_sets(table, batch.attention_mask)
-    places = {"kept_starts": kept.starts, "kept_sizes": kept.sizes}
-    return replace(
-        batch, support=replace(batch.support, kept=kept), facts={**batch.facts, **places}
-    )
+    return routes.to(response_mask.device)
 
 
 class SupportError(RuntimeError):
@@ -114,16 +121,6 @@ def _kept_sets(table: SampleTable, attention_mask: Tensor) -> KeptSets:
         padded(sizes),
         is_complete=bool((sizes[table.is_sampled] > 0).all()),
     )
-
-
-def engine_logprobs(batch: RolloutBatch) -> Tensor:
-    """Return the engine's logprobs of the tokens to train on, as those before the update."""
-    if batch.support is not None and not batch.support.suffices:
-        raise SupportError(
-            "use_rollout_logprobs with truncated sampling needs an engine that records the tokens "
-            "it kept at every place: leave it out, or use engine_type hf"
-        )
-    return torch.where(batch.response_mask, batch.rollout_logprobs, 0.0)
 
 
 def replayed_support(params: SamplingParams, engine_name: str | None) -> SamplingSupport | None:

@@ -484,10 +484,7 @@ class ExperienceMaker:
                 from lightrft.stages.policy.supports import check_supports
 
                 limits = limits_of(self.actor, self.backend, self.session, self.config.parity_limit)
-                compared, other = check_supports(
-                    batch, self.actor, slices, mean_limit=limits.mean, context=self.context
-                )
-                metrics.add_mean("kept_ids_other_share", other, compared)
+                check_supports(batch, self.actor, slices, limits.mean, self.context, metrics)
             if table["num_route_bytes"].any():
                 from lightrft.stages.policy.routes import check_routes
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from lightrft.engines.hf.routers import Router, RoutesError
 from lightrft.experience.maker import run_policy, score_policy
 from lightrft.models import Actor
-from lightrft.records.batch import RolloutBatch, select_rollouts
-from lightrft.records.recorded import without_routes
+from lightrft.records.batch import RolloutBatch, select_rollouts, without_routes
 from lightrft.strategy.backend import inner_module
 
 if TYPE_CHECKING:

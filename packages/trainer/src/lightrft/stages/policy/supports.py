@@ -22,6 +22,7 @@ from lightrft.records.batch import RolloutBatch, select_rollouts
 from lightrft.stages.parity_limits import ParityError
 
 if TYPE_CHECKING:
+    from lightrft.stages.metrics import StepMetrics
     from lightrft.strategy.distributed.context import DistributedContext
 
 # Share of tokens whose sets may be others: single unlikely tokens differ more than the rest.
@@ -42,10 +43,10 @@ def check_supports(
     batch: RolloutBatch,
     actor: nn.Module,
     slices: Sequence[slice],
-    *,
     mean_limit: float,
     context: DistributedContext,
-) -> tuple[int, int]:
+    metrics: StepMetrics,
+) -> None:
     """Compare recorded with computed kept ids; collective.
 
     Args:
@@ -54,9 +55,7 @@ def check_supports(
         slices: Rows of each forward pass.
         mean_limit: Mean difference of logprobs that rounding explains.
         context: Process groups of the ranks.
-
-    Returns:
-        Numbers of tokens that were compared, and of those whose sets differ.
+        metrics: Gets the share of tokens whose sets differ.
 
     Raises:
         ParityError: More sets differ than rounding explains; raised on all ranks.
@@ -78,7 +77,7 @@ def check_supports(
             "  the engine samples from another distribution, or records another; report this with "
             "the engine's version"
         )
-    return compared, other
+    metrics.add_mean("kept_ids_other_share", other, compared)
 
 
 def _count(projected: Projected, micro: RolloutBatch, tally: _Tally, rounding: float) -> Tensor:
