@@ -89,22 +89,21 @@ def check_routes(
     slices: Sequence[slice],
     context: DistributedContext,
     metrics: StepMetrics,
-    *,
-    is_current: bool,
+    keeps_rows: bool,
 ) -> None:
     """Compare recorded experts with the actor's choices; collective.
 
     Args:
         batch, actor, slices, context: See `compare_routes`.
         metrics: Gets what replaying changes.
-        is_current: All rows were sampled by the actor's present weights.
+        keeps_rows: Some rows were sampled by earlier weights.
 
     Raises:
         RoutesError: They are others than rounding explains.
     """
     counts = compare_routes(batch, actor, slices, context)
     metrics.add_mean("routes_other_share", counts.num_other, counts.num_compared)
-    if is_current:
+    if not keeps_rows:
         require_like_routes(counts, context.compute_dtype)
     if batch.compared_mask is not None:
         logprobs = unreplayed_logprobs(batch, actor, slices)
