@@ -326,8 +326,7 @@ class ExperienceMaker:
 
             slices, teacher = self._forward_slices(experience), self.models.teacher
             check_first_step(batch, teacher, slices, self.config, self.context)
-        if is_compared and not samples.skip_reason:
-            self._check_recorded(experience, step)
+        self._check_recorded(experience, step)
         if is_compared and batch.outputs.old_logprobs is None and not samples.skip_reason:
             gate = partial(self._compare, batch.rollouts)
         elif is_compared:
@@ -476,6 +475,8 @@ class ExperienceMaker:
     def _check_recorded(self, experience: StepExperience, step: Step) -> None:
         """Compare what the engine recorded of its sampling with the trainer's; collective."""
         batch, table = experience.batch.rollouts, experience.table
+        if experience.samples.skip_reason or not self._compares(step):
+            return
         slices, metrics = self._forward_slices(experience), step.metrics
         with step.timer.stage("forward"), phase("score", self.context.timeout):
             if batch.support is not None and table["num_kept"].any():
@@ -487,8 +488,7 @@ class ExperienceMaker:
             if table["num_route_bytes"].any():
                 from lightrft.stages.policy.routes import check_routes
 
-                keeps_rows = self.config.keeps_rows
-                check_routes(batch, self.actor, slices, self.context, metrics, keeps_rows)
+                check_routes(batch, self.actor, slices, self.context, metrics, self.config)
 
     def _compare(self, rollouts: RolloutBatch, logprobs: Tensor) -> ParityReport:
         from lightrft.stages.policy.parity import check_parity

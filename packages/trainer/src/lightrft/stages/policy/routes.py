@@ -16,6 +16,7 @@ from lightrft.records.batch import RolloutBatch, select_rollouts, without_routes
 from lightrft.strategy.backend import inner_module
 
 if TYPE_CHECKING:
+    from lightrft.config import TrainConfig
     from lightrft.stages.metrics import StepMetrics
     from lightrft.strategy.distributed.context import DistributedContext
 
@@ -89,21 +90,21 @@ def check_routes(
     slices: Sequence[slice],
     context: DistributedContext,
     metrics: StepMetrics,
-    keeps_rows: bool,
+    config: TrainConfig,
 ) -> None:
     """Compare recorded experts with the actor's choices; collective.
 
     Args:
         batch, actor, slices, context: See `compare_routes`.
         metrics: Gets what replaying changes.
-        keeps_rows: Some rows were sampled by earlier weights.
+        config: Options; `keeps_rows` says that earlier weights sampled some rows.
 
     Raises:
         RoutesError: They are others than rounding explains.
     """
     counts = compare_routes(batch, actor, slices, context)
     metrics.add_mean("routes_other_share", counts.num_other, counts.num_compared)
-    if not keeps_rows:
+    if not config.keeps_rows:
         require_like_routes(counts, context.compute_dtype)
     if batch.compared_mask is not None:
         logprobs = unreplayed_logprobs(batch, actor, slices)
