@@ -16,7 +16,7 @@ from lightrft.records.batch import RolloutBatch, select_rollouts, without_routes
 from lightrft.strategy.backend import inner_module
 
 if TYPE_CHECKING:
-    from lightrft.config import TrainConfig
+    from lightrft.config import StreamingOptions
     from lightrft.stages.metrics import StepMetrics
     from lightrft.strategy.distributed.context import DistributedContext
 
@@ -90,7 +90,7 @@ def check_routes(
     slices: Sequence[slice],
     context: DistributedContext,
     metrics: StepMetrics,
-    config: TrainConfig,
+    config: StreamingOptions,
 ) -> None:
     """Compare recorded experts with the actor's choices; collective.
 
