@@ -6,6 +6,7 @@ from tests.models.tiny import tiny_model
 from tests.ranks import run_multiprocess
 
 from lightrft.models.support import SamplingSupport
+from lightrft.models.types import Replayed
 
 VOCAB = 251
 CHUNK = 100  # does not divide the vocabulary
@@ -46,7 +47,7 @@ def score(actor, rank):
         scored_mask=scored_mask,
         temperature=0.8,
         entropy="grad",
-        support=SamplingSupport(top_k=40, top_p=0.7),
+        recorded=Replayed(SamplingSupport(top_k=40, top_p=0.7)),
     )
     loss = (output.logprobs * upstream[0] + output.entropy * upstream[1]).sum()
     return output, loss

@@ -174,7 +174,7 @@ def test_adapters_are_added_on_the_gpu(world):
         entry(f"{layer}{SECOND}", (shape[0], rank)),
         entry("model.norm.weight", (64,), is_whole=True),
     )
-    adapted = SimpleNamespace(scale=2.0)
+    adapted = SimpleNamespace(scale=2.0, pretrained=nn.Module())
     with OnlyCuda() as watch:
         source = LoraActor.merged_source(adapted, ParameterSource(nn.Module(), entries, group))
     assert watch.on_host == []

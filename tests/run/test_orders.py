@@ -27,8 +27,6 @@ from lightrft.datasets.types import Prompt
 from lightrft.run import loop
 from lightrft.run.assembly import run_training
 
-pytestmark = pytest.mark.shard("orders")
-
 # Follows results: the prompt of the largest reward comes again at once.
 OWN = """
 class Greedy:
