@@ -24,7 +24,6 @@ from lightrft.stages.policy.updates import PolicyUpdate
 from lightrft.tools.audit.findings import DIFFERS, EQUAL, NOT_AUDITED
 from lightrft.tools.audit.report import audit_step
 
-
 # Some groups are always right, some never, and some are mixed.
 REWARD = """
 def score(prompts, responses):
