@@ -21,7 +21,6 @@ from lightrft.models.sequence_model import freeze
 from lightrft.models.statements import vocabulary_of
 from lightrft.models.ulysses import LayoutRefusedError
 from lightrft.models.varlen import KernelShape, try_kernel, use_newer_kernel, use_own_kernel
-from lightrft.stages.kept_proofs import find_proof, keep_proof
 from lightrft.stages.stage import KeptDropout, TrainedModel
 from lightrft.strategy.backend import AnyModel, PreparedModel, inner_module
 from lightrft.strategy.nf4 import quantized_layers
@@ -164,7 +163,6 @@ def configure_models(
             "strategy: set it where the strategy is made"
         )
     modules = _set_parts(config, models, kept, balances=config.aux_loss_coef > 0)
-    key = find_proof(config, context, models, kept=kept, encoder=encoder)
     proofs: list[tuple[SequenceModel, Proof | None, MediaProof | None]] = []
     for model, module in modules:
         is_trained = any(each.requires_grad for each in module.parameters())
@@ -180,8 +178,6 @@ def configure_models(
         proofs.append((module, proof, media))
     if config.packing_samples:
         config = _packed(config, context, proofs)
-    if all(proof is not None for _, proof, _ in proofs):
-        keep_proof(key, config, context, models, kept=kept)
     for module, _, _ in proofs:
         module.is_proved = True
     return config
