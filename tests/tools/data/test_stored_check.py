@@ -63,7 +63,7 @@ def test_pairs_are_shown_with_their_marks_and_counted(check, stage):
         "duplicate rows (a run uses them all): 1, first: p.jsonl:3 = p.jsonl:1",
         "pairs whose rejected answer is chosen elsewhere: 3, first: p.jsonl:1 against p.jsonl:4, "
         "p.jsonl:3 against p.jsonl:4, p.jsonl:4 against p.jsonl:3",
-        "pairs of which one answer begins the other: 1, first: p.jsonl:2",
+        "pairs with one answer that begins the other: 1, first: p.jsonl:2",
         "the better answer is the longer one in 37.5% of the pairs, ties half",
         "rows that cannot be used: 0",
         "4 rows can be trained on",

@@ -23,7 +23,7 @@ _MARK, CALL_ID = "Qmark7Zab", "call00000"
 QUESTION: Message = {"role": "user", "content": "question"}
 # Keys of results that are always read; see `answering`.
 _LINKS = {"role", "tool_call_id", "name"}
-# Name for an assistant's message with calls, of which templates drop other parts.
+# Name for an assistant's message with calls: templates drop other parts of it.
 _CALLER = "assistant with calls"
 _REMEDY = "give a template that writes them (--chat_template FILE), or leave them out of the rows"
 

@@ -14,7 +14,7 @@ from lightrft.engines.text import Tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Characters, some of which every tokenizer knows.
+# Every tokenizer knows some of these characters.
 _PROBE = string.ascii_letters + string.digits + string.punctuation
 _BEGUN = "hold their beginning, which is not written a second time"
 _ENDED = "hold their end, and what stands behind it is left out"

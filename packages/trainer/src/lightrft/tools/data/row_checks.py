@@ -49,7 +49,7 @@ class RowCheck(Generic[Made]):
     Args:
         every: Rows that can be trained on, over-long ones included, with what a run makes of them.
         refused: Rows that cannot be used, None for malformed ones, each with a line that says why.
-        num_split: Number of rows of which a run makes several.
+        num_split: Number of rows that a run splits into several.
         record: Record of the columns and keys that nothing read.
         fits: Function that says whether a run takes what it made, or leaves it out as too long.
     """

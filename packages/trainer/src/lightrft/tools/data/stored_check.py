@@ -233,7 +233,7 @@ def show_numbers(result: RowCheck[Made], config: RowRunOptions, *, is_judged: bo
     pairs = pairs_of(result)
     if pairs:
         show_places("pairs whose rejected answer is chosen elsewhere", contradictions(pairs))
-        show_places("pairs of which one answer begins the other", beginnings(pairs))
+        show_places("pairs with one answer that begins the other", beginnings(pairs))
     say(f"texts read otherwise than they stand: {remark_of(rows) or 0}")
     judgements = [each for each in made if not isinstance(each, SupervisedRow)]
     if is_judged:
