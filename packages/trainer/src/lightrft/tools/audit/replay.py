@@ -332,7 +332,8 @@ def _check_engine(step: ReplayedStep, exact: Tensor) -> None:
         step.results.skip(name, "drawn with top_k, top_p or min_p")
     else:
         expected, is_known = _sampling_weights(step, exact)
-        step.results.tokens(name, rows.rollout_logprobs, expected, step.mask & is_known, "engine")
+        seen = rows.rollout_logprobs.masked_fill(step.mask & ~is_known, 0.0)
+        step.results.tokens(name, seen, expected, step.mask & is_known, "engine")
 
 
 def _knows_kept(step: ReplayedStep) -> bool:
