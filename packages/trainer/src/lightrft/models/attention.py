@@ -1,6 +1,6 @@
 """Attention for transformers' models: within sequences of one stream, and of short rows."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -63,7 +63,7 @@ class SequenceBounds:
         group: Ranks that each hold a slice of the stream; None if this rank holds it all.
         blocks: [tokens] int64 of the whole stream: tokens of one block (>= 0) see each other in
             both directions, as tokens of an image do in some models; None has no blocks.
-        shared: Rows of which the sequences are the ends; None if the sequences are the rows.
+        shared: Rows, if a sequence is only the tail of its row; None if sequences are whole rows.
     """
 
     offsets: tuple[int, ...]
@@ -71,16 +71,6 @@ class SequenceBounds:
     group: ProcessGroup | None = None
     blocks: Tensor | None = None
     shared: SharedRuns | None = None
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return max(b - a for a, b in pairwise(self.offsets))
-
-    @property
-    def longest_keys(self) -> int:
-        """Most keys of a sequence."""
-        return max(b - a for a, b in pairwise(self.key_offsets))
 
     def inputs(self) -> dict[str, object]:
         """Return them as inputs of a model; kernels of recurrences know other names for them."""
@@ -94,10 +84,10 @@ class SequenceBounds:
     @property
     def key_offsets(self) -> tuple[int, ...]:
         """First key of each sequence, then the number of keys."""
-        return self.offsets if self.shared is None else self.shared.offsets
+        return (self.shared or self).offsets
 
     def spans(self) -> Iterator[tuple[slice, slice]]:
-        """Yield the queries and the keys of each sequence; the last keys are of its queries."""
+        """Yield the queries and the keys of each sequence; the last keys belong to the queries."""
         queries, keys = pairwise(self.offsets), pairwise(self.key_offsets)
         yield from ((slice(*q), slice(*k)) for q, k in zip(queries, keys, strict=True))
 
@@ -166,14 +156,15 @@ def packed_attention(
         )
     if group is not None:
         query, key, value = gather_sequence(query, key, value, group)
-    if sequence_bounds.shared is not None:
-        key, value = map(sequence_bounds.shared.read, (key, value))
+    shared = sequence_bounds.shared
+    if shared is not None:
+        key, value = map(shared.read, (key, value))
     if is_other:
         qkv = query, key, value
         return _attend_unfused(module, qkv, sequence_bounds, options), None
-    has_prefixes = sequence_bounds.shared is not None
-    is_varlen = has_varlen_kernel(query, key, value, has_prefixes=has_prefixes)
-    is_varlen = is_varlen and sequence_bounds.blocks is None
+    is_varlen = sequence_bounds.blocks is None and has_varlen_kernel(
+        query, key, value, has_prefixes=shared is not None
+    )
     attend = attend_stream if is_varlen else attend_each
     attended = attend((query, key, value), sequence_bounds, options)
     if group is not None:
@@ -194,24 +185,19 @@ def has_varlen_kernel(
 
 def attend_each(qkv: QKV, bounds: SequenceBounds, options: AttentionOptions) -> Tensor:
     """Call torch's attention once for each sequence: [1, heads, tokens, head_dim]."""
-    is_grouped = qkv[0].shape[1] != qkv[1].shape[1]
-    pieces = []
-    for queries, keys in _bounded(bounds):
-        q, k, v = (x[:, :, part] for x, part in zip(qkv, (queries, keys, keys), strict=True))
-        blocks = None if bounds.blocks is None else bounds.blocks[queries]
-        mask = _visible(q.shape[2], k.shape[2], options.get("sliding_window"), blocks, q.device)
-        pieces.append(
-            F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                dropout_p=options.get("dropout", 0.0),
-                is_causal=mask is None,
-                scale=options.get("scaling"),
-                enable_gqa=is_grouped,
-            )
+    pieces = [
+        F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=options.get("dropout", 0.0),
+            is_causal=mask is None,
+            scale=options.get("scaling"),
+            enable_gqa=q.shape[1] != k.shape[1],
         )
+        for (q, k, v), mask in _parts(qkv, bounds, _bounded(bounds), options)
+    ]
     return torch.cat(pieces, dim=2)
 
 
@@ -219,14 +205,27 @@ def _attend_unfused(
     module: nn.Module, qkv: QKV, bounds: SequenceBounds, options: AttentionOptions
 ) -> Tensor:
     """Call the model's eager attention for each sequence: [1, tokens, heads, head_dim]."""
-    pieces = []
-    for queries, keys in bounds.spans():
-        q, k, v = (x[:, :, part] for x, part in zip(qkv, (queries, keys, keys), strict=True))
-        blocks = None if bounds.blocks is None else bounds.blocks[queries]
-        mask = _visible(q.shape[2], k.shape[2], options.get("sliding_window"), blocks, q.device)
-        mask = None if mask is None else mask[None, None]
-        pieces.append(fused_attention(module, q, k, v, mask, **options)[0])
+    pieces = [
+        fused_attention(module, *part, None if mask is None else mask[None, None], **options)[0]
+        for part, mask in _parts(qkv, bounds, bounds.spans(), options)
+    ]
     return torch.cat(pieces, dim=1)
+
+
+def _parts(
+    qkv: QKV,
+    bounds: SequenceBounds,
+    spans: Iterable[tuple[slice, slice]],
+    options: AttentionOptions,
+) -> Iterator[tuple[QKV, Tensor | None]]:
+    """Yield queries, keys and values of each span, and the mask that they need."""
+    query, key, value = qkv
+    for queries, keys in spans:
+        part = query[:, :, queries], key[:, :, keys], value[:, :, keys]
+        num_queries, num_keys = (x.shape[2] for x in part[:2])
+        blocks = None if bounds.blocks is None else bounds.blocks[queries]
+        window = options.get("sliding_window")
+        yield part, _visible(num_queries, num_keys, window, blocks, query.device)
 
 
 def attends_packed(part: nn.Module) -> bool:
@@ -255,7 +254,7 @@ def _visible(
 ) -> Tensor | None:
     """Return [queries, keys] bool: the keys that each query sees; None is all before it.
 
-    The queries are of the last keys.
+    The last keys belong to the queries.
     """
     has_blocks = blocks is not None and bool((blocks >= 0).any())
     if window is not None and window >= num_keys:
@@ -278,8 +277,10 @@ def attend_stream(qkv: QKV, bounds: SequenceBounds, options: AttentionOptions) -
     if options.get("dropout"):
         raise ValueError("packed attention has no dropout on a GPU: set attention_dropout to 0")
     query, key, value = (x[0].transpose(0, 1) for x in qkv)
-    borders = bounds.offsets_tensor, bounds.longest
-    keys = borders if bounds.shared is None else (bounds.shared.offsets_tensor, bounds.longest_keys)
+    borders, keys = (
+        (each.offsets_tensor, max(b - a for a, b in pairwise(each.offsets)))
+        for each in (bounds, bounds.shared or bounds)
+    )
     attended = attend_varlen(
         (query, key, value),
         borders,

@@ -45,8 +45,9 @@ class BySequence(nn.Module):
         others = {name: value for name, value in kwargs.items() if name not in BORDERS}
         if stream.shared is not None:
             read = functools.partial(stream.shared.read, dim=1)
-            args = tuple(_changed_tokens(read, stream.offsets[-1], each) for each in args)
-            others = {n: _changed_tokens(read, stream.offsets[-1], x) for n, x in others.items()}
+            change = functools.partial(_changed_tokens, read, stream.offsets[-1])
+            args = tuple(map(change, args))
+            others = {name: change(value) for name, value in others.items()}
         outputs: list[object] = []
         for queries, keys in stream.spans():
             # A row whose prefix an earlier one holds is run through whole, for the state after it.

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import starmap
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -75,18 +76,13 @@ class Proof:
         # Inputs of the model's own forward pass beside tokens.
         self.own_inputs: dict[str, Tensor] = {}
         self._largest, self._draws = 1.0, 0
-        with self._attending(EAGER):
-            self.expected = [self._own(row) for row in self.rows]
+        self.expected = self.values_alone(self.rows)
         # Rounding of a layer, and of sums of logits in float32.
         self.unit, self.floor = 0.0, 0.0
         self.measure_rounding(self.rows[:1], 1)
 
     def _drawn_rows(self) -> list[Tensor]:
         return random_rows(self.inner, self.context.device)
-
-    def limit(self, *, is_same_way: bool = False) -> float:
-        """Return the largest distance that counts as rounding; arguments as for `exceeds`."""
-        return (1.0 if is_same_way else FACTOR) * self.unit + self.floor
 
     def measure_rounding(self, rows: Sequence[Tensor], num_draws: int) -> None:
         """Measure rounding by further draws on the first rows; the largest change counts."""
@@ -100,24 +96,23 @@ class Proof:
         self.unit = max(self.unit, self._agreed(max(changes)))
         self.floor = self._agreed(FLOOR * torch.finfo(torch.float32).eps * self._largest)
 
-    def exceeds(self, found: float, *, is_same_way: bool = False) -> bool:
-        """Return whether a distance is more than rounding; close calls are measured again.
+    def beyond_rounding(self, distance: float, *, is_same_way: bool = False) -> str:
+        """Return a text of a distance that is more than rounding, else ""; close calls try again.
 
         Args:
-            found: Distance to judge.
+            distance: Distance to judge.
             is_same_way: Whether hidden states were computed in the same way twice.
         """
-        # Written so that NaN exceeds.
-        if not found <= self.limit(is_same_way=is_same_way) and self._draws == 1:
+        factor = 1.0 if is_same_way else FACTOR
+        # Written so that NaN is beyond.
+        if not distance <= factor * self.unit + self.floor and self._draws == 1:
             # On all rows: in some of them rounding may send a token to another expert.
             self.measure_rounding(self.rows, FURTHER_DRAWS)
-        return not found <= self.limit(is_same_way=is_same_way)
-
-    def numbers(self, found: float, *, is_same_way: bool = False) -> str:
-        """Return a text of a distance and its limit; arguments as for `exceeds`."""
+        limit = factor * self.unit + self.floor
+        if distance <= limit:
+            return ""
         what = "d log p" if isinstance(self.inner, Actor) else "d of hidden states"
-        limit = self.limit(is_same_way=is_same_way)
-        return f"max |{what}| = {found:.2g}, at most {limit:.2g} is rounding"
+        return f"max |{what}| = {distance:.2g}, at most {limit:.2g} is rounding"
 
     @property
     def is_finite(self) -> bool:
@@ -137,19 +132,28 @@ class Proof:
         pairs = zip(together, self.expected, strict=True)
         return self._agreed(max(_distance(*pair) for pair in pairs))
 
-    def distances_of_siblings(self) -> tuple[float, float]:
-        """Return changes of rows with a common prefix when one ends otherwise, and the distance.
+    def mixing(self, rows: Sequence[Tensor], expected: Sequence[Tensor], other: Tensor) -> str:
+        """Return how far values of rows in one pass are from those alone; "" if only rounded.
 
-        The distance is that of the rows in one pass from each alone.
+        They may not change either when another row takes the place of the first.
+
+        Args:
+            rows: Rows, [tokens] int64 each.
+            expected: [tokens] values of each row alone.
+            other: Row with which the others are computed once more.
         """
-        rows = _siblings(self.rows)
+        together, after = self._as_run(rows), self._as_run([other, *rows[1:]])
+        pairs = zip(together[1:], after[1:], strict=True), zip(together, expected, strict=True)
+        for is_same_way, each in zip((True, False), pairs, strict=True):
+            distance = self._agreed(max(starmap(_distance, each)))
+            if numbers := self.beyond_rounding(distance, is_same_way=is_same_way):
+                return numbers
+        return ""
+
+    def values_alone(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Return the [tokens] values of rows by the authors' attention, one pass a row."""
         with self._attending(EAGER):
-            expected = [self._own(row) for row in rows]
-        together, changed = self._as_run(rows), torch.cat([rows[0][:8], rows[0][8:].flip(0)])
-        after = self._as_run([changed, *rows[1:]])
-        change = max(map(_distance, together[1:], after[1:]))
-        distance = max(map(_distance, together, expected))
-        return self._agreed(change), self._agreed(distance)
+            return [self._own(row) for row in rows]
 
     def hold_noise(self) -> float:
         """Return the distance in training mode, with modules that draw noise kept in evaluation.
@@ -177,17 +181,11 @@ class Proof:
                 if is_factor:
                     kind = re.sub(r"\b\d+\b", "*", layer)
                     names.add(kind)
-                    note = partial(_note_call, called, kind)
-                    stack.callback(module.register_forward_pre_hook(note).remove)
+                    hook = module.register_forward_pre_hook(lambda *_, kind=kind: called.add(kind))
+                    stack.callback(hook.remove)
             if names:
                 self._as_run(self.rows)
         return sorted(names - called)
-
-    def leak_between_rows(self) -> float:
-        """Return the change of the other rows when the tokens of the first one change."""
-        before = self._as_run(self.rows)
-        after = self._as_run([self.rows[0].flip(0), *self.rows[1:]])
-        return self._agreed(max(map(_distance, before[1:], after[1:])))
 
     def separate_rows(self) -> None:
         """Let layers that mix the sequences of a stream be called once for each; print them."""
@@ -311,11 +309,11 @@ def prove_model(model: nn.Module, context: DistributedContext, *, is_random: boo
         require_packing(proof)
         return proof
     head, attention = proof.distances_of_parts()
-    if proof.exceeds(attention):
+    if numbers := proof.beyond_rounding(attention):
         set_text_attention(proof.inner.pretrained, EAGER)
         context.print(
             f"attention of {name} is transformers' eager one: torch's fused one computes "
-            f"others, {proof.numbers(attention)}"
+            f"others, {numbers}"
         )
         head, _ = proof.distances_of_parts()
     elif unfused_layers(proof.inner.pretrained):
@@ -323,10 +321,10 @@ def prove_model(model: nn.Module, context: DistributedContext, *, is_random: boo
             f"attention of {name} is transformers' eager one, which knows its caps and sinks; "
             "torch's fused one does not"
         )
-    if proof.exceeds(head, is_same_way=True):
+    if numbers := proof.beyond_rounding(head, is_same_way=True):
         raise ModelLoadError(
             f"the head computes other log-probabilities than {name}: "
-            f"{proof.numbers(head, is_same_way=True)}; it changes hidden states or logits around "
+            f"{numbers}; it changes hidden states or logits around "
             "its output projection in a way that is not known here, and cannot be trained"
         )
     _require_padding(proof, is_random=is_random)
@@ -347,11 +345,6 @@ def refusing(model: nn.Module, problem: str, remedy: str) -> Iterator[None]:
             raise  # another rank's end, or a deadline
         name = type(cast("SequenceModel", inner_module(model)).pretrained).__name__
         raise ModelLoadError(f"{name} {problem}: {first_line(error)}; {remedy}") from error
-
-
-def _note_call(called: set[str], name: str, module: nn.Module, inputs: object) -> None:
-    del module, inputs
-    called.add(name)
 
 
 def _require_ties(proof: Proof) -> None:
@@ -386,16 +379,17 @@ def _require_bound(proof: Proof) -> None:
 def _require_padding(proof: Proof, *, is_random: bool) -> None:
     """Prove that neither padding nor training mode changes results; see `prove_model`."""
     distance = proof.distance_of_layout() if is_random else proof.hold_noise()
-    if not proof.exceeds(distance):
+    numbers = proof.beyond_rounding(distance)
+    if not numbers:
         return
-    if not is_random and not proof.exceeds(proof.distance_of_layout()):
+    if not is_random and not proof.beyond_rounding(proof.distance_of_layout()):
         raise ModelLoadError(
             f"in training mode {proof.name} computes otherwise than in evaluation mode: "
-            f"{proof.numbers(distance)}; ratios would be of two different models"
+            f"{numbers}; ratios would be of two different models"
         )
     raise ModelLoadError(
         f"padded rows are not computed by {proof.name} as each row alone: "
-        f"{proof.numbers(distance)}; a model in which padding matters cannot be trained in batches"
+        f"{numbers}; a model in which padding matters cannot be trained in batches"
     )
 
 
@@ -421,17 +415,16 @@ def require_packing(proof: Proof) -> None:
     Raises:
         LayoutRefusedError: Rows are mixed, or the model's attention cannot be packed.
     """
+    rows = proof.rows
     try:
-        changes = (proof.leak_between_rows(), True), (proof.distance_of_layout(), False)
+        numbers = proof.mixing(rows, proof.expected, rows[0].flip(0))
     except MissingBoundsError as error:
         raise _not_passed(proof.name) from error
-    for change, is_same_way in changes:
-        if proof.exceeds(change, is_same_way=is_same_way):
-            raise LayoutRefusedError(
-                f"{proof.name} mixes packed sequences: "
-                f"{proof.numbers(change, is_same_way=is_same_way)}; train without packing_samples "
-                "and sp_size"
-            )
+    if numbers:
+        raise LayoutRefusedError(
+            f"{proof.name} mixes packed sequences: {numbers}; train without packing_samples and "
+            "sp_size"
+        )
 
 
 def share_prefixes(proof: Proof) -> None:
@@ -440,14 +433,12 @@ def share_prefixes(proof: Proof) -> None:
     Raises:
         LayoutRefusedError: Its rows are then computed otherwise than alone, or may be.
     """
-    model = proof.inner
+    model, rows = proof.inner, _siblings(proof.rows)
+    expected = proof.values_alone(rows)
     model.share_prefixes(1)
-    change, distance = proof.distances_of_siblings()
-    model.share_prefixes(None)
-    for each, is_same_way in ((change, True), (distance, False)):
-        if proof.exceeds(each, is_same_way=is_same_way):
-            numbers = proof.numbers(each, is_same_way=is_same_way)
-            raise LayoutRefusedError(f"{proof.name} mixes rows that begin alike: {numbers}")
+    numbers = proof.mixing(rows, expected, torch.cat([rows[0][:8], rows[0][8:].flip(0)]))
+    if numbers:
+        raise LayoutRefusedError(f"{proof.name} mixes rows that begin alike: {numbers}")
     model.share_prefixes(MIN_SHARED_TOKENS)
 
 
@@ -506,7 +497,7 @@ def _padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _siblings(rows: Sequence[Tensor]) -> list[Tensor]:
-    """Return rows of which most begin alike, one with the end of another; see `LENGTHS`."""
+    """Return rows, most with a common prefix, and one with only a common end; see `LENGTHS`."""
     first, second, third = rows
     branch = torch.cat([first[:8], third])
     twig = torch.cat([branch[:13], second.flip(0)])

@@ -26,6 +26,7 @@ from torch.nn.attention import (
 )
 
 from lightrft.kernels.names import first_line
+from lightrft.models.shared_prefix import offsets_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -153,7 +154,7 @@ def attend_varlen(
 
     Args:
         stream: Queries, keys and values.
-        borders, keys: Borders of the queries, and of the keys, of which the last are the queries'.
+        borders, keys: Borders of the queries, and of the keys, which end with those of the queries.
         scale: Factor of the products; None is torch's.
         window: Number of last tokens that a token sees, itself included; None is all.
     """
@@ -249,8 +250,7 @@ def _largest_error(shape: KernelShape, *, with_rows: bool) -> tuple[float, float
 
 
 def _borders(lengths: list[int], device_type: str) -> Borders:
-    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    return torch.tensor(bounds, dtype=torch.int32, device=device_type), max(lengths)
+    return offsets_of(lengths, torch.device(device_type))[1], max(lengths)
 
 
 def _one_by_one(stream: Stream, num_keys: list[int], window: int | None) -> Tensor:

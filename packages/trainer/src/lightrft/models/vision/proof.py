@@ -132,10 +132,10 @@ class MediaProof(Proof):
             distance = self.distance_of_layout()
         except MissingBoundsError as error:
             raise LayoutRefusedError(f"{error}; train without packing_samples") from error
-        if self.exceeds(distance):
+        if numbers := self.beyond_rounding(distance):
             raise LayoutRefusedError(
                 f"{self.name} computes packed rows with images otherwise: "
-                f"{self.numbers(distance)}; train without packing_samples and sp_size"
+                f"{numbers}; train without packing_samples and sp_size"
             )
 
 
@@ -169,9 +169,9 @@ def prove_media(
             f"{proof.name} computes the same for other images: they change {seen:.2g}; "
             f"{_TEXT_ALONE}"
         )
-    if proof.exceeds(distance):
+    if numbers := proof.beyond_rounding(distance):
         raise ModelLoadError(
             f"rows with images are not computed by {proof.name} as each row alone: "
-            f"{proof.numbers(distance)}; {_TEXT_ALONE}"
+            f"{numbers}; {_TEXT_ALONE}"
         )
     return proof
