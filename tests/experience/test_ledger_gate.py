@@ -271,8 +271,8 @@ def test_bounds_and_scored_places_of_a_stream_are_checked(monkeypatch):
             check(scored, strategy, evidence=evidence, is_packed=True)
     own = LayoutPolicy.lay_out
 
-    def shifted(self, *arguments):
-        found = own(self, *arguments)
+    def shifted(self, *arguments, **named):
+        found = own(self, *arguments, **named)
         return replace(found, sources=found.sources + 1)
 
     monkeypatch.setattr(LayoutPolicy, "lay_out", shifted)

@@ -1,6 +1,7 @@
 """Rows that begin alike: each prefix is computed once, and nothing else changes."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,15 +9,10 @@ from tests.models.batches import gradients, relative_norm, sliding_model
 from tests.models.tiny import tiny_model
 
 from lightrft.models import Actor, TokenLayout
+from lightrft.models.layout import pad_rows as pad
 
 MIN = 3
-
-
-def tree(rows):
-    """Return token ids and attention mask of rows, right-padded."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
-    return ids, torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
+pad_rows = partial(pad, device=torch.device("cpu"))
 
 
 def draw(*lengths, seed=0):
@@ -52,23 +48,15 @@ def slow_runs(rows, minimum):
     """Return the tokens that a trie of rows stores, and of each row its ids and positions."""
     seen, stored = [], 0
     for row in rows:
-        count = max((alike(row, other) for other in seen), default=0)
-        count = min(count, len(row) - 1)
-        stored += len(row) - (count if count >= minimum else 0)
+        count = max(n for n in range(len(row)) if not n or row[:n] in [each[:n] for each in seen])
+        stored += len(row) - (count if count >= max(minimum, len(row) / 8) else 0)
         seen.append(row)
     return stored
 
 
-def alike(row, other):
-    count = 0
-    while count < min(len(row), len(other)) and row[count] == other[count]:
-        count += 1
-    return count
-
-
 @pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
 def test_each_row_reads_its_own_ids_and_positions_along_its_path(rows):
-    ids, mask = tree(rows)
+    ids, mask = pad_rows(rows)
     layout = TokenLayout.packed(ids, mask, min_shared_tokens=MIN)
     shared = layout.bounds.shared
     assert layout.input_ids.shape[1] == slow_runs(rows, MIN)
@@ -83,13 +71,22 @@ def test_each_row_reads_its_own_ids_and_positions_along_its_path(rows):
 
 
 def test_rows_that_share_little_stay_as_they_are():
-    rows = [[1, 2, 3, *row] for row in draw(40, 50)]
-    ids, mask = tree(rows)
+    rows = [[1, 2, 3, *row] for row in draw(40, 22)]
+    ids, mask = pad_rows(rows)
     layout = TokenLayout.packed(ids, mask, min_shared_tokens=MIN)
-    plain = TokenLayout.packed(ids, mask)
     assert layout.bounds.shared is None
-    assert torch.equal(layout.input_ids, plain.input_ids)
-    assert torch.equal(layout.sources, plain.sources)
+    layout = TokenLayout.packed(*pad_rows([*rows, [1, 2, 3, 4]]), min_shared_tokens=MIN)
+    assert layout.bounds.shared.paths == (((0, 43),), ((43, 68),), ((0, 3), (68, 69)))
+
+
+def test_tokens_with_other_experts_are_not_shared():
+    rows = group(9, (5, 5, 5))
+    ids, mask = pad_rows(rows)
+    routes = torch.zeros(3, 14, 4, dtype=torch.uint8)
+    routes[1, 5, 2] = 1
+    layout = TokenLayout.packed(ids, mask, min_shared_tokens=MIN, routes=routes)
+    assert layout.bounds.shared.paths == (((0, 14),), ((0, 5), (14, 23)), ((0, 9), (23, 28)))
+    assert torch.equal(layout.input_ids[0, layout.places], ids)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1])
@@ -113,7 +110,7 @@ def slow_gradients(model, rows, upstream):
 
 
 def shared_gradients(actor, rows, upstream, *, inside=False):
-    ids, mask = tree(rows)
+    ids, mask = pad_rows(rows)
     actor.zero_grad()
 
     def loss(logprobs, entropy, where, columns):
@@ -134,14 +131,8 @@ def sharing(model, **options):
     return actor
 
 
-@pytest.mark.parametrize("family", ["qwen3", "sliding"])
-@pytest.mark.parametrize("how", ["plain", "inside", "checkpointed"])
-@pytest.mark.parametrize("name", BATCHES)
-def test_gradients_are_those_of_separate_rows_in_float64(name, how, family):
-    rows = BATCHES[name]
-    model = tiny_model(max_position_embeddings=128) if family == "qwen3" else sliding_model()
+def assert_computed_as_alone(model, rows, how="plain"):
     upstream = torch.randn(len(rows), max(map(len, rows)), generator=torch.manual_seed(1))
-    model.set_attn_implementation("eager")
     exact = slow_gradients(copy.deepcopy(model).double(), rows, upstream)
     error = relative_norm(slow_gradients(copy.deepcopy(model), rows, upstream), exact)
     actor = sharing(model, fused_linear_logprob=how == "inside", chunk_size=50)
@@ -150,3 +141,19 @@ def test_gradients_are_those_of_separate_rows_in_float64(name, how, family):
         actor.train()
     shared = shared_gradients(actor, rows, upstream, inside=how == "inside")
     assert relative_norm(shared, exact) <= max(1e-6, 2 * error)
+
+
+@pytest.mark.parametrize("prompt", [0, 4096])
+def test_prompts_of_no_and_of_many_tokens(prompt):
+    """Responses are longer than a block of masked queries."""
+    model = tiny_model(max_position_embeddings=8192)
+    assert_computed_as_alone(model, group(prompt, (600, 530)) + draw(5))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "sliding"])
+@pytest.mark.parametrize("how", ["plain", "inside", "checkpointed"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_gradients_are_those_of_separate_rows_in_float64(name, how, family):
+    model = tiny_model(max_position_embeddings=128) if family == "qwen3" else sliding_model()
+    model.set_attn_implementation("eager")
+    assert_computed_as_alone(model, BATCHES[name], how)

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lightrft.engines.ledger import LedgerEntry, hash_context
-from lightrft.engines.types import SamplingParams
+from lightrft.engines.types import ROUTES, SamplingParams
 from lightrft.models.layout import LayoutPolicy, TokenLayout
-from lightrft.records.batch import RolloutBatch
+from lightrft.records.batch import RolloutBatch, select_rollouts
 from lightrft.records.columns import COLUMNS, Values, packed_columns, vouched_columns
 from lightrft.records.rollout import TurnSegment
 from lightrft.records.table import RowTable, SampleTable
@@ -105,7 +105,7 @@ def check_ledger(
                 _check_everything(everything, noted_rows, is_other=is_other)
             else:
                 for part in slices:
-                    _check_layout(batch, policy, part, rows[part])
+                    _check_layout(select_rollouts(batch, part), policy, rows[part])
         except LedgerError as error:
             problem = str(error)
         problems = context.gather_objects(problem)
@@ -376,12 +376,10 @@ def _compare(
     )
 
 
-def _check_layout(
-    batch: RolloutBatch, policy: LayoutPolicy, part: slice, rows: Sequence[RebuiltRow]
-) -> None:
+def _check_layout(batch: RolloutBatch, policy: LayoutPolicy, rows: Sequence[RebuiltRow]) -> None:
     """Check the inputs of a forward pass: ids, positions, and the scored places."""
-    mask = batch.response_mask[part]
-    layout = policy.lay_out(batch.token_ids[part], batch.attention_mask[part], mask)
+    mask, routes = batch.response_mask, batch.facts.get(ROUTES)
+    layout = policy.lay_out(batch.token_ids, batch.attention_mask, mask, routes=routes)
     lengths, bounds = [len(row.token_ids) for row in rows], layout.bounds
     all_ids, all_positions = (
         each.flatten().cpu().numpy() for each in (layout.input_ids, layout.position_ids)

@@ -169,7 +169,7 @@ class Actor(SequenceModel):
             ValueError: Shapes differ, `scored_mask` marks padding or a first token, or ranks that
                 share sequences pass different batches.
         """
-        layout = self.lay_out(token_ids, attention_mask, scored_mask)
+        layout = self.lay_out(token_ids, attention_mask, scored_mask, recorded.routes)
         support = recorded.support
         self._replay(layout, recorded.routes)
         trunk: nn.Module = self.trunk

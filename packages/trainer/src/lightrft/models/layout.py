@@ -13,7 +13,6 @@ from torch.distributed import ProcessGroup
 from lightrft.models.attention import SequenceBounds
 from lightrft.models.divergence import HeadReader
 from lightrft.models.shared_prefix import (
-    MIN_SAVED,
     Path,
     SharedRuns,
     find_prefixes,
@@ -30,8 +29,8 @@ class TokenLayout:
     """Inputs of the forward pass of one batch; the head sees only the scored positions.
 
     Padded: the rows as they are. Packed: one stream of the real tokens, row after row. Shared: a
-    stream in which tokens that rows begin with alike stand once. Split: this rank's slice of the
-    stream. Token t is scored from the hidden state of token t - 1 of its row.
+    stream that holds a common prefix of rows once. Split: this rank's slice of the stream. Token t
+    is scored from the hidden state of token t - 1 of its row.
 
     Args:
         shape: (batch, seq) of the batch.
@@ -114,6 +113,7 @@ class TokenLayout:
         group: ProcessGroup | None = None,
         is_cut_late: bool = False,
         min_shared_tokens: int | None = None,
+        routes: Tensor | None = None,
     ) -> Self:
         """Return the layout of one stream, or of this rank's slice of it.
 
@@ -123,13 +123,12 @@ class TokenLayout:
             token_ids, attention_mask, scored_mask: As for `padded`; equal on all ranks of `group`.
             group: Ranks that share the stream; None gives this rank all of it.
             is_cut_late: Keep the whole stream as input, so that media can be put into it first.
-            min_shared_tokens: Tokens with which rows must begin alike to share them; see
-                `find_prefixes`. None shares none, nor do batches in which it saves little.
+            min_shared_tokens, routes: See `find_prefixes`; no `min_shared_tokens` shares nothing.
 
         Raises:
             ValueError: As for `padded`, or the ranks of the group hold different batches.
         """
-        scored = _scored_tokens(token_ids, attention_mask, scored_mask, min_shared_tokens)
+        scored = _scored_tokens(token_ids, attention_mask, scored_mask, min_shared_tokens, routes)
         is_real = attention_mask.bool()
         if group is not None:
             check_same_batch(token_ids, is_real, scored.mask, group=group)
@@ -263,8 +262,7 @@ class LayoutPolicy:
     Args:
         packs_samples: Lay batches out as streams.
         sp_group: Ranks that share one stream; implies packing. None does not split.
-        min_shared_tokens: Tokens with which rows of a stream must begin alike to share them; None
-            shares none.
+        min_shared_tokens: Length from which common prefixes of rows are shared; None shares none.
     """
 
     packs_samples: bool = False
@@ -292,6 +290,7 @@ class LayoutPolicy:
         scored_mask: Tensor | None = None,
         *,
         is_cut_late: bool = False,
+        routes: Tensor | None = None,
     ) -> TokenLayout:
         """Return the layout of a batch; arguments and errors as for `TokenLayout.packed`."""
         if self.is_packed:
@@ -302,6 +301,7 @@ class LayoutPolicy:
                 group=self.sp_group,
                 is_cut_late=is_cut_late,
                 min_shared_tokens=self.min_shared_tokens,
+                routes=routes,
             )
         return TokenLayout.padded(token_ids, attention_mask, scored_mask)
 
@@ -358,12 +358,9 @@ def _scored_tokens(
     attention_mask: Tensor,
     scored_mask: Tensor | None,
     min_shared_tokens: int | None = None,
+    routes: Tensor | None = None,
 ) -> _ScoredTokens:
-    """Find the tokens to score, as `TokenLayout.padded`; waits for the device once.
-
-    Args:
-        token_ids, attention_mask, scored_mask, min_shared_tokens: As for `packed`.
-    """
+    """Find the tokens to score; waits for the device once. Arguments as for `packed`."""
     for name, mask in (("attention_mask", attention_mask), ("scored_mask", scored_mask)):
         if mask is not None and (mask.shape != token_ids.shape or token_ids.dim() != 2):
             raise ValueError(
@@ -381,13 +378,11 @@ def _scored_tokens(
     num_rows = len(token_ids)
     prefixes = counts.new_zeros(2, num_rows)
     if min_shared_tokens is not None:
-        prefixes = find_prefixes(token_ids, is_real, min_shared_tokens)
+        prefixes = find_prefixes(token_ids, is_real, min_shared_tokens, routes)
     numbers: list[int] = torch.cat([counts, is_real.sum(dim=1), prefixes.flatten()]).tolist()
     num_wrong, num_gaps, num_scored = numbers[:3]
-    starts = range(3, len(numbers), num_rows or 1)
-    lengths, parents, shared = [numbers[i : i + num_rows] for i in starts] or ([], [], [])
-    is_shared = sum(shared) > MIN_SAVED * sum(lengths)
-    paths = paths_of(lengths, parents, shared if is_shared else [0] * num_rows)
+    lengths, parents, shared = (numbers[3 + i * num_rows :][:num_rows] for i in range(3))
+    is_shared, paths = any(shared), paths_of(lengths, parents, shared)
     if num_wrong:
         row, column = is_wrong.nonzero()[0].tolist()
         raise ValueError(

@@ -68,7 +68,11 @@ class SequenceModel(nn.Module):
         return family_of(self.config) is not None
 
     def lay_out(
-        self, token_ids: Tensor, attention_mask: Tensor, scored_mask: Tensor | None = None
+        self,
+        token_ids: Tensor,
+        attention_mask: Tensor,
+        scored_mask: Tensor | None = None,
+        routes: Tensor | None = None,
     ) -> TokenLayout:
         """Lay out a batch as the policy says; see `TokenLayout.packed`."""
         return self.layout_policy.lay_out(
@@ -77,6 +81,7 @@ class SequenceModel(nn.Module):
             scored_mask,
             # Features of media are put between the tokens of the whole stream.
             is_cut_late=self.reads_media,
+            routes=routes,
         )
 
     def gradient_checkpointing_enable(self) -> None:
@@ -106,7 +111,7 @@ class SequenceModel(nn.Module):
         self._use_policy(replace(self.layout_policy, packs_samples=is_packed))
 
     def share_prefixes(self, min_tokens: int | None) -> None:
-        """Compute tokens that rows of a stream begin with alike once, from so many on.
+        """Compute common prefixes of the rows of a stream once.
 
         Args:
             min_tokens: Least number of shared tokens; None shares none.
@@ -116,7 +121,7 @@ class SequenceModel(nn.Module):
         """
         if min_tokens is not None and self.reads_media:
             raise LayoutRefusedError(
-                f"{type(self.pretrained).__name__} reads images, which would have to be alike, too"
+                f"{type(self.pretrained).__name__} reads images, which are not compared"
             )
         self._use_policy(replace(self.layout_policy, min_shared_tokens=min_tokens))
 

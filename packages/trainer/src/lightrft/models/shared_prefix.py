@@ -1,8 +1,8 @@
 """Prefixes that rows of a stream share: each is laid out once, and read by every row.
 
-The rows form a tree. Of a row that begins like an earlier one the stream holds only the tokens
-after that, its tail. The row's path is the runs of tokens that make it up, the tail last. Attention
-of a tail reads keys and values along the path: every token sees what it sees in its row alone.
+The rows form a tree. If a row begins like an earlier one, the stream holds only the tokens after
+that, its tail. The row's path is the runs of tokens that make it up, the tail last. Attention of a
+tail reads keys and values along the path: every token sees what it sees in its row alone.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from torch.autograd.function import FunctionCtx
 Path = tuple[tuple[int, int], ...]
 # Shorter prefixes cost more calls than they save.
 MIN_SHARED_TOKENS = 16
-# Share of the tokens of all rows that must be saved.
-MIN_SAVED = 0.1
+# Prefixes of less than one eighth of a row do not pay: reading their keys costs what they save.
+MIN_PART = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,26 +80,40 @@ class ReadRows(torch.autograd.Function):
         (gradient,) = gradients
         runs = [run for path in paths for run in path]
         parts = torch.split(gradient, [b - a for a, b in runs], dim=dim)
-        is_tail = [run is path[-1] for path in paths for run in path]
+        shape = list(gradient.shape)
+        shape[dim] = paths[-1][-1][1]
         # Half precision would round the sum once for every row.
-        dtype = torch.promote_types(gradient.dtype, torch.float32)
-        tails = [part for part, is_last in zip(parts, is_tail, strict=True) if is_last]
-        total = torch.cat(tails, dim=dim).to(dtype)
-        for part, (a, b), is_last in zip(parts, runs, is_tail, strict=True):
-            if not is_last:
-                total.narrow(dim, a, b - a).add_(part)
+        total = gradient.new_zeros(shape, dtype=torch.promote_types(gradient.dtype, torch.float32))
+        for part, (a, b) in zip(parts, runs, strict=True):
+            total.narrow(dim, a, b - a).add_(part)
         return total.to(gradient.dtype), None, None
 
 
-def find_prefixes(token_ids: Tensor, is_real: Tensor, min_tokens: int) -> Tensor:
+def worth_sharing(shared: Tensor, lengths: Tensor, min_tokens: int) -> Tensor:
+    """Return [rows] shared tokens of rows; 0 where there are too few, or too few for the row.
+
+    Args:
+        shared: [rows] tokens with which each row begins like an earlier one.
+        lengths: [rows] tokens of each row.
+        min_tokens: Least number of shared tokens.
+    """
+    is_enough = (shared >= min_tokens) & (MIN_PART * shared >= lengths)
+    return torch.where(is_enough, shared, 0)
+
+
+def find_prefixes(
+    token_ids: Tensor, is_real: Tensor, min_tokens: int, routes: Tensor | None = None
+) -> Tensor:
     """Return [2, batch]: the earlier row that each row is most alike, and its shared tokens.
 
-    A row keeps at least its last token; fewer shared tokens than `min_tokens` count as 0.
+    A row keeps at least its last token; see `worth_sharing`.
 
     Args:
         token_ids: [batch, seq] int64.
         is_real: [batch, seq] bool, True on real tokens.
         min_tokens: Least number of shared tokens.
+        routes: [batch, seq, bytes] uint8, recorded experts of tokens: rows share no token after the
+            first with other experts. None has no record.
     """
     counts = F.pad(is_real.long().cumsum(dim=1), (1, 0))
     # Ids and padding of a row in one number.
@@ -111,9 +125,13 @@ def find_prefixes(token_ids: Tensor, is_real: Tensor, min_tokens: int) -> Tensor
         longest, parent = counts[row][columns].max(dim=0)
         parents.append(parent)
         shared.append(torch.minimum(longest, counts[row, -1] - 1))
-    tokens = torch.stack(shared)
-    prefixes = torch.stack([torch.stack(parents), torch.where(tokens < min_tokens, 0, tokens)])
-    return prefixes[:, : len(marks)]  # none of no rows
+    # A batch may have no rows.
+    parent, tokens = (torch.stack(each)[: len(marks)] for each in (parents, shared))
+    if routes is not None:
+        differs = F.pad((routes[parent] != routes).any(dim=-1), (0, 1), value=True)
+        columns = differs.to(torch.uint8).argmax(dim=1, keepdim=True)
+        tokens = torch.minimum(tokens, counts.gather(1, columns)[:, 0])
+    return torch.stack([parent, worth_sharing(tokens, counts[:, -1], min_tokens)])
 
 
 def paths_of(lengths: Sequence[int], parents: Sequence[int], shared: Sequence[int]) -> list[Path]:
