@@ -1,8 +1,18 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from lightrft.config import TrainConfig
+from lightrft.datasets.types import Prompt
+from lightrft.engines.media.text_encoder import TEXT_ENCODER
+from lightrft.engines.types import ROUTES, Completion
+from lightrft.experience.delivery import deliver
 from lightrft.experience.minibatches import epoch_order, plan_minibatches
+from lightrft.records.rollout import Rollout, ScoredRollout
+from lightrft.records.table import row_table
+from lightrft.rollout.source import Samples
+from lightrft.strategy import get_fake_strategy
 
 
 def plan(lengths, world_size, *, train_batch_size=8, seed=0, step=0):
@@ -25,15 +35,10 @@ def test_tokens_are_balanced_better_than_by_dealing_in_order():
 
 
 def in_groups(lengths, groups, prompts, world_size, size):
-    return plan_minibatches(
-        lengths,
-        train_batch_size=size,
-        world_size=world_size,
-        seed=0,
-        step=0,
-        groups=groups,
-        prompt_lengths=prompts[groups],
+    kept = plan_minibatches(
+        lengths, train_batch_size=size, world_size=world_size, seed=0, step=0, groups=groups
     )
+    return kept.sharing(lengths, groups, prompts[groups])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -57,6 +62,9 @@ def test_groups_stay_together_in_the_same_batches_with_even_loads(world_size):
 
 def test_a_budget_of_tokens_counts_an_eighth_of_a_repeated_prompt():
     groups = np.repeat(np.arange(4), 8)
+    # The layout shares no prompt below 16 tokens, or below an eighth of a row.
+    for few, size in ((15, 40), (16, 129)):
+        assert not any(in_groups(np.full(32, size), groups, np.full(4, few), 2, 32).shared)
     lengths = np.full(32, 100 + 20)
     kept = in_groups(lengths, groups, np.full(4, 100), 2, 32)
     options = {"packing_samples": True, "micro_batch_tokens": 120 + 7 * (20 + 13)}
@@ -67,6 +75,21 @@ def test_a_budget_of_tokens_counts_an_eighth_of_a_repeated_prompt():
             assert len(cuts) == num_slices
             rows = kept.rows[0][rank]
             assert how == "off" or {len(set(groups[list(rows[cut])])) for cut in cuts} == {1}
+
+
+def test_prompts_count_once_where_rows_begin_alike_for_certain():
+    """Calls of an agent have prompts of their own; experts of a prompt may differ by sample."""
+    scored = []
+    for row in range(8):
+        prompt, facts = (row // 2 % 2,) * 20, {ROUTES: ("00" * 20,)} if row < 4 else {}
+        completion = Completion(row, 0, prompt, (3,), (0.0,), "temperature", "stop", facts=facts)
+        rollout = Rollout(Prompt(0, "", ()), completion, row // 4, row, "")
+        scored.append(ScoredRollout(rollout, 0.0))
+    ranks = get_fake_strategy(SimpleNamespace(seed=0)).context
+    config = TrainConfig(train_batch_size=8, packing_samples=True, shared_prefix="auto")
+    samples = Samples(scored, row_table(scored), 2)
+    kept, *_ = deliver(samples, config, 0, ranks, TEXT_ENCODER, num_training=1)
+    assert kept.shared == (0, 0, 0, 0, 0, 20, 0, 20)
 
 
 def test_seed_and_step_change_the_permutation_and_nothing_else_does():

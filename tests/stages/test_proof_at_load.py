@@ -272,6 +272,10 @@ def test_prefixes_are_not_shared_where_rows_would_be_mixed(fault, capsys, monkey
     assert refused.min_shared_tokens is None
     line = "shared_prefix = off: Qwen3ForCausalLM mixes rows that begin alike: max |d log p|"
     assert capsys.readouterr().out.count(line) == 1
+    options["packing_samples"] = False
+    assert policy().min_shared_tokens is None
+    line = "shared_prefix = off: it needs packed samples; add --packing_samples"
+    assert capsys.readouterr().out.count(line) == 1
 
 
 def test_a_cache_that_loses_its_convolution_is_refused_before_the_first_step(

@@ -77,6 +77,7 @@ CASES = {
     "lag 1, 2 + 1": (2, 1, WHOLE_GROUPS | {"dynamic_sampling": True}),
     "streaming, 1 + 2": (1, 2, {"rollout_lag": 2, "stream_chunk": 2, **ONE_ROW}),
     "lag 1, 2 + 2": (2, 2, {}),
+    "prompts once, 1 + 1": (1, 1, {"packing_samples": True, "shared_prefix": "auto"}),
     "environment, 1 + 2": (1, 2, MIXER | ONE_ROW),
     "environment, streaming, 2 + 1": (2, 1, MIXER | ONE_ROW | {"stream_chunk": 4}),
     "environment, tool_lag, 1 + 1": (

@@ -17,6 +17,7 @@ from lightrft.config.registry import (
 from lightrft.experience import minibatches
 from lightrft.models import proof
 from lightrft.records.rollout import ScoredRollout
+from lightrft.tools.audit import batches
 from lightrft.tools.audit.advantages import ESTIMATORS
 from lightrft.tools.audit.corrections import PRESETS
 from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED
@@ -108,11 +109,11 @@ def test_corrections(text, audited):
 @pytest.mark.parametrize("text", ["tis", "off-policy-mask"])
 @pytest.mark.parametrize("batch_size", [8, 16], ids=["forward-first", "forward-of-the-update"])
 @pytest.mark.parametrize("law", ["kept", "all"])
-def test_corrections_of_truncated_samples(text, batch_size, law, audited, world):
+def test_corrections_of_truncated_samples(text, batch_size, law, audited):
     correction = PRESETS[text].replace("high=0.5", "high=-0.1")
     options = {"off_policy_correction": correction, "top_k": 5, "max_epochs": 1}
     options |= {"train_batch_size": batch_size, "truncated_logprobs": law}
-    assert_equal(audited(options, sgd=True, shape=world.with_kept_ids))
+    assert_equal(audited(options, sgd=True))
 
 
 def test_a_share_of_decay_that_the_first_step_hides_is_said_to_be_hidden(audited):
@@ -228,7 +229,7 @@ def test_steps_on_episodes(changes, audited, world):
 
 
 def test_prompts_that_are_computed_once(audited, monkeypatch):
-    for module in (proof, minibatches):
+    for module in (proof, minibatches, batches):
         monkeypatch.setattr(module, "MIN_SHARED_TOKENS", 2)
     assert_equal(audited(VARIANTS["prompts once"]))
     planted_prefixes.count_gradients_once(monkeypatch)

@@ -79,9 +79,7 @@ def deliver(
         Plan of the step; and of this rank's rows their tokens, media and evidence.
     """
     table, num_ranks = samples.table, num_training // config.sp_size
-    # Ranks that only generate do not know whether models refused to pack.
-    knows_layout = ranks.world_size == num_training
-    keeps_groups = config.shared_prefix != "off" and config.packing_samples and knows_layout
+    shares = config.shared_prefix != "off"
     plan = plan_minibatches(
         table.lengths,
         train_batch_size=config.train_batch_size,
@@ -89,9 +87,12 @@ def deliver(
         seed=config.seed,
         step=step,
         episodes=episode_places(table),
-        groups=table.group_ids if keeps_groups else None,
-        prompt_lengths=table.prompt_lengths,
+        groups=table.group_ids if shares else None,
     )
+    if shares:
+        # Samples may have got other experts for their prompt, and then share nothing.
+        sizes = np.where(table["num_route_bytes"], 0, table.prompt_lengths)
+        plan = plan.sharing(table.lengths, table["prompt_hashes"], sizes)
     wanted = [plan.row_index(each) for each in range(num_ranks) for _ in range(config.sp_size)]
     wanted += [np.empty(0, np.int64)] * (ranks.world_size - len(wanted))
     rows = deliver_rows(table, tabulate(samples.scored), wanted, ranks)

@@ -6,14 +6,16 @@ number of rows, balanced by length.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
+from typing import Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from lightrft.config import TrainConfig
-from lightrft.models.shared_prefix import MIN_SHARED_TOKENS
+from lightrft.models.shared_prefix import MIN_SHARED_TOKENS, worth_sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,26 @@ class MinibatchPlan:
     def row_index(self, rank: int) -> NDArray[np.int64]:
         """Return all rows of one rank, optimizer batch after optimizer batch."""
         return np.array([row for batch in self.rows for row in batch[rank]], dtype=np.int64)
+
+    def sharing(
+        self,
+        lengths: NDArray[np.int64],
+        prompts: NDArray[np.generic],
+        prompt_lengths: NDArray[np.int64],
+    ) -> Self:
+        """Return the plan with the tokens that rows share with the row before them.
+
+        Args:
+            lengths: [rows] tokens of each sample.
+            prompts: [rows] numbers that are equal for equal prompts.
+            prompt_lengths: [rows] tokens of each prompt; 0 shares none.
+        """
+        shared = np.zeros(len(lengths), np.int64)
+        for before, row in chain.from_iterable(map(pairwise, chain.from_iterable(self.rows))):
+            shared[row] = prompt_lengths[row] if prompts[row] == prompts[before] else 0
+        sizes, least = torch.from_numpy(lengths), MIN_SHARED_TOKENS
+        tokens: list[int] = worth_sharing(torch.from_numpy(shared), sizes, least).tolist()
+        return replace(self, shared=tuple(tokens))
 
     def places(self, index: int, rank: int) -> slice:
         """Return the slice of an optimizer batch among all rows of a rank."""
@@ -110,7 +132,6 @@ def plan_minibatches(
     step: int,
     episodes: NDArray[np.int64] | None = None,
     groups: NDArray[np.int64] | None = None,
-    prompt_lengths: NDArray[np.int64] | None = None,
 ) -> MinibatchPlan:
     """Cut the samples of one step into optimizer batches and distribute their rows over ranks.
 
@@ -123,7 +144,6 @@ def plan_minibatches(
             batch. None if every row is a sample.
         groups: [rows] group of each row, if the rows of a group in a batch shall follow each other
             on one rank where its number of rows allows that; None looks at lengths alone.
-        prompt_lengths: [rows] tokens with which all rows of a group begin; only with `groups`.
 
     Raises:
         ValueError: The sizes do not divide.
@@ -142,14 +162,11 @@ def plan_minibatches(
     rows = [np.flatnonzero(np.isin(episodes, batch)) for batch in minibatches]
     if len(lengths) == num_rows:
         rows = list(minibatches)
-    if groups is None or prompt_lengths is None:
+    if groups is None:
         return MinibatchPlan(tuple(_distribute(batch, lengths, world_size) for batch in rows))
-    shares = tuple(_distribute_groups(batch, lengths, world_size, groups) for batch in rows)
-    shared = np.zeros(len(lengths), np.int64)
-    for before, row in chain.from_iterable(map(pairwise, chain.from_iterable(shares))):
-        shared[row] = prompt_lengths[row] if groups[row] == groups[before] else 0
-    shared[shared < MIN_SHARED_TOKENS] = 0
-    return MinibatchPlan(shares, tuple(shared.tolist()))
+    return MinibatchPlan(
+        tuple(_distribute_groups(batch, lengths, world_size, groups) for batch in rows)
+    )
 
 
 def epoch_order(num_minibatches: int, *, seed: int, step: int, epoch: int) -> tuple[int, ...]:

@@ -225,6 +225,8 @@ def pack_routes(num_prompt: int, routes: Sequence[str], versions: ArrayLike) -> 
 _NEVER = np.iinfo(np.int64).min
 _known = partial(Column, level="row", travels="exchange")
 _count = partial(_known, dtype=np.int64, wire="<i4")
+_claim = partial(_known, dtype=np.bool_)
+_score = partial(_known, dtype=np.float64)
 # The order of columns on the wire and within a message of tokens.
 COLUMNS: dict[str, Column] = {
     column.name: column
@@ -236,51 +238,45 @@ COLUMNS: dict[str, Column] = {
         # A place in the data: teachers and samplers look up rows by it.
         _count("prompt_places", of=lambda item: item.rollout.prompt.id),
         _count("prompt_lengths", of=lambda item: len(item.rollout.completion.prompt_token_ids)),
+        # Equal for equal prompts: calls of an agent begin with prompts of their own.
+        _known(
+            "prompt_hashes",
+            np.int64,
+            of=lambda item: hash(item.rollout.completion.prompt_token_ids),
+        ),
         _count("response_lengths", of=lambda item: len(item.rollout.completion.output_token_ids)),
         _count("sampled_lengths", of=lambda item: len(item.rollout.completion.sampled_token_ids)),
         _count("weights_versions", of=lambda item: item.rollout.completion.weights_version),
-        _known(
+        _score(
             "rewards",
-            np.float64,
             of=lambda item: item.reward,
             noted=lambda entry: entry.reward,
         ),
-        _known(
+        _score(
             "accuracies",
-            np.float64,
             of=lambda item: item.accuracy,
             noted=lambda entry: entry.accuracy,
         ),
-        _known(
+        _claim(
             "is_truncated",
-            np.bool_,
             of=lambda item: item.rollout.completion.finish_reason == "length",
         ),
-        _known(
+        _claim(
             "is_masked",
-            np.bool_,
             of=lambda item: item.is_masked,
             noted=lambda entry: entry.is_masked,
         ),
-        _known(
+        _claim(
             "is_untruncated",
-            np.bool_,
             of=lambda item: item.rollout.completion.logprobs_mode == "temperature",
         ),
-        _known("has_mixed_versions", np.bool_, of=_has_mixed_versions),
-        _known("has_turn_rewards", np.bool_, of=lambda item: bool(_turn_rewards(item))),
-        Column(
-            "unshaped_rewards",
-            np.float64,
-            level="row",
-            of=lambda item: item.unshaped,
-            travels="stays",
-        ),
-        Column(
+        _claim("has_mixed_versions", of=_has_mixed_versions),
+        _claim("has_turn_rewards", of=lambda item: bool(_turn_rewards(item))),
+        _score("unshaped_rewards", of=lambda item: item.unshaped, travels="stays"),
+        _score(
             "draw_weights",
-            np.float64,
-            level="row",
             of=lambda item: item.rollout.prompt.draw_weight,
+            travels="delivery",
         ),
         Column("token_ids", np.int32, level="token", of=lambda item: item.rollout.token_ids),
         Column(

@@ -233,8 +233,9 @@ def _train(
         config = _ready(config, strategy, stage=stage, inputs=inputs, resumes=plan.resumes)
         stack.enter_context(_memory_noted(config, strategy.context.planned_bytes))
         loop = Loop(inputs.build(config, strategy), loggers, callbacks)
-        # The models themselves may have refused to pack.
-        config = config.replaced({"packing_samples": loop.stage.config.packing_samples})
+        # The models themselves may have refused to pack, or to share prefixes.
+        names = ("packing_samples", "shared_prefix")
+        config = config.replaced({name: vars(loop.stage.config)[name] for name in names})
         stack.callback(loop.close)
         num_planned = loop.stage.planned_steps()
         num_resumed = start_run(config, loop, plan, stage, media, given=command_config)

@@ -178,6 +178,7 @@ def configure_models(
         proofs.append((module, proof, media))
     if config.packing_samples:
         config = _packed(config, context, proofs)
+    config = config.replaced({"shared_prefix": _sharing(config, context, proofs)})
     for module, _, _ in proofs:
         module.is_proved = True
     return config
@@ -253,36 +254,37 @@ def _packed(
         context.chosen_options["packing_samples"] = str(refusal)
         context.print(f"packing_samples = false: {refusal}")
         return config.replaced({"packing_samples": False})
-    pairs = [(model, proof) for model, proof, _ in proofs]
-    if config.shared_prefix != "off" and _share_prefixes(context, pairs):
-        return config
-    for model, _ in pairs:
-        model.share_prefixes(None)
-    return config.replaced({"shared_prefix": "off"})
+    return config
 
 
-def _share_prefixes(
-    context: DistributedContext, proofs: Sequence[tuple[SequenceModel, Proof | None]]
-) -> bool:
-    """Share prefixes in all models, and return whether they can; print why one cannot.
-
-    Models that were proved before have shown then whether they can.
-    """
-    device, bf16 = context.device.type, context.computes_in_bf16
+def _sharing(
+    config: BuildOptions,
+    context: DistributedContext,
+    proofs: Sequence[tuple[SequenceModel, Proof | None, MediaProof | None]],
+) -> str:
+    """Share prefixes in all models or in none, print why, and return that as the option."""
+    how = config.shared_prefix
     try:
-        for model, proof in proofs:
-            if proof is None:
-                continue
-            shape = KernelShape.of_model(model.config, device, bf16=bf16)
+        if how != "off" and not config.packing_samples:
+            raise LayoutRefusedError("it needs packed samples; add --packing_samples")
+        for model, proof, _ in proofs if how != "off" else ():
+            shape = KernelShape.of_model(
+                model.config, context.device.type, bf16=context.computes_in_bf16
+            )
             trial = try_kernel(shape._replace(has_prefixes=True))
             is_slow = int(try_kernel(shape).works and not trial.works)
             if context.all_reduce(is_slow, op="max"):
                 raise LayoutRefusedError(f"one call for each row would be slower: {trial.finding}")
-            share_prefixes(proof)
+            if proof is not None:
+                share_prefixes(proof)
+            elif model.layout_policy.min_shared_tokens is None:
+                raise LayoutRefusedError("a model was proved without it")
     except LayoutRefusedError as refusal:
+        how = "off"
         context.print(f"shared_prefix = off: {refusal}")
-        return False
-    return all(model.layout_policy.min_shared_tokens is not None for model, _ in proofs)
+    for model, _, _ in proofs if how == "off" else ():
+        model.share_prefixes(None)
+    return how
 
 
 def configure_model(model: SequenceModel, config: BuildOptions, *, balances: bool = False) -> None:

@@ -15,6 +15,9 @@ from lightrft.tools.audit.order import PLACES, Order, UnknownOrderError, row_wei
 from lightrft.tools.audit.record import PLACE, WEIGHTS, UpdateFacts
 from lightrft.tools.audit.replay import ReplayedStep
 
+# Shorter prompts, and those of less than an eighth of a row, are computed for each row.
+MIN_SHARED_TOKENS = 16
+
 
 def check_rows(step: ReplayedStep) -> None:
     """Compare ids, masks, engine logprobs, compute dtype and scale of adapters."""
@@ -204,11 +207,18 @@ def _check_micro_batches(
 
 def _counted_tokens(step: ReplayedStep, micro: Sequence[int]) -> int:
     """Return the tokens of a micro batch of some rows, as its bound counts them."""
-    lengths, config, samples = step.rows.lengths[micro], step.config, step.record.samples
+    lengths, config = step.rows.lengths[micro], step.config
     if not config.packing_samples:
         return len(micro) * int(lengths.max())
     if not step.is_reinforced:
         return int(lengths.sum())
-    prompts, groups = samples.prompt_lengths.tolist(), samples.group_ids
-    repeated = [row for before, row in pairwise(micro) if groups[row] == groups[before]]
-    return int(lengths.sum()) - sum(config.uncounted_tokens(prompts[row]) for row in repeated)
+    repeated = (_repeated_prompt(step, *pair) for pair in pairwise(micro))
+    return int(lengths.sum()) - sum(map(config.uncounted_tokens, repeated))
+
+
+def _repeated_prompt(step: ReplayedStep, before: int, row: int) -> int:
+    """Return the tokens of a row's prompt if it is computed with that of the row before, or 0."""
+    size = int(step.record.samples.prompt_lengths[row])
+    prompt, other = (step.rows.ids[each][:size].tolist() for each in (row, before))
+    is_enough = size >= MIN_SHARED_TOKENS and 8 * size >= int(step.rows.lengths[row])
+    return size if prompt == other and is_enough else 0

@@ -135,6 +135,7 @@ class Generator:
 
     def _begin(self, num_steps: int, start: Start) -> None:
         context, self._num_planned = self.context, start.num_planned
+        self.config = self.config.replaced({"shared_prefix": start.shared_prefix})
         self.flights[num_steps] = from_parts(
             start.parts,
             start.num_requests,

@@ -20,6 +20,7 @@ class Start:
         num_requests: Prompts asked for so far.
         episode, num_consumed, sampler_state: Position in the prompts, see `SampledStream`.
         num_planned: Steps of the whole run; 0 is unknown.
+        shared_prefix: The option, as the models allow it.
     """
 
     parts: Sequence[bytes]
@@ -28,6 +29,7 @@ class Start:
     num_consumed: int
     sampler_state: str
     num_planned: int
+    shared_prefix: str
 
 
 @dataclass(frozen=True, slots=True)

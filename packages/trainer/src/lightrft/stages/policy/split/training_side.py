@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from lightrft.config import RolloutOptions
+from lightrft.config import LearningOptions
 from lightrft.datasets.batch_stream import Draws
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import SamplingParams
@@ -34,7 +34,7 @@ class RemoteRollouts:
     def __init__(
         self,
         bridge: Bridge,
-        config: RolloutOptions,
+        config: LearningOptions,
         session: EngineSession,
         context: DistributedContext,
     ) -> None:
@@ -68,6 +68,7 @@ class RemoteRollouts:
             data.num_consumed,
             data.sampler_state,
             step.num_planned,
+            self._config.shared_prefix,
         )
 
     def complete(self, step: Step) -> None:
