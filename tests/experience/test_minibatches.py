@@ -83,13 +83,12 @@ def test_prompts_count_once_where_rows_begin_alike_for_certain():
     for row in range(8):
         prompt, facts = (row // 2 % 2,) * 20, {ROUTES: ("00" * 20,)} if row < 4 else {}
         completion = Completion(row, 0, prompt, (3,), (0.0,), "temperature", "stop", facts=facts)
-        rollout = Rollout(Prompt(0, "", ()), completion, row // 4, row, "")
-        scored.append(ScoredRollout(rollout, 0.0))
+        scored.append(ScoredRollout(Rollout(Prompt(0, "", ()), completion, row // 4, row, ""), 0.0))
     ranks = get_fake_strategy(SimpleNamespace(seed=0)).context
-    config = TrainConfig(train_batch_size=8, packing_samples=True, shared_prefix="auto")
+    config = TrainConfig(train_batch_size=8, shared_prefix="auto")
     samples = Samples(scored, row_table(scored), 2)
     kept, *_ = deliver(samples, config, 0, ranks, TEXT_ENCODER, num_training=1)
-    assert kept.shared == (0, 0, 0, 0, 0, 20, 0, 20)
+    assert kept.shared == (0,) * 5 + (20, 0, 20)
 
 
 def test_seed_and_step_change_the_permutation_and_nothing_else_does():

@@ -72,9 +72,7 @@ def test_each_row_reads_its_own_ids_and_positions_along_its_path(rows):
 
 def test_rows_that_share_little_stay_as_they_are():
     rows = [[1, 2, 3, *row] for row in draw(40, 22)]
-    ids, mask = pad_rows(rows)
-    layout = TokenLayout.packed(ids, mask, min_shared_tokens=MIN)
-    assert layout.bounds.shared is None
+    assert TokenLayout.packed(*pad_rows(rows), min_shared_tokens=MIN).bounds.shared is None
     layout = TokenLayout.packed(*pad_rows([*rows, [1, 2, 3, 4]]), min_shared_tokens=MIN)
     assert layout.bounds.shared.paths == (((0, 43),), ((43, 68),), ((0, 3), (68, 69)))
 

@@ -274,8 +274,7 @@ def test_prefixes_are_not_shared_where_rows_would_be_mixed(fault, capsys, monkey
     assert capsys.readouterr().out.count(line) == 1
     options["packing_samples"] = False
     assert policy().min_shared_tokens is None
-    line = "shared_prefix = off: it needs packed samples; add --packing_samples"
-    assert capsys.readouterr().out.count(line) == 1
+    assert "off: it needs packed samples; add --packing_samples" in capsys.readouterr().out
 
 
 def test_a_cache_that_loses_its_convolution_is_refused_before_the_first_step(

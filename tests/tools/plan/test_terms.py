@@ -267,3 +267,14 @@ def test_an_export_collects_the_model_that_the_plan_says(tmp_path, monkeypatch, 
     setup = setup_of(ModelSize.of_config(base.config.to_dict()), lora_rank=rank)
     (term,) = [t for t in plan_memory(setup).phases[-1].terms if "exported" in t.name]
     close(term.num_bytes, seen[0] - before, 0.1)
+
+
+def test_a_budget_holds_more_responses_if_their_prompts_are_computed_once():
+    size = ModelSize.of_config({**TEXT, "model_type": "llama"})
+    options = {"packing_samples": True, "micro_batch_tokens": 1024}
+    setups = (setup_of(size, shared_prefix=how, **options) for how in ("off", "auto"))
+    alone, shared = (setup.scored_tokens(1) / 64 for setup in setups)
+    # After the first, a sample counts its response and an eighth of its prompt, 72 tokens: 1024
+    # hold 13 samples.
+    assert alone == 8
+    assert 13 <= shared < 15

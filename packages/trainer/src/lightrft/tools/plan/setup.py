@@ -297,8 +297,11 @@ class Setup:
         """Return the tokens of a micro batch that the output projection sees."""
         if not self.rolls_out:
             return self.micro_tokens(num_rows)
-        share = self.config.max_response_tokens / max(1, self.row_tokens)
-        return round(self.micro_tokens(num_rows) * min(1.0, share))
+        config, row = self.config, max(1, self.row_tokens)
+        response = min(config.max_response_tokens, row)
+        # A budget of tokens counts only a part of the prompts of further samples.
+        free = config.uncounted_tokens(row - response) if config.packing_samples else 0
+        return round(self.micro_tokens(num_rows) * response / (row - free))
 
     @property
     def samples_per_rank(self) -> int:
