@@ -72,6 +72,35 @@ def test_recurrences_and_convolutions_compute_each_packed_row_alone(
     assert (step(actor)[0] - step(plain)[0]).abs().max() < 2e-5
 
 
+def raising(compute, *, with_borders):
+    """Return a function of layers that raises an error, as newer transformers without kernels."""
+
+    def convolve(*args, **kwargs):
+        if not with_borders or kwargs.get("seq_idx") is not None:
+            raise ValueError("install causal-conv1d")
+        return compute(*args, **kwargs)
+
+    return convolve
+
+
+def test_layers_that_raise_at_borders_are_called_by_sequence(monkeypatch):
+    plain = step(Actor(types.tiny_model("qwen3_5_text").train()))
+    convolve = raising(modeling_qwen3_5.causal_conv1d_fn, with_borders=True)
+    monkeypatch.setattr(modeling_qwen3_5, "causal_conv1d_fn", convolve)
+    actor = packed(types.tiny_model("qwen3_5_text").train())
+    assert called_by_sequence(actor) == {"Qwen3_5GatedDeltaNet"}
+    assert_close(step(actor), plain)
+
+
+def test_layers_that_raise_nevertheless_refuse_packed_rows(monkeypatch):
+    actor = Actor(types.tiny_model("qwen3_5_text").train())
+    proof = prove_model(actor, get_fake_strategy({}).context, is_random=False)
+    convolve = raising(modeling_qwen3_5.causal_conv1d_fn, with_borders=False)
+    monkeypatch.setattr(modeling_qwen3_5, "causal_conv1d_fn", convolve)
+    with pytest.raises(LayoutRefusedError, match=r"over packed rows: install causal-conv1d$"):
+        pack_rows(proof)
+
+
 @pytest.mark.parametrize("model_type", ["lfm2", "nemotron_h", "qwen3_5_moe", "recurrent_gemma"])
 def test_layers_whose_part_in_a_sum_is_below_rounding_are_seen_to_mix(model_type):
     """As in new models in bfloat16, where the proof of whole rows could not see it."""
@@ -119,7 +148,7 @@ def convolution_by_index(slow):
 
 
 def rule_by_borders(slow):
-    def run(*tensors, g, beta, cu_seqlens, **options):
+    def run(*tensors, g, beta, cu_seqlens, seq_idx=None, **options):
         lengths = cu_seqlens.diff().tolist()
         pieces = zip(*(each.split(lengths, 1) for each in (*tensors, g, beta)), strict=True)
         outputs = [slow(*rest, g=g, beta=beta, **options)[0] for *rest, g, beta in pieces]

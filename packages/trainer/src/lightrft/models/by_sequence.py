@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -24,7 +25,8 @@ BORDERS = ("sequence_bounds", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 # Change of a token's output, in norms of it and units of its dtype, that other tokens may cause by
 # the order of sums alone.
 NOISE = 4
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
+# Classes with one of the mixins below, by the class without.
+_classes: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
 class BySequence(nn.Module):
@@ -84,6 +86,21 @@ def _joined(outputs: Sequence[object], num_tokens: int) -> object:
     return torch.cat(tensors, dim=1)
 
 
+class _PassesBorders(nn.Module):
+    """Part that passes the borders of sequences on to its layers that are called by sequence.
+
+    A hook would not do it: transformers 5.24 runs none where it computes a part a second time.
+    """
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Call the part with its layers in the stream that is read."""
+        _set_stream(self, cast("SequenceBounds | None", kwargs.get("sequence_bounds")))
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            _set_stream(self, None)
+
+
 def call_by_sequence(parent: nn.Module, layer: nn.Module) -> None:
     """Let a layer be called once for each sequence of a stream; it changes in place.
 
@@ -91,25 +108,16 @@ def call_by_sequence(parent: nn.Module, layer: nn.Module) -> None:
         parent: Part around it that is passed the borders of the sequences as `sequence_bounds`.
         layer: Layer that mixes sequences otherwise.
     """
-    layer.__class__ = _class_by_sequence(type(layer))
-    if _enter not in parent._forward_pre_hooks.values():
-        parent.register_forward_pre_hook(_enter, with_kwargs=True)
-        parent.register_forward_hook(_leave, always_call=True)
+    for module, mixin in ((layer, BySequence), (parent, _PassesBorders)):
+        if not isinstance(module, mixin):
+            module.__class__ = _mixed(mixin, type(module))
 
 
-def _class_by_sequence(kind: type[nn.Module]) -> type[nn.Module]:
-    if kind not in _classes:
-        _classes[kind] = type(kind.__name__, (BySequence, kind), {"__module__": kind.__module__})
-    return _classes[kind]
-
-
-# Functions of modules alone: a copied model's hooks must act on the copy.
-def _enter(parent: nn.Module, _: object, kwargs: Mapping[str, object]) -> None:
-    _set_stream(parent, cast("SequenceBounds | None", kwargs.get("sequence_bounds")))
-
-
-def _leave(parent: nn.Module, *_: object) -> None:
-    _set_stream(parent, None)
+def _mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
+    if (mixin, kind) not in _classes:
+        module = {"__module__": kind.__module__}
+        _classes[mixin, kind] = type(kind.__name__, (mixin, kind), module)
+    return _classes[mixin, kind]
 
 
 def _set_stream(parent: nn.Module, stream: SequenceBounds | None) -> None:
@@ -137,6 +145,8 @@ def separate_sequences(
         LayoutRefusedError: The model has attention of its own, or weights of a layer are gathered
             at each call, and ranks have other numbers of sequences.
     """
+    names = {module: name for name, module in trunk.named_modules()}
+    separated = {layer: names[layer] for layer in _separate_raising(trunk, run)}
     # Without the sum to which a part adds its outputs, in which small changes would not show. If
     # attention, which has the borders, mixes nevertheless, the proof refuses the model.
     parents = {
@@ -145,8 +155,6 @@ def separate_sequences(
         for child in part.children()
         if not attends_packed(child)
     }
-    names = {module: name for name, module in trunk.named_modules()}
-    separated: dict[nn.Module, str] = {}
     while True:
         mixing = _mixing(set(parents), run, stream)
         # Those without another in them, which mix by themselves.
@@ -179,6 +187,62 @@ def refuse_gathered_layers(model: nn.Module) -> None:
                 "stage 3 gathers its weights at each call: train without packing_samples, or with "
                 "another strategy"
             )
+
+
+def _separate_raising(trunk: nn.Module, run: Callable[[], object]) -> set[nn.Module]:
+    """Let layers that raise an error because they get borders be called once per sequence.
+
+    Convolutions and recurrences of transformers do so without the kernels that read borders.
+
+    Returns:
+        The layers.
+
+    Raises:
+        LayoutRefusedError: A layer raises an error when it is called once per sequence, too.
+    """
+    separated: set[nn.Module] = set()
+    while True:
+        entered: list[tuple[nn.Module, bool]] = []
+        try:
+            with _noting(trunk, entered):
+                run()
+            return separated
+        except (ValueError, TypeError, NotImplementedError) as error:
+            layers = _layers_like(trunk, entered)
+            if not layers or separated & layers.keys():
+                text = f"{type(trunk).__name__} does not run over packed rows: {error}"
+                raise LayoutRefusedError(text) from error
+        for layer, parent in layers.items():
+            call_by_sequence(parent, layer)
+        separated |= layers.keys()
+
+
+@contextmanager
+def _noting(trunk: nn.Module, entered: list[tuple[nn.Module, bool]]) -> Iterator[None]:
+    """Note the parts that are running, and whether each was passed the borders of sequences."""
+
+    def enter(part: nn.Module, _: object, inputs: Mapping[str, object]) -> None:
+        entered.append((part, inputs.get("sequence_bounds") is not None))
+
+    def leave(*_: object) -> None:  # not called for a part that raises
+        entered.pop()
+
+    with ExitStack() as stack, _before_each(set(trunk.modules()) - {trunk}, enter):
+        for part in set(trunk.modules()) - {trunk}:
+            stack.callback(part.register_forward_hook(leave).remove)
+        yield
+
+
+def _layers_like(
+    trunk: nn.Module, entered: Sequence[tuple[nn.Module, bool]]
+) -> dict[nn.Module, nn.Module]:
+    """Return the layers of the class that raised, each with its parent; none for attention."""
+    for (parent, has_borders), (layer, _) in reversed([*pairwise(entered)]):
+        if has_borders and not attends_packed(layer):
+            parents = [each for each in trunk.modules() if type(each) is type(parent)]
+            pairs = {child: each for each in parents for child in each.children()}
+            return {child: pairs[child] for child in pairs if type(child) is type(layer)}
+    return {}
 
 
 def _passed_borders(trunk: nn.Module, run: Callable[[], object]) -> set[nn.Module]:
