@@ -102,6 +102,7 @@ def test_a_flipped_byte_of_a_run_is_passed_over_or_its_file_is_named(folder):
     assert outer == {
         ".lock",
         "config.toml",
+        "draws.jsonl",
         "events.jsonl",
         "logs/rank_0.log",
         "logs/timeline_0.jsonl",

@@ -27,9 +27,9 @@ def lines_of(output):
 def test_a_sound_model_gives_the_same_step_in_every_way_of_one_process(model, capsys):
     assert main(["doctor", "--invariance", "--pretrain", model, "--nproc_per_node", "1"]) == 0
     output = capsys.readouterr().out
-    assert len(lines_of(output)) == 3
+    assert len(lines_of(output)) == 4
     assert all(line.startswith("ok") for line in lines_of(output))
-    assert "3 of 3 ways give the same step" in output
+    assert "4 of 4 ways give the same step" in output
 
 
 @pytest.mark.slow

@@ -146,14 +146,12 @@ def separate_sequences(
             at each call, and ranks have other numbers of sequences.
     """
     names = {module: name for name, module in trunk.named_modules()}
-    separated = {layer: names[layer] for layer in _separate_raising(trunk, run)}
+    passed, raising = _passed_borders(trunk, run)
+    separated = {layer: names[layer] for layer in raising}
     # Without the sum to which a part adds its outputs, in which small changes would not show. If
     # attention, which has the borders, mixes nevertheless, the proof refuses the model.
     parents = {
-        child: part
-        for part in _passed_borders(trunk, run)
-        for child in part.children()
-        if not attends_packed(child)
+        child: part for part in passed for child in part.children() if not attends_packed(child)
     }
     while True:
         mixing = _mixing(set(parents), run, stream)
@@ -189,73 +187,48 @@ def refuse_gathered_layers(model: nn.Module) -> None:
             )
 
 
-def _separate_raising(trunk: nn.Module, run: Callable[[], object]) -> set[nn.Module]:
-    """Let layers that raise an error because they get borders be called once per sequence.
+def _passed_borders(
+    trunk: nn.Module, run: Callable[[], object]
+) -> tuple[set[nn.Module], set[nn.Module]]:
+    """Return the parts of a trunk that are passed the borders of sequences, and layers that raise.
 
-    Convolutions and recurrences of transformers do so without the kernels that read borders.
-
-    Returns:
-        The layers.
+    Convolutions and recurrences of transformers raise an error at borders without the kernels that
+    read them; they are called once per sequence from here on.
 
     Raises:
         LayoutRefusedError: A layer raises an error when it is called once per sequence, too.
     """
-    separated: set[nn.Module] = set()
-    while True:
-        entered: list[tuple[nn.Module, bool]] = []
-        try:
-            with _noting(trunk, entered):
-                run()
-            return separated
-        except (ValueError, TypeError, NotImplementedError) as error:
-            layers = _layers_like(trunk, entered)
-            if not layers or separated & layers.keys():
-                text = f"{type(trunk).__name__} does not run over packed rows: {error}"
-                raise LayoutRefusedError(text) from error
-        for layer, parent in layers.items():
-            call_by_sequence(parent, layer)
-        separated |= layers.keys()
-
-
-@contextmanager
-def _noting(trunk: nn.Module, entered: list[tuple[nn.Module, bool]]) -> Iterator[None]:
-    """Note the parts that are running, and whether each was passed the borders of sequences."""
+    passed: set[nn.Module] = set()
+    raising: set[nn.Module] = set()
+    running: list[nn.Module] = []
+    parts = set(trunk.modules()) - {trunk}
 
     def enter(part: nn.Module, _: object, inputs: Mapping[str, object]) -> None:
-        entered.append((part, inputs.get("sequence_bounds") is not None))
-
-    def leave(*_: object) -> None:  # not called for a part that raises
-        entered.pop()
-
-    with ExitStack() as stack, _before_each(set(trunk.modules()) - {trunk}, enter):
-        for part in set(trunk.modules()) - {trunk}:
-            stack.callback(part.register_forward_hook(leave).remove)
-        yield
-
-
-def _layers_like(
-    trunk: nn.Module, entered: Sequence[tuple[nn.Module, bool]]
-) -> dict[nn.Module, nn.Module]:
-    """Return the layers of the class that raised, each with its parent; none for attention."""
-    for (parent, has_borders), (layer, _) in reversed([*pairwise(entered)]):
-        if has_borders and not attends_packed(layer):
-            parents = [each for each in trunk.modules() if type(each) is type(parent)]
-            pairs = {child: each for each in parents for child in each.children()}
-            return {child: pairs[child] for child in pairs if type(child) is type(layer)}
-    return {}
-
-
-def _passed_borders(trunk: nn.Module, run: Callable[[], object]) -> set[nn.Module]:
-    """Return the parts of a trunk that are passed the borders of sequences."""
-    passed: set[nn.Module] = set()
-
-    def look(part: nn.Module, _: object, inputs: Mapping[str, object]) -> None:
+        running.append(part)
         if inputs.get("sequence_bounds") is not None:
             passed.add(part)
 
-    with _before_each(set(trunk.modules()) - {trunk}, look):
-        run()
-    return passed
+    def leave(*_: object) -> None:  # not called for a part that raises
+        running.pop()
+
+    with ExitStack() as stack, _before_each(parts, enter):
+        for part in parts:
+            stack.callback(part.register_forward_hook(leave).remove)
+        while True:
+            running.clear()
+            try:
+                run()
+                return passed, raising
+            except (ValueError, TypeError, NotImplementedError) as error:
+                pairs = [pair for pair in pairwise(running) if pair[0] in passed]
+                if not pairs or pairs[-1][1] in raising or attends_packed(pairs[-1][1]):
+                    text = f"{type(trunk).__name__} does not run over packed rows: {error}"
+                    raise LayoutRefusedError(text) from error
+            kinds = [type(each) for each in pairs[-1]]
+            for parent in [each for each in parts if type(each) is kinds[0]]:
+                for layer in [each for each in parent.children() if type(each) is kinds[1]]:
+                    call_by_sequence(parent, layer)
+                    raising.add(layer)
 
 
 def _mixing(
