@@ -160,6 +160,16 @@ def test_a_block_that_differs_and_an_adapter_scaled_twice_end_the_run(checkpoint
                 strategy.update_engine_weights(ready)
             actor.scale = ALPHA / RANK
         assert layer.scales[3] == before
+        del layer.dense
+        adapted = quantized_layers(actor.model)["model.layers.0.self_attn.q_proj.base_layer"]
+        for changed, name in ((adapted, "q_proj.base_layer.codes"), (layer, "up_proj.weight")):
+            changed.codes.data[2, 5] ^= 1
+            with pytest.raises(
+                WeightSyncError, match=rf"1 frozen .*: model\.layers\.0\.\w+\.{name};"
+            ):
+                strategy.update_engine_weights(ready)
+            changed.codes.data[2, 5] ^= 1
+        strategy.update_engine_weights(ready)
 
 
 def computes(layer):
@@ -186,6 +196,12 @@ def on_two_ranks(rank, world_size, path, folder):
             assert local <= 0.6 * sum(p.nbytes for p in packed(ready.model))
             strategy.setup_inference_engine(None, "hf", actor=ready)
             results[name] = norms, strategy.last_weight_sync.engine_hash
+            codes = packed(ready.model)[0].to_local()
+            codes[0, 0] ^= rank
+            with pytest.raises(WeightSyncError, match=r"frozen .* changed .*codes"):
+                strategy.update_engine_weights(ready)
+            codes[0, 0] ^= rank
+            strategy.update_engine_weights(ready)
             strategy.save_model(ready, None, f"{folder}/{name}")
             strategy.save_ckpt(ready, f"{folder}/{name}_ckpt", "first")
             norm = step(strategy, ready, rank)

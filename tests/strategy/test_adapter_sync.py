@@ -89,16 +89,22 @@ def test_trainer_and_engine_hold_one_base():
     assert synced(actor, WeightSync(engine)).num_bytes == report.num_bytes
 
 
+@pytest.mark.parametrize("is_merged", [True, False])
+@pytest.mark.parametrize("allow_alias", [True, False])
 @torch.no_grad()
-def test_a_write_into_the_base_that_both_hold_is_found_at_the_next_sync():
+def test_a_write_into_the_trainers_base_is_found_at_each_further_sync(is_merged, allow_alias):
     actor = lora_actor()
-    engine = engine_of(actor)
-    sync = WeightSync(engine)
-    synced(actor, sync)
-    weight = engine.native.model.layers[0].mlp.down_proj.weight
-    weight[0, 0] += 1e-3
-    with failing("hash", "1 frozen .* changed since .* share: .*layers.0.mlp.down_proj.weight"):
-        synced(actor, sync)
+    sync = WeightSync(engine_of(actor, is_merged=is_merged), allow_alias=allow_alias)
+    sync.verify = False
+    synced(actor, sync, is_merged=is_merged)
+    sync.verify = True
+    synced(actor, sync, is_merged=is_merged)
+    actor.model.model.layers[0].mlp.down_proj.weight[0, 0] += 1e-3
+    for _ in range(2):
+        with failing("hash", "1 frozen .* changed since .*layers.0.mlp.down_proj.*weight"):
+            synced(actor, sync, is_merged=is_merged)
+    sync.forget()
+    synced(actor, sync, is_merged=is_merged)
 
 
 def test_with_merged_weights_both_hold_what_has_no_adapter_once():
@@ -304,6 +310,17 @@ def test_the_base_sleeps_on_the_host_and_is_compared_when_it_wakes():
             generate()
         with pytest.raises(WeightSyncError, match=r"layers.0.mlp.down_proj"):
             strategy.update_engine_weights(actor)
+
+
+@torch.no_grad()
+def test_a_checkpoint_may_have_another_base(tmp_path):
+    with get_fake_strategy(settings()) as strategy:
+        actor = lora_actor()
+        strategy.save_ckpt(actor, str(tmp_path), "first")
+        actor.model.model.layers[0].mlp.down_proj.weight[0, 0] += 1e-3
+        strategy.setup_inference_engine(None, "hf", actor=actor)
+        strategy.load_ckpt(actor, str(tmp_path), "first", load_module_only=True)
+        strategy.update_engine_weights(actor)
 
 
 def test_an_actor_without_adapters_is_refused(monkeypatch):

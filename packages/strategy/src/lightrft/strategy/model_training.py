@@ -37,14 +37,15 @@ class ModelTraining:
 
     Args:
         backend: Backend that places models on the ranks and takes their steps.
-        on_change: Function to call when weights have changed.
+        on_change: Function to call when weights have changed; its argument says whether frozen
+            ones may have, too.
 
     Attributes:
         averages: Moving averages of models.
         num_skipped_steps: Steps skipped for their gradients, by name of the model.
     """
 
-    def __init__(self, backend: Backend, on_change: Callable[[], None]) -> None:
+    def __init__(self, backend: Backend, on_change: Callable[[bool], None]) -> None:
         self.backend = backend
         self.context, self.config = backend.context, backend.config
         self.averages = MovingAverages()
@@ -194,7 +195,7 @@ class ModelTraining:
             # Only changed weights advance the schedule and make the engine stale.
             if scheduler is not None:
                 scheduler.step()
-            self.on_change()
+            self.on_change(False)
         return OptimizerStepResult(norm, is_skipped, learning_rate)
 
     def require_finite(self, model: AnyModel) -> None:
@@ -219,7 +220,7 @@ class ModelTraining:
         module = inner_module(model)
         self.backend.load_weights(module, path, strict=strict)
         self.averages.forget(module)
-        self.on_change()
+        self.on_change(True)
 
     def _state_of(self, optimizer: Optimizer) -> AccumulationState:
         """Return the progress of an optimizer; one in no step begins a step."""

@@ -678,9 +678,9 @@ class StrategyBase:
             self._session = EngineSession(self.context, self._rollout_context, self.config)
         return self._session
 
-    def _mark_stale(self) -> None:
+    def _mark_stale(self, is_load: bool) -> None:
         if self._session is not None:
-            self._session.mark_stale()
+            self._session.mark_stale(is_load=is_load)
 
     @property
     def genlen_analyser(self) -> GenLenAnalyser:

@@ -132,8 +132,16 @@ class LoraModel(SequenceModel):
                 return plain
             return replace(plain, frozen=False, is_aliasable=False)
 
-        base = tuple(merged(entry) for entry in entries if not is_factor(entry.checkpoint_name))
-        return ParameterSource(source.owner, base, source.group, source.tied_names, add_local)
+        def is_changed(entry: SourceParameter) -> bool:
+            layer, _, last = entry.checkpoint_name.rpartition(f"{BASE}.")
+            return layer in adapted and last != "bias"
+
+        return replace(
+            source,
+            entries=tuple(merged(each) for each in entries if not is_factor(each.checkpoint_name)),
+            add_local=add_local,
+            changed_base=tuple(filter(is_changed, source.parameters())),
+        )
 
     def adapter_source(self, source: ParameterSource) -> ParameterSource:
         """Return the source of base and adapters; the base is training's, s B is a copy."""

@@ -208,7 +208,7 @@ class Checkpoints:
                     f"{checkpoint.path} cannot be read: {type(error).__name__}: {first_line(error)}"
                 ) from error
             self._context.barrier()
-        self.training.on_change()
+        self.training.on_change(True)
         return str(checkpoint.path), state
 
     def _read(

@@ -233,10 +233,12 @@ class EngineSession:
             self._engine.close()
             self.engine = None
 
-    def mark_stale(self) -> None:
-        """Mark the engine's weights as outdated; call it when the trainer's have changed."""
+    def mark_stale(self, *, is_load: bool) -> None:
+        """Mark the engine's weights as outdated; after a load, frozen ones may be others, too."""
         if self._engine is not None:
             self._engine.mark_stale("the trainer's weights changed since its last update")
+        if is_load and self.weight_sync is not None:
+            self.weight_sync.forget()
 
     def sleep(self, level: int) -> None:
         """Put an engine that is awake to sleep, if sleeping is enabled.

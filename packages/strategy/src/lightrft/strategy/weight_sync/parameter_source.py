@@ -82,6 +82,7 @@ class ParameterSource:
         group: Ranks that hold the shards; None if nothing is sharded.
         tied_names: Second names of tied parameters -> the name in `entries`.
         add_local: Function that adds adapters to a range of one parameter, or None.
+        changed_base: Frozen parameters in whose place entries with adapters stand.
     """
 
     owner: nn.Module
@@ -89,6 +90,7 @@ class ParameterSource:
     group: ProcessGroup | None = None
     tied_names: Mapping[str, str] = field(default_factory=dict)
     add_local: AddLocal | None = None
+    changed_base: tuple[SourceParameter, ...] = ()
 
     def parameters(self) -> Sequence[SourceParameter]:
         """Return the entries."""

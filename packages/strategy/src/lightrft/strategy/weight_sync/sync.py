@@ -16,6 +16,7 @@ from lightrft.kernels import (
     BucketBroadcaster,
     BucketLayout,
     TensorSpec,
+    hash_tensors,
 )
 from lightrft.kernels.weight_bucket.broadcaster import ShardSource
 from lightrft.strategy.distributed.collectives import (
@@ -330,7 +331,8 @@ class WeightSync:
         self._layout: BucketLayout | None = None
         self._owner: weakref.ref[object] | None = None
         self._sent_hashes: dict[str, int] = {}
-        self._frozen: frozenset[str] = frozenset()
+        self._frozen: Mapping[str, int | None] = {}
+        self._is_current = False
         self._shared = SharedStorage()
 
     def sync(
@@ -359,9 +361,10 @@ class WeightSync:
         previous_version = self.engine.weights_version
         pairs, rank_hashes = self._match(source)
         hashes, replica_hash = source_hashes(pairs, source, rank_hashes) if self.verify else ({}, 0)
-        verify_seconds = time.perf_counter() - start_time if self.verify else 0.0
         transfer = Transfer()
-        self._send(transfer, pairs, hashes, source)
+        frozen = transfer.attempt(lambda: self._frozen_hashes(pairs, hashes, source)) or {}
+        verify_seconds = time.perf_counter() - start_time if self.verify else 0.0
+        self._send(transfer, pairs, source)
         if wake_cache is not None:
             transfer.attempt(wake_cache, even_after_error=True)
         if self.engine.runs_on_every_rank:
@@ -372,10 +375,10 @@ class WeightSync:
         verify_start_time = time.perf_counter()
         self._verify(transfer, pairs, hashes, canary)
         self._conclude(previous_version, transfer.error, replica_hash)
-        self._owner = weakref.ref(source.owner)
+        self._owner, self._frozen, self._is_current = weakref.ref(source.owner), frozen, True
         if self.verify and transfer.is_aliased and canary is not None:
             self._shared.keep(pairs, hashes, was_scored=transfer.canary_difference is not None)
-        self._note_sent(pairs, hashes)
+        self._sent_hashes = dict(hashes)
         end_time = time.perf_counter()
         return WeightSyncReport(
             weights_version=self.engine.weights_version,
@@ -393,9 +396,9 @@ class WeightSync:
             is_aliased=transfer.is_aliased,
         )
 
-    def _note_sent(self, pairs: Sequence[PlannedParameter], hashes: Mapping[str, int]) -> None:
-        self._sent_hashes = {pair.name: hashes.get(pair.name, 0) for pair in pairs}
-        self._frozen = frozenset(pair.name for pair in pairs if pair.source.frozen)
+    def forget(self) -> None:
+        """Let the next sync take every parameter as new: the trainer has read others."""
+        self._owner = None
 
     def check_resident(self) -> None:
         """Bar the engine if a parameter differs from the sent one.
@@ -475,45 +478,48 @@ class WeightSync:
         return matched or ((), ())
 
     def _frozen_hashes(
-        self, pairs: Sequence[PlannedParameter], source: ParameterSource
-    ) -> dict[str, int]:
-        """Return the hashes, at the last sync with this owner, of what was and is frozen."""
-        if self._owner is None or self._owner() is not source.owner:
-            return {}
-        # A parameter that was trained until now may have changed.
-        names = (pair.name for pair in pairs if pair.source.frozen and pair.name in self._frozen)
-        return {name: self._sent_hashes[name] for name in names}
-
-    def _select(
         self,
         pairs: Sequence[PlannedParameter],
         hashes: Mapping[str, int],
-        frozen: Mapping[str, int],
-    ) -> tuple[PlannedParameter, ...]:
+        source: ParameterSource,
+    ) -> dict[str, int | None]:
+        """Return the hashes of what is frozen; of what adapters change, those of this rank.
+
+        Raises:
+            WeightSyncError: One differs from that of the last sync with this owner.
+        """
+        if self._owner is None or self._owner() is not source.owner:
+            self._frozen = {}
+        frozen = {pair.name: hashes.get(pair.name) for pair in pairs if pair.source.frozen}
+        if self.verify:
+            values = hash_tensors([entry.local_shard for entry in source.changed_base])
+            names = (entry.checkpoint_name for entry in source.changed_base)
+            frozen.update(zip(names, values, strict=True))
+        check_untouched(frozen, self._frozen)
+        return frozen
+
+    def _select(self, pairs: Sequence[PlannedParameter]) -> tuple[PlannedParameter, ...]:
         """Return the parameters to write now: all but frozen ones that the engine holds already."""
         if self.engine.keeps_base:  # compared, like all others, and never written
             return tuple(pair for pair in pairs if not pair.source.frozen)
-        if self.engine.weights_were_dropped:
+        if self.engine.weights_were_dropped or not self._is_current:
             return tuple(pairs)
-        # With hashes, a frozen parameter that changed after all is sent again.
-        resident = {name for name, value in frozen.items() if value == hashes.get(name, 0)}
+        # A parameter that was trained until now may have changed.
+        resident = {p.name for p in pairs if p.source.frozen and p.name in self._frozen}
         return parameters_to_send(pairs, frozenset(resident))
 
     def _send(
         self,
         transfer: Transfer,
         pairs: Sequence[PlannedParameter],
-        hashes: Mapping[str, int],
         source: ParameterSource,
     ) -> None:
-        frozen = self._frozen_hashes(pairs, source)
-        sent = self._select(pairs, hashes, frozen)
+        sent = self._select(pairs)
         # If this update fails, nothing counts as resident at the next one.
-        self._owner = None
+        self._is_current = False
         if self.allow_alias:
             transfer.taken_names = share_weights(self.engine, pairs, source)
             transfer.is_aliased = len(transfer.taken_names) == len(pairs)
-        transfer.attempt(lambda: check_untouched(transfer.taken_names, hashes, frozen))
         moved = {pair.name for pair in sent} | transfer.taken_names
         transfer.num_resident_bytes = _num_bytes([p for p in pairs if p.name not in moved])
         if not transfer.is_aliased:

@@ -266,22 +266,25 @@ def check_hashes(expected: Mapping[str, int], found: Mapping[str, int]) -> None:
         )
 
 
-def check_untouched(
-    shared: Iterable[str], hashes: Mapping[str, int], before: Mapping[str, int]
-) -> None:
-    """Compare frozen parameters that both sides share with what they were at the last sync.
+def check_untouched(hashes: Mapping[str, int | None], before: Mapping[str, int | None]) -> None:
+    """Compare the trainer's frozen parameters with what they were at the last sync.
 
-    Any other comparison would look at the same memory twice.
+    Args:
+        hashes, before: Hashes by name; None for one that was not computed.
 
     Raises:
         WeightSyncError: A parameter has changed; the message names it.
     """
-    names = [name for name in shared if name in before and hashes.get(name, 0) != before[name]]
+    names = [
+        name
+        for name, value in hashes.items()
+        if (earlier := before.get(name)) is not None and value not in (None, earlier)
+    ]
     if names:
         raise WeightSyncError(
             "hash",
-            f"{len(names)} frozen parameters changed since the last sync, in memory that trainer "
-            f"and engine share: {listed(names)}; nothing may write there",
+            f"{len(names)} frozen parameters of the trainer changed since the last sync: "
+            f"{listed(names)}; nothing may write them; load_ckpt and load_model may replace them",
             names,
         )
 
