@@ -69,7 +69,7 @@ def test_members_declare_the_versions_that_the_tables_call_tested(repository):
     for path in repository.glob("packages/*/pyproject.toml"):
         for name, bound in re.findall(r'"([\w-]+)(>=[\d.]+,<[\d.]+)"', path.read_text()):
             bounds.setdefault(name.removesuffix("-cpu"), set()).add(bound)
-    assert len(LIBRARIES) == 6
+    assert len(LIBRARIES) == 7
     for name, library in LIBRARIES.items():
         assert bounds[name] == {library.limits}, name
 

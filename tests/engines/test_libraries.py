@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import logging
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -25,15 +26,19 @@ OTHERS |= {
 }
 
 
-@pytest.mark.parametrize("package", ["torch", "transformers", "deepspeed"])
+@pytest.mark.parametrize(
+    "package",
+    ["torch", "transformers", pytest.param("bitsandbytes", marks=pytest.mark.full), "deepspeed"],
+)
 def test_every_name_of_the_table_exists(package):
-    if package == "deepspeed":
-        pytest.importorskip("deepspeed")
+    if package in ("bitsandbytes", "deepspeed"):
+        pytest.importorskip(package)
     library = LIBRARIES[package]
     # Modules of pictures need torchvision.
     single = library.single if find_spec("torchvision") else {}
     assert library.missing({**library.names, **single}) == []
     check_library(package)
+    assert logging.getLogger("bitsandbytes").level == logging.ERROR  # peft imports it
 
 
 def private_names(tree):

@@ -49,6 +49,17 @@ def draw_second_factors(actor, seed=5, size=0.2):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
 
 
+def merged_reference(actor, base, scale):
+    """Base + scale * B A in float64."""
+    values = {n: p.detach().double() for n, p in actor.model.named_parameters()}
+    merged = {n: p.detach().double() for n, p in base.named_parameters()}
+    for name in merged:
+        factors = [f"{name.removesuffix('.weight')}.lora_{e}.default.weight" for e in "BA"]
+        if factors[0] in values:
+            merged[name] += scale * values[factors[0]] @ values[factors[1]]
+    return merged
+
+
 def relative_norm(found, expected):
     """Return the norm of the difference of two sets of tensors by that of the expected ones."""
     difference = sum(float((found[n] - expected[n]).double().square().sum()) for n in expected)

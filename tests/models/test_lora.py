@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.models.all_types import types
-from tests.models.batches import draw_second_factors
+from tests.models.batches import draw_second_factors, merged_reference
 from tests.models.tiny import tiny_model
 from tests.ranks import run_multiprocess
 from tests.strategy.backend_world import are_equal, make, prepared, weights
@@ -31,22 +31,6 @@ ADAPTER_FILE = "adapter_model.safetensors"
 def lora_actor(path, **options):
     config = TrainConfig(**{"lora_rank": RANK, "lora_alpha": ALPHA, **options})
     return LoraActor(load_causal_lm(path), config)
-
-
-def merged_reference(actor):
-    """W + alpha / rank * B A in float64, under the checkpoint's names."""
-    values = {n: p.detach().double() for n, p in actor.model.named_parameters()}
-    merged = {}
-    for name, value in values.items():
-        if ".lora_" in name:
-            continue
-        layer = name.removesuffix(".base_layer.weight")
-        if name.endswith(".base_layer.weight"):
-            first = values[f"{layer}.lora_A.default.weight"]
-            second = values[f"{layer}.lora_B.default.weight"]
-            value = value + ALPHA / RANK * second @ first
-        merged[name.replace(".base_layer", "")] = value
-    return merged
 
 
 def plain(path):
@@ -260,12 +244,6 @@ def check_engine_and_file(strategy, ready, path, folder, base):
     for _ in range(6):
         ids.append(int(saved(torch.tensor([ids])).logits[0, -1].argmax()))
     assert list(completion.output_token_ids) == ids[3:]
-    # A planted difference is another hash, and the next sync undoes it.
-    hashes = strategy.inference_engine.hash_parameters()
-    strategy.inference_engine.native.model.layers[0].self_attn.q_proj.weight.data[0, 0] += 1.0
-    assert hashes != strategy.inference_engine.hash_parameters()
-    strategy.update_engine_weights(ready)
-    assert hashes == strategy.inference_engine.hash_parameters()
     return report, {name: value.detach().clone() for name, value in full.items()}
 
 
@@ -298,7 +276,7 @@ def base_of(path):
 def test_one_process_syncs_saves_and_resumes(checkpoint, tmp_path):
     with make("fake", **options_of(checkpoint, 1)) as strategy:
         ready = train_twice(strategy, checkpoint, 0)
-        expected = merged_reference(strategy.unwrap_model(ready))
+        expected = merged_reference(strategy.unwrap_model(ready), plain(checkpoint), ALPHA / RANK)
         _, full = check_engine_and_file(
             strategy, ready, checkpoint, str(tmp_path / "model"), base_of(checkpoint)
         )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.models.batches import draw_second_factors, relative_norm
+from tests.models.batches import draw_second_factors, merged_reference, relative_norm
 from tests.ranks import run_multiprocess
 from tests.strategy.backend_world import make, prepared
 from transformers import AutoModelForCausalLM
@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.models.loading import load_causal_lm
 from lightrft.models.lora import LoraActor
+from lightrft.stages.preference.stored_reference import hash_of_start
+from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.nf4 import NF4Linear, quantized_layers
 from lightrft.strategy.weight_sync.verification import WeightSyncError
 
@@ -101,23 +103,12 @@ def step(strategy, ready, shift=0):
     return strategy.optimizer_step(ready.optimizer, ready.model, ready.scheduler).grad_norm
 
 
-def merged_reference(actor, base):
-    """Base + alpha / rank * B A in float64."""
-    values = {n: p.detach().double() for n, p in actor.model.named_parameters()}
-    merged = dict(base.named_parameters())
-    for name in merged:
-        layer = name.removesuffix(".weight")
-        if f"{layer}.lora_A.default.weight" in values:
-            first, second = (values[f"{layer}.lora_{e}.default.weight"] for e in "AB")
-            merged[name] = merged[name] + ALPHA / RANK * second @ first
-    return merged
-
-
 def test_engine_file_and_checkpoint_of_one_process(checkpoint, tmp_path):
     with make("fake", **settings(checkpoint, 1)) as strategy:
         ready, _ = trained(strategy, checkpoint, 0)
         actor = strategy.unwrap_model(ready)
-        expected = merged_reference(actor, reference_of(checkpoint, torch.float32))
+        base = reference_of(checkpoint, torch.float32)
+        expected = merged_reference(actor, base, ALPHA / RANK)
         strategy.setup_inference_engine(None, "hf", actor=ready)
         engine = dict(strategy.inference_engine.native.named_parameters())
         report = strategy.last_weight_sync
@@ -132,7 +123,17 @@ def test_engine_file_and_checkpoint_of_one_process(checkpoint, tmp_path):
         strategy.save_ckpt(ready, str(tmp_path / "ckpt"), "first")
         (file,) = (tmp_path / "ckpt" / "first" / "model").glob("*.safetensors")
         assert all(".lora_" in name for name in load_file(file))
+        start = hash_of_start(ready, strategy.backend)
         norm = step(strategy, ready)
+        assert hash_of_start(ready, strategy.backend) == start
+        scales = next(iter(quantized_layers(actor).values())).ranges
+        scales[1] ^= 1
+        assert hash_of_start(ready, strategy.backend) != start
+        with pytest.raises(
+            CheckpointError, match=r"with frozen weights .*: got .*; give the model"
+        ):
+            strategy.load_ckpt(ready, str(tmp_path / "ckpt"), "first")
+        scales[1] ^= 1
         strategy.load_ckpt(ready, str(tmp_path / "ckpt"), "first")
         assert step(strategy, ready) == norm
 
@@ -162,13 +163,17 @@ def test_a_block_that_differs_and_an_adapter_scaled_twice_end_the_run(checkpoint
         assert layer.scales[3] == before
         del layer.dense
         adapted = quantized_layers(actor.model)["model.layers.0.self_attn.q_proj.base_layer"]
-        for changed, name in ((adapted, "q_proj.base_layer.codes"), (layer, "up_proj.weight")):
-            changed.codes.data[2, 5] ^= 1
+        for values, name in (
+            (adapted.codes.data, "q_proj.base_layer.codes"),
+            (adapted.ranges, "q_proj.base_layer.ranges"),
+            (layer.codes.data, "up_proj.weight"),
+        ):
+            values.view(-1)[1] ^= 1
             with pytest.raises(
                 WeightSyncError, match=rf"1 frozen .*: model\.layers\.0\.\w+\.{name};"
             ):
                 strategy.update_engine_weights(ready)
-            changed.codes.data[2, 5] ^= 1
+            values.view(-1)[1] ^= 1
         strategy.update_engine_weights(ready)
 
 
@@ -176,8 +181,8 @@ def computes(layer):
     """Let the trainer compute with another block than is sent."""
     dense = layer.dense
 
-    def other(codes, scales, ranges=None):
-        weight = dense(codes, scales, ranges)
+    def other(codes, scales):
+        weight = dense(codes, scales)
         weight.view(-1)[64:128] *= -8
         return weight
 

@@ -11,6 +11,8 @@ from functools import cache
 from types import FunctionType
 
 _logger = logging.getLogger(__name__)
+# PEFT imports it, and its CPU part warns of kernels that nobody uses here.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 class LibraryError(ImportError):
@@ -240,7 +242,26 @@ PEFT = Library(
     {"a pass without adapters": ("peft.tuners.tuners_utils:BaseTunerLayer._disable_adapters",)},
     {},
 )
-LIBRARIES = {each.package: each for each in (TORCH, TRANSFORMERS, PEFT, DEEPSPEED, VLLM, SGLANG)}
+BITSANDBYTES = Library(
+    "bitsandbytes",
+    ((0, 50), (0, 51)),
+    "--quantize and --adam_8bit",
+    {
+        "a base of 4 bits": (
+            "bitsandbytes.functional:quantize_4bit",
+            "torch:ops.bitsandbytes.dequantize_4bit",
+        ),
+        "Adam in 8 bits": (
+            "bitsandbytes.functional:create_dynamic_map",
+            "bitsandbytes.functional:optimizer_update_8bit_blockwise",
+        ),
+    },
+    {},
+)
+LIBRARIES = {
+    each.package: each
+    for each in (TORCH, TRANSFORMERS, PEFT, BITSANDBYTES, DEEPSPEED, VLLM, SGLANG)
+}
 
 
 def check_library(package: str, single: str = "") -> None:

@@ -1,6 +1,5 @@
 """AdamW with moments of 8 bits, computed by bitsandbytes."""
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 
@@ -9,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightrft.strategy.nf4 import bitsandbytes, table_8bit
 from lightrft.strategy.optimizers import SCALE, AdamSettings, ParameterGroup, adam_step
 
 BLOCK_SIZE = 256
@@ -35,20 +35,8 @@ class Adam8bit(Optimizer):
     """
 
     def __init__(self, groups: Iterable[ParameterGroup], settings: AdamSettings) -> None:
-        # Its CPU part warns of missing 4-bit kernels, which nobody uses here.
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-        from bitsandbytes import functional
-
         super().__init__(groups, asdict(settings))
-        self._functional = functional
-        self._codes: dict[torch.device, tuple[Tensor, Tensor]] = {}
-
-    def codes(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the values of the codes of the first and of the second moment, [256] each."""
-        if device not in self._codes:
-            make = self._functional.create_dynamic_map
-            self._codes[device] = make(signed=True).to(device), make(signed=False).to(device)
-        return self._codes[device]
+        bitsandbytes()  # is there
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -80,8 +68,7 @@ class Adam8bit(Optimizer):
         settings: AdamSettings,
     ) -> None:
         state["step"].add_(1)
-        signed, unsigned = self.codes(weights.device)
-        self._functional.optimizer_update_8bit_blockwise(
+        bitsandbytes().optimizer_update_8bit_blockwise(
             "adam",
             gradient.contiguous(),
             weights,
@@ -93,8 +80,8 @@ class Adam8bit(Optimizer):
             settings.eps,
             int(state["step"]),
             settings.lr,
-            signed,
-            unsigned,
+            table_8bit(weights.device),
+            table_8bit(weights.device, signed=False),
             state["exp_avg" + SCALE],
             state["exp_avg_sq" + SCALE],
             weight_decay=settings.weight_decay,

@@ -11,9 +11,8 @@ Source: Dettmers et al. 2023, arXiv:2305.14314, sec. 3.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 
+from lightrft.engines.libraries import check_library
 from lightrft.strategy.checkpoints.shard_files import local_rows
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
@@ -114,22 +114,20 @@ class NF4Linear(nn.Module):
         floats = torch.cat([state.state2.absmax, state.offset.view(1)])
         self.ranges.copy_(floats.view(torch.uint8))
 
-    def dense(self, codes: Tensor, scales: Tensor, ranges: Tensor | None = None) -> Tensor:
+    def dense(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Return the weight of all codes and scales, [out, in]."""
-        values = self.values(codes, scales, 0, self.ranges if ranges is None else ranges)
-        return values[: self.size].view(self.shape)
+        return self.values(codes, scales, 0)[: self.size].view(self.shape)
 
-    def values(self, codes: Tensor, scales: Tensor, first: int, ranges: Tensor) -> Tensor:
+    def values(self, codes: Tensor, scales: Tensor, first: int) -> Tensor:
         """Return the weights of some blocks, flat.
 
         Args:
             codes, scales: Rows of the blocks.
             first: Number of the first of them.
-            ranges: The buffer of this name.
         """
-        floats = ranges.to(codes.device).view(torch.float32)
+        floats = self.ranges.to(codes.device).view(torch.float32)
         places = torch.arange(first, first + len(scales), device=codes.device) // BLOCKS_PER_RANGE
-        absmax = _scale_table(codes.device)[scales.int()] * floats[places] + floats[-1]
+        absmax = table_8bit(codes.device)[scales.int()] * floats[places] + floats[-1]
         shape = (len(scales) * BLOCK,)
         flat = codes.reshape(-1, 1)
         dequantize = torch.ops.bitsandbytes.dequantize_4bit
@@ -162,23 +160,23 @@ class _Product(torch.autograd.Function):
         return gradient @ weight.to(gradient.dtype), None, None, None
 
 
+@cache
 def bitsandbytes() -> ModuleType:
     """Return the functions of bitsandbytes.
 
     Raises:
-        ImportError: It is not installed.
+        ImportError: It is not installed, or lacks one that is needed.
     """
-    # Its CPU part warns of kernels that nobody uses here.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from bitsandbytes import functional as functions
 
+    check_library("bitsandbytes")
     return cast("ModuleType", functions)
 
 
 @cache
-def _scale_table(device: torch.device) -> Tensor:
+def table_8bit(device: torch.device, *, signed: bool = True) -> Tensor:
     """Return the numbers of the codes of 8 bits, [256] float32."""
-    return cast("Tensor", bitsandbytes().create_dynamic_map()).to(device)
+    return cast("Tensor", bitsandbytes().create_dynamic_map(signed)).to(device)
 
 
 def quantize_layers(model: nn.Module, layers: Iterable[str], dtype: torch.dtype) -> None:
@@ -209,56 +207,44 @@ def names_in_files(module: nn.Module, names: Iterable[str]) -> Iterator[str]:
             yield f"{layer}.weight"
 
 
-@dataclass(frozen=True)
-class QuantizedBase:
-    """The parameters of a source, with a weight in place of the codes and scales of a layer.
+def dequantized_source(model: nn.Module, source: ParameterSource, left_out: str) -> ParameterSource:
+    """Return a source with a weight in place of the codes and scales of a layer.
+
+    Such a weight is 0 until `add_local` adds it.
 
     Args:
-        entries: Parameters by names of files. Such a weight is 0 until `add_local` adds it.
-        shards: By the weight's name: layer, its codes and scales on this rank, and the number of
-            the first block there.
+        model: Model with the layers.
+        source: Parameters of the model.
+        left_out: Part of names that files do not have.
     """
+    layers, rank = quantized_layers(model), local_rank_in(source.group)
+    stored = {entry.checkpoint_name: entry for entry in source.entries}
+    entries, shards = [], {}
+    for name in names_in_files(model, stored):
+        plain = name.replace(left_out, "")
+        layer = layers.get(name.removesuffix(".weight"))
+        if layer is None or name in stored:
+            entries.append(replace(stored[name], checkpoint_name=plain))
+            continue
+        codes, scales = (stored[name.removesuffix("weight") + e] for e in (CODES, SCALES))
+        ranges = [(min(2 * a, layer.size), min(2 * b, layer.size)) for a, b in codes.shards]
+        start, stop = ranges[rank if codes.is_sharded else 0]
+        # One number's memory.
+        zeros = torch.zeros(1, device=codes.local_shard.device).expand(stop - start)
+        entries.append(SourceParameter(plain, layer.shape, tuple(ranges), zeros, codes.frozen))
+        packed = codes.local_shard.view(-1, BLOCK // 2)
+        shards[plain] = layer, packed, scales.local_shard, start // BLOCK
 
-    entries: tuple[SourceParameter, ...]
-    shards: Mapping[str, tuple[NF4Linear, Tensor, Tensor, int]]
-
-    @classmethod
-    def of(cls, model: nn.Module, source: ParameterSource, left_out: str) -> QuantizedBase:
-        """Return the parameters of a model.
-
-        Args:
-            model: Model with the layers.
-            source: Its source.
-            left_out: Part of names that `add_local` does not get.
-        """
-        layers, rank = quantized_layers(model), local_rank_in(source.group)
-        stored = {entry.checkpoint_name: entry for entry in source.parameters()}
-        entries, shards = [], {}
-        for name in names_in_files(model, stored):
-            layer = layers.get(name.removesuffix(".weight"))
-            if layer is None or name in stored:
-                entries.append(stored[name])
-                continue
-            codes, scales = (stored[name.removesuffix("weight") + e] for e in (CODES, SCALES))
-            ranges = [(min(2 * a, layer.size), min(2 * b, layer.size)) for a, b in codes.shards]
-            start, stop = ranges[rank if codes.is_sharded else 0]
-            # One number's memory.
-            zeros = torch.zeros(1, device=codes.local_shard.device).expand(stop - start)
-            values = SourceParameter(name, layer.shape, tuple(ranges), zeros, codes.frozen)
-            entries.append(values)
-            rows = codes.local_shard.view(-1, BLOCK // 2)
-            shards[name.replace(left_out, "")] = layer, rows, scales.local_shard, start // BLOCK
-        return cls(tuple(entries), shards)
-
-    def add_local(self, name: str, start: int, values: Tensor) -> None:
-        """Add the weights of a layer from element `start` on; see `AddLocal`."""
-        if name not in self.shards:
+    def add_local(name: str, start: int, values: Tensor) -> None:
+        if name not in shards:
             return
-        layer, codes, scales, shard_first = self.shards[name]
+        layer, codes, scales, shard_first = shards[name]
         first, stop = start // BLOCK, -(-(start + len(values)) // BLOCK)
         rows = slice(first - shard_first, stop - shard_first)
-        dense = layer.values(codes[rows], scales[rows], first, layer.ranges)
+        dense = layer.values(codes[rows], scales[rows], first)
         values.add_(dense[start - first * BLOCK :][: len(values)].to(values.device))
+
+    return replace(source, entries=tuple(entries), add_local=add_local if shards else None)
 
 
 def dequantized(module: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -270,4 +256,4 @@ def dequantized(module: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tupl
         if layer is None or name in state:
             yield name, state[name]
         else:
-            yield name, layer.dense(*(state[prefix + each] for each in (CODES, SCALES, RANGES)))
+            yield name, layer.dense(*(state[prefix + each] for each in (CODES, SCALES)))

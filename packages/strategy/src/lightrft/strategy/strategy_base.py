@@ -680,7 +680,7 @@ class StrategyBase:
 
     def _mark_stale(self, is_load: bool) -> None:
         if self._session is not None:
-            self._session.mark_stale(is_load=is_load)
+            self._session.mark_stale(is_load)
 
     @property
     def genlen_analyser(self) -> GenLenAnalyser:

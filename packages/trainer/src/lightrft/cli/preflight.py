@@ -105,18 +105,6 @@ def package_problems(config: TrainConfig) -> list[str]:
             "install lightrft[deepspeed], or choose --fsdp",
         ),
         (
-            bool(config.use_tensorboard),
-            "tensorboard",
-            "--use_tensorboard",
-            "install lightrft[tensorboard], or leave it out",
-        ),
-        (
-            bool(config.use_wandb),
-            "wandb",
-            "--use_wandb",
-            "install lightrft[wandb], or leave it out",
-        ),
-        (
             config.plot_every > 0 and config.log_dir is not None,
             "matplotlib",
             "--plot_every",
@@ -125,17 +113,17 @@ def package_problems(config: TrainConfig) -> list[str]:
         *(
             (
                 bool(config.__dict__[name]),
-                "bitsandbytes",
+                package,
                 f"--{name}",
-                "install lightrft[adam-8bit], or leave it out",
+                f"install lightrft[{extra}], or leave it out",
             )
-            for name in ("adam_8bit", "quantize")
-        ),
-        (
-            config.lora_rank > 0,
-            "peft",
-            "--lora_rank",
-            "install lightrft[lora], or leave it out",
+            for name, package, extra in (
+                ("use_tensorboard", "tensorboard", "tensorboard"),
+                ("use_wandb", "wandb", "wandb"),
+                ("adam_8bit", "bitsandbytes", "adam-8bit"),
+                ("quantize", "bitsandbytes", "adam-8bit"),
+                ("lora_rank", "peft", "lora"),
+            )
         ),
         *(
             (

@@ -43,12 +43,17 @@ from lightrft.strategy.checkpoints.gathered_model import (
 from lightrft.strategy.distributed.collectives import transfer_device
 from lightrft.strategy.meta_init import on_host, parameters_on_meta
 from lightrft.strategy.nf4 import (
-    QuantizedBase,
+    RANGES,
     dequantized,
+    dequantized_source,
     quantize_layers,
     quantized_layers,
 )
-from lightrft.strategy.weight_sync.parameter_source import ParameterSource, SourceParameter
+from lightrft.strategy.weight_sync.parameter_source import (
+    ParameterSource,
+    SourceParameter,
+    whole_parameter,
+)
 
 ALL_LINEAR = "all-linear"
 # Layer types that the error about other layers does not name.
@@ -85,11 +90,10 @@ class LoraModel(SequenceModel):
         if config.lora_rank < 1:
             raise ConfigError(f"adapters need lora_rank >= 1: got {config.lora_rank}")
         self.rank, self.scale = config.lora_rank, config.lora_alpha / config.lora_rank
-        layers = _linear_layers(model) if config.quantize else []
         self.adapters = _inject(model, config, self.whole)
         self.coverage = adapter_coverage(model, self.whole)
         if config.quantize:
-            self.coverage += f"; {_quantize(model, layers, self.whole, config)}"
+            self.coverage += f"; {_quantize(model, self.whole, config)}"
 
     def gradient_checkpointing_enable(self) -> None:
         """Enable checkpointing; inputs of the first block must carry gradients to its adapters."""
@@ -111,36 +115,39 @@ class LoraModel(SequenceModel):
             for layer in layers:
                 layer._disable_adapters = False
 
+    def base_source(self, source: ParameterSource) -> ParameterSource:
+        """Return the source of the base alone, dequantised where it has 4 bits."""
+        entries = tuple(e for e in source.entries if not is_factor(e.checkpoint_name))
+        return dequantized_source(self.pretrained, replace(source, entries=entries), BASE)
+
     def merged_source(self, source: ParameterSource) -> ParameterSource:
         """Return the source of the merged weights; one collective for all adapters."""
-        quantized = QuantizedBase.of(self.pretrained, source, BASE)
-        entries = quantized.entries
-        factors = _gather([entry for entry in entries if is_factor(entry.checkpoint_name)], source)
+        base = self.base_source(source)
+        stored = source.entries
+        factors = _gather([entry for entry in stored if is_factor(entry.checkpoint_name)], source)
         adapted = {name.removesuffix(FIRST) for name in factors if name.endswith(FIRST)}
 
         def add_local(name: str, start: int, values: Tensor) -> None:
             layer = name.removesuffix(".weight")
-            quantized.add_local(name, start, values)
+            if base.add_local is not None:
+                base.add_local(name, start, values)
             if layer in adapted:
                 first, second = factors[layer + FIRST], factors[layer + SECOND]
                 add_product(values, start, first, second, scale=self.scale)
 
         def merged(entry: SourceParameter) -> SourceParameter:
-            name = entry.checkpoint_name
-            plain = replace(entry, checkpoint_name=name.replace(BASE, ""))
-            if name.removesuffix(f"{BASE}.weight") not in adapted:
-                return plain
-            return replace(plain, frozen=False, is_aliasable=False)
+            if entry.checkpoint_name.removesuffix(".weight") not in adapted:
+                return entry
+            return replace(entry, frozen=False, is_aliasable=False)
 
-        def is_changed(entry: SourceParameter) -> bool:
-            layer, _, last = entry.checkpoint_name.rpartition(f"{BASE}.")
-            return layer in adapted and last != "bias"
-
+        changed = [entry for entry in stored if BASE in entry.checkpoint_name]
+        for name, layer in quantized_layers(self.pretrained).items():
+            changed.append(whole_parameter(f"{name}.{RANGES}", layer.ranges))
         return replace(
-            source,
-            entries=tuple(merged(each) for each in entries if not is_factor(each.checkpoint_name)),
+            base,
+            entries=tuple(map(merged, base.entries)),
             add_local=add_local,
-            changed_base=tuple(filter(is_changed, source.parameters())),
+            changed_base=tuple(changed),
         )
 
     def adapter_source(self, source: ParameterSource) -> ParameterSource:
@@ -162,10 +169,9 @@ class LoraModel(SequenceModel):
             if is_factor(name):
                 continue
             layer = name.removesuffix(f"{BASE}.weight")
-            first, second = state.get(layer + FIRST), state.get(layer + SECOND)
-            if name.endswith(f"{BASE}.weight") and first is not None and second is not None:
+            if layer + FIRST in state:
                 full = value.to(torch.float32, copy=True).reshape(-1)
-                add_product(full, 0, first, second, scale=self.scale)
+                add_product(full, 0, state[layer + FIRST], state[layer + SECOND], scale=self.scale)
                 value = full.view(value.shape)
             merged[name.replace(BASE, "")] = value
         return merged
@@ -329,15 +335,13 @@ def _linear_layers(model: nn.Module) -> list[str]:
     return [name for name, layer in layers if isinstance(layer, nn.Linear)]
 
 
-def _quantize(
-    model: nn.Module, layers: Sequence[str], whole: Sequence[str], config: BuildOptions
-) -> str:
-    """Store the layers in 4 bits, those below adapters, too; return a line about them."""
-    is_bf16 = config.computes_in_bf16(has_gpu=torch.cuda.is_available())
-    modules = dict(model.named_modules())
-    names = [name + BASE if name + BASE in modules else name for name in layers]
-    names = [name for name in names if not is_below(name, whole)]
-    dtype = torch.bfloat16 if is_bf16 else torch.float32
+def _quantize(model: nn.Module, whole: Sequence[str], config: BuildOptions) -> str:
+    """Store linear layers in 4 bits, those below adapters, too; return a line about them."""
+    has_gpu = torch.cuda.is_available()
+    names = [
+        n for n in _linear_layers(model) if not (is_factor(f"{n}.weight") or is_below(n, whole))
+    ]
+    dtype = torch.bfloat16 if config.computes_in_bf16(has_gpu=has_gpu) else torch.float32
     quantize_layers(model, names, dtype)
     made = quantized_layers(model).values()
     number = sum(layer.size for layer in made) / 1e6
@@ -420,21 +424,15 @@ def _gather(factors: Sequence[SourceParameter], source: ParameterSource) -> dict
     }
     if not sharded or source.group is None:
         return full
-    num_ranks = dist.get_world_size(source.group)
-    sizes = [
-        [entry.shards[rank][1] - entry.shards[rank][0] for entry in sharded]
-        for rank in range(num_ranks)
-    ]
+    by_rank = zip(*(entry.shards for entry in sharded), strict=True)
+    sizes = [[stop - start for start, stop in ranges] for ranges in by_rank]
     device = transfer_device(source.group)
     local = torch.cat([entry.local_shard.float() for entry in sharded]).to(device)
     padded = torch.zeros(max(map(sum, sizes)), device=device)
     padded[: local.numel()] = local
-    parts = [torch.empty_like(padded) for _ in range(num_ranks)]
+    parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded, group=source.group)
-    pieces = [
-        torch.split(part[: sum(counts)], counts) for part, counts in zip(parts, sizes, strict=True)
-    ]
-    for index, entry in enumerate(sharded):
-        whole = torch.cat([rank_pieces[index] for rank_pieces in pieces])
-        full[entry.checkpoint_name] = whole.view(entry.shape)
+    split = [part[: sum(n)].split(n) for part, n in zip(parts, sizes, strict=True)]
+    for entry, *pieces in zip(sharded, *split, strict=True):
+        full[entry.checkpoint_name] = torch.cat(pieces).view(entry.shape)
     return full

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,8 +23,7 @@ from lightrft.models.ulysses import LayoutRefusedError
 from lightrft.models.varlen import KernelShape, try_kernel, use_newer_kernel, use_own_kernel
 from lightrft.stages.stage import KeptDropout, TrainedModel
 from lightrft.strategy.backend import AnyModel, PreparedModel, inner_module
-from lightrft.strategy.nf4 import quantized_layers
-from lightrft.strategy.weight_sync.parameter_source import engine_source
+from lightrft.strategy.weight_sync.parameter_source import base_source
 
 if TYPE_CHECKING:
     from lightrft.engines.media.text_encoder import Encoder
@@ -58,16 +57,9 @@ def require_equal_start(backend: Backend, actor: AnyModel, reference: nn.Module)
     # Imported here: only runs with a reference of the actor's weights need hashes.
     from lightrft.strategy.weight_sync.verification import common_hashes, model_hash
 
-    module, other = inner_module(actor), backend.parameter_source(reference)
-    source = backend.parameter_source(actor)
-    if quantized_layers(module):  # codes are compared, and the reference has new adapters
-        frozen = tuple(entry for entry in source.entries if entry.frozen)
-        kept = {entry.checkpoint_name for entry in frozen}
-        entries = tuple(each for each in other.entries if each.checkpoint_name in kept)
-        source, other = replace(source, entries=frozen), replace(other, entries=entries)
-    else:
-        source = replace(engine_source(module, source), add_local=None)
-    hashes, expected = common_hashes(source, other)
+    pair = (actor, reference)
+    sources = (base_source(inner_module(each), backend.parameter_source(each)) for each in pair)
+    hashes, expected = common_hashes(*sources)
     names = sorted(n for n in hashes.keys() | expected.keys() if hashes.get(n) != expected.get(n))
     odd_ranks = [
         r for r, differing in enumerate(backend.context.gather_objects(names)) if differing

@@ -31,7 +31,12 @@ from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.process_end import NonFiniteError
 from lightrft.strategy.distributed.process_groups import separate_group
 from lightrft.strategy.model_training import ModelTraining
-from lightrft.strategy.weight_sync.parameter_source import gathered_dtype
+from lightrft.strategy.nf4 import quantized_layers
+from lightrft.strategy.weight_sync.parameter_source import base_source, gathered_dtype
+
+OTHER_BASE = (
+    "give the model and the dtype that the run began with (pretrain, bf16), or a new ckpt_path"
+)
 
 
 class CheckpointSaver:
@@ -158,7 +163,9 @@ class Checkpoints:
     ) -> None:
         """Save a checkpoint; see `StrategyBase.save_ckpt`."""
         request = replace(
-            request, strategy=self._strategy, details=self._backend.checkpoint_details
+            request,
+            strategy=self._strategy,
+            details={**self._backend.checkpoint_details, **self._left_out(found)},
         )
 
         def write(folder: Path, files: FileWriter) -> None:
@@ -200,6 +207,7 @@ class Checkpoints:
             if checkpoint is None or tag != checkpoint.manifest.tag:
                 checkpoint = find_checkpoint(folder, tag, group=self.group)
             checkpoint.require_strategy(self._strategy)
+            checkpoint.require_details(self._left_out(found), OTHER_BASE)
             try:
                 state = self._read(checkpoint, found, wanted, model_ema)
             # Files with the right hash but other content: none of their code has run.
@@ -229,6 +237,18 @@ class Checkpoints:
         if wanted.rng and not checkpoint.restore_rng(self._context.rank):
             self._context.print(f"{checkpoint.path} has no generator states for every rank")
         return checkpoint.client_state()
+
+    def _left_out(self, model: PreparedModel) -> dict[str, str]:
+        """Return a hash of the frozen weights that checkpoints leave out; collective."""
+        module = inner_module(model)
+        if not quantized_layers(module):
+            return {}
+        # Imported here: other runs need no hashes.
+        from lightrft.strategy.weight_sync.verification import weights_hash
+
+        source = base_source(module, self._backend.parameter_source(model))
+        entries = tuple(entry for entry in source.entries if entry.frozen)
+        return {"frozen weights": weights_hash(replace(source, entries=entries))}
 
     def finish(self) -> None:
         """Wait for saves; see `StrategyBase.finish_saving`."""

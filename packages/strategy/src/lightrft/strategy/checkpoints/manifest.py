@@ -125,7 +125,11 @@ class Checkpoint:
                 "from a model written by save_model"
             )
 
-    def require_details(self, details: Mapping[str, int | str]) -> None:
+    def require_details(
+        self,
+        details: Mapping[str, int | str],
+        remedy: str = "use the same, or load only the weights (load_module_only=True)",
+    ) -> None:
         """Compare the strategy's details with those of the save.
 
         Raises:
@@ -135,8 +139,7 @@ class Checkpoint:
             saved = self.manifest.details.get(name)
             if saved != wanted:
                 raise CheckpointError(
-                    f"{self.path} was written with {name} {saved}: got {wanted}; use the same, or "
-                    "load only the weights (load_module_only=True)"
+                    f"{self.path} was written with {name} {saved}: got {wanted}; {remedy}"
                 )
 
     def restore_rng(self, rank: int) -> bool:

@@ -233,7 +233,7 @@ class EngineSession:
             self._engine.close()
             self.engine = None
 
-    def mark_stale(self, *, is_load: bool) -> None:
+    def mark_stale(self, is_load: bool) -> None:
         """Mark the engine's weights as outdated; after a load, frozen ones may be others, too."""
         if self._engine is not None:
             self._engine.mark_stale("the trainer's weights changed since its last update")

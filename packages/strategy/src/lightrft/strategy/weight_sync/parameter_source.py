@@ -217,6 +217,9 @@ def shard_dims(tensor: DTensor) -> list[int]:
 class AdaptedModel(Protocol):
     """A wrapper whose weights are a stored base plus trained adapters."""
 
+    def base_source(self, source: ParameterSource) -> ParameterSource:
+        """Return the parameters without adapters, under the base model's names."""
+
     def merged_source(self, source: ParameterSource) -> ParameterSource:
         """Return the parameters under the base model's names, with adapters in `add_local`.
 
@@ -249,6 +252,11 @@ class KnowsVocabulary(Protocol):
 def vocabulary_of(model: object) -> Vocabulary | None:
     """Return the vocabulary of a model that knows it; None of any other."""
     return model.vocabulary if isinstance(model, KnowsVocabulary) else None
+
+
+def base_source(module: nn.Module, source: ParameterSource) -> ParameterSource:
+    """Return the source of a model's weights without adapters, under its checkpoint's names."""
+    return module.base_source(source) if isinstance(module, AdaptedModel) else source
 
 
 def engine_source(

@@ -232,13 +232,11 @@ def note_hashes(hashes: dict[str, int], pieces: Sequence[WeightPiece]) -> None:
         hashes[piece.name] = combine_hashes((hashes.get(piece.name, 0), value))
 
 
-def common_hashes(
-    first: ParameterSource, second: ParameterSource
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Return hashes of two models' parameters by name, in the second's dtypes. Collective."""
-    dtypes = {entry.checkpoint_name: entry.local_shard.dtype for entry in second.parameters()}
+def common_hashes(*sources: ParameterSource) -> list[dict[str, int]]:
+    """Return hashes of models' parameters by name, in the dtypes of the last. Collective."""
+    dtypes = {entry.checkpoint_name: entry.local_shard.dtype for entry in sources[-1].parameters()}
     hashes = []
-    for source in (first, second):
+    for source in sources:
         pairs = [
             PlannedParameter(
                 EngineParameter(name, entry.shape, dtypes.get(name, entry.local_shard.dtype)), entry
@@ -247,7 +245,12 @@ def common_hashes(
             for name in (entry.checkpoint_name,)
         ]
         hashes.append(source_hashes(pairs, source, shard_hashes(pairs, source)[0])[0])
-    return hashes[0], hashes[1]
+    return hashes
+
+
+def weights_hash(source: ParameterSource) -> str:
+    """Return one hash of all parameters, equal for every number of ranks. Collective."""
+    return f"{model_hash(common_hashes(source)[0]) % 2**64:016x}"
 
 
 def check_hashes(expected: Mapping[str, int], found: Mapping[str, int]) -> None:

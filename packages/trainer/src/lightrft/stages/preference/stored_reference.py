@@ -17,8 +17,8 @@ from lightrft.config.files import FileError, make_folder, read_object, sealed, t
 from lightrft.config.toml import write_whole
 from lightrft.datasets.preference_rows import Preference
 from lightrft.strategy.backend import PreparedModel, inner_module
-from lightrft.strategy.weight_sync.parameter_source import engine_source
-from lightrft.strategy.weight_sync.verification import common_hashes, model_hash
+from lightrft.strategy.weight_sync.parameter_source import base_source
+from lightrft.strategy.weight_sync.verification import weights_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -128,11 +128,9 @@ def hash_of_start(model: PreparedModel, backend: Backend) -> str:
 
     It is equal for every strategy and number of ranks.
     """
-    module = inner_module(model)
-    source = replace(engine_source(module, backend.parameter_source(model)), add_local=None)
-    hashes, _ = common_hashes(source, source)
+    source = base_source(inner_module(model), backend.parameter_source(model))
     dtype = str(backend.context.compute_dtype).removeprefix("torch.")
-    return f"{model_hash(hashes) % 2**64:016x}-{dtype}"
+    return f"{weights_hash(source)}-{dtype}"
 
 
 def stored_path(config: PreferenceOptions) -> Path | None:
