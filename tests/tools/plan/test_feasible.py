@@ -10,7 +10,7 @@ from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import main
 from lightrft.config import TrainConfig
 from lightrft.run.gpus import GPUS
-from lightrft.tools.plan.advice import advise
+from lightrft.tools.plan.advice import advise, remedies
 from lightrft.tools.plan.engine_room import engine_room
 from lightrft.tools.plan.memory import plan_memory
 from lightrft.tools.plan.setup import Setup
@@ -136,6 +136,11 @@ def test_a1_zero_3_is_advised_where_it_is_enough():
     assert not replace(setup, engine="").has_server_engine
     changes = [advise(replace(setup, engine=engine)).changes for engine in ("vllm", "hf")]
     assert all("zero_stage" in c or "fsdp" in c or "adam_offload" in c for c in changes)
+
+
+def test_what_other_options_exclude_is_not_advised():
+    setup = setup_of("32b", 1, "rtx4090-24g", fsdp=True, lora_rank=16, quantize="nf4")
+    assert not any("cpu_offload" in text for text in (advise(setup).flags, *remedies(setup)))
 
 
 def test_a2_whole_models_on_the_host_are_counted():

@@ -70,9 +70,10 @@ def remedies(setup: Setup) -> list[str]:
     others = [] if setup.config.lora_rank else [ADAPTERS]
     for step in (*(step for choice in _choices(setup) for step in choice), *others):
         changes = _acting(step, setup.config)
-        if not changes:
+        changed = _changed(setup, changes)
+        if not changes or changed is None:
             continue
-        plan = plan_memory(_changed(setup, changes))
+        plan = plan_memory(changed)
         now = next(p for p in plan.phases if p.name == worst.name).device_bytes
         if worst.device_bytes - now > 0.01 * worst.device_bytes:
             savings.append((worst.device_bytes - now, Advice(changes, plan).flags))
@@ -111,16 +112,15 @@ def _may_split(setup: Setup, number: int) -> bool:
     """Return whether so many ranks may only generate, and both sides fit."""
     if not setup.config.fsdp or setup.config.rollout_batch_size % number:
         return False
-    try:
-        config = setup.config.replaced({"rollout_ranks": number, "rollout_lag": 1})
-    except ConfigError:  # the run may not have such ranks
+    split = _changed(setup, {"rollout_ranks": number, "rollout_lag": 1})
+    if split is None:
         return False
     room, rest = engine_room(replace(setup, world_size=number)), setup.world_size - number
     # Both sides share the host.
     host = setup.host_bytes and setup.host_bytes * min(rest, setup.most_per_node)
     trains = replace(setup, world_size=rest, engine="", node_bytes=host)
     return (
-        not launch_problems(config, setup.world_size)
+        not launch_problems(split.config, setup.world_size)
         and (room is None or not room.problem())
         and plan_memory(trains).fits
     )
@@ -179,12 +179,16 @@ def _candidates(setup: Setup) -> Iterator[Advice]:
         ]
     for changes, tp in product(_combinations(setup), sizes):
         wanted = changes if tp == configured else {**changes, "engine_tp_size": tp}
-        plan = plan_memory(_changed(setup, wanted))
+        changed = _changed(setup, wanted)
+        if changed is None:
+            continue
+        plan = plan_memory(changed)
         yield Advice(wanted, plan)
         share = fitting_share(plan)
         if share is not None and not math.isclose(share, setup.config.engine_mem_util):
             more = {"engine_mem_util": share}
-            yield Advice({**wanted, **more}, plan_memory(_changed(plan.setup, more)))
+            config = changed.config.replaced(more)
+            yield Advice({**wanted, **more}, plan_memory(replace(changed, config=config)))
 
 
 def _divides(tp: int, setup: Setup) -> bool:
@@ -192,5 +196,9 @@ def _divides(tp: int, setup: Setup) -> bool:
     return setup.actor_size.num_heads % tp == 0 and setup.world_size % tp == 0
 
 
-def _changed(setup: Setup, changes: Mapping[str, object]) -> Setup:
-    return replace(setup, config=setup.config.replaced(changes))
+def _changed(setup: Setup, changes: Mapping[str, object]) -> Setup | None:
+    """Return a setup with changes; None if its other options exclude them."""
+    try:
+        return replace(setup, config=setup.config.replaced(changes))
+    except ConfigError:
+        return None
