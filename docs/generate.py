@@ -10,6 +10,7 @@ import inspect
 import re
 import sys
 import textwrap
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +26,8 @@ from lightrft.reporting.metric_table import METRICS
 from lightrft.run.gpus import GB, GPUS
 from lightrft.tools.plan.advice import advise
 from lightrft.tools.plan.constants import CONSTANTS
-from lightrft.tools.plan.plan_command import count_table
+from lightrft.tools.plan.memory import plan_memory
+from lightrft.tools.plan.plan_command import count_table, setup_of
 from lightrft.tools.plan.setup import Setup
 from lightrft.tools.plan.sizes import SHAPES
 from lightrft.utils.arguments import GROUPS
@@ -118,6 +120,48 @@ def metrics() -> str:
         for row in METRICS.values()
     ]
     return "\n".join(lines) + "\n"
+
+
+ON_ONE = {
+    "--stage sft": {
+        "whole": "",
+        "LoRA": "--lora_rank 16",
+        "QLoRA": "--lora_rank 16 --quantize nf4",
+    },
+    "--engine_type hf --rollout_batch_size 8 --train_batch_size 64": {
+        "whole": "",
+        "LoRA": "--lora_rank 16",
+        "LoRA, held once": "--lora_rank 16 --lora_sync adapter",
+        "QLoRA": "--lora_rank 16 --quantize nf4",
+    },
+}
+ONE_GPU = "--fsdp --gradient_checkpointing --micro_train_batch_size 1 --micro_rollout_batch_size 1"
+
+
+def one_gpu() -> str:
+    """docs/one_gpu.md with what fits on common devices, by the plan."""
+    before, _, rest = (FOLDER / "one_gpu.md").read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    parts = [""]
+    for flags, ways in ON_ONE.items():
+        lines = [f"| | {' | '.join(ways)} |", f"|---|{'---:|' * len(ways)}"]
+        for name in ("qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b", "qwen2.5-32b"):
+            cells = (peak(name, f"{ONE_GPU} {flags} {each}".split()) for each in ways.values())
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        command = f"lightrft plan --pretrain NAME --gpus 1 --gpu h100-80g {ONE_GPU} {flags}"
+        kinds = "; ".join(f"{way}: `{each}`" for way, each in ways.items() if each)
+        parts += [f"`{command}` ({kinds}):", "\n".join(lines)]
+    return before + BEGIN + "\n\n".join([*parts, ""]) + END + after
+
+
+def peak(name: str, flags: list[str]) -> str:
+    """Return the planned GB of the largest phase, and the smallest device on which all fit."""
+    setup, *_ = setup_of([*flags, "--pretrain", name, "--gpus", "1", "--gpu", "h100-80g"])
+    plan = plan_memory(setup)
+    sizes = (replace(plan.setup, capacity_bytes=number * GB) for number in (8, 16, 24, 80))
+    fitting = (setup for setup in sizes if plan_memory(setup).fits)
+    number = next((f"{setup.capacity_bytes / GB:g}" for setup in fitting), "none")
+    return f"{plan.worst.device_bytes / GB:.1f} ({number})"
 
 
 def scaling() -> str:
@@ -312,6 +356,7 @@ PAGES = {
     "from_openrlhf.md": partial(renamed, "from_openrlhf.md"),
     "from_verl.md": partial(renamed, "from_verl.md"),
     "metrics.md": metrics,
+    "one_gpu.md": one_gpu,
     "scaling.md": scaling,
 }
 PAGES[OPTIONS_STUB] = train_options

@@ -32,7 +32,18 @@ ON_A_GPU = {"auto": "vllm"}
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command; see `lightrft plan --help`.
+    """Run the command; see `lightrft plan --help`."""
+    setup, gpu, as_json = setup_of(argv)
+    plan, advice = plan_memory(with_budget(setup)), advise(setup)
+    if as_json:
+        print(json.dumps(to_json(plan, advice), indent=2))
+    else:
+        print(full_report(plan, advice, gpu))
+    return ExitCode.OK if plan.fits else ExitCode.OUT_OF_MEMORY
+
+
+def setup_of(argv: Sequence[str]) -> tuple[Setup, Gpu, bool]:
+    """Return what the arguments plan for, its device, and whether a program reads the answer.
 
     Raises:
         ConfigError: Options that cannot be planned for.
@@ -73,12 +84,7 @@ def run(argv: Sequence[str]) -> int:
         rows_per_item=PLANNED[stage],
         mean_length_share=parsed.mean_length_share,
     )
-    plan, advice = plan_memory(with_budget(setup)), advise(setup)
-    if parsed.json:
-        print(json.dumps(to_json(plan, advice), indent=2))
-    else:
-        print(full_report(plan, advice, gpu))
-    return ExitCode.OK if plan.fits else ExitCode.OUT_OF_MEMORY
+    return setup, gpu, parsed.json
 
 
 def build_parser() -> Parser:
