@@ -29,7 +29,7 @@ class SeenMasks(TorchFunctionMode):
 class Masked(LayoutPolicy):
     """The same rows with a mask of all pairs of positions."""
 
-    def lay_out(self, token_ids, attention_mask, scored_mask=None, *, is_cut_late=False):
+    def lay_out(self, token_ids, attention_mask, scored_mask=None, **options):
         layout = TokenLayout.padded(token_ids, attention_mask, scored_mask)
         positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
         return replace(layout, is_right_padded=False, position_ids=positions)

@@ -33,7 +33,7 @@ class Given(LayoutPolicy):
 
     layout: TokenLayout | None = None
 
-    def lay_out(self, token_ids, attention_mask, scored_mask=None, *, is_cut_late=False):
+    def lay_out(self, token_ids, attention_mask, scored_mask=None, **options):
         return self.layout
 
 
