@@ -3,6 +3,8 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightrft.tools.model_presets import write_tiny_model
+
 COMMON = {
     "vocab_size": 120,
     "hidden_size": 64,
@@ -47,3 +49,12 @@ def moe_model(name, dtype=torch.float32, **changes):
     # The kernel of grouped products takes no float64.
     config._experts_implementation = "eager"
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+
+
+def write_moe(path):
+    """Write a mixture of experts with the tokenizer of the tiny models."""
+    write_tiny_model(path, "tiny-qwen3", seed=1)
+    config = AutoConfig.from_pretrained(path)
+    ends = {"eos_token_id": config.eos_token_id, "pad_token_id": None, "bos_token_id": None}
+    moe_model("qwen3_moe", vocab_size=config.vocab_size, **ends).save_pretrained(path)
+    return str(path)

@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 import torch
 from tests.engines.altered_engines import plant
-from tests.models.moe_types import moe_model
-from transformers import AutoConfig
+from tests.models.moe_types import write_moe
 
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.hf.routers import RoutesError
@@ -14,20 +13,13 @@ from lightrft.engines.types import ROUTES
 from lightrft.models.loading import load_tokenizer
 from lightrft.records.columns import MissingRoutesError
 from lightrft.rollout.ledger_records import LedgerError
-from lightrft.tools.model_presets import write_tiny_model
 
 K, EXPERTS, LAYERS = 2, 8, 3
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """A mixture of experts with the tokenizer of the other tests."""
-    path = tmp_path_factory.mktemp("moe") / "model"
-    write_tiny_model(path, "tiny-qwen3", seed=1)
-    config = AutoConfig.from_pretrained(path)
-    ends = {"eos_token_id": config.eos_token_id, "pad_token_id": None, "bos_token_id": None}
-    moe_model("qwen3_moe", vocab_size=config.vocab_size, **ends).save_pretrained(path)
-    return str(path)
+    return write_moe(tmp_path_factory.mktemp("moe") / "model")
 
 
 @pytest.fixture(scope="session")

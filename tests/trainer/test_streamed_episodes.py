@@ -14,8 +14,10 @@ from lightrft.tools.audit.report import audit_step
 
 def train(folder, **changes):
     """Code of the command for a run of four steps; random models call in each turn."""
+    if not (folder / "model").exists():
+        runs.tiny_models(folder, "model")
     runs.write_inputs(
-        runs.tiny_models(folder, "model"),
+        folder,
         runs.say_rows(12),
         reward=REWARD,
         files={"mixer.py": episodes.ENVIRONMENT, "template.jinja": runs.TEMPLATE},

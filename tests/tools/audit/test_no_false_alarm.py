@@ -109,11 +109,11 @@ def test_corrections(text, audited):
 @pytest.mark.parametrize("text", ["tis", "off-policy-mask"])
 @pytest.mark.parametrize("batch_size", [8, 16], ids=["forward-first", "forward-of-the-update"])
 @pytest.mark.parametrize("law", ["kept", "all"])
-def test_corrections_of_truncated_samples(text, batch_size, law, audited):
+def test_corrections_of_truncated_samples(text, batch_size, law, audited, world):
     correction = PRESETS[text].replace("high=0.5", "high=-0.1")
     options = {"off_policy_correction": correction, "top_k": 5, "max_epochs": 1}
     options |= {"train_batch_size": batch_size, "truncated_logprobs": law}
-    assert_equal(audited(options, sgd=True))
+    assert_equal(audited(options, sgd=True, shape=world.with_kept_ids))
 
 
 def test_a_share_of_decay_that_the_first_step_hides_is_said_to_be_hidden(audited):

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
-from lightrft.engines.types import Completion
+from lightrft.engines.sampling import pack_ids
+from lightrft.engines.types import KEPT_IDS, Completion
 from lightrft.models import Actor, Critic, LoraActor
 from lightrft.records.rollout import Rollout, ScoredRollout
 from lightrft.records.table import row_table
@@ -170,6 +171,32 @@ def with_observations(samples):
         return replace(item, rollout=replace(item.rollout, completion=completion))
 
     return with_each(samples, change)
+
+
+def of_completions(samples, change):
+    """The samples with changed completions."""
+    return with_each(
+        samples,
+        lambda _, item: replace(
+            item, rollout=replace(item.rollout, completion=change(item.rollout.completion))
+        ),
+    )
+
+
+def with_kept_ids(samples):
+    """Sampled ids and up to three others; every fifth token has no record."""
+    draw = np.random.default_rng(0)
+
+    def change(completion):
+        texts = [
+            pack_ids(sorted({token, *draw.integers(2, VOCAB, 3).tolist()}))
+            if draw.integers(5)
+            else ""
+            for token in completion.output_token_ids
+        ]
+        return replace(completion, facts={KEPT_IDS: tuple(texts)}, logprobs_mode="truncated")
+
+    return of_completions(samples, change)
 
 
 def positive(samples):

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -37,6 +38,76 @@ MAX_LAYERS = 10_000
 POLICY, TRUNK, HEAD = "model", "trunk", "value_head"
 # Output layer of a classifier.
 SCORE = "score"
+
+
+# Number of experts, and of those that a token gets.
+Kind = tuple[int, int]
+
+
+class Choices(TorchFunctionMode):
+    """Notes the calls of top-k for tokens, and answers those of one kind.
+
+    Args:
+        kind: Kind of the calls to answer.
+        experts: [tokens, k] int64 of each such call; -1 leaves the choice to the model.
+    """
+
+    def __init__(self, kind: Kind = (0, 0), experts: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.kinds: list[Kind] = []
+        self._kind, self._experts = kind, iter(experts)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Tensor, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func not in (torch.topk, Tensor.topk):
+            return func(*args, **(kwargs or {}))
+        values, chosen = torch.topk(*args, **(kwargs or {}))  # type: ignore[arg-type]
+        if chosen.dim() == 2:
+            kind = args[0].shape[-1], chosen.shape[-1]
+            self.kinds.append(kind)
+            if kind == self._kind:
+                recorded = next(self._experts)
+                chosen = torch.where(recorded < 0, chosen, recorded)
+                values = args[0].gather(-1, chosen)
+        return torch.return_types.topk((values, chosen))
+
+
+def read_experts(
+    routes: Mapping[int, Tensor], kinds: Sequence[Kind]
+) -> tuple[Kind, dict[int, Tensor]]:
+    """Return the kind of the calls that choose experts, and the recorded ones of each row.
+
+    Args:
+        routes: [positions, bytes] uint8 of each row; layers without experts may have zeros.
+        kinds: Calls of top-k in a pass.
+
+    Returns:
+        The kind, and [positions, calls, k] int64 by row.
+
+    Raises:
+        RecordError: The bytes are not those of the model's layers.
+    """
+    everything = torch.cat(list(routes.values()))
+    for kind in sorted(set(kinds), reverse=True):  # groups of experts are fewer than experts
+        num_experts, k = kind
+        wide = everything.view(torch.uint8 if num_experts <= 256 else torch.uint16).long()
+        if wide.shape[1] % k or wide.max() >= num_experts:
+            continue
+        experts = wide.unflatten(1, (-1, k))
+        if experts.shape[1] != kinds.count(kind):
+            experts = experts[:, experts.any(dim=2).any(dim=0)]
+        if experts.shape[1] == kinds.count(kind):
+            parts = experts.split([len(each) for each in routes.values()])
+            return kind, dict(zip(routes, parts, strict=True))
+    raise RecordError(
+        f"the record is damaged: {everything.shape[1]} bytes of experts a token are not "
+        "those of the model's layers; audit another step with --step"
+    )
 
 
 class _ScorerModules(nn.ModuleDict):
@@ -64,9 +135,6 @@ class Scorer(ABC):
         self._model = _ScorerModules(parts)
         self._width, self._scale, self._rounds = width, lora_scale, rounds
         self._dtype, self._weights = torch.float64, dict[str, Tensor]()
-        # Ids by row over which logprobs are renormalised, of the last tokens of the row.
-        self.kept: Mapping[int, Sequence[Tensor]] = {}
-        self._lengths: Sequence[int] = ()
         self._rows: Sequence[int] = ()
         model = cast("PreTrainedModel", parts.get(POLICY, parts.get(TRUNK)))
         self._head: nn.Module | None = None
@@ -180,6 +248,10 @@ class Policy(Scorer):
         super().__init__({POLICY: model}, width=vocab, lora_scale=lora_scale, rounds=rounds)
         self.temperature = temperature
         self._head = cast("PreTrainedModel", model).get_output_embeddings()
+        # Ids by row over which logprobs are renormalised, of the last tokens of the row.
+        self.kept: Mapping[int, Sequence[Tensor]] = {}
+        self._lengths: Sequence[int] = ()
+        self._kind, self._experts = (0, 0), dict[int, Tensor]()
 
     def _outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
         logprobs = self.logprobs(tokens)
@@ -205,9 +277,33 @@ class Policy(Scorer):
         """Renormalise logprobs over these ids of the last tokens of rows of these lengths."""
         self.kept, self._lengths = kept, lengths
 
+    @torch.no_grad()
+    def replay(self, routes: Mapping[int, Tensor]) -> None:
+        """Take the recorded experts of rows in all passes; see `read_experts`."""
+        with Choices() as seen:
+            self._model[POLICY](input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
+        self._kind, self._experts = read_experts(routes, seen.kinds)
+
+    @property
+    def has_experts(self) -> bool:
+        """Return whether passes take recorded experts."""
+        return bool(self._experts)
+
+    def _choices(self, tokens: Tensor) -> Choices:
+        """Return the recorded experts of a pass over these rows, if there are any."""
+        if not self.has_experts:
+            return Choices()
+        like = next(iter(self._experts.values()))
+        experts = like.new_full((*tokens.shape, *like.shape[1:]), -1)
+        for part, row in zip(experts, self._rows, strict=True):
+            recorded = self._experts.get(row, like[:0])[: len(part)]
+            part[: len(recorded)] = recorded
+        return Choices(self._kind, experts.flatten(0, 1).unbind(1))
+
     def logprobs(self, tokens: Tensor, vocab: int | None = None) -> Tensor:
         """Return logprobs of each next token among the first ids: [rows, seq - 1, vocab]."""
-        logits = self._model[POLICY](input_ids=tokens, use_cache=False).logits
+        with self._choices(tokens):
+            logits = self._model[POLICY](input_ids=tokens, use_cache=False).logits
         logits = logits[:, :-1, : vocab or self._num_tokens]
         return torch.log_softmax(logits.double() / self.temperature, dim=-1)
 
@@ -320,7 +416,12 @@ def frozen_state(folder: Path, begin: str = POLICY) -> dict[str, Tensor]:
 
 def _build(folder: Path, kind: AutoKind) -> PreTrainedModel:
     sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
-    options = {"dtype": torch.float64, "trust_remote_code": False}
+    # Grouped products of experts take no float64.
+    options = {
+        "dtype": torch.float64,
+        "experts_implementation": "eager",
+        "trust_remote_code": False,
+    }
     try:
         read_object(folder / "config.json")
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)

@@ -136,10 +136,10 @@ TURN_REWARDS = "turn_rewards"  # parts of the row's reward, paid at the end of a
 PLACE = "place"  # of the row's item in the data
 WEIGHTS = "draw_weights"  # importance weights of the draws
 CUT = "is_truncated"  # rows that the token budget ended
-# Numbers of kept ids of a row's response tokens, then these ids; and the number of all of these.
-KEPT, NUM_KEPT = "kept_ids", "num_kept"
+KEPT = "kept_ids"  # numbers of kept ids of a row's response tokens, then these ids
+ROUTES = "routes"  # bytes of the experts of each position of a row but the last
 # Columns with as many values of each row as another column says.
-RAGGED = {KEPT: NUM_KEPT, "routes": "num_route_bytes"}
+RAGGED = {KEPT: "num_kept", ROUTES: "num_route_bytes"}
 RAW_TOKENS = ("token_ids", "is_sampled", "rollout_logprobs")
 TOKEN_VALUES = tuple(item.name for item in fields(RunValues) if item.name != "rewards")
 

@@ -53,6 +53,7 @@ from lightrft.tools.audit.samples import (
     Rows,
     build_rows,
     kept_ids,
+    routes,
     sampled_rows,
     shaped_rewards,
 )
@@ -61,6 +62,8 @@ from lightrft.tools.audit.tolerances import MEAN_SHARES, NOISE_SAFETY, tolerance
 ALL_LINEAR = "all-linear"
 NO_PASS = "images and videos are not recorded, and without them no pass of the model"
 ENGINES_OF_THE_MODEL = ("hf", "vllm", "sglang")
+# Version of tokens whose context has the experts of newer weights.
+_REPLACED = -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +208,11 @@ def open_step(
         policy = build(before / "actor", decided.lora_scale, rounds)
         critic = Values(before / "critic", rounds=rounds) if "critic" in states else None
     rows = build_rows(record.samples, config)
-    if isinstance(policy, Policy) and config.truncated_logprobs == "kept":
-        policy.renormalise(kept_ids(record.samples), rows.lengths.tolist())
+    if isinstance(policy, Policy):
+        if config.truncated_logprobs == "kept":
+            policy.renormalise(kept_ids(record.samples), rows.lengths.tolist())
+        if experts := routes(record.samples):
+            policy.replay(experts)
     findings = Findings(tolerances_of(facts.compute_dtype))
     return ReplayedStep(record, config, findings, rows, policy, critic, states, decided)
 
@@ -332,12 +338,13 @@ def _check_engine(step: ReplayedStep, exact: Tensor) -> None:
         step.results.skip(name, "drawn with top_k, top_p or min_p")
     else:
         expected, is_known = _sampling_weights(step, exact)
-        step.results.tokens(name, rows.rollout_logprobs, expected, step.mask & is_known, "engine")
+        seen = rows.rollout_logprobs.masked_fill(step.mask & ~is_known, 0.0)
+        step.results.tokens(name, seen, expected, step.mask & is_known, "engine")
 
 
 def _knows_kept(step: ReplayedStep) -> bool:
     """Return whether the kept ids of all trained tokens are recorded, and logprobs over them."""
-    kept = {} if step.policy is None else step.policy.kept
+    kept = step.policy.kept if isinstance(step.policy, Policy) else {}
     rows = step.mask.any(dim=1).nonzero().flatten().tolist()
     counts = step.mask.sum(dim=1)
     return all(sum(len(ids) > 0 for ids in kept.get(row, ())) >= counts[row] for row in rows)
@@ -351,8 +358,15 @@ def _sampling_weights(step: ReplayedStep, exact: Tensor) -> tuple[Tensor, Tensor
     if current < 0 or not versions.size or policy is None:
         return exact, mask
     of_token = step.rows.padded(versions)
+    if isinstance(policy, Policy) and policy.has_experts:
+        # A position has the experts of the newest weights that computed it.
+        is_replaced = mask & (of_token < of_token.amax(dim=1, keepdim=True))
+        of_token = torch.where(is_replaced, _REPLACED, of_token)
+        if is_replaced.any():
+            why = f"newer weights chose other experts before {int(is_replaced.sum())} tokens"
+            step.results.skip("engine logprobs of older weights", why)
     expected, is_known = exact.clone(), of_token == current
-    older = set(of_token[mask].int().tolist()) - {current}
+    older = set(of_token[mask].int().tolist()) - {current, _REPLACED}
     for number in reversed([n for n in recorded_steps(run) if n < facts.step] if older else []):
         record = read_record(run, number)
         version = record.facts.weights_version

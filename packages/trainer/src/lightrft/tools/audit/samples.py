@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightrft.config import TrainConfig
 from lightrft.config.parts.rollout import ShapingOptions
-from lightrft.tools.audit.record import CUT, KEPT, NUM_KEPT, RawSamples, RecordError
+from lightrft.tools.audit.record import CUT, KEPT, RAGGED, ROUTES, RawSamples, RecordError
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +81,10 @@ def kept_ids(samples: RawSamples) -> dict[int, list[Tensor]]:
     Raises:
         RecordError: They are not so many as the record says, or lack the sampled token.
     """
-    counts = samples.facts.get(NUM_KEPT, np.zeros(0)).astype(np.int64)
-    stops, kept = np.cumsum(counts), {}
-    ends = np.cumsum(samples.prompt_lengths + samples.response_lengths)
-    for row in np.flatnonzero(counts).tolist():
-        values = torch.from_numpy(samples.facts[KEPT][stops[row] - counts[row] : stops[row]]).long()
+    kept, ends = {}, np.cumsum(samples.prompt_lengths + samples.response_lengths)
+    for row, values in _ragged(samples, KEPT).items():
         length = int(samples.response_lengths[row])
-        sizes, ids = values[:length].tolist(), values[length:]
+        sizes, ids = values[:length].tolist(), values[length:].long()
         drawn = samples.token_ids[ends[row] - length : ends[row]].tolist()
         is_right = len(sizes) == length and min(sizes) >= 0 and sum(sizes) == len(ids)
         sets = list(torch.split(ids, sizes)) if is_right else []
@@ -98,6 +95,20 @@ def kept_ids(samples: RawSamples) -> dict[int, list[Tensor]]:
             )
         kept[row] = sets
     return kept
+
+
+def routes(samples: RawSamples) -> dict[int, Tensor]:
+    """Return by row the bytes of the experts of every position but the last: [positions, bytes]."""
+    lengths = samples.prompt_lengths + samples.response_lengths
+    parts = _ragged(samples, ROUTES)
+    return {row: values.reshape(int(lengths[row]) - 1, -1) for row, values in parts.items()}
+
+
+def _ragged(samples: RawSamples, name: str) -> dict[int, Tensor]:
+    """Return the values of a column by row, of rows that have some."""
+    counts = samples.facts.get(RAGGED[name], np.zeros(0)).astype(np.int64)
+    parts = np.split(samples.facts.get(name, np.zeros(0)), np.cumsum(counts))
+    return {row: torch.from_numpy(parts[row]) for row in np.flatnonzero(counts).tolist()}
 
 
 def differ(rewards: Tensor) -> bool:

@@ -1,0 +1,105 @@
+"""Steps with records of their sampling: experts and kept ids are replayed, and faults found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tests.models.moe_types import NUM_ROUTED, moe_model
+from tests.tools.audit import world as step_world
+from tests.tools.audit.test_no_false_alarm import assert_equal
+
+from lightrft.engines.types import ROUTES
+from lightrft.records import recorded
+from lightrft.tools.audit.models import read_experts
+from lightrft.tools.audit.record import RecordError
+
+pytestmark = pytest.mark.shard("audit")
+
+EXPERTS = 8
+# The reference takes the experts and kept ids of the policy.
+OPTIONS = {"max_epochs": 1, "init_kl_coef": 0.1, "use_kl_loss": True}
+
+
+@pytest.fixture(
+    scope="session", params=["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
+)
+def micro_model(tmp_path_factory, request):
+    """A mixture of experts in the place of the dense model."""
+    path = tmp_path_factory.mktemp("audit") / request.param
+    moe_model(request.param, vocab_size=step_world.VOCAB).save_pretrained(path)
+    return str(path)
+
+
+def drawn_experts(num_layers):
+    """Experts of every position but a row's last that no router chose."""
+    draw = np.random.default_rng(0)
+
+    def change(completion):
+        num_prompt, num_tokens = len(completion.prompt_token_ids), len(completion.output_token_ids)
+        first = draw.integers(EXPERTS, size=(num_prompt + num_tokens - 1, num_layers))
+        second = (first + draw.integers(1, EXPERTS, size=first.shape)) % EXPERTS
+        rows = np.stack([first, second], axis=-1).astype(np.uint8)
+        texts = [each.tobytes().hex() for each in (rows[:num_prompt], *rows[num_prompt:])]
+        return replace(completion, facts={ROUTES: tuple(texts)})
+
+    return lambda samples: step_world.of_completions(samples, change)
+
+
+def differences(report):
+    return {row.quantity.partition(",")[0] for row in report.rows if row.verdict == "differs"}
+
+
+def test_recorded_experts_are_replayed(audited, request, monkeypatch):
+    shape = drawn_experts(NUM_ROUTED[request.node.callspec.params["micro_model"]])
+    assert_equal(audited(OPTIONS, sgd=True, shape=shape, steps=2))
+    routes = recorded._routes
+    monkeypatch.setattr(recorded, "_routes", lambda *parts: routes(*parts).roll(1, dims=0))
+    wrong = differences(audited(OPTIONS, sgd=True, shape=shape))
+    assert {"reference logprobs", "gradient norm"} <= wrong
+
+
+@pytest.mark.parametrize("law", ["kept", "all"])
+def test_recorded_kept_ids_are_the_law_of_policy_and_reference(audited, monkeypatch, law):
+    options = OPTIONS | {"top_k": 5, "off_policy_correction": "tis", "truncated_logprobs": law}
+    report = audited(options, sgd=True, shape=step_world.with_kept_ids, steps=2)
+    assert_equal(report)
+    without = audited(options | {"truncated_logprobs": "all"}, sgd=True, steps=2)
+    reference = [
+        r.own for each in (report, without) for r in each.rows if "reference" in r.quantity
+    ]
+    assert (reference[0] == reference[1]) == (law == "all")
+
+
+def test_a_run_that_trains_on_other_kept_ids_differs(audited, monkeypatch):
+    kept_sets = recorded._kept_sets
+
+    def changed(*parts):
+        kept = kept_sets(*parts)
+        return replace(kept, ids=torch.where(kept.ids == 4, 5, kept.ids))
+
+    monkeypatch.setattr(recorded, "_kept_sets", changed)
+    wrong = differences(audited(OPTIONS | {"top_k": 5}, sgd=True, shape=step_world.with_kept_ids))
+    assert {"reference logprobs", "gradient norm"} <= wrong
+
+
+def test_experts_of_layers_are_read_by_the_calls_of_a_pass():
+    """Groups are chosen first; vLLM also gives zeros for the layer without experts."""
+    kinds = [(2, 1), (8, 2)] * 2
+    packed = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0], [0, 1, 2, 3]], dtype=torch.uint8)
+    rows = {4: packed[:1], 7: packed[1:]}
+    wide = {
+        row: torch.cat([torch.zeros_like(each[:, :2]), each], dim=1) for row, each in rows.items()
+    }
+    for routes in (rows, wide):
+        kind, experts = read_experts(routes, kinds)
+        assert kind == (8, 2)
+        assert experts[4].tolist() == [[[1, 2], [3, 4]]]
+        assert experts[7].tolist() == [[[5, 6], [7, 0]], [[0, 1], [2, 3]]]
+    _, experts = read_experts({0: torch.tensor([[44, 1, 1, 0]], dtype=torch.uint8)}, [(400, 2)])
+    assert experts[0].tolist() == [[[300, 1]]]
+    for wrong in ({0: packed[:, :3]}, {0: packed + 8}):
+        with pytest.raises(RecordError, match="bytes of experts a token are not"):
+            read_experts(wrong, kinds)
