@@ -26,9 +26,9 @@ KEPT_IDS = "kept_ids"
 # Most ids of a kept set that an engine records; larger sets are computed by the trainer.
 MOST_KEPT_IDS = 1024
 
-# Fact of a token: the experts of the positions that were computed to predict it, the last of which
-# is the one before it; those of a position are consecutive, by layer, as uint8 or uint16 in
-# hexadecimal. The first token of a call has those of the whole context.
+# Fact of a token: experts that the forward pass before its draw chose, as uint8 or uint16 in
+# hexadecimal. They are ordered by position, then by layer; the pass ends with the position before
+# the token. The first token of a call has the experts of its whole context.
 ROUTES = "routes"
 
 # Logits are divided by the temperature in float32, which could overflow below this.

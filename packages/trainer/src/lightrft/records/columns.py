@@ -83,7 +83,7 @@ class Column:
 
     @property
     def missing(self) -> float | str:
-        """Engine's value of a token of which it tells none."""
+        """Value of a token for which the engine gives none."""
         return self.fill if self.pack is None else ""
 
     @property
@@ -180,7 +180,7 @@ def pack_kept_ids(_: int, ids: Sequence[str], __: ArrayLike) -> Values:
 
 
 class MissingRoutesError(RuntimeError):
-    """A row of which an engine recorded the experts of some positions only."""
+    """An engine recorded the experts of only some positions of a row."""
 
 
 def pack_routes(num_prompt: int, routes: Sequence[str], versions: ArrayLike) -> Values:

@@ -33,8 +33,8 @@ RESERVED: Mapping[str, str] = {
 GROUP_SECONDS = 600
 
 
-# Likeliest tokens of which vLLM may be asked, to see which ones truncation kept. Each costs an
-# entry of three lists; larger sets are not recorded.
+# Most logprobs to ask vLLM for at each token; they show which tokens truncation kept. Each one costs
+# an entry in three lists. Larger kept sets are not recorded.
 MAX_LOGPROBS = 128
 
 
