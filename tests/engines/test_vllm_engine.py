@@ -159,7 +159,7 @@ def test_flat_logprobs_give_the_same_tokens_and_logprobs(started, monkeypatch):
         return real(job, outputs)
 
     monkeypatch.setattr(vllm_engine, "raw_completions_of", noting)
-    drawn = SamplingParams(max_tokens=40, n=3, temperature=1.0, seed=7)
+    drawn = SamplingParams(max_tokens=40, n=3, seed=7, top_k=20, records_support=True)
     flat = engine.generate(random_prompts(4, 9), drawn)
     assert set(forms) == {FlatLogprobs}
     # As an older vLLM, which lacks the field.
@@ -170,6 +170,8 @@ def test_flat_logprobs_give_the_same_tokens_and_logprobs(started, monkeypatch):
     assert set(forms) == {list}
     assert [c.output_token_ids for c in flat] == [c.output_token_ids for c in plain]
     assert [c.output_logprobs for c in flat] == [c.output_logprobs for c in plain]
+    assert [c.facts for c in flat] == [c.facts for c in plain]
+    assert all(flat[0].facts[KEPT_IDS])
 
 
 TRUNCATIONS = {"top_p": 0.8, "top_k": 20, "min_p": 0.1, "temperature": 0.6}
@@ -223,7 +225,9 @@ def without_field(fields):
     def build(job, params, stop_ids, *, with_stops, num_logprobs=0):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(vllm, "SamplingParams", Older)
-            return native_params(job, params, stop_ids, with_stops=with_stops)
+            return native_params(
+                job, params, stop_ids, with_stops=with_stops, num_logprobs=num_logprobs
+            )
 
     return build
 
