@@ -9,7 +9,8 @@ from tests.machine import seconds
 
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry, hash_context
-from lightrft.engines.types import Completion
+from lightrft.engines.sampling import pack_ids
+from lightrft.engines.types import KEPT_IDS, ROUTES, Completion
 from lightrft.records.columns import COLUMNS
 from lightrft.records.rollout import Rollout, ScoredRollout, TurnSegment
 from lightrft.records.sample_ledger import FUNCTION, SampleLedger
@@ -160,22 +161,33 @@ def ragged_sample(rng, sample_id, *, kind, group_size=4):
     return ScoredRollout(rollout, float(rng.normal()), components, bool(rng.random() < 0.1))
 
 
-def long_sample(rng, sample_id, *, prompt, response, turns):
-    """A sample of equal turns with 10 observed tokens between them, and its ledger entries."""
+def long_sample(rng, sample_id, *, prompt, response, turns, recorded=()):
+    """A sample of equal turns with 10 observed tokens between them, and its ledger entries.
+
+    If they are recorded, each token has 20 kept ids, and each position 384 bytes of experts.
+    """
     ids = rng.integers(0, 60_000, prompt).tolist()
     sampled, logprobs, segments, entries = [], [], [], []
+    columns = {name: [] for name in recorded}
     each = (response - 10 * (turns - 1)) // turns
     for turn in range(turns):
         is_last = turn == turns - 1
         count = response - len(sampled) if is_last else each
         new = rng.integers(0, 60_000, count).tolist()
         values = (-rng.random(count)).astype(np.float32).tolist()
-        entries.append(LedgerEntry(sample_id, 0, hash_context(ids), tuple(new), tuple(values), 3))
+        experts = [rng.bytes(384 * len(ids)).hex(), *(rng.bytes(384).hex() for _ in new[1:])]
+        kept = [pack_ids(sorted({*range(19), token + 19})) for token in new]
+        facts = {name: {KEPT_IDS: kept, ROUTES: experts}[name] for name in recorded}
+        entries.append(
+            LedgerEntry(sample_id, 0, hash_context(ids), tuple(new), tuple(values), 3, facts)
+        )
         observed = [] if is_last else rng.integers(0, 60_000, 10).tolist()
         segments.append(TurnSegment(sample_id, 0, tuple(observed)))
         ids += [*new, *observed]
         sampled += [True] * count + [False] * len(observed)
         logprobs += [*values, *([0.0] * len(observed))]
+        for name, each_token in facts.items():
+            columns[name] += [*each_token, *([""] * len(observed))]
     start = tuple(ids[:prompt])
     completion = Completion(
         sample_id,
@@ -187,6 +199,7 @@ def long_sample(rng, sample_id, *, prompt, response, turns):
         "stop",
         3,
         tuple(sampled),
+        facts={name: tuple(values) for name, values in columns.items()},
     )
     rollout = Rollout(
         Prompt(id=0, text="", token_ids=start),

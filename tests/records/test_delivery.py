@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.records import exchange_cases as cases
 
+from lightrft.engines.types import KEPT_IDS, ROUTES
 from lightrft.experience.ledger_gate import rebuild
 from lightrft.experience.minibatches import plan_minibatches
 from lightrft.records.batch import collate
@@ -102,15 +103,15 @@ def test_a_token_that_is_changed_on_the_way_is_seen():
         assert_same_table(replace(found, token_ids=ids), expected)
 
 
-def long_samples(world_size, num_rows, *, prompt, response, num_turns=1):
+def long_samples(world_size, num_rows, *, prompt, response, num_turns=1, recorded=()):
     """By rank; also the ledger entries and the journals behind them."""
     rng = np.random.default_rng(5)
     shares, evidence = [[] for _ in range(world_size)], []
     # Rows of equal length would be trained where they are: they are dealt in the order of ids.
     for sample_id, place in enumerate(rng.permutation(num_rows).tolist()):
-        shares[place % world_size].append(
-            cases.long_sample(rng, sample_id, prompt=prompt, response=response, turns=num_turns)
-        )
+        sizes = {"prompt": prompt, "response": response, "turns": num_turns}
+        item = cases.long_sample(rng, sample_id, **sizes, recorded=recorded)
+        shares[place % world_size].append(item)
     for share in shares:
         ledger = cases.ledger_of([item for item, _ in share])
         accounts = {
@@ -149,7 +150,9 @@ def measured_bytes(world_size, num_rows, **lengths):
             assert len(row.token_ids) == lengths["prompt"] + lengths["response"]
         assert sorted(found.accounts) == sorted(rows.sample_ids.tolist())
         needed = rows.token_ids.nbytes + rows.rollout_logprobs.nbytes
-        return (*np.diff(counts).tolist(), needed)
+        recorded = rows[KEPT_IDS].nbytes + rows[ROUTES].nbytes
+        moved = float(np.mean(table.holders[wanted[strategy.rank]] != strategy.rank))
+        return (*np.diff(counts).tolist(), needed, recorded, moved)
 
     return world.run(one_rank)
 
@@ -157,9 +160,23 @@ def measured_bytes(world_size, num_rows, **lengths):
 @pytest.mark.parametrize("world_size, num_turns", [(2, 1), (4, 3), (8, 1)])
 def test_a_rank_gets_little_more_than_the_rows_it_trains_need(world_size, num_turns):
     shape = {"prompt": 100, "response": 500, "num_turns": num_turns}
-    for rows, tokens, evidence, needed in measured_bytes(world_size, 8 * world_size, **shape):
+    measured = measured_bytes(world_size, 8 * world_size, **shape)
+    for rows, tokens, evidence, needed, recorded, _ in measured:
+        assert recorded == 0
         assert rows + tokens <= 1.3 * needed
         # The gate has a source of its own: as much again, and no more.
         assert rows + tokens + evidence <= 1.3 * 2 * needed
         # The gathered form moves the tokens of all; beside them there are some numbers of each row.
         assert tokens <= 1.01 * needed
+
+
+@pytest.mark.parametrize("names, size", [((KEPT_IDS,), 0), ((KEPT_IDS, ROUTES), 599 * 384)])
+def test_what_the_engine_recorded_travels_once(names, size):
+    """The gate has hashes of it; a token has 20 kept ids and their number."""
+    shape = {"prompt": 100, "response": 500, "num_turns": 3, "recorded": names}
+    for rows, tokens, evidence, needed, recorded, moved in measured_bytes(4, 32, **shape):
+        assert recorded == 8 * (500 * 4 + 480 * 80 + size)
+        # All rows are of one size; these are the bytes of those that other ranks sampled.
+        share = (rows + tokens + evidence) / (moved * (needed + recorded))
+        print(f"{share:.3f} of what the rows need")
+        assert share <= 1.3
