@@ -43,6 +43,23 @@ class ShiftedEngine(HFEngine):
         ]
 
 
+class RecordingEngine(HFEngine):
+    """Fault: records another fact than it computed with, before its own ledger sees the tokens."""
+
+    fact = ""
+
+    def changed(self, values, token_ids):
+        raise NotImplementedError
+
+    def stream_rows(self, rows, params):
+        for part in super().stream_rows(rows, params):
+            yield [(row, self._changed(raw)) for row, raw in part]
+
+    def _changed(self, raw):
+        values = self.changed(raw.facts[self.fact], raw.token_ids)
+        return dataclasses.replace(raw, facts={**raw.facts, self.fact: tuple(values)})
+
+
 def embedded(module, kind=HFEngine):
     """An engine in this process, with the weights of a module."""
     return kind(EngineConfig("hf", ""), module=module)
@@ -54,6 +71,14 @@ def plant(strategy, actor, engine_class):
     strategy.inference_engine = engine = embedded(module, engine_class)
     strategy.update_engine_weights(actor)
     return engine
+
+
+def planted(build_world, kind, **options):
+    """Return a world with a faulty engine whose weights nobody compares."""
+    world = build_world(**options)
+    world.strategy.config.verify_weight_sync = False
+    plant(world.strategy, world.trainer.actor, kind)
+    return world
 
 
 def no_convolution(monkeypatch):

@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from tests.engines.altered_engines import plant
+from tests.engines.altered_engines import RecordingEngine, planted
 from tests.models.moe_types import write_moe
 
-from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.hf.routers import RoutesError
 from lightrft.engines.types import ROUTES
 from lightrft.models.loading import load_tokenizer
@@ -68,20 +67,11 @@ def by_token(text, change):
     return bytes(change(values).flatten().tolist()).hex()
 
 
-class ChangingEngine(HFEngine):
-    """Fault: records other experts than it computed with, before its own ledger sees them."""
+class ChangingEngine(RecordingEngine):
+    fact = ROUTES
 
-    def stream_rows(self, rows, params):
-        for part in super().stream_rows(rows, params):
-            raws = [raw for _, raw in part]
-            changed = self.changed([raw.facts[ROUTES] for raw in raws])
-            yield [
-                (row, dataclasses.replace(raw, facts={**raw.facts, ROUTES: tuple(values)}))
-                for (row, raw), values in zip(part, changed, strict=True)
-            ]
-
-    def changed(self, routes):
-        return [[by_token(text, self.change) for text in each] for each in routes]
+    def changed(self, values, token_ids):
+        return [by_token(text, self.change) for text in values]
 
 
 class OtherLayers(ChangingEngine):
@@ -92,13 +82,12 @@ class OtherLayers(ChangingEngine):
 class OtherTokens(ChangingEngine):
     """The experts of each token are those of the one before."""
 
-    def changed(self, routes):
-        for each in routes:
-            whole = "".join(each)
-            moved = whole[-2 * LAYERS * K :] + whole[: -2 * LAYERS * K]
-            sizes = [len(text) for text in each]
-            starts = [sum(sizes[:i]) for i in range(len(sizes))]
-            yield [moved[a : a + n] for a, n in zip(starts, sizes, strict=True)]
+    def changed(self, values, token_ids):
+        whole = "".join(values)
+        moved = whole[-2 * LAYERS * K :] + whole[: -2 * LAYERS * K]
+        sizes = [len(text) for text in values]
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        return [moved[a : a + n] for a, n in zip(starts, sizes, strict=True)]
 
 
 class OtherWeights(ChangingEngine):
@@ -109,28 +98,21 @@ class OtherWeights(ChangingEngine):
 
 
 class OtherRows(ChangingEngine):
-    def changed(self, routes):
-        self.before = getattr(self, "before", None) or routes[-1]
-        for each in routes:
-            text = "".join(self.before) * 20
-            yield [text[: len(one)] for one in each]
+    before = None
+
+    def changed(self, values, token_ids):
+        self.before = self.before or "".join(values) * 20
+        return [self.before[: len(text)] for text in values]
 
 
 class LosesLast(ChangingEngine):
-    def changed(self, routes):
-        return [[*each[:-1], ""] for each in routes]
+    def changed(self, values, token_ids):
+        return [*values[:-1], ""]
 
 
 class LosesPrompt(ChangingEngine):
-    def changed(self, routes):
-        return [[each[0][2 * LAYERS * K :], *each[1:]] for each in routes]
-
-
-def planted(build_world, kind):
-    world = build_world()
-    world.strategy.config.verify_weight_sync = False
-    plant(world.strategy, world.trainer.actor, kind)
-    return world
+    def changed(self, values, token_ids):
+        return [values[0][2 * LAYERS * K :], *values[1:]]
 
 
 @pytest.mark.parametrize("kind", [OtherLayers, OtherTokens, OtherWeights, OtherRows])

@@ -6,10 +6,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from tests.engines.altered_engines import plant
+from tests.engines.altered_engines import RecordingEngine, planted
 
 from lightrft.config import TrainConfig
-from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.sampling import pack_ids, sampling_logprobs
 from lightrft.engines.types import KEPT_IDS, SamplingParams
 from lightrft.models import Actor
@@ -58,7 +57,7 @@ def test_engine_logprobs_may_be_the_old_ones_where_all_kept_sets_are_recorded(bu
         with pytest.raises(ConfigError, match="needs the kept tokens of every place"):
             TrainConfig(use_rollout_logprobs=True, **wrong)
     with pytest.raises(SupportError, match="needs an engine that records"):
-        planted(build_world, SilentEngine, **options).step()
+        planted(build_world, SilentEngine, top_p=0.8, **options).step()
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -113,23 +112,14 @@ def test_the_expected_gradient_is_that_of_the_law_that_was_sampled_from(tiny_mod
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-7)
 
 
-class ChangingEngine(HFEngine):
-    """Fault: records other kept ids than it draws from, before its own ledger sees them."""
+class ChangingEngine(RecordingEngine):
+    fact = KEPT_IDS
 
-    def change(self, ids, token):
-        raise NotImplementedError
-
-    def stream_rows(self, rows, params):
-        for part in super().stream_rows(rows, params):
-            yield [(row, dataclasses.replace(raw, facts=self.changed(raw))) for row, raw in part]
-
-    def changed(self, raw):
-        pairs = zip(raw.facts.get(KEPT_IDS, ()), raw.token_ids, strict=False)
-        facts = [
+    def changed(self, values, token_ids):
+        return [
             pack_ids(self.change(np.frombuffer(bytes.fromhex(ids), "<i4").tolist(), token))
-            for ids, token in pairs
+            for ids, token in zip(values, token_ids, strict=True)
         ]
-        return {KEPT_IDS: tuple(facts)} if facts else {}
 
 
 class SilentEngine(ChangingEngine):
@@ -154,13 +144,6 @@ class GenerousEngine(ChangingEngine):
         return sorted([*ids, next(i for i in range(255, 0, -1) if i not in ids)])
 
 
-def planted(build_world, kind, **options):
-    world = build_world(**{"top_p": 0.8, **options})
-    world.strategy.config.verify_weight_sync = False
-    plant(world.strategy, world.trainer.actor, kind)
-    return world
-
-
 @pytest.mark.parametrize(
     "kind, error, message",
     [
@@ -171,11 +154,11 @@ def planted(build_world, kind, **options):
 )
 def test_an_engine_that_records_wrong_sets_is_found(build_world, kind, error, message):
     with pytest.raises(error, match=f"(?s){message}"):
-        planted(build_world, kind).trainer.make_experience()
+        planted(build_world, kind, top_p=0.8).trainer.make_experience()
 
 
 def test_an_engine_that_records_nothing_is_replayed_as_before(build_world):
-    batch = planted(build_world, SilentEngine).trainer.make_experience()
+    batch = planted(build_world, SilentEngine, top_p=0.8).trainer.make_experience()
     mask = batch.rollouts.compared_mask
     assert torch.equal(mask, batch.rollouts.response_mask)
     engine = batch.rollouts.rollout_logprobs[mask]

@@ -159,35 +159,33 @@ def shaped(samples, config):
     return with_each(samples, change)
 
 
-def with_observations(samples):
-    """A third of the tokens of a response, never the last, were answers of a tool."""
-
-    def change(number, item):
-        completion = item.rollout.completion
-        size = len(completion.output_token_ids)
-        sampled = tuple((i + number) % 3 != 1 or i + 1 == size for i in range(size))
-        logprobs = tuple(x * f for x, f in zip(completion.output_logprobs, sampled, strict=True))
-        completion = replace(completion, sampled=sampled, output_logprobs=logprobs)
-        return replace(item, rollout=replace(item.rollout, completion=completion))
-
-    return with_each(samples, change)
-
-
 def of_completions(samples, change):
     """The samples with changed completions."""
     return with_each(
         samples,
-        lambda _, item: replace(
-            item, rollout=replace(item.rollout, completion=change(item.rollout.completion))
+        lambda number, item: replace(
+            item, rollout=replace(item.rollout, completion=change(number, item.rollout.completion))
         ),
     )
+
+
+def with_observations(samples):
+    """A third of the tokens of a response, never the last, were answers of a tool."""
+
+    def change(number, completion):
+        size = len(completion.output_token_ids)
+        sampled = tuple((i + number) % 3 != 1 or i + 1 == size for i in range(size))
+        logprobs = tuple(x * f for x, f in zip(completion.output_logprobs, sampled, strict=True))
+        return replace(completion, sampled=sampled, output_logprobs=logprobs)
+
+    return of_completions(samples, change)
 
 
 def with_kept_ids(samples):
     """Sampled ids and up to three others; every fifth token has no record."""
     draw = np.random.default_rng(0)
 
-    def change(completion):
+    def change(_, completion):
         texts = [
             pack_ids(sorted({token, *draw.integers(2, VOCAB, 3).tolist()}))
             if draw.integers(5)
