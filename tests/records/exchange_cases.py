@@ -176,7 +176,7 @@ def long_sample(rng, sample_id, *, prompt, response, turns, recorded=()):
         new = rng.integers(0, 60_000, count).tolist()
         values = (-rng.random(count)).astype(np.float32).tolist()
         experts = [rng.bytes(384 * len(ids)).hex(), *(rng.bytes(384).hex() for _ in new[1:])]
-        kept = [pack_ids(sorted({*range(19), token + 19})) for token in new]
+        kept = [pack_ids(range(token, token + 20)) for token in new]
         facts = {name: {KEPT_IDS: kept, ROUTES: experts}[name] for name in recorded}
         entries.append(
             LedgerEntry(sample_id, 0, hash_context(ids), tuple(new), tuple(values), 3, facts)

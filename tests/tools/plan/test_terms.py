@@ -2,21 +2,32 @@
 
 from dataclasses import replace
 
+import numpy as np
 import peft  # noqa: F401  # what it makes on import would land on the device
 import pytest
 import torch
 import transformers
+from tests.records import exchange_cases
 from tests.tools.plan import live_bytes
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from lightrft.config import TrainConfig
 from lightrft.engines.hf.forward import ModelTraits
+from lightrft.engines.types import KEPT_IDS, ROUTES
 from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
 from lightrft.models import Actor, LoraActor
 from lightrft.models.lora import is_factor
 from lightrft.models.sequence_model import freeze
-from lightrft.models.support import KeptSets, kept_logprobs
-from lightrft.tools.plan.memory import MemoryTerm, head_bytes, plan_memory, tower_bytes
+from lightrft.models.support import KeptSets, SamplingSupport, kept_logprobs
+from lightrft.records.batch import collate
+from lightrft.records.table import tabulate
+from lightrft.tools.plan.memory import (
+    MemoryTerm,
+    head_bytes,
+    plan_memory,
+    recorded_bytes,
+    tower_bytes,
+)
 from lightrft.tools.plan.setup import Setup
 from lightrft.tools.plan.sizes import ModelSize
 
@@ -206,6 +217,36 @@ def test_logprobs_over_recorded_ids_hold_what_the_plan_says(width):
     assert expected > left
 
 
+def test_records_of_the_sampling_hold_what_the_plan_says():
+    rng, names = np.random.default_rng(0), (KEPT_IDS, ROUTES)
+    shape = {"prompt": 100, "response": 500, "turns": 1, "recorded": names}
+    rows = tabulate([exchange_cases.long_sample(rng, i, **shape)[0] for i in range(8)])
+    batch = collate(
+        rows, temperature=1.0, device=torch.device("cpu"), support=SamplingSupport(top_k=20)
+    )
+    moe = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8}
+    size = ModelSize.of_config({**TEXT, **moe, "num_hidden_layers": 48})
+    lengths = {"prompt_max_len": 100, "generate_max_len": 500, "micro_train_batch_size": 4}
+    config = TrainConfig(
+        bf16=False,
+        top_k=20,
+        rollout_batch_size=2,
+        n_samples_per_prompt=4,
+        train_batch_size=8,
+        **lengths,
+    )
+    setup = Setup(config, size, 1, 1, False, 1e12, "hf", mean_length_share=1.0)
+    places = sum(batch.facts[name].nbytes for name in ("kept_starts", "kept_sizes"))
+    of_batch = places + batch.support.kept.ids.nbytes + batch.facts[ROUTES].nbytes
+    # Experts of four rows as int64, twice.
+    of_pass = 16 * batch.facts[ROUTES][:4].numel()
+    close(recorded_bytes(setup), of_batch + of_pass, 0.02)
+    phases = [p.name for p in plan_memory(setup).phases for t in p.terms if "experts" in t.name]
+    assert phases == ["score", "train"]
+    # A server gives experts only if it is asked.
+    assert recorded_bytes(replace(setup, engine="vllm")) < 0.2 * of_batch
+
+
 def test_every_term_of_a_plan_is_compared_somewhere_or_said_to_be_assumed():
     """A new name of a term fails here: compare it first, then name the comparison."""
     compared = {
@@ -221,7 +262,7 @@ def test_every_term_of_a_plan_is_compared_somewhere_or_said_to_be_assumed():
         "reference", "moving average", "engine: weights", "one whole tensor",
         # In this file.
         "tower: activations of a layer", "activations of a layer, or logits",
-        "the exported model, on the first rank",
+        "the exported model, on the first rank", "kept ids and experts of the samples",
         "engine: keys and values", "whole float32 weights, on the way",
         # Options and DeepSpeed's source.
         "buckets of weights", "a whole model, before it is divided",

@@ -33,8 +33,8 @@ RESERVED: Mapping[str, str] = {
 GROUP_SECONDS = 600
 
 
-# Most logprobs to ask vLLM for at each token; they show which tokens truncation kept. Each one costs
-# an entry in three lists. Larger kept sets are not recorded.
+# Most logprobs to ask vLLM for at each token, to see which tokens truncation kept. Each costs an
+# entry in three lists. Larger kept sets are not recorded.
 MAX_LOGPROBS = 128
 
 

@@ -395,15 +395,37 @@ def head_bytes(setup: Setup, model: Model, num_scored: int, *, is_training: bool
 
 def kept_ids_bytes(setup: Setup, model: Model, num_scored: int, *, is_training: bool) -> float:
     """Return the work space of logprobs over the recorded ids of truncated sampling."""
-    top_k, size = setup.config.top_k, model.size
-    ids = KEPT_BY_PROBABILITY if top_k < 1 else min(top_k, MOST_KEPT_IDS)
-    pairs = num_scored * min(ids, size.vocab)
+    size, pairs = model.size, num_scored * _kept_per_token(setup)
     # Two factors and their product; the gradients of hidden states and of the weight are summed in
     # float32.
     total = BYTES_PER_KEPT * pairs + 3 * FLOAT * min(GATHERED, pairs * size.hidden)
     if is_training:
         total += FLOAT * num_scored * size.hidden
         total += FLOAT * size.embedding_parameters if model.trains_all else 0
+    return total
+
+
+def _kept_per_token(setup: Setup) -> int:
+    top_k = setup.config.top_k
+    ids = KEPT_BY_PROBABILITY if top_k < 1 else min(top_k, MOST_KEPT_IDS)
+    return min(ids, setup.actor_size.vocab)
+
+
+def recorded_bytes(setup: Setup) -> float:
+    """Return the bytes of kept ids and experts of the rows that a rank trains on in a step."""
+    config, size, total = setup.config, setup.actor_size, 0.0
+    rows = setup.samples_per_rank * config.sp_size
+    if config.truncates:
+        # Each token's ids and their number, and their places [batch, seq] as two int64.
+        total += FLOAT * (1 + _kept_per_token(setup)) * rows * setup.mean_tokens
+        total += 16 * rows * setup.row_tokens
+    asked = "enable_return_routed_experts" in (config.engine_args or {})
+    is_recorded = config.routing_replay == "auto" and (asked or not setup.has_server_engine)
+    if is_recorded and size.num_experts > 1:
+        choices = size.num_layers * size.num_active_experts
+        total += (1 if size.num_experts <= 256 else 2) * choices * rows * setup.row_tokens
+        # Of a micro batch as int64, in the order of the rows and of the pass.
+        total += 16 * choices * setup.micro_tokens(config.micro_train_batch_size)
     return total
 
 
@@ -597,11 +619,13 @@ def plan_memory(setup: Setup) -> MemoryPlan:
         asleep += weights
     if not _sleeps(setup):  # the embedded engine has a cache while it samples
         asleep = list(_engine(setup) if setup.has_server_engine else _engine_weights(setup))
+    recorded = MemoryTerm("kept ids and experts of the samples", recorded_bytes(setup))
+    scoring = _scoring(setup, setup.config.micro_rollout_batch_size)
     phases = (
         Phase("load", (*_context(setup), *_loading(setup))),
         Phase("rollout", (*always, *_engine(setup))),
-        Phase("score", (*always, *asleep, *_scoring(setup, setup.config.micro_rollout_batch_size))),
-        Phase("train", (*always, *asleep, *_training(setup))),
+        Phase("score", (*always, *asleep, recorded, *scoring)),
+        Phase("train", (*always, *asleep, recorded, *_training(setup))),
         Phase("sync", (*always, *_waking(setup), *_buckets(setup))),
         Phase("save", (*always, *asleep, *_saving(setup))),
     )
