@@ -26,25 +26,17 @@ def folder(tmp_path_factory):
     return folder
 
 
-def step_of(kind, folder, monkeypatch, **options):
-    """Metrics and folder of a step; its samples come out of the journal again."""
+@pytest.mark.parametrize("kind, options", [(episodes, {"audit_every": 1}), (agents, {})])
+def test_experts_of_every_turn_are_replayed(folder, kind, options, monkeypatch):
     ((metrics, output),) = kind.run(folder, 1, [options])
     assert metrics["routes_other_share"] < 0.02
     assert metrics["logprob_diff_max"] < 1e-4
+    if options:  # agents exclude it
+        assert not [row for row in audit_step(output).rows if row.verdict == DIFFERS]
     monkeypatch.setattr(replay, "training_params", runs.with_stops)
     _, replayed = replay.replay_run(output, None)
     assert not replayed.differences
     assert replayed.num_turns > 16
-    return output
-
-
-def test_experts_of_every_turn_are_replayed_and_audited(folder, monkeypatch):
-    output = step_of(episodes, folder, monkeypatch, audit_every=1)
-    assert not [row for row in audit_step(output).rows if row.verdict == DIFFERS]
-
-
-def test_experts_of_every_call_of_an_agent_are_replayed(folder, monkeypatch):
-    step_of(agents, folder, monkeypatch)
 
 
 def test_experts_of_episodes_over_several_steps_are_audited(folder, tmp_path):
