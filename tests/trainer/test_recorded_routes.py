@@ -1,7 +1,9 @@
 """Runs of a mixture of experts: recorded experts are replayed, and wrong ones are found."""
 
 import dataclasses
+import io
 
+import numpy as np
 import pytest
 import torch
 from tests.engines.altered_engines import RecordingEngine, planted
@@ -63,8 +65,8 @@ def test_experts_come_with_every_way_to_sample(build_world, options):
 
 def by_token(text, change):
     """The experts of positions [positions, layers, k] of one token, changed."""
-    values = torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8).view(-1, LAYERS, K)
-    return bytes(change(values).flatten().tolist()).hex()
+    values = np.frombuffer(bytes.fromhex(text), np.uint8).reshape(-1, LAYERS, K)
+    return change(values).tobytes().hex()
 
 
 class ChangingEngine(RecordingEngine):
@@ -76,18 +78,16 @@ class ChangingEngine(RecordingEngine):
 
 class OtherLayers(ChangingEngine):
     def change(self, values):
-        return values.roll(1, dims=1)
+        return np.roll(values, 1, axis=1)
 
 
 class OtherTokens(ChangingEngine):
     """The experts of each token are those of the one before."""
 
     def changed(self, values, token_ids):
-        whole = "".join(values)
-        moved = whole[-2 * LAYERS * K :] + whole[: -2 * LAYERS * K]
-        sizes = [len(text) for text in values]
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        return [moved[a : a + n] for a, n in zip(starts, sizes, strict=True)]
+        whole, size = "".join(values), 2 * LAYERS * K
+        moved = io.StringIO(whole[-size:] + whole[:-size])
+        return [moved.read(len(text)) for text in values]
 
 
 class OtherWeights(ChangingEngine):

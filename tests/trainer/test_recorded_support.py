@@ -9,8 +9,9 @@ import torch
 from tests.engines.altered_engines import RecordingEngine, planted
 
 from lightrft.config import TrainConfig
-from lightrft.engines.sampling import pack_ids, sampling_logprobs
+from lightrft.engines.sampling import kept_ids, pack_ids, sampling_logprobs
 from lightrft.engines.types import KEPT_IDS, SamplingParams
+from lightrft.experience import delivery
 from lightrft.models import Actor
 from lightrft.models.support import KeptSets, SamplingSupport
 from lightrft.models.types import Replayed
@@ -168,13 +169,10 @@ def test_an_engine_that_records_nothing_is_replayed_as_before(build_world):
 
 @pytest.mark.parametrize("law", ["kept", "all"])
 def test_single_tokens_without_a_record_are_replayed(build_world, monkeypatch, law):
-    monkeypatch.setattr("lightrft.engines.sampling.MOST_KEPT_IDS", 0)
-    monkeypatch.setattr("lightrft.engines.hf.decode.kept_ids", lambda law: only_some(law))
-    from lightrft.engines.sampling import kept_ids
-
     def only_some(law):
-        return [ids if place % 2 else "" for place, ids in enumerate(kept_ids(law, 1000))]
+        return [ids if place % 2 else "" for place, ids in enumerate(kept_ids(law))]
 
+    monkeypatch.setattr("lightrft.engines.hf.decode.kept_ids", only_some)
     batch = build_world(top_p=0.8, truncated_logprobs=law).trainer.make_experience()
     rollouts, mask = batch.rollouts, batch.rollouts.response_mask
     is_recorded = rollouts.facts["kept_sizes"][mask] > 0
@@ -185,18 +183,16 @@ def test_single_tokens_without_a_record_are_replayed(build_world, monkeypatch, l
     assert torch.equal((old - engine).abs() < 1e-4, is_recorded & (law == "kept"))
 
 
-def with_another_id(table):
-    """The last kept id of the first row is the next one."""
-    flat, counts = table[KEPT_IDS].copy(), table["num_kept"]
-    flat[counts[0] - 1] += 1
-    return dataclasses.replace(table, facts={**table.facts, KEPT_IDS: flat})
-
-
 def test_ids_that_changed_on_their_way_to_the_trainer_are_found(build_world, monkeypatch):
-    from lightrft.experience import delivery
-
     right = delivery.deliver_rows
-    monkeypatch.setattr(delivery, "deliver_rows", lambda *parts: with_another_id(right(*parts)))
+
+    def changed(*parts):
+        table = right(*parts)
+        ids = table[KEPT_IDS].copy()
+        ids[-1] += 1
+        return dataclasses.replace(table, facts={**table.facts, KEPT_IDS: ids})
+
+    monkeypatch.setattr(delivery, "deliver_rows", changed)
     with pytest.raises(LedgerError, match="kept_ids differ from what the engine recorded"):
         build_world(top_p=0.8).trainer.make_experience()
 

@@ -187,9 +187,7 @@ def with_kept_ids(samples):
 
     def change(_, completion):
         texts = [
-            pack_ids(sorted({token, *draw.integers(2, VOCAB, 3).tolist()}))
-            if draw.integers(5)
-            else ""
+            pack_ids(sorted({token, *draw.integers(2, VOCAB, 3).tolist()})) * bool(draw.integers(5))
             for token in completion.output_token_ids
         ]
         return replace(completion, facts={KEPT_IDS: tuple(texts)}, logprobs_mode="truncated")

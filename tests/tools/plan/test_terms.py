@@ -219,23 +219,16 @@ def test_logprobs_over_recorded_ids_hold_what_the_plan_says(width):
 
 def test_records_of_the_sampling_hold_what_the_plan_says():
     rng, names = np.random.default_rng(0), (KEPT_IDS, ROUTES)
-    shape = {"prompt": 100, "response": 500, "turns": 1, "recorded": names}
+    shape = {"prompt": 64, "response": 64, "turns": 1, "recorded": names}
     rows = tabulate([exchange_cases.long_sample(rng, i, **shape)[0] for i in range(8)])
     batch = collate(
         rows, temperature=1.0, device=torch.device("cpu"), support=SamplingSupport(top_k=20)
     )
     moe = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8}
     size = ModelSize.of_config({**TEXT, **moe, "num_hidden_layers": 48})
-    lengths = {"prompt_max_len": 100, "generate_max_len": 500, "micro_train_batch_size": 4}
-    config = TrainConfig(
-        bf16=False,
-        top_k=20,
-        rollout_batch_size=2,
-        n_samples_per_prompt=4,
-        train_batch_size=8,
-        **lengths,
-    )
-    setup = Setup(config, size, 1, 1, False, 1e12, "hf", mean_length_share=1.0)
+    counts = {"rollout_batch_size": 2, "n_samples_per_prompt": 4, "train_batch_size": 8}
+    setup = setup_of(size, top_k=20, micro_train_batch_size=4, **counts)
+    setup = replace(setup, mean_length_share=1.0)
     places = sum(batch.facts[name].nbytes for name in ("kept_starts", "kept_sizes"))
     of_batch = places + batch.support.kept.ids.nbytes + batch.facts[ROUTES].nbytes
     # Experts of four rows as int64, twice.
