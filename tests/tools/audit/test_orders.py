@@ -29,6 +29,10 @@ REWARD = """
 def score(prompts, responses):
     rest = {0: 1.0, 1: 0.0}
     return [rest.get(len(p) % 3, float(len(r) % 2)) for p, r in zip(prompts, responses)]
+
+
+def alike(responses):
+    return [0.5] * len(responses)
 """
 NAME = "rows of the data"
 POOLS = {"prompt_sampler": "pools", "prompt_sampler_args": {"rest_weight": 0.2}}
@@ -85,6 +89,15 @@ def test_the_order_of_a_right_run_is_recomputed(folder, tmp_path, way):
         report, order = finding(tmp_path / "run", step)
         assert order.verdict == EQUAL
         assert report.first_difference is None, report.first_difference
+
+
+@pytest.mark.full
+def test_steps_that_no_sample_trains_are_recomputed(folder, tmp_path):
+    reward = (f"{folder / 'reward.py'}:alike",)
+    train(options(folder, tmp_path / "run", **DYNAMIC, reward_fn=reward, max_steps=2))
+    for step in (1, 2):
+        report, order = finding(tmp_path / "run", step)
+        assert (order.verdict, report.first_difference) == (EQUAL, None)
 
 
 def test_what_cannot_be_recomputed_is_named(folder, tmp_path):

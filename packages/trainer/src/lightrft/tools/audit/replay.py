@@ -273,7 +273,8 @@ def _score_policy(step: ReplayedStep) -> tuple[Pair, Pair]:
         step.unit = min(step.unit, NOISE_SAFETY * logprobs[1])
         if step.config.use_rollout_logprobs:
             logprobs = step.rows.rollout_logprobs, logprobs[1]
-    if logprobs is not None or run.old_logprobs.size:
+    # A step in which no token counts is not scored.
+    if run.old_logprobs.size or (logprobs is not None and step.mask.any()):
         old = _compared(step, "old logprobs", run.old_logprobs, logprobs)
     if logprobs is None:
         _check_engine(step, old.run)
