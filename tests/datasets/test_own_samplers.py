@@ -144,9 +144,14 @@ def test_a_wrong_sampler_is_named(lent, sampler, message):
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_ranks_that_draw_other_rows_are_named(lent):
+def likely(drawn):
+    return [each._replace(probability=0.5) for each in drawn]
+
+
+@pytest.mark.parametrize("others", [lambda drawn: drawn[::-1], likely])
+def test_ranks_that_draw_other_rows_are_named(lent, others):
     lent(Sampler)
-    ranks = Ranks(lambda places: places[::-1])
+    ranks = Ranks(others)
     with pytest.raises(ConfigError, match="draws other rows on rank 1 than on rank 0"):
         open_stream(rows(Sampler, ranks=ranks), world_size=2).next_draw()
 

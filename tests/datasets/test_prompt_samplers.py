@@ -105,6 +105,14 @@ def test_another_order_begins_at_the_position_of_the_run():
     assert places(second, 1) == places(open_stream(rows(11, 4), world_size=1), 4)[3:]
 
 
+def test_a_state_of_places_among_other_rows_is_left_behind():
+    first, fewer = (rows(num_rows, 4, prompt_weight="w") for num_rows in (11, 10))
+    stream = open_stream(first, world_size=1)
+    places(stream, 2)
+    resumed = open_stream(fewer, world_size=1, sampler_state=stream.sampler_state)
+    assert places(resumed, 2) == places(open_stream(fewer, world_size=1), 2)
+
+
 def counts_by_enumeration(probabilities, n):
     """Mean number of draws of each row: over all orders, exactly over all turns of the points."""
     totals, num_orders = [Fraction(0)] * len(probabilities), 0

@@ -73,11 +73,11 @@ class SampledStream(Generic[Item_co]):
         self._places = {
             item.id: place for place, item in enumerate(rows.items) if isinstance(item, Prompt)
         }
-        name, state = json.loads(sampler_state) if sampler_state else ("", "")
-        if name == self._name:
+        *source, state = json.loads(sampler_state) if sampler_state else [""]
+        if source == self._source:
             self._sampler.state = state
         elif self._sampler.counts_passes:
-            # An older version, or another sampler before: the position decides.
+            # An older version, or another sampler or other data before: the position decides.
             self._sampler.state = json.dumps({"episode": episode, "consumed": num_consumed})
 
     @property
@@ -86,9 +86,14 @@ class SampledStream(Generic[Item_co]):
         return self._sampler.name.rpartition(":")[2]
 
     @property
+    def _source(self) -> list[object]:
+        """Sampler and number of rows; a state has places, so it goes on only among as many."""
+        return [self._name, self._rows.choice.num_rows]
+
+    @property
     def sampler_state(self) -> str:
-        """Name and state of the sampler as JSON, for a checkpoint."""
-        return json.dumps([self._name, self._sampler.state])
+        """Source and state of the sampler as JSON, for a checkpoint."""
+        return json.dumps([*self._source, self._sampler.state])
 
     def next_draw(self) -> list[Drawn]:
         """Return the rows of the next step, over all ranks; collective.
@@ -148,9 +153,9 @@ class SampledStream(Generic[Item_co]):
 
 
 def _require_equal(drawn: Sequence[Drawn], name: str, context: DistributedContext) -> None:
-    """Raise a SamplerError if ranks draw different rows; collective."""
-    ranks = context.gather_objects([each.place for each in drawn])
-    odd = next((rank for rank, places in enumerate(ranks) if places != ranks[0]), None)
+    """Raise a SamplerError if rows or their probabilities differ between ranks; collective."""
+    ranks = context.gather_objects(list(drawn))
+    odd = next((rank for rank, rows in enumerate(ranks) if rows != ranks[0]), None)
     if odd is not None:
         raise SamplerError(
             f"prompt_sampler {name} draws other rows on rank {odd} than on rank 0: take random "
