@@ -1,5 +1,9 @@
 """The audit recomputes which rows a step draws: clean runs pass, and faults of order are named."""
 
+import hashlib
+import json
+
+import numpy as np
 import pytest
 from tests.runs import (
     interrupted,
@@ -12,6 +16,7 @@ from tests.runs import (
     write_inputs,
 )
 from tests.tools.audit.faults import calls, instead, results
+from transformers import AutoTokenizer
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.prompt_sampler import CheckedSampler, Drawn
@@ -38,6 +43,8 @@ NAME = "rows of the data"
 POOLS = {"prompt_sampler": "pools", "prompt_sampler_args": {"rest_weight": 0.2}}
 WEIGHTED = {"prompt_weight": "w"}
 IMPORTANCE = {**WEIGHTED, "prompt_importance": True, "loss_agg_mode": "seq-mean-token-mean"}
+RATED = {"prompt_sampler": "weighted", "prompt_rates": "rates.jsonl"}
+KEPT = {"prompt_rates": "rates.jsonl", "prompt_pass_rate": "0.3:1", "num_episodes": 4}
 DYNAMIC = {"dynamic_sampling": True, "max_num_gen_batches": 3}
 
 
@@ -46,6 +53,13 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("orders")
     tiny_models(path, "model")
     rows = say_rows(9, w=lambda number: 1 + number % 4)
+    tokenizer = AutoTokenizer.from_pretrained(path / "model")
+    lines = []
+    for number, row in enumerate(rows):
+        ids = np.array(tokenizer(row["prompt"])["input_ids"], "<u4")
+        counts = {"num_right": number % 3, "num_samples": 2, "pass_rate": number % 3 / 2}
+        lines.append({"prompt": hashlib.sha256(ids.tobytes()).hexdigest(), "row": number, **counts})
+    write(path / "rates.jsonl", lines)
     return write_inputs(path, rows, reward=REWARD)
 
 
@@ -62,6 +76,8 @@ def options(folder, run, **changes):
         "num_threads": 1,
         **changes,
     }
+    if "prompt_rates" in changes:
+        settings["prompt_rates"] = str(folder / changes["prompt_rates"])
     return rollout_options(folder, "unused", output_dir=str(run), **settings)
 
 
@@ -78,6 +94,8 @@ CLEAN = {
     "pools": POOLS,
     "pools, lag": {**POOLS, "rollout_lag": 1},
     "dynamic": DYNAMIC,
+    "by rates": RATED,
+    "kept by rates": KEPT,
 }
 
 
@@ -106,6 +124,18 @@ def test_what_cannot_be_recomputed_is_named(folder, tmp_path):
     assert (order.verdict, order.note[:9]) == (NOT_AUDITED, "streaming")
 
 
+@pytest.mark.full
+def test_rates_are_taken_for_their_prompts_alone(folder, tmp_path):
+    rates = tmp_path / "rates.jsonl"
+    rates.write_text((folder / "rates.jsonl").read_text())
+    train(options(folder, tmp_path / "run", **{**RATED, "prompt_rates": rates}, max_steps=1))
+    assert finding(tmp_path / "run", 1)[1].verdict == EQUAL
+    for lines in (rates.read_text().splitlines()[::-1], [json.dumps({"prompt": [1]})] * 9):
+        rates.write_text("\n".join(lines))
+        _, order = finding(tmp_path / "run", 1)
+        assert (order.verdict, order.note[:17]) == (NOT_AUDITED, "the file of rates")
+
+
 def twice(drawn):
     return [drawn[0], *drawn[:-1]]
 
@@ -119,6 +149,15 @@ def one_step_late(original, self, observed):
     held = getattr(self, "held", [])
     self.held = list(observed)
     original(self, held)
+
+
+def swapped(original, self, observed):
+    held = getattr(self, "held", None)
+    self.held = observed
+    if held is not None:
+        original(self, observed)
+        original(self, held)
+        self.held = None
 
 
 def of_the_others(original, self, item, drawn):
@@ -148,6 +187,7 @@ FAULTS = {
     "weights are ignored": (NAME, WEIGHTED, calls(Weighted, "draw", uniformly)),
     "results are not observed": (NAME, POOLS, instead(Pools, "observe", lambda *_: None)),
     "results are observed a step late": (NAME, POOLS, calls(Pools, "observe", one_step_late)),
+    "results are observed out of order": (NAME, POOLS, calls(Pools, "observe", swapped)),
     "a batch is drawn and dropped": (NAME, {}, calls(SampledStream, "next_draw", skips_a_batch)),
     "importance weights are of other draws": (
         "importance weights",

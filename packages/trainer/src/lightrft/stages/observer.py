@@ -57,7 +57,7 @@ class ObservedStep:
         data: Rows or samples to train on; samples are this rank's.
         kl_coef: Weight of the KL term; 0 without a reference model.
         moments: Moments of all rewards before the step, or None without running normalisation.
-        num_prompts: Prompts of the run; 0 is not known.
+        prompt_ids: Ids of the run's prompts, in order; () is not known.
     """
 
     stage: str
@@ -70,7 +70,7 @@ class ObservedStep:
     data: ObservedRows | StepExperience
     kl_coef: float = 0.0
     moments: Moments | None = None
-    num_prompts: int = 0
+    prompt_ids: Sequence[int] = ()
 
 
 class Observer:

@@ -27,6 +27,7 @@ from lightrft.tools.audit.record import (
     CONFIG,
     CUT,
     PLACE,
+    PLACES,
     TOKEN_VALUES,
     VERSIONS,
     Facts,
@@ -176,6 +177,9 @@ class Recorder(Observer):
         else:
             tables = [share.samples for share in shares if share.samples is not None]
             raw = _raw_samples(join_tables(tables), data.samples.greedy)
+            places = {each: place for place, each in enumerate(step.prompt_ids)}
+            drawn = np.array([places.get(each, -1) for each in raw.facts[PLACES].tolist()])
+            raw = replace(raw, facts={**raw.facts, PLACES: drawn})
             rewards = data.rewards.rewards.double().cpu().numpy()
         updates = [
             _joined([share.updates[i] for share in shares if share.updates])
@@ -187,7 +191,7 @@ class Recorder(Observer):
             stage=step.stage,
             step=step.number,
             num_planned=step.num_planned,
-            num_items=data.num_items if isinstance(data, ObservedRows) else step.num_prompts,
+            num_items=data.num_items if isinstance(data, ObservedRows) else len(step.prompt_ids),
             world_size=context.world_size,
             data_ranks=context.num_data_ranks,
             strategy=f"{self._backend.name}Strategy",

@@ -323,6 +323,7 @@ class PolicyStage(Stage[PolicyBatch]):
 
     def observe_step(self, batch: PolicyBatch, step: Step) -> Observer:
         """Return the observer of the step; collective if one is due."""
+        prompts = self.data.prompts
         return open_observer(
             step,
             self.config.audit_every,
@@ -337,7 +338,7 @@ class PolicyStage(Stage[PolicyBatch]):
                 batch.experience,
                 self.maker.kl_coef(self.memory),
                 self.memory.moments,
-                len(self.loader.items) if isinstance(self.loader, SampledRows) else 0,
+                [each.id for each in prompts.items] if isinstance(prompts, SampledRows) else (),
             ),
         )
 

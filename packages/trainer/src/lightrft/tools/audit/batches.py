@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from lightrft.config import TrainConfig
-from lightrft.tools.audit.order import PLACES, Order, UnknownOrderError, row_weights
-from lightrft.tools.audit.record import PLACE, WEIGHTS, UpdateFacts
+from lightrft.tools.audit.order import Order, UnknownOrderError
+from lightrft.tools.audit.record import PLACE, PLACES, WEIGHTS, UpdateFacts
 from lightrft.tools.audit.replay import ReplayedStep
 
 # Shorter prompts, and those of less than an eighth of a row, are computed for each row.
@@ -156,7 +156,7 @@ def check_places(step: ReplayedStep, run: Path) -> None:
         step.results.skip(name, str(reason))
         return
     groups, first = np.unique(samples.group_ids, return_index=True)
-    trained, wanted = samples.facts[fact][first], np.array(drawn.places)
+    trained, wanted = samples.facts[fact][first], np.array([place for place, _ in drawn])
     if not of_prompts:  # a step sorts its items
         step.results.exact(name, np.sort(trained), np.sort(wanted))
         return
@@ -165,8 +165,9 @@ def check_places(step: ReplayedStep, run: Path) -> None:
         return
     step.results.exact(name, trained, wanted[groups])
     if step.config.prompt_importance:
-        weights = np.array(row_weights(drawn.probabilities, step.record.facts.num_items))
-        distance = np.abs(samples.facts[WEIGHTS][first] / weights[groups] - 1).max()
+        shares = np.array([share for _, share in drawn])[groups]
+        weights = samples.facts[WEIGHTS][first] * step.record.facts.num_items * shares
+        distance = np.abs(weights - 1).max()
         step.results.add("importance weights", None, None, float(distance), 1e-9)
 
 

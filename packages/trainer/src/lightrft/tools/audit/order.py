@@ -5,8 +5,9 @@ The formulas are those of docs/curricula.md, written a second time.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,30 +18,24 @@ from lightrft.config import TrainConfig
 from lightrft.config.files import FileError, lines_of, parse_object
 from lightrft.config.options import is_number
 from lightrft.tools.audit.decisions import METRICS
-from lightrft.tools.audit.record import RecordError, StepRecord, read_record, recorded_steps
+from lightrft.tools.audit.record import (
+    PLACES,
+    RecordError,
+    StepRecord,
+    read_record,
+    recorded_steps,
+)
 from lightrft.tools.audit.samples import differ
 
-PLACES = "prompt_places"
 LINES = (".jsonl", ".ndjson")
 # Defaults of the sampler pools.
 POOLS = {"rest_weight": 0.1, "readmit_steps": 50}
+# Place in the data of a drawn row, and its mean share among all draws.
+DrawnRow = tuple[int, float]
 
 
 class UnknownOrderError(Exception):
     """The order cannot be recomputed; the message is the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnRows:
-    """Rows of consecutive draws.
-
-    Args:
-        places: Place in the data of each row.
-        probabilities: Mean share of each row among all draws.
-    """
-
-    places: Sequence[int]
-    probabilities: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +52,7 @@ class Order:
     record: StepRecord
     config: TrainConfig
 
-    def rows_of_step(self) -> DrawnRows:
+    def rows_of_step(self) -> list[DrawnRow]:
         """Return the rows that the step must draw.
 
         Raises:
@@ -71,13 +66,9 @@ class Order:
         first, count = facts.step - 1, 1
         if facts.stage == "policy" and config.dynamic_sampling:
             first, count = _batches_before(self.run, facts.step)
-        parts = [self._drawn(first + i) for i in range(count)]
-        return DrawnRows(
-            [place for part in parts for place in part.places],
-            [share for part in parts for share in part.probabilities],
-        )
+        return [row for i in range(count) for row in self._drawn(first + i)]
 
-    def _drawn(self, number: int) -> DrawnRows:
+    def _drawn(self, number: int) -> list[DrawnRow]:
         """Return the rows of one draw, counted from 0."""
         config, num_rows = self.config, self.record.facts.num_items
         order, size = config.order, config.rollout_batch_size
@@ -87,8 +78,7 @@ class Order:
             rows = torch.arange(num_rows)
             if order == "shuffle":
                 rows = torch.randperm(num_rows, generator=generator)
-            chosen = rows[place * size : (place + 1) * size].tolist()
-            return DrawnRows(chosen, [1 / num_rows] * size)
+            return [(int(row), 1 / num_rows) for row in rows[place * size :][:size]]
         if order == "weighted":
             weights = self._weights()
         elif order == "pools":
@@ -99,17 +89,31 @@ class Order:
 
     def _weights(self) -> np.ndarray:
         """Return the weights of the rows from their files."""
-        config, num_rows = self.config, self.record.facts.num_items
+        config = self.config
         if config.prompt_weight is None:
-            lines = _read(config.prompt_rates or "")
-            values = [_spread(line) for line in lines]
-            if [line.get("row") for line in lines] != list(range(num_rows)):
-                raise UnknownOrderError("the file of rates is not one line for each row, in order")
+            values = self._spreads()
+        elif config.prompt_data_probs:
+            raise UnknownOrderError("rows of several files are mixed: weights have no places")
         else:
             values = [line.get(config.prompt_weight) for line in _read(config.prompt_data or "")]
-        if len(values) != num_rows or not all(is_number(each) for each in values):
+        if len(values) != self.record.facts.num_items or not all(map(is_number, values)):
             raise UnknownOrderError("rows were left out or made of parts: weights have no places")
         return np.array(values, dtype=np.float64)
+
+    def _spreads(self) -> list[object]:
+        """Return the spreads of a file of rates, if its lines are the prompts of the run."""
+        lines, samples = _read(self.config.prompt_rates or ""), self.record.samples
+        ends = np.cumsum(samples.prompt_lengths + samples.response_lengths)
+        ids = np.split(samples.token_ids.astype("<u4"), ends[:-1])
+        hashes = [str(line.get("prompt")) for line in lines]
+        if len({*hashes}) != self.record.facts.num_items or any(
+            hashes[place] != hashlib.sha256(row[:size].tobytes()).hexdigest()
+            for place, row, size in zip(
+                samples.facts[PLACES], ids, samples.prompt_lengths, strict=True
+            )
+        ):
+            raise UnknownOrderError("the file of rates is not one line for each prompt, in order")
+        return [_spread(line) for line in lines]
 
     def _pool_weights(self, number: int) -> np.ndarray:
         """Return the weights of pools after the results that were known at a draw."""
@@ -153,9 +157,9 @@ def _batches_before(run: Path, step: int) -> tuple[int, int]:
     return sum(counts[number] for number in range(1, step)), counts[step]
 
 
-def _on_a_circle(shares: np.ndarray, size: int, seed: Sequence[int]) -> DrawnRows:
+def _on_a_circle(shares: np.ndarray, size: int, seed: list[int]) -> list[DrawnRow]:
     """Draw by equal steps around a circle on which each row is as long as its share."""
-    numbers = np.random.default_rng(list(seed))
+    numbers = np.random.default_rng(seed)
     order = numbers.permutation(len(shares))
     turn, ends, total, rows = numbers.random(), [], 0.0, []
     for row in order:
@@ -165,8 +169,8 @@ def _on_a_circle(shares: np.ndarray, size: int, seed: Sequence[int]) -> DrawnRow
     for point in ((i + turn) / size * total for i in range(size)):
         while ends[place] <= point and ends[place] < total:
             place += 1
-        rows.append(int(order[place]))
-    return DrawnRows(rows, [float(shares[row]) for row in rows])
+        rows.append((int(order[place]), float(shares[order[place]])))
+    return rows
 
 
 def _read(sources: str) -> list[dict[str, object]]:
@@ -198,8 +202,3 @@ def _results(run: Path, step: int) -> list[tuple[int, torch.Tensor]]:
             place = int(samples.facts[PLACES][rows][0])
             groups.append((place, torch.from_numpy(kept)))
     return groups
-
-
-def row_weights(probabilities: Sequence[float], num_rows: int) -> list[float]:
-    """Return 1 / (rows x probability) of each drawn row."""
-    return [math.inf if share == 0 else 1 / (num_rows * share) for share in probabilities]

@@ -134,6 +134,7 @@ class RunValues:
 VERSIONS = "token_versions"  # -1 for tokens that no engine sampled
 TURN_REWARDS = "turn_rewards"  # parts of the row's reward, paid at the end of a turn
 PLACE = "place"  # of the row's item in the data
+PLACES = "prompt_places"  # among the prompts of the run
 WEIGHTS = "draw_weights"  # importance weights of the draws
 CUT = "is_truncated"  # rows that the token budget ended
 KEPT = "kept_ids"  # numbers of kept ids of a row's response tokens, then these ids

@@ -71,8 +71,9 @@ def count_recorded_rows(run: Path, config: TrainConfig) -> tuple[int, int] | Non
     if not _is_unchanged(run, paths):
         return None
     lines = [line for path in paths for line in lines_of(path) if line.strip()]
-    changed = (config.apply_chat_template, config.input_template, config.system_prompt)
-    is_plain = not any(changed) and not config.has_episodes
+    templates = (config.apply_chat_template, config.input_template, config.system_prompt)
+    # Templates make prompts longer, and a range of pass rates leaves some out.
+    is_plain = not any((*templates, config.prompt_pass_rate, config.has_episodes))
     most = min(config.prompt_max_len, _room(config)) - SPECIAL_TOKENS
     num_short = sum(_num_bytes(line, config) <= most for line in lines) if is_plain else 0
     return min(num_short, config.max_samples), min(len(lines), config.max_samples)
