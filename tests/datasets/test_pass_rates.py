@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from lightrft.config import ConfigError, TrainConfig
@@ -117,29 +116,47 @@ def result(place, *accuracies):
     return GroupResult(place, accuracies, accuracies, (3,) * len(accuracies))
 
 
+def weights_of(sampler):
+    shares = sampler.probabilities()
+    return (shares / shares.max()).tolist()
+
+
 def test_prompts_without_a_signal_rest_and_are_admitted_again():
     sampler = pools(rest_weight=0.25, readmit_steps=3)
-    assert sampler.probabilities() == pytest.approx(np.full(5, 0.2))
+    assert weights_of(sampler) == [1, 1, 1, 1, 1]
     sampler.observe([result(0, 1, 1), result(1, 0, 0), result(2, 1, 0)])
-    expected = np.array([0.25, 0.25, 1, 1, 1])
-    assert sampler.probabilities() == pytest.approx(expected / expected.sum())
-    for _ in range(2):
+    for _ in range(3):
+        assert weights_of(sampler) == [0.25, 0.25, 1, 1, 1]
         sampler.observe([result(4, 1, 0)])
-        assert sampler.probabilities() == pytest.approx(expected / expected.sum())
-    sampler.observe([])
-    assert sampler.probabilities() == pytest.approx(np.full(5, 0.2))
-    sampler.observe([result(1, 0, 1)])
+    assert weights_of(sampler) == [1, 1, 1, 1, 1]
     sampler.observe([result(1, 1, 1)])
-    assert sampler.state["rates"][:3] == [1.0, 0.625, 0.5]
-    assert sampler.state["counts"] == [1, 3, 1, 0, 3 - 1]
+    assert weights_of(sampler) == [1, 0.25, 1, 1, 1]
+
+
+@pytest.mark.parametrize("decay, rates", [(0.5, (0, 1 / 2, 3 / 4, 3 / 8)), (0.0, (0, 1, 1, 0))])
+def test_the_rate_is_a_mean_and_then_moves(decay, rates):
+    sampler = pools(rest_weight=1e-9, decay=decay)
+    for groups, rate in enumerate(rates, start=1):
+        sampler.observe([result(3, *((1, 0) if groups in (2, 3) else (1, 1)))])
+        assert sampler.state["seen"] == {"3": (rate, groups, groups)}
+        assert weights_of(sampler)[3] == pytest.approx(max(rate, 1e-9))
+
+
+def test_a_state_holds_no_more_than_what_the_last_steps_saw():
+    sampler = pools(1000, readmit_steps=4)
+    for step in range(30):
+        sampler.observe([result(8 * step + i, 1, i % 2) for i in range(8)])
+        assert len(sampler.state["seen"]) == 8 * min(step + 1, 4)
 
 
 def test_measured_rates_send_prompts_to_rest_from_the_start():
-    sampler = pools(3, [PassRate(0, 4), PassRate(2, 4), PassRate(4, 4)], rest_weight=0.5)
-    assert sampler.probabilities() == pytest.approx([0.25, 0.5, 0.25])
-    assert sampler.state["rates"] == [0.0, 0.5, 1.0]
+    rates = [PassRate(0, 4), PassRate(2, 4), PassRate(4, 4)]
+    sampler = pools(3, rates, rest_weight=0.5, readmit_steps=2)
+    assert weights_of(sampler) == [0.5, 1, 0.5]
     sampler.observe([result(0, 1, 0)])
-    assert sampler.state["rates"][0] == 0.25
+    assert weights_of(sampler) == [1, 1, 0.5]
+    sampler.observe([])
+    assert weights_of(sampler) == [1, 1, 1]
 
 
 def test_a_group_without_scores_teaches_nothing():

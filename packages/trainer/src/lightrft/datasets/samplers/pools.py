@@ -1,4 +1,4 @@
-"""Draws by the pass rates of the run: what teaches nothing now comes up less often."""
+"""Draws by what the run observes: prompts that teach nothing now come up less often."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from lightrft.datasets.prompt_sampler import Drawn, GroupResult, RowChoice
 
 
 class Pools:
-    """Prompts in two pools: those whose last group had a signal, and those at rest.
+    """Prompts drawn as often as their groups have a signal, up to `rest_weight`.
 
     A group has no signal if all its samples have equal accuracies: the prompt is always or never
-    solved, and its advantages are 0. It then rests: it is drawn `rest_weight` times as often as the
-    others, until it is drawn again or `readmit_steps` steps have passed. Prompts that were not
-    drawn yet do not rest, unless `prompt_rates` says that they were always or never solved.
+    solved, and its advantages are 0. The weight of a prompt is the moving rate of its groups that
+    have a signal: the mean of the first ones, in which later ones count 1 - `decay` at least. A
+    prompt at rest has `rest_weight`. It has 1 before its first group and once its last one is
+    `readmit_steps` steps old; but prompts that `prompt_rates` calls always or never solved rest in
+    the first `readmit_steps` steps.
 
     Args:
         rows: Prompts to draw from.
-        rest_weight: Weight of a prompt at rest; others have 1.
-        readmit_steps: Steps after which a prompt at rest counts as the others.
-        decay: Share of the older rate in the moving pass rate.
-        threshold: Least accuracy of a right response.
+        rest_weight: Least weight of a prompt; the largest is 1.
+        readmit_steps: Steps after which a result is forgotten.
+        decay: Share of the older rate in the moving rate.
 
     Raises:
         ConfigError: There are no rewards, or a hyper-parameter is out of range.
@@ -38,7 +39,6 @@ class Pools:
         rest_weight: float = 0.1,
         readmit_steps: int = 50,
         decay: float = 0.5,
-        threshold: float = 1.0,
     ) -> None:
         if not rows.has_rewards:
             raise ConfigError(
@@ -50,22 +50,11 @@ class Pools:
                 "prompt_sampler pools: expected 0 < rest_weight <= 1, readmit_steps >= 1 and "
                 f"0 <= decay < 1: got {rest_weight:g}, {readmit_steps} and {decay:g}"
             )
-        self._rows = rows
+        self._rows, self._decay = rows, decay
         self._rest_weight, self._readmit_steps = rest_weight, readmit_steps
-        self._decay, self._threshold = decay, threshold
-        size = rows.num_rows
-        # Of each prompt: moving pass rate, observed groups, and the step since which it rests.
-        rates, counts, resting = [0.5] * size, [0] * size, [-1] * size
-        for place, each in enumerate(rows.rates):
-            rates[place] = each.rate
-            resting[place] = 0 if each.num_right in (0, each.num_samples) else -1
-        self.state: dict[str, object] = {
-            "num_draws": 0,
-            "num_steps": 0,
-            "rates": rates,
-            "counts": counts,
-            "resting": resting,
-        }
+        # By place: moving rate, groups, step of the last one. Only what is not forgotten is kept,
+        # so a state does not grow with the data.
+        self.state: dict[str, object] = {"num_draws": 0, "num_steps": 0, "seen": {}}
 
     def draw(self, n: int) -> list[Drawn]:
         """Return the next places."""
@@ -75,25 +64,30 @@ class Pools:
 
     def probabilities(self) -> NDArray[np.float64]:
         """Return the share of each prompt in the next draws: [prompts]."""
-        step, since = int(str(self.state["num_steps"])), np.array(self.state["resting"])
-        rests = (since >= 0) & (step - since < self._readmit_steps)
-        weights = np.where(rests, self._rest_weight, 1.0)
+        weights = np.ones(self._rows.num_rows)
+        if self._rows.rates and self._num_steps < self._readmit_steps:
+            weights[[each.num_right in (0, each.num_samples) for each in self._rows.rates]] = 0.0
+        weights[[int(place) for place in self._seen]] = [rate for rate, *_ in self._seen.values()]
+        weights = np.maximum(weights, self._rest_weight)
         shares: NDArray[np.float64] = weights / weights.sum()
         return shares
 
     def observe(self, results: Sequence[GroupResult]) -> None:
-        """Move the rates of a step's prompts, and send to rest those without a signal."""
-        step, old = int(str(self.state["num_steps"])) + 1, self._decay
-        rates, counts, resting = (
-            cast("list[float]", self.state[name]) for name in ("rates", "counts", "resting")
-        )
+        """Move the rates of a step's prompts, and forget those of prompts not seen for long."""
+        step, seen = self._num_steps + 1, dict(self._seen)
         for each in results:
-            if not each.accuracies:
-                continue  # no sample was scored
-            place, right = each.place, [a >= self._threshold for a in each.accuracies]
-            share = sum(right) / len(right)
-            known = counts[place] or len(self._rows.rates)
-            rates[place] = old * rates[place] + (1 - old) * share if known else share
-            counts[place] += 1
-            resting[place] = step if each.has_no_signal else -1
-        self.state["num_steps"] = step
+            if each.accuracies:  # a sample was scored
+                rate, count, _ = seen.get(str(each.place), (0.0, 0, 0))
+                speed = max(1 / (count + 1), 1 - self._decay)
+                rate += speed * ((not each.has_no_signal) - rate)
+                seen[str(each.place)] = rate, count + 1, step
+        known = {i: each for i, each in seen.items() if step - each[2] < self._readmit_steps}
+        self.state |= {"num_steps": step, "seen": known}
+
+    @property
+    def _num_steps(self) -> int:
+        return int(str(self.state["num_steps"]))
+
+    @property
+    def _seen(self) -> dict[str, tuple[float, int, int]]:
+        return cast("dict[str, tuple[float, int, int]]", self.state["seen"])

@@ -23,13 +23,12 @@ from lightrft.tools.audit.record import (
     RecordError,
     StepRecord,
     read_record,
-    recorded_steps,
 )
 from lightrft.tools.audit.samples import differ
 
 LINES = (".jsonl", ".ndjson")
 # Defaults of the sampler pools.
-POOLS = {"rest_weight": 0.1, "readmit_steps": 50}
+POOLS = {"rest_weight": 0.1, "decay": 0.5, "readmit_steps": 50}
 # Place in the data of a drawn row, and its mean share among all draws.
 DrawnRow = tuple[int, float]
 
@@ -117,22 +116,21 @@ class Order:
 
     def _pool_weights(self, number: int) -> np.ndarray:
         """Return the weights of pools after the results that were known at a draw."""
-        config = self.config
+        config, size = self.config, self.record.facts.num_items
         if config.prompt_rates is not None or config.dynamic_sampling:
             raise UnknownOrderError("pools by measured rates or dynamic sampling are not replayed")
         settings = {**POOLS, **(config.prompt_sampler_args or {})}
+        rest, decay, memory = (float(settings[name]) for name in POOLS)
         num_known = max(0, number - config.rollout_lag)
-        resting = np.full(self.record.facts.num_items, -1)
-        missing = {*range(1, num_known + 1)} - {*recorded_steps(self.run)}
-        if missing:
-            raise UnknownOrderError(
-                f"results of step {min(missing)} are not recorded: pools need audit_every 1"
-            )
-        for step in range(1, num_known + 1):
-            for place, accuracies in _results(self.run, step):
-                resting[place] = -1 if differ(accuracies) else step
-        is_resting = (resting >= 0) & (num_known - resting < float(settings["readmit_steps"]))
-        return np.where(is_resting, float(settings["rest_weight"]), 1.0)
+        rates, counts, last = np.ones(size), np.zeros(size), np.full(size, -math.inf)
+        for step in range(1, num_known + 2):
+            counts[step - last > memory] = 0
+            for place, accuracies in _results(self.run, step) if step <= num_known else ():
+                counts[place] += 1
+                old = min(1 - 1 / counts[place], decay)
+                rates[place] = old * rates[place] + (1 - old) * differ(accuracies)
+                last[place] = step
+        return np.where(counts > 0, np.maximum(rates, rest), 1.0)
 
 
 def _spread(line: Mapping[str, object]) -> object:
@@ -193,7 +191,7 @@ def _results(run: Path, step: int) -> list[tuple[int, torch.Tensor]]:
     try:
         samples = read_record(run, step).samples
     except RecordError as error:
-        raise UnknownOrderError(str(error)) from error
+        raise UnknownOrderError(f"pools need audit_every 1: {error}") from error
     groups = []
     for group in np.unique(samples.group_ids):
         rows = samples.group_ids == group
