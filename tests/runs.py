@@ -15,8 +15,11 @@ from unittest.mock import patch
 
 import pytest
 from tests.ranks import run_multiprocess
+from transformers import AutoTokenizer
 
 from lightrft.config import TrainConfig
+from lightrft.datasets.pass_rates import PassRate, write_rates
+from lightrft.datasets.types import Prompt
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.sampler import training_params
 from lightrft.run.assembly import run_training
@@ -102,6 +105,15 @@ def write_inputs(folder, rows=None, *, reward=REWARD, files=None):
     for name, text in {"reward.py": reward, **(files or {})}.items():
         (folder / name).write_text(text)
     return folder
+
+
+def rate_prompts(folder, texts):
+    """Write rates.jsonl, with pass rates of 0, 1/2 and 1 in turn; return the prompts."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    prompts = [Prompt(n, t, tuple(tokenizer(t)["input_ids"])) for n, t in enumerate(texts)]
+    rates = [PassRate(number % 3, 2) for number in range(len(prompts))]
+    write_rates(folder / "rates.jsonl", prompts, rates)
+    return prompts
 
 
 def rollout_options(folder, name="run", **changes):

@@ -1,12 +1,11 @@
 """The audit recomputes which rows a step draws: clean runs pass, and faults of order are named."""
 
-import hashlib
 import json
 
-import numpy as np
 import pytest
 from tests.runs import (
     interrupted,
+    rate_prompts,
     rollout_options,
     row_options,
     say_rows,
@@ -16,7 +15,6 @@ from tests.runs import (
     write_inputs,
 )
 from tests.tools.audit.faults import calls, instead, results
-from transformers import AutoTokenizer
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.prompt_sampler import CheckedSampler, Drawn
@@ -53,13 +51,7 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("orders")
     tiny_models(path, "model")
     rows = say_rows(9, w=lambda number: 1 + number % 4)
-    tokenizer = AutoTokenizer.from_pretrained(path / "model")
-    lines = []
-    for number, row in enumerate(rows):
-        ids = np.array(tokenizer(row["prompt"])["input_ids"], "<u4")
-        counts = {"num_right": number % 3, "num_samples": 2, "pass_rate": number % 3 / 2}
-        lines.append({"prompt": hashlib.sha256(ids.tobytes()).hexdigest(), "row": number, **counts})
-    write(path / "rates.jsonl", lines)
+    rate_prompts(path, [row["prompt"] for row in rows])
     return write_inputs(path, rows, reward=REWARD)
 
 

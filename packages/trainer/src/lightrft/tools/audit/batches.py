@@ -145,8 +145,7 @@ def check_stored(step: ReplayedStep) -> None:
 def check_places(step: ReplayedStep, run: Path) -> None:
     """Compare the trained items with the items that options, seed and earlier results select."""
     name, samples = "rows of the data", step.record.samples
-    of_prompts = step.is_reinforced
-    fact = PLACES if of_prompts else PLACE
+    fact = PLACES if step.is_reinforced else PLACE
     if fact not in samples.facts:
         step.results.skip(name, "their places are not recorded")
         return
@@ -156,19 +155,17 @@ def check_places(step: ReplayedStep, run: Path) -> None:
         step.results.skip(name, str(reason))
         return
     groups, first = np.unique(samples.group_ids, return_index=True)
-    trained, wanted = samples.facts[fact][first], np.array([place for place, _ in drawn])
-    if not of_prompts:  # a step sorts its items
-        step.results.exact(name, np.sort(trained), np.sort(wanted))
-        return
-    if groups.max() >= len(wanted):
-        step.results.exact(name, groups, np.arange(len(wanted)))
-        return
-    step.results.exact(name, trained, wanted[groups])
-    if step.config.prompt_importance:
-        shares = np.array([share for _, share in drawn])[groups]
-        weights = samples.facts[WEIGHTS][first] * step.record.facts.num_items * shares
-        distance = np.abs(weights - 1).max()
-        step.results.add("importance weights", None, None, float(distance), 1e-9)
+    trained, (places, shares) = samples.facts[fact][first], map(np.array, zip(*drawn, strict=True))
+    if not step.is_reinforced:  # a step sorts its items
+        step.results.exact(name, np.sort(trained), np.sort(places))
+    elif groups.max() >= len(places):
+        step.results.exact(name, groups, np.arange(len(places)))
+    else:
+        step.results.exact(name, trained, places[groups])
+        if step.config.prompt_importance:
+            shares = shares[groups] * step.record.facts.num_items
+            distance = np.abs(samples.facts[WEIGHTS][first] * shares - 1).max()
+            step.results.add("importance weights", None, None, float(distance), 1e-9)
 
 
 def items_of(step: ReplayedStep) -> list[int]:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from lightrft.config import TrainConfig
-from lightrft.config.files import FileError, lines_of, parse_object
+from lightrft.config.files import lines_of, parse_object
 from lightrft.config.options import is_number
 from lightrft.tools.audit.decisions import METRICS
 from lightrft.tools.audit.record import (
@@ -25,8 +26,8 @@ from lightrft.tools.audit.record import (
     read_record,
 )
 from lightrft.tools.audit.samples import differ
+from lightrft.tools.audit.sources import recorded_lines
 
-LINES = (".jsonl", ".ndjson")
 # Defaults of the sampler pools.
 POOLS = {"rest_weight": 0.1, "decay": 0.5, "readmit_steps": 50}
 # Place in the data of a drawn row, and its mean share among all draws.
@@ -60,10 +61,10 @@ class Order:
         facts, config = self.record.facts, self.config
         if config.allow_changes or facts.num_items < config.rollout_batch_size:
             raise UnknownOrderError("the run may have been continued with other data or options")
-        if facts.stage == "policy" and config.stream_chunk is not None:
+        if config.stream_chunk is not None:
             raise UnknownOrderError("streaming trains groups as they end, by the ledger's account")
         first, count = facts.step - 1, 1
-        if facts.stage == "policy" and config.dynamic_sampling:
+        if config.dynamic_sampling:
             first, count = _batches_before(self.run, facts.step)
         return [row for i in range(count) for row in self._drawn(first + i)]
 
@@ -91,17 +92,16 @@ class Order:
         config = self.config
         if config.prompt_weight is None:
             values = self._spreads()
-        elif config.prompt_data_probs:
-            raise UnknownOrderError("rows of several files are mixed: weights have no places")
-        else:
-            values = [line.get(config.prompt_weight) for line in _read(config.prompt_data or "")]
+        else:  # rows of several files may be mixed
+            lines = _read(self.run, None if config.prompt_data_probs else config.prompt_data)
+            values = [line.get(config.prompt_weight) for line in lines]
         if len(values) != self.record.facts.num_items or not all(map(is_number, values)):
             raise UnknownOrderError("rows were left out or made of parts: weights have no places")
         return np.array(values, dtype=np.float64)
 
     def _spreads(self) -> list[object]:
         """Return the spreads of a file of rates, if its lines are the prompts of the run."""
-        lines, samples = _read(self.config.prompt_rates or ""), self.record.samples
+        lines, samples = _read(self.run, self.config.prompt_rates), self.record.samples
         ends = np.cumsum(samples.prompt_lengths + samples.response_lengths)
         ids = np.split(samples.token_ids.astype("<u4"), ends[:-1])
         hashes = [str(line.get("prompt")) for line in lines]
@@ -112,7 +112,12 @@ class Order:
             )
         ):
             raise UnknownOrderError("the file of rates is not one line for each prompt, in order")
-        return [_spread(line) for line in lines]
+        right, count = (
+            np.array([line.get(name) for line in lines], dtype=np.float64)
+            for name in ("num_right", "num_samples")
+        )
+        share = (right + 1) / (count + 2)
+        return [*(share * (1 - share))]
 
     def _pool_weights(self, number: int) -> np.ndarray:
         """Return the weights of pools after the results that were known at a draw."""
@@ -133,23 +138,12 @@ class Order:
         return np.where(counts > 0, np.maximum(rates, rest), 1.0)
 
 
-def _spread(line: Mapping[str, object]) -> object:
-    """Return the expected variance of a sample from the counts of a line; None without them."""
-    right, count = line.get("num_right"), line.get("num_samples")
-    if not (is_number(right) and is_number(count)):
-        return None
-    share = (right + 1) / (count + 2)
-    return share * (1 - share)
-
-
 def _batches_before(run: Path, step: int) -> tuple[int, int]:
     """Return the batches of prompts drawn before a step of dynamic sampling, and in it."""
-    counts: dict[int, int] = {}
     path = run / METRICS
-    for entry in map(parse_object, lines_of(path) if path.is_file() else ()):
-        number, batches = entry.get("step"), entry.get("dynamic/num_gen_batches")
-        if is_number(number) and is_number(batches):
-            counts[int(number)] = int(batches)
+    entries = map(parse_object, lines_of(path) if path.is_file() else ())
+    pairs = [(each.get("step"), each.get("dynamic/num_gen_batches")) for each in entries]
+    counts = {int(i): int(count) for i, count in pairs if is_number(i) and is_number(count)}
     if not {*range(1, step + 1)} <= counts.keys():
         raise UnknownOrderError(f"{METRICS} does not say how many batches each step drew")
     return sum(counts[number] for number in range(1, step)), counts[step]
@@ -158,45 +152,35 @@ def _batches_before(run: Path, step: int) -> tuple[int, int]:
 def _on_a_circle(shares: np.ndarray, size: int, seed: list[int]) -> list[DrawnRow]:
     """Draw by equal steps around a circle on which each row is as long as its share."""
     numbers = np.random.default_rng(seed)
-    order = numbers.permutation(len(shares))
-    turn, ends, total, rows = numbers.random(), [], 0.0, []
-    for row in order:
-        total += float(shares[row])
-        ends.append(total)
-    place = 0
-    for point in ((i + turn) / size * total for i in range(size)):
-        while ends[place] <= point and ends[place] < total:
+    order, turn = numbers.permutation(len(shares)), numbers.random()
+    ends, place, rows = [*accumulate(shares[order].tolist())], 0, []
+    for i in range(size):
+        while ends[place] <= (i + turn) / size * ends[-1] and ends[place] < ends[-1]:
             place += 1
         rows.append((int(order[place]), float(shares[order[place]])))
     return rows
 
 
-def _read(sources: str) -> list[dict[str, object]]:
-    """Return the lines of files.
+def _read(run: Path, names: str | None) -> list[dict[str, object]]:
+    """Return the lines of files that the run read.
 
     Raises:
-        UnknownOrderError: They are no files of lines.
+        UnknownOrderError: They are no files of lines, or others by now.
     """
-    paths = [Path(name) for name in sources.split(",")]
-    if any(path.suffix not in LINES or not path.is_file() for path in paths):
-        raise UnknownOrderError("the weights are in no file of lines that is still there")
-    try:
-        return [parse_object(line) for path in paths for line in lines_of(path) if line.strip()]
-    except FileError as error:
-        raise UnknownOrderError(str(error)) from error
+    lines = recorded_lines(run, names)
+    if lines is None:
+        raise UnknownOrderError("the weights are in no file of lines that is still as it was")
+    return [*map(parse_object, lines)]
 
 
-def _results(run: Path, step: int) -> list[tuple[int, torch.Tensor]]:
-    """Return place and accuracies of each group of an earlier step; none where nothing counts."""
+def _results(run: Path, step: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield place and accuracies of each group of an earlier step; none where nothing counts."""
     try:
         samples = read_record(run, step).samples
     except RecordError as error:
         raise UnknownOrderError(f"pools need audit_every 1: {error}") from error
-    groups = []
     for group in np.unique(samples.group_ids):
         rows = samples.group_ids == group
         kept = samples.accuracies[rows & ~samples.is_failed]
         if len(kept):
-            place = int(samples.facts[PLACES][rows][0])
-            groups.append((place, torch.from_numpy(kept)))
-    return groups
+            yield int(samples.facts[PLACES][rows][0]), torch.from_numpy(kept)

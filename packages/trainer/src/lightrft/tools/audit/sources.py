@@ -63,20 +63,24 @@ def planned_steps(run: Path, record: StepRecord, config: TrainConfig) -> tuple[i
 
 def count_recorded_rows(run: Path, config: TrainConfig) -> tuple[int, int] | None:
     """Return rows that are surely short enough, and all rows; None if they cannot be counted."""
-    paths = [Path(name) for name in (config.prompt_data or "").split(",")]
-    if config.prompt_data_probs or any(
-        path.suffix not in LINES or not path.is_file() for path in paths
-    ):
+    lines = None if config.prompt_data_probs else recorded_lines(run, config.prompt_data)
+    if lines is None:
         return None
-    if not _is_unchanged(run, paths):
-        return None
-    lines = [line for path in paths for line in lines_of(path) if line.strip()]
     templates = (config.apply_chat_template, config.input_template, config.system_prompt)
     # Templates make prompts longer, and a range of pass rates leaves some out.
     is_plain = not any((*templates, config.prompt_pass_rate, config.has_episodes))
     most = min(config.prompt_max_len, _room(config)) - SPECIAL_TOKENS
     num_short = sum(_num_bytes(line, config) <= most for line in lines) if is_plain else 0
     return min(num_short, config.max_samples), min(len(lines), config.max_samples)
+
+
+def recorded_lines(run: Path, names: str | None) -> list[bytes] | None:
+    """Return the lines of files; None if they are no files of lines, or not those of the run."""
+    paths = [Path(name) for name in (names or "").split(",")]
+    is_read = all(path.suffix in LINES and path.is_file() for path in paths)
+    if not is_read or not _is_unchanged(run, paths):
+        return None
+    return [line for path in paths for line in lines_of(path) if line.strip()]
 
 
 def _is_unchanged(run: Path, paths: Sequence[Path]) -> bool:

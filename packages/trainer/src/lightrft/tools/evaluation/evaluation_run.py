@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from lightrft.config import (
-    ConfigError,
-    OutputOptions,
-    PromptDataOptions,
-    SamplingOptions,
-    TrainConfig,
-)
+from lightrft.config import ConfigError, PromptDataOptions, SamplingOptions, TrainConfig
 from lightrft.config.toml import write_whole
 from lightrft.datasets import Prompt
 from lightrft.datasets.files import read_sources
@@ -122,9 +116,8 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         settings: Settings of the evaluation.
 
     Raises:
-        DataError: The prompts cannot be read.
+        DataError, ModelLoadError: The prompts, a model or a tokenizer cannot be read.
         RewardError: A reward function cannot be loaded, or fails.
-        ModelLoadError: A model or tokenizer cannot be read.
     """
     path = str(config.pretrain)
     if is_reward_model(path):
@@ -140,7 +133,8 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         shown = environments.prompt_tokenizer
         prompts = load_run_prompts(config, shown, for_evaluation=True).prompts
         held_out = held_out_prompts(config, settings.held_out, shown)
-        log = open_log(config, held_out)
+        rollouts, has_texts = Path(config.output_dir) / ROLLOUTS_FILE, config.save_rollout_texts
+        log = RolloutLog(rollouts, held_out=held_out, has_texts=has_texts)
         stack.callback(log.close)
         recipes = reward_recipes(config, prompts)
         reward = stack.enter_context(build_run_reward(config, recipes=recipes))
@@ -172,12 +166,6 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
             write_result(config, settings, result, num_held_out=len(held_out))
         strategy.barrier()
         return result
-
-
-def open_log(config: OutputOptions, held_out: Iterable[tuple[object, ...]]) -> RolloutLog:
-    """Return the log of all samples."""
-    path = Path(config.output_dir) / ROLLOUTS_FILE
-    return RolloutLog(path, held_out=held_out, has_texts=config.save_rollout_texts)
 
 
 def _sample_passes(

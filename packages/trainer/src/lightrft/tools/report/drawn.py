@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ from statistics import fmean
 from lightrft.config.files import FileError, lines_of, parse_json, typed
 from lightrft.tools.report.charts import Chart, Point
 
-# Upper bounds of the accuracy of a prompt's first group.
-DIFFICULTIES = {"hard at first": 1 / 3, "between": 2 / 3, "easy at first": 1.0}
+# By the accuracy of a prompt's first group, up to the bounds between them.
+DIFFICULTIES, BOUNDS = ("hard at first", "between", "easy at first"), (1 / 3, 2 / 3)
 MAX_SHOWN = 5
 
 
@@ -54,24 +55,19 @@ def charts_of_draws(steps: Sequence[StepDraws]) -> list[Chart]:
     accuracy: dict[str, list[Point]] = {name: [] for name in DIFFICULTIES}
     without: dict[str, list[Point]] = {"solved": [], "not solved": []}
     for each in steps:
-        by_class: dict[str, list[float]] = {name: [] for name in DIFFICULTIES}
-        for row, value in zip(each.rows, each.accuracies, strict=True):
-            if value is None:
-                continue
-            if row in first:
-                by_class[_difficulty(first[row])].append(value)
-            first.setdefault(row, value)
-        for name, values in by_class.items():
-            if values:
-                accuracy[name].append((each.step, fmean(values)))
-        flat = [
-            value
-            for value, is_flat in zip(each.accuracies, each.without_signal, strict=True)
-            if is_flat and value is not None
-        ]
-        num_solved, size = sum(value > 0.5 for value in flat), max(len(each.rows), 1)
-        without["solved"].append((each.step, num_solved / size))
-        without["not solved"].append((each.step, (len(flat) - num_solved) / size))
+        groups = zip(each.rows, each.accuracies, each.without_signal, strict=True)
+        scored = [(row, value, is_flat) for row, value, is_flat in groups if value is not None]
+        for number, name in enumerate(DIFFICULTIES):
+            values = [
+                value
+                for row, value, _ in scored
+                if row in first and bisect_left(BOUNDS, first[row]) == number
+            ]
+            accuracy[name] += [(each.step, fmean(values))] if values else []
+        first = {row: value for row, value, _ in scored} | first
+        solved = [value > 0.5 for _, value, is_flat in scored if is_flat]
+        for name, count in zip(without, (sum(solved), solved.count(False)), strict=True):
+            without[name].append((each.step, count / max(len(each.rows), 1)))
     charts = {
         "Accuracy of prompts drawn again, by their first group": accuracy,
         "Groups without a signal": without,
@@ -83,19 +79,15 @@ def charts_of_draws(steps: Sequence[StepDraws]) -> list[Chart]:
     ]
 
 
-def _difficulty(accuracy: float) -> str:
-    return next(name for name, bound in DIFFICULTIES.items() if accuracy <= bound or bound == 1.0)
-
-
-def draw_sentence(steps: Sequence[StepDraws]) -> str:
-    """Return how many prompts were drawn, how often, and which ones most often."""
+def draw_facts(steps: Sequence[StepDraws]) -> list[tuple[str, str]]:
+    """Return a line that says how many prompts were drawn, how often, and which ones most often."""
     counts = Counter(row for each in steps for row in each.rows)
     if not counts:
-        return ""
+        return []
     num_prompts = max(each.num_prompts for each in steps)
-    most = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:MAX_SHOWN]
-    shown = ", ".join(f"row {row} {count}x" for row, count in most)
-    return (
+    shown = ", ".join(f"row {row} {count}x" for row, count in counts.most_common(MAX_SHOWN))
+    text = (
         f"{len(counts)} of {num_prompts} in {counts.total()} groups; most often {shown}; "
         f"fewest {min(counts.values())}x"
     )
+    return [("prompts drawn", text)]

@@ -12,7 +12,7 @@ from lightrft.reporting.alarms import run_verdict
 from lightrft.reporting.files import CONFIG_FILE, DRAWS_FILE, REPORT_FILE
 from lightrft.reporting.metric_table import METRICS, STAGES, MetricRow, memory_peaks, metric_row
 from lightrft.tools.report.charts import Chart, format_number, library_address, packed_library
-from lightrft.tools.report.drawn import charts_of_draws, draw_sentence, read_draws
+from lightrft.tools.report.drawn import charts_of_draws, draw_facts, read_draws
 from lightrft.tools.report.run_data import RunData, read_run
 from lightrft.tools.report.sample_page import (
     QUANTITIES,
@@ -77,7 +77,7 @@ def render_report(folder: Path, *, library: Path | None = None, follows: bool = 
         library_address=None if library is None else library_address(library, folder),
         run=run,
         status=STATUS_WORDS[run.status],
-        facts=run_facts(run, draw_sentence(draws)),
+        facts=[*run_facts(run), *draw_facts(draws)],
         alarms=find_alarms(run),
         solved=solved_sentence(run),
         curves=curves,
@@ -204,13 +204,8 @@ def _is_healthy(row: MetricRow, value: float) -> bool:
     return (row.low is None or value >= row.low) and (row.high is None or value <= row.high)
 
 
-def run_facts(run: RunData, drawn: str = "") -> list[tuple[str, str]]:
-    """Return name and text of the lines at the head of the page.
-
-    Args:
-        run: Files of the run.
-        drawn: How often its prompts were drawn; "" is not known.
-    """
+def run_facts(run: RunData) -> list[tuple[str, str]]:
+    """Return name and text of the lines at the head of the page."""
     facts = [("steps", str(run.last_step)), ("time in steps", format_seconds(run.seconds))]
     if run.status != "finished":
         facts.append(("last written", f"{format_seconds(run.quiet_seconds)} before this report"))
@@ -223,7 +218,6 @@ def run_facts(run: RunData, drawn: str = "") -> list[tuple[str, str]]:
     facts.append(("verdict", run_verdict(row for step, row in run.metrics.items() if step > 0)))
     facts.append(("weight sync", _sync_line(run)))
     facts.append(("memory at the peak", _memory_line(run)))
-    facts += [("prompts drawn", drawn)] if drawn else []
     facts += [("trained on", f"{path}: samples of {text}") for path, text in run.origins.items()]
     versions = ", ".join(f"{name} {text}" for name, text in run.versions.items())
     facts.append(("versions", versions or "not recorded"))
