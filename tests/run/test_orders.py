@@ -7,6 +7,7 @@ from tests.runs import (
     digest,
     interrupted,
     lines,
+    rate_prompts,
     rollout_options,
     row_options,
     say_rows,
@@ -19,11 +20,8 @@ from tests.runs import (
 )
 from tests.stages.row_stages import write_rows
 from tests.trainer.test_random_kills import become_launcher, finish
-from transformers import AutoTokenizer
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.datasets.pass_rates import PassRate, write_rates
-from lightrft.datasets.types import Prompt
 from lightrft.run import loop
 from lightrft.run.assembly import run_training
 
@@ -70,14 +68,18 @@ FORMS = {
 }
 
 
+def write_all(folder):
+    """Write models, prompts, rows, reward and sampler; return the folder."""
+    tiny_models(folder, "model", "teacher")
+    rows = say_rows(13, w=lambda number: number % 4)
+    write_inputs(folder, rows, reward=REWARD, files={"own.py": OWN})
+    write_rows(folder, count=9)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("orders")
-    tiny_models(path, "model", "teacher")
-    rows = say_rows(13, w=lambda number: number % 4)
-    write_inputs(path, rows, reward=REWARD, files={"own.py": OWN})
-    write_rows(path, count=9)
-    return path
+    return write_all(tmp_path_factory.mktemp("orders"))
 
 
 def options(folder, name, sampler, **changes):
@@ -198,17 +200,13 @@ def test_what_needs_rewards_is_refused_on_given_rows(folder, tmp_path, stage):
 
 
 def test_a_run_keeps_prompts_by_their_rates(folder, tmp_path, capfd):
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    texts = [row["prompt"] for row in lines(folder / "train.jsonl")]
-    prompts = [Prompt(n, t, tuple(tokenizer(t)["input_ids"])) for n, t in enumerate(texts)]
-    counts = [PassRate(n % 3, 2) for n in range(len(prompts))]
-    write_rates(tmp_path / "rates.jsonl", prompts, counts)
+    prompts = rate_prompts(folder, [row["prompt"] for row in lines(folder / "train.jsonl")])
     run = options(
         folder,
         "unused",
         "in_order",
         output_dir=str(tmp_path / "run"),
-        prompt_rates=str(tmp_path / "rates.jsonl"),
+        prompt_rates=str(folder / "rates.jsonl"),
         prompt_pass_rate="0.3:0.7",
         max_steps=1,
     )

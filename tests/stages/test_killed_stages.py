@@ -60,9 +60,9 @@ def end_of(options):
     return result(options, **ENDS) | {"config": json.loads(config.read_text())}
 
 
-def kill_way(folder, way, num_kills, dice):
+def kill_way(whole, killed, end_of, num_kills, dice):
     """Kills one run again and again, lets it go on to its end, and compares."""
-    whole, killed, done = settings(folder, way, "whole"), settings(folder, way, "killed"), []
+    done, way = [], Path(killed["output_dir"]).name
     finish(whole)
     import_modules(Path(f"{whole['output_dir']}.modules"))
     expected = end_of(whole)
@@ -86,7 +86,12 @@ def run_all(rank, world_size, folder, kills, seed):
     dice, folder = random.Random(seed), Path(folder)
     tiny_models(folder, "model", "teacher")
     write_rows(folder)
-    return {way: kill_way(folder, way, number, dice) for way, number in kills.items()}
+    return {
+        way: kill_way(
+            settings(folder, way, "whole"), settings(folder, way, "killed"), end_of, number, dice
+        )
+        for way, number in kills.items()
+    }
 
 
 FEW = {"sft": 3, "prefer": 3, "reward": 2, "distill": 2}
