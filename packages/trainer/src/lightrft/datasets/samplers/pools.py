@@ -67,7 +67,8 @@ class Pools:
         weights = np.ones(self._rows.num_rows)
         if self._rows.rates and self._num_steps < self._readmit_steps:
             weights[[each.num_right in (0, each.num_samples) for each in self._rows.rates]] = 0.0
-        weights[[int(place) for place in self._seen]] = [rate for rate, *_ in self._seen.values()]
+        for place, (rate, *_) in self._seen.items():
+            weights[int(place)] = rate
         weights = np.maximum(weights, self._rest_weight)
         shares: NDArray[np.float64] = weights / weights.sum()
         return shares
@@ -78,11 +79,11 @@ class Pools:
         for each in results:
             if each.accuracies:  # a sample was scored
                 rate, count, _ = seen.get(str(each.place), (0.0, 0, 0))
-                speed = max(1 / (count + 1), 1 - self._decay)
-                rate += speed * ((not each.has_no_signal) - rate)
-                seen[str(each.place)] = rate, count + 1, step
-        known = {i: each for i, each in seen.items() if step - each[2] < self._readmit_steps}
-        self.state |= {"num_steps": step, "seen": known}
+                count += 1
+                rate += max(1 / count, 1 - self._decay) * ((not each.has_no_signal) - rate)
+                seen[str(each.place)] = rate, count, step
+        seen = {i: each for i, each in seen.items() if step - each[2] < self._readmit_steps}
+        self.state |= {"num_steps": step, "seen": seen}
 
     @property
     def _num_steps(self) -> int:
