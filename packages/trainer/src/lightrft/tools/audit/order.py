@@ -84,7 +84,7 @@ class Order:
         elif order == "pools":
             weights = self._pool_weights(number)
         else:
-            raise UnknownOrderError(f"prompt_sampler {order} is the caller's own")
+            raise UnknownOrderError(f"prompt_sampler {order} is not recomputed")
         return _on_a_circle(weights / weights.sum(), size, [config.seed, number])
 
     def _weights(self) -> np.ndarray:
