@@ -1,7 +1,7 @@
 """Samplers of one's own: what breaks the contract is named before it decides anything."""
 
 import random
-from itertools import count
+from contextlib import ExitStack
 
 import pytest
 
@@ -112,8 +112,6 @@ def lent():
     def lend(sampler):
         names.enter_context(PROMPT_SAMPLERS.lent({"own": sampler}))
 
-    from contextlib import ExitStack
-
     with ExitStack() as names:
         yield lend
 
@@ -204,7 +202,6 @@ def test_hyper_parameters_are_keywords(lent):
 
 
 def test_a_file_is_a_sampler(tmp_path):
-    names = count()
     text = """
 class Backwards:
     def __init__(self, rows):
@@ -217,7 +214,7 @@ class Backwards:
     def observe(self, results):
         pass
 """
-    path = tmp_path / f"mine{next(names)}.py"
+    path = tmp_path / "mine.py"
     path.write_text(text)
     config = TrainConfig(prompt_sampler=f"{path}:Backwards")
     stream = open_stream(SampledRows(range(8), config, RowChoice(8, 0, 4), Ranks()), world_size=2)

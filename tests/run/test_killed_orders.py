@@ -40,10 +40,9 @@ def sampled(folder, sampler, way, name):
 
 
 def on_rows(folder, sampler, way, name):
-    order = options(folder, "unused", sampler)
-    order = {each: order[each] for each in SAMPLERS[sampler]}
+    order = options(folder, "unused", sampler, output_dir=str(folder / f"{sampler} {way} {name}"))
     run = test_killed_stages.settings(folder, way, name)
-    return run | order | {"output_dir": str(folder / f"{sampler} {way} {name}")}
+    return run | {each: order[each] for each in ("output_dir", *SAMPLERS[sampler])}
 
 
 def kill_all(rank, world_size, folder, sampler, seed):

@@ -83,16 +83,16 @@ def folder(tmp_path_factory):
 
 
 def options(folder, name, sampler, **changes):
-    given = SAMPLERS[sampler]
-    if "own.py" in str(given):
-        given = {"prompt_sampler": f"{folder / 'own.py'}:Greedy"}
+    order = dict(SAMPLERS[sampler])
+    if sampler == "own":
+        order["prompt_sampler"] = f"{folder}/{order['prompt_sampler']}"
     settings = {
         "max_steps": 5,
         "num_episodes": 3,
         "save_rollouts": True,
         "save_steps": 1,
         "generate_max_len": 6,
-        **given,
+        **order,
         **changes,
     }
     return rollout_options(folder, name, **settings)
@@ -219,9 +219,7 @@ def test_a_run_keeps_prompts_by_their_rates(folder, tmp_path, capfd):
 
 def test_a_checkpoint_without_a_sampler_is_continued(folder, tmp_path):
     """Older versions wrote the position alone."""
-
-    given = options(folder, "unused", "in_order", rollout_lag=1)
-    given = {k: v for k, v in given.items() if k != "shuffle"}
+    given = options(folder, "unused", "in_order", rollout_lag=1, shuffle=True)
     whole, parts = (
         TrainConfig(**given | {"output_dir": str(tmp_path / name)}) for name in ("whole", "parts")
     )

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tests.run.test_orders import Trained
 from tests.runs import (
     interrupted,
     rate_prompts,
@@ -22,7 +23,6 @@ from lightrft.datasets.sampled_rows import SampledStream
 from lightrft.datasets.samplers.passes import Shuffle
 from lightrft.datasets.samplers.pools import Pools
 from lightrft.datasets.samplers.weighted import Weighted
-from lightrft.run.assembly import run_training
 from lightrft.stages.policy.updates import PolicyUpdate
 from lightrft.tools.audit.findings import DIFFERS, EQUAL, NOT_AUDITED
 from lightrft.tools.audit.report import audit_step
@@ -218,14 +218,6 @@ def test_a_fault_of_order_is_named(folder, tmp_path, fault):
 @pytest.mark.full
 def test_a_state_that_is_lost_at_a_resume_is_named(folder, tmp_path):
     run = TrainConfig(**options(folder, tmp_path / "run", **WEIGHTED))
-
-    class Trained:
-        def __init__(self, config):
-            self.config = config
-
-        def train(self):
-            return run_training(self.config)
-
     interrupted(Trained, run, 3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckedSampler, "state", property(lambda _: "{}", lambda *_: None))

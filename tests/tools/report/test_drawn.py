@@ -8,13 +8,11 @@ from lightrft.tools.report.page import render_report
 
 
 def step(number, *groups):
-    rows, accuracies, flat = zip(*groups, strict=True)
+    names = ("rows", "accuracies", "without_signal")
     return {
         "step": number,
         "num_prompts": 9,
-        "rows": rows,
-        "accuracies": accuracies,
-        "without_signal": flat,
+        **dict(zip(names, zip(*groups, strict=True), strict=True)),
     }
 
 
