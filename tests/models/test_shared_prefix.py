@@ -1,7 +1,6 @@
 """Rows that begin alike: each prefix is computed once, and nothing else changes."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -9,10 +8,9 @@ from tests.models.batches import gradients, relative_norm, sliding_model
 from tests.models.tiny import tiny_model
 
 from lightrft.models import Actor, TokenLayout
-from lightrft.models.layout import pad_rows as pad
+from lightrft.models.layout import pad_rows
 
 MIN = 3
-pad_rows = partial(pad, device=torch.device("cpu"))
 
 
 def draw(*lengths, seed=0):
@@ -56,7 +54,7 @@ def slow_runs(rows, minimum):
 
 @pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
 def test_each_row_reads_its_own_ids_and_positions_along_its_path(rows):
-    ids, mask = pad_rows(rows)
+    ids, mask = pad_rows(rows, "cpu")
     layout = TokenLayout.packed(ids, mask, min_shared_tokens=MIN)
     shared = layout.bounds.shared
     assert layout.input_ids.shape[1] == slow_runs(rows, MIN)
@@ -72,14 +70,14 @@ def test_each_row_reads_its_own_ids_and_positions_along_its_path(rows):
 
 def test_rows_that_share_little_stay_as_they_are():
     rows = [[1, 2, 3, *row] for row in draw(40, 22)]
-    assert TokenLayout.packed(*pad_rows(rows), min_shared_tokens=MIN).bounds.shared is None
-    layout = TokenLayout.packed(*pad_rows([*rows, [1, 2, 3, 4]]), min_shared_tokens=MIN)
+    assert TokenLayout.packed(*pad_rows(rows, "cpu"), min_shared_tokens=MIN).bounds.shared is None
+    layout = TokenLayout.packed(*pad_rows([*rows, [1, 2, 3, 4]], "cpu"), min_shared_tokens=MIN)
     assert layout.bounds.shared.paths == (((0, 43),), ((43, 68),), ((0, 3), (68, 69)))
 
 
 def test_tokens_with_other_experts_are_not_shared():
     rows = group(9, (5, 5, 5))
-    ids, mask = pad_rows(rows)
+    ids, mask = pad_rows(rows, "cpu")
     routes = torch.zeros(3, 14, 4, dtype=torch.uint8)
     routes[1, 5, 2] = 1
     layout = TokenLayout.packed(ids, mask, min_shared_tokens=MIN, routes=routes)
@@ -108,7 +106,7 @@ def slow_gradients(model, rows, upstream):
 
 
 def shared_gradients(actor, rows, upstream, *, inside=False):
-    ids, mask = pad_rows(rows)
+    ids, mask = pad_rows(rows, "cpu")
     actor.zero_grad()
 
     def loss(logprobs, entropy, where, columns):

@@ -76,7 +76,8 @@ CASES = {
     "lag 1, 1 + 1": (1, 1, {"eval_steps": 2}),
     "lag 1, 2 + 1": (2, 1, WHOLE_GROUPS | {"dynamic_sampling": True}),
     "streaming, 1 + 2": (1, 2, {"rollout_lag": 2, "stream_chunk": 2, **ONE_ROW}),
-    "lag 1, 2 + 2": (2, 2, {}),
+    # Padded rows share nothing, as ranks that only generate learn from the others.
+    "lag 1, 2 + 2": (2, 2, {"shared_prefix": "auto"}),
     "prompts once, 1 + 1": (1, 1, {"packing_samples": True, "shared_prefix": "auto"}),
     "environment, 1 + 2": (1, 2, MIXER | ONE_ROW),
     "environment, streaming, 2 + 1": (2, 1, MIXER | ONE_ROW | {"stream_chunk": 4}),
