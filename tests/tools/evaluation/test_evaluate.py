@@ -48,6 +48,7 @@ def arguments(folder, name, *further):
         "bf16": False,
         "save_rollouts": True,
         "held_out": folder / "held.jsonl",
+        "rates": folder / "rates.jsonl",
         "output_dir": folder / name,
     }
     return [str(folder / "model"), *words(options), *further]
@@ -109,6 +110,16 @@ def test_samples_make_rows_without_held_out_prompts(folder, results, tmp_path, c
         sample = rewards[*row["prompt_ids"], *row["response_ids"]]
         assert (row["label"], sample["held_out"]) == (sample["reward"] >= 1, False)
         assert not (row["label"] and sample["truncated"])
+
+
+@pytest.mark.timeout(1000)
+def test_rates_are_the_shares_of_right_samples(folder, results):
+    rates = list(map(json.loads, (folder / "rates.jsonl").read_text().splitlines()))
+    sampled = [each for each in results[2][1] if each["pass"] == "sampled"]
+    assert len(rates) == NUM_PROMPTS
+    for row, rate in enumerate(rates):
+        right = [each["reward"] >= 1 for each in sampled if each["prompt_id"] == row]
+        assert (rate["row"], rate["num_right"], rate["num_samples"]) == (row, sum(right), 4)
 
 
 def test_held_out_prompts_are_those_of_the_run_of_the_model(folder, tmp_path):
