@@ -19,7 +19,7 @@ SAMPLING = {"generate_max_len": 4, "prompt_max_len": 32}
 CONTINUED = {
     **{stage: {} for stage in TRAINERS},
     **{f"{stage}, adapters, packed": ADAPTERS for stage in ("sft", "prefer", "reward")},
-    **{f"{stage}, 4 bits": QUANTIZED for stage in ("sft", "prefer", "reward")},
+    **{f"{stage}, 4 bits": QUANTIZED for stage in TRAINERS},
     "prefer, two losses": {"preference_loss": ("kto", "aot"), "preference_weights": (1.0, 0.5)},
     "distill, own samples": {**SAMPLING, "offpolicy_fraction": 0.4, "teacher_form": "reverse"},
 }

@@ -11,7 +11,7 @@ from tests.stages.distillation.distillation_world import SAMPLED, options, run, 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import DataError
 from lightrft.stages.parity_limits import ParityError
-from lightrft.stages.teachers import require_zero
+from lightrft.stages.teachers import is_own_teacher, require_zero
 from lightrft.strategy import get_fake_strategy
 from lightrft.tools.rows import row_file
 
@@ -81,6 +81,8 @@ def test_a_teacher_equal_to_the_student_gives_0(tmp_path, models, form):
 def test_a_model_that_differs_from_itself_is_named(models, tmp_path):
     same = {"teacher": str(models / "student"), "teacher_form": "forward"}
     config = TrainConfig(**options(models, tmp_path, **same))
+    rounded = config.replaced({"lora_rank": 2, "quantize": "nf4"})
+    assert is_own_teacher(config) > is_own_teacher(rounded)
     with get_fake_strategy(config) as strategy:
         require_zero(1e-6, config, strategy.context)
         for mean in (1e-2, math.nan):

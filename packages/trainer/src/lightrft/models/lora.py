@@ -152,9 +152,7 @@ class LoraModel(SequenceModel):
 
     def adapter_source(self, source: ParameterSource) -> ParameterSource:
         """Return the source of base and adapters; the base is training's, s B is a copy."""
-        return replace(
-            source, entries=tuple(_apart(entry, self.scale) for entry in source.parameters())
-        )
+        return replace(source, entries=tuple(_apart(entry, self.scale) for entry in source.entries))
 
     def adapter_shape(self) -> AdapterShape:
         """Return the rank and the layers of the adapters."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from lightrft.config import ConfigError, ModelOptions, RowDataOptions, TrainConfig
+from lightrft.config import ConfigError, ModelOptions, RowRunOptions, TrainConfig
 from lightrft.config.options import mask_address
 from lightrft.config.parts.learning import TeacherOptions, is_served
 from lightrft.config.registry import TEACHER_SERVERS
@@ -170,10 +170,12 @@ def token_texts(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
     return [(str(entry), text) for entry, text in zip(entries, texts, strict=True)]
 
 
-def is_own_teacher(config: RowDataOptions) -> bool:
-    """Return whether the student and its only teacher are read from the same folder."""
+def is_own_teacher(config: RowRunOptions) -> bool:
+    """Return whether the student begins as its only teacher: from the same folder, unchanged."""
     folder = config.teacher_folders.get("")
-    return bool(folder) and Path(str(folder)).resolve() == Path(str(config.pretrain)).resolve()
+    if not folder or config.quantize or config.lora_path:
+        return False
+    return Path(folder).resolve() == Path(str(config.pretrain)).resolve()
 
 
 def require_zero(mean: float, config: TeacherOptions, context: DistributedContext) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from lightrft.config import ConfigError, RowDataOptions, TrainConfig
+from lightrft.config import ConfigError, RowRunOptions, TrainConfig
 from lightrft.config.parts.learning import is_served
 from lightrft.experience.maker import TeacherFunction
 from lightrft.experience.teachers import (
@@ -67,7 +67,7 @@ def check_first_step(
     batch: ExperienceBatch,
     teacher: TeacherFunction | None,
     slices: Sequence[slice],
-    config: RowDataOptions,
+    config: RowRunOptions,
     context: DistributedContext,
 ) -> None:
     """Compare student and teacher before the first update if they are one model; collective.
