@@ -7,7 +7,7 @@ from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.text_encoder import TEXT_ENCODER
 from lightrft.engines.types import ROUTES, Completion
-from lightrft.experience.delivery import deliver
+from lightrft.experience.delivery import deliver, with_shares
 from lightrft.experience.minibatches import epoch_order, plan_minibatches
 from lightrft.records.rollout import Rollout, ScoredRollout
 from lightrft.records.table import row_table
@@ -38,7 +38,7 @@ def in_groups(lengths, groups, prompts, world_size, size):
     kept = plan_minibatches(
         lengths, train_batch_size=size, world_size=world_size, seed=0, step=0, groups=groups
     )
-    return kept.sharing(lengths, groups, prompts[groups])
+    return with_shares(kept, lengths, groups, prompts[groups])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

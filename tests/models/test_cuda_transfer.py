@@ -5,7 +5,7 @@ nothing. What needs a driver (streams, pinned memory, the compiled kernel) is re
 """
 
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -175,6 +175,7 @@ def test_adapters_are_added_on_the_gpu(world):
         entry("model.norm.weight", (64,), is_whole=True),
     )
     adapted = SimpleNamespace(scale=2.0, pretrained=nn.Module())
+    adapted.base_source = MethodType(LoraActor.base_source, adapted)
     with OnlyCuda() as watch:
         source = LoraActor.merged_source(adapted, ParameterSource(nn.Module(), entries, group))
     assert watch.on_host == []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightrft.config import (
@@ -16,6 +18,7 @@ from lightrft.config import (
 from lightrft.engines.media.media import EncodedPrompt, RowMedia
 from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
 from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
+from lightrft.models.shared_prefix import MIN_SHARED_TOKENS, worth_sharing
 from lightrft.records.batch import (
     RolloutBatch,
     collate,
@@ -92,7 +95,7 @@ def deliver(
     if shares:
         # Samples may have got other experts for their prompt, and then share nothing.
         sizes = np.where(table["num_route_bytes"], 0, table.prompt_lengths)
-        plan = plan.sharing(table.lengths, table["prompt_hashes"], sizes)
+        plan = with_shares(plan, table.lengths, table["prompt_hashes"], sizes)
     wanted = [plan.row_index(each) for each in range(num_ranks) for _ in range(config.sp_size)]
     wanted += [np.empty(0, np.int64)] * (ranks.world_size - len(wanted))
     rows = deliver_rows(table, tabulate(samples.scored), wanted, ranks)
@@ -149,3 +152,25 @@ def engine_logprobs(batch: RolloutBatch) -> Tensor:
             "it kept at every place: leave it out, or use engine_type hf"
         )
     return torch.where(batch.response_mask, batch.rollout_logprobs, 0.0)
+
+
+def with_shares(
+    plan: MinibatchPlan,
+    lengths: NDArray[np.int64],
+    prompts: NDArray[np.generic],
+    prompt_lengths: NDArray[np.int64],
+) -> MinibatchPlan:
+    """Return the plan with the tokens that rows share with the row before them.
+
+    Args:
+        plan: Rows of each batch and rank.
+        lengths: [rows] tokens of each sample.
+        prompts: [rows] numbers that are equal for equal prompts.
+        prompt_lengths: [rows] tokens of each prompt; 0 shares none.
+    """
+    shared = np.zeros(len(lengths), np.int64)
+    for before, row in chain.from_iterable(map(pairwise, chain.from_iterable(plan.rows))):
+        shared[row] = prompt_lengths[row] if prompts[row] == prompts[before] else 0
+    sizes, least = torch.from_numpy(lengths), MIN_SHARED_TOKENS
+    tokens: list[int] = worth_sharing(torch.from_numpy(shared), sizes, least).tolist()
+    return replace(plan, shared=tuple(tokens))

@@ -6,16 +6,12 @@ number of rows, balanced by length.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, pairwise
-from typing import Self
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from lightrft.config import TrainConfig
-from lightrft.models.shared_prefix import MIN_SHARED_TOKENS, worth_sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +36,6 @@ class MinibatchPlan:
     def row_index(self, rank: int) -> NDArray[np.int64]:
         """Return all rows of one rank, optimizer batch after optimizer batch."""
         return np.array([row for batch in self.rows for row in batch[rank]], dtype=np.int64)
-
-    def sharing(
-        self,
-        lengths: NDArray[np.int64],
-        prompts: NDArray[np.generic],
-        prompt_lengths: NDArray[np.int64],
-    ) -> Self:
-        """Return the plan with the tokens that rows share with the row before them.
-
-        Args:
-            lengths: [rows] tokens of each sample.
-            prompts: [rows] numbers that are equal for equal prompts.
-            prompt_lengths: [rows] tokens of each prompt; 0 shares none.
-        """
-        shared = np.zeros(len(lengths), np.int64)
-        for before, row in chain.from_iterable(map(pairwise, chain.from_iterable(self.rows))):
-            shared[row] = prompt_lengths[row] if prompts[row] == prompts[before] else 0
-        sizes, least = torch.from_numpy(lengths), MIN_SHARED_TOKENS
-        tokens: list[int] = worth_sharing(torch.from_numpy(shared), sizes, least).tolist()
-        return replace(self, shared=tuple(tokens))
 
     def places(self, index: int, rank: int) -> slice:
         """Return the slice of an optimizer batch among all rows of a rank."""
