@@ -11,15 +11,6 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from lightrft.engines.hf.routers import (
-    TRIED_TOKENS,
-    Router,
-    RoutesError,
-    find_routers,
-    prove_routers,
-    replay,
-    unpack_routes,
-)
 from lightrft.engines.media.families import placeholder_ids
 from lightrft.engines.media.media import RowMedia
 from lightrft.engines.text import end_of_sequence_ids
@@ -44,6 +35,8 @@ from lightrft.models.ulysses import LayoutRefusedError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.modeling_outputs import MoeModelOutputWithPast
+
+    from lightrft.engines.hf.routers import Router
 
 # FSDP2 finds the tensors of a module's output, to hook the backward pass, by flattening it.
 pytree.register_pytree_node(
@@ -209,8 +202,11 @@ class Actor(SequenceModel):
     def _replay(self, layout: TokenLayout, routes: Tensor | None) -> None:
         """Let the layers take the recorded experts in the next pass, or choose themselves."""
         if routes is None:
-            replay(self.routers, None)
+            for router in self.routers:
+                router.replayed = None
             return
+        from lightrft.engines.hf.routers import replay, unpack_routes  # of recorded experts
+
         if not self.routers:
             self._find_routers(layout)
         is_recorded = layout.is_real.clone()
@@ -224,20 +220,22 @@ class Actor(SequenceModel):
 
     def _find_routers(self, layout: TokenLayout) -> None:
         """Find the layers that choose experts, and prove that choices can be replayed."""
-        seen = slice(0, 1), slice(0, TRIED_TOKENS)
+        from lightrft.engines.hf import routers  # of recorded experts
+
+        seen = slice(0, 1), slice(0, routers.TRIED_TOKENS)
         few = self.lay_out(layout.token_ids[seen], layout.is_real[seen])
 
         def run() -> Tensor:
             hidden: Tensor = trunk_output(self.trunk, few).last_hidden_state
             return hidden.detach().clone()
 
-        self.routers = find_routers(self.trunk, run)
+        self.routers = routers.find_routers(self.trunk, run)
         if not self.routers:
-            raise RoutesError(
+            raise routers.RoutesError(
                 f"the engine recorded experts, and no layer of {type(self.model).__name__} chooses "
                 "any by a top-k of scores; --routing_replay off trains without them"
             )
-        prove_routers(self.routers, run)
+        routers.prove_routers(self.routers, run)
 
     def share_prefixes(self, min_tokens: int | None) -> None:
         """Compute shared tokens once; see `SequenceModel.share_prefixes`."""
