@@ -69,8 +69,6 @@ class Actor(SequenceModel):
     vocabulary: Vocabulary
     # Whether outputs have `router_sums`.
     sums_routers = False
-    # Routers that take recorded experts, from the first recorded ones on.
-    routers: list[Router]
 
     def __init__(
         self,
@@ -102,7 +100,8 @@ class Actor(SequenceModel):
         )
         model.set_output_embeddings(head)
         self.model = model
-        self.routers = []
+        # Those that take recorded experts, from the first recorded ones on.
+        self.routers: list[Router] = []
         self.vocabulary = Vocabulary()
 
     def use_vocabulary(self, vocabulary: Vocabulary) -> None:

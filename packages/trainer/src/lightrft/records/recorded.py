@@ -49,7 +49,7 @@ def _routes(table: SampleTable, response_mask: Tensor) -> Tensor | None:
     Raises:
         MissingRoutesError: Rows to train on lack them, or have other numbers of experts.
     """
-    counts = table.facts.get("num_route_bytes", np.zeros(len(table), np.int64)).astype(np.int64)
+    counts = table.facts.get("num_route_bytes", np.zeros(len(table))).astype(np.int64)
     if not counts.any():
         return None
     widths, rests = np.divmod(counts, np.maximum(table.lengths - 1, 1))
@@ -90,7 +90,7 @@ def _kept_sets(table: SampleTable, attention_mask: Tensor) -> KeptSets:
     within = np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     sizes = np.where(counts[rows] > 0, flat[np.minimum(first[rows] + within, len(flat) - 1)], 0)
     before = np.cumsum(sizes) - sizes
-    starts = before + (np.cumsum(np.where(counts > 0, lengths, 0)))[rows]
+    starts = before + np.cumsum(np.where(counts > 0, lengths, 0))[rows]
     owners = np.repeat(np.arange(len(rows)), sizes)
     ids = flat[starts[owners] + np.arange(len(owners)) - before[owners]]
     is_response = np.arange(table.lengths.sum()) >= np.repeat(

@@ -371,7 +371,7 @@ def _routes(routes: NDArray[np.integer], num_prompt: int, num_tokens: int) -> tu
             f"{num_prompt + num_tokens - 1}: report this with vLLM's version"
         )
     stops = range(num_prompt, num_prompt + num_tokens)
-    starts = [0, *range(num_prompt, num_prompt + num_tokens - 1)]
+    starts = [0, *stops[:-1]]
     pairs = zip(starts, stops, strict=True)
     return tuple(routes[start:stop].tobytes().hex() for start, stop in pairs)
 
