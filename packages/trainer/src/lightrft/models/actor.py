@@ -221,7 +221,7 @@ class Actor(SequenceModel):
         """Find the layers that choose experts, and prove that choices can be replayed."""
         from lightrft.engines.hf import routers  # of recorded experts
 
-        seen = slice(0, 1), slice(0, routers.TRIED_TOKENS)
+        seen = slice(1), slice(routers.TRIED_TOKENS)
         few = self.lay_out(layout.token_ids[seen], layout.is_real[seen])
 
         def run() -> Tensor:
