@@ -171,6 +171,6 @@ def with_shares(
     shared = np.zeros(len(lengths), np.int64)
     for before, row in chain.from_iterable(map(pairwise, chain.from_iterable(plan.rows))):
         shared[row] = prompt_lengths[row] if prompts[row] == prompts[before] else 0
-    sizes, least = torch.from_numpy(lengths), MIN_SHARED_TOKENS
-    tokens: list[int] = worth_sharing(torch.from_numpy(shared), sizes, least).tolist()
-    return replace(plan, shared=tuple(tokens))
+    sizes = torch.from_numpy(lengths)
+    tokens = worth_sharing(torch.from_numpy(shared), sizes, MIN_SHARED_TOKENS)
+    return replace(plan, shared=tuple(tokens.tolist()))
