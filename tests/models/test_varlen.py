@@ -192,7 +192,8 @@ def test_compiled_blocks_take_any_number_of_packed_rows():
     for block in find_blocks(actor):
         block.compile(backend="eager")
     torch.compiler.reset()
-    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+    # Fixed and free sizes, each in two calls: layers of transformers 5.24 share a wrapper.
+    with torch._dynamo.config.patch(recompile_limit=4, fail_on_recompile_limit_hit=True):
         for num_rows in range(2, 8):
             token_ids = torch.arange(num_rows * 9).reshape(num_rows, 9) % 90
             mask = torch.arange(9) < 2 + torch.arange(num_rows)[:, None]

@@ -14,7 +14,7 @@ from lightrft.config.registry import (
     KL_ESTIMATORS,
     POLICY_LOSSES as LOSS_NAMES,
 )
-from lightrft.experience import minibatches
+from lightrft.experience import delivery
 from lightrft.models import proof
 from lightrft.records.rollout import ScoredRollout
 from lightrft.tools.audit import batches
@@ -229,7 +229,7 @@ def test_steps_on_episodes(changes, audited, world):
 
 
 def test_prompts_that_are_computed_once(audited, monkeypatch):
-    for module in (proof, minibatches, batches):
+    for module in (proof, delivery, batches):
         monkeypatch.setattr(module, "MIN_SHARED_TOKENS", 2)
     assert_equal(audited(VARIANTS["prompts once"]))
     planted_prefixes.count_gradients_once(monkeypatch)
