@@ -8,6 +8,7 @@ from tests.models.all_types import types
 from tests.models.tiny import tiny_config
 from torch import nn
 from transformers import Qwen3ForCausalLM
+from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from lightrft.engines.media.families import language_model_class
@@ -21,10 +22,16 @@ ROWS = torch.arange(5, 5 + 3 * 14).view(3, 14)
 MASK = torch.arange(14) < torch.tensor([14, 9, 4])[:, None]
 
 
+def proved(model):
+    """Return an actor and its proof; a string is a type of a tiny model."""
+    actor = Actor(types.tiny_model(model).train() if isinstance(model, str) else model)
+    return actor, prove_model(actor, get_fake_strategy({}).context, is_random=False)
+
+
 def packed(model):
     """Return an actor that packs, as a stage makes it."""
-    actor = Actor(model)
-    pack_rows(prove_model(actor, get_fake_strategy({}).context, is_random=False))
+    actor, proof = proved(model)
+    pack_rows(proof)
     return actor
 
 
@@ -61,7 +68,7 @@ def test_recurrences_and_convolutions_compute_each_packed_row_alone(
     model_type, layers, recomputes, capsys
 ):
     plain = Actor(types.tiny_model(model_type).train())
-    actor = packed(types.tiny_model(model_type).train())
+    actor = packed(model_type)
     assert called_by_sequence(actor) == layers
     assert f"({', '.join(layers)}) are called once per packed sequence" in capsys.readouterr().out
     if recomputes:
@@ -72,31 +79,27 @@ def test_recurrences_and_convolutions_compute_each_packed_row_alone(
     assert (step(actor)[0] - step(plain)[0]).abs().max() < 2e-5
 
 
-def raising(compute, *, with_borders):
-    """Return a function of layers that raises an error, as newer transformers without kernels."""
-
-    def convolve(*args, **kwargs):
-        if not with_borders or kwargs.get("seq_idx") is not None:
-            raise ValueError("install causal-conv1d")
-        return compute(*args, **kwargs)
-
-    return convolve
+def raising(*_, **__):
+    raise ValueError("install causal-conv1d")
 
 
 def test_layers_that_raise_at_borders_are_called_by_sequence(monkeypatch):
+    """As in newer transformers without the kernels that read borders."""
     plain = step(Actor(types.tiny_model("qwen3_5_text").train()))
-    convolve = raising(modeling_qwen3_5.causal_conv1d_fn, with_borders=True)
+    compute = modeling_qwen3_5.causal_conv1d_fn
+
+    def convolve(*args, seq_idx=None, **options):
+        return compute(*args, **options) if seq_idx is None else raising()
+
     monkeypatch.setattr(modeling_qwen3_5, "causal_conv1d_fn", convolve)
-    actor = packed(types.tiny_model("qwen3_5_text").train())
+    actor = packed("qwen3_5_text")
     assert called_by_sequence(actor) == {"Qwen3_5GatedDeltaNet"}
     assert_close(step(actor), plain)
 
 
 def test_layers_that_raise_nevertheless_refuse_packed_rows(monkeypatch):
-    actor = Actor(types.tiny_model("qwen3_5_text").train())
-    proof = prove_model(actor, get_fake_strategy({}).context, is_random=False)
-    convolve = raising(modeling_qwen3_5.causal_conv1d_fn, with_borders=False)
-    monkeypatch.setattr(modeling_qwen3_5, "causal_conv1d_fn", convolve)
+    _, proof = proved("lfm2")
+    monkeypatch.setattr(Lfm2ShortConv, "forward", raising)
     with pytest.raises(LayoutRefusedError, match=r"over packed rows: install causal-conv1d$"):
         pack_rows(proof)
 
@@ -118,7 +121,7 @@ def test_rows_that_begin_alike_fork_the_state_of_their_prefix():
     for model_type in ("qwen3_5_text", "lfm2"):
         found = []
         for is_shared in (False, True):
-            actor = packed(types.tiny_model(model_type).train())
+            actor = packed(model_type)
             actor.share_prefixes(2 if is_shared else None)
             layout = actor.lay_out(ids, torch.ones_like(ids, dtype=torch.bool))
             assert layout.input_ids.shape[1] == (9 + 3 * 5 if is_shared else ids.numel())
@@ -129,7 +132,7 @@ def test_rows_that_begin_alike_fork_the_state_of_their_prefix():
 
 
 def test_a_copy_runs_its_own_layers():
-    actor = packed(types.tiny_model("lfm2"))
+    actor = packed("lfm2")
     copied = deepcopy(actor)
     before = actor(ROWS, MASK).logprobs
     with torch.no_grad():
@@ -159,8 +162,7 @@ def rule_by_borders(slow):
 
 def test_kernels_that_know_the_borders_read_the_stream_at_once(monkeypatch):
     expected = step(Actor(types.tiny_model("qwen3_5_text").train()))
-    actor = Actor(types.tiny_model("qwen3_5_text").train())
-    proof = prove_model(actor, get_fake_strategy({}).context, is_random=False)
+    actor, proof = proved("qwen3_5_text")
     torch_rule = "torch_chunk_gated_delta_rule"
     kernels = {"causal_conv1d_fn": convolution_by_index, torch_rule: rule_by_borders}
     for name, aware in kernels.items():
@@ -204,8 +206,7 @@ def test_a_leak_of_one_token_that_no_layer_causes_is_refused_with_the_number():
 
 
 def test_weights_that_are_gathered_at_each_call_are_refused():
-    actor = Actor(types.tiny_model("lfm2"))
-    proof = prove_model(actor, get_fake_strategy({}).context, is_random=False)
+    actor, proof = proved("lfm2")
     for value in actor.parameters():
         value.ds_id = 0
     with pytest.raises(LayoutRefusedError, match=r"Lfm2ShortConv .layers.0.conv. .* ZeRO"):
@@ -218,7 +219,7 @@ def test_a_model_is_not_packed_before_its_layers_were_tried():
 
 
 def test_a_state_of_earlier_tokens_cannot_be_shared_by_ranks():
-    actor = packed(types.tiny_model("lfm2"))
+    actor = packed("lfm2")
     with pytest.raises(
         LayoutRefusedError, match="a state of the tokens before, which ranks do not"
     ):

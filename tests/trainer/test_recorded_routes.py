@@ -9,6 +9,7 @@ import torch
 from tests.engines.altered_engines import RecordingEngine, planted
 from tests.models.moe_types import write_moe
 
+from lightrft.engines.hf.engine import HFEngine
 from lightrft.engines.hf.routers import RoutesError
 from lightrft.engines.types import ROUTES
 from lightrft.models.loading import load_tokenizer
@@ -125,6 +126,16 @@ def test_experts_of_something_else_are_found(build_world, kind):
 def test_missing_experts_end_the_run(build_world, kind):
     with pytest.raises(MissingRoutesError, match=r"(no experts of|bytes, expected)"):
         planted(build_world, kind).trainer.make_experience()
+
+
+class RecordsNone(HFEngine):
+    def stream_rows(self, rows, params):
+        return super().stream_rows(rows, dataclasses.replace(params, records_routes=False))
+
+
+def test_an_engine_without_a_record_is_named(build_world, capsys):
+    planted(build_world, RecordsNone).trainer.make_experience()
+    assert capsys.readouterr().out.count("the engine records no experts") == 1
 
 
 def test_experts_that_changed_on_their_way_to_the_trainer_are_found(build_world, monkeypatch):

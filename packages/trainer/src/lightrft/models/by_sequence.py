@@ -220,15 +220,21 @@ def _passed_borders(
                 run()
                 return passed, raising
             except (ValueError, TypeError, NotImplementedError) as error:
-                pairs = [pair for pair in pairwise(running) if pair[0] in passed]
-                if not pairs or pairs[-1][1] in raising or attends_packed(pairs[-1][1]):
-                    text = f"{type(trunk).__name__} does not run over packed rows: {error}"
-                    raise LayoutRefusedError(text) from error
-            kinds = [type(each) for each in pairs[-1]]
-            for parent in [each for each in parts if type(each) is kinds[0]]:
-                for layer in [each for each in parent.children() if type(each) is kinds[1]]:
-                    call_by_sequence(parent, layer)
-                    raising.add(layer)
+                pairs = [
+                    (parent, layer)
+                    for parent, layer in pairwise(running)
+                    if parent in passed and layer not in raising and not attends_packed(layer)
+                ]
+                if not pairs:
+                    raise LayoutRefusedError(
+                        f"{type(trunk).__name__} does not run over packed rows: {error}"
+                    ) from error
+            kinds = tuple(map(type, pairs[-1]))
+            for parent in parts:
+                for layer in parent.children():
+                    if (type(parent), type(layer)) == kinds:
+                        call_by_sequence(parent, layer)
+                        raising.add(layer)
 
 
 def _mixing(
