@@ -51,8 +51,8 @@ def differences(report):
 
 def test_recorded_experts_are_replayed(audited, monkeypatch):
     assert_equal(audited(OPTIONS, sgd=True, shape=with_experts, steps=2))
-    routes = recorded._routes
-    monkeypatch.setattr(recorded, "_routes", lambda *parts: routes(*parts).roll(1, dims=0))
+    routes = recorded.stored_routes
+    monkeypatch.setattr(recorded, "stored_routes", lambda *parts: routes(*parts).roll(1, dims=0))
     wrong = differences(audited(OPTIONS, sgd=True, shape=with_experts))
     assert {"reference logprobs", "gradient norm"} <= wrong
 
@@ -60,13 +60,13 @@ def test_recorded_experts_are_replayed(audited, monkeypatch):
 def test_kept_ids_are_the_law_of_policy_and_reference(audited, monkeypatch):
     options = OPTIONS | {"top_k": 5}
     assert_equal(audited(options, sgd=True, shape=step_world.with_kept_ids, steps=2))
-    kept_sets = recorded._kept_sets
+    kept_sets = recorded.stored_kept_sets
 
     def changed(*parts):
         kept = kept_sets(*parts)
         return replace(kept, ids=torch.where(kept.ids == 4, 5, kept.ids))
 
-    monkeypatch.setattr(recorded, "_kept_sets", changed)
+    monkeypatch.setattr(recorded, "stored_kept_sets", changed)
     wrong = differences(audited(options, sgd=True, shape=step_world.with_kept_ids))
     assert {"reference logprobs", "gradient norm"} <= wrong
 

@@ -33,17 +33,17 @@ def recorded_facts(
         support: Truncation of the sampling.
     """
     facts: dict[str, Tensor] = {}
-    routes = _routes(table, response_mask)
+    routes = stored_routes(table, response_mask)
     if routes is not None:
         facts[ROUTES] = routes
     if support is not None and table.facts.get("num_kept", np.zeros(0)).any():
-        kept = _kept_sets(table, attention_mask)
+        kept = stored_kept_sets(table, attention_mask)
         facts |= {"kept_starts": kept.starts, "kept_sizes": kept.sizes}
         support = replace(support, kept=kept)
     return facts, support
 
 
-def _routes(table: SampleTable, response_mask: Tensor) -> Tensor | None:
+def stored_routes(table: SampleTable, response_mask: Tensor) -> Tensor | None:
     """Return the bytes of recorded experts, [batch, seq, bytes] uint8; None without any.
 
     Raises:
@@ -75,7 +75,7 @@ class SupportError(RuntimeError):
     """Recorded ids of truncated sampling that cannot be those of a token."""
 
 
-def _kept_sets(table: SampleTable, attention_mask: Tensor) -> KeptSets:
+def stored_kept_sets(table: SampleTable, attention_mask: Tensor) -> KeptSets:
     """Return the ids that truncation kept, with their places [batch, seq].
 
     Raises:
