@@ -26,6 +26,9 @@ class Ranks:
     def gather_objects(self, item):
         return [item] * self.world_size
 
+    def print(self, text):
+        print(text)
+
 
 OPTIONS = {
     "shuffle": {},
@@ -105,11 +108,12 @@ def test_another_order_begins_at_the_position_of_the_run():
     assert places(second, 1) == places(open_stream(rows(11, 4), world_size=1), 4)[3:]
 
 
-def test_a_state_of_places_among_other_rows_is_left_behind():
+def test_a_state_of_places_among_other_rows_is_left_behind(capsys):
     first, fewer = (rows(num_rows, 4, prompt_weight="w") for num_rows in (11, 10))
     stream = open_stream(first, world_size=1)
     places(stream, 2)
     resumed = open_stream(fewer, world_size=1, sampler_state=stream.sampler_state)
+    assert "begins anew: the checkpoint has a state of ['weighted', 11]" in capsys.readouterr().out
     assert places(resumed, 2) == places(open_stream(fewer, world_size=1), 2)
 
 

@@ -269,11 +269,11 @@ def test_bounds_and_scored_places_of_a_stream_are_checked(monkeypatch):
         )
         with pytest.raises(LedgerError, match="does not end its sequences where rows end"):
             check(scored, strategy, evidence=evidence, is_packed=True)
-    own = LayoutPolicy.lay_out
+    lay_out = LayoutPolicy.lay_out
 
     def shifted(self, *arguments, **named):
-        found = own(self, *arguments, **named)
-        return replace(found, sources=found.sources + 1)
+        layout = lay_out(self, *arguments, **named)
+        return replace(layout, sources=layout.sources + 1)
 
     monkeypatch.setattr(LayoutPolicy, "lay_out", shifted)
     with pytest.raises(LedgerError, match="scores other tokens than were sampled"):

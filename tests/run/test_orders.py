@@ -219,9 +219,9 @@ def test_a_run_keeps_prompts_by_their_rates(folder, tmp_path, capfd):
 
 def test_a_checkpoint_without_a_sampler_is_continued(folder, tmp_path):
     """Older versions wrote the position alone."""
-    given = options(folder, "unused", "in_order", rollout_lag=1, shuffle=True)
+    common = options(folder, "unused", "in_order", rollout_lag=1, shuffle=True)
     whole, parts = (
-        TrainConfig(**given | {"output_dir": str(tmp_path / name)}) for name in ("whole", "parts")
+        TrainConfig(**common | {"output_dir": str(tmp_path / name)}) for name in ("whole", "parts")
     )
     Trained(whole).train()
     written = loop.LoopState.to_client_state

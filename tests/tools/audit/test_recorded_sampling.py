@@ -25,7 +25,7 @@ OPTIONS = {"max_epochs": 1, "init_kl_coef": 0.1, "use_kl_loss": True}
 
 @pytest.fixture(scope="session")
 def micro_model(tmp_path_factory):
-    """Of three layers the last two choose experts, of groups that are chosen first."""
+    """A model whose last two of three layers choose groups of experts, then experts."""
     path = tmp_path_factory.mktemp("audit") / "experts"
     moe_model("deepseek_v3", vocab_size=step_world.VOCAB).save_pretrained(path)
     return str(path)

@@ -79,6 +79,11 @@ class SampledStream(Generic[Item_co]):
         elif self._sampler.counts_passes:
             # An older version, or another sampler or other data before: the position decides.
             self._sampler.state = json.dumps({"episode": episode, "consumed": num_consumed})
+        elif sampler_state:
+            rows.context.print(
+                f"prompt_sampler {self._name} begins anew: the checkpoint has a state of {source}, "
+                f"and this run {self._source}"
+            )
 
     @property
     def _name(self) -> str:

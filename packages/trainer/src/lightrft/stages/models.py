@@ -154,46 +154,35 @@ def configure_models(
             f"sp_size is {config.sp_size} in the trainer and {context.config.sp_size} in the "
             "strategy: set it where the strategy is made"
         )
-    modules = _set_parts(config, models, kept, balances=config.aux_loss_coef > 0)
     proofs: list[tuple[SequenceModel, Proof | None, MediaProof | None]] = []
-    for model, module in modules:
-        is_trained = any(each.requires_grad for each in module.parameters())
-        drops = kept == "model" or (kept == "adapters" and config.lora_dropout > 0)
-        proof = None
-        if not module.is_proved:
-            proof = prove_model(model, context, is_random=drops or not is_trained)
-        media = None
-        if is_trained and not isinstance(encoder, TextEncoder):
-            from lightrft.models.vision.proof import prove_media  # of rows with media
+    for model, module in _unwrapped(models):
+        if kept != "model":
+            turn_off_dropout(module, keeps_adapters=kept == "adapters")
+        if isinstance(module, SequenceModel):
+            module.pack_samples(False)
+            configure_model(module, config, balances=config.aux_loss_coef > 0)
+            is_trained = any(each.requires_grad for each in module.parameters())
+            drops = kept == "model" or (kept == "adapters" and config.lora_dropout > 0)
+            proof = None
+            if not module.is_proved:
+                proof = prove_model(model, context, is_random=drops or not is_trained)
+            media = None
+            if is_trained and not isinstance(encoder, TextEncoder):
+                from lightrft.models.vision.proof import prove_media  # of rows with media
 
-            media = prove_media(model, context, encoder)
-        proofs.append((module, proof, media))
+                media = prove_media(model, context, encoder)
+            proofs.append((module, proof, media))
+        elif config.packing_samples:
+            raise ConfigError(
+                "packing_samples needs models of lightrft.models (Actor, Critic): got "
+                f"{type(module).__name__}"
+            )
     if config.packing_samples:
         config = _packed(config, context, proofs)
     config = config.replaced({"shared_prefix": _sharing(config, context, proofs)})
     for module, _, _ in proofs:
         module.is_proved = True
     return config
-
-
-def _set_parts(
-    config: BuildOptions, models: Sequence[nn.Module | None], kept: KeptDropout, *, balances: bool
-) -> list[tuple[nn.Module, SequenceModel]]:
-    """Set parts and padded layout of models as configured; return those with their wrapped part."""
-    modules = []
-    for model, module in _unwrapped(models):
-        if kept != "model":
-            turn_off_dropout(module, keeps_adapters=kept == "adapters")
-        if isinstance(module, SequenceModel):
-            module.pack_samples(False)
-            configure_model(module, config, balances=balances)
-            modules.append((model, module))
-        elif config.packing_samples:
-            raise ConfigError(
-                "packing_samples needs models of lightrft.models (Actor, Critic): got "
-                f"{type(module).__name__}"
-            )
-    return modules
 
 
 def prove_models(

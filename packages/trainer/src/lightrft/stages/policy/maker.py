@@ -489,12 +489,11 @@ class ExperienceMaker:
                 from lightrft.stages.policy.routes import check_routes
 
                 check_routes(batch, self.actor, slices, self.context, metrics, self.config)
-            elif (
-                step.is_first
-                and self.config.routing_replay == "auto"
-                and hasattr(inner_module(self.actor).config, "num_experts_per_tok")
-            ):
-                self.context.print("routing_replay = off: the engine records no experts")
+            elif step.is_first and self.config.routing_replay == "auto":
+                actor = inner_module(self.actor)
+                config = actor.config.get_text_config() if isinstance(actor, Actor) else None
+                if hasattr(config, "num_experts_per_tok"):
+                    self.context.print("routing_replay = off: the engine records no experts")
 
     def _compare(self, rollouts: RolloutBatch, logprobs: Tensor) -> ParityReport:
         from lightrft.stages.policy.parity import check_parity
