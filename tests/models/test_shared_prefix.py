@@ -9,6 +9,7 @@ from tests.models.tiny import tiny_model
 
 from lightrft.models import Actor, TokenLayout
 from lightrft.models.layout import pad_rows
+from lightrft.models.shared_prefix import Sharing
 
 MIN = 3
 
@@ -55,7 +56,7 @@ def slow_runs(rows, minimum):
 @pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
 def test_each_row_reads_its_own_ids_and_positions_along_its_path(rows):
     ids, mask = pad_rows(rows, "cpu")
-    layout = TokenLayout.packed(ids, mask, min_shared_tokens=MIN)
+    layout = TokenLayout.packed(ids, mask, sharing=Sharing(MIN))
     shared = layout.bounds.shared
     assert layout.input_ids.shape[1] == slow_runs(rows, MIN)
     stream, positions = layout.input_ids[0], layout.position_ids[0]
@@ -70,8 +71,8 @@ def test_each_row_reads_its_own_ids_and_positions_along_its_path(rows):
 
 def test_rows_that_share_little_stay_as_they_are():
     rows = [[1, 2, 3, *row] for row in draw(40, 22)]
-    assert TokenLayout.packed(*pad_rows(rows, "cpu"), min_shared_tokens=MIN).bounds.shared is None
-    layout = TokenLayout.packed(*pad_rows([*rows, [1, 2, 3, 4]], "cpu"), min_shared_tokens=MIN)
+    assert TokenLayout.packed(*pad_rows(rows, "cpu"), sharing=Sharing(MIN)).bounds.shared is None
+    layout = TokenLayout.packed(*pad_rows([*rows, [1, 2, 3, 4]], "cpu"), sharing=Sharing(MIN))
     assert layout.bounds.shared.paths == (((0, 43),), ((43, 68),), ((0, 3), (68, 69)))
 
 
@@ -80,7 +81,7 @@ def test_tokens_with_other_experts_are_not_shared():
     ids, mask = pad_rows(rows, "cpu")
     routes = torch.zeros(3, 14, 4, dtype=torch.uint8)
     routes[1, 5, 2] = 1
-    layout = TokenLayout.packed(ids, mask, min_shared_tokens=MIN, routes=routes)
+    layout = TokenLayout.packed(ids, mask, sharing=Sharing(MIN, routes))
     assert layout.bounds.shared.paths == (((0, 14),), ((0, 5), (14, 23)), ((0, 9), (23, 28)))
     assert torch.equal(layout.input_ids[0, layout.places], ids)
 
@@ -88,7 +89,7 @@ def test_tokens_with_other_experts_are_not_shared():
 @pytest.mark.parametrize("num_rows", [0, 1])
 def test_no_row_and_one_row_share_nothing(num_rows):
     ids = torch.ones(num_rows, 5, dtype=torch.int64)
-    layout = TokenLayout.packed(ids, ids > 0, min_shared_tokens=MIN)
+    layout = TokenLayout.packed(ids, ids > 0, sharing=Sharing(MIN))
     assert layout.bounds.shared is None
     assert layout.input_ids.numel() == max(5 * num_rows, 1)
 

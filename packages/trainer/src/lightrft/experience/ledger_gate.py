@@ -379,7 +379,8 @@ def _compare(
 def _check_layout(batch: RolloutBatch, policy: LayoutPolicy, rows: Sequence[RebuiltRow]) -> None:
     """Check the inputs of a forward pass: ids, positions, and the scored places."""
     mask, routes = batch.response_mask, batch.facts.get(ROUTES)
-    layout = policy.lay_out(batch.token_ids, batch.attention_mask, mask, routes=routes)
+    inputs = batch.token_ids, batch.attention_mask, mask
+    layout = policy.lay_out(*inputs, routes=routes, media=batch.media)
     lengths, bounds = [len(row.token_ids) for row in rows], layout.bounds
     all_ids, all_positions = (
         each.flatten().cpu().numpy() for each in (layout.input_ids, layout.position_ids)

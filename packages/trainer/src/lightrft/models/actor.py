@@ -161,7 +161,7 @@ class Actor(SequenceModel):
             ValueError: Shapes differ, `scored_mask` marks padding or a first token, or ranks that
                 share sequences pass different batches.
         """
-        layout = self.lay_out(token_ids, attention_mask, scored_mask, recorded.routes)
+        layout = self.lay_out(token_ids, attention_mask, scored_mask, recorded.routes, media)
         support = recorded.support
         self._replay(layout, recorded.routes)
         trunk: nn.Module = self.trunk
@@ -237,7 +237,11 @@ class Actor(SequenceModel):
         routers.prove_routers(self.routers, run)
 
     def share_prefixes(self, min_tokens: int | None) -> None:
-        """Compute shared tokens once; see `SequenceModel.share_prefixes`."""
+        """Compute shared tokens once; see `SequenceModel.share_prefixes`.
+
+        Raises:
+            LayoutRefusedError: A loss counts tokens of every row.
+        """
         if min_tokens is not None and self.sums_routers:
             raise LayoutRefusedError("aux_loss_coef counts the experts of the tokens of every row")
         super().share_prefixes(min_tokens)

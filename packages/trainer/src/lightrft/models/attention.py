@@ -220,10 +220,13 @@ def _parts(
 ) -> Iterator[tuple[QKV, Tensor | None]]:
     """Yield queries, keys and values of each span, and the mask that they need."""
     query, key, value = qkv
+    key_blocks = bounds.blocks
+    if key_blocks is not None and bounds.shared is not None:
+        key_blocks = bounds.shared.read(key_blocks, dim=0)
     for queries, keys in spans:
         part = query[:, :, queries], key[:, :, keys], value[:, :, keys]
         num_queries, num_keys = (x.shape[2] for x in part[:2])
-        blocks = None if bounds.blocks is None else bounds.blocks[queries]
+        blocks = None if key_blocks is None else key_blocks[keys]
         window = options.get("sliding_window")
         yield part, _visible(num_queries, num_keys, window, blocks, query.device)
 
@@ -238,7 +241,8 @@ def _bounded(bounds: SequenceBounds) -> Iterator[tuple[slice, slice]]:
     for queries, keys in bounds.spans():
         size = queries.stop - queries.start
         num_before = keys.stop - keys.start - size
-        step = MAX_MASKED_QUERIES if num_before else size
+        # Tokens of an image see later ones.
+        step = MAX_MASKED_QUERIES if num_before and bounds.blocks is None else size
         for first in range(0, size, step):
             last = min(first + step, size)
             seen = slice(keys.start, keys.start + num_before + last)
@@ -254,7 +258,7 @@ def _visible(
 ) -> Tensor | None:
     """Return [queries, keys] bool: the keys that each query sees; None is all before it.
 
-    The last keys belong to the queries.
+    The last keys belong to the queries, and each key has its block.
     """
     has_blocks = blocks is not None and bool((blocks >= 0).any())
     if window is not None and window >= num_keys:
@@ -266,7 +270,8 @@ def _visible(
     mask = distance >= 0
     if has_blocks:
         assert blocks is not None
-        mask = mask | ((blocks[:, None] == blocks[None, :]) & (blocks[:, None] >= 0))
+        of_queries = blocks[num_keys - num_queries :, None]
+        mask = mask | ((of_queries == blocks[None, :]) & (of_queries >= 0))
     if window is not None:  # limits blocks, too, but only backwards, as in transformers
         mask = mask & (distance < window)
     return mask

@@ -94,7 +94,7 @@ class Critic(SequenceModel):
             [batch, seq] float32; entry t comes from the hidden state of token t - 1; entry 0 and
             padding are 0.
         """
-        layout = self.lay_out(token_ids, attention_mask)
+        layout = self.lay_out(token_ids, attention_mask, media=media)
         output = trunk_output(self.trunk, layout, media)
         return layout.scatter(self.value_head(layout.select(output.last_hidden_state)))
 

@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightrft.engines.media.media import NO_MEDIA, RowMedia
 from lightrft.models.attention import SequenceBounds
 from lightrft.models.divergence import HeadReader
 from lightrft.models.shared_prefix import (
     Path,
     SharedRuns,
+    Sharing,
     find_prefixes,
     offsets_of,
     paths_of,
@@ -46,6 +48,7 @@ class TokenLayout:
         sources: [scored] place of its hidden state in the flattened forward pass.
         is_real: [batch, seq] bool, True on real tokens of the batch.
         token_ids: [batch, seq] int64, of the batch.
+        num_shared: [batch] int64, first tokens of each row that stand in an earlier row's place.
         bounds: Sequences of a stream; None for padded rows.
         own: This rank's slice of a split stream whose inputs are whole; None if the inputs are that
             slice already.
@@ -64,6 +67,7 @@ class TokenLayout:
     sources: Tensor
     is_real: Tensor
     token_ids: Tensor
+    num_shared: Tensor
     bounds: SequenceBounds | None = None
     own: slice | None = None
     is_right_padded: bool = False
@@ -100,6 +104,7 @@ class TokenLayout:
             sources=rows * seq + columns - 1,
             is_real=is_real,
             token_ids=token_ids,
+            num_shared=token_ids.new_zeros(batch),
             is_right_padded=is_right_padded,
         )
 
@@ -112,8 +117,7 @@ class TokenLayout:
         *,
         group: ProcessGroup | None = None,
         is_cut_late: bool = False,
-        min_shared_tokens: int | None = None,
-        routes: Tensor | None = None,
+        sharing: Sharing | None = None,
     ) -> Self:
         """Return the layout of one stream, or of this rank's slice of it.
 
@@ -123,12 +127,12 @@ class TokenLayout:
             token_ids, attention_mask, scored_mask: As for `padded`; equal on all ranks of `group`.
             group: Ranks that share the stream; None gives this rank all of it.
             is_cut_late: Keep the whole stream as input, so that media can be put into it first.
-            min_shared_tokens, routes: See `find_prefixes`; no `min_shared_tokens` shares nothing.
+            sharing: Tells the tokens that rows may share; None shares none.
 
         Raises:
             ValueError: As for `padded`, or the ranks of the group hold different batches.
         """
-        scored = _scored_tokens(token_ids, attention_mask, scored_mask, min_shared_tokens, routes)
+        scored = _scored_tokens(token_ids, attention_mask, scored_mask, sharing)
         is_real = attention_mask.bool()
         if group is not None:
             check_same_batch(token_ids, is_real, scored.mask, group=group)
@@ -160,6 +164,7 @@ class TokenLayout:
             sources=sources,
             is_real=is_real,
             token_ids=token_ids,
+            num_shared=(is_real & ~scored.is_stored).sum(dim=1),
             bounds=bounds,
             own=local if is_cut_late and group is not None else None,
             places=places,
@@ -189,6 +194,8 @@ class TokenLayout:
     def place(self, rows: Sequence[Tensor]) -> Tensor:
         """Lay out values of each row's real tokens, [..., tokens of the row] each, like the inputs.
 
+        Shared tokens get the values of the first row that has them.
+
         Returns:
             [..., batch, seq] or [..., 1, tokens]; 0 on padding. The filling of a stream counts
             from 0.
@@ -198,6 +205,9 @@ class TokenLayout:
             placed = values.new_zeros((*values.shape[:-1], *self.shape))
             placed[..., self.is_real] = values
             return placed
+        if self.bounds.shared is not None:
+            is_stored = self.is_real.cumsum(dim=1) > self.num_shared[:, None]
+            values = values[..., is_stored[self.is_real]]
         num_filling = self.input_ids.shape[1] - values.shape[-1]
         filling = torch.arange(num_filling, device=values.device).to(values)
         return torch.cat([values, filling.expand(*values.shape[:-1], -1)], dim=-1).unsqueeze(-2)
@@ -291,17 +301,27 @@ class LayoutPolicy:
         *,
         is_cut_late: bool = False,
         routes: Tensor | None = None,
+        media: RowMedia = NO_MEDIA,
     ) -> TokenLayout:
-        """Return the layout of a batch; arguments and errors as for `TokenLayout.packed`."""
+        """Return the layout of a batch; arguments and errors as for `TokenLayout.packed`.
+
+        Args:
+            token_ids, attention_mask, scored_mask, is_cut_late: As there.
+            routes: [batch, seq, bytes] uint8, recorded experts of tokens; None has no record.
+            media: Media of the rows.
+        """
         if self.is_packed:
+            sharing = None
+            if self.min_shared_tokens is not None:
+                numbers = _media_numbers(token_ids, attention_mask.bool(), media)
+                sharing = Sharing(self.min_shared_tokens, routes, numbers)
             return TokenLayout.packed(
                 token_ids,
                 attention_mask,
                 scored_mask,
                 group=self.sp_group,
                 is_cut_late=is_cut_late,
-                min_shared_tokens=self.min_shared_tokens,
-                routes=routes,
+                sharing=sharing,
             )
         return TokenLayout.padded(token_ids, attention_mask, scored_mask)
 
@@ -357,8 +377,7 @@ def _scored_tokens(
     token_ids: Tensor,
     attention_mask: Tensor,
     scored_mask: Tensor | None,
-    min_shared_tokens: int | None = None,
-    routes: Tensor | None = None,
+    sharing: Sharing | None = None,
 ) -> _ScoredTokens:
     """Find the tokens to score; waits for the device once. Arguments as for `packed`."""
     for name, mask in (("attention_mask", attention_mask), ("scored_mask", scored_mask)):
@@ -377,8 +396,8 @@ def _scored_tokens(
     counts = torch.stack([is_wrong.sum(), has_gap.sum(), is_scored.sum()])
     num_rows = len(token_ids)
     prefixes = counts.new_zeros(2, num_rows)
-    if min_shared_tokens is not None:
-        prefixes = find_prefixes(token_ids, is_real, min_shared_tokens, routes)
+    if sharing is not None:
+        prefixes = find_prefixes(token_ids, is_real, sharing)
     numbers: list[int] = torch.cat([counts, is_real.sum(dim=1), prefixes.flatten()]).tolist()
     num_wrong, num_gaps, num_scored = numbers[:3]
     lengths, parents, shared = (numbers[3 + i * num_rows :][:num_rows] for i in range(3))
@@ -393,6 +412,17 @@ def _scored_tokens(
     paths = [path for path in paths if path[-1][0] < path[-1][1]]
     is_stored = is_real & (is_real.cumsum(dim=1) > prefixes[1][:, None]) if is_shared else is_real
     return _ScoredTokens(is_scored, rows, columns, paths, is_stored, num_gaps == 0, is_shared)
+
+
+def _media_numbers(token_ids: Tensor, is_real: Tensor, media: RowMedia) -> Tensor | None:
+    """Return [batch, seq] int64, see `media_numbers`; None where no row has media."""
+    if not media.kinds:
+        return None
+    from lightrft.engines.media.inputs import media_numbers  # of rows with media
+
+    rows = [ids[mask] for ids, mask in zip(token_ids, is_real, strict=True)]
+    numbers = torch.cat(media_numbers(rows, media.of_rows(len(rows))))
+    return torch.zeros_like(token_ids).masked_scatter(is_real, numbers.to(token_ids.device))
 
 
 def _places(is_stored: Tensor, is_real: Tensor, shared: SharedRuns | None) -> Tensor:

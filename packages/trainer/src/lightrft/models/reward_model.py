@@ -188,7 +188,7 @@ class RewardModel(SequenceModel):
         Raises:
             ValueError: Attention pooling cannot read single tokens, or a stream that ranks share.
         """
-        layout = self.lay_out(token_ids, attention_mask)
+        layout = self.lay_out(token_ids, attention_mask, media=media)
         hidden: Tensor = trunk_output(self.pretrained, layout, media).last_hidden_state
         tokens = hidden.flatten(0, 1)
         head = self.head

@@ -73,8 +73,9 @@ class SequenceModel(nn.Module):
         attention_mask: Tensor,
         scored_mask: Tensor | None = None,
         routes: Tensor | None = None,
+        media: RowMedia | None = None,
     ) -> TokenLayout:
-        """Lay out a batch as the policy says; see `TokenLayout.packed`."""
+        """Lay out a batch as the policy says; see `LayoutPolicy.lay_out`."""
         return self.layout_policy.lay_out(
             token_ids,
             attention_mask,
@@ -82,6 +83,7 @@ class SequenceModel(nn.Module):
             # Features of media are put between the tokens of the whole stream.
             is_cut_late=self.reads_media,
             routes=routes,
+            media=media or NO_MEDIA,
         )
 
     def gradient_checkpointing_enable(self) -> None:
@@ -115,14 +117,7 @@ class SequenceModel(nn.Module):
 
         Args:
             min_tokens: Least number of shared tokens; None shares none.
-
-        Raises:
-            LayoutRefusedError: More than its tokens tells one row from another.
         """
-        if min_tokens is not None and self.reads_media:
-            raise LayoutRefusedError(
-                f"{type(self.pretrained).__name__} reads images, which are not compared"
-            )
         self._use_policy(replace(self.layout_policy, min_shared_tokens=min_tokens))
 
     def share_sequences(self, group: ProcessGroup | None) -> None:

@@ -20,6 +20,8 @@ Path = tuple[tuple[int, int], ...]
 MIN_SHARED_TOKENS = 16
 # Prefixes of less than one eighth of a row do not pay: reading their keys costs what they save.
 MIN_PART = 8
+# Bits of a token id.
+MEDIA_SHIFT = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +103,24 @@ def worth_sharing(shared: Tensor, lengths: Tensor, min_tokens: int) -> Tensor:
     return torch.where(is_enough, shared, 0)
 
 
-def find_prefixes(
-    token_ids: Tensor, is_real: Tensor, min_tokens: int, routes: Tensor | None = None
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Tokens that rows may share: those before the first that differs.
+
+    Args:
+        min_tokens: Least number of shared tokens.
+        routes: [batch, seq, bytes] uint8, recorded experts of tokens, which differ, too. None has
+            no record.
+        media: [batch, seq] int64, equal for tokens of the same media and 0 for others; media are
+            shared whole. None has no media.
+    """
+
+    min_tokens: int
+    routes: Tensor | None = None
+    media: Tensor | None = None
+
+
+def find_prefixes(token_ids: Tensor, is_real: Tensor, sharing: Sharing) -> Tensor:
     """Return [2, batch]: the earlier row that each row is most alike, and its shared tokens.
 
     A row keeps at least its last token; see `worth_sharing`.
@@ -111,13 +128,13 @@ def find_prefixes(
     Args:
         token_ids: [batch, seq] int64.
         is_real: [batch, seq] bool, True on real tokens.
-        min_tokens: Least number of shared tokens.
-        routes: [batch, seq, bytes] uint8, recorded experts of tokens: rows share no token after the
-            first with other experts. None has no record.
+        sharing: Tells the tokens that rows may share.
     """
+    routes, media = sharing.routes, sharing.media
     counts = F.pad(is_real.long().cumsum(dim=1), (1, 0))
-    # Ids and padding of a row in one number.
-    marks = torch.where(is_real, token_ids, -1)
+    # Ids, media and padding of a row in one number.
+    marks = token_ids if media is None else token_ids + (media << MEDIA_SHIFT)
+    marks = torch.where(is_real, marks, -1)
     parents, shared = [marks.new_zeros(())], [marks.new_zeros(())]
     for row in range(1, len(marks)):
         differs = F.pad(marks[:row] != marks[row], (0, 1), value=True)
@@ -131,7 +148,24 @@ def find_prefixes(
         differs = F.pad((routes[parent] != routes).any(dim=-1), (0, 1), value=True)
         columns = differs.to(torch.uint8).argmax(dim=1, keepdim=True)
         tokens = torch.minimum(tokens, counts.gather(1, columns)[:, 0])
-    return torch.stack([parent, worth_sharing(tokens, counts[:, -1], min_tokens)])
+    if media is not None:
+        tokens = _before_media(tokens, counts, media)
+    return torch.stack([parent, worth_sharing(tokens, counts[:, -1], sharing.min_tokens)])
+
+
+def _before_media(tokens: Tensor, counts: Tensor, media: Tensor) -> Tensor:
+    """Return [rows] shared tokens, at most those before media that would be shared in part.
+
+    Args:
+        tokens: [rows] shared tokens, fewer than the row has.
+        counts: [rows, seq + 1] real tokens before each column.
+        media: [rows, seq] as in `Sharing`.
+    """
+    continues = F.pad((media[:, 1:] == media[:, :-1]) & (media[:, 1:] > 0), (1, 0))
+    # Number of tokens before the media of each column, or before the column itself.
+    starts = torch.where(continues, 0, counts[:, :-1]).cummax(dim=1).values
+    first = (counts[:, 1:] > tokens[:, None]).to(torch.uint8).argmax(dim=1, keepdim=True)
+    return starts.gather(1, first)[:, 0]
 
 
 def paths_of(lengths: Sequence[int], parents: Sequence[int], shared: Sequence[int]) -> list[Path]:

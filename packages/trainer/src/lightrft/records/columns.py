@@ -238,11 +238,12 @@ COLUMNS: dict[str, Column] = {
         # A place in the data: teachers and samplers look up rows by it.
         _count("prompt_places", of=lambda item: item.rollout.prompt.id),
         _count("prompt_lengths", of=lambda item: len(item.rollout.completion.prompt_token_ids)),
-        # Equal for equal prompts: calls of an agent begin with prompts of their own.
+        # Equal for equal prompts of a group: calls of an agent begin with prompts of their own,
+        # and in another group the same tokens may stand for other images.
         _known(
             "prompt_hashes",
             np.int64,
-            of=lambda item: hash(item.rollout.completion.prompt_token_ids),
+            of=lambda item: hash((item.rollout.group_id, item.rollout.completion.prompt_token_ids)),
         ),
         _count("response_lengths", of=lambda item: len(item.rollout.completion.output_token_ids)),
         _count("sampled_lengths", of=lambda item: len(item.rollout.completion.sampled_token_ids)),

@@ -248,7 +248,7 @@ def _sharing(
     try:
         if how != "off" and not config.packing_samples:
             raise LayoutRefusedError("it needs packed samples; add --packing_samples")
-        for model, proof, _ in proofs if how != "off" else ():
+        for model, proof, media in proofs if how != "off" else ():
             shape = KernelShape.of_model(
                 model.config, context.device.type, bf16=context.computes_in_bf16
             )
@@ -260,6 +260,8 @@ def _sharing(
                 share_prefixes(proof)
             elif model.layout_policy.min_shared_tokens is None:
                 raise LayoutRefusedError("a model was proved without it")
+            if media is not None:
+                media.require_sharing()
     except LayoutRefusedError as refusal:
         how = "off"
         context.print(f"shared_prefix = off: {refusal}")

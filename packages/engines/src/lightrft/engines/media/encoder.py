@@ -20,6 +20,7 @@ from lightrft.engines.media.media import (
     EncodedPrompt,
     LaterImages,
     Media,
+    MediaSpan,
     MediumKind,
     PromptTokens,
 )
@@ -177,21 +178,24 @@ class PromptEncoder:
         for number, ((text, media), inputs) in enumerate(zip(prompts, parts, strict=False)):
             is_token = outputs["attention_mask"][number].bool()
             kinds = {kind for kind, pixels in self.family.kinds.items() if pixels in inputs}
-            encoded.append(
-                EncodedPrompt(
-                    token_ids=tuple(outputs["input_ids"][number][is_token].tolist()),
-                    request_token_ids=self._text_ids(text),
-                    token_types=None
-                    if types is None
-                    else tuple(outputs[types][number][is_token].tolist()),
-                    tensors=inputs,
-                    kinds=frozenset(kinds),
-                    media=media,
-                    sizes=self._sizes(),
-                    axes=self.axes if kinds else {},
-                )
+            one = EncodedPrompt(
+                token_ids=tuple(outputs["input_ids"][number][is_token].tolist()),
+                request_token_ids=self._text_ids(text),
+                token_types=None
+                if types is None
+                else tuple(outputs[types][number][is_token].tolist()),
+                tensors=inputs,
+                kinds=frozenset(kinds),
+                media=media,
+                sizes=self._sizes(),
+                axes=self.axes if kinds else {},
             )
-            self._check_features(encoded[-1])
+            places = self._places(one)
+            self._check_features(one, len(places))
+            if kinds and places:
+                spans = (MediaSpan(places[0], places[-1] + 1, inputs),)
+                one = replace(one, spans=spans)
+            encoded.append(one)
         return encoded
 
     def _processed(self, prompts: Sequence[tuple[str, Media]]) -> Mapping[str, Tensor]:
@@ -312,9 +316,9 @@ class PromptEncoder:
                     f"{MEDIA_KINDS[kind].plural}: expected one place for each"
                 )
 
-    def _check_features(self, encoded: EncodedPrompt) -> None:
-        """Raise a ValueError unless each placeholder token has its feature."""
-        places, features = sum(self._are_places(encoded)), 0
+    def _check_features(self, encoded: EncodedPrompt, places: int) -> None:
+        """Raise a ValueError unless each of the placeholder tokens has its feature."""
+        features = 0
         if encoded.kinds:
             count = self.family.num_features  # without one the model counts its own
             features = count(self.processor, encoded.tensors) if count else max(1, places)
@@ -325,15 +329,15 @@ class PromptEncoder:
                 "processor that was saved with the model"
             )
 
-    def _are_places(self, encoded: EncodedPrompt) -> list[bool]:
-        """Return whether each token stands for a feature."""
+    def _places(self, encoded: EncodedPrompt) -> list[int]:
+        """Return the places of the tokens that stand for a feature."""
         ids = self.family.places
         if not ids and encoded.token_types is not None:
-            return [kind > 0 for kind in encoded.token_types]
+            return [place for place, kind in enumerate(encoded.token_types) if kind > 0]
         known = vars(self.processor)
         names = ("image_token_id", "video_token_id", "audio_token_id")
         ids = ids or tuple(known[name] for name in names if name in known)
-        return [token in ids for token in encoded.token_ids]
+        return [place for place, token in enumerate(encoded.token_ids) if token in ids]
 
     def ends_with_text(self, text: str) -> bool:
         """Return whether text follows the last medium, which engines require."""
@@ -420,6 +424,7 @@ class PromptEncoder:
         pieces += [(x.start, x.num_skipped, self.kept(x.text, x.media)) for x in later]
         request: list[int] = []
         types: list[int] = []
+        spans: list[MediaSpan] = []
         place = 0
         for start, skipped, piece in pieces:
             ids, stop = piece.token_ids[skipped:], start + len(piece.token_ids) - skipped
@@ -431,6 +436,8 @@ class PromptEncoder:
             request += [*token_ids[place:start], *piece.request_token_ids[skipped:]]
             types += [0] * (start - place)
             types += (piece.token_types or (0,) * len(piece.token_ids))[skipped:]
+            moved = start - skipped
+            spans += (MediaSpan(x.start + moved, x.stop + moved, x.tensors) for x in piece.spans)
             place = stop
         encoded = [piece for _, _, piece in pieces]
         return replace(
@@ -438,19 +445,11 @@ class PromptEncoder:
             token_ids=tuple(token_ids[:place]),
             request_token_ids=tuple(request),
             token_types=None if self.family.token_types is None else tuple(types),
-            tensors=self._joined([piece.tensors for piece in encoded]),
+            tensors=self.family.joined([piece.tensors for piece in encoded], self.axes),
             kinds=frozenset(kind for piece in encoded for kind in piece.kinds),
             media=sum((piece.media for piece in encoded), Media()),
+            spans=tuple(spans),
         )
-
-    def _joined(self, given: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        if len(given) == 1:  # without a copy
-            return dict(given[0])
-        names = dict.fromkeys(name for tensors in given for name in tensors)
-        return {
-            name: self.family.join(self.axes.get(name, 0), [tensors.get(name) for tensors in given])
-            for name in names
-        }
 
     def num_places(self, text: str) -> int:
         """Return the number of image placeholders in a rendered text."""

@@ -92,6 +92,21 @@ class VisionFamily:
         sizes = ([*size[:axis], t.shape[axis], *size[axis + 1 :]] for t in present)
         return torch.cat([_fit(*each) for each in zip(present, sizes, strict=True)], dim=axis)
 
+    def joined(self, parts: Sequence[Inputs], axes: Mapping[str, int]) -> Inputs:
+        """Return the inputs of parts of a row, by the axis along which each grows.
+
+        Args:
+            parts: Inputs of each part, in order.
+            axes: Axis by name; 0 for missing names.
+        """
+        if len(parts) == 1:  # without a copy
+            return parts[0]
+        names = dict.fromkeys(name for tensors in parts for name in tensors)
+        return {
+            name: self.join(axes.get(name, 0), [tensors.get(name) for tensors in parts])
+            for name in names
+        }
+
     def split(self, tensors: Inputs, counts: Sequence[int]) -> list[TensorsByName]:
         """Split the inputs of one processor call by prompt.
 

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from lightrft.engines.media.families import placeholder_ids
 from lightrft.engines.media.family import VisionFamily
-from lightrft.engines.media.media import EncodedPrompt
+from lightrft.engines.media.media import EncodedPrompt, MediaSpan
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -101,6 +102,63 @@ def axes_of_rows(
         after = start.max() + 1 + torch.arange(len(row) - start.shape[1])
         axes.append(torch.cat([start, after.expand(num_axes, -1)], dim=1))
     return axes
+
+
+def media_numbers(rows: Sequence[Tensor], prompts: Prompts) -> list[Tensor]:
+    """Return numbers of the tokens of each row, [tokens] int64 each: 0 outside media.
+
+    Tokens of media that were encoded together have one number, which is that of the same model
+    inputs in other rows.
+
+    Args:
+        rows: Tokens of each row.
+        prompts: Encoded prompt of each row.
+    """
+    known: list[Mapping[str, Tensor]] = []
+
+    def number_of(tensors: Mapping[str, Tensor]) -> int:
+        for number, other in enumerate(known, start=1):
+            if tensors is other or (
+                tensors.keys() == other.keys()
+                and all(torch.equal(value, other[name]) for name, value in tensors.items())
+            ):
+                return number
+        known.append(tensors)
+        return len(known)
+
+    numbers: list[Tensor] = []
+    for row, prompt in zip(rows, prompts, strict=True):
+        numbers.append(torch.zeros(len(row), dtype=torch.int64))
+        for span in () if prompt is None else spans_of(prompt):
+            numbers[-1][span.start : span.stop] = number_of(span.tensors)
+    return numbers
+
+
+def spans_of(prompt: EncodedPrompt) -> Sequence[MediaSpan]:
+    """Return the parts of a prompt's inputs; all of it, if they cannot be told apart."""
+    whole = MediaSpan(0, len(prompt.token_ids), prompt.tensors)
+    return prompt.spans or ((whole,) if prompt.tensors else ())
+
+
+def unshared_media(
+    family: VisionFamily, prompts: Prompts, num_shared: Sequence[int]
+) -> list[EncodedPrompt | None]:
+    """Return the prompts without the media among the first tokens of their rows.
+
+    Args:
+        family: Family of the model.
+        prompts: Encoded prompt of each row.
+        num_shared: Number of tokens of each row whose media another row has; no medium begins
+            before and ends behind them.
+    """
+    kept: list[EncodedPrompt | None] = []
+    for prompt, count in zip(prompts, num_shared, strict=True):
+        if prompt is not None and count:
+            tensors = [span.tensors for span in spans_of(prompt) if span.start >= count]
+            joined = family.joined(tensors, prompt.axes) if tensors else {}
+            prompt = replace(prompt, tensors=joined)
+        kept.append(prompt)
+    return kept
 
 
 def foreign_places(

@@ -188,6 +188,20 @@ class PromptTokens:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class MediaSpan:
+    """Tokens of a row from the first to the last of media that were encoded together.
+
+    Args:
+        start, stop: First of these tokens in the row, and the end of the last.
+        tensors: Model inputs of these media by name.
+    """
+
+    start: int
+    stop: int
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class EncodedPrompt:
     """Prompt as a processor returns it, shared by all samples of the prompt.
 
@@ -197,6 +211,7 @@ class EncodedPrompt:
         token_types: Kind of each of `token_ids`; None if the family has no such input.
         tensors: Model inputs of this prompt's media by name, in order of appearance.
         axes: Axis along which each input grows with the number of media; 0 for missing names.
+        spans: Parts of `tensors`, in order, with their tokens; () if they cannot be told apart.
         kinds: Kinds of its media.
         media: Sources of the encoded media, for engines with their processor.
         sizes: Arguments that make such a processor scale images in the same way.
@@ -210,6 +225,7 @@ class EncodedPrompt:
     media: Media = field(default_factory=Media)
     sizes: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     axes: Mapping[str, int] = field(default_factory=dict)
+    spans: tuple[MediaSpan, ...] = ()
 
     def continued(self, token_ids: Sequence[int]) -> Self:
         """Return the prompt followed by tokens of text."""

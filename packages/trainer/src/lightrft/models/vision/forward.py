@@ -17,6 +17,7 @@ from lightrft.engines.media.inputs import (
     media_inputs,
     read_as_text,
     token_types,
+    unshared_media,
 )
 from lightrft.engines.media.media import EncodedPrompt, RowMedia
 
@@ -99,6 +100,8 @@ def vision_inputs(
         inputs_by_name[str(family.token_types)] = layout.place(token_types(rows, prompts))
     if family.attends_to_images and media.present and not media.kinds:
         prompts[0] = _unseen(family, media.present["image"], rows[0])
+    if layout.num_shared.any():
+        prompts = unshared_media(family, prompts, layout.num_shared.tolist())
     return inputs_by_name | media_inputs(
         family,
         rows,

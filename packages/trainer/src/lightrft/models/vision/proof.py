@@ -44,6 +44,7 @@ class MediaProof(Proof):
     ) -> None:
         rng = np.random.default_rng(0)
         self.prompts: list[EncodedPrompt | None] = []
+        self._siblings: list[tuple[Tensor, EncodedPrompt | None]] = []
         for sizes in SIZES:
             pictures = [rng.integers(0, 255, (h, w, 3), dtype=np.uint8) for w, h in sizes]
             shown = encoder.encode(*encoder.question("image", pictures)) if pictures else None
@@ -53,11 +54,20 @@ class MediaProof(Proof):
     @property
     def distance_of_pictures(self) -> float:
         """Distance of a row from itself with its picture in negative: what a swap would change."""
-        row, first = self.rows[0], self.prompts[0]
-        assert first is not None
-        negative = {n: -t if t.is_floating_point() else t for n, t in first.tensors.items()}
-        other = self._own_of(row, replace(first, tensors=negative))
+        other = self._own_of(self.rows[0], self._negative)
         return self._agreed(float((other - self.expected[0]).abs().max()))
+
+    @property
+    def _first(self) -> EncodedPrompt:
+        return cast("EncodedPrompt", self.prompts[0])
+
+    @property
+    def _negative(self) -> EncodedPrompt:
+        """First prompt with its picture in negative, whose tokens are the same."""
+        inputs = self._first.tensors.items()
+        negative = {n: -t if t.is_floating_point() else t for n, t in inputs}
+        spans = (replace(span, tensors=negative) for span in self._first.spans)
+        return replace(self._first, tensors=negative, spans=tuple(spans))
 
     @property
     def _family(self) -> VisionFamily:
@@ -101,7 +111,8 @@ class MediaProof(Proof):
             self.own_inputs = {}
 
     def _prompt_of(self, row: Tensor) -> EncodedPrompt | None:
-        return next(p for r, p in zip(self.rows, self.prompts, strict=True) if r is row)
+        known = [*zip(self.rows, self.prompts, strict=True), *self._siblings]
+        return next(prompt for each, prompt in known if each is row)
 
     def _as_run(self, rows: Sequence[Tensor], *, is_training: bool = False) -> list[Tensor]:
         token_ids = pad_sequence(list(rows), batch_first=True)
@@ -114,7 +125,7 @@ class MediaProof(Proof):
             if isinstance(self.inner, Actor):
                 output = forward(ids, is_real, scored_mask=is_scored, media=media)
                 return cast("Tensor", output.logprobs)
-            layout = self.inner.lay_out(ids, is_real)
+            layout = self.inner.lay_out(ids, is_real, media=media)
             hidden = trunk_output(self.inner.pretrained, layout, media).last_hidden_state
             return layout.scatter(projected(layout.select(hidden)))
 
@@ -137,6 +148,31 @@ class MediaProof(Proof):
                 f"{self.name} computes packed rows with images otherwise: "
                 f"{numbers}; train without packing_samples and sp_size"
             )
+
+    def require_sharing(self) -> None:
+        """Prove that rows of a model that shares prefixes are computed as alone; collective.
+
+        They have one picture, and one of them another picture with the same tokens.
+
+        Raises:
+            LayoutRefusedError: They are not.
+        """
+        (first, text), start = self.rows[:2], len(self._first.token_ids)
+        self._siblings = [
+            (torch.cat([first[: start + 4], text]), self._first),
+            (torch.cat([first[:start], text]), self._first),
+            (first.clone(), self._negative),
+            (text.flip(0), None),
+        ]
+        *rows, other = (row for row, _ in self._siblings)
+        rows = [text, first, *rows]
+        expected, least = self.values_alone(rows), self.inner.layout_policy.min_shared_tokens
+        self.inner.share_prefixes(1)
+        if numbers := self.mixing(rows, expected, other):
+            raise LayoutRefusedError(
+                f"{self.name} mixes rows with images that begin alike: {numbers}"
+            )
+        self.inner.share_prefixes(least)
 
 
 def prove_media(
