@@ -52,7 +52,7 @@ def test_rates_come_back_and_lines_of_one_prompt_add_up(rates):
 )
 def test_a_range_keeps_prompts_and_says_where_the_others_were(rates, bounds, kept, remark):
     config = TrainConfig(prompt_rates=str(rates), prompt_pass_rate=bounds)
-    places, rates_of_kept, said = rated_prompts(PROMPTS, PLACES, config)
+    places, rates_of_kept, said = rated_prompts(str(rates), PROMPTS, PLACES, config)
     assert places == kept
     assert rates_of_kept == [COUNTS[place] for place in kept]
     assert remark in said
@@ -63,10 +63,10 @@ def test_a_prompt_without_a_rate_and_an_empty_range_are_refused(rates):
     with pytest.raises(
         DataError, match=r"no prompt has a pass rate from 0\.2 to 0\.3: 2 are below"
     ):
-        rated_prompts(PROMPTS, PLACES, config)
+        rated_prompts(str(rates), PROMPTS, PLACES, config)
     other = [*PROMPTS, Prompt(6, "", (9,))]
     with pytest.raises(DataError, match=r"no rate for 1 of 7 prompts \(first: c\.jsonl:1\)"):
-        rated_prompts(other, [*PLACES, "c.jsonl:1"], config)
+        rated_prompts(str(rates), other, [*PLACES, "c.jsonl:1"], config)
 
 
 @pytest.mark.parametrize(

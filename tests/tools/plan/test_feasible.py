@@ -14,9 +14,8 @@ from lightrft.tools.plan.advice import advise, remedies
 from lightrft.tools.plan.engine_room import engine_room
 from lightrft.tools.plan.memory import plan_memory
 from lightrft.tools.plan.setup import Setup
-from lightrft.tools.plan.sizes import SHAPES, ModelSize
+from lightrft.tools.plan.sizes import SHAPES, ModelSize, VisionSize
 from lightrft.tools.plan.start_check import settle
-from lightrft.tools.plan.vision import VisionSize
 
 LLAMA_70B = ModelSize(80, 8192, 28672, 128_256, 64, 8, 128, is_tied=False)
 MIXTURE = ModelSize(
@@ -202,11 +201,11 @@ def test_a2_host_memory_is_an_option_of_the_command(capsys):
 def test_the_mean_length_of_responses_is_an_option_of_the_command(capsys):
     argv = ["plan", "--pretrain", "qwen2.5-7b", "--gpus", "1", "--gpu", "b200-180g"]
     argv += ["--fsdp", "--lora_rank", "16", "--rollout_batch_size", "1024"]
-    shares = []
+    rows = []
     for share in ("0.25", "1"):
         assert main([*argv, "--mean_length_share", share]) == ExitCode.OK
-        shares += re.findall(r"saves up to (\d+)% of the decoding", capsys.readouterr().out)
-    assert int(shares[0]) > int(shares[1]) == 0
+        rows += re.findall(r"keys and values of (\d+) rows", capsys.readouterr().out)
+    assert int(rows[0]) > int(rows[1]) > 0
 
 
 def random_setup(rng):

@@ -1,11 +1,15 @@
 """Models in training: their placement, optimizers, schedules and updates."""
 
+from __future__ import annotations
+
 import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,7 +23,6 @@ from lightrft.strategy.backend import (
     PreparedModel,
     inner_module,
 )
-from lightrft.strategy.checkpoints.moving_averages import MovingAverages
 from lightrft.strategy.distributed import collectives, process_groups
 from lightrft.strategy.optimizers import (
     AccumulationState,
@@ -31,6 +34,9 @@ from lightrft.strategy.optimizers import (
 )
 from lightrft.strategy.weight_sync.parameter_source import reshard_modules
 
+if TYPE_CHECKING:
+    from lightrft.strategy.checkpoints.moving_averages import MovingAverages
+
 
 class ModelTraining:
     """The part of a strategy that updates models: optimizers, gradients, steps.
@@ -41,14 +47,12 @@ class ModelTraining:
             ones may have, too.
 
     Attributes:
-        averages: Moving averages of models.
         num_skipped_steps: Steps skipped for their gradients, by name of the model.
     """
 
     def __init__(self, backend: Backend, on_change: Callable[[bool], None]) -> None:
         self.backend = backend
         self.context, self.config = backend.context, backend.config
-        self.averages = MovingAverages()
         self.num_skipped_steps: defaultdict[str, int] = defaultdict(int)
         self.on_change = on_change
         self._states: weakref.WeakKeyDictionary[Optimizer, AccumulationState] = (
@@ -209,6 +213,14 @@ class ModelTraining:
         )
         names = collectives.nonfinite_names(trained)
         collectives.require_finite(names, what="weights are", group=self.context.world_group)
+
+    @cached_property
+    def averages(self) -> MovingAverages:
+        """Moving averages of models."""
+        # Imported here: few runs keep any.
+        from lightrft.strategy.checkpoints.moving_averages import MovingAverages
+
+        return MovingAverages()
 
     def moving_average(self, model: AnyModel, average: AnyModel, beta: float) -> None:
         """Update an average; see `StrategyBase.moving_average`."""

@@ -100,22 +100,20 @@ def write_rates(path: Path, prompts: Sequence[Prompt], counts: Sequence[PassRate
 
 
 def rated_prompts(
-    prompts: Sequence[Prompt], locations: Sequence[str], config: RateOptions
+    path: str, prompts: Sequence[Prompt], locations: Sequence[str], config: RateOptions
 ) -> tuple[list[int], list[PassRate], str]:
     """Return places and rates of the prompts that `prompt_pass_rate` keeps, and a remark.
 
     Args:
+        path: File of rates.
         prompts: All prompts.
         locations: File and line of each, to say where the others come from.
-        config: Options of rates; without `prompt_rates` all are kept.
+        config: Options of rates.
 
     Raises:
         DataError: A prompt has no rate, or none is kept.
         FileError: The file of rates cannot be read.
     """
-    if config.prompt_rates is None:
-        return [*range(len(prompts))], [], ""
-    path = config.prompt_rates
     known = read_rates(path)
     looked_up = [known.get(hash_of_prompt(prompt)) for prompt in prompts]
     lacking = [where for where, rate in zip(locations, looked_up, strict=True) if rate is None]

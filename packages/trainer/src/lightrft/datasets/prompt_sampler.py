@@ -18,14 +18,16 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightrft.config import ConfigError, OrderOptions
 from lightrft.config.registry import PROMPT_SAMPLERS, bind
-from lightrft.datasets.pass_rates import PassRate
+
+if TYPE_CHECKING:
+    from lightrft.datasets.pass_rates import PassRate
 
 # The first draws of a process are made twice by a sampler that does not ship with the package.
 NUM_PROVED_DRAWS = 3

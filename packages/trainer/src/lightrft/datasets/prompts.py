@@ -1,10 +1,13 @@
 """Prompts and whole texts of data files, tokenised and counted."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch.utils.data import Dataset
 
@@ -17,7 +20,6 @@ from lightrft.datasets.media import (
     media_columns,
 )
 from lightrft.datasets.messages import OF_PROMPTS, ReadRecord
-from lightrft.datasets.pass_rates import PassRate, rated_prompts
 from lightrft.datasets.render import (
     check_tokenizer,
     label_of,
@@ -29,6 +31,9 @@ from lightrft.datasets.sampled_rows import weight_of
 from lightrft.datasets.text_ids import prompt_remark
 from lightrft.datasets.types import DataError, Prompt
 from lightrft.engines.text import Tokenizer
+
+if TYPE_CHECKING:
+    from lightrft.datasets.pass_rates import PassRate
 
 _TOKENIZER_BATCH = 1000
 
@@ -164,7 +169,7 @@ def _build(
             "has no room for both"
         )
     remarks = [*dict.fromkeys(row.remark for row in rows)]
-    kept, rates, remark = rated_prompts(prompts, locations, config)
+    kept, rates, remark = _rated(prompts, locations, config)
     prompts, weights = [prompts[place] for place in kept], [weights[place] for place in kept]
     remarks.append(remark)
     if not config.apply_chat_template:
@@ -179,6 +184,17 @@ def _build(
         remarks=tuple(filter(None, (*remarks, record.line(OF_PROMPTS)))),
     )
     return PromptDataset(prompts, report=report, weights=weights, rates=rates)
+
+
+def _rated(
+    prompts: Sequence[Prompt], locations: Sequence[str], config: PromptDataOptions
+) -> tuple[Sequence[int], Sequence[PassRate], str]:
+    """Return `rated_prompts`; without `prompt_rates` all places."""
+    if config.prompt_rates is None:
+        return range(len(prompts)), (), ""
+    from lightrft.datasets.pass_rates import rated_prompts
+
+    return rated_prompts(config.prompt_rates, prompts, locations, config)
 
 
 def build_prompts(

@@ -21,7 +21,6 @@ from lightrft.datasets.prompt_sampler import GroupResult
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry
 from lightrft.engines.media.media import LaterImages, Media
-from lightrft.engines.media.sources import FileSource, ImageSource, VideoSource
 from lightrft.records.columns import COLUMNS
 from lightrft.records.rollout import AnsweredCall, ScoredRollout
 from lightrft.records.sample_ledger import SampleEntry, SampleLedger
@@ -32,10 +31,6 @@ from lightrft.rollout.open_groups import NOTHING_OPEN, StreamState
 from lightrft.rollout.source import UNKNOWN, InFlight, Samples, Selection, StreamReport
 from lightrft.strategy.distributed.context import DistributedContext
 
-# The types of the records determine how checkpoints are parsed.
-type_hints(Media, FileSource=FileSource, VideoSource=VideoSource)
-for _record in (AnsweredCall, LaterImages):
-    type_hints(_record, ImageSource=ImageSource)
 _MODULUS = 2**61 - 1
 _SELECTED = ("rows", "is_filler")
 _FLAGS = ("has_failed", "is_abandoned", "is_filler", "is_dismissed", "lacks_baseline")
@@ -392,6 +387,13 @@ def from_parts(
     Raises:
         ValueError: A part cannot be parsed, or the media differ.
     """
+    # Imported here: a checkpoint is written without them.
+    from lightrft.engines.media.sources import FileSource, ImageSource, VideoSource
+
+    # The types of the records determine how checkpoints are parsed.
+    type_hints(Media, FileSource=FileSource, VideoSource=VideoSource)
+    for record in (AnsweredCall, LaterImages):
+        type_hints(record, ImageSource=ImageSource)
     try:
         read = [typed(_RankPart, parse_json(p, "they"), "they", skips_unknown=True) for p in parts]
         loaded = [part.seeing(media or {}) for part in read]

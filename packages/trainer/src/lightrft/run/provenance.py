@@ -91,7 +91,7 @@ def describe_models(
     paths |= {f"teacher {name}".rstrip(): path for name, path in config.teacher_places.items()}
     if isinstance(config.critic_pretrain, str):
         paths["critic_pretrain"] = config.critic_pretrain
-    paths |= {"lora_path": config.lora_path, "judge_model": config.judge_folder}
+    paths["lora_path"] = config.lora_path
     for number, scorer in enumerate(config.reward_pretrain, start=1):
         paths["reward_pretrain" if number == 1 else f"reward_pretrain {number}"] = scorer
     return {
@@ -178,10 +178,9 @@ def own_functions(config: TrainConfig) -> dict[str, str]:
     for option, registry in REGISTRIES.items():
         chosen = config.__dict__[option] or ()
         for name in (chosen,) if isinstance(chosen, str) else chosen:
-            entry = None if name not in [*registry] else registry.load(name)
-            if entry is None or registry.is_packaged(name):
+            if name not in [*registry] or registry.is_packaged(name):
                 continue
-            if parts := [*_parts(entry)]:
+            if parts := [*_parts(registry.load(name))]:
                 digest = hashlib.sha256("\n".join(parts).encode())
                 hashes[f"{option} {name}"] = digest.hexdigest()
     return hashes

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightrft.kernels.weight_bucket import cuda, native, reference
+from lightrft.kernels.weight_bucket import native, reference
 from lightrft.kernels.weight_bucket.native import Move
 
 Implementation = Literal["auto", "native", "torch"]
@@ -232,9 +232,11 @@ def _choose(
         device = devices.pop() if len(devices) == 1 else None
         if device is not None and device.type == "cpu" and native.can_run(moves):
             return partial(native.run, extension)
-        is_compiled = extension.has_cuda and cuda.can_run(moves)
-        if device is not None and device.type == "cuda" and is_compiled:
-            return partial(cuda.run, extension, device)
+        if device is not None and device.type == "cuda" and extension.has_cuda:
+            from lightrft.kernels.weight_bucket import cuda
+
+            if cuda.can_run(moves):
+                return partial(cuda.run, extension, device)
     if impl == "native":
         raise RuntimeError(f"impl='native': the extension {reason}; pass impl='auto'")
     return None

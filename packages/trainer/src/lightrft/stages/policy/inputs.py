@@ -24,7 +24,7 @@ from lightrft.datasets.sampled_rows import SampledRows, probabilities_of
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.text_encoder import TEXT_ENCODER
 from lightrft.engines.text import Tokenizer
-from lightrft.models import Actor, Critic, load_tokenizer
+from lightrft.models import Actor, load_tokenizer
 from lightrft.models.statements import Statements, read_statements
 from lightrft.reporting.files import (
     DRAWS_FILE,
@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from lightrft.experience.teachers import TeacherRows
+    from lightrft.models import Critic
     from lightrft.reporting.rollouts import RolloutLog
     from lightrft.rollout.agents.agents import Agents
     from lightrft.rollout.environments.environments import Environments
@@ -426,6 +427,8 @@ def build_models(
     with backend.init_model_context(config.meta_init):
         actor = load_policy(path, config)
         if advantage_traits(build_estimator(config)).needs_critic:
+            from lightrft.models import Critic
+
             critic_path = config.critic_pretrain
             critic = Critic.from_pretrained(
                 critic_path if isinstance(critic_path, str) else path,

@@ -8,8 +8,7 @@ from pathlib import Path
 from lightrft.config import TrainConfig
 from lightrft.config.parts.machine import MERGED
 from lightrft.engines.factory import engine_facts
-from lightrft.tools.plan.sizes import ModelSize, read_model_size
-from lightrft.tools.plan.vision import TOWERS
+from lightrft.tools.plan.sizes import TOWERS, ModelSize, read_model_size
 
 # Bytes of a float32.
 FLOAT = 4

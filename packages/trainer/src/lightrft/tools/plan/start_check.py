@@ -60,11 +60,10 @@ def check_budget(
         return config
     items = () if inputs is None else inputs.items()
     try:
-        setup = machine_setup(config, strategy.context)
+        setup = machine_setup(config, strategy.context, stage)
         if items:
             setup = replace(
                 setup,
-                stage=stage,
                 rows_per_item=max(map(len, items)),
                 longest_row=max(len(row.token_ids) for item in items for row in item),
             )
@@ -136,7 +135,7 @@ def is_hopeless(plan: MemoryPlan) -> bool:
     return lacks_share or plan.worst.device_bytes > plan.tolerance * plan.usable_bytes
 
 
-def machine_setup(config: TrainConfig, context: DistributedContext) -> Setup:
+def machine_setup(config: TrainConfig, context: DistributedContext, stage: str = "policy") -> Setup:
     """Return the run on this machine; its smallest rank counts, so that all ranks decide alike."""
     local_bytes = device_bytes(context.device)
     has_gpu = context.all_reduce(int(local_bytes is None), op="max") == 0
@@ -145,7 +144,7 @@ def machine_setup(config: TrainConfig, context: DistributedContext) -> Setup:
     capacity = local_bytes if has_gpu and local_bytes is not None else host
     capacity, host = (-float(context.all_reduce(-x, op="max")) for x in (capacity, host))
     engine = config.engine_type
-    if config.rollout_ranks and not config.devices_shared:
+    if stage != "policy" or (config.rollout_ranks and not config.devices_shared):
         engine = ""
     return Setup(
         config=config,
@@ -156,6 +155,7 @@ def machine_setup(config: TrainConfig, context: DistributedContext) -> Setup:
         capacity_bytes=capacity,
         engine=resolve_engine_type(engine) if engine == "auto" else engine,
         node_bytes=ranks * host if has_gpu else None,
+        stage=stage,
     )
 
 
