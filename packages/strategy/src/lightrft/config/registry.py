@@ -404,7 +404,6 @@ DATA_SOURCES = Registry(
     "kind of data source",
     {
         "verifiers": f"{_AGENTS}.verifiers_tasks:task_rows",
-        "harbor": f"{_AGENTS}.harbor_tasks:task_rows",
         "reasoning_gym": f"{_REWARDS}.gym_data:gym_rows",
         "both_orders": f"{_REWARDS}.verdicts:both_orders",
     },

@@ -27,7 +27,7 @@ from lightrft.config.other_names import said_once
 from lightrft.config.parts.data import probability_problem, split_sources
 from lightrft.config.printable import one_line
 from lightrft.config.registry import DATA_SOURCES, split_kind
-from lightrft.datasets.types import DataError, LeftOutError
+from lightrft.datasets.types import DataError
 from lightrft.kernels.names import first_line
 from lightrft.utils.hub import is_hub_reachable
 
@@ -40,12 +40,10 @@ MAX_EXPANSION, MIN_PARQUET_BYTES = 1000, 2**28
 PARQUET_ROWS = 1024
 _NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<configuration>[\w.-]+))?\Z")
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
-# Yields the rows of (source, split), and for each one that is left out the reason.
-RowSource = Callable[[str, str], Iterator[Mapping[str, object] | LeftOutError]]
+# Yields the rows of (source, split).
+RowSource = Callable[[str, str], Iterator[Mapping[str, object]]]
 # Columns of a CSV table whose cells are numbers.
 _NUMBERS = ("margin", "score", "score_chosen", "score_rejected", "weight")
-# Number of left-out rows that a remark names.
-_SHOWN = 3
 _PADDED = (
     "nulls within calls and tools are left out: Parquet has them under every key of other rows"
 )
@@ -61,7 +59,7 @@ class Row:
         columns: Values by column name.
         location: `file:line` of a JSONL row, `file, row n` of others; for error messages.
         folder: Folder to which its paths are relative.
-        remark: Parts of the source or the row that were left out; "" for none.
+        remark: Parts of the row that were left out; "" for none.
         roots: Further folders that may hold files named by the row.
     """
 
@@ -95,26 +93,14 @@ def read_rows(path: str | Path, *, split: str = "train") -> list[Row]:
     Raises:
         DataError: The path does not exist, or its format is unknown, malformed or without rows.
     """
-    rows, left_out = [], []
+    rows = []
     for item in scan_rows(path, split=split):
-        if isinstance(item, LeftOutError):
-            left_out.append(str(item))
-        elif isinstance(item, DataError):
+        if isinstance(item, DataError):
             raise item
-        else:
-            rows.append(item)
-    rows = with_whole_numbers(rows)
-    if not left_out:
-        if not rows:
-            raise DataError(f"{path} holds no rows: expected at least one")
-        return rows
-    remark = f"left out {len(left_out)} of {len(rows) + len(left_out)} rows: "
-    remark += "; ".join(left_out[:_SHOWN])
-    if len(left_out) > _SHOWN:
-        remark += f"; and {len(left_out) - _SHOWN} more, which `lightrft data check` names"
+        rows.append(item)
     if not rows:
-        raise DataError(f"{path}: {remark}; none is left")
-    return [replace(row, remark="; ".join(filter(None, (remark, row.remark)))) for row in rows]
+        raise DataError(f"{path} holds no rows: expected at least one")
+    return with_whole_numbers(rows)
 
 
 def scan_rows(path: str | Path, *, split: str = "train") -> Iterator[Row | DataError]:
@@ -132,11 +118,7 @@ def scan_rows(path: str | Path, *, split: str = "train") -> Iterator[Row | DataE
         load = _load_rows
     if load is not None:
         for number, columns in enumerate(load(str(path), split), start=1):
-            place = f"{path}[{split}], row {number}"
-            if isinstance(columns, DataError):
-                yield columns
-            else:
-                yield replace(_cleaned(columns, place), roots=roots)
+            yield replace(_cleaned(columns, f"{path}[{split}], row {number}"), roots=roots)
         return
     for file in _files(Path(path), split):
         for item in _reader(file)(file):

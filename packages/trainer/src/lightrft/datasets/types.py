@@ -14,10 +14,6 @@ class DataError(ValueError):
     """A data file cannot be used; the message names the file, the line and the remedy."""
 
 
-class LeftOutError(DataError):
-    """A source cannot provide a row, which is left out; the others are read."""
-
-
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Row of a prompt data set, rendered and tokenised.

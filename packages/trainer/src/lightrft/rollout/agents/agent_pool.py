@@ -179,7 +179,7 @@ def _program(config: ScoringOptions) -> tuple[str, WorkerTask]:
         )
     pays = not has_other_rewards(config)
     arguments = (config.agent_command, config.sandbox, config.agent_timeout_seconds, pays)
-    task = WorkerTask("lightrft.tools.agents.harbor_agent", "host_program", arguments)
+    task = WorkerTask("lightrft.tools.agents.program_agent", "host_program", arguments)
     return str(config.agent_command), task
 
 

@@ -17,15 +17,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import cast
 from urllib.parse import urlsplit
 
 from lightrft.config.printable import one_line
 from lightrft.rewards.worker import ReportedError
+from lightrft.rollout.agents.agent_worker import HostedAgents
 from lightrft.run.provenance import named_paths
 from lightrft.strategy.config import ConfigError
-from lightrft.tools.rewards.sandbox import Ending, Sandbox, SandboxLimits
+from lightrft.tools.rewards.sandbox import Ending, Sandbox, SandboxError, SandboxLimits
 
 _CHUNK = 1 << 16
 # Connections of one program; further ones wait to be accepted.
@@ -36,7 +35,7 @@ _PATH = "/usr/local/bin:/usr/bin:/bin"
 _OWN_FOLDERS = frozenset(map(Path, ("/", "/dev", "/proc", "/sys", "/tmp")))
 _ACCEPT_SECONDS = 0.1
 
-_LISTENS = """
+_STARTER = """
 import json, os, socket, sys
 given = json.loads({given!r})
 if given["port"]:
@@ -47,9 +46,6 @@ with open("row.json", "w") as file:
     file.write(given["row"])
 os.environ.update(given["environment"])
 words = [word.replace("{{row}}", os.path.abspath("row.json")) for word in given["words"]]
-"""
-# Follows the code above, which is a template of `format`.
-_BECOMES = """
 try:
     os.execvp(words[0], words)
 except OSError as error:
@@ -58,11 +54,29 @@ except OSError as error:
 _LOOKS_FOR = "import shutil; print(shutil.which({program!r}, path={path!r}) is not None)"
 
 
+def host_program(command: str, sandbox: str, seconds: float, pays: bool) -> HostedAgents:
+    """Return the handler of a worker that runs a program for each episode.
+
+    Args:
+        command, sandbox, seconds, pays: See `ProgramAgent`.
+
+    Raises:
+        ReportedError: The command cannot be run, or no sandbox works here.
+    """
+    try:
+        return HostedAgents(ProgramAgent(command, sandbox, seconds=seconds, pays=pays))
+    except (ConfigError, SandboxError) as error:
+        raise ReportedError(f"agent_command {command}: {error}") from error
+
+
 class ProgramAgent:
     """A program that runs for each episode.
 
     Args:
-        command, sandbox, seconds, pays: See `harbor_agent.host_program`.
+        command: Command line of the program.
+        sandbox: Kind of the sandbox.
+        seconds: Deadline of one episode.
+        pays: Its output is its reward; otherwise something else pays.
 
     Raises:
         ConfigError: The sandbox does not have the program, or no sandbox works here.
@@ -76,7 +90,7 @@ class ProgramAgent:
             for word in shlex.split(command)
         ]
         self._seconds, self._pays, self._is_unsafe = seconds, pays, sandbox == "unsafe"
-        self._sandbox, self._shown = Sandbox(sandbox, _limits(seconds)), list[Path]()
+        self._sandbox = Sandbox(sandbox, _limits(seconds))
         try:
             self._path = self._show(paths)
             self._check_program()
@@ -91,58 +105,27 @@ class ProgramAgent:
             ReportedError: It failed, was ended at a limit, or printed no reward.
             SandboxError: The sandbox did not start.
         """
-        return self._result(await self._start((base_url, key, row)))
-
-    async def _start(
-        self,
-        episode: tuple[str, str, Mapping[str, object]],
-        *,
-        starter: str = _BECOMES,
-        given: Mapping[str, object] = MappingProxyType({}),
-        stdin: bytes = b"",
-        folders: Sequence[str] = (),
-    ) -> Ending:
-        """Run the program to its end, with the endpoint as its network.
-
-        Args:
-            episode: Address, key and row.
-            starter: Python source that starts the program from `words`.
-            given: Values for the starter; `variables` are the program's.
-            stdin, folders: See `Sandbox.run`.
-
-        Raises:
-            SandboxError: The sandbox did not start.
-        """
         deadline = time.monotonic() + self._seconds
         ours, theirs = socket.socketpair()
-        source = self._source(episode, theirs.fileno(), given) + starter.encode()
+        source = self._source(base_url, key, row, theirs.fileno())
 
         def run() -> Ending:
             # This thread closes it, since it may begin after the episode is over.
             with theirs:
                 channel = None if self._is_unsafe else theirs.fileno()
-                return self._sandbox.run(
-                    source, stdin=stdin, deadline=deadline, channel=channel, folders=folders
-                )
+                return self._sandbox.run(source, deadline=deadline, channel=channel)
 
         with ours:
-            relay = asyncio.create_task(_relay(ours, _port(episode[0])))
+            relay = asyncio.create_task(_relay(ours, _port(base_url)))
             try:
-                return await asyncio.to_thread(run)
+                return self._result(await asyncio.to_thread(run))
             finally:
                 relay.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await relay
 
-    def _source(
-        self,
-        episode: tuple[str, str, Mapping[str, object]],
-        channel: int,
-        more: Mapping[str, object],
-    ) -> bytes:
-        base_url, key, row = episode
+    def _source(self, base_url: str, key: str, row: Mapping[str, object], channel: int) -> bytes:
         environment = {
-            **cast("Mapping[str, str]", more.get("variables", {})),
             "PATH": self._path,
             "OPENAI_BASE_URL": base_url,
             "OPENAI_API_KEY": key,
@@ -150,14 +133,13 @@ class ProgramAgent:
             "ANTHROPIC_API_KEY": key,
         }
         values = {
-            **more,
             "port": 0 if self._is_unsafe else _port(base_url),
             "channel": channel,
             "row": json.dumps(row),
             "environment": environment,
             "words": [word.replace("{base_url}", base_url) for word in self._words],
         }
-        return _LISTENS.format(given=json.dumps(values)).encode()
+        return _STARTER.format(given=json.dumps(values)).encode()
 
     def _show(self, paths: Sequence[Path]) -> str:
         """Make the sandbox show what the command names; return its PATH."""
@@ -174,8 +156,7 @@ class ProgramAgent:
                     "folder below it"
                 )
             hidden = [each for each in paths if not any(map(each.is_relative_to, seen))]
-            self._shown = [*seen[1:], *hidden]
-            self._sandbox.show(self._shown)
+            self._sandbox.show([*seen[1:], *hidden])
         return f"{prefix}/bin:{_PATH}" if has_python else _PATH
 
     def _check_program(self) -> None:
@@ -187,20 +168,12 @@ class ProgramAgent:
                 "folders that the command names"
             )
 
-    def _require_end(self, ending: Ending) -> None:
-        """Raise unless a program has ended by itself without an error.
-
-        Raises:
-            ReportedError: It ended otherwise; the message says how.
-        """
+    def _result(self, ending: Ending) -> object:
         if ending.reason != "ended":
             raise ReportedError(self._end(ending.reason))
         if ending.returncode:
             text = f"the program ended with exit code {ending.returncode}"
             raise ReportedError(f"{text}: {one_line(_last(ending.stderr)) or 'no error'}")
-
-    def _result(self, ending: Ending) -> object:
-        self._require_end(ending)
         if not self._pays:
             return None
         line = _last(ending.stdout)

@@ -153,7 +153,6 @@ class Sandbox:
         stdin: bytes = b"",
         deadline: float = math.inf,
         channel: int | None = None,
-        folders: Sequence[str] = (),
     ) -> Ending:
         """Run one program to its end; threads may run several at once.
 
@@ -162,13 +161,12 @@ class Sandbox:
             stdin: Standard input of the program.
             deadline: Deadline of the caller, on the clock of `time.monotonic`.
             channel: Open file that the program inherits under the same number.
-            folders: Further empty folders that it may write to, each limited to `folder_bytes`.
 
         Raises:
             SandboxError: The sandbox did not start.
         """
         limits = self.limits
-        with self._started(source, channel, folders) as (process, status):
+        with self._started(source, channel) as (process, status):
             used = Consumption(
                 process.pid,
                 memory_bytes=limits.total_bytes,
@@ -215,7 +213,7 @@ class Sandbox:
 
     @contextmanager
     def _started(
-        self, source: bytes, channel: int | None, folders: Sequence[str]
+        self, source: bytes, channel: int | None
     ) -> Iterator[tuple["subprocess.Popen[bytes]", int | None]]:
         """Yield the process and the file of bubblewrap's status, None without bubblewrap."""
         with contextlib.ExitStack() as held:
@@ -230,10 +228,7 @@ class Sandbox:
                 held.callback(os.close, status)
                 calls = _in_memory(self._filter, held)
                 passed += [program, writes, calls]
-                # These come first: later mounts may lie below them.
-                sized = ("--size", str(self.limits.folder_bytes), "--tmpfs")
-                flags = [word for folder in folders for word in (*sized, folder)]
-                flags += ["--seccomp", str(calls)]
+                flags = ["--seccomp", str(calls)]
                 shown = self._shown_flags(passed, held)
                 inner = self._sandboxed(program, writes, flags, shown)
             environment = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONHASHSEED": "0"}
