@@ -15,9 +15,6 @@ from lightrft.tools.commands import parser_of
 from lightrft.tools.init_model_command import require_empty
 from lightrft.utils.hub import is_hub_reachable
 
-# Ways to normalise scores: division by their deviation; also subtraction of their mean.
-WAYS = ("deviation", "standard")
-
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; see `lightrft export --help`.
@@ -41,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
     from lightrft.tools.export.exported_model import export_model
 
     hide_progress_bars()
-    report = export_model(folder, directory, normalize_score=options.normalize_score)
+    report = export_model(folder, directory)
     print(
         f"wrote {report.num_parameters} {report.dtype} parameters to {report.directory}; read "
         f"back: weights equal, logits of one prompt within {report.max_logit_difference:.2g}"
@@ -53,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
 
 def build_parser() -> Parser:
     """Return the parser of `lightrft export`."""
-    return parser_of("export", {"--normalize_score": WAYS})
+    return parser_of("export")
 
 
 def open_repository(name: str, *, is_public: bool) -> None:

@@ -25,13 +25,11 @@ from lightrft.models.loading import (
     load_config,
     load_processor,
     load_tokenizer,
-    parse_dtype,
     save_pretrained,
 )
 from lightrft.models.reward_model import RewardModel
 from lightrft.reporting.files import CONFIG_FILE, SAMPLES_FILE, JsonLines
 from lightrft.strategy.distributed.collectives import ALONE, nonfinite_names, require_finite
-from lightrft.tools.export.normalised_scores import NormalisingError, normalise_scores
 from lightrft.tools.report.run_data import NotARunError, RunData, read_run
 
 if TYPE_CHECKING:
@@ -67,7 +65,7 @@ class ExportReport:
     max_logit_difference: float
 
 
-def export_model(run: Path, directory: Path, *, normalize_score: str | None = None) -> ExportReport:
+def export_model(run: Path, directory: Path) -> ExportReport:
     """Write the run's final model, read it back, and compare weights and logits.
 
     The directory appears only after the comparison.
@@ -75,11 +73,8 @@ def export_model(run: Path, directory: Path, *, normalize_score: str | None = No
     Args:
         run: Folder of the run.
         directory: Target directory; must not exist, or be empty.
-        normalize_score: Way to normalise a reward model's scores, see `normalise_scores`. None
-            changes no score.
 
     Raises:
-        NormalisingError: Scores cannot be normalised.
         NotARunError: The folder holds no run, or no final model.
         ModelLoadError: The final model cannot be read.
         ExportError: The exported model differs, or equals the model before training.
@@ -105,7 +100,7 @@ def export_model(run: Path, directory: Path, *, normalize_score: str | None = No
             f"{directory} cannot be written ({error.strerror}): choose another directory"
         ) from error
     try:
-        report = _write_and_compare(source_path, partial, _prompt(run), normalize_score)
+        report = _write_and_compare(source_path, partial, _prompt(run))
         if base_model is not None and Path(base_model).is_dir():
             _require_trained(partial, base_model)
         card = model_card(data, base_model=base_model, is_local=is_local, loader=_loader(partial))
@@ -118,20 +113,11 @@ def export_model(run: Path, directory: Path, *, normalize_score: str | None = No
     return replace(report, directory=directory)
 
 
-def _write_and_compare(
-    source_path: Path, target: Path, prompt: str, normalize_score: str | None
-) -> ExportReport:
+def _write_and_compare(source_path: Path, target: Path, prompt: str) -> ExportReport:
     dtype = _dtype_name(source_path)
     tokenizer = load_tokenizer(str(source_path))
     source = load_exported(source_path, dtype).eval()
     require_finite(nonfinite_names(source.named_parameters()), what="weights are", group=ALONE)
-    if normalize_score is not None:
-        if not isinstance(source, RewardModel):
-            raise NormalisingError(
-                "normalize_score is of reward models, and this model gives texts: leave it out"
-            )
-        normalise_scores(source.float(), normalize_score)
-        source.to(parse_dtype(dtype))
     if isinstance(source, RewardModel):
         source.save_pretrained(target)
         tokenizer.save_pretrained(target)
