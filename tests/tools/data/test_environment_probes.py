@@ -7,7 +7,7 @@ import json
 import pytest
 
 from lightrft.cli.main import main
-from lightrft.tools.data.environment_probes import report
+from lightrft.tools.data.data_command import show_empty
 
 CASES = """
 class Sound:
@@ -30,21 +30,6 @@ class Sound:
 class Generous(Sound):
     def get_reward(self):
         return 0.5 + self.is_right
-
-
-class Echoes(Sound):
-    def reset(self, **row):
-        self.is_right = False
-        return " the word is cat"
-
-    def guess(self, text: str) -> str:
-        \"\"\"Guess.
-
-        Args:
-            text: The guess.
-        \"\"\"
-        self.is_right = "cat" in text
-        return "it was cat"
 """
 
 
@@ -53,8 +38,7 @@ class Echoes(Sound):
     "name, warnings",
     [
         ("Sound", []),
-        ("Generous", ["4 of 4 empty turns", "4 of 4 random calls", "4 of 4 repeated answers"]),
-        ("Echoes", ["4 of 4 repeated answers"]),
+        ("Generous", ["warning: 4 of 4 episodes of empty turns are paid"]),
     ],
 )
 def test_what_an_environment_pays_for_without_a_model_is_named(
@@ -69,17 +53,13 @@ def test_what_an_environment_pays_for_without_a_model_is_named(
     out = capsys.readouterr().out
     assert code == 0, out
     found = [line for line in out.splitlines() if line.startswith("warning")]
-    assert found == [f"warning: {text} are paid" for text in warnings]
+    assert found == warnings
 
 
-def test_luck_is_no_doubt_and_failures_are_counted():
-    played = {
-        "empty turns": [0.0, 0.0, None],
-        "random calls": [0.0, 1.0],
-        "repeated answers": [None, None],
-    }
-    assert report(played)[1:] == [
-        "  empty turns: 0.000, 1 failed",
-        "  random calls: 0.500",
-        "  repeated answers: none came to an end, 2 failed",
+def test_failures_are_counted(capsys):
+    show_empty([0.0, 0.0, None])
+    show_empty([None])
+    assert capsys.readouterr().out.splitlines() == [
+        "episodes of empty turns, mean reward by the environment: 0.000, 1 failed",
+        "episodes of empty turns, mean reward by the environment: none came to an end, 1 failed",
     ]

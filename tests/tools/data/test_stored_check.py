@@ -100,25 +100,6 @@ def test_lengths_that_decide_the_pairs_are_a_warning(check):
     assert "warning: 'shorter wins' is right in 100.0% of the pairs" in check("reward", rows)[1]
 
 
-def test_a_rule_names_the_swapped_pairs(check):
-    box = "\\boxed{{{}}}".format
-    rows = [
-        pair("1+1=", box(2), box(3), label="2"),
-        pair("1+2=", box(4), box(3), label="3"),
-        pair("2+2=", box(5), box(6), label="4"),
-    ]
-    flags = ("--reward_fn", "boxed_math")
-    code, out, _ = check("prefer", rows, *flags)
-    assert code == 0
-    assert "pairs of the first 3 that the rule would swap: 1, first: p.jsonl:2\n" in out
-    assert "pairs that are equal to the rule: 1\n" in out
-    assert "pairs that it cannot decide: 0\n" in out
-    labelled = [{"prompt": "1", "completion": "2", "label": True}]
-    code, _, err = check("prefer", labelled, *flags, "--preference_loss", "kto")
-    assert code == 2
-    assert "reward_fn compares the answers of pairs" in err
-
-
 @pytest.mark.full
 def test_ties_labels_and_scores_are_counted(check):
     ranked = [

@@ -13,7 +13,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.reporting.files import write_start
 from lightrft.run.gpus import GPUS, find_gpu, gpu_of
 from lightrft.tools.model_presets import write_tiny_model
-from lightrft.tools.plan.advice import advise, overlaps, remedies
+from lightrft.tools.plan.advice import advise, remedies, splits
 from lightrft.tools.plan.memory import gigabytes, plan_memory, with_budget
 from lightrft.tools.plan.plan_command import COUNTS, count_table
 from lightrft.tools.plan.setup import WITHOUT_REFERENCE, Setup
@@ -255,21 +255,6 @@ def test_the_table_names_its_settings_and_fills_nodes_and_their_memory(capsys):
             assert f"\n| {number} | {memory} |" in table
 
 
-def test_streaming_saves_the_decoding_beyond_the_mean_response():
-    few = setup_of("qwen2.5-7b", 512, "h100-80g", generate_max_len=16_000)
-    # One wave: the second half of its steps has fewer and fewer responses.
-    (line,) = overlaps(few)
-    assert line.startswith("--stream_chunk 8000: saves up to 50% of the decoding steps")
-    # Four waves, of which only the last has a tail: half of a response of 2.5.
-    room = plan_memory(few).room
-    num_rows = round(4 * room.rows) * 512 // 8
-    many = replace(few, config=few.config.replaced({"rollout_batch_size": num_rows}))
-    waves = plan_memory(many).room.num_rows / plan_memory(many).room.rows
-    assert f"up to {0.5 / ((waves - 1) * 0.5 + 1):.0%} of" in overlaps(many)[0]
-    for changes in ({"stream_chunk": 100}, {"rollout_lag": 1}):
-        assert overlaps(replace(few, config=few.config.replaced(changes))) == []
-
-
 def test_ranks_that_only_generate_are_proposed_where_both_sides_fit():
     setup = setup_of(
         "qwen2.5-7b",
@@ -281,13 +266,15 @@ def test_ranks_that_only_generate_are_proposed_where_both_sides_fit():
         gradient_checkpointing=True,
         max_epochs=2,
     )
-    _, line = overlaps(setup)
+    line = splits(setup)
     # Others do not divide the 128 rows of an update among those that train.
-    assert line.startswith("--rollout_lag 1 --rollout_ranks N fits with N = 4: saves most where")
+    assert line == "--rollout_lag 1 --rollout_ranks N fits with N = 4"
     # Both sides share the host, of which 15 GB were enough for the copies of those that train.
     for other in (
         setup_of("qwen2.5-7b", 8, "l4-24g", fsdp=True),
         replace(setup, config=setup.config.replaced({"fsdp": False})),
         replace(setup, node_bytes=20e9),
     ):
-        assert len(overlaps(other)) == 1
+        assert splits(other) == ""
+    for changes in ({"stream_chunk": 100}, {"rollout_lag": 1}):
+        assert splits(replace(setup, config=setup.config.replaced(changes))) == ""

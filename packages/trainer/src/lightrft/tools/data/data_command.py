@@ -6,6 +6,7 @@ import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from statistics import fmean
 from typing import TYPE_CHECKING, cast
 
 import psutil
@@ -38,7 +39,7 @@ from lightrft.datasets.text_ids import prompt_remark
 from lightrft.datasets.types import DataError
 from lightrft.engines.text import Tokenizer
 from lightrft.tools.commands import parser_of
-from lightrft.tools.data.certificate import Certificate, certify
+from lightrft.tools.data.certificate import Certificate, certify, play_empty
 from lightrft.tools.data.probes import FORMS, IN_OTHER_WORDS
 from lightrft.tools.data.row_checks import CheckedRow, RowCheck, check_prompts, repeated
 from lightrft.tools.rewards.fork import Fork
@@ -168,6 +169,16 @@ def show_certificate(result: Certificate | None) -> None:
     for doubt in result.doubts:
         say(f"warning: {doubt}")
     show_lines("reference answers that cannot be right", result.problems, MAX_LINES)
+
+
+def show_empty(results: Sequence[float | None]) -> None:
+    """Print the rewards of episodes of empty turns, and a warning if one is above 0."""
+    rewards = [each for each in results if each is not None]
+    mean = f"{fmean(rewards):.3f}" if rewards else "none came to an end"
+    failed = f", {len(results) - len(rewards)} failed" if len(rewards) < len(results) else ""
+    say(f"episodes of empty turns, mean reward by the environment: {mean}{failed}")
+    if num_paid := sum(each > 0 for each in rewards):
+        say(f"warning: {num_paid} of {len(rewards)} episodes of empty turns are paid")
 
 
 def show_places(what: str, places: Sequence[str]) -> None:
@@ -314,10 +325,7 @@ def _num_reward_problems(usable: Sequence[CheckedRow], config: ScoringOptions) -
     certificate = certify(usable, config) if scores and usable else None
     show_certificate(certificate)
     if config.environment is not None and usable:
-        from lightrft.tools.data.environment_probes import play_probes, report
-
-        for line in report(play_probes(usable, config)):
-            say(line)
+        show_empty(play_empty(usable, config))
     return 0 if certificate is None else len(certificate.problems)
 
 
@@ -431,11 +439,10 @@ def _options_of(stage: str) -> Sequence[str]:
         for name in command_options("sft" if stage == "distill" else stage)
         if name in taken or name not in policy
     ]
-    of_rules = ["label_key", *(name for name in taken if policy[name].group == "reward")]
     # Options that decide the size of a run, beside those of its rows.
     sizes = ["train_batch_size", "max_epochs"]
-    more = {"sft": sizes, "distill": [*sizes, "teacher"], "prefer": of_rules, "reward": of_rules}
-    return [*of_rows, *more[stage]]
+    more = {"sft": sizes, "distill": [*sizes, "teacher"]}
+    return [*of_rows, *more.get(stage, ())]
 
 
 def propose_keys(columns: Mapping[str, object]) -> tuple[str | None, str | None]:

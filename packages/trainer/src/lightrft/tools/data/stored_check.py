@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 
 from lightrft.cli.errors import refuse
-from lightrft.config import ConfigError, PromptOptions, RowRunOptions, ScoringOptions, TrainConfig
+from lightrft.config import ConfigError, RowRunOptions, TrainConfig
 from lightrft.datasets.files import Row
 from lightrft.datasets.preference_rows import (
     SAME_ANSWERS,
@@ -33,7 +32,6 @@ from lightrft.stages.rows.row_inputs import marked_text, read_vocabulary
 from lightrft.stages.rows.row_stage import num_updates
 from lightrft.stages.start_checks import rows_within_context
 from lightrft.stages.teachers import require_same_tokens
-from lightrft.tools.data.certificate import MAX_ROWS, score_answers
 from lightrft.tools.data.data_command import (
     MAX_CHARACTERS,
     NUM_SAMPLES,
@@ -50,7 +48,7 @@ from lightrft.tools.data.data_command import (
     show_too_long,
     verdict,
 )
-from lightrft.tools.data.row_checks import CheckedRow, RowCheck, repeated, walk
+from lightrft.tools.data.row_checks import RowCheck, repeated, walk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,7 +67,6 @@ def check(request: Request) -> int:
         ConfigError: The options do not fit the model or the rows.
         DataError: The source cannot be read at all, or the options do not fit its rows.
         ModelLoadError: The tokenizer cannot be read.
-        RewardError: A reward function cannot be loaded, or fails.
     """
     stage = request.stage
     reading = read_vocabulary(request.config, generates=stage != "reward")
@@ -103,8 +100,6 @@ def check(request: Request) -> int:
     for encoder in encoders if config.train_on_regex is not None else ():
         say(f"rows without a match (a run leaves them out): {encoder.num_unmatched}")
     show_numbers(result, config, is_judged=not encoders)
-    if not encoders and config.reward_fn:
-        show_rule(pairs_of(result), tokenizer, config)
     return verdict(len(result.problems), result.rows, "rows can be trained on")
 
 
@@ -170,14 +165,11 @@ def option_problems(result: RowCheck[Made], config: TrainConfig, stage: str) -> 
     made = result.made
     if not made:
         return []
-    problems = []
-    if config.reward_fn and not pairs_of(result):
-        problems.append("reward_fn compares the answers of pairs, and here are none: leave it out")
     if stage == "prefer":
         preferences = [each for each in made if isinstance(each, PreferencePair | LabelledAnswer)]
-        return problems + data_problems(config, preferences, ())
+        return data_problems(config, preferences, ())
     build_losses(config, plan_scores(config).weights, is_paired=len(made[0].rows) > 1)
-    return problems
+    return []
 
 
 def show_rows(result: RowCheck[Made], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -330,33 +322,3 @@ def show_bias(judgements: Sequence[Judgement]) -> None:
     lengths = np.array([len(row.token_ids) for each in judgements for row in each.rows])
     if len(labels) == len(lengths) > 1 and labels.std() and lengths.std():
         say(f"correlation of labels with lengths: {np.corrcoef(labels, lengths)[0, 1]:.3f}")
-
-
-def show_rule(pairs: Pairs, tokenizer: PreTrainedTokenizerBase, config: ScoringOptions) -> None:
-    """Print the pairs whose rejected answer the reward function prefers."""
-    pairs = pairs[:MAX_ROWS]
-    answers = [(row, answer) for row, each in pairs for answer in each.rows]
-    scores = score_answers(
-        [_scored_row(row, answer, tokenizer, config) for row, answer in answers],
-        [
-            tokenizer.decode(answer.token_ids[answer.is_trained], skip_special_tokens=True)
-            for _, answer in answers
-        ],
-        config,
-    )
-    both = list(zip(pairs, scores[::2], scores[1::2], strict=True))
-    decided = [(row, a, b) for (row, _), a, b in both if a is not None and b is not None]
-    swapped = [row.location for row, better, worse in decided if better < worse]
-    show_places(f"pairs of the first {len(pairs)} that the rule would swap", swapped)
-    say(f"pairs that are equal to the rule: {sum(a == b for _, a, b in decided)}")
-    say(f"pairs that it cannot decide: {len(both) - len(decided)}")
-
-
-def _scored_row(
-    row: Row, answer: SupervisedRow, tokenizer: PreTrainedTokenizerBase, config: PromptOptions
-) -> CheckedRow:
-    """Return the prompt of an answer with the label of its row."""
-    prompt = tokenizer.decode(answer.prompt_ids, skip_special_tokens=True)
-    label = None if config.label_key is None else row.columns.get(config.label_key)
-    text = label if isinstance(label, str) or label is None else json.dumps(label)
-    return CheckedRow(row.location, prompt, (), text, row.columns)

@@ -1,4 +1,4 @@
-"""Settings with which a run fits into its machine, and overlaps that fit."""
+"""Settings with which a run fits into its machine."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -81,31 +81,15 @@ def remedies(setup: Setup) -> list[str]:
     return [f"{flags}: {saved / 1e9:.1f} GB less" for saved, flags in savings[:NUM_REMEDIES]]
 
 
-def overlaps(setup: Setup) -> list[str]:
-    """Return the overlaps of sampling and training that a run may take, with what decides."""
+def splits(setup: Setup) -> str:
+    """Return how many ranks may only generate, in a line; "" if none may."""
     config = setup.config
     if config.rollout_lag or config.stream_chunk or config.has_episodes:
-        return []
-    # With less, the longest responses reach their bound of age and are waited for.
-    chunk = math.ceil(max(setup.mean_tokens, config.max_response_tokens / config.max_staleness))
-    lines = [
-        f"--stream_chunk {chunk}: saves up to {_tail_share(setup):.0%} of the decoding steps, in "
-        "which only responses longer than the mean are left"
-    ]
+        return ""
     numbers = [str(number) for number in range(1, setup.world_size) if _may_split(setup, number)]
-    if numbers:
-        lines.append(
-            f"--rollout_lag 1 --rollout_ranks N fits with N = {', '.join(numbers)}: saves most "
-            "where N ranks sample as long as the others train"
-        )
-    return lines
-
-
-def _tail_share(setup: Setup) -> float:
-    """Return the share of decoding steps after the mean response of the last wave has ended."""
-    longest, mean, room = setup.config.max_response_tokens, setup.mean_tokens, engine_room(setup)
-    waves = 1.0 if room is None else room.num_rows / max(1.0, room.rows)
-    return (longest - mean) / ((waves - 1) * mean + longest)
+    return (
+        f"--rollout_lag 1 --rollout_ranks N fits with N = {', '.join(numbers)}" if numbers else ""
+    )
 
 
 def _may_split(setup: Setup, number: int) -> bool:

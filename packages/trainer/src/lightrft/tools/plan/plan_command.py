@@ -10,7 +10,7 @@ from lightrft.cli.options import Parser, add_options, available_options, parse_o
 from lightrft.config import ConfigError
 from lightrft.run.gpus import GB, GPUS, Gpu, find_gpu
 from lightrft.tools.commands import parser_of
-from lightrft.tools.plan.advice import Advice, advise, overlaps, remedies
+from lightrft.tools.plan.advice import Advice, advise, remedies, splits
 from lightrft.tools.plan.memory import (
     UNTRACED_TOLERANCE,
     MemoryPlan,
@@ -159,7 +159,7 @@ def full_report(plan: MemoryPlan, advice: Advice, gpu: Gpu) -> str:
             f"With {flags or 'these settings'}:",
             *count_table(setup),
             "",
-            *overlaps(setup),
+            *filter(None, [splits(setup)]),
             f"GPU: NVIDIA {gpu.source}.",
         ]
     return "\n".join(lines)
