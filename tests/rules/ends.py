@@ -9,7 +9,7 @@ from tests.rules.stages import Cell, cells
 
 from lightrft.cli.main import main
 from lightrft.config import TrainConfig
-from lightrft.tools.serve.served_model import ServedModel
+from lightrft.tools.serve.chat_model import ServedModel
 from lightrft.trainer import train
 
 TALKING = {65: 0.0, END: 0.0}

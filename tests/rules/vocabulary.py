@@ -10,7 +10,7 @@ from tests.rules.stages import Cell, cells
 from lightrft.cli.main import main
 from lightrft.config import TrainConfig
 from lightrft.engines.types import GenerationRequest, SamplingParams
-from lightrft.tools.serve.served_model import ServedModel
+from lightrft.tools.serve.chat_model import ServedModel
 from lightrft.trainer import train
 
 # Of 700 rows those behind the tokenizer's 261 ids are by far the likeliest.

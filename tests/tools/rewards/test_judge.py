@@ -468,10 +468,10 @@ def test_prices_are_numbers_of_known_names(judge, tmp_path, prices):
 
 
 def test_what_is_missing_is_named(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"needs --judge_model FOLDER, --judge_model policy .*, or --judge_url"
-    ):
+    with pytest.raises(ConfigError, match=r"needs --judge_url .* or --judge_model policy"):
         build_reward(["judge"])
+    with pytest.raises(ConfigError, match="lightrft serve FOLDER gives a model an address"):
+        judging(TrainConfig(judge_model="a/folder"))
     with pytest.raises(ConfigError, match=r"^judge_url: got 'ftp://x', expected http"):
         judging(TrainConfig(judge_url="ftp://x", judge_model="m"))
     template = tmp_path / "t.txt"

@@ -1,22 +1,19 @@
 """The run's own policy as the judge, through the engine that samples."""
 
+import json
+import shutil
 from dataclasses import asdict
-from functools import partial
 
 import pytest
 from tests.ranks import run_multiprocess
 from tests.rewards.asking import numbers_of
 from tests.runs import train
-from tests.tools.rewards import judge_world
-from tests.tools.rewards.judge_world import TEXTS, rewards_of, run_options
+from tests.tools.rewards.judge_world import TEXTS, config_of, judge_of, rewards_of, run_options
 
 from lightrft.config import ConfigError
 from lightrft.engines.factory import build_engine
 from lightrft.engines.types import EngineConfig
 from lightrft.rewards import RewardError
-
-config_of = partial(judge_world.config_of, model="policy")
-judge_of = partial(judge_world.judge_of, model="policy")
 
 
 @pytest.fixture
@@ -27,9 +24,10 @@ def engine(folder):
 
 
 @pytest.mark.full
-def test_one_batch_has_the_answers_of_a_judge_of_the_same_folder(folder, engine):
-    with judge_of(folder, model="scorer") as reward:
-        expected = numbers_of(reward, TEXTS)
+def test_an_answer_follows_from_the_weights_and_its_question_alone(folder, engine):
+    with judge_of(folder) as reward:
+        reward.use_engine(engine)
+        expected = [numbers_of(reward, [text])[0] for text in reversed(TEXTS)][::-1]
     with judge_of(folder) as reward:
         assert (reward.whole_batch, reward.parallel_calls) == (True, 0)
         reward.use_engine(engine)
@@ -82,6 +80,33 @@ def test_what_leaves_no_engine_free_is_refused(folder, options, message):
         config_of(folder, **options)
 
 
+def without_template(folder):
+    shutil.copytree(folder / "scorer", folder / "plain", dirs_exist_ok=True)
+    (folder / "plain" / "chat_template.jinja").unlink(missing_ok=True)
+    file = folder / "plain" / "tokenizer_config.json"
+    values = json.loads(file.read_text())
+    values.pop("chat_template", None)
+    file.write_text(json.dumps(values))
+    return "plain"
+
+
+@pytest.mark.parametrize(
+    "make, options, message",
+    [
+        (None, {"judge_args": {"top_p": 2}}, "judge_args: .*top_p=2"),
+        (None, {"judge_args": {"n": 2}}, "judge_args: n, stream and logprobs"),
+        (None, {"judge_args": {"max_tokens": 0}}, "judge_args: max_tokens must be a whole"),
+        (None, {"judge_args": {"speed": 1}}, "judge_args: speed is not supported"),
+        (without_template, {}, "judge_model policy: its chat template renders no question"),
+    ],
+)
+def test_what_cannot_judge_is_refused_at_the_start(folder, make, options, message):
+    name = "scorer" if make is None else make(folder)
+    with pytest.raises(ConfigError, match=message) as found:
+        judge_of(folder, pretrain=str(folder / name), **options)
+    assert "\n" not in str(found.value)
+
+
 def train_apart(rank, world_size, options):
     """Where some ranks only generate, each side has a group of its own."""
     return asdict(train(options))["last_metrics"]
@@ -92,7 +117,7 @@ def run(folder, world_size, name, **changes):
     output = folder / f"{name}_{world_size}"
     options = {"pretrain": str(folder / "scorer"), "apply_chat_template": True, **changes}
     options = {"train_batch_size": 16, "actor_learning_rate": 1e-5, "save_steps": -1, **options}
-    options = run_options(folder, output, "policy", generate_max_len=10, **options)
+    options = run_options(folder, output, generate_max_len=10, **options)
     ranks = run_multiprocess(train_apart, world_size, timeout_seconds=400, args=(options,))
     return ranks[0], rewards_of(output)
 

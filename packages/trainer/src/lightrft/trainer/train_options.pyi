@@ -486,9 +486,8 @@ class TrainOptions(TypedDict, total=False):
     """OpenAI-compatible server of the reward judge, http://HOST:PORT/v1; the environment
     variable LIGHTRFT_JUDGE_KEY is its key."""
     judge_model: str | None
-    """Name of the judge's model on judge_url; without that the folder of one, which every rank
-    loads on the CPU in a process of its own, or policy: the one that is trained, asked through
-    the engine."""
+    """Name of the judge's model on judge_url; without that, policy: the one that is trained,
+    asked through the engine."""
     judge_template: str | None
     """Text file with the question to the judge: {response} between marks with {mark}, {prompt}
     and {label}; with a rubric {question}; for pairs {first} and {second}, for rankings

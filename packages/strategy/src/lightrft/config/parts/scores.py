@@ -145,9 +145,8 @@ class ScorerOptions(ServiceOptions):
     )
     judge_model: str | None = option(
         None,
-        "Name of the judge's model on judge_url; without that the folder of one, which every rank "
-        "loads on the CPU in a process of its own, or policy: the one that is trained, asked "
-        "through the engine.",
+        "Name of the judge's model on judge_url; without that, policy: the one that is trained, "
+        "asked through the engine.",
         acts_with="--reward_fn judge",
         acts_when=lambda c: "judge" in c.reward_fn,
     )
@@ -192,12 +191,6 @@ class ScorerOptions(ServiceOptions):
     def judges_by_policy(self) -> bool:
         """True if the model that is trained also judges rewards."""
         return self.judge_model == POLICY and self.judge_url is None
-
-    @property
-    def judge_folder(self) -> str | None:
-        """Folder of the reward judge's model if it is a separate one, or None."""
-        is_separate = self.judge_url is None and not self.judges_by_policy
-        return self.judge_model if is_separate else None
 
 
 @part("reward")

@@ -699,9 +699,6 @@ def model_terms(setup: Setup) -> Iterator[MemoryTerm]:
             yield MemoryTerm(f"critic: {term.name}", term.num_bytes, term.is_on_host)
     for name, model in setup.evaluated.items():
         yield MemoryTerm(name, evaluated(setup, model))
-    if setup.judge is not None:
-        # In the process of each rank's judge, on the host.
-        yield MemoryTerm("judge", FLOAT * setup.judge.parameters, is_on_host=setup.has_gpu)
 
 
 def _sleeps(setup: Setup) -> bool:

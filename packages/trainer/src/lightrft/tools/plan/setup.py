@@ -189,12 +189,6 @@ class Setup:
             models[f"reward model {index + 1}"] = Model(read_model_size(path), 0, False)
         return models
 
-    @cached_property
-    def judge(self) -> ModelSize | None:
-        """The judge in a folder, which runs in a process beside each rank."""
-        folder = self.config.judge_folder
-        return read_model_size(folder) if folder and self.rolls_out else None
-
     @property
     def has_server_engine(self) -> bool:
         """Return whether the engine has separate weights and a separate cache on the device."""

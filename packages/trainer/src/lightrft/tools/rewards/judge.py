@@ -1,4 +1,4 @@
-"""Grades and comparisons by a judge model, on an OpenAI-compatible server or in a folder.
+"""Grades and comparisons by a judge, on an OpenAI-compatible server, or by the policy.
 
 A response stands between two marks that hold a hash of it, so it cannot contain them. The judge
 ends its answer with a line of a fixed form. Any other answer is an error, never a score.
@@ -9,15 +9,19 @@ import hashlib
 import json
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from lightrft.config import ScorerOptions, ScoringOptions
+from lightrft.config import ScorerOptions, ScoringOptions, TrainConfig
 from lightrft.config.files import FileError, lines_of, parse_object
 from lightrft.config.options import is_number
 from lightrft.config.printable import one_line
+from lightrft.datasets.chat_ids import TemplateRefusedError
 from lightrft.engines.base import RolloutEngine
 from lightrft.engines.media.media import Media
+from lightrft.models import load_tokenizer
 from lightrft.rewards.types import (
     MEDIA_COLUMNS,
     Columns,
@@ -36,9 +40,9 @@ from lightrft.tools.rewards.http import (
     parse_json,
     shown_address,
 )
-from lightrft.tools.rewards.judge_model import JudgeModel, JudgePolicy
 from lightrft.tools.rewards.judge_questions import JudgedPrompt, Question, load_grading
 from lightrft.tools.rewards.remote import service_address
+from lightrft.tools.serve.chat_model import NO_TURNS, ChatModel, judge_tokens
 
 KEY_VARIABLE = "LIGHTRFT_JUDGE_KEY"
 CACHE_FOLDER = "judge_cache"
@@ -49,11 +53,15 @@ _COUNTS = ("questions", "cached", "requests", "seconds", *_PRICES.values())
 
 
 class _ServedJudge:
-    """A judge behind an address; see `JudgeModel`.
+    """A judge behind an address, which takes requests of OpenAI's protocol.
 
     Args:
         url: Address of the server, up to `/v1`.
         config: Options; `reward_timeout_seconds` is the deadline of a call.
+
+    Attributes:
+        shown: Name for errors.
+        identity: Bytes that change with the judge.
     """
 
     keeps_weights = True
@@ -76,7 +84,12 @@ class _ServedJudge:
     def answers(
         self, bodies: Sequence[bytes], *, seconds: list[float]
     ) -> Sequence[bytes | RequestError]:
-        """Return the body or error of each answer; one deadline for all."""
+        """Return the body or error of each answer; one deadline for all.
+
+        Args:
+            bodies: Bodies of the requests.
+            seconds: List that receives the time of each answer.
+        """
         requests = [ClientRequest(self._url, body, headers=self._headers) for body in bodies]
         return self._client.fetch_all(requests, seconds=seconds)
 
@@ -85,12 +98,81 @@ class _ServedJudge:
         self._client.close()
 
 
+class JudgePolicy:
+    """The policy as judge: requests of OpenAI's protocol to the run's engine and current weights.
+
+    Calls come between batches, when the engine samples nothing else, and send all their questions
+    at once. The ledger does not count these samples: they are not trained on.
+
+    Args:
+        fields: Fields of every request, beside its messages.
+        config: Options; `pretrain` names the tokenizer.
+
+    Attributes:
+        shown: Name for errors.
+        identity: Name of the weights that answer.
+
+    Raises:
+        ConfigError: There is no chat template, or a field is refused.
+    """
+
+    keeps_weights = False
+
+    def __init__(self, fields: Mapping[str, object], config: ScoringOptions) -> None:
+        bound = judge_tokens(fields)
+        tokenizer = load_tokenizer(str(config.pretrain), config)
+        try:
+            chat = ChatModel(tokenizer, TrainConfig(generate_max_len=bound))
+        except TemplateRefusedError as err:
+            raise ConfigError(f"judge_model policy: {NO_TURNS} ({str(err)[:200]})") from err
+        self._chat, self._rules = chat, chat.rules
+        self._engine: RolloutEngine | None = None
+        self._answers: dict[bytes, bytes | RequestError] = {}
+        self._version = -1
+        self.shown, self.identity = "policy", b"policy"
+
+    def use_engine(self, engine: RolloutEngine) -> None:
+        """Answer with this engine from now on."""
+        self._engine = engine
+        limit = engine.max_model_len or self._rules.max_tokens
+        self._chat.rules = replace(self._rules, max_tokens=limit)
+
+    def answers(
+        self, bodies: Sequence[bytes], *, seconds: list[float]
+    ) -> Sequence[bytes | RequestError]:
+        """Return the body or error of each answer.
+
+        Raises:
+            RewardError: There is no engine.
+        """
+        if self._engine is None:
+            raise RewardError(
+                "judge_model policy: only a run with an engine has a policy to ask: give "
+                "--judge_url here"
+            )
+        if self._version != self._engine.weights_version:
+            self._answers, self._version = {}, self._engine.weights_version
+        asked = [body for body in dict.fromkeys(bodies) if body not in self._answers]
+        if asked:
+            began = time.perf_counter()
+            answers = self._chat.answers(asked, self.shown, self._engine.generate)
+            num_sampled = sum(isinstance(each, bytes) for each in answers)
+            taken = time.perf_counter() - began
+            seconds += [taken / num_sampled] * num_sampled if num_sampled else []
+            for body, each in zip(asked, answers, strict=True):
+                self._answers[body] = each if isinstance(each, bytes) else RequestError(str(each))
+        return [self._answers[body] for body in bodies]
+
+    def close(self) -> None:
+        """Forget the engine, which belongs to the run."""
+        self._engine = None
+
+
 class JudgeReward:
     """Grades of the judge divided by 10, or how a response compares with others to its prompt.
 
     Earlier answers come from a cache in the run's folder. Its key is a hash of the request and of
-    the server's address or the model's weights and tokenizer. A changed question or model in a
-    folder therefore never gets an old answer.
+    the judge's address, so a changed question never gets an old answer.
 
     Args:
         config: Options `judge_*`, `reward_timeout_seconds` as the deadline of one call, and
@@ -98,17 +180,18 @@ class JudgeReward:
         name: Name of the reward and of its component.
 
     Raises:
-        ConfigError: No model, one that cannot be loaded, or a template that cannot be used.
+        ConfigError: No judge, or a template that cannot be used.
     """
 
     needs_labels = False
 
     def __init__(self, config: ScoringOptions, name: str = "judge") -> None:
         self.name = name
-        if config.judge_model is None:
+        if config.judge_model is None or not (config.judge_url or config.judges_by_policy):
             raise ConfigError(
-                "the reward judge needs --judge_model FOLDER, --judge_model policy for the one "
-                "that is trained, or --judge_url http://HOST:PORT/v1 and --judge_model NAME"
+                "the reward judge needs --judge_url http://HOST:PORT/v1 and --judge_model NAME "
+                "(lightrft serve FOLDER gives a model an address), or --judge_model policy for the "
+                "one that is trained"
             )
         # The engine answers all questions of a rank at once; other judges get CONCURRENCY requests.
         self.whole_batch = config.judges_by_policy
@@ -127,15 +210,12 @@ class JudgeReward:
             "n": 1,
             **(config.judge_args or {}),
         }
-        self.server = self._open(config)
-        self._cache = AnswerCache(Path(config.output_dir) / CACHE_FOLDER)
-
-    def _open(self, config: ScoringOptions) -> _ServedJudge | JudgeModel | JudgePolicy:
+        self.server: _ServedJudge | JudgePolicy
         if config.judge_url is not None:
-            return _ServedJudge(config.judge_url, config)
-        if config.judges_by_policy:
-            return JudgePolicy(self._fields, config)
-        return JudgeModel(str(config.judge_model), self._fields, config)
+            self.server = _ServedJudge(config.judge_url, config)
+        else:
+            self.server = JudgePolicy(self._fields, config)
+        self._cache = AnswerCache(Path(config.output_dir) / CACHE_FOLDER)
 
     def use_engine(self, engine: RolloutEngine) -> None:
         """Answer with this engine if the policy is the judge."""

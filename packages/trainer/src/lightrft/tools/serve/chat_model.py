@@ -1,24 +1,28 @@
-"""Conversion of OpenAI's requests to requests of an engine, and of its samples to answers."""
+"""A model that answers OpenAI's requests: their conversion for an engine, and of its samples."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightrft.config import RolloutOptions
+from lightrft.config import ConfigError, RolloutOptions, TrainConfig
 from lightrft.datasets.chat_ids import ChatIds
-from lightrft.datasets.media import Modality
+from lightrft.datasets.media import Modality, TextModality
 from lightrft.datasets.suffix import TurnSuffix
-from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
+from lightrft.engines.factory import build_engine
+from lightrft.engines.types import Completion, EngineConfig, GenerationRequest, SamplingParams
+from lightrft.models import load_tokenizer
+from lightrft.models.statements import read_statements
 from lightrft.rollout.agents.conversations import AgentEpisode, CalledTurn, Conversations
 from lightrft.rollout.agents.http_server import HttpError
 from lightrft.rollout.agents.messages import read_chat, read_json
 from lightrft.rollout.agents.replies import reply
 from lightrft.rollout.agents.rounds import AnswerRules, ClientSampling
 from lightrft.rollout.sampler import training_params
-from lightrft.strategy.config import ConfigError
+from lightrft.stages.start_checks import load_modality
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -125,3 +129,32 @@ def judge_tokens(fields: Mapping[str, object]) -> int:
     if options.num_choices > 1 or options.is_streamed or options.wants_logprobs:
         raise ConfigError("judge_args: n, stream and logprobs: one answer is read, as a whole")
     return options.max_tokens or SamplingParams().max_tokens
+
+
+class ServedModel:
+    """A model, its engine, and its chat interface.
+
+    Args:
+        path: Folder of the model.
+        config: Defaults of sampling, and the format of calls.
+
+    Raises:
+        ModelLoadError: The model cannot be read.
+        TemplateRefusedError: It has no chat template that shows turns.
+    """
+
+    def __init__(self, path: Path, config: TrainConfig) -> None:
+        tokenizer = load_tokenizer(str(path), config)
+        statements = read_statements(str(path), config, tokenizer=tokenizer)
+        self.statements = statements.require_consistent()
+        self.engine = build_engine(EngineConfig("hf", str(path), vocabulary=statements.vocabulary))
+        modality: Modality = load_modality(replace(config, pretrain=str(path)), tokenizer)
+        try:
+            modality.check_turns()
+        except ConfigError:  # serve text alone: no later turn could continue from images
+            modality = TextModality(tokenizer)
+        self.chat = ChatModel(tokenizer, config, self.engine.max_model_len, modality)
+
+    def sample(self, how: SamplingParams, asked: list[GenerationRequest]) -> list[Completion]:
+        """Sample completions for `answer_round`."""
+        return self.engine.generate(asked, how)

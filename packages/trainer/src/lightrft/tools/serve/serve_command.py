@@ -22,7 +22,7 @@ from lightrft.tools.commands import parser_of
 if TYPE_CHECKING:
     from lightrft.rollout.agents.conversations import AgentEpisode
     from lightrft.rollout.agents.endpoint import Endpoint, WaitingCall
-    from lightrft.tools.serve.served_model import ServedModel
+    from lightrft.tools.serve.chat_model import ServedModel
 
 DEFAULT_PORT = 8000
 # Calls that arrive within this time are answered in one batch.
@@ -96,7 +96,7 @@ class Service:
     def __init__(self, path: Path, config: TrainConfig, *, port: int, key: str | None) -> None:
         from lightrft.rollout.agents.endpoint import Endpoint
         from lightrft.rollout.agents.http_server import MEDIA_LIMITS
-        from lightrft.tools.serve.served_model import ServedModel
+        from lightrft.tools.serve.chat_model import ServedModel
 
         self.model: ServedModel = ServedModel(path, config)
         self.model.statements.say(print)
