@@ -9,17 +9,19 @@ from tests.strategy.backend_world import make, prepared
 from transformers import AutoModelForCausalLM
 
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.engines.nf4 import NF4Linear, quantized_layers
 from lightrft.models.loading import load_causal_lm
 from lightrft.models.lora import LoraActor
 from lightrft.stages.preference.stored_reference import hash_of_start
 from lightrft.strategy.checkpoints.errors import CheckpointError
-from lightrft.strategy.nf4 import NF4Linear, quantized_layers
+from lightrft.strategy.checkpoints.shard_files import full_value
 from lightrft.strategy.weight_sync.verification import WeightSyncError
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="needs bitsandbytes")
 peft = pytest.importorskip("peft", reason="package peft is not installed")
 
 RANK, ALPHA = 3, 12.0
+PARTS = ("codes", "scales", "ranges")
 OPTIONS = {"lora_rank": RANK, "lora_alpha": ALPHA, "quantize": "nf4", "fsdp": True}
 IDS = torch.arange(24).view(2, 12) * 5 % 97
 
@@ -43,7 +45,7 @@ def reference_of(path, dtype):
 def with_adapters(model, actor):
     config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
     made = peft.get_peft_model(model, config)
-    factors = {n: p for n, p in actor.named_parameters() if ".lora_" in n}
+    factors = {n: full_value(p) for n, p in actor.named_parameters() if ".lora_" in n}
     for name, value in made.named_parameters():
         if ".lora_" in name:
             value.data = factors[
@@ -189,6 +191,143 @@ def computes(layer):
     layer.dense = other
 
 
+def parts(model):
+    """Tensors of the layers of 4 bits by the engine's names."""
+    layers = quantized_layers(model).items()
+    return {
+        f"{name}.{part}".replace(".base_layer", ""): getattr(layer, part).data
+        for name, layer in layers
+        for part in PARTS
+    }
+
+
+def engine_beside(strategy, ready):
+    strategy.setup_inference_engine(None, "hf", actor=ready)
+    return strategy.inference_engine, strategy.unwrap_model(ready).model
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_trainer_and_engine_of_one_process_hold_one_base(checkpoint, bf16):
+    options = settings(checkpoint, 1, lora_sync="adapter", bf16=bf16)
+    with make("fsdp2" if bf16 else "fake", **options) as strategy:
+        ready, _ = trained(strategy, checkpoint, 0, bf16=bf16)
+        engine, model = engine_beside(strategy, ready)
+        ours, held = parts(model), parts(engine.native)
+        assert len(held) == 42
+        for name, value in ours.items():
+            local = getattr(value, "to_local", lambda value=value: value)()
+            assert held[name].data_ptr() == local.data_ptr()
+        engine_tensors = dict(engine.native.named_parameters())
+        assert not any(name.endswith("_proj.weight") for name in engine_tensors)
+        factors = sum(p.nbytes for n, p in engine_tensors.items() if ".lora_" in n)
+        report = strategy.last_weight_sync
+        assert report.num_bytes == factors
+        whole = sum(p.nbytes for p in {**engine_tensors, **held}.values())
+        assert report.num_verified_bytes == report.num_aliased_bytes + factors == whole
+        actor = strategy.unwrap_model(ready)
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        exact = with_adapters(reference_of(checkpoint, dtype), actor)
+        expected = exact(IDS).logits[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0]
+        scores = torch.tensor([engine.score(row.tolist())[1:] for row in IDS]).double()
+        assert (scores - expected).abs().max() < (0.05 if bf16 else 2e-5)
+        engine.sleep(level=2)
+        assert all(held[name].numel() for name in held)
+        assert not any(p.numel() for n, p in engine_tensors.items() if ".lora_" in n)
+        engine.wake_up()
+        strategy.update_engine_weights(ready)
+        assert strategy.last_weight_sync.num_bytes == factors
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_write_into_the_shared_base_ends_the_run(checkpoint, part):
+    with make("fake", **settings(checkpoint, 1, lora_sync="adapter")) as strategy:
+        ready, _ = trained(strategy, checkpoint, 0)
+        engine, _ = engine_beside(strategy, ready)
+        name = f"model.layers.1.mlp.down_proj.{part}"
+        values = parts(engine.native)[name].view(-1)  # also the trainer's
+        values[3] ^= 1
+        for _ in range(2):
+            with pytest.raises(WeightSyncError, match=rf"hash.*1 frozen .*changed since .*{name}"):
+                strategy.update_engine_weights(ready)
+        values[3] ^= 1
+        strategy.update_engine_weights(ready)
+        # A copy of the storage is not taken for the storage itself.
+        layer = quantized_layers(engine.native)["model.layers.1.mlp.down_proj"]
+        getattr(layer, part).data = getattr(layer, part).data.clone()
+        getattr(layer, part).data.view(-1)[3] ^= 1
+        engine.alias_weights = lambda tensors: True
+        with pytest.raises(WeightSyncError, match=rf"hash.*1 of .*differ.*{name}"):
+            strategy.update_engine_weights(ready)
+
+
+def test_an_engine_that_computes_with_another_block_ends_the_run(checkpoint):
+    with make("fake", **settings(checkpoint, 1, lora_sync="adapter")) as strategy:
+        ready, _ = trained(strategy, checkpoint, 0)
+        engine, _ = engine_beside(strategy, ready)
+        layer = quantized_layers(engine.native)["model.layers.0.mlp.up_proj"]
+        actor = strategy.unwrap_model(ready)
+        for plant in (lambda: computes(layer), lambda: setattr(actor, "scale", 2 * actor.scale)):
+            plant()
+            with pytest.raises(WeightSyncError, match="canary"):
+                strategy.update_engine_weights(ready)
+            vars(layer).pop("dense", None)
+        actor.scale = ALPHA / RANK
+        strategy.update_engine_weights(ready)
+
+
+def beside_engines(rank, world_size, path):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
+    with make("fsdp2", **settings(path, world_size, lora_sync="adapter")) as strategy:
+        actor = actor_of(path)
+        draw_second_factors(actor)
+        ready = prepared(strategy, actor)
+        engine, model = engine_beside(strategy, ready)
+        first = strategy.last_weight_sync
+        result = [first.engine_hash, first.num_bytes, engine.score(IDS[0].tolist())]
+        held = parts(engine.native)
+        layer = quantized_layers(model)["model.layers.0.mlp.up_proj.base_layer"]
+        codes = layer.codes.to_local()
+        for values, message in (
+            (held["model.layers.0.mlp.up_proj.codes"], r"hash.*rank 1|hash.*up_proj\.codes"),
+            (codes, r"frozen .* changed .*up_proj\.codes"),
+            (layer.ranges, r"hold other weights than rank 0"),
+        ):
+            values.view(-1)[0] ^= rank
+            with pytest.raises(WeightSyncError, match=message):
+                strategy.update_engine_weights(ready)
+            values.view(-1)[0] ^= rank
+            strategy.update_engine_weights(ready)
+        step(strategy, ready)
+        strategy.update_engine_weights(ready)
+        last = strategy.last_weight_sync
+        return [
+            *result,
+            last.num_bytes,
+            last.num_verified_bytes,
+            sum(map(torch.numel, held.values())),
+        ]
+
+
+@pytest.mark.full
+def test_packed_bytes_reach_the_engines_of_two_ranks(checkpoint):
+    first, second = run_multiprocess(beside_engines, 2, timeout_seconds=300, args=(checkpoint,))
+    assert first == second
+    engine_hash, sent, scores, sent_later, verified, packed_bytes = first
+    with make("fake", **settings(checkpoint, 1, lora_sync="adapter")) as strategy:
+        actor = actor_of(checkpoint)
+        draw_second_factors(actor)
+        ready = prepared(strategy, actor)
+        engine, _ = engine_beside(strategy, ready)
+        assert strategy.last_weight_sync.engine_hash == engine_hash
+        assert engine.score(IDS[0].tolist()) == pytest.approx(scores, abs=1e-5)
+        tensors = dict(engine.native.named_parameters())
+        factors = sum(p.nbytes for n, p in tensors.items() if ".lora_" in n)
+        floats = sum(p.nbytes for p in tensors.values() if p.is_floating_point())
+    assert sent == verified == packed_bytes + floats
+    assert sent_later == factors
+
+
 def on_two_ranks(rank, world_size, path, folder):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
@@ -251,7 +390,11 @@ def test_two_ranks_equal_one_process(checkpoint, tmp_path):
         ({"fsdp": False}, "quantize: DeepSpeed moves weights as floats"),
         ({"enable_ema": True}, "quantize excludes enable_ema: codes of 4 bits have no average"),
         ({"audit_every": 1}, "quantize excludes audit_every: an audit computes with the weights"),
-        ({"lora_sync": "adapter"}, "lora_sync adapter excludes quantize: an engine with adapters"),
+        (
+            {"lora_sync": "adapter", "engine_type": "vllm"},
+            "lora_sync adapter: the vllm engine takes no layers of 4 bits (quantize) below "
+            "adapters: give engine_type hf, or lora_sync merged",
+        ),
         ({"compile_backend": "eager"}, "quantize excludes compile_backend"),
         ({"fsdp_cpu_offload": True}, "quantize excludes fsdp_cpu_offload"),
     ],

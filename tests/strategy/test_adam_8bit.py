@@ -6,8 +6,8 @@ from tests.ranks import run_multiprocess
 from tests.strategy.backend_world import make, prepared
 from torch import nn
 
+from lightrft.engines.nf4 import table_8bit
 from lightrft.strategy.adam_8bit import BLOCK_SIZE, MIN_8BIT_SIZE, Adam8bit
-from lightrft.strategy.nf4 import table_8bit
 from lightrft.strategy.optimizers import AdamSettings
 
 pytest.importorskip("bitsandbytes", reason="8-bit Adam needs bitsandbytes")

@@ -320,9 +320,7 @@ def test_an_actor_without_adapters_is_refused(monkeypatch):
         for actor, got in ((None, "no actor"), (tiny_model(), "Qwen3ForCausalLM")):
             with pytest.raises(ValueError, match=f"got {got}.*lora_sync merged"):
                 strategy.setup_inference_engine(None, "hf", actor=actor)
-        monkeypatch.setattr(
-            "lightrft.strategy.engine.session.engine_facts", lambda _: EngineFacts()
-        )
+        monkeypatch.setattr("lightrft.config.parts.machine.engine_facts", lambda _: EngineFacts())
         with pytest.raises(ValueError, match="the hf engine holds no adapters"):
             strategy.setup_inference_engine(None, "hf", actor=lora_actor())
 

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.nn.functional import linear, pad
 
-from lightrft.strategy.nf4 import BLOCK, BLOCKS_PER_RANGE, NF4Linear, quantize_layers
+from lightrft.engines.nf4 import BLOCK, BLOCKS_PER_RANGE, NF4Linear
+from lightrft.strategy.nf4 import fill, quantize_layers
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="needs bitsandbytes")
 # Quantiles of the normal distribution, table of appendix E of the paper.
@@ -23,7 +24,9 @@ def layer_of(shape, dtype=torch.float32, seed=0, bias=True):
     generator = torch.Generator().manual_seed(seed)
     layer = nn.Linear(shape[1], shape[0], bias=bias)
     layer.weight.data = torch.randn(shape, generator=generator) * 0.02
-    return layer, NF4Linear(layer.requires_grad_(False), dtype)
+    made = NF4Linear(layer.requires_grad_(False), dtype)
+    fill(made, layer.weight)
+    return layer, made
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -33,7 +36,7 @@ def test_bytes_and_weights_are_those_of_bitsandbytes(shape, dtype):
     codes, state = functional.quantize_4bit(
         layer.weight.to(dtype), blocksize=64, compress_statistics=True, quant_type="nf4"
     )
-    made.quantize(layer.weight.to(dtype))
+    fill(made, layer.weight.to(dtype))
     num_pairs = layer.weight.numel() // 2
     assert torch.equal(made.codes.flatten()[:num_pairs], codes.flatten()[:num_pairs])
     assert torch.equal(made.scales, state.absmax)
@@ -114,7 +117,7 @@ def test_layers_that_share_a_weight_or_compute_otherwise_stay_as_they_are():
 
 
 def test_a_weight_that_is_not_finite_is_refused():
-    layer, _ = layer_of((64, 64))
+    layer, made = layer_of((64, 64))
     layer.weight.data[3, 4] = float("inf")
     with pytest.raises(ValueError, match="infinite or NaN"):
-        NF4Linear(layer, torch.float32)
+        fill(made, layer.weight)

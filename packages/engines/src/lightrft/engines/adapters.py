@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from lightrft.engines.nf4 import NF4Linear
 from lightrft.engines.types import AdapterShape, EngineParameter
 
 FIRST, SECOND = ".lora_A.weight", ".lora_B.weight"
@@ -32,18 +33,20 @@ def add_adapters(model: nn.Module, adapters: AdapterShape) -> set[str]:
     names = set()
     for name in adapters.layers:
         layer = model.get_submodule(name)
-        if not isinstance(layer, nn.Linear):
+        if not isinstance(layer, nn.Linear | NF4Linear):
             raise TypeError(
                 f"adapters need linear layers: {name} of {type(model).__name__} is a "
                 f"{type(layer).__name__}; merge them: lora_sync merged"
             )
+        dtype = layer.dtype if isinstance(layer, NF4Linear) else layer.weight.dtype
+        device = next(layer.parameters()).device
         for factor, (inner, outer) in {
             FIRST: (layer.in_features, adapters.rank),
             SECOND: (adapters.rank, layer.out_features),
         }.items():
             # On meta, so that it draws nothing from the global generator.
-            made = nn.Linear(inner, outer, bias=False, device="meta", dtype=layer.weight.dtype)
-            made = made.to_empty(device=layer.weight.device).requires_grad_(False)
+            made = nn.Linear(inner, outer, bias=False, device="meta", dtype=dtype)
+            made = made.to_empty(device=device).requires_grad_(False)
             layer.add_module(factor.split(".")[1], made)
             names.add(name + factor)
         layer.register_forward_hook(add_adapter)

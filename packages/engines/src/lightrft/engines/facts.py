@@ -14,6 +14,7 @@ class EngineFacts:
         builder: "module:name" of the function that starts it.
         package: Package that it needs, if any.
         holds_adapters: Whether it holds LoRA adapters beside its weights.
+        takes_packed: Whether it takes the codes of a frozen base of 4 bits below these adapters.
         draws_min_p: Whether it can draw by a seed from the tokens that min_p keeps.
         spans_ranks: Whether the ranks of a group share one engine (tensor parallelism).
         has_own_memory: Whether its weights and cache lie on the device beside the trainer's model.
@@ -25,6 +26,7 @@ class EngineFacts:
     builder: str = ""
     package: str = ""
     holds_adapters: bool = False
+    takes_packed: bool = False
     draws_min_p: bool = True
     spans_ranks: bool = False
     has_own_memory: bool = True

@@ -291,10 +291,12 @@ class AdapterShape:
     Args:
         rank: Rows of A [rank, in] and columns of B [out, rank].
         layers: Checkpoint names of the linear layers with adapters.
+        packed: Checkpoint names of the linear layers whose frozen weights have 4 bits.
     """
 
     rank: int
     layers: tuple[str, ...]
+    packed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightrft.strategy.nf4 import bitsandbytes, table_8bit
+from lightrft.engines.nf4 import bitsandbytes, table_8bit
 from lightrft.strategy.optimizers import SCALE, AdamSettings, ParameterGroup, adam_step
 
 BLOCK_SIZE = 256

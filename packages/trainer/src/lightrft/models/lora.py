@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from lightrft.config import BuildOptions, ConfigError
 from lightrft.engines.libraries import check_library
+from lightrft.engines.nf4 import RANGES, quantized_layers
 from lightrft.engines.types import AdapterShape
 from lightrft.models.actor import Actor
 from lightrft.models.adapter_files import (
@@ -42,13 +43,7 @@ from lightrft.strategy.checkpoints.gathered_model import (
 )
 from lightrft.strategy.distributed.collectives import transfer_device
 from lightrft.strategy.meta_init import on_host, parameters_on_meta
-from lightrft.strategy.nf4 import (
-    RANGES,
-    dequantized,
-    dequantized_source,
-    quantize_layers,
-    quantized_layers,
-)
+from lightrft.strategy.nf4 import dequantized, dequantized_source, quantize_layers
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
     SourceParameter,
@@ -141,8 +136,7 @@ class LoraModel(SequenceModel):
             return replace(entry, frozen=False, is_aliasable=False)
 
         changed = [entry for entry in stored if BASE in entry.checkpoint_name]
-        for name, layer in quantized_layers(self.pretrained).items():
-            changed.append(whole_parameter(f"{name}.{RANGES}", layer.ranges))
+        changed += self._ranges()
         return replace(
             base,
             entries=tuple(map(merged, base.entries)),
@@ -152,13 +146,20 @@ class LoraModel(SequenceModel):
 
     def adapter_source(self, source: ParameterSource) -> ParameterSource:
         """Return the source of base and adapters; the base is training's, s B is a copy."""
-        return replace(source, entries=tuple(_apart(entry, self.scale) for entry in source.entries))
+        entries = (*source.entries, *self._ranges())
+        return replace(source, entries=tuple(_apart(entry, self.scale) for entry in entries))
+
+    def _ranges(self) -> Iterator[SourceParameter]:
+        """Yield the ranges of layers of 4 bits, which are no parameters: every rank has them."""
+        for name, layer in quantized_layers(self.pretrained).items():
+            yield whole_parameter(f"{name}.{RANGES}", layer.ranges)
 
     def adapter_shape(self) -> AdapterShape:
-        """Return the rank and the layers of the adapters."""
+        """Return the rank and the layers of the adapters, and the layers of 4 bits."""
         names = (name for name, _ in self.pretrained.named_parameters() if name.endswith(FIRST))
         layers = tuple(name.removesuffix(FIRST) for name in names)
-        return AdapterShape(self.rank, layers)
+        packed = (name.replace(BASE, "") for name in quantized_layers(self.pretrained))
+        return AdapterShape(self.rank, layers, tuple(packed))
 
     def merged_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a state with the adapters merged into the base weights."""

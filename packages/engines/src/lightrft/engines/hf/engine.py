@@ -32,6 +32,7 @@ from lightrft.engines.hf.tower import use_fast_tower
 from lightrft.engines.hf.trial import can_pad
 from lightrft.engines.media.families import language_model_class
 from lightrft.engines.media.media import EncodedPrompt
+from lightrft.engines.nf4 import pack_layers, stored_tensors
 from lightrft.engines.rows import RawCompletion, RequestedSample
 from lightrft.engines.sampling import row_keys
 from lightrft.engines.text import StopStringMatcher
@@ -69,9 +70,8 @@ class HFEngine(RolloutEngine):
         self._model, unwritten = build_model(config, module)
         if config.adapters is not None:
             unwritten |= add_adapters(self._model, config.adapters)
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        self.weights = ParameterStore(parameters, self.name)
-        self.weights.unwritten.update(unwritten)
+        self.weights = ParameterStore(stored_tensors(self._model), self.name)
+        self.weights.unwritten.update(unwritten & self.weights.owners)
         if config.tensor_parallel_size > 1:
             _logger.info(
                 "the hf engine generates on each rank by itself; tensor_parallel_size=%d only "
@@ -237,10 +237,10 @@ def build_model(config: EngineConfig, module: nn.Module | None) -> tuple[PreTrai
     device = _device(config, module)
     # The model is built on the host: with the default, fork_rng would open every GPU.
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        if module is None:
-            model, unwritten = _load(config.model_path, dtype), set[str]()
-        else:
-            model = _rebuild(module, dtype)
+        model = _load(config.model_path, dtype) if module is None else _rebuild(module, dtype)
+        packed = () if config.adapters is None else config.adapters.packed
+        unwritten = pack_layers(model, packed, dtype)
+        if module is not None:
             unwritten = _copy_weights(module, model)
     use_attention(model, None if attention is None else str(attention))
     use_fast_tower(model)
@@ -321,9 +321,9 @@ def architecture_of(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 def _copy_weights(source: nn.Module, target: nn.Module) -> set[str]:
     """Copy what the source holds in full; return the names of the other parameters."""
-    sources = dict(source.named_parameters(remove_duplicate=False))
+    sources = stored_tensors(source)
     unwritten: set[str] = set()
-    for name, parameter in target.named_parameters():
+    for name, parameter in stored_tensors(target).items():
         tensor = sources.get(name)
         if tensor is not None and is_full_tensor(tensor, parameter.shape):
             parameter.copy_(tensor)

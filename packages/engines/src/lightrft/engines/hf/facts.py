@@ -3,5 +3,8 @@
 from lightrft.engines.facts import EngineFacts
 
 FACTS = EngineFacts(
-    "lightrft.engines.hf.engine:HFEngine", holds_adapters=True, has_own_memory=False
+    "lightrft.engines.hf.engine:HFEngine",
+    holds_adapters=True,
+    takes_packed=True,
+    has_own_memory=False,
 )

@@ -142,12 +142,23 @@ class EngineChoiceOptions:
     )
 
 
-def without_adapters(engine: str) -> str:
-    """Return the refusal of adapters that would travel alone to this engine."""
-    able = " or ".join(sorted(each for each in ENGINES if engine_facts(each).holds_adapters))
+def refused_adapters(engine: str, *, are_packed: bool) -> str:
+    """Return why adapters cannot travel alone to this engine; "" if they can.
+
+    Args:
+        engine: Name of the engine.
+        are_packed: Whether the layers below the adapters have 4 bits.
+    """
+    able = {name: engine_facts(name) for name in ENGINES if engine_facts(name).holds_adapters}
+    reason = "holds no adapters beside its weights"
+    if are_packed:
+        able = {name: facts for name, facts in able.items() if facts.takes_packed}
+        reason = "takes no layers of 4 bits (quantize) below adapters"
+    if engine in able:
+        return ""
     return (
-        f"lora_sync adapter: the {engine} engine holds no adapters beside its weights: give "
-        f"engine_type {able}, or lora_sync {MERGED}"
+        f"lora_sync adapter: the {engine} engine {reason}: give engine_type "
+        f"{' or '.join(sorted(able))}, or lora_sync {MERGED}"
     )
 
 
@@ -199,8 +210,7 @@ class EngineOptions(EngineChoiceOptions):
     rules = checks(
         lambda c: (
             c.lora_sync != MERGED
-            and not engine_facts(c.engine_type).holds_adapters
-            and without_adapters(c.engine_type)
+            and refused_adapters(c.engine_type, are_packed=c.quantize is not None)
         ),
         lambda c: (
             c.lora_sync != MERGED
@@ -213,13 +223,7 @@ class EngineOptions(EngineChoiceOptions):
         lambda c: (
             c.lora_sync != MERGED and c.lora_rank == 0 and "lora_sync adapter needs lora_rank"
         ),
-        *excludes(
-            "lora_sync adapter",
-            {
-                "rollout_ranks": "their engines know no adapters",
-                "quantize": "an engine with adapters keeps the weights of its files",
-            },
-        ),
+        *excludes("lora_sync adapter", {"rollout_ranks": "their engines know no adapters"}),
         lambda c: (
             c.max_len is not None
             and c.max_len < c.prompt_max_len + c.generate_max_len

@@ -9,6 +9,7 @@ from pickle import UnpicklingError
 
 from safetensors import SafetensorError
 
+from lightrft.engines.nf4 import quantized_layers
 from lightrft.kernels.names import first_line
 from lightrft.strategy.backend import AnyModel, PreparedModel, WantedState, inner_module
 from lightrft.strategy.checkpoints.client_state import load_scheduler, save_scheduler
@@ -31,7 +32,6 @@ from lightrft.strategy.distributed.deadlines import phase
 from lightrft.strategy.distributed.process_end import NonFiniteError
 from lightrft.strategy.distributed.process_groups import separate_group
 from lightrft.strategy.model_training import ModelTraining
-from lightrft.strategy.nf4 import quantized_layers
 from lightrft.strategy.weight_sync.parameter_source import base_source, gathered_dtype
 
 OTHER_BASE = (

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightrft.engines.nf4 import quantized_layers
 from lightrft.strategy.checkpoints.client_state import load_state, save_state
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter
@@ -18,7 +19,7 @@ from lightrft.strategy.checkpoints.shard_files import (
     own_shards,
     write_shards,
 )
-from lightrft.strategy.nf4 import names_in_files, quantized_layers
+from lightrft.strategy.nf4 import fill, names_in_files
 from lightrft.strategy.optimizers import SCALE, optimizer_parameters
 from lightrft.strategy.weight_sync.parameter_source import reshard_modules, tied_parameter_names
 
@@ -91,7 +92,7 @@ def load_full_weights(
         if name in layers:
             weight = torch.empty(layers[name].shape)
             files.read_into(name, weight, 0, len(weight), layers[name].shape)
-            layers[name].quantize(weight)
+            fill(layers[name], weight)
         else:
             target = state[name]
             files.read_into(name, *local_rows(target.detach()), tuple(target.shape))

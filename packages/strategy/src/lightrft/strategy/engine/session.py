@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import nn
 
-from lightrft.config.parts.machine import without_adapters
+from lightrft.config.parts.machine import refused_adapters
 from lightrft.engines.adapters import holds_adapters
 from lightrft.engines.base import RolloutEngine
 from lightrft.engines.factory import build_engine, engine_facts
@@ -201,8 +201,9 @@ class EngineSession:
             )
         self._config.engine_type = kind
         wanted = engine_config(config, kind, has_gpu=self.context.has_gpu, module=module)
-        if adapters is not None and not engine_facts(kind).holds_adapters:
-            raise ValueError(without_adapters(kind))
+        refusal = adapters and refused_adapters(kind, are_packed=bool(adapters.packed))
+        if refusal:
+            raise ValueError(refusal)
         wanted = replace(wanted, vocabulary=vocabulary or Vocabulary(), adapters=adapters)
         if config.engine_tp_size > wanted.tensor_parallel_size:
             self.context.print(

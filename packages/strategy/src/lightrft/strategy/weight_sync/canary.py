@@ -304,8 +304,11 @@ def compute_dtypes(
         dtype: Type of the trainer's passes.
         engine, source: Weights of both sides.
     """
-    stored = (each.dtype for each in engine.parameter_manifest())
-    return frozenset((dtype, *stored, *(each.local_shard.dtype for each in source.parameters())))
+    stored = {each.dtype for each in engine.parameter_manifest()}
+    sent = {each.local_shard.dtype for each in source.parameters()}
+    # Both sides compute with integers that both hold in `dtype`.
+    codes = {each for each in stored & sent if not each.is_floating_point}
+    return frozenset({dtype, *stored, *sent} - codes)
 
 
 def score_with_actor(

@@ -39,7 +39,7 @@ GATHERED, KEPT_BY_PROBABILITY, BYTES_PER_KEPT = 2**24, 64, 48
 DIVERGENCE_LOGITS = 2**24
 REWARD_SHARDS = 8
 CONTEXT = "CUDA context and NCCL"
-# Bytes of a weight in 4 bits with its part of the scales; see `strategy.nf4`.
+# Bytes of a weight in 4 bits with its part of the scales; see `engines.nf4`.
 PACKED = 0.5 + 1 / 64 + FLOAT / (64 * 256)
 
 
@@ -705,21 +705,23 @@ def _sleeps(setup: Setup) -> bool:
     return setup.config.enable_engine_sleep and setup.has_server_engine
 
 
-def _num_engine_weights(setup: Setup) -> int:
-    """Return how many weights the engine holds; the embedded one, beside those of the trainer."""
-    config, actor = setup.config, setup.actor
+def engine_bytes(setup: Setup) -> float:
+    """Return what the engine's weights take; of the embedded one, beside those of the trainer."""
+    config, actor, c = setup.config, setup.actor, setup.compute_bytes
     is_whole = setup.world_size == 1 or (not config.fsdp and config.zero_stage < 3)
     if setup.has_server_engine or not is_whole:
-        return setup.actor_size.parameters + setup.num_apart
+        number = setup.actor_size.parameters + setup.num_apart
+        unpacked = c * actor.layer - layer_bytes(setup, actor) if setup.num_apart else 0
+        return c * number - setup.actor_size.num_layers * unpacked
     if config.lora_rank:
-        return setup.num_apart or setup.actor_size.num_layers * actor.layer
-    is_alike = not config.fsdp or setup.compute_bytes == FLOAT
-    return 0 if is_alike else actor.trained
+        return c * (setup.num_apart or setup.actor_size.num_layers * actor.layer)
+    is_alike = not config.fsdp or c == FLOAT
+    return c * (0 if is_alike else actor.trained)
 
 
 def _engine_weights(setup: Setup) -> Iterator[MemoryTerm]:
     parts = setup.config.engine_tp_size if setup.has_server_engine else 1
-    num_bytes = setup.compute_bytes * _num_engine_weights(setup) / parts
+    num_bytes = engine_bytes(setup) / parts
     if setup.engine and num_bytes:  # else other ranks generate
         yield MemoryTerm("engine: weights", num_bytes)
 
@@ -736,6 +738,8 @@ def _engine(setup: Setup) -> Iterator[MemoryTerm]:
         yield MemoryTerm(f"engine: keys and values of {room.rows:.0f} rows", rest)
         return
     yield from _engine_weights(setup)
+    if setup.num_apart:
+        yield MemoryTerm("engine: a weight, dequantised", dense_bytes(setup, setup.actor))
     row = setup.row_tokens * setup.cache_bytes + setup.state_bytes
     yield MemoryTerm("engine: keys and values", setup.samples_in_flight * row)
 
@@ -749,7 +753,7 @@ def _waking(setup: Setup) -> Iterator[MemoryTerm]:
 def _buckets(setup: Setup) -> Iterator[MemoryTerm]:
     size = NUM_BUCKETS * setup.config.weight_bucket_mb * MEGABYTE
     total = setup.compute_bytes * setup.num_sent
-    if setup.has_server_engine or _num_engine_weights(setup):
+    if setup.has_server_engine or engine_bytes(setup):
         yield MemoryTerm("buckets of weights", min(size, NUM_BUCKETS * total))
 
 
