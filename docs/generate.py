@@ -133,7 +133,6 @@ ON_ONE = {
         "LoRA": "--lora_rank 16",
         "LoRA, held once": "--lora_rank 16 --lora_sync adapter",
         "QLoRA": "--lora_rank 16 --quantize nf4",
-        "QLoRA, held once": "--lora_rank 16 --quantize nf4 --lora_sync adapter",
     },
 }
 ONE_GPU = "--fsdp --gradient_checkpointing --micro_train_batch_size 1 --micro_rollout_batch_size 1"

@@ -66,8 +66,8 @@ def gradients(actor):
 def test_logprobs_and_gradients_are_those_of_peft_on_the_dequantised_base(checkpoint):
     actor = actor_of(checkpoint)
     assert actor.coverage == (
-        "adapters on 14 layers; 14 layers with 0.246 million weights in 4 bits (NF4), which engine "
-        "and merged export get dequantised to float32"
+        "adapters on 14 layers; 14 layers with 0.246 million weights in 4 bits (NF4), dequantised "
+        "to float32 where they are used and in a merged export"
     )
     draw_second_factors(actor)
     exact = with_adapters(reference_of(checkpoint, torch.float32), actor)
@@ -106,7 +106,7 @@ def step(strategy, ready, shift=0):
 
 
 def test_engine_file_and_checkpoint_of_one_process(checkpoint, tmp_path):
-    with make("fake", **settings(checkpoint, 1)) as strategy:
+    with make("fake", **settings(checkpoint, 1, lora_sync="merged")) as strategy:
         ready, _ = trained(strategy, checkpoint, 0)
         actor = strategy.unwrap_model(ready)
         base = reference_of(checkpoint, torch.float32)
@@ -141,7 +141,7 @@ def test_engine_file_and_checkpoint_of_one_process(checkpoint, tmp_path):
 
 
 def test_a_block_that_differs_and_an_adapter_scaled_twice_end_the_run(checkpoint):
-    with make("fake", **settings(checkpoint, 1)) as strategy:
+    with make("fake", **settings(checkpoint, 1, lora_sync="merged")) as strategy:
         ready, _ = trained(strategy, checkpoint, 0, target_modules=("q_proj",))
         actor = strategy.unwrap_model(ready)
         strategy.setup_inference_engine(None, "hf", actor=ready)
@@ -208,7 +208,7 @@ def engine_beside(strategy, ready):
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_trainer_and_engine_of_one_process_hold_one_base(checkpoint, bf16):
-    options = settings(checkpoint, 1, lora_sync="adapter", bf16=bf16)
+    options = settings(checkpoint, 1, bf16=bf16)
     with make("fsdp2" if bf16 else "fake", **options) as strategy:
         ready, _ = trained(strategy, checkpoint, 0, bf16=bf16)
         engine, model = engine_beside(strategy, ready)
@@ -240,7 +240,7 @@ def test_trainer_and_engine_of_one_process_hold_one_base(checkpoint, bf16):
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_write_into_the_shared_base_ends_the_run(checkpoint, part):
-    with make("fake", **settings(checkpoint, 1, lora_sync="adapter")) as strategy:
+    with make("fake", **settings(checkpoint, 1)) as strategy:
         ready, _ = trained(strategy, checkpoint, 0)
         engine, _ = engine_beside(strategy, ready)
         name = f"model.layers.1.mlp.down_proj.{part}"
@@ -261,7 +261,7 @@ def test_a_write_into_the_shared_base_ends_the_run(checkpoint, part):
 
 
 def test_an_engine_that_computes_with_another_block_ends_the_run(checkpoint):
-    with make("fake", **settings(checkpoint, 1, lora_sync="adapter")) as strategy:
+    with make("fake", **settings(checkpoint, 1)) as strategy:
         ready, _ = trained(strategy, checkpoint, 0)
         engine, _ = engine_beside(strategy, ready)
         layer = quantized_layers(engine.native)["model.layers.0.mlp.up_proj"]
@@ -278,7 +278,7 @@ def test_an_engine_that_computes_with_another_block_ends_the_run(checkpoint):
 def beside_engines(rank, world_size, path):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
-    with make("fsdp2", **settings(path, world_size, lora_sync="adapter")) as strategy:
+    with make("fsdp2", **settings(path, world_size)) as strategy:
         actor = actor_of(path)
         draw_second_factors(actor)
         ready = prepared(strategy, actor)
@@ -314,7 +314,7 @@ def test_packed_bytes_reach_the_engines_of_two_ranks(checkpoint):
     first, second = run_multiprocess(beside_engines, 2, timeout_seconds=300, args=(checkpoint,))
     assert first == second
     engine_hash, sent, scores, sent_later, verified, packed_bytes = first
-    with make("fake", **settings(checkpoint, 1, lora_sync="adapter")) as strategy:
+    with make("fake", **settings(checkpoint, 1)) as strategy:
         actor = actor_of(checkpoint)
         draw_second_factors(actor)
         ready = prepared(strategy, actor)
@@ -333,7 +333,7 @@ def on_two_ranks(rank, world_size, path, folder):
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
     results = {}
     for name, changes in (("read", {"meta_init": True}), ("whole", {})):
-        with make("fsdp2", **settings(path, world_size)) as strategy:
+        with make("fsdp2", **settings(path, world_size, lora_sync="merged")) as strategy:
             ready, norms = trained(strategy, path, rank, **changes)
             assert all(p.to_local().dtype == torch.uint8 for p in packed(ready.model))
             local = sum(p.to_local().nbytes for p in packed(ready.model))

@@ -160,15 +160,22 @@ def test_a_base_of_4_bits_has_a_reference_resumes_and_is_the_same_on_two_ranks(f
         return rollout_options(folder, name, lr_scheduler="constant", **options | changes)
 
     expected = last_metrics(1, [run("one")])[0]
-    whole, _, resumed = last_metrics(
+    whole, _, resumed, dense = last_metrics(
         2,
-        [run("whole"), run("half", max_steps=1), run("half", load_checkpoint=True)],
+        [
+            run("whole"),
+            run("half", max_steps=1),
+            run("half", load_checkpoint=True),
+            run("dense", lora_sync="merged"),
+        ],
         timeout_seconds=400,
     )
     assert whole["logprob_diff_mean"] < 1e-5
-    for metrics in (expected, whole, resumed):
-        del metrics["weight_sync_bytes"]  # frozen weights are shared, resident or were dropped
+    # Frozen weights are shared, resident, or sent dequantised and with their adapters.
+    sizes = [each.pop("weight_sync_bytes") for each in (expected, whole, resumed, dense)]
+    assert sizes[0] == sizes[1] < 0.5 * sizes[3]
     assert_same(whole, resumed)
+    assert_same(whole, dense)
     assert_same(expected, whole)
     assert 0 < whole["kl"] < 0.1
 

@@ -52,8 +52,6 @@ from lightrft.strategy.optimizers import OptimizerStepResult
 from lightrft.strategy.sampler import DistributedSampler
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
-    adapters_of,
-    checkpoint_module,
     vocabulary_of,
 )
 
@@ -757,10 +755,8 @@ class StrategyBase:
         if args is not None and args is not self.args:
             config = StrategyConfig.from_args(args)
         inner = None if actor is None else inner_module(actor)
-        module = None if inner is None else checkpoint_module(inner)
         vocabulary = vocabulary or vocabulary_of(inner)
-        adapters = adapters_of(inner, config)
-        engine = self.session.start(config, engine_type, module, adapters, vocabulary)
+        engine = self.session.start(config, engine_type, inner, vocabulary)
         self.engine_type = self.config.engine_type
         if actor is not None:
             self.update_engine_weights(actor)

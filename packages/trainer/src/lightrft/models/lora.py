@@ -345,8 +345,8 @@ def _quantize(model: nn.Module, whole: Sequence[str], config: BuildOptions) -> s
     made = quantized_layers(model).values()
     number = sum(layer.size for layer in made) / 1e6
     return (
-        f"{len(made)} layers with {number:,.3g} million weights in 4 bits (NF4), which engine and "
-        f"merged export get dequantised to {str(dtype).removeprefix('torch.')}"
+        f"{len(made)} layers with {number:,.3g} million weights in 4 bits (NF4), dequantised to "
+        f"{str(dtype).removeprefix('torch.')} where they are used and in a merged export"
     )
 
 

@@ -104,9 +104,10 @@ class TrainOptions(TypedDict, total=False):
     """Longest prompt plus completion, in tokens."""
     weight_bucket_mb: int
     """Size of one weight transfer bucket."""
-    lora_sync: Literal["merged", "adapter"]
+    lora_sync: Literal["merged", "adapter"] | None
     """What goes to the engine with lora_rank: merged weights, or the adapters alone to an
-    engine that holds them beside its weights (hf, vllm)."""
+    engine that holds them beside its weights (hf, vllm). Unset, it is adapter where quantize is
+    set and the engine takes layers of 4 bits (hf), else merged."""
     verify_weight_sync: bool
     """Compare hashes of the trainer's and the engine's weights."""
     rm_use_engine: bool
@@ -222,7 +223,8 @@ class TrainOptions(TypedDict, total=False):
     names (language_model.* is the text of a vision-language model), or all-linear."""
     quantize: Literal["nf4"] | None
     """QLoRA: store the linear layers of the frozen model in 4 bits (bitsandbytes' NF4, its
-    scales in 8); each is dequantised where it is used, and sent to the engine like that."""
+    scales in 8); each is dequantised where it is used. The embedded engine takes the same codes
+    (lora_sync), others the dequantised weights."""
     freeze_prefix: Sequence[str]
     """Parts of actor and critic that are not trained, by regular expressions for the beginnings
     of their names: visual is the vision tower of Qwen-VL with its projector, visual(?!\.merger)

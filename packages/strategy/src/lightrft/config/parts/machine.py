@@ -108,7 +108,7 @@ class DistributedOptions:
 
 
 # Adapters travel as part of the weights that they change.
-MERGED = "merged"
+MERGED, ADAPTER = "merged", "adapter"
 
 
 ENGINE_TYPES = (*ENGINES, "auto")
@@ -140,6 +140,19 @@ class EngineChoiceOptions:
         None,
         "Further options under the engine's own names.",
     )
+
+
+def sends_adapters(lora_sync: str | None, engine: str, *, are_packed: bool) -> bool:
+    """Return whether adapters travel alone.
+
+    Args:
+        lora_sync: Value of the option.
+        engine: Name of the engine.
+        are_packed: Whether the layers below the adapters have 4 bits.
+    """
+    if lora_sync is None:
+        return are_packed and engine_facts(engine).takes_packed
+    return lora_sync == ADAPTER
 
 
 def refused_adapters(engine: str, *, are_packed: bool) -> str:
@@ -182,11 +195,12 @@ class EngineOptions(EngineChoiceOptions):
         at_least=1,
         may_change=True,
     )
-    lora_sync: str = option(
-        MERGED,
+    lora_sync: str | None = option(
+        None,
         "What goes to the engine with lora_rank: merged weights, or the adapters alone to an "
-        "engine that holds them beside its weights (hf, vllm).",
-        choices=(MERGED, "adapter"),
+        "engine that holds them beside its weights (hf, vllm). Unset, it is adapter where quantize "
+        "is set and the engine takes layers of 4 bits (hf), else merged.",
+        choices=(MERGED, ADAPTER),
         acts_with="lora_rank",
     )
     verify_weight_sync: bool = option(
@@ -209,11 +223,11 @@ class EngineOptions(EngineChoiceOptions):
 
     rules = checks(
         lambda c: (
-            c.lora_sync != MERGED
+            c.lora_sync == ADAPTER
             and refused_adapters(c.engine_type, are_packed=c.quantize is not None)
         ),
         lambda c: (
-            c.lora_sync != MERGED
+            c.lora_sync == ADAPTER
             and c.engine_tp_size > 1
             and (
                 f"lora_sync adapter: an engine holds adapters on one rank alone: got "
@@ -221,7 +235,7 @@ class EngineOptions(EngineChoiceOptions):
             )
         ),
         lambda c: (
-            c.lora_sync != MERGED and c.lora_rank == 0 and "lora_sync adapter needs lora_rank"
+            c.lora_sync == ADAPTER and c.lora_rank == 0 and "lora_sync adapter needs lora_rank"
         ),
         *excludes("lora_sync adapter", {"rollout_ranks": "their engines know no adapters"}),
         lambda c: (

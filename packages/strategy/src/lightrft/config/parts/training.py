@@ -260,7 +260,8 @@ class WeightOptions:
     quantize: str | None = option(
         None,
         "QLoRA: store the linear layers of the frozen model in 4 bits (bitsandbytes' NF4, its "
-        "scales in 8); each is dequantised where it is used, and sent to the engine like that.",
+        "scales in 8); each is dequantised where it is used. The embedded engine takes the same "
+        "codes (lora_sync), others the dequantised weights.",
         choices=("nf4",),
     )
     freeze_prefix: tuple[str, ...] = option(

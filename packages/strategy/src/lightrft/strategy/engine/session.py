@@ -16,7 +16,6 @@ from lightrft.engines.adapters import holds_adapters
 from lightrft.engines.base import RolloutEngine
 from lightrft.engines.factory import build_engine, engine_facts
 from lightrft.engines.types import (
-    AdapterShape,
     Completion,
     EngineConfig,
     EngineStatus,
@@ -40,7 +39,12 @@ from lightrft.strategy.engine.generation import (
     engine_config,
 )
 from lightrft.strategy.weight_sync.canary import actor_canary, compute_dtypes, media_seen
-from lightrft.strategy.weight_sync.parameter_source import ParameterSource, engine_source
+from lightrft.strategy.weight_sync.parameter_source import (
+    ParameterSource,
+    adapters_of,
+    checkpoint_module,
+    engine_source,
+)
 from lightrft.strategy.weight_sync.sync import MEGABYTE, WeightSync, WeightSyncReport
 
 GENERATION_FAILED = "generation failed"
@@ -178,16 +182,14 @@ class EngineSession:
         self,
         config: StrategyConfig,
         engine_type: str,
-        module: nn.Module | None,
-        adapters: AdapterShape | None = None,
+        actor: nn.Module | None,
         vocabulary: Vocabulary | None = None,
     ) -> RolloutEngine:
         """Start an engine; if one rank cannot, all end. See `StrategyBase.setup_inference_engine`.
 
         Args:
             config, engine_type: Configuration and kind of the engine.
-            module: Transformers model of the actor.
-            adapters: Adapters that the engine holds beside its weights.
+            actor: Actor, or None.
             vocabulary: Tokens that are sampled and that end completions; None if unknown.
 
         Raises:
@@ -195,6 +197,8 @@ class EngineSession:
                 original error.
         """
         kind = check_engine_type(engine_type)
+        module = None if actor is None else checkpoint_module(actor)
+        adapters = adapters_of(actor, config, kind)
         if kind != config.engine_type:
             self.context.print(
                 f"engine type is {kind} (the configuration said {config.engine_type})"

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard as ShardPlacement
 
 from lightrft.config import EngineOptions
+from lightrft.config.parts.machine import sends_adapters
 from lightrft.engines.engine_weights import tied_names
 from lightrft.engines.types import AdapterShape, Vocabulary
 from lightrft.strategy.config import MERGED
@@ -274,20 +275,27 @@ def engine_source(
     return module.adapter_source(source) if has_adapters else module.merged_source(source)
 
 
-def adapters_of(module: nn.Module | None, config: EngineOptions) -> AdapterShape | None:
+def adapters_of(
+    module: nn.Module | None, config: EngineOptions, engine: str
+) -> AdapterShape | None:
     """Return the adapters that an engine holds beside its weights; None with merged weights.
 
     Args:
         module: Actor, or None.
         config: Options; `lora_sync` chooses.
+        engine: Name of the engine.
 
     Raises:
         ValueError: They are to travel alone, and the actor has none or is missing.
     """
-    if config.lora_sync == MERGED:
-        return None
+    shape: AdapterShape | None = None
     if module is not None and isinstance(module, AdaptedModel):
-        return module.adapter_shape()
+        shape = module.adapter_shape()
+    are_packed = shape is not None and bool(shape.packed)
+    if not sends_adapters(config.lora_sync, engine, are_packed=are_packed):
+        return None
+    if shape is not None:
+        return shape
     got = "no actor" if module is None else type(module).__name__
     raise ValueError(
         f"lora_sync adapter needs an actor with adapters when the engine starts: got {got}; give "

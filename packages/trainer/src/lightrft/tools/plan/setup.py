@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 from lightrft.config import TrainConfig
-from lightrft.config.parts.machine import MERGED
+from lightrft.config.parts.machine import sends_adapters
 from lightrft.engines.factory import engine_facts
 from lightrft.tools.plan.sizes import TOWERS, ModelSize, read_model_size
 
@@ -141,7 +141,10 @@ class Setup:
     @property
     def num_apart(self) -> int:
         """Numbers of the adapters that an engine holds beside its weights."""
-        return 0 if self.config.lora_sync == MERGED else self.actor.adapters
+        config, are_packed = self.config, self.config.quantize is not None
+        is_apart = sends_adapters(config.lora_sync, self.engine, are_packed=are_packed)
+        is_apart &= config.rollout_ranks == 0
+        return self.actor.adapters if is_apart else 0
 
     @property
     def num_sent(self) -> int:
