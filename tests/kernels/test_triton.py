@@ -14,7 +14,9 @@ FOLDER = Path(__file__).parent
 
 @pytest.mark.triton
 @pytest.mark.parametrize(
-    "chosen", ["129 and 257", pytest.param("", marks=pytest.mark.full)], ids=["a cover", "all"]
+    "chosen",
+    ["129 and 257 or b2_one_chunk", pytest.param("", marks=pytest.mark.full)],
+    ids=["a cover", "all"],
 )
 def test_values_in_the_interpreter(chosen):
     case_file = FOLDER / "interpreter_cases.py"
