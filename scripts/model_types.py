@@ -25,6 +25,7 @@ import transformers as hf
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.models.auto import (
+    feature_extraction_auto,
     image_processing_auto,
     modeling_auto,
     processing_auto,
@@ -56,6 +57,9 @@ MAX_PARAMETERS = 30_000_000
 MAX_GRADIENT = 1e-5  # norm of the difference, in norms of transformers' gradient
 BEGIN, END = "<!-- written by docs/generate.py -->", "<!-- end -->"
 PACKED, PADDED, REFUSED, UNTRIED = "packed", "padded", "refused", "not tried"
+OUTCOMES = (PACKED, PADDED, REFUSED, UNTRIED)
+# A library of the type is not installed: the page keeps what it says.
+MISSING = "missing"
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,8 @@ class TypeVerdict:
 
     Args:
         model_type: Name of the type.
-        outcome: PACKED, PADDED, REFUSED, or UNTRIED if transformers builds no small model of it.
+        outcome: PACKED, PADDED, REFUSED, MISSING, or UNTRIED if transformers builds no small model
+            of it.
         reason: First line of the error of one that does not train.
         logprobs: Largest difference of log-probabilities from transformers'.
         gradient: Norm of the difference of gradients, in norms of transformers'.
@@ -83,9 +88,12 @@ def tiny_config(model_type: str, vocabulary: int = VOCABULARY) -> PretrainedConf
     _shrink(config, vocabulary)
     text = config.get_text_config()
     text.pad_token_id = PAD
-    for name, value in SIZES["types"].get(model_type, {}).items():
+    options = SIZES["types"].get(text.model_type, {}) | SIZES["types"].get(model_type, {})
+    for name, value in options.items():
         part, _, option = name.rpartition(".")
-        setattr(getattr(config, part) if part else text, option, value)
+        is_of_text = option in vars(text) or option not in vars(config)
+        target = getattr(config, part) if part else text if is_of_text else config
+        setattr(target, option, value)
     return config
 
 
@@ -111,6 +119,8 @@ def _shrink(config: PretrainedConfig, vocabulary: int) -> None:
             setattr(config, name, vocabulary)
         elif name in SIZES["sizes"] and isinstance(value, int):
             setattr(config, name, SIZES["sizes"][name])
+        elif name in SIZES["sizes"] and isinstance(value, list | tuple):
+            setattr(config, name, [SIZES["sizes"][name]] * len(value))
     if "kv_lora_rank" in options:
         config.num_key_value_heads = config.num_attention_heads
 
@@ -148,6 +158,8 @@ def examine(model_type: str) -> TypeVerdict:
     """Build a model of a type, prove it, compare it with transformers, and pack rows."""
     try:
         model = tiny_model(model_type)
+    except ImportError as error:
+        return TypeVerdict(model_type, MISSING, _first_line(error))
     except Exception as error:  # noqa: BLE001  transformers' own code, with small sizes
         return TypeVerdict(model_type, UNTRIED, _first_line(error))
     try:
@@ -206,7 +218,7 @@ def _processor(
     tables = {
         "image_processor": image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES,
         "video_processor": video_processing_auto.VIDEO_PROCESSOR_MAPPING_NAMES,
-        "feature_extractor": {"gemma4": "Gemma4AudioFeatureExtractor"},
+        "feature_extractor": feature_extraction_auto.FEATURE_EXTRACTOR_MAPPING_NAMES,
     }
     kind = getattr(hf, processing_auto.PROCESSOR_MAPPING_NAMES[model_type])
     parts = {}
@@ -234,6 +246,8 @@ def examine_images(model_type: str) -> TypeVerdict:
         proof = prove_media(actor, get_fake_strategy({}).context, encoder)
         if proof is None:
             return TypeVerdict(model_type, UNTRIED, "its random weights give no finite numbers")
+    except ImportError as error:
+        return TypeVerdict(model_type, MISSING, _first_line(error))
     except Exception as error:  # noqa: BLE001  refusals
         return TypeVerdict(model_type, REFUSED, _first_line(error))
     logprobs = proof.distance_of_layout()
@@ -325,15 +339,26 @@ def page(texts: Iterable[TypeVerdict], images: Iterable[TypeVerdict]) -> str:
 
 
 def _table(title: str, types: tuple[str, ...], by_type: dict[str, TypeVerdict]) -> Iterator[str]:
-    counts = [f"{sum(by_type[t].outcome in (PACKED, PADDED) for t in types)} of {len(types)}"]
-    yield f"{counts[0]} types of transformers' models of {title}:"
+    before = _outcomes_of_page(title)
+    outcomes = {t: by_type[t].outcome for t in types}
+    outcomes = {t: before.get(t, UNTRIED) if o == MISSING else o for t, o in outcomes.items()}
+    count = sum(outcome in (PACKED, PADDED) for outcome in outcomes.values())
+    yield f"{count} of {len(types)} types of transformers' models of {title}:"
     yield ""
     yield "| rows | types |"
     yield "|---|---|"
-    for outcome in (PACKED, PADDED, REFUSED, UNTRIED):
-        names = [t for t in types if by_type[t].outcome == outcome]
+    for outcome in OUTCOMES:
+        names = [t for t in types if outcomes[t] == outcome]
         shown = [f"**{t}**" if t in FAMILIES else t for t in names]
         yield f"| {outcome} | {', '.join(shown)} |"
+
+
+def _outcomes_of_page(title: str) -> dict[str, str]:
+    """Return the outcome of each type in a table of the page."""
+    rest = PAGE.read_text(encoding="utf-8").partition(f"{title}:")[2].split("\n\n")
+    lines = rest[1].splitlines()[2:] if len(rest) > 1 else []
+    cells = [line.strip("| ").partition(" | ") for line in lines]
+    return {t.strip("*"): outcome for outcome, _, names in cells for t in names.split(", ")}
 
 
 def _table_of_vllm() -> Iterator[str]:
@@ -368,7 +393,7 @@ def main(names: list[str]) -> int:
     _, end, after = rest.partition(END)
     PAGE.write_text(f"{before}{begin}\n{page(verdicts, images)}\n{end}{after}", encoding="utf-8")
     for verdict in (*verdicts, *images):
-        if verdict.outcome in (REFUSED, UNTRIED):
+        if verdict.outcome in (REFUSED, UNTRIED, MISSING):
             print(json.dumps(vars(verdict)))
     return 0
 

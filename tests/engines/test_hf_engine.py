@@ -363,10 +363,7 @@ def test_the_argument_of_the_cache_is_read_off_the_forward_pass(tiny_model, monk
 
     call.__signature__ = inspect.Signature(renamed)
     monkeypatch.setattr(Qwen3ForCausalLM, "forward", call)
-    if name == "state":
-        with pytest.raises(ValueError, match="takes none of cache, past_key_values, cache_params"):
-            embedded(model)
-        return
+    # Without one that is known, it computes whole rows.
     again = embedded(model).generate(prompts(4, 2), SamplingParams(max_tokens=5))
     assert [row.output_token_ids for row in again] == ids
 

@@ -11,8 +11,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from lightrft.engines import SamplingParams
 from lightrft.engines.hf import engine as hf_engine
-from lightrft.engines.hf.forward import CacheRefusedError
+from lightrft.engines.hf.forward import CacheRefusedError, MissingCacheError, WholeBatchForward
 from lightrft.engines.hf.padded import PaddedForward
+from lightrft.engines.hf.trial import text_forward
 
 REQUESTS = prompts(9, 3, 6, 3)
 PARAMS = SamplingParams(max_tokens=12, n=2)
@@ -36,14 +37,18 @@ def batches(monkeypatch):
             sizes.append(len(rows))
             super().keep(rows)
 
-    monkeypatch.setattr(hf_engine, "PaddedForward", Watched)
+    def watched(*given):
+        return Watched if text_forward(*given) is PaddedForward else None
+
+    monkeypatch.setattr(hf_engine, "text_forward", watched)
     return sizes
 
 
 @pytest.mark.parametrize(
-    # Recurrence, state-space model, convolution, windows, two in one layer, sinks.
+    # Recurrence, state-space model, convolution, windows, two in one layer, sinks, places from 0 at
+    # each step if they are not given.
     "model_type",
-    ["qwen3_5_text", "nemotron_h", "lfm2", "gemma3_text", "falcon_h1", "gpt_oss"],
+    ["qwen3_5_text", "nemotron_h", "lfm2", "gemma3_text", "falcon_h1", "gpt_oss", "bamba"],
 )
 def test_rows_of_all_lengths_are_decoded_at_once(model_type, batches):
     model = of_type(model_type)
@@ -69,9 +74,30 @@ def test_a_cache_that_loses_its_convolution_is_refused_with_the_number(monkeypat
         embedded(of_type("lfm2")).generate(REQUESTS, PARAMS)
 
 
-def test_a_model_that_gives_no_cache_back_is_refused():
-    with pytest.raises(CacheRefusedError, match="RecurrentGemmaForCausalLM gives no cache back"):
-        embedded(of_type("recurrent_gemma")).generate(REQUESTS, PARAMS)
+@pytest.mark.parametrize("model_type", ["recurrent_gemma", "openai-gpt", "mixtral"])
+def test_a_model_without_a_cache_computes_whole_rows(model_type, monkeypatch, caplog):
+    model = of_type(model_type)
+    params = SamplingParams(max_tokens=6, n=2, records_routes=True)
+    engine, expected = embedded(model), []
+    if model_type == "mixtral":
+        expected = embedded(model).generate(REQUESTS, params)
+        monkeypatch.setattr(engine._traits, "cache_argument", "")
+        monkeypatch.setattr(engine._traits, "can_drop_rows", False)
+    with caplog.at_level(logging.WARNING, logger="lightrft.engines"):
+        completions = engine.generate(REQUESTS, params)
+    assert "keeps no cache: each token takes a pass over its whole row" in caplog.text
+    assert largest_error(model, completions) < 2e-4
+    if expected:
+        assert completions[0].facts
+        assert [c.facts for c in completions] == [c.facts for c in expected]
+    with pytest.raises(MissingCacheError, match="samples from it on texts alone"):
+        WholeBatchForward(model, engine._traits, [[5, 6]]).start()
+
+
+def test_a_model_without_a_cache_in_which_padding_matters_is_refused():
+    words = "XLMWithLMHeadModel computes other numbers for prompts with padding .* and keeps no"
+    with pytest.raises(CacheRefusedError, match=words):
+        embedded(of_type("xlm")).generate(REQUESTS, PARAMS)
 
 
 def test_rows_that_padding_or_dropping_would_change_are_decoded_by_length(

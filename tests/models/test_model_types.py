@@ -48,6 +48,9 @@ def assert_computed_right(verdict):
         ("doge", types.PADDED),
         ("recurrent_gemma", types.PACKED),
         ("bert", types.REFUSED),
+        ("xlm", types.REFUSED),
+        # A class of text in the table of models with towers.
+        ("mistral4", types.PACKED),
     ],
 )
 def test_text_of_a_type_that_no_table_of_families_has(model_type, outcome):

@@ -179,6 +179,17 @@ def test_a_head_that_computes_otherwise_is_refused_with_the_number():
     assert limit < 1e-3
 
 
+def test_a_model_whose_tokens_see_later_ones_is_refused():
+    model = tiny("helium", head_dim=32)
+    model.model.norm.register_forward_hook(lambda *a: a[-1] + 1e-3 * a[-1].roll(-1, 1))
+    with pytest.raises(
+        ModelLoadError, match=r"tokens see later .* HeliumForCausalLM: max .d log p"
+    ):
+        prove(Actor(model))
+    # A critic's values may be of whole texts.
+    assert prove(Critic(tiny("helium", head_dim=32).base_model)) is not None
+
+
 def exhausted(ids):
     raise torch.OutOfMemoryError
 

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,19 +37,24 @@ from lightrft.strategy import get_fake_strategy
 from lightrft.trainer import SFTTrainer, train
 
 # Its tower computes images together otherwise than alone.
-MIXED = "minicpmv4_6"
+MIXED = "minimax_m3_vl"
+# Tokens that see later ones, and a processor that takes no two images of one row.
+REFUSED = (MIXED, "paligemma", "perception_lm")
 LONG = ("got_ocr2", "glm5_next", "step3p7")
 READ = [
     pytest.param(name, marks=pytest.mark.full) if name in LONG else name
     for name in types.SIZES["images"]
-    if name not in FAMILIES and name != MIXED
+    if name not in FAMILIES and name not in REFUSED
 ]
 CONTEXT = get_fake_strategy({}).context
 
 
 def world(model_type):
     """A model, the encoder of its prompts, and rows with one image, none and two."""
-    model, encoder = twin_of(types.tiny_vision, model_type=model_type)
+    try:
+        model, encoder = twin_of(types.tiny_vision, model_type=model_type)
+    except ImportError as error:  # towers of timm
+        pytest.skip(str(error))
     return model, encoder, Batch(model, encoder)
 
 
@@ -90,6 +96,11 @@ def test_rows_with_images_are_those_of_transformers(model_type):
 @pytest.mark.parametrize("model_type", READ)
 def test_a_rank_without_images_waits_for_the_same_gradients(model_type):
     model, encoder, batch = world(model_type)
+    if encoder.family.token_axis:  # experts of images
+        pair = SimpleNamespace(world_size=2)
+        with pytest.raises(ModelLoadError, match="ranks without images would wait: got 2 ranks"):
+            prove_media(Actor(model), pair, encoder)
+        return
     text = Batch(model, encoder, prompts=[batch.prompts[1]])
     alone = text.alone(model, 0)
     expected, alone = gradient(model, [alone], [torch.ones(len(alone))]), alone.detach()
@@ -228,7 +239,7 @@ def test_a_tower_that_mixes_images_is_refused_and_its_text_is_trained(shows, tmp
     options = [*data, "--fsdp", "--apply_chat_template", "--output_dir", str(tmp_path / "run")]
     code, said = main(["sft", "--pretrain", model, *options]), capsys.readouterr()
     assert code == (2 if shows else 0), said.err
-    name = "MiniCPMV4_6ForConditionalGeneration"
+    name = "MiniMaxM3SparseForConditionalGeneration"
     words = f"rows with images are not computed by {name} as each row alone: max |d log p| ="
     assert (words in said.err) == shows
     assert "Traceback" not in said.err

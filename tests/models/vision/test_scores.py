@@ -190,7 +190,7 @@ def test_media_of_another_prompt_are_refused():
 @pytest.mark.parametrize(
     "config, reason",
     [
-        (hf.PaliGemmaConfig, "its prompts see themselves in both directions"),
+        (hf.Qwen2_5OmniConfig, "its checkpoint holds models that speak"),
     ],
 )
 def test_families_that_do_not_fit_are_refused_with_the_reason(config, reason):

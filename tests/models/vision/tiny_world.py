@@ -127,7 +127,7 @@ class Batch:
             return found
         for name, tensor in p.tensors.items():
             if name in self.family.token_axis:
-                more = tensor[:, -1:].expand(-1, ids.shape[1] - tensor.shape[1], -1, -1)
+                more = tensor[:, -1:].expand(-1, ids.shape[1] - tensor.shape[1], *tensor.shape[2:])
                 tensor = torch.cat([tensor, more], 1)
             found[name] = tensor.float() if tensor.is_floating_point() else tensor
         if p.token_types is not None:

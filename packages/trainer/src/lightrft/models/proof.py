@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from lightrft.strategy.distributed.context import DistributedContext
 
 LENGTHS = (12, 4, 7)
+# Tokens at the end of the first row that are exchanged.
+NUM_CHANGED = 4
 # Ids that every vocabulary has.
 MAX_TOKEN = 4096
 EAGER = "eager"
@@ -93,8 +95,8 @@ class Proof:
                 with _rounded_otherwise(self._draws):
                     pairs = zip(rows, self.expected, strict=False)
                     changes += [_distance(self._own(row), expected) for row, expected in pairs]
-        self.unit = max(self.unit, self._agreed(max(changes)))
-        self.floor = self._agreed(FLOOR * torch.finfo(torch.float32).eps * self._largest)
+        self.unit = max(self.unit, self.largest_of_ranks(max(changes)))
+        self.floor = self.largest_of_ranks(FLOOR * torch.finfo(torch.float32).eps * self._largest)
 
     def beyond_rounding(self, distance: float, *, is_same_way: bool = False) -> str:
         """Return a text of a distance that is more than rounding, else ""; close calls try again.
@@ -118,19 +120,31 @@ class Proof:
     def is_finite(self) -> bool:
         """Return whether the model's plain pass gives finite numbers, which a proof needs."""
         is_finite = all(bool(row.isfinite().all()) for row in self.expected)
-        return self._agreed(0.0 if is_finite else 1.0) == 0.0
+        return self.largest_of_ranks(0.0 if is_finite else 1.0) == 0.0
 
     def distances_of_parts(self) -> tuple[float, float]:
         """Return the distances of head and attention from the model's and the authors'."""
         plain = self._own(self.rows[0])
         head = _distance(self._as_run(self.rows[:1])[0], plain)
-        return self._agreed(head), self._agreed(_distance(plain, self.expected[0]))
+        return self.largest_of_ranks(head), self.largest_of_ranks(
+            _distance(plain, self.expected[0])
+        )
 
     def distance_of_layout(self, *, is_training: bool = False) -> float:
         """Return the distance of rows in one pass from rows alone, in training mode or not."""
         together = self._as_run(self.rows, is_training=is_training)
         pairs = zip(together, self.expected, strict=True)
-        return self._agreed(max(_distance(*pair) for pair in pairs))
+        return self.largest_of_ranks(max(_distance(*pair) for pair in pairs))
+
+    def distance_of_endings(self) -> float:
+        """Return the distance of a row's first logprobs from those if later tokens are others."""
+        row = self.rows[0]
+        start = len(row) - NUM_CHANGED
+        with self._attending(EAGER):
+            changed = self._own(torch.cat([row[:start], row[start:].flip(0)]), like=row)
+        # The last of them scores the first exchanged token, which its logits may not see.
+        pair = changed[: start + 1], self.expected[0][: start + 1]
+        return self.largest_of_ranks(_distance(*pair))
 
     def mixing(self, rows: Sequence[Tensor], expected: Sequence[Tensor], other: Tensor) -> str:
         """Return how far values of rows in one pass are from those alone; "" if only rounded.
@@ -145,7 +159,7 @@ class Proof:
         together, after = self._as_run(rows), self._as_run([other, *rows[1:]])
         pairs = zip(together[1:], after[1:], strict=True), zip(together, expected, strict=True)
         for is_same_way, each in zip((True, False), pairs, strict=True):
-            distance = self._agreed(max(starmap(_distance, each)))
+            distance = self.largest_of_ranks(max(starmap(_distance, each)))
             if numbers := self.beyond_rounding(distance, is_same_way=is_same_way):
                 return numbers
         return ""
@@ -162,7 +176,7 @@ class Proof:
         """
         with _drawing_modules(self.context.device) as noisy:
             distance = self.distance_of_layout(is_training=True)
-        if not self._agreed(float(len(noisy))):
+        if not self.largest_of_ranks(float(len(noisy))):
             return distance
         for module in noisy:
             module.register_forward_pre_hook(_evaluate)
@@ -197,21 +211,27 @@ class Proof:
                 "per packed sequence"
             )
 
-    def _agreed(self, distance: float) -> float:
+    def largest_of_ranks(self, distance: float) -> float:
+        """Return the largest distance of all ranks; collective."""
         return float(self.context.all_reduce(distance, "max"))
 
-    def _own(self, row: Tensor) -> Tensor:
-        """Return [tokens] values of a row by the unmodified forward pass; the first is 0."""
-        return self._through(self._own_values, row[None])
+    def _own(self, row: Tensor, *, like: Tensor | None = None) -> Tensor:
+        """Return [tokens] values of a row by the unmodified forward pass; the first is 0.
 
-    def _own_values(self, token_ids: Tensor) -> Tensor:
+        Args:
+            row: Tokens.
+            like: Row of the proof whose tokens are scored, and whose media it has, if not its own.
+        """
+        return self._through(self._own_values, row[None], (row if like is None else like)[None])
+
+    def _own_values(self, token_ids: Tensor, scored_ids: Tensor) -> Tensor:
         if not isinstance(self.inner, Actor):
             output = self.inner.pretrained(input_ids=token_ids, use_cache=False, **self.own_inputs)
             values = projected(output.last_hidden_state[0, :-1])
         else:
             logprobs = self._own_logits(token_ids).log_softmax(-1)
             # Marks of media may have no row in the output projection; nothing scores them.
-            scored = token_ids[0, 1:, None].clamp(max=logprobs.shape[-1] - 1)
+            scored = scored_ids[0, 1:, None].clamp(max=logprobs.shape[-1] - 1)
             values = logprobs[0, :-1].gather(-1, scored).squeeze(-1)
         return torch.cat([values.new_zeros(1), values])
 
@@ -303,6 +323,7 @@ def prove_model(model: nn.Module, context: DistributedContext, *, is_random: boo
     if not proof.is_finite:
         return None
     name = proof.name
+    require_causality(proof)
     if proof.inner.sequence_group is not None:
         if not is_random:
             proof.hold_noise()
@@ -345,6 +366,18 @@ def refusing(model: nn.Module, problem: str, remedy: str) -> Iterator[None]:
             raise  # another rank's end, or a deadline
         name = type(cast("SequenceModel", inner_module(model)).pretrained).__name__
         raise ModelLoadError(f"{name} {problem}: {first_line(error)}; {remedy}") from error
+
+
+def require_causality(proof: Proof) -> None:
+    """Prove that a token's log-probability depends on no later token."""
+    if not isinstance(proof.inner, Actor):
+        return  # a score may depend on all of a text
+    if numbers := proof.beyond_rounding(proof.distance_of_endings(), is_same_way=True):
+        raise ModelLoadError(
+            f"tokens see later ones in {proof.name}: {numbers} if a text ends otherwise; a model "
+            "that is not causal cannot be trained (a decoder of an encoder's family has is_decoder "
+            "= true in its config.json)"
+        )
 
 
 def _require_ties(proof: Proof) -> None:

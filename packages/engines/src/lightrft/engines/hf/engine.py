@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 
@@ -26,10 +27,9 @@ from lightrft.engines.hf.attention import use_attention
 from lightrft.engines.hf.decode import StopRule, decode, stop_token_table
 from lightrft.engines.hf.forward import CachedForward, ModelTraits, PlainForward, WholeBatchForward
 from lightrft.engines.hf.layers import module_outputs
-from lightrft.engines.hf.padded import PaddedForward
 from lightrft.engines.hf.routers import TRIED_TOKENS, Router, find_routers
 from lightrft.engines.hf.tower import use_fast_tower
-from lightrft.engines.hf.trial import can_pad
+from lightrft.engines.hf.trial import TextForward, text_forward
 from lightrft.engines.media.families import language_model_class
 from lightrft.engines.media.media import EncodedPrompt
 from lightrft.engines.nf4 import pack_layers, stored_tensors
@@ -79,7 +79,6 @@ class HFEngine(RolloutEngine):
                 config.tensor_parallel_size,
             )
         self._traits = ModelTraits(self._model, config.vocabulary.num_tokens)
-        self._can_pad: bool | None = None
         self._routers: list[Router] | None = None
         self._rows_at_once = rows_at_once(config.options)
         self._read_limits(self._model.config, self._model.generation_config)
@@ -95,9 +94,6 @@ class HFEngine(RolloutEngine):
         def group(row: RequestedSample) -> int:
             # Other rows are decoded with those of the same length.
             return 0 if self._pads(row) else len(row.prompt)
-
-        if not self._traits.can_drop_rows and self._can_pad is None:
-            self._can_pad = can_pad(self._model, self._traits)
 
         for _, chunk in groupby(sorted(rows, key=group), key=group):
             alike = list(chunk)
@@ -177,13 +173,19 @@ class HFEngine(RolloutEngine):
             index_of.setdefault((row.prompt, row.media), len(index_of)) for row in rows
         ]
         prompts, media = [key[0] for key in index_of], [key[1] for key in index_of]
-        if not self._traits.can_drop_rows:
-            return PaddedForward(self._model, self._traits, prompts, prompt_of_row)
-        return PlainForward(self._model, self._traits, prompts, prompt_of_row, media)
+        if self._traits.can_drop_rows:
+            return PlainForward(self._model, self._traits, prompts, prompt_of_row, media)
+        assert self._text_forward is not None
+        return self._text_forward(self._model, self._traits, prompts, prompt_of_row)
+
+    @cached_property
+    def _text_forward(self) -> TextForward | None:
+        """Return how texts of other lengths are decoded together, by a trial of the weights."""
+        return text_forward(self._model, self._traits)
 
     def _pads(self, row: RequestedSample) -> bool:
         """Return whether a row can be decoded with rows of other lengths, and be dropped."""
-        return self._traits.can_drop_rows or (bool(self._can_pad) and row.media is None)
+        return self._traits.can_drop_rows or (self._text_forward is not None and row.media is None)
 
     def _stop_rule(self, params: SamplingParams, num_rows: int) -> StopRule:
         stop_ids = self._stop_ids(params)

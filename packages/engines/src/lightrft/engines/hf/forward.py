@@ -31,14 +31,18 @@ _ROOM = 64
 
 
 class CacheRefusedError(ValueError):
-    """A model has no cache, or one that gives other log-probabilities than its whole pass."""
+    """A cache of a model gives other log-probabilities than its whole forward pass."""
+
+
+class MissingCacheError(CacheRefusedError):
+    """A model keeps no cache."""
 
 
 class ModelTraits:
     """Traits of a model's forward, determined once.
 
     Attributes:
-        cache_argument: Name of its argument for the cache.
+        cache_argument: Name of its argument for the cache; "" if it takes none.
         takes_positions: Whether it takes the places of tokens.
         can_drop_rows: Whether rows can be padded, repeated and dropped, because its cache keeps
             all keys and values of each row separately.
@@ -55,12 +59,7 @@ class ModelTraits:
             for name in _CACHE_ARGUMENTS
             if name in arguments and "dict[" not in str(arguments[name].annotation)
         ]
-        if not caches:
-            raise ValueError(
-                f"the hf engine needs a model with a cache; the forward of {type(model).__name__} "
-                f"takes none of {', '.join(_CACHE_ARGUMENTS)}"
-            )
-        self.cache_argument = caches[0]
+        self.cache_argument = next(iter(caches), "")
         self.takes_positions = "position_ids" in arguments
         self.head_arguments = {"logits_to_keep": 1} if "logits_to_keep" in arguments else {}
         self.family = family_of(model.config)
@@ -72,7 +71,7 @@ class ModelTraits:
         text_config = model.config.get_text_config()
         self.can_drop_rows = (
             is_plain
-            and self.cache_argument != "cache_params"
+            and self.cache_argument not in ("", "cache_params")
             and self.takes_positions
             and text_config._attn_implementation in MASKED
             and not (self.family and (self.family.takes_types or self.family.attends_to_images))
@@ -228,6 +227,8 @@ class CachedForward(ABC):
             return self._run(ids, **inputs)
 
     def _run(self, input_ids: torch.Tensor, **inputs: torch.Tensor | None) -> torch.Tensor:
+        if not self._traits.cache_argument:
+            raise self._missing_cache()
         output = self._model(
             input_ids=input_ids,
             use_cache=True,
@@ -242,15 +243,22 @@ class CachedForward(ABC):
                 if isinstance(value, Cache) or name in _CACHE_ARGUMENTS
             ]
             if not caches:
-                raise CacheRefusedError(
-                    f"{type(self._model).__name__} gives no cache back: the hf engine cannot "
-                    "sample from it: take another --engine_type"
-                )
+                raise self._missing_cache()
             self._cache = caches[0]
+        self._note_routes(input_ids)
+        return self._traits.last_logits(output.logits)
+
+    def _missing_cache(self) -> MissingCacheError:
+        return MissingCacheError(
+            f"{type(self._model).__name__} keeps no cache: the hf engine samples from it on texts "
+            "alone; take another --engine_type"
+        )
+
+    def _note_routes(self, input_ids: torch.Tensor) -> None:
+        """Keep the experts that the last pass chose for tokens [rows, tokens]."""
         if self.routers:
             choices = stacked_choices(self.routers)
             self._passes.append(choices.view(*input_ids.shape, -1).cpu())
-        return self._traits.last_logits(output.logits)
 
     def routes(self) -> list[str]:
         """Return the fact `ROUTES` of the next token of each row; [] if none are recorded."""
@@ -411,15 +419,20 @@ class WholeBatchForward(CachedForward):
         self._input_ids = torch.tensor(prompts, device=self._device)
         # Inputs of tokens after the prompt, which repeat those of its last token.
         self._later: dict[str, torch.Tensor] = {}
-        # Places of the last tokens, [3, rows, 1], for models that have three axes.
+        # Places of the last tokens, [rows, 1] or [axes, rows, 1]: some models count from 0 at each
+        # step if they are not given.
         self._places: torch.Tensor | None = None
 
     def start(self) -> torch.Tensor:
         """Run the prompt of every row."""
+        width, inputs = self._input_ids.shape[1], dict[str, torch.Tensor]()
+        if self._traits.takes_positions:
+            inputs["position_ids"] = torch.arange(width, device=self._device)[None]
+            self._places = inputs["position_ids"][:, -1:]
         family = self._traits.family
         if family is None or not self._media:
-            return self._run(self._input_ids)
-        inputs = self._media_inputs(self._input_ids.shape[1])
+            return self._run(self._input_ids, **inputs)
+        inputs |= self._media_inputs(width)
         if family.takes_types:
             types = torch.stack(token_types(self._rows, self._media))
             inputs[str(family.token_types)] = types.to(self._device)

@@ -1,4 +1,4 @@
-"""Cached forward over prompts padded on the left, for caches of every kind.
+"""Forwards over padded prompts of text, for caches of every kind, and for models without a cache.
 
 Transformers pads on the left where it generates: windows of attention and states of recurrences
 then end at the same place in all rows. `trial` decides which models it is right for.
@@ -73,3 +73,67 @@ class PaddedForward(CachedForward):
     def _step(self, input_ids: torch.Tensor) -> torch.Tensor:
         positions = {"position_ids": self._places} if self._traits.takes_positions else {}
         return self._run(input_ids, attention_mask=self._mask, **positions)
+
+
+class UncachedForward(CachedForward):
+    """Forward over whole rows, padded on the right as a trainer pads them.
+
+    Args:
+        model: Model in eval mode.
+        traits: Traits of the model.
+        prompts: Distinct prompts of text, each not empty.
+        prompt_of_row: Index of each row's prompt.
+    """
+
+    can_drop_rows = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        traits: ModelTraits,
+        prompts: Sequence[Sequence[int]],
+        prompt_of_row: Sequence[int],
+    ) -> None:
+        rows = [prompts[i] for i in prompt_of_row]
+        super().__init__(model, traits, None, rows, ())
+        width = max(map(len, rows))
+        # Place of the last token of each row.
+        self._last = torch.tensor([len(row) - 1 for row in rows], device=self._device)
+        self._tokens = torch.tensor(
+            [[*row, *[row[-1]] * (width - len(row))] for row in rows], device=self._device
+        )
+
+    def start(self) -> torch.Tensor:
+        """Run the prompt of every row."""
+        return self._step()
+
+    def advance(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Append one token to every row."""
+        self._last = self._last + 1
+        wider = torch.nn.functional.pad(self._tokens, (0, 1))
+        self._tokens = wider.scatter(1, self._last[:, None], tokens[:, None])
+        return self._step()
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Keep only these rows."""
+        self._tokens, self._last = self._tokens[rows], self._last[rows]
+
+    def _step(self) -> torch.Tensor:
+        columns = torch.arange(self._tokens.shape[1], device=self._device)
+        rows = torch.arange(len(self._tokens), device=self._device)
+        # Logits of all places may take more memory than the model.
+        places, place_of_row = self._last.unique(return_inverse=True)
+        cut = dict.fromkeys(self._traits.head_arguments, places)
+        output = self._model(
+            input_ids=self._tokens,
+            attention_mask=(columns <= self._last[:, None]).long(),
+            use_cache=False,
+            **cut,
+        )
+        self._note_routes(self._tokens)
+        if self._has_begun and self._passes:
+            self._passes[-1] = self._passes[-1][rows.cpu(), self._last.cpu()][:, None]
+        return self._traits.sampled(output.logits[rows, place_of_row if cut else self._last])
+
+    def _of_prompt(self, passes: Sequence[torch.Tensor], index: int) -> torch.Tensor:
+        return passes[0][index][: len(self._prompts[index])]

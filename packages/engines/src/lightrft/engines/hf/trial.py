@@ -2,7 +2,8 @@
 
 Neither the class of a cache nor a signature tells what it does, so random rows are decoded, each
 alone and all together. Log-probabilities must agree to half of the digits of the model's dtype: the
-norm of the difference, in norms of the deviations from their mean over the vocabulary.
+norm of the difference, in norms of the deviations from their mean over the vocabulary. A model
+without a cache is tried with passes over whole rows.
 """
 
 import logging
@@ -13,8 +14,13 @@ import torch
 from transformers import PreTrainedModel
 
 from lightrft.engines.hf.decode import RowForward
-from lightrft.engines.hf.forward import CacheRefusedError, ModelTraits, WholeBatchForward
-from lightrft.engines.hf.padded import PaddedForward
+from lightrft.engines.hf.forward import (
+    CacheRefusedError,
+    MissingCacheError,
+    ModelTraits,
+    WholeBatchForward,
+)
+from lightrft.engines.hf.padded import PaddedForward, UncachedForward
 from lightrft.kernels.names import first_line
 
 _logger = logging.getLogger(__name__)
@@ -22,22 +28,25 @@ _logger = logging.getLogger(__name__)
 LENGTHS, NUM_STEPS = (11, 3, 7), (2, 2)
 
 
+TextForward = type[PaddedForward] | type[UncachedForward]
+
+
 @torch.inference_mode()
-def can_pad(model: PreTrainedModel, traits: ModelTraits) -> bool:
-    """Try a model; return whether prompts of other lengths can be decoded together.
+def text_forward(model: PreTrainedModel, traits: ModelTraits) -> TextForward | None:
+    """Try a model; return how prompts of other lengths are decoded together, None if not at all.
 
     Args:
         model: Model in eval mode, with its weights.
         traits: Traits of the model.
 
     Raises:
-        CacheRefusedError: Rows that are decoded alone differ from the whole forward pass.
+        CacheRefusedError: Rows that are decoded differ from the whole forward pass.
     """
 
     def whole_batch(prompts: Sequence[Sequence[int]], _: Sequence[int]) -> RowForward:
         return WholeBatchForward(model, traits, prompts)
 
-    allowed = _tokens(model, traits)
+    allowed, name = _tokens(model, traits), type(model).__name__
     drawn = torch.randint(
         len(allowed),
         (len(LENGTHS), max(LENGTHS) + sum(NUM_STEPS)),
@@ -46,32 +55,40 @@ def can_pad(model: PreTrainedModel, traits: ModelTraits) -> bool:
     rows = [row[: n + sum(NUM_STEPS)] for n, row in zip(LENGTHS, allowed[drawn], strict=True)]
     whole = torch.stack([_whole(model, traits, row) for row in rows])[..., allowed]
     if not whole.isfinite().all():  # what samples tokens says so
-        return False
-    alone = torch.cat([_decoded(model, whole_batch, [row]) for row in rows])
+        return None
     limit = torch.finfo(model.dtype).eps ** 0.5
-    change = _distance(alone[..., allowed], whole)
-    if not change <= limit:
-        raise CacheRefusedError(
-            f"the cache of {type(model).__name__} gives other log-probabilities than its whole "
-            f"forward pass: they differ by {change:.2g} of their norm, at most {limit:.2g} is "
-            "rounding; the hf engine cannot sample from it: take another --engine_type"
-        )
+    kind: TextForward = PaddedForward
     try:
-        together = _decoded(model, partial(PaddedForward, model, traits), rows)[..., allowed]
+        alone = torch.cat([_decoded(model, whole_batch, [row]) for row in rows])
+    except MissingCacheError:
+        kind = UncachedForward
+        _logger.warning("%s keeps no cache: each token takes a pass over its whole row", name)
+    else:
+        change = _distance(alone[..., allowed], whole)
+        if not change <= limit:
+            raise CacheRefusedError(
+                f"the cache of {name} gives other log-probabilities than its whole forward pass: "
+                f"they differ by {change:.2g} of their norm, at most {limit:.2g} is rounding; "
+                "the hf engine cannot sample from it: take another --engine_type"
+            )
+    try:
+        together = _decoded(model, partial(kind, model, traits), rows)[..., allowed]
     except Exception as error:  # noqa: BLE001  the model's own code, with a mask it may not know
         reason = first_line(error)
     else:
         change = _distance(together, whole)
         if change <= limit:
-            return True
+            return kind
         reason = f"by {change:.2g} of their norm, at most {limit:.2g} is rounding"
+    reason = f"{name} computes other numbers for prompts with padding ({reason})"
+    if kind is UncachedForward:
+        raise CacheRefusedError(f"{reason} and keeps no cache: take another --engine_type")
     _logger.warning(
-        "%s computes other numbers for prompts with padding (%s): only prompts of equal length are "
-        "decoded together, and finished rows stay until the last one ends",
-        type(model).__name__,
+        "%s: only prompts of equal length are decoded together, and finished rows stay until the "
+        "last one ends",
         reason,
     )
-    return False
+    return None
 
 
 def _tokens(model: PreTrainedModel, traits: ModelTraits) -> torch.Tensor:

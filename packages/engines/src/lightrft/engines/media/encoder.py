@@ -349,9 +349,8 @@ class PromptEncoder:
             return {}
         parts = {"images_kwargs": "image_processor", "videos_kwargs": "video_processor"}
         known = vars(self.processor)
-        return {
-            name: {"size": dict(known[part].size)} for name, part in parts.items() if part in known
-        }
+        sizes = {name: known[part].size for name, part in parts.items() if part in known}
+        return {name: {"size": dict(size)} for name, size in sizes.items() if size is not None}
 
     def fitted(self, media: Media, bounds: "MediaBounds") -> Media:
         """Return the media as the model takes them: frames within bounds, sounds at its rate."""

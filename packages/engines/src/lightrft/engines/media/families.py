@@ -240,7 +240,6 @@ FAMILIES: Mapping[str, VisionFamily] = {family.model_type: family for family in 
 _OMNI = "its checkpoint holds models that speak, which are not trained: give its thinker"
 # Reasons why some requested families are not supported, text rows included.
 _REFUSED = {
-    "paligemma": "its prompts see themselves in both directions, text included",
     "qwen2_5_omni": _OMNI,
     "qwen3_omni_moe": _OMNI,
 }
@@ -276,10 +275,11 @@ def language_model_class(
     """
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
-    family = family_of(config)
-    has_towers = family is not None and (
-        family.reads or type(config) in AutoModelForMultimodalLM._model_mapping
-    )
+    family, kind = family_of(config), type(config)
+    is_known = kind in AutoModelForMultimodalLM._model_mapping
+    # Some classes of text are in the table of models with towers alone.
+    is_text = family is None and kind in AutoModelForCausalLM._model_mapping
+    has_towers = (family is not None and family.reads) or (is_known and not is_text)
     return AutoModelForMultimodalLM if has_towers else AutoModelForCausalLM  # type: ignore[no-any-return]
 
 

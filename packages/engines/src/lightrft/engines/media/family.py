@@ -43,8 +43,8 @@ class VisionFamily:
         reads: Media that prompts may have.
         attends_to_images: Whether layers attend from text to images, instead of images lying
             between the tokens. Then sequences packed into one stream cannot be separated.
-        token_axis: Inputs with one entry for each token of the prompt, after the row; responses
-            repeat the last one.
+        token_axis: Inputs with one entry for each token of the prompt, after the row. Responses
+            have 0, or repeat the last one if the family attends to images.
         marks: Attribute of the processor with the placeholder of a chat template, by kind.
         soft_marks: Further placeholders, by their names among the tokenizer's special tokens.
         num_features: Function that counts features; None if they cannot be counted.
@@ -163,11 +163,13 @@ def _family_of_class(config_class: Hashable, model_type: str, place: int | None)
         return VisionFamily(model_type, kinds={}, reads=frozenset())
     types = next((name for name in _TYPES if name in inputs), None)
     has_axes = hasattr(trunk, "get_rope_index")
+    of_tokens = sorted(name for name in inputs - {types} if name.endswith("token_type_ids"))
     return VisionFamily(
         model_type,
         token_types=types,
         takes_types=types is not None and not has_axes,
         has_axes=has_axes,
+        token_axis=tuple(of_tokens),
         inputs=inputs,
         places=(place,),
     )

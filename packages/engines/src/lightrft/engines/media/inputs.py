@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -29,6 +30,7 @@ def media_inputs(
     width: int,
     device: torch.device,
     dtype: torch.dtype,
+    place: Place | None = None,
 ) -> dict[str, Tensor]:
     """Return the tensors of the media of all rows.
 
@@ -39,12 +41,17 @@ def media_inputs(
         width: Number of tokens of a padded row.
         device: Device of the inputs.
         dtype: Type of the pixels, for families without a row, whose classes may not convert them.
+        place: Layout of the tokens; None pads rows on the right.
     """
     inputs_by_row: list[Mapping[str, Tensor]] = [
         {} if prompt is None else prompt.tensors for prompt in prompts
     ]
-    inputs: dict[str, Tensor] = {}
-    for name in {name: None for tensors in inputs_by_row for name in tensors}:
+    lay_out = place or (lambda values: pad_right(values, width))
+    kinds = () if family.attends_to_images else family.token_axis
+    inputs = _kind_inputs(kinds, rows, inputs_by_row, lambda values: lay_out(values).to(device))
+    for name in dict.fromkeys(chain(*inputs_by_row)):
+        if name in inputs:
+            continue
         is_token_axis = name in family.token_axis
         tensors = [
             _extended(row_inputs[name], len(row), is_token_axis=is_token_axis)
@@ -60,6 +67,27 @@ def media_inputs(
         is_cast = family.inputs is not None and joined.is_floating_point()
         inputs[name] = joined.to(device, dtype if is_cast else None)
     return inputs
+
+
+def _kind_inputs(
+    names: Sequence[str],
+    rows: Sequence[Tensor],
+    inputs_by_row: Sequence[Mapping[str, Tensor]],
+    place: Place,
+) -> dict[str, Tensor]:
+    """Return inputs with a kind of each token, if a row has media."""
+    return {
+        name: place([_kinds(r, i.get(name)) for r, i in zip(rows, inputs_by_row, strict=True)])
+        for name in names
+        if any(inputs_by_row)
+    }
+
+
+def _kinds(row: Tensor, kinds: Tensor | None) -> Tensor:
+    """Return the kinds of a row's tokens, [tokens] int64: those of its prompt, and 0 for text."""
+    if kinds is None:
+        return torch.zeros(len(row), dtype=torch.int64)
+    return nn.functional.pad(kinds[0], (0, len(row) - kinds.shape[1]))
 
 
 def _extended(tensor: Tensor, length: int, *, is_token_axis: bool) -> Tensor:
@@ -208,30 +236,29 @@ def read_as_text(model: "PreTrainedModel", input_ids: Tensor, foreign: Tensor) -
 
 def _axes_of_prompt(trunk: "PreTrainedModel", prompt: EncodedPrompt) -> Tensor:
     """Return the places [axes, tokens] by the rule of the trunk's class."""
-    names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
     taken = inspect.signature(trunk.get_rope_index).parameters
-    grids = {n: prompt.tensors[n] for n in names if n in prompt.tensors and n in taken}
+    grids = {name: value for name, value in prompt.tensors.items() if name in taken}
     places, _ = trunk.get_rope_index(
         torch.tensor([prompt.token_ids]),
         mm_token_type_ids=torch.tensor([prompt.token_types]),
         **grids,
     )
-    return _behind_media(cast("Tensor", places)[:, 0].cpu(), prompt.token_types or ())
+    return _behind_videos(cast("Tensor", places)[:, 0].cpu(), prompt.token_types or ())
 
 
-def _behind_media(places: Tensor, types: Sequence[int]) -> Tensor:
-    """Move text after a medium behind it on every axis.
+def _behind_videos(places: Tensor, types: Sequence[int]) -> Tensor:
+    """Move text after a video behind it on every axis.
 
     transformers 5.19 puts text behind the height and width of a video only, although a long video
     extends further in time. vLLM and Qwen's code, which trained the checkpoints, do not.
 
     Args:
         places: Places of the tokens, [axes, tokens].
-        types: Kind of each token; 0 is text.
+        types: Kind of each token; 0 is text, 2 a video.
     """
     places = places.clone()
     for i in range(1, len(types)):
-        if types[i] == 0 and types[i - 1] != 0:
+        if types[i] == 0 and types[i - 1] == 2:
             missing = places[:, :i].max() + 1 - places[:, i].min()
             places[:, i:] += missing.clamp(min=0)
     return places

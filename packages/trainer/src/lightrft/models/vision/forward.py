@@ -109,6 +109,7 @@ def vision_inputs(
         width=layout.input_ids.shape[1],
         device=layout.input_ids.device,
         dtype=next(trunk.parameters()).dtype,
+        place=layout.place,
     )
 
 
@@ -180,9 +181,11 @@ def _with_blanks(
     """Run the tower without effect: its parameters are gathered and get zero gradients."""
 
     def hook(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        # At a real token: gradients of padding may be no numbers, which a factor of 0 keeps.
+        output = output.clone()
         for blank in blanks:
             for leaf in _floats(_used(features_of(trunk, family, blank))):
-                output = output + 0.0 * leaf.sum().to(output.dtype)
+                output[0, 0] += 0.0 * leaf.sum().to(output.dtype)
         return output
 
     return hook

@@ -17,7 +17,7 @@ from lightrft.engines.media.media import EncodedPrompt, RowMedia
 from lightrft.models.actor import Actor
 from lightrft.models.attention import MissingBoundsError
 from lightrft.models.loading import ModelLoadError
-from lightrft.models.proof import Proof, projected, refusing
+from lightrft.models.proof import Proof, projected, refusing, require_causality
 from lightrft.models.sequence_model import trunk_output
 from lightrft.models.ulysses import LayoutRefusedError
 
@@ -55,7 +55,7 @@ class MediaProof(Proof):
     def distance_of_pictures(self) -> float:
         """Distance of a row from itself with its picture in negative: what a swap would change."""
         other = self._own_of(self.rows[0], self._negative)
-        return self._agreed(float((other - self.expected[0]).abs().max()))
+        return self.largest_of_ranks(float((other - self.expected[0]).abs().max()))
 
     @property
     def _first(self) -> EncodedPrompt:
@@ -80,16 +80,18 @@ class MediaProof(Proof):
             rows.append(torch.cat([text.new_tensor(ids), text]))
         return rows
 
-    def _is_scored(self, row: Tensor) -> Tensor:
+    def _is_scored(self, row: Tensor, prompt: EncodedPrompt | None) -> Tensor:
         """Return whether each token is text behind the images, [tokens] bool."""
-        prompt = self._prompt_of(row)
         start = 1 if prompt is None else len(prompt.token_ids)
         return torch.arange(len(row), device=row.device) >= start
 
-    def _own(self, row: Tensor) -> Tensor:
-        return self._own_of(row, self._prompt_of(row))
+    def _own(self, row: Tensor, *, like: Tensor | None = None) -> Tensor:
+        like = row if like is None else like
+        return self._own_of(row, self._prompt_of(like), like=like)
 
-    def _own_of(self, row: Tensor, prompt: EncodedPrompt | None) -> Tensor:
+    def _own_of(
+        self, row: Tensor, prompt: EncodedPrompt | None, *, like: Tensor | None = None
+    ) -> Tensor:
         """Return the values of a row by the model's own pass, with the media of a prompt."""
         if prompt is not None:
             family, host = self._family, row.cpu()
@@ -106,7 +108,7 @@ class MediaProof(Proof):
                 self.own_inputs[family.token_types] = types
             self.own_inputs["attention_mask"] = torch.ones_like(row)[None]
         try:
-            return super()._own(row).where(self._is_scored(row), 0.0)
+            return super()._own(row, like=like).where(self._is_scored(row, prompt), 0.0)
         finally:
             self.own_inputs = {}
 
@@ -117,7 +119,7 @@ class MediaProof(Proof):
     def _as_run(self, rows: Sequence[Tensor], *, is_training: bool = False) -> list[Tensor]:
         token_ids = pad_sequence(list(rows), batch_first=True)
         mask = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], True)
-        is_scored = pad_sequence([self._is_scored(row) for row in rows], True)
+        is_scored = pad_sequence([self._is_scored(row, self._prompt_of(row)) for row in rows], True)
         media = RowMedia(tuple(self._prompt_of(row) for row in rows))
         forward = self.inner.forward
 
@@ -194,10 +196,18 @@ def prove_media(
     """
     if "image" not in encoder.marks:
         return None
+    family = encoder.family
+    if family.token_axis and not family.attends_to_images and context.world_size > 1:
+        raise ModelLoadError(
+            f"models of type {family.model_type} read {family.token_axis[0]}, and may send images "
+            "through weights for which ranks without images would wait: got "
+            f"{context.world_size} ranks, expected 1; or {_TEXT_ALONE}"
+        )
     with refusing(model, "cannot compute rows with images", _TEXT_ALONE):
         proof = MediaProof(model, context, encoder)
         if not proof.is_finite:
             return None
+        require_causality(proof)
         seen, distance = proof.distance_of_pictures, proof.distance_of_layout()
     # In bfloat16 an image may change less than rounding does; what ignores it changes nothing.
     if seen <= proof.floor:

@@ -36,7 +36,6 @@ from lightrft.tools.rewards.http import (
     RequestError,
     RequestLimits,
     finite_numbers,
-    json_headers,
     parse_json,
     shown_address,
 )
@@ -79,7 +78,10 @@ class RemoteReward:
         self.parallel_calls = parallel_calls
         self._url = service_address(url)
         self._shown = shown_address(self._url)
-        self._headers = json_headers(token or os.environ.get(TOKEN_VARIABLE))
+        token = token or os.environ.get(TOKEN_VARIABLE)
+        self._headers = {"content-type": "application/json"}
+        if token:
+            self._headers["authorization"] = f"Bearer {token}"
         self._client = HttpClient(RequestLimits(timeout_seconds, concurrency=parallel_calls))
 
     def score(
