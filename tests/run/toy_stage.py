@@ -53,7 +53,7 @@ class Regression(Stage):
         return step.data.next_batch()
 
     def update(self, batch, step):
-        count = self.strategy.reduce_over_data(torch.tensor(float(len(batch))), "sum")
+        count = self.strategy.context.reduce_over_data(torch.tensor(float(len(batch))), "sum")
         shares = [partial(self._share, [point], count, step.metrics) for point in batch]
         optimizer_step(
             self.models.main,

@@ -11,7 +11,7 @@ Source: Dettmers et al. 2023, arXiv:2305.14314, sec. 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
@@ -191,3 +191,14 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
 def quantized_layers(module: nn.Module) -> dict[str, NF4Linear]:
     """Return the layers of 4 bits by name."""
     return {name: each for name, each in module.named_modules() if isinstance(each, NF4Linear)}
+
+
+def names_in_files(module: nn.Module, names: Iterable[str]) -> Iterator[str]:
+    """Yield names of tensors as files have them: one weight where codes and scales are."""
+    layers = quantized_layers(module)
+    for name in names:
+        layer, _, last = name.rpartition(".")
+        if layer not in layers or last == "bias":
+            yield name
+        elif last == CODES:
+            yield f"{layer}.weight"

@@ -137,7 +137,7 @@ class Backend(ABC):
         """Start what the backend needs, once the ranks have started."""
 
     def check_model_size(self, num_elements: int) -> None:  # noqa: B027 - no bound
-        """Implement `StrategyBase.check_model_size`."""
+        """Raise a ValueError, before loading, for a model too large for the backend."""
 
     def stop(self) -> None:  # noqa: B027 - likewise
         """Clean up before the process group ends."""

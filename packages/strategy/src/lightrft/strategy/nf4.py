@@ -7,7 +7,15 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from lightrft.engines.nf4 import BLOCK, CODES, SCALES, NF4Linear, quantized, quantized_layers
+from lightrft.engines.nf4 import (
+    BLOCK,
+    CODES,
+    SCALES,
+    NF4Linear,
+    names_in_files,
+    quantized,
+    quantized_layers,
+)
 from lightrft.strategy.checkpoints.shard_files import local_rows
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
@@ -46,17 +54,6 @@ def quantize_layers(model: nn.Module, layers: Iterable[str], dtype: torch.dtype)
             if not dense.weight.is_meta:
                 fill(packed, dense.weight)
             model.set_submodule(name, packed)
-
-
-def names_in_files(module: nn.Module, names: Iterable[str]) -> Iterator[str]:
-    """Yield names of tensors as files have them: one weight where codes and scales are."""
-    layers = quantized_layers(module)
-    for name in names:
-        layer, _, last = name.rpartition(".")
-        if layer not in layers or last == "bias":
-            yield name
-        elif last == CODES:
-            yield f"{layer}.weight"
 
 
 def dequantized_source(model: nn.Module, source: ParameterSource, left_out: str) -> ParameterSource:

@@ -205,16 +205,6 @@ class StrategyBase:
         """Seed random, NumPy and torch (CPU and all GPUs) with the same value on every rank."""
         seed_generators(seed)
 
-    @property
-    def num_data_ranks(self) -> int:
-        """Data-parallel groups: with sequence parallelism `sp_size` ranks share their samples."""
-        return self.context.num_data_ranks
-
-    @property
-    def data_rank(self) -> int:
-        """Number of the data-parallel group that this rank belongs to."""
-        return self.context.data_rank
-
     @classmethod
     def is_rank_0(cls) -> bool:
         """Return whether this is the first of all ranks."""
@@ -252,10 +242,6 @@ class StrategyBase:
     def all_reduce(self, data: object, op: str = "mean") -> object:
         """Reduce a tensor, a number or a nested dict; see `DistributedContext.all_reduce`."""
         return self.context.all_reduce(data, op)
-
-    def reduce_over_data(self, data: T, op: str = "mean") -> T:
-        """Reduce like `all_reduce`, counting ranks that share their samples once."""
-        return self.context.reduce_over_data(data, op)
 
     @overload
     def all_gather(self, data: Tensor | float) -> Tensor: ...
@@ -424,14 +410,6 @@ class StrategyBase:
             generator=torch.Generator().manual_seed(self.seed),
         )
 
-    def check_model_size(self, num_elements: int) -> None:
-        """Raise a ValueError, before loading, for a model too large for the backend.
-
-        Args:
-            num_elements: Number of elements of all its parameters.
-        """
-        self.backend.check_model_size(num_elements)
-
     def init_model_context(self, meta_init: bool | None = False) -> AbstractContextManager[None]:
         """Return the context in which models are built. Report memory.
 
@@ -583,27 +561,6 @@ class StrategyBase:
         self.checkpoints.save(
             request, self.training.resolve(model, optimizer, scheduler), model_ema
         )
-
-    def find_ckpt(
-        self,
-        load_dirs: Sequence[str],
-        accepts: Callable[[Mapping[str, object]], None] | None = None,
-    ) -> str | None:
-        """Return the newest tag with a whole checkpoint in every folder. Collective.
-
-        Every file is verified; the next load of this tag does not verify it again.
-
-        Args:
-            load_dirs: Folders of checkpoints of models that belong together.
-            accepts: Function that raises if a client state of the first folder is not usable.
-
-        Returns:
-            Tag; None if no folder shows a trace of a checkpoint.
-
-        Raises:
-            CheckpointError: None is whole; the message says what is wrong with each.
-        """
-        return self.checkpoints.find([Path(folder) for folder in load_dirs], accepts)
 
     def load_ckpt(
         self,

@@ -182,7 +182,20 @@ class Checkpoints:
     def find(
         self, folders: Sequence[Path], accepts: Callable[[Mapping[str, object]], None] | None = None
     ) -> str | None:
-        """Return the tag of a loadable checkpoint; see `StrategyBase.find_ckpt`."""
+        """Return the newest tag with a whole checkpoint in every folder. Collective.
+
+        Every file is verified; the next load of this tag does not verify it again.
+
+        Args:
+            folders: Folders of checkpoints of models that belong together.
+            accepts: Function that raises if a client state of the first folder is not usable.
+
+        Returns:
+            Tag; None if no folder shows a trace of a checkpoint.
+
+        Raises:
+            CheckpointError: None is whole; the message says what is wrong with each.
+        """
         self.finish()
         with phase("find a checkpoint", self._context.timeout):
             try:

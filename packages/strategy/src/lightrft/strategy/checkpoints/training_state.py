@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightrft.engines.nf4 import quantized_layers
+from lightrft.engines.nf4 import names_in_files, quantized_layers
 from lightrft.strategy.checkpoints.client_state import load_state, save_state
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter
@@ -19,7 +19,6 @@ from lightrft.strategy.checkpoints.shard_files import (
     own_shards,
     write_shards,
 )
-from lightrft.strategy.nf4 import fill, names_in_files
 from lightrft.strategy.optimizers import SCALE, optimizer_parameters
 from lightrft.strategy.weight_sync.parameter_source import reshard_modules, tied_parameter_names
 
@@ -90,6 +89,9 @@ def load_full_weights(
         available &= wanted
     for name in sorted(check_names(wanted, available, source=str(path), strict=strict)):
         if name in layers:
+            # Imported here: few models have such layers.
+            from lightrft.strategy.nf4 import fill
+
             weight = torch.empty(layers[name].shape)
             files.read_into(name, weight, 0, len(weight), layers[name].shape)
             fill(layers[name], weight)

@@ -368,14 +368,7 @@ def pass_at_k(num_correct: NDArray[np.int64], *, num_samples: int, k: int) -> ND
 
     Returns:
         [prompts] float64.
-
-    Raises:
-        ValueError: k or a count is out of range.
     """
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"k must be in [1, {num_samples}], the number of samples: got {k}")
-    if len(num_correct) and not 0 <= num_correct.min() <= num_correct.max() <= num_samples:
-        raise ValueError(f"num_correct must be in [0, {num_samples}]: got {num_correct.tolist()}")
     places = np.arange(1, num_samples + 1)
     # A counted factor is negative only for i < k; then factor k is counted, too, and is 0.
     factors = np.maximum(0.0, 1.0 - k / places)

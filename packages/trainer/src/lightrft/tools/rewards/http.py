@@ -118,6 +118,12 @@ class ClientRequest:
         return text
 
 
+def json_headers(key: str | None) -> dict[str, str]:
+    """Return the headers of a JSON request, with the key of its service if there is one."""
+    authorization = {"authorization": f"Bearer {key}"} if key else {}
+    return {"content-type": "application/json", **authorization}
+
+
 class HttpClient:
     """Client that sends requests and returns bodies; holds a thread and connections.
 

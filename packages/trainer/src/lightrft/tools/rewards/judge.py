@@ -37,6 +37,7 @@ from lightrft.tools.rewards.http import (
     HttpClient,
     RequestError,
     RequestLimits,
+    json_headers,
     parse_json,
     shown_address,
 )
@@ -70,10 +71,7 @@ class _ServedJudge:
         base = service_address(url, option="judge_url").rstrip("/")
         self._url = f"{base}/chat/completions"
         self.shown, self.identity = shown_address(self._url), self._url.encode()
-        self._headers = {"content-type": "application/json"}
-        key = os.environ.get(KEY_VARIABLE)
-        if key:
-            self._headers["authorization"] = f"Bearer {key}"
+        self._headers = json_headers(os.environ.get(KEY_VARIABLE))
         self._client = HttpClient(
             RequestLimits(
                 config.reward_timeout_seconds, max_bytes=MAX_ANSWER_BYTES, concurrency=CONCURRENCY

@@ -36,6 +36,7 @@ from lightrft.tools.rewards.http import (
     RequestError,
     RequestLimits,
     finite_numbers,
+    json_headers,
     parse_json,
     shown_address,
 )
@@ -78,10 +79,7 @@ class RemoteReward:
         self.parallel_calls = parallel_calls
         self._url = service_address(url)
         self._shown = shown_address(self._url)
-        token = token or os.environ.get(TOKEN_VARIABLE)
-        self._headers = {"content-type": "application/json"}
-        if token:
-            self._headers["authorization"] = f"Bearer {token}"
+        self._headers = json_headers(token or os.environ.get(TOKEN_VARIABLE))
         self._client = HttpClient(RequestLimits(timeout_seconds, concurrency=parallel_calls))
 
     def score(

@@ -24,6 +24,7 @@ from lightrft.tools.rewards.http import (
     HttpClient,
     RequestError,
     RequestLimits,
+    json_headers,
     parse_json,
     shown_address,
 )
@@ -54,10 +55,7 @@ class OpenAIServer:
         url, _, self._model = place.partition("#")
         self._url = f"{service_address(url, option='teacher').rstrip('/')}/completions"
         self._shown = shown_address(self._url)
-        self._headers = {"content-type": "application/json"}
-        key = os.environ.get(KEY_VARIABLE)
-        if key:
-            self._headers["authorization"] = f"Bearer {key}"
+        self._headers = json_headers(os.environ.get(KEY_VARIABLE))
         num_tokens = max(config.max_episode_tokens, config.max_row_tokens, TOKENS_PER_QUESTION + 1)
         num_entries = num_tokens * ((config.teacher_top_k or 0) + 1)
         self._client = HttpClient(
