@@ -38,11 +38,7 @@ def run(argv: Sequence[str]) -> int:
     from lightrft.tools.export.exported_model import export_model
 
     hide_progress_bars()
-    report = export_model(folder, directory)
-    print(
-        f"wrote {report.num_parameters} {report.dtype} parameters to {report.directory}; read "
-        f"back: weights equal, logits of one prompt within {report.max_logit_difference:.2g}"
-    )
+    print(export_model(folder, directory))
     if name is not None:
         print(f"uploaded: {push(directory, name)}")
     return ExitCode.OK

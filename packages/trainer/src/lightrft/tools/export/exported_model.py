@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,25 +46,7 @@ class ExportError(CommandError):
     code = ExitCode.VERIFICATION
 
 
-@dataclass(frozen=True, slots=True)
-class ExportReport:
-    """Written files and their comparison.
-
-    Args:
-        directory: Directory of the checkpoint.
-        num_parameters: Number of parameters of the model.
-        dtype: Data type of its weights.
-        max_logit_difference: Largest difference of a logit over the tokens of one prompt; weights
-            are bitwise equal.
-    """
-
-    directory: Path
-    num_parameters: int
-    dtype: str
-    max_logit_difference: float
-
-
-def export_model(run: Path, directory: Path) -> ExportReport:
+def export_model(run: Path, directory: Path) -> str:
     """Write the run's final model, read it back, and compare weights and logits.
 
     The directory appears only after the comparison.
@@ -73,6 +54,9 @@ def export_model(run: Path, directory: Path) -> ExportReport:
     Args:
         run: Folder of the run.
         directory: Target directory; must not exist, or be empty.
+
+    Returns:
+        Sentence on what was written, and on the comparison.
 
     Raises:
         NotARunError: The folder holds no run, or no final model.
@@ -100,7 +84,7 @@ def export_model(run: Path, directory: Path) -> ExportReport:
             f"{directory} cannot be written ({error.strerror}): choose another directory"
         ) from error
     try:
-        report = _write_and_compare(source_path, partial, _prompt(run))
+        what, difference = _write_and_compare(source_path, partial, _prompt(run))
         if base_model is not None and Path(base_model).is_dir():
             _require_trained(partial, base_model)
         card = model_card(data, base_model=base_model, is_local=is_local, loader=_loader(partial))
@@ -110,10 +94,14 @@ def export_model(run: Path, directory: Path) -> ExportReport:
         partial.replace(directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return replace(report, directory=directory)
+    return (
+        f"wrote {what} to {directory}; read back: weights equal, logits of one prompt within "
+        f"{difference:.2g}"
+    )
 
 
-def _write_and_compare(source_path: Path, target: Path, prompt: str) -> ExportReport:
+def _write_and_compare(source_path: Path, target: Path, prompt: str) -> tuple[str, float]:
+    """Write a checkpoint; return what it holds, and the largest difference of a logit read back."""
     dtype = _dtype_name(source_path)
     tokenizer = load_tokenizer(str(source_path))
     source = load_exported(source_path, dtype).eval()
@@ -129,7 +117,7 @@ def _write_and_compare(source_path: Path, target: Path, prompt: str) -> ExportRe
     difference = compare_models(source, exported, load_tokenizer(str(target)), prompt)
     # Tied parameters count once.
     num_parameters = sum(value.numel() for value in source.parameters())
-    return ExportReport(target, num_parameters, dtype, difference)
+    return f"{num_parameters} {dtype} parameters", difference
 
 
 def load_exported(path: str | Path, dtype: str) -> PreTrainedModel | RewardModel:
