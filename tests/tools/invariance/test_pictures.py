@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.models.planted_prefixes import count_gradients_once, keep_a_stale_prefix
 from tests.models.vision.tiny_families import write_tiny_vision_model
 from tests.ranks import run_multiprocess
 
@@ -19,6 +20,7 @@ ALONE = [
     Cell(micro_batch_size=2),
     Cell(micro_batch_size=1, packs_samples=True, recomputes=True),
     Cell(micro_batch_size=4, packs_samples=True, is_fused=True, loss_inside=True),
+    Cell(micro_batch_size=4, packs_samples=True, shares_prefixes=True),
     Cell(micro_batch_size=2, role="critic"),
 ]
 TOGETHER = [
@@ -30,6 +32,8 @@ TOGETHER = [
         Cell(micro_batch_size=1, recomputes=True),
         Cell(micro_batch_size=2, packs_samples=True),
         Cell(micro_batch_size=4, packs_samples=True, sp_size=2),
+        Cell(micro_batch_size=4, packs_samples=True, sp_size=2, shares_prefixes=True),
+        Cell(micro_batch_size=4, packs_samples=True, shares_prefixes=True, recomputes=True),
         Cell(micro_batch_size=2, packs_samples=True, role="critic"),
     )
 ]
@@ -75,6 +79,7 @@ def test_rows_differ_in_having_pictures(models):
         assert len(held) == NUM_ROWS
         # Of both ranks, and of neighbouring rows of one rank.
         assert {any(held[0::2]), any(held[1::2])} == {True, False}
+        assert rows.media.prompts[6] is rows.media.prompts[4]
         for row, prompt in enumerate(rows.media.prompts):
             if prompt is not None:
                 start = rows.token_ids[row, : len(prompt.token_ids)]
@@ -83,10 +88,18 @@ def test_rows_differ_in_having_pictures(models):
 
 
 @pytest.mark.cover(1)
-@pytest.mark.parametrize("cell", ALONE[:3], ids=str)
+@pytest.mark.parametrize("cell", ALONE[:4], ids=str)
 def test_one_process_gives_the_reference(cell, models):
     work = work_of(models("tiny-qwen2.5-vl"), [cell])
     assert not violations([cell], measure_cells(0, 1, work))
+
+
+@pytest.mark.parametrize("fault", [count_gradients_once, keep_a_stale_prefix])
+def test_planted_faults_of_shared_pictures_are_caught(fault, models, monkeypatch):
+    cell = Cell(micro_batch_size=8, packs_samples=True, shares_prefixes=True)
+    work = work_of(models("tiny-qwen2.5-vl"), [cell])
+    fault(monkeypatch)
+    assert "gradient" in measure_cells(0, 1, work)[0].above(FP32_BOUNDS)
 
 
 @pytest.mark.parametrize("planted", ["exchanged pictures", "a tower without gradient"])

@@ -7,6 +7,7 @@ import peft  # noqa: F401  # what it makes on import would land on the device
 import pytest
 import torch
 import transformers
+from tests.models.tiny import tiny_model
 from tests.records import exchange_cases
 from tests.tools.plan import live_bytes
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -312,3 +313,44 @@ def test_a_budget_holds_more_responses_if_their_prompts_are_computed_once():
     # hold 13 samples.
     assert alone == 8
     assert 13 <= shared < 15
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("response", [64, 256])
+def test_an_eighth_of_a_repeated_prompt_is_what_rows_keep_of_it(response, kv_heads, recomputes):
+    """Keys and values that each row reads; the more heads they have, the more they are."""
+    prompt, group = 512, 8
+    heads = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": kv_heads}
+    more = {"intermediate_size": 352, "num_hidden_layers": 4, "max_position_embeddings": 1024}
+    actor = Actor(tiny_model("llama", **heads, **more), fused_linear_logprob=True).train()
+    actor.pack_samples()
+    if recomputes:
+        actor.gradient_checkpointing_enable()
+    ids = torch.randint(5, 131, (group, prompt + response), generator=torch.manual_seed(0))
+    ids[:, :prompt] = ids[0, :prompt]
+    scored = (torch.arange(prompt + response) >= prompt).expand_as(ids)
+    peaks = []
+    for least in (None, 16):
+        actor.share_prefixes(least)
+        live = live_bytes.LiveBytes()
+        with live:
+            for _ in range(2):  # in the first one gradients are new
+                actor.zero_grad(set_to_none=False)
+                live.begin()
+                before = live.total
+                output = actor(
+                    ids,
+                    torch.ones_like(scored),
+                    scored_mask=scored,
+                    token_loss=lambda logprobs, *_: logprobs.sum(),
+                )
+                output.loss.backward()
+                del output
+        peaks.append(live.peak - before)
+    separate, shared = peaks
+    config = TrainConfig(shared_prefix="auto")
+    counted = ids.numel() - (group - 1) * config.uncounted_tokens(prompt)
+    planned = separate * counted / ids.numel()
+    # Fewer heads of keys than of queries keep less.
+    assert 0.7 * planned < shared < 1.05 * planned

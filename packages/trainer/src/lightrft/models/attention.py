@@ -1,8 +1,8 @@
 """Attention for transformers' models: within sequences of one stream, and of short rows."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypedDict, Unpack, cast
 from weakref import WeakSet
@@ -64,6 +64,7 @@ class SequenceBounds:
         blocks: [tokens] int64 of the whole stream: tokens of one block (>= 0) see each other in
             both directions, as tokens of an image do in some models; None has no blocks.
         shared: Rows, if a sequence is only the tail of its row; None if sequences are whole rows.
+        masks: Masks that all layers share; see `_shared_mask`.
     """
 
     offsets: tuple[int, ...]
@@ -71,6 +72,7 @@ class SequenceBounds:
     group: ProcessGroup | None = None
     blocks: Tensor | None = None
     shared: SharedRuns | None = None
+    masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
 
     def inputs(self) -> dict[str, object]:
         """Return them as inputs of a model; kernels of recurrences know other names for them."""
@@ -196,7 +198,7 @@ def attend_each(qkv: QKV, bounds: SequenceBounds, options: AttentionOptions) -> 
             scale=options.get("scaling"),
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        for (q, k, v), mask in _parts(qkv, bounds, _bounded(bounds), options)
+        for (q, k, v), mask in _parts(qkv, bounds, list(_bounded(bounds)), options)
     ]
     return torch.cat(pieces, dim=2)
 
@@ -207,7 +209,7 @@ def _attend_unfused(
     """Call the model's eager attention for each sequence: [1, tokens, heads, head_dim]."""
     pieces = [
         fused_attention(module, *part, None if mask is None else mask[None, None], **options)[0]
-        for part, mask in _parts(qkv, bounds, bounds.spans(), options)
+        for part, mask in _parts(qkv, bounds, list(bounds.spans()), options)
     ]
     return torch.cat(pieces, dim=1)
 
@@ -215,20 +217,26 @@ def _attend_unfused(
 def _parts(
     qkv: QKV,
     bounds: SequenceBounds,
-    spans: Iterable[tuple[slice, slice]],
+    spans: Sequence[tuple[slice, slice]],
     options: AttentionOptions,
 ) -> Iterator[tuple[QKV, Tensor | None]]:
     """Yield queries, keys and values of each span, and the mask that they need."""
     query, key, value = qkv
-    key_blocks = bounds.blocks
+    window, key_blocks = options.get("sliding_window"), bounds.blocks
     if key_blocks is not None and bounds.shared is not None:
         key_blocks = bounds.shared.read(key_blocks, dim=0)
     for queries, keys in spans:
         part = query[:, :, queries], key[:, :, keys], value[:, :, keys]
         num_queries, num_keys = (x.shape[2] for x in part[:2])
-        blocks = None if key_blocks is None else key_blocks[keys]
-        window = options.get("sliding_window")
-        yield part, _visible(num_queries, num_keys, window, blocks, query.device)
+        if key_blocks is not None and bool((key_blocks[keys] >= 0).any()):
+            mask = _visible(num_queries, num_keys, window, query.device, key_blocks[keys])
+        elif num_queries == num_keys and (window is None or window >= num_keys):
+            mask = None
+        else:
+            mask = _shared_mask(query, bounds, spans, window)[-num_queries:, -num_keys:]
+            # Kernels of GPUs read from aligned addresses.
+            mask = mask if mask.device.type == "cpu" else mask.contiguous()
+        yield part, mask
 
 
 def attends_packed(part: nn.Module) -> bool:
@@ -249,27 +257,38 @@ def _bounded(bounds: SequenceBounds) -> Iterator[tuple[slice, slice]]:
             yield slice(queries.start + first, queries.start + last), seen
 
 
+def _shared_mask(
+    query: Tensor, bounds: SequenceBounds, spans: Sequence[tuple[slice, slice]], window: int | None
+) -> Tensor:
+    """Return the additive mask of the largest span, whose end is that of every other one.
+
+    The backward pass keeps masks: one for each layer and row could take more memory than keys.
+    """
+    sizes = ([part.stop - part.start for part in span] for span in spans)
+    num_queries, num_keys = map(max, zip(*sizes, strict=True))
+    place = num_queries, num_keys, window, query.dtype
+    if place not in bounds.masks:
+        is_seen = _visible(num_queries, num_keys, window, query.device)
+        hidden = torch.zeros_like(is_seen, dtype=query.dtype)
+        bounds.masks[place] = hidden.masked_fill_(~is_seen, torch.finfo(query.dtype).min)
+    return bounds.masks[place]
+
+
 def _visible(
     num_queries: int,
     num_keys: int,
     window: int | None,
-    blocks: Tensor | None,
     device: torch.device,
-) -> Tensor | None:
-    """Return [queries, keys] bool: the keys that each query sees; None is all before it.
+    blocks: Tensor | None = None,
+) -> Tensor:
+    """Return [queries, keys] bool: the keys that each query sees.
 
     The last keys belong to the queries, and each key has its block.
     """
-    has_blocks = blocks is not None and bool((blocks >= 0).any())
-    if window is not None and window >= num_keys:
-        window = None
-    if not has_blocks and window is None and num_queries == num_keys:
-        return None
     index = torch.arange(num_keys, device=device)
     distance = index[num_keys - num_queries :, None] - index[None, :]
     mask = distance >= 0
-    if has_blocks:
-        assert blocks is not None
+    if blocks is not None:
         of_queries = blocks[num_keys - num_queries :, None]
         mask = mask | ((of_queries == blocks[None, :]) & (of_queries >= 0))
     if window is not None:  # limits blocks, too, but only backwards, as in transformers
