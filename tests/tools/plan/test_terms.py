@@ -248,7 +248,7 @@ def test_every_term_of_a_plan_is_compared_somewhere_or_said_to_be_assumed():
         "weights", "weights, sharded", "Adam's states", "float32 weights", "gradients",
         "gradients, sharded", "activations", "output layer", "gradient of the output layer",
         "backward pass of a layer", "weights of an end", "gathered layers",
-        "a layer's gradients", "gradients of an end", "end, gathered twice",
+        "a layer's gradients", "gradients of an end", "end, as it is gathered",
         "bucket of gradients", "buckets of gradients", "small weights, whole", "small gradients",
         "copies of the bucket", "gradient of one tensor", "gathered weights",
         "gradients in bfloat16", "gradients of the step", "Adam's states, back from the host",

@@ -7,6 +7,7 @@ from pathlib import Path
 from tests.tools.plan import live_bytes
 
 SIZES = {
+    "world": 2,
     "hidden": 256,
     "rows": 1,
     "seq": 64,
@@ -26,9 +27,9 @@ def model_config(sizes):
         vocab_size=sizes["vocab"],
         hidden_size=hidden,
         num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 128,
+        num_key_value_heads=sizes.get("kv_heads", hidden // 128),
         num_hidden_layers=sizes["layers"],
-        intermediate_size=3 * hidden,
+        intermediate_size=sizes.get("intermediate", 3 * hidden),
         tie_word_embeddings=sizes["is_tied"],
     )
 
@@ -131,6 +132,36 @@ def measure(rank, world_size, sizes, options):
             live.begin()
             update(prepared, strategy, sizes)
         return {"idle": idle, "peak": live.peak - before}
+
+
+def measure_with_engine(rank, world_size, sizes, options):
+    """Live bytes at the peaks of a rollout and of the update after it, beside the engine."""
+    del rank, world_size
+    from lightrft.engines import GenerationRequest, SamplingParams
+    from lightrft.strategy import get_strategy
+
+    config = run_config(sizes, options)
+    params = SamplingParams(max_tokens=sizes["seq"] - 1, ignore_eos=True)
+    with get_strategy(config) as strategy:
+        gc.collect()
+        live = live_bytes.LiveBytes()
+        before, peaks = live.total, {}
+        with live:
+            prepared = build(sizes, config, strategy)
+            update(prepared, strategy, sizes)
+            engine = strategy.setup_inference_engine(None, "hf", actor=prepared)
+            for name, run in {
+                "rollout": lambda: engine.generate(
+                    [GenerationRequest((5 + i,), request_id=i) for i in range(4 * sizes["rows"])],
+                    params,
+                ),
+                "train": lambda: update(prepared, strategy, sizes),
+            }.items():
+                gc.collect()
+                live.begin()
+                run()
+                peaks[name] = live.peak - before
+        return peaks
 
 
 def measure_resident(rank, world_size, sizes, options):

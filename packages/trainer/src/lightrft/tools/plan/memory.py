@@ -137,12 +137,18 @@ def evaluated(setup: Setup, model: Model) -> float:
     return total / (setup.world_size if is_sharded else 1)
 
 
+def num_copies(setup: Setup) -> int:
+    """Return how often FSDP2 holds what it gathers: as it was sent, which one process skips."""
+    return 1 if setup.world_size == 1 else 2
+
+
 def gathered(setup: Setup, model: Model) -> float:
     """Return the bytes of whole weights that a forward pass holds beside the shards."""
     c = setup.compute_bytes
     if setup.config.fsdp:
         # Weights of an end while they are copied out of what the ranks sent, and two layers.
-        return 2 * (c * model.end + layer_bytes(setup, model)) + dense_bytes(setup, model)
+        whole = c * model.end + layer_bytes(setup, model)
+        return num_copies(setup) * whole + dense_bytes(setup, model)
     if setup.config.zero_stage < 3:
         return 0
     # Adapters leave the embedding alone, so nothing keeps it until the backward pass.
@@ -208,6 +214,7 @@ def _fsdp_moments(
     output: MemoryTerm,
 ) -> Iterator[list[MemoryTerm]]:
     world, c, unit = setup.world_size, setup.compute_bytes, model.layer
+    twice = num_copies(setup)
     one, dense = layer_bytes(setup, model), dense_bytes(setup, model)
     on_host = setup.config.fsdp_cpu_offload and setup.has_gpu
     is_whole = model.trains_all
@@ -220,7 +227,8 @@ def _fsdp_moments(
             )
         )
     end = MemoryTerm("weights of an end", c * model.end)
-    next_layer = MemoryTerm("gathered layers", one)
+    early = one if twice == 2 else 0  # gathered before its turn
+    next_layer = MemoryTerm("gathered layers", early)
     yield [*held, kept, head, end, output, next_layer]
     one_layer = kept.num_bytes / max(1, model.size.num_layers)
     rest = MemoryTerm(kept.name, max(0.0, kept.num_bytes - one_layer))
@@ -228,15 +236,17 @@ def _fsdp_moments(
     waiting = () if model.has_own_head else (end, output)
     # What arrives is copied: for the layer before, unless its gradients take that room.
     # A weight of 4 bits is dequantised once the copy is gone.
-    layers = MemoryTerm("gathered layers", 2 * one + (0 if is_whole else max(one, dense)))
+    before = 0 if is_whole else max(dense, early)
+    layers = MemoryTerm("gathered layers", twice * one + before)
     gradients = MemoryTerm("a layer's gradients", (c + FLOAT) * unit if is_whole else 0)
     yield [*held, rest, passing, *waiting, layers, gradients]
     if not is_whole:
         left = MemoryTerm(head.name, kept_head_bytes(setup, model))
-        yield [*held, kept, left, MemoryTerm("end, gathered twice", 2 * c * model.end), next_layer]
+        gathering = MemoryTerm("end, as it is gathered", twice * c * model.end)
+        yield [*held, kept, left, gathering, next_layer]
         return
     # Gloo copies what it reduces.
-    copies = 1 if setup.has_gpu else 2
+    copies = 1 if setup.has_gpu else twice
     widest = min(model.size.embedding_parameters, model.end)
     after = max(c * model.end, c * widest + FLOAT * model.end / world)
     reduced = MemoryTerm("gradients of an end", copies * FLOAT * model.end + after)

@@ -59,9 +59,9 @@ class Model:
 
     @property
     def root(self) -> int:
-        """Numbers outside of the layers, of text and of images."""
+        """Numbers outside of the layers, of text and of images, which have the adapters."""
         towers = self.size.tower_parameters
-        return self.total - self.size.num_layers * self.layer - towers
+        return self.stored - self.size.num_layers * self.layer - towers
 
     @property
     def has_own_head(self) -> bool:
