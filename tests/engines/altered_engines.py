@@ -88,7 +88,8 @@ def no_convolution(monkeypatch):
     def losing(self, conv_states, *args, **options):
         states = update(self, conv_states, *args, **options)
         for state in self.conv_states.values():
-            state.zero_()
+            if state is not None:
+                state.zero_()
         return states
 
     monkeypatch.setattr(LinearAttentionLayer, "update_conv_state", losing)

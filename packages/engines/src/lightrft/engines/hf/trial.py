@@ -60,9 +60,12 @@ def text_forward(model: PreTrainedModel, traits: ModelTraits) -> TextForward | N
     kind: TextForward = PaddedForward
     try:
         alone = torch.cat([_decoded(model, whole_batch, [row]) for row in rows])
-    except MissingCacheError:
-        kind = UncachedForward
-        _logger.warning("%s keeps no cache: each token takes a pass over its whole row", name)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001  the model's own code
+        kind, is_missing = UncachedForward, isinstance(error, MissingCacheError)
+        what = "keeps no cache" if is_missing else f"fails with a cache ({first_line(error)})"
+        _logger.warning("%s %s: each token takes a pass over its whole row", name, what)
     else:
         change = _distance(alone[..., allowed], whole)
         if not change <= limit:
