@@ -15,6 +15,8 @@ from lightrft.models.lora import LoraActor
 from lightrft.stages.preference.stored_reference import hash_of_start
 from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.shard_files import full_value
+from lightrft.strategy.weight_sync.canary import compute_dtypes
+from lightrft.strategy.weight_sync.parameter_source import engine_source
 from lightrft.strategy.weight_sync.verification import WeightSyncError
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="needs bitsandbytes")
@@ -230,6 +232,9 @@ def test_trainer_and_engine_of_one_process_hold_one_base(checkpoint, bf16):
         expected = exact(IDS).logits[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0]
         scores = torch.tensor([engine.score(row.tolist())[1:] for row in IDS]).double()
         assert (scores - expected).abs().max() < (0.05 if bf16 else 2e-5)
+        source = engine_source(actor, strategy.backend.parameter_source(ready), has_adapters=True)
+        # The canary's limits are those of the passes, not of an engine that rounds by itself.
+        assert compute_dtypes(dtype, engine, source) == {dtype, torch.float32}
         engine.sleep(level=2)
         assert all(held[name].numel() for name in held)
         assert not any(p.numel() for n, p in engine_tensors.items() if ".lora_" in n)

@@ -108,24 +108,34 @@ OF_135M |= {"is_tied": True, "seq": 64}
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("lora_sync", [None, "merged"])
 def test_a_base_of_4_bits_and_its_engine_hold_what_the_plan_says(lora_sync, bf16):
+    compare_beside_engine(OF_135M | {"world": 1, "bf16": bf16}, 16, lora_sync)
+
+
+@pytest.mark.full
+def test_engines_of_two_ranks_hold_packed_bytes_as_planned():
+    compare_beside_engine({"vocab": 1000, "hidden": 512, "seq": 8}, 2, None)
+
+
+def compare_beside_engine(changes, lora_rank, lora_sync):
     pytest.importorskip("bitsandbytes", reason="package bitsandbytes is not installed")
-    sizes = {**two_ranks.SIZES, **OF_135M, "bf16": bf16}
-    options = {"fsdp": True, "lora_rank": 16, "quantize": "nf4", "enable_engine_sleep": False}
+    sizes = two_ranks.SIZES | changes
+    options = {"fsdp": True, "lora_rank": lora_rank, "quantize": "nf4"}
+    options |= {"enable_engine_sleep": False}
     arguments = (sizes, options | {"lora_sync": lora_sync})
     measure_both = two_ranks.measure_with_engine
-    (found,) = run_multiprocess(measure_both, 1, timeout_seconds=280, args=arguments)
-    planned, dense = (plan_of_one(sizes, options, each) for each in (lora_sync, "merged"))
+    found = run_multiprocess(measure_both, sizes["world"], timeout_seconds=280, args=arguments)[0]
+    planned, dense = (planned_phases(sizes, options, each) for each in (lora_sync, "merged"))
     ratios = {phase: planned[phase] / measured for phase, measured in found.items()}
     assert ratios == dict.fromkeys(ratios, pytest.approx(1, rel=TOLERANCE))
-    if lora_sync is None:  # the whole base beside that of the trainer would be found
+    if lora_sync is None:  # a whole base in the engine would be found
         assert all(dense[phase] > 1.3 * measured for phase, measured in found.items())
 
 
-def plan_of_one(sizes, options, lora_sync):
-    """Planned bytes of each phase in one process."""
+def planned_phases(sizes, options, lora_sync):
+    """Planned bytes of each phase on one rank."""
     config = two_ranks.run_config(sizes, options | {"lora_sync": lora_sync})
     size = ModelSize.of_config(two_ranks.model_config(sizes).to_dict())
-    plan = memory.plan_memory(Setup(config, size, 1, 1, False, 1e12, "hf"))
+    plan = memory.plan_memory(Setup(config, size, sizes["world"], 2, False, 1e12, "hf"))
     return {phase.name: phase.device_bytes for phase in plan.phases}
 
 
