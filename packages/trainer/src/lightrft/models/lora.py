@@ -136,7 +136,7 @@ class LoraModel(SequenceModel):
             return replace(entry, frozen=False, is_aliasable=False)
 
         changed = [entry for entry in stored if BASE in entry.checkpoint_name]
-        changed += self._ranges()
+        changed += _ranges(self.pretrained)
         return replace(
             base,
             entries=tuple(map(merged, base.entries)),
@@ -146,13 +146,8 @@ class LoraModel(SequenceModel):
 
     def adapter_source(self, source: ParameterSource) -> ParameterSource:
         """Return the source of base and adapters; the base is training's, s B is a copy."""
-        entries = (*source.entries, *self._ranges())
+        entries = (*source.entries, *_ranges(self.pretrained))
         return replace(source, entries=tuple(_apart(entry, self.scale) for entry in entries))
-
-    def _ranges(self) -> Iterator[SourceParameter]:
-        """Yield the ranges of layers of 4 bits, which are no parameters: every rank has them."""
-        for name, layer in quantized_layers(self.pretrained).items():
-            yield whole_parameter(f"{name}.{RANGES}", layer.ranges)
 
     def adapter_shape(self) -> AdapterShape:
         """Return the rank and the layers of the adapters, and the layers of 4 bits."""
@@ -394,6 +389,12 @@ def adapter_coverage(model: PreTrainedModel, whole: Sequence[str] = ()) -> str:
 def _is_meant(name: str, target: str) -> bool:
     is_last = name == target or name.endswith(f".{target}")
     return is_last or names_part(target).fullmatch(f"{name.removeprefix('model.')}.") is not None
+
+
+def _ranges(model: nn.Module) -> Iterator[SourceParameter]:
+    """Yield the ranges of layers of 4 bits, which are no parameters: every rank has them."""
+    for name, layer in quantized_layers(model).items():
+        yield whole_parameter(f"{name}.{RANGES}", layer.ranges)
 
 
 def _apart(entry: SourceParameter, scale: float) -> SourceParameter:
