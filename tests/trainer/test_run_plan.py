@@ -86,8 +86,13 @@ def test_what_a_start_decides_is_no_change_of_the_command(config, name, summary)
     plan = plan_run(given)
     assert (plan.resumes, bool(plan.summary)) == (not summary, summary)
     assert plan.changes == ()
-    if not summary:
-        assert plan.kept == {name: decided}
+    assert summary or plan.kept == {name: decided}
+
+
+def test_a_run_from_before_an_option_could_be_left_out_goes_on_with_its_value(config):
+    leave_run(config(lora_sync="merged"))
+    plan = plan_run(config())
+    assert (plan.changes, plan.kept) == ((), {"lora_sync": "merged"})
 
 
 @pytest.mark.parametrize("summary", [True, False])
@@ -101,16 +106,13 @@ def test_a_run_that_began_without_deepspeed_keeps_fsdp2(config, monkeypatch, sum
     plan = plan_run(config().with_installed_backend())
     assert plan.changes == ()
     assert bool(plan.summary) == summary
-    if not summary:
-        assert plan.kept == {"fsdp": True}
+    assert summary or plan.kept == {"fsdp": True}
 
 
 def test_a_run_of_deepspeed_says_so_where_it_is_not_installed(config, monkeypatch):
     leave_run(config())
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ConfigError) as refusal:
-        plan_run(config().with_installed_backend())
-    (line,) = str(refusal.value).splitlines()
+    (line,) = refused(config().with_installed_backend(), "is not installed").splitlines()
     assert line.endswith(
         "was begun with DeepSpeed, which is not installed: install lightrft[deepspeed], or give "
         "another --output_dir"

@@ -202,6 +202,7 @@ class EngineOptions(EngineChoiceOptions):
         "is set and the engine takes layers of 4 bits (hf), else merged.",
         choices=(MERGED, ADAPTER),
         acts_with="lora_rank",
+        by_machine=True,
     )
     verify_weight_sync: bool = option(
         True,
