@@ -78,13 +78,13 @@ def test_a_cache_that_loses_its_convolution_is_refused_with_the_number(monkeypat
 def test_a_model_without_a_cache_computes_whole_rows(model_type, monkeypatch, caplog):
     model = of_type(model_type)
     params = SamplingParams(max_tokens=6, n=2, records_routes=True)
-    engine, expected = embedded(model), []
+    traits, expected = hf_engine.ModelTraits(model), []
     if model_type == "mixtral":
         expected = embedded(model).generate(REQUESTS, params)
-        monkeypatch.setattr(engine._traits, "cache_argument", "")
-        monkeypatch.setattr(engine._traits, "can_drop_rows", False)
+        traits.cache_argument, traits.can_drop_rows = "", False
+        monkeypatch.setattr(hf_engine, "ModelTraits", lambda *_: traits)
     with caplog.at_level(logging.WARNING, logger="lightrft.engines"):
-        completions = engine.generate(REQUESTS, params)
+        completions = embedded(model).generate(REQUESTS, params)
     reason = "fails with a cache (matC_old has" if model_type == "xlstm" else "keeps no cache"
     assert reason in caplog.text
     assert "each token takes a pass over its whole row" in caplog.text
@@ -94,7 +94,7 @@ def test_a_model_without_a_cache_computes_whole_rows(model_type, monkeypatch, ca
         assert [c.facts for c in completions] == [c.facts for c in expected]
     if model_type != "xlstm":
         with pytest.raises(MissingCacheError, match="samples from it on texts alone"):
-            WholeBatchForward(model, engine._traits, [[5, 6]]).start()
+            WholeBatchForward(model, traits, [[5, 6]]).start()
 
 
 def test_a_model_without_a_cache_in_which_padding_matters_is_refused():
