@@ -50,7 +50,7 @@ def leak(monkeypatch):
 
 
 def with_dead_adapters(model):
-    """Adapters of which those of one kind of layer have no effect."""
+    """Return a model with adapters; those of its first kind of layer have no effect."""
     actor = LoraActor(model, TrainConfig(lora_rank=2))
     modules = actor.language_model.named_modules()
     layers = [(n, m) for n, m in modules if type(getattr(m, "base_layer", None)) is torch.nn.Linear]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.models import planted_kernels as kernels
 from tests.models.tiny import tiny_model
+from torch._subclasses import FakeTensorMode
 from transformers import DeepseekV3Config, Qwen3Config, Qwen3NextConfig
 
 from lightrft.config import TrainConfig
@@ -199,3 +200,12 @@ def test_compiled_blocks_take_any_number_of_packed_rows():
             mask = torch.arange(9) < 2 + torch.arange(num_rows)[:, None]
             with torch.no_grad():
                 assert actor(token_ids, mask).logprobs.isfinite().all()
+
+
+def test_layers_share_the_masks_of_a_gpu():
+    with FakeTensorMode():
+        states = torch.empty(3, 1, 2, 9, 8, device="cuda")
+        bounds = attention.SequenceBounds((0, 5, 9), states)
+        for _ in range(2):
+            attention.attend_each(states, bounds, {"sliding_window": 3})
+    assert len(bounds.masks) == 2

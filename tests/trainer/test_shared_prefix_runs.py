@@ -14,7 +14,6 @@ from tests.runs import (
     steps,
     tiny_models,
     train,
-    write,
     write_inputs,
 )
 from tests.stages.vision.test_vision_runs import pair_rows
@@ -35,6 +34,8 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 CASES = Path(__file__).parent.parent / "rollout/environment_cases.py"
 TEXT_AGENT = Path(__file__).with_name("agent_of_run.py")
 EXACT = {"packing_samples": True, "max_steps": 1}
+CRITIC = {"advantage_estimator": "gae", "init_kl_coef": 0.05, "critic_learning_rate": 1e-3}
+HOW = ("off", "auto")
 
 
 @pytest.fixture
@@ -43,7 +44,6 @@ def folder(tmp_path):
         {"prompt": f"now say {text}", "hint": f"as {text}"} for text in ("aeiou", "1", "e", "o")
     ]
     write_inputs(tiny_models(tmp_path, "model", "teacher"), rows)
-    write(tmp_path / "template.jinja", [])
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     return tmp_path
 
@@ -78,41 +78,36 @@ def acted(folder, name, **changes):
         "max_turns": 3,
         "prompt_max_len": 64,
         "max_observation_tokens": 32,
-        "advantage_estimator": "gae",
-        "init_kl_coef": 0.05,
-        "critic_learning_rate": 1e-3,
     }
     with calling(ToolCall("count_up")):
-        train(rollout_options(folder, name, **settings | changes))
+        train(rollout_options(folder, name, **settings | CRITIC | changes))
+
+
+def vision_model(folder, name="vision"):
+    write_tiny_vision_model(folder / name, "tiny-qwen2.5-vl", seed=1)
+    return folder / name
 
 
 def shown(folder, name, **changes):
     """Learns from prompts with images, with a reference and a critic."""
-    model, data = folder / "vision", folder / "data"
-    if not model.exists():
-        write_tiny_vision_model(model, "tiny-qwen2.5-vl", seed=1)
-        data.mkdir()
-        write_data(data)
-    critic = {"advantage_estimator": "gae", "init_kl_coef": 0.05, "critic_learning_rate": 1e-3}
-    train(vision_options(data, model, folder / name, **critic | changes))
+    model, data = vision_model(folder), folder / "data"
+    data.mkdir(exist_ok=True)
+    write_data(data)
+    train(vision_options(data, model, folder / name, **CRITIC | changes))
 
 
 def shown_later(folder, name, **changes):
     """Learns from the branches of an agent that shows images, some of one size."""
-    if not (folder / "1.png").exists():
-        write_tiny_vision_model(folder / "model", "tiny-qwen2.5-vl", seed=1)
-        write_rows(folder)
+    vision_model(folder, "model")
+    write_rows(folder)
     train(options_of(folder, name, **IMAGE_AGENT | changes))
 
 
 def preferred(folder, name, **changes):
     """Learns from pairs behind images."""
-    model = folder / "vision"
-    if not model.exists():
-        write_tiny_vision_model(model, "tiny-qwen2.5-vl", seed=1)
-        write_image_rows(folder, pair_rows())
-    options = row_options(model, folder / "rows.jsonl", folder / name, max_row_tokens=200)
-    train({**options, "stage": "prefer", **changes})
+    write_image_rows(folder, pair_rows())
+    files = vision_model(folder), folder / "rows.jsonl", folder / name
+    train(row_options(*files, max_row_tokens=200) | {"stage": "prefer"} | changes)
 
 
 @pytest.mark.parametrize(
@@ -131,31 +126,28 @@ def test_a_step_is_that_of_separate_rows(learn, num_models, folder, monkeypatch)
     for module in (proof, delivery):
         monkeypatch.setattr(module, "MIN_SHARED_TOKENS", 2)
     lay_out = SequenceModel.lay_out
-    # Of each model the tokens of its rows, and the shared ones of them.
+    # Numbers of real and of shared tokens of each model.
     tokens = {}
 
     def counted(model, *inputs, **named):
         layout = lay_out(model, *inputs, **named)
         total, shared = tokens.get(model, (0, 0))
-        row_tokens = int(layout.is_real.sum())
-        tokens[model] = total + row_tokens, shared + int(layout.num_shared.sum())
+        tokens[model] = total + layout.is_real.sum(), shared + layout.num_shared.sum()
         return layout
 
     monkeypatch.setattr(SequenceModel, "lay_out", counted)
-    for how in ("off", "auto"):
+    for how in HOW:
         tokens.clear()
         learn(folder, how, **EXACT, shared_prefix=how, micro_batch_tokens=1500)
         shares = [shared / total for total, shared in tokens.values()]
         assert len(shares) >= num_models
         # Proofs and random rows count, too.
         assert (min(shares) > 0.15) if how == "auto" else (max(shares) == 0)
-    (separate,), (once,) = (steps(folder / how) for how in ("off", "auto"))
+    (separate,), (once,) = (steps(folder / how) for how in HOW)
     assert_same(separate, once, rel=2e-4, small=2e-6)
-    weights = [load_file(folder / how / "model/model.safetensors") for how in ("off", "auto")]
-    start = load_file(
-        (folder / "vision" if (folder / "vision").exists() else folder / "model")
-        / "model.safetensors"
-    )
+    weights = [load_file(folder / how / "model/model.safetensors") for how in HOW]
+    pretrain = TrainConfig.load(folder / "off/config.toml").pretrain
+    start = load_file(f"{pretrain}/model.safetensors")
     moved, expected = ({n: w[n] - start[n] for n in start} for w in reversed(weights))
     # AdamW: the first update of a weight is the sign of its gradient.
     assert relative_norm(moved, expected) <= 1e-3

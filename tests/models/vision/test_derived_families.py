@@ -79,7 +79,7 @@ def test_rows_with_images_are_those_of_transformers(model_type):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
         assert relative_norm(gradient(model, found, weights), expected) < 1e-5
     actor.pack_samples(False)
-    assert outcome in (types.PADDED, types.PACKED)
+    assert outcome != types.REFUSED
     # An engine that samples reads them alike.
     engine = HFEngine(EngineConfig("hf", "", max_model_len=600), module=model)
     made = engine.generate(requests_of(batch.prompts), SamplingParams(max_tokens=5, seed=4))

@@ -26,7 +26,7 @@ MIN = 3
 
 
 def siblings(model, encoder, first, text, last):
-    """Samples of prompts in an order of no group, one of which has the ids of another."""
+    """Samples of prompts, not sorted by prompt; two prompts have equal ids and other images."""
     negative = {n: -t if t.is_floating_point() else t for n, t in first.tensors.items()}
     (span,) = first.spans
     other = replace(first, tensors=negative, spans=(replace(span, tensors=negative),))
@@ -58,12 +58,12 @@ def slow(model, batch, upstream):
     """Logprobs and gradients of rows, each by transformers' own pass in the model's dtype."""
     values = []
     for i in range(len(batch.rows)):
-        found = {
+        arguments = {
             n: v.to(model.dtype) if v.is_floating_point() else v
             for n, v in batch.arguments(i).items()
         }
         start = batch.starts[i]
-        logits = model(**found, use_cache=False).logits[0, start - 1 : -1]
+        logits = model(**arguments, use_cache=False).logits[0, start - 1 : -1]
         forbidden = torch.tensor(inputs.placeholder_ids(batch.config), dtype=torch.int64)
         logprobs = logits.index_fill(-1, forbidden, float("-inf")).log_softmax(-1)
         values.append(logprobs.gather(-1, batch.rows[i][start:, None])[:, 0])
@@ -79,9 +79,10 @@ def sharing(model):
 
 
 def errors(model, batch, *, recomputes=False):
-    """Of shared rows from each row alone: the largest of logprobs, and that of gradients; bounds.
+    """Compare shared rows with each row alone in float64.
 
-    Both by float64. A gradient may be as far off as twice what rows alone are in float32.
+    Returns the largest difference of a logprob, that of the gradient, and its bound: twice what
+    rows alone have in float32.
     """
     upstream = upstream_of(batch)
     exact_model = copy.deepcopy(model).double()
@@ -98,18 +99,20 @@ def errors(model, batch, *, recomputes=False):
     return largest, relative_norm(gradients(actor.model), expected), max(1e-6, 2 * rounding)
 
 
-@pytest.mark.parametrize("preset", CAN_PACK)
-def test_rows_of_one_image_are_those_alone_in_float64(preset):
-    logprobs, gradient, bound = errors(*batch_of(preset))
+def require_equal(model, batch, **how):
+    logprobs, gradient, bound = errors(model, batch, **how)
     assert logprobs < 1e-5
     assert gradient <= bound
+
+
+@pytest.mark.parametrize("preset", CAN_PACK)
+def test_rows_of_one_image_are_those_alone_in_float64(preset):
+    require_equal(*batch_of(preset))
 
 
 @pytest.mark.parametrize("preset", ["tiny-qwen2.5-vl", "tiny-qwen3-vl", "tiny-gemma3"])
 def test_recomputed_rows_of_one_image_are_those_alone(preset):
-    logprobs, gradient, bound = errors(*batch_of(preset), recomputes=True)
-    assert logprobs < 1e-5
-    assert gradient <= bound
+    require_equal(*batch_of(preset), recomputes=True)
 
 
 @pytest.mark.cover(4)
@@ -285,9 +288,7 @@ def test_branches_share_the_images_before_they_part(branches):
     shared = lay_out(batch).num_shared.tolist()
     assert shared[:5] == [0, shared[1], second, batch.starts[1], third]
     assert shared[1] >= batch.starts[0] - 2
-    logprobs, gradient, bound = errors(model, batch)
-    assert logprobs < 1e-5
-    assert gradient <= bound
+    require_equal(model, batch)
 
 
 def test_rows_without_an_image_run_the_tower_beside_shared_ones():

@@ -225,6 +225,8 @@ def _parts(
     window, key_blocks = options.get("sliding_window"), bounds.blocks
     if key_blocks is not None and bounds.shared is not None:
         key_blocks = bounds.shared.read(key_blocks, dim=0)
+    most = max((part.stop - part.start for part, _ in spans), default=0)
+    longest = max((part.stop - part.start for _, part in spans), default=0)
     for queries, keys in spans:
         part = query[:, :, queries], key[:, :, keys], value[:, :, keys]
         num_queries, num_keys = (x.shape[2] for x in part[:2])
@@ -233,9 +235,10 @@ def _parts(
         elif num_queries == num_keys and (window is None or window >= num_keys):
             mask = None
         else:
-            mask = _shared_mask(query, bounds, spans, window)[-num_queries:, -num_keys:]
-            # Kernels of GPUs read from aligned addresses.
-            mask = mask if mask.device.type == "cpu" else mask.contiguous()
+            # All end where the largest does. Kernels of GPUs read from aligned addresses.
+            is_cut = query.device.type == "cpu"
+            size = (most, longest) if is_cut else (num_queries, num_keys)
+            mask = _shared_mask(query, bounds, size, window)[-num_queries:, -num_keys:]
         yield part, mask
 
 
@@ -258,17 +261,15 @@ def _bounded(bounds: SequenceBounds) -> Iterator[tuple[slice, slice]]:
 
 
 def _shared_mask(
-    query: Tensor, bounds: SequenceBounds, spans: Sequence[tuple[slice, slice]], window: int | None
+    query: Tensor, bounds: SequenceBounds, size: tuple[int, int], window: int | None
 ) -> Tensor:
-    """Return the additive mask of the largest span, whose end is that of every other one.
+    """Return the additive mask of a span, [queries, keys].
 
     The backward pass keeps masks: one for each layer and row could take more memory than keys.
     """
-    sizes = ([part.stop - part.start for part in span] for span in spans)
-    num_queries, num_keys = map(max, zip(*sizes, strict=True))
-    place = num_queries, num_keys, window, query.dtype
+    place = size, window, query.dtype
     if place not in bounds.masks:
-        is_seen = _visible(num_queries, num_keys, window, query.device)
+        is_seen = _visible(*size, window, query.device)
         hidden = torch.zeros_like(is_seen, dtype=query.dtype)
         bounds.masks[place] = hidden.masked_fill_(~is_seen, torch.finfo(query.dtype).min)
     return bounds.masks[place]

@@ -427,7 +427,8 @@ class WholeBatchForward(CachedForward):
         """Run the prompt of every row."""
         width, inputs = self._input_ids.shape[1], dict[str, torch.Tensor]()
         if self._traits.takes_positions:
-            inputs["position_ids"] = torch.arange(width, device=self._device)[None]
+            places = torch.arange(width, device=self._device)
+            inputs["position_ids"] = places.expand_as(self._input_ids)
             self._places = inputs["position_ids"][:, -1:]
         family = self._traits.family
         if family is None or not self._media:
