@@ -57,9 +57,6 @@ MAX_PARAMETERS = 30_000_000
 MAX_GRADIENT = 1e-5  # norm of the difference, in norms of transformers' gradient
 BEGIN, END = "<!-- written by docs/generate.py -->", "<!-- end -->"
 PACKED, PADDED, REFUSED, UNTRIED = "packed", "padded", "refused", "not tried"
-OUTCOMES = (PACKED, PADDED, REFUSED, UNTRIED)
-# A library of the type is not installed: the page keeps what it says.
-MISSING = "missing"
 
 
 @dataclass(frozen=True)
@@ -68,8 +65,7 @@ class TypeVerdict:
 
     Args:
         model_type: Name of the type.
-        outcome: PACKED, PADDED, REFUSED, MISSING, or UNTRIED if transformers builds no small model
-            of it.
+        outcome: PACKED, PADDED, REFUSED, or UNTRIED if transformers builds no small model of it.
         reason: First line of the error of one that does not train.
         logprobs: Largest difference of log-probabilities from transformers'.
         gradient: Norm of the difference of gradients, in norms of transformers'.
@@ -158,8 +154,6 @@ def examine(model_type: str) -> TypeVerdict:
     """Build a model of a type, prove it, compare it with transformers, and pack rows."""
     try:
         model = tiny_model(model_type)
-    except ImportError as error:
-        return TypeVerdict(model_type, MISSING, _first_line(error))
     except Exception as error:  # noqa: BLE001  transformers' own code, with small sizes
         return TypeVerdict(model_type, UNTRIED, _first_line(error))
     try:
@@ -246,8 +240,6 @@ def examine_images(model_type: str) -> TypeVerdict:
         proof = prove_media(actor, get_fake_strategy({}).context, encoder)
         if proof is None:
             return TypeVerdict(model_type, UNTRIED, "its random weights give no finite numbers")
-    except ImportError as error:
-        return TypeVerdict(model_type, MISSING, _first_line(error))
     except Exception as error:  # noqa: BLE001  refusals
         return TypeVerdict(model_type, REFUSED, _first_line(error))
     logprobs = proof.distance_of_layout()
@@ -339,25 +331,21 @@ def page(texts: Iterable[TypeVerdict], images: Iterable[TypeVerdict]) -> str:
 
 
 def _table(title: str, types: tuple[str, ...], by_type: dict[str, TypeVerdict]) -> Iterator[str]:
-    before = _outcomes_of_page(title)
-    outcomes = {t: by_type[t].outcome for t in types}
-    outcomes = {t: before.get(t, UNTRIED) if o == MISSING else o for t, o in outcomes.items()}
-    count = sum(outcome in (PACKED, PADDED) for outcome in outcomes.values())
+    count = sum(by_type[t].outcome in (PACKED, PADDED) for t in types)
     yield f"{count} of {len(types)} types of transformers' models of {title}:"
     yield ""
     yield "| rows | types |"
     yield "|---|---|"
-    for outcome in OUTCOMES:
-        names = [t for t in types if outcomes[t] == outcome]
+    for outcome in (PACKED, PADDED, REFUSED, UNTRIED):
+        names = [t for t in types if by_type[t].outcome == outcome]
         shown = [f"**{t}**" if t in FAMILIES else t for t in names]
         yield f"| {outcome} | {', '.join(shown)} |"
 
 
-def _outcomes_of_page(title: str) -> dict[str, str]:
+def outcomes_of_page(title: str) -> dict[str, str]:
     """Return the outcome of each type in a table of the page."""
     rest = PAGE.read_text(encoding="utf-8").partition(f"{title}:")[2].split("\n\n")
-    lines = rest[1].splitlines()[2:] if len(rest) > 1 else []
-    cells = [line.strip("| ").partition(" | ") for line in lines]
+    cells = [line.strip("| ").partition(" | ") for line in rest[1].splitlines()[2:]]
     return {t.strip("*"): outcome for outcome, _, names in cells for t in names.split(", ")}
 
 
@@ -393,7 +381,7 @@ def main(names: list[str]) -> int:
     _, end, after = rest.partition(END)
     PAGE.write_text(f"{before}{begin}\n{page(verdicts, images)}\n{end}{after}", encoding="utf-8")
     for verdict in (*verdicts, *images):
-        if verdict.outcome in (REFUSED, UNTRIED, MISSING):
+        if verdict.outcome in (REFUSED, UNTRIED):
             print(json.dumps(vars(verdict)))
     return 0
 

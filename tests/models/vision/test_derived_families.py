@@ -50,10 +50,7 @@ CONTEXT = get_fake_strategy({}).context
 
 def world(model_type):
     """A model, the encoder of its prompts, and rows with one image, none and two."""
-    try:
-        model, encoder = twin_of(types.tiny_vision, model_type=model_type)
-    except ImportError as error:  # towers of timm
-        pytest.skip(str(error))
+    model, encoder = twin_of(types.tiny_vision, model_type=model_type)
     return model, encoder, Batch(model, encoder)
 
 
