@@ -22,7 +22,12 @@ LAYERS = int(os.environ.get("SHARED_PREFIX_LAYERS", "30"))
 ROUNDS = int(os.environ.get("SHARED_PREFIX_ROUNDS", "3"))
 GROUP = 8
 # Tokens of the prompt and of each response.
-SIZES = {"P = R": (64, 64), "P = 4 R": (256, 64), "P = R / 8": (16, 128)}
+SIZES = {
+    "P = R": (64, 64),
+    "P = 4 R": (256, 64),
+    "P = 4 R, longer": (1024, 256),
+    "P = R / 8": (16, 128),
+}
 
 
 @functools.cache
