@@ -46,9 +46,18 @@ def batches(monkeypatch):
 
 @pytest.mark.parametrize(
     # Recurrence, state-space model, convolution, windows, two in one layer, sinks, places from 0 at
-    # each step if they are not given.
+    # each step if they are not given, windows in attention of the class's own.
     "model_type",
-    ["qwen3_5_text", "nemotron_h", "lfm2", "gemma3_text", "falcon_h1", "gpt_oss", "bamba"],
+    [
+        "qwen3_5_text",
+        "nemotron_h",
+        "lfm2",
+        "gemma3_text",
+        "falcon_h1",
+        "gpt_oss",
+        "bamba",
+        "gpt_neo",
+    ],
 )
 def test_rows_of_all_lengths_are_decoded_at_once(model_type, batches):
     model = of_type(model_type)

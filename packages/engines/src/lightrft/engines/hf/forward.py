@@ -73,6 +73,8 @@ class ModelTraits:
             is_plain
             and self.cache_argument not in ("", "cache_params")
             and self.takes_positions
+            # Attention of a class's own may count distances by places in the cache: it is tried.
+            and model.get_decoder()._supports_attention_backend
             and text_config._attn_implementation in MASKED
             and not (self.family and (self.family.takes_types or self.family.attends_to_images))
         )
