@@ -291,9 +291,13 @@ def _answer(result: Message, calls: Sequence[_Call], place: int) -> Message:
 
 def caller(call_id: str, name: str, arguments: str = "{}") -> Message:
     """Return an assistant's message with one call."""
+    return {"role": ASSISTANT, "content": "", CALLS: [call_of(call_id, name, arguments)]}
+
+
+def call_of(call_id: object, name: object, arguments: object) -> Message:
+    """Return a call in OpenAI's form; arguments are JSON text."""
     function = {"name": name, "arguments": arguments}
-    call = {"id": call_id, "type": "function", "function": function}
-    return {"role": ASSISTANT, "content": "", CALLS: [call]}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def _function(call: Message) -> Message:

@@ -6,14 +6,15 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from lightrft.datasets.chat_template import call_of
 from lightrft.rollout.agents.conversations import CalledTurn
 from lightrft.rollout.agents.http_server import HttpResponse
 from lightrft.rollout.agents.messages import (
     ChatCall,
     Json,
     check_names,
-    check_parts,
     read_chat,
+    read_parts,
     refused,
 )
 from lightrft.rollout.agents.replies import stream_of, whole_answer
@@ -30,8 +31,14 @@ _NOTHING: dict[str, tuple[object, ...]] = {
     "container": (),
     "mcp_servers": ([],),
 }
-# Hints for caches, which do not change the answer.
-_HINTS = {"cache_control"}
+# Fields of blocks by their types. Hints for caches do not change the answer.
+_BLOCKS = {
+    "text": ("text",),
+    "image": ("source",),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id", "content", "is_error"),
+}
+_LABELS = ("type", "cache_control")
 
 
 def read_messages(body: Json) -> ChatCall:
@@ -52,7 +59,7 @@ def read_messages(body: Json) -> ChatCall:
         message for number, item in enumerate(items) for message in _messages(number, item)
     ]
     if body.get("system"):
-        texts = _blocks("system", body["system"], {"text"})
+        texts = _blocks("system", body["system"], "text")
         messages.insert(0, {"role": "system", "content": _joined(texts)})
     same: Json = {name: body[name] for name in _SAME if body.get(name) is not None}
     tools = body.get("tools") or []
@@ -99,17 +106,17 @@ def _messages(number: int, item: object) -> Iterator[Json]:
     where = f"messages[{number}]"
     if not isinstance(item, dict) or item.get("role") not in ("user", "assistant"):
         raise refused(f"{where} must have the role user or assistant", "messages")
-    check_parts(where, item, ("role", "content"), "messages")
+    check_names(item, ("role", "content"), {}, where=where)
     if item["role"] == "assistant":
-        blocks = _blocks(where, item.get("content"), {"text", "tool_use"})
+        blocks = _blocks(where, item.get("content"), "text", "tool_use")
         calls = [_call(where, block) for block in blocks if block["type"] == "tool_use"]
         text = _joined(blocks)
         yield {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
         return
-    blocks = _blocks(where, item.get("content"), {"text", "image", "tool_result"})
+    blocks = _blocks(where, item.get("content"), "text", "image", "tool_result")
     results = [block for block in blocks if block["type"] == "tool_result"]
     for block in results:
-        content = _blocks(where, block.get("content") or "", {"text", "image"})
+        content = _blocks(where, block.get("content") or "", "text", "image")
         yield {
             "role": "tool",
             "tool_call_id": block.get("tool_use_id"),
@@ -119,29 +126,12 @@ def _messages(number: int, item: object) -> Iterator[Json]:
         yield {"role": "user", "content": _parts(where, blocks)}
 
 
-def _blocks(where: str, content: object, kinds: set[str]) -> list[Json]:
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    if not isinstance(content, list):
-        raise refused(f"{where}: expected a text or a list of blocks", "messages")
-    for block in content:
-        kind = block.get("type") if isinstance(block, dict) else None
-        if not isinstance(kind, str) or kind not in kinds:
-            text = f"{where}: blocks of type {str(kind)[:60]!r} are not supported"
-            raise refused(text, "messages")
-        known = {
-            "text": {"text", "citations"},
-            "image": {"source"},
-            "tool_use": {"id", "name", "input"},
-            "tool_result": {"tool_use_id", "content", "is_error"},
-        }[kind]
-        unknown = sorted(set(block) - known - {"type", *_HINTS})
-        if unknown or block.get("citations"):
-            name = unknown[0] if unknown else "citations"
-            raise refused(f"{where}: {name[:60]!r} of a block is not supported", "messages")
-        if kind == "text" and not isinstance(block.get("text"), str):
-            raise refused(f"{where}: a block of text has a text", "messages")
-    return content
+def _blocks(where: str, content: object, *kinds: str) -> list[Json]:
+    blocks = []
+    for kind, block in read_parts(where, content, kinds):
+        check_names(block, (*_BLOCKS[kind], *_LABELS), {"citations": ([],)}, where=where)
+        blocks.append(block)
+    return blocks
 
 
 def _parts(where: str, blocks: Sequence[Json]) -> list[Json]:
@@ -173,17 +163,15 @@ def _call(where: str, block: Json) -> Json:
     arguments = block.get("input")
     if not isinstance(arguments, dict):
         raise refused(f"{where}: the input of a tool_use must be an object", "messages")
-    function = {"name": block.get("name"), "arguments": json.dumps(arguments, ensure_ascii=False)}
-    return {"id": block.get("id"), "type": "function", "function": function}
+    text = json.dumps(arguments, ensure_ascii=False)
+    return call_of(block.get("id"), block.get("name"), text)
 
 
 def _tool(item: object) -> Json:
     if not isinstance(item, dict) or item.get("type") not in (None, "custom"):
         raise refused("each of tools must be one of the client's own, with a name", "tools")
-    unknown = sorted(set(item) - {"type", "name", "description", "input_schema", *_HINTS})
-    if unknown:
-        raise refused(f"{unknown[0][:60]!r} of a tool is not supported", "tools")
     names = {"name": "name", "description": "description", "input_schema": "parameters"}
+    check_names(item, (*names, *_LABELS), {}, where="tools")
     return {"type": "function", "function": {names[n]: v for n, v in item.items() if n in names}}
 
 

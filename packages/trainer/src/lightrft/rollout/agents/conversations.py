@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from lightrft.datasets.chat_ids import ChatIds, Rendered
-from lightrft.datasets.chat_template import answering
+from lightrft.datasets.chat_template import answering, call_of
 from lightrft.datasets.messages import Message as TemplateMessage
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import hash_context
@@ -364,11 +364,4 @@ def template_messages(messages: Sequence[Message]) -> list[TemplateMessage]:
 
 def template_calls(calls: Sequence[SpokenCall]) -> list[TemplateMessage]:
     """Convert calls to the form of OpenAI's protocol and chat templates."""
-    return [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for call in calls
-    ]
+    return [call_of(call.id, call.name, call.arguments) for call in calls]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from pathlib import Path
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, object]
 Role = Literal["system", "user", "assistant", "tool"]
-_ROLES: Mapping[object, Role] = {
+_ROLES: Mapping[str, Role] = {
     "system": "system",
     "developer": "system",
     "user": "user",
@@ -63,10 +63,17 @@ _NOTHING: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("reasoning_effort", "verbosity", "audio", "prediction"), ()),
     **dict.fromkeys(("web_search_options", "suffix"), ()),
 }
-# Fields of an assistant's message that must be absent or empty.
-_EMPTY_PARTS = ("refusal", "annotations", "audio", "function_call", "reasoning_content")
+# Fields of messages beside role and content, and those of an assistant's that must be empty.
+_FIELDS = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
+_EMPTY: tuple[object, ...] = ("", [], {})
+_EMPTY_FIELDS = dict.fromkeys(
+    ("refusal", "annotations", "audio", "function_call", "reasoning_content"), _EMPTY
+)
 MAX_CHOICES = 32
 MAX_STOPS = 4
+# What a value must be, and the function that tells.
+Form = tuple[str, Callable[[object], bool]]
+_FLAG: Form = ("true or false", lambda value: isinstance(value, bool))
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +249,7 @@ def read_chat(body: Json) -> ChatCall:
         raise refused("a chat has messages, and no prompt", "prompt")
     messages = _messages(body.get("messages"))
     tools = _tools(body)
-    return ChatCall(messages, None, tools, _options(body, is_chat=True))
+    return ChatCall(messages, None, tools, _options(body, _FORMS))
 
 
 def read_text(body: Json) -> ChatCall:
@@ -258,36 +265,58 @@ def read_text(body: Json) -> ChatCall:
     text = body.get("prompt")
     if not isinstance(text, str) or not text:
         raise refused(f"prompt must be a text: got {_shown(text)}", "prompt")
-    return ChatCall((), text, (), _options(body, is_chat=False))
+    return ChatCall((), text, (), _options(body, _TEXT_FORMS))
 
 
 def check_names(
-    body: Json,
+    item: Json,
     names: Collection[str],
     nothing: Mapping[str, tuple[object, ...]],
     *,
+    where: str = "",
     advice: str = "leave it out",
 ) -> None:
-    """Refuse options that are unknown or would change something.
+    """Refuse names in an object that are unknown or would change something.
 
     Args:
-        body: The request.
-        names: Supported options.
-        nothing: Unsupported options, with the values beside null that change nothing.
+        item: The request, or an object in it.
+        names: Supported names.
+        nothing: Unsupported names, with the values beside null that change nothing.
+        where: Place of the object in the request; "" for the request itself.
         advice: Advice to a client that gives another value.
     """
-    for name, value in body.items():
+    for name, value in item.items():
+        place = f"{where}.{name[:60]}" if where else name[:60]
+        parameter = where.partition("[")[0] or name
         if name in nothing and value is not None and value not in nothing[name]:
-            raise refused(f"{name} is not supported with {_shown(value)}: {advice}", name)
+            raise refused(f"{place} is not supported with {_shown(value)}: {advice}", parameter)
         if name not in names and name not in nothing:
-            raise refused(f"{name} is not supported", name)
+            raise refused(f"{place} is not supported", parameter)
 
 
-def check_parts(where: str, item: Json, names: Collection[str], parameter: str) -> None:
-    """Refuse parts of an item that are unknown."""
-    unknown = sorted(set(item) - set(names))
-    if unknown:
-        raise refused(f"{where} has {unknown[0][:60]!r}, which is not supported", parameter)
+def read_parts(where: str, content: object, kinds: Collection[str]) -> Iterator[tuple[str, Json]]:
+    """Yield the parts of a content with their types; a text is one part.
+
+    Args:
+        where: Place of the content in the request.
+        content: Text, or list of parts.
+        kinds: Supported types of parts; those of texts have a field `text`.
+
+    Raises:
+        HttpError: It is neither, or a part has another type.
+    """
+    parameter = where.partition("[")[0]
+    if isinstance(content, str):
+        content = [{"type": next(iter(kinds)), "text": content}]
+    if not isinstance(content, list):
+        raise refused(f"{where} must be a text or a list of parts", parameter)
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or kind not in kinds:
+            raise refused(f"{where}: parts of type {_shown(kind)} are not supported", parameter)
+        if kind.endswith("text") and not isinstance(part.get("text"), str):
+            raise refused(f"{where}: a part of type {kind} has a text", parameter)
+        yield kind, part
 
 
 def refused(text: str, name: str) -> HttpError:
@@ -299,68 +328,61 @@ def _shown(value: object) -> str:
     return repr(value)[:60]
 
 
-def _options(body: Json, *, is_chat: bool) -> CallOptions:
-    bounds = [_count(body, name, 1, 2**31) for name in ("max_tokens", "max_completion_tokens")]
-    limits = [bound for bound in bounds if bound is not None]
-    stream = _flag(body, "stream")
-    choices = _count(body, "n", 1, MAX_CHOICES) or 1
-    extra = body.get("stream_options") or {}
-    if not isinstance(extra, dict) or set(extra) - {"include_usage", "include_obfuscation"}:
-        raise refused("stream_options knows include_usage only", "stream_options")
-    return CallOptions(
-        choices,
-        min(limits, default=None),
-        _stops(body),
-        stream,
-        bool(extra.get("include_usage")),
-        _flag(body, "logprobs") if is_chat else _counts_logprobs(body),
-        {name: _number(body, name) for name in SAMPLING if body.get(name) is not None},
-    )
+def _whole(low: int, high: int) -> Form:
+    """Return the form of whole numbers."""
+
+    def is_right(value: object) -> bool:
+        return type(value) is int and low <= value <= high
+
+    return f"a whole number from {low} to {high}", is_right
 
 
-def _stops(body: Json) -> tuple[str, ...]:
-    stop = body.get("stop") or ()
-    texts = [stop] if isinstance(stop, str) else stop
-    if (
-        not isinstance(texts, list | tuple)
-        or len(texts) > MAX_STOPS
-        or not all(isinstance(text, str) and text for text in texts)
-    ):
-        raise refused(f"stop must be a text or at most {MAX_STOPS} of them", "stop")
-    return tuple(texts)
-
-
-def _counts_logprobs(body: Json) -> bool:
-    """Return whether logprobs are requested; here the value is a number of alternatives, 0."""
-    asked = body.get("logprobs")
-    if asked is not None and (type(asked) is not int or asked):
-        raise refused("logprobs gives no alternatives: 0 is all there is", "logprobs")
-    return asked == 0
-
-
-def _flag(body: Json, name: str) -> bool:
-    value = body.get(name)
-    if value not in (None, True, False):
-        raise refused(f"{name} must be true or false: got {_shown(value)}", name)
-    return bool(value)
-
-
-def _count(body: Json, name: str, low: int, high: int) -> int | None:
-    value = body.get(name)
-    if value is None:
-        return None
-    if type(value) is not int or not low <= value <= high:
-        raise refused(f"{name} must be a whole number from {low} to {high}", name)
-    return value
-
-
-def _number(body: Json, name: str) -> float:
-    value = body[name]
+def _is_number(value: object) -> bool:
     # A whole number may be too large for a float.
-    is_number = type(value) in (int, float) and abs(cast("float", value)) <= sys.float_info.max
-    if not is_number:
-        raise refused(f"{name} must be a number: got {_shown(value)}", name)
-    return cast("float", value)
+    return type(value) in (int, float) and abs(cast("float", value)) <= sys.float_info.max
+
+
+def _are_stops(value: object) -> bool:
+    texts = value if isinstance(value, list) else [value] if value else []
+    return len(texts) <= MAX_STOPS and all(isinstance(text, str) and text for text in texts)
+
+
+def _are_stream_options(value: object) -> bool:
+    names = {"include_usage", "include_obfuscation"}
+    return isinstance(value, dict) and value.keys() <= names
+
+
+_FORMS: Mapping[str, Form] = {
+    "n": _whole(1, MAX_CHOICES),
+    "max_tokens": _whole(1, 2**31),
+    "max_completion_tokens": _whole(1, 2**31),
+    "stop": (f"a text or at most {MAX_STOPS} of them", _are_stops),
+    "stream": _FLAG,
+    "stream_options": ("an object with include_usage only", _are_stream_options),
+    "logprobs": _FLAG,
+    **dict.fromkeys(SAMPLING, ("a number", _is_number)),
+}
+# Here the value is a number of alternatives.
+_TEXT_FORMS = {**_FORMS, "logprobs": ("0, as there are no alternatives", _whole(0, 0)[1])}
+
+
+def _options(body: Json, forms: Mapping[str, Form]) -> CallOptions:
+    asked = {name: body[name] for name in forms if body.get(name) is not None}
+    for name, value in asked.items():
+        form, is_right = forms[name]
+        if not is_right(value):
+            raise refused(f"{name} must be {form}: got {_shown(value)}", name)
+    limits = [asked[name] for name in ("max_tokens", "max_completion_tokens") if name in asked]
+    stop = asked.get("stop") or []
+    return CallOptions(
+        cast("int", asked.get("n", 1)),
+        min(cast("list[int]", limits), default=None),
+        (stop,) if isinstance(stop, str) else tuple(cast("list[str]", stop)),
+        bool(asked.get("stream")),
+        bool(cast("Json", asked.get("stream_options", {})).get("include_usage")),
+        asked.get("logprobs", False) is not False,
+        {name: cast("float", asked[name]) for name in SAMPLING if name in asked},
+    )
 
 
 def _tools(body: Json) -> tuple[Json, ...]:
@@ -394,22 +416,18 @@ def _messages(found: object) -> tuple[Message, ...]:
 
 def _message(number: int, item: object) -> Message:
     where = f"messages[{number}]"
-    if not isinstance(item, dict) or not isinstance(item.get("role"), str):
-        raise refused(f"{where} must be an object with a role", "messages")
-    role = _ROLES.get(item["role"])
+    fields: Json = item if isinstance(item, dict) else {}
+    role = _ROLES.get(str(fields.get("role")))
     if role is None:
-        raise refused(f"{where}.role must be one of {', '.join(map(str, _ROLES))}", "messages")
-    parts = {"assistant": {"tool_calls", *_EMPTY_PARTS}, "tool": {"tool_call_id", "name"}}
-    check_parts(where, item, {"role", "content", *parts.get(role, ())}, "messages")
-    filled = [name for name in _EMPTY_PARTS if item.get(name)]
-    if filled:
-        raise refused(f"{where}.{filled[0]} is not supported", "messages")
-    calls = _calls(where, item.get("tool_calls") or [])
-    content = _content(where, item.get("content"), takes_images=role in ("user", "tool"))
+        raise refused(f"{where}.role must be one of {', '.join(_ROLES)}", "messages")
+    nothing = _EMPTY_FIELDS if role == "assistant" else {}
+    check_names(fields, ("role", "content", *_FIELDS.get(role, ())), nothing, where=where)
+    calls = _calls(where, fields.get("tool_calls") or [])
+    content = _content(where, fields.get("content"), takes_images=role in ("user", "tool"))
     text = named(content)
-    if not text and not calls and item.get("content") is None:
+    if not text and not calls and fields.get("content") is None:
         raise refused(f"{where} has no content", "messages")
-    call_id = item.get("tool_call_id", "")
+    call_id = fields.get("tool_call_id", "")
     if role == "tool" and (not isinstance(call_id, str) or not call_id):
         raise refused(f"{where} needs the tool_call_id of the call that it answers", "messages")
     return Message(role, text, calls, str(call_id), () if content in ((), (text,)) else content)
@@ -417,20 +435,13 @@ def _message(number: int, item: object) -> Message:
 
 def _content(where: str, content: object, *, takes_images: bool) -> Parts:
     """Return texts and images in order, with adjacent texts joined."""
-    if content is None or isinstance(content, str):
-        return (content,) if content else ()
-    if not isinstance(content, list):
-        raise refused(f"{where}.content must be a text or a list of parts", "messages")
-    parts: list[str | ImageSource] = []
-    for part in content:
-        fields: Json = part if isinstance(part, dict) else {}
-        kind, text = fields.get("type"), fields.get("text")
-        if kind == "image_url" and takes_images:
-            parts.append(_image(where, fields))
-        elif kind == "text" and isinstance(text, str):
-            parts.append(text)
-        else:
-            raise refused(f"{where}: parts of type {_shown(kind)} are not supported", "messages")
+    if content is None:
+        return ()
+    kinds = ("text", "image_url") if takes_images else ("text",)
+    parts = [
+        str(part["text"]) if kind == "text" else _image(where, part)
+        for kind, part in read_parts(f"{where}.content", content, kinds)
+    ]
     runs = groupby(parts, key=lambda part: isinstance(part, str))
     joined = [[named(tuple(run))] if is_text else [*run] for is_text, run in runs]
     return tuple(part for part in chain(*joined) if part)
@@ -441,16 +452,15 @@ def _image(where: str, part: Json) -> ImageSource:
     from lightrft.engines.media.errors import MediaError
     from lightrft.engines.media.sources import ImageSource, as_image
 
-    address = part["image_url"] if isinstance(part.get("image_url"), dict) else {}
-    fields = cast("Json", address)
-    unknown = sorted({*part, *fields} - {"type", "image_url", "url", "detail"})
-    if unknown or fields.get("detail") not in (None, "auto"):
-        name = unknown[0] if unknown else "detail"
-        raise refused(
-            f"{where}: {name[:60]!r} of an image_url is not supported: sizes are options of the "
-            "run (--max_pixels)",
-            "messages",
-        )
+    address = part.get("image_url")
+    fields: Json = address if isinstance(address, dict) else {}
+    check_names(
+        {**part, **fields},
+        ("type", "image_url", "url"),
+        {"detail": ("auto",)},
+        where=f"{where}.image_url",
+        advice="sizes are options of the run (--max_pixels)",
+    )
     head, _, data = str(fields.get("url")).partition(",")
     if not head.lower().startswith("data:") or not head.lower().endswith(";base64"):
         raise refused(

@@ -145,19 +145,20 @@ def _events(
     call: ChatCall, head: Json, turns: Sequence[CalledTurn], logprobs: Sequence[Json | None]
 ) -> Iterator[Json]:
     extra: Json = {"usage": None} if call.options.tells_usage else {}
-    for number, turn in enumerate(turns):
-        message, end = turn.message, finish_reason(turn)
+
+    def event(**choice: object) -> Json:
+        return {**head, "choices": [choice], **extra}
+
+    for index, turn in enumerate(turns):
+        message, end, values = turn.message, finish_reason(turn), logprobs[index]
         if call.text is not None:
-            part: Json = {"index": number, "text": message.text, "finish_reason": end}
-            yield {**head, "choices": [{**part, "logprobs": logprobs[number]}], **extra}
+            yield event(index=index, text=message.text, finish_reason=end, logprobs=values)
             continue
-        parts: list[Json] = [{"role": "assistant", "content": message.text}]
+        said = {"role": "assistant", "content": message.text}
+        yield event(index=index, delta=said, finish_reason=None, logprobs=values)
         for place, spoken in enumerate(template_calls(message.calls)):
-            parts.append({"tool_calls": [{"index": place, **spoken}]})
-        for place, delta in enumerate(parts):
-            values = logprobs[number] if place == 0 else None
-            choice = {"index": number, "delta": delta, "finish_reason": None, "logprobs": values}
-            yield {**head, "choices": [choice], **extra}
-        yield {**head, "choices": [{"index": number, "delta": {}, "finish_reason": end}], **extra}
+            called = {"tool_calls": [{"index": place, **spoken}]}
+            yield event(index=index, delta=called, finish_reason=None, logprobs=None)
+        yield event(index=index, delta={}, finish_reason=end)
     if call.options.tells_usage:
         yield {**head, "choices": [], "usage": usage(turns)}

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from lightrft.datasets.chat_template import call_of
 from lightrft.rollout.agents.conversations import CalledTurn
 from lightrft.rollout.agents.http_server import HttpResponse
 from lightrft.rollout.agents.messages import (
     ChatCall,
     Json,
     check_names,
-    check_parts,
     read_chat,
+    read_parts,
     refused,
 )
 from lightrft.rollout.agents.replies import stream_of, whole_answer
@@ -38,9 +39,14 @@ _NOTHING: dict[str, tuple[object, ...]] = {
     "stream_options": ({},),
     **dict.fromkeys(("previous_response_id", "conversation", "max_tool_calls", "prompt"), ()),
 }
-# Parts of items that are ignored.
+# Fields of items by their types, and those that are ignored.
+_ITEMS = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
 _LABELS = ("type", "id", "status")
-_TEXTS = ("input_text", "output_text", "text")
+_PARTS = ("input_text", "output_text", "text", "input_image")
 
 
 def read_response(body: Json) -> ChatCall:
@@ -97,7 +103,7 @@ def reply_response(
         "output": [],
         "parallel_tool_calls": True,
         "tool_choice": "auto",
-        "tools": [{"type": "function", **_function(tool)} for tool in call.tools],
+        "tools": [{"type": "function", **cast("Json", tool["function"])} for tool in call.tools],
         "usage": None,
     }
     whole: Json = {
@@ -121,46 +127,35 @@ def reply_response(
 
 def _add(messages: list[Json], where: str, item: object) -> None:
     """Append an item; an assistant's text and calls are separate items but one message."""
-    if not isinstance(item, dict):
-        raise refused(f"{where} must be an object", "input")
-    kind = item.get("type", "message")
+    fields: Json = item if isinstance(item, dict) else {"type": None}
+    kind = str(fields.get("type", "message"))
+    if kind not in _ITEMS:
+        raise refused(f"{where}: items of type {kind[:60]!r} are not supported", "input")
+    check_names(fields, (*_ITEMS[kind], *_LABELS), {}, where=where)
+    call_id = fields.get("call_id")
     if kind == "message":
-        check_parts(where, item, {"role", "content", *_LABELS}, "input")
-        message: Json = {"role": item.get("role"), "content": _parts(where, item.get("content"))}
-        messages.append(message)
-    elif kind == "function_call":
-        check_parts(where, item, {"call_id", "name", "arguments", *_LABELS}, "input")
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        called: Json = {"id": item.get("call_id"), "type": "function", "function": function}
+        content = _parts(where, fields.get("content"))
+        messages.append({"role": fields.get("role"), "content": content})
+    elif kind == "function_call_output":
+        content = _parts(where, fields.get("output"))
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+    else:
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
-        before = messages[-1].get("tool_calls")
-        messages[-1]["tool_calls"] = [*(before if isinstance(before, list) else []), called]
-    elif kind == "function_call_output":
-        check_parts(where, item, {"call_id", "output", *_LABELS}, "input")
-        content = _parts(where, item.get("output"))
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
-    else:
-        raise refused(f"{where}: items of type {str(kind)[:60]!r} are not supported", "input")
+        before = cast("list[Json]", messages[-1].get("tool_calls", []))
+        called = call_of(call_id, fields.get("name"), fields.get("arguments"))
+        messages[-1]["tool_calls"] = [*before, called]
 
 
-def _parts(where: str, content: object) -> object:
+def _parts(where: str, content: object) -> list[Json]:
     """Convert content to the form of chat requests."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise refused(f"{where}: expected a text or a list of parts", "input")
     parts: list[Json] = []
-    for part in content:
-        fields: Json = part if isinstance(part, dict) else {}
-        if fields.get("type") == "input_image":
-            image = {"url" if n == "image_url" else n: v for n, v in fields.items() if n != "type"}
+    for kind, part in read_parts(where, content, _PARTS):
+        if kind == "input_image":
+            image = {"url" if n == "image_url" else n: v for n, v in part.items() if n != "type"}
             parts.append({"type": "image_url", "image_url": image})
-        elif fields.get("type") in _TEXTS and isinstance(fields.get("text"), str):
-            parts.append({"type": "text", "text": fields["text"]})
         else:
-            kind = str(fields.get("type"))[:60]
-            raise refused(f"{where}: parts of type {kind!r} are not supported", "input")
+            parts.append({"type": "text", "text": part["text"]})
     return parts
 
 
@@ -169,11 +164,6 @@ def _tool(item: object) -> Json:
         raise refused("each of tools must be a function of the client's own", "tools")
     fields = {name: value for name, value in item.items() if name != "type" and value is not None}
     return {"type": "function", "function": fields}
-
-
-def _function(tool: Json) -> Json:
-    function = tool["function"]
-    return dict(function) if isinstance(function, dict) else {}
 
 
 def _output(turn: CalledTurn, name: str, status: str) -> list[Json]:
@@ -192,18 +182,16 @@ def _output(turn: CalledTurn, name: str, status: str) -> list[Json]:
 def _events(begun: Json, whole: Json) -> Iterator[Json]:
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}
-    items = whole["output"]
-    for index, item in enumerate(items if isinstance(items, list) else []):
+    for index, item in enumerate(cast("list[Json]", whole["output"])):
         place: Json = {"item_id": item["id"], "output_index": index}
         is_text = item["type"] == "message"
-        empty: Json = {"content": []} if is_text else {"arguments": ""}
-        added = {**item, **empty, "status": "in_progress"}
+        added = {**item, "content" if is_text else "arguments": [] if is_text else ""}
+        added["status"] = "in_progress"
         yield {"type": "response.output_item.added", "output_index": index, "item": added}
         if is_text:
-            (part,) = item["content"]
+            (part,) = cast("list[Json]", item["content"])
             place["content_index"] = 0
-            none = {**part, "text": ""}
-            yield {"type": "response.content_part.added", **place, "part": none}
+            yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
             said: Json = {**place, "logprobs": []}
             yield {"type": "response.output_text.delta", **said, "delta": part["text"]}
             yield {"type": "response.output_text.done", **said, "text": part["text"]}

@@ -17,6 +17,7 @@ from lightrft.datasets.chat_template import (
     CALL_ID,
     QUESTION,
     RenderingError,
+    call_of,
     caller,
     template_of,
 )
@@ -187,11 +188,7 @@ def calls_in_turns(chat: ChatIds, parse: CallParser) -> ReadCalls:
         except MalformedCallError:
             return []
         return [
-            {
-                "id": written_id(call, calls) or f"call{number:05d}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": "{}"},
-            }
+            call_of(written_id(call, calls) or f"call{number:05d}", call.name, "{}")
             for number, call in enumerate(calls)
         ]
 

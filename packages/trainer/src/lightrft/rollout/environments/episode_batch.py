@@ -313,9 +313,10 @@ class EpisodeBatch:
     def _add_message(self, episode: Episode) -> None:
         num_images = len(episode.prompt.images)
         episode.prompt = self.work.turns.with_reset_message(episode)
-        before = self.journal.recorded.resets.get(episode.sample_id)
+        before = self.journal.recorded.messages
+        told = before.get(episode.sample_id, episode.reset_message)
         has_images = episode.prompt.images[num_images:]
-        if has_images and before is not None and before["told"] != episode.reset_message:
+        if has_images and told != episode.reset_message:
             # Different images may have the same tokens.
             self.start_over(episode, ChangedAnswerError("reset answered otherwise"))
 

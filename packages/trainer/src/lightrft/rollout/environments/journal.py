@@ -22,9 +22,11 @@ from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
-from typing import Self, cast
+from typing import Self, cast, get_args
 
-from lightrft.config.files import lines_of, make_folder, named_errors
+from lightrft.config.files import lines_of, make_folder, named_errors, typed
+from lightrft.config.options import type_hints
+from lightrft.datasets.chat_ids import Rendered
 from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import LedgerEntry, hash_context
 from lightrft.engines.media.sources import ImageSource
@@ -32,7 +34,15 @@ from lightrft.engines.types import Completion, FinishReason, LogprobsMode, Sampl
 from lightrft.records.rollout import AnsweredCall
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.environments.episode import Episode
-from lightrft.rollout.environments.journal_lines import FORMAT, Event, event_line, read_event
+from lightrft.rollout.environments.journal_lines import (
+    FORMAT,
+    Event,
+    event_line,
+    read_count,
+    read_event,
+    read_ids,
+    read_text,
+)
 from lightrft.rollout.source import SampleRequests, SourceParts
 
 JOURNAL_FOLDER = "journal"
@@ -88,18 +98,18 @@ class Recorded:
     Args:
         header: Event that began it.
         rounds: Turns by sample id, for each complete round.
-        resets, ends: Events by sample id.
+        prompts, messages: Prompt and message of `reset` by sample id.
         answers: Calls by sample id and turn, in order.
-        observations: Events by sample id and turn.
+        observations: Ids after a turn, by sample id and turn.
         failures: Messages by sample id and number of turns before.
     """
 
     header: Event = field(default_factory=dict)
     rounds: list[dict[int, RecordedTurn]] = field(default_factory=list)
-    resets: dict[int, Event] = field(default_factory=dict)
-    ends: dict[int, Event] = field(default_factory=dict)
+    prompts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    messages: dict[int, str | None] = field(default_factory=dict)
     answers: dict[tuple[int, int], list[AnsweredCall]] = field(default_factory=dict)
-    observations: dict[tuple[int, int], Event] = field(default_factory=dict)
+    observations: dict[tuple[int, int], Rendered] = field(default_factory=dict)
     failures: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def keep(self, num_rounds: int) -> None:
@@ -116,7 +126,6 @@ class Recorded:
         for by_turn in (self.answers, self.observations, self.failures):
             for key in [key for key in by_turn if key[0] == sample_id]:
                 del by_turn[key]
-        self.ends.pop(sample_id, None)
 
 
 def read_journal(path: Path) -> Recorded:
@@ -134,6 +143,7 @@ def read_journal(path: Path) -> Recorded:
 def _read(path: Path, vocab_size: int | None = None) -> tuple[Recorded, JournalError | None]:
     """Return the events before the first damage, and the damage."""
     recorded, open_turns = Recorded(), cast("dict[int, RecordedTurn]", {})
+    type_hints(AnsweredCall, ImageSource=ImageSource)  # for `typed`
     check = number = 0
     try:
         for number, line in enumerate(lines_of(path), 1):
@@ -148,18 +158,8 @@ def _read(path: Path, vocab_size: int | None = None) -> tuple[Recorded, JournalE
     return recorded, None if recorded.header else JournalError(path, 1, "it is empty")
 
 
-def _add_parent(found: Recorded, event: Event) -> None:
-    """Prepend the ids of the parent call to the prompt of an agent's call."""
-    parent = event.get("parent")
-    if parent is not None:
-        before = cast("list[int]", found.resets[cast("int", parent)]["prompt_token_ids"])
-        turn = next(suffix[parent] for suffix in found.rounds if parent in suffix)
-        suffix = cast("list[int]", event["prompt_token_ids"])
-        event["prompt_token_ids"] = [*before, *turn.sampled.output_token_ids, *suffix]
-
-
 def _take(
-    found: Recorded,
+    recorded: Recorded,
     open_turns: dict[int, RecordedTurn],
     event: Event,
     vocab_size: int | None,
@@ -167,43 +167,79 @@ def _take(
     """Add one event."""
     kind = event["event"]
     if kind == "begin":
-        found.header = event
-        return
-    if kind == "round":
-        samples = cast("list[int]", event["sample_ids"])
-        found.rounds.append({i: open_turns.pop(i) for i in samples})
-        return
-    sample = cast("int", event["sample_id"])
-    turn = cast("int", event.get("turn", 0))
-    if kind == "reset":
-        _add_parent(found, event)
-    if kind == "turn":
-        facts = cast("dict[str, list[float]]", event.get("facts", {}))
-        largest = max(cast("list[int]", event["token_ids"]))
-        if vocab_size is not None and largest >= vocab_size:
-            raise ValueError(f"token {largest} is none of {vocab_size}")
-        completion = Completion(
-            cast("int", event["request_id"]),
-            0,
-            (),
-            tuple(cast("list[int]", event["token_ids"])),
-            tuple(cast("list[float]", event["logprobs"])),
-            cast("LogprobsMode", event["logprobs_mode"]),
-            cast("FinishReason", event["finish_reason"]),
-            facts={name: tuple(values) for name, values in facts.items()},
-        )
-        open_turns[sample] = RecordedTurn(turn, str(event["context_hash"]), completion)
-    elif kind == "answer":
-        call = AnsweredCall(**cast("dict[str, object]", event["call"]))  # type: ignore[arg-type]
-        found.answers.setdefault((sample, turn), []).append(call)
+        _check_header(event)
+        recorded.header = event
+    elif kind == "round":
+        samples = read_ids(event, "sample_ids", below=2**63)
+        recorded.rounds.append({sample: open_turns.pop(sample) for sample in samples})
+    elif kind == "reset":
+        sample = read_count(event, "sample_id")
+        recorded.prompts[sample] = _read_prompt(recorded, event)
+        recorded.messages[sample] = None if event["told"] is None else read_text(event, "told")
+    elif kind == "turn":
+        open_turns[read_count(event, "sample_id")] = _read_turn(event, vocab_size)
     elif kind == "again":
-        found.forget(sample)
-    elif kind == "failed":
-        found.failures[sample, turn] = str(event["failure"])
+        recorded.forget(read_count(event, "sample_id"))
+    elif kind == "end":
+        read_count(event, "sample_id")
+    else:
+        _take_answer(recorded, event)
+
+
+def _take_answer(recorded: Recorded, event: Event) -> None:
+    """Add an event behind a turn: an answer, what the model was shown of it, or a failure."""
+    kind, place = event["event"], (read_count(event, "sample_id"), read_count(event, "turn"))
+    if kind == "answer":
+        call = typed(AnsweredCall, event["call"], "call")
+        recorded.answers.setdefault(place, []).append(call)
     elif kind == "observation":
-        found.observations[sample, turn] = event
-    elif kind in ("reset", "end"):
-        (found.resets if kind == "reset" else found.ends)[sample] = event
+        spans = typed(tuple[tuple[int, int], ...], event["text_spans"], "text_spans")
+        if any(len(span) != 2 or min(span) < 0 for span in spans):
+            raise ValueError("text_spans are no spans")
+        recorded.observations[place] = Rendered(read_ids(event, "token_ids"), spans)
+    elif kind == "failed":
+        recorded.failures[place] = read_text(event, "failure")
+    else:
+        raise ValueError("it is no event")
+
+
+def _check_header(event: Event) -> None:
+    """Raise a ValueError unless a journal of this format began with an event."""
+    if event.get("format") != FORMAT or type(event["weights"]) is not int:
+        raise ValueError(f"its format is {repr(event.get('format'))[:60]}, expected {FORMAT}")
+    environment = cast("Mapping[str, object]", event["environment"])
+    typed(list[dict[str, object]], environment["schemas"], "schemas")
+    typed(bool, environment["answers_turns"], "answers_turns")
+
+
+def _read_prompt(recorded: Recorded, event: Event) -> tuple[int, ...]:
+    """Return the prompt of an episode; an agent's call continues that of its parent."""
+    ids = read_ids(event, "prompt_token_ids")
+    if event.get("parent") is None:
+        return ids
+    parent = read_count(event, "parent")
+    turn = next(turns[parent] for turns in recorded.rounds if parent in turns)
+    return (*recorded.prompts[parent], *turn.sampled.output_token_ids, *ids)
+
+
+def _read_turn(event: Event, vocab_size: int | None) -> RecordedTurn:
+    token_ids = read_ids(event, "token_ids")
+    largest = max(token_ids)
+    if vocab_size is not None and largest >= vocab_size:
+        raise ValueError(f"token {largest} is none of {vocab_size}")
+    facts = cast("dict[str, list[float]]", event.get("facts", {}))
+    completion = Completion(
+        read_count(event, "request_id"),
+        0,
+        (),
+        token_ids,
+        typed(tuple[float, ...], event["logprobs"], "logprobs"),
+        cast("LogprobsMode", read_text(event, "logprobs_mode", *get_args(LogprobsMode))),
+        cast("FinishReason", read_text(event, "finish_reason", *get_args(FinishReason))),
+        facts={name: tuple(values) for name, values in facts.items()},
+    )
+    place, context = read_count(event, "turn"), read_text(event, "context_hash")
+    return RecordedTurn(place, context, completion)
 
 
 def journal_path(folder: Path, step: int, batch: int, rank: int) -> Path:

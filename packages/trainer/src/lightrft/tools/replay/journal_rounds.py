@@ -80,10 +80,7 @@ def replay_journal(
     )
     observations = Observations(config, suffix)
     params = suffix.chat.with_end_of_turn(params)
-    contexts = {
-        sample: cast("list[int]", reset["prompt_token_ids"])[:]
-        for sample, reset in recorded.resets.items()
-    }
+    contexts = {sample: list(prompt) for sample, prompt in recorded.prompts.items()}
     into.num_episodes += len(contexts)
     for turns in recorded.rounds:
         requests = [
@@ -138,23 +135,22 @@ def _of_answers(
 ) -> Iterator[str]:
     """Yield the answers that differ from what the model saw."""
     key, context = (sample, turn.turn), contexts[sample]
-    event, answers = recorded.observations.get(key), recorded.answers.get(key, [])
-    if event is None:
+    shown, answers = recorded.observations.get(key), recorded.answers.get(key, [])
+    if shown is None:
         return
-    seen = cast("list[int]", event["token_ids"])
+    seen = shown.token_ids
     into.num_answers += len(answers)
     made = observations.after(
         turn.sampled.output_token_ids, len(context), [call.text for call in answers]
     )
     assert made is not None  # only None with images
-    spans = cast("list[list[int]]", event["text_spans"])
-    if list(made.token_ids) != seen:
+    if made.token_ids != seen:
         changed = [
             call.name or "a malformed call"
             for call, (start, stop), (first, last) in zip(
-                answers, spans, made.text_spans, strict=False
+                answers, shown.text_spans, made.text_spans, strict=False
             )
-            if seen[start:stop] != list(made.token_ids[first:last])
+            if seen[start:stop] != made.token_ids[first:last]
         ]
         names = ", ".join(changed) or "the frame around the answers"
         yield f"sample {sample}, turn {turn.turn}: what the model saw of {names} is not the answer"

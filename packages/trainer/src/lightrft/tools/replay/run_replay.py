@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import cast
 
 from torch import nn
 
@@ -183,10 +182,10 @@ def _check_headers(
 
 def _shown_ids(recorded: Recorded) -> Iterator[int]:
     """Yield the ids of prompts and answers, which have marks where images were."""
-    for reset in recorded.resets.values():
-        yield from cast("list[int]", reset["prompt_token_ids"])
-    for event in recorded.observations.values():
-        yield from cast("list[int]", event["token_ids"])
+    for prompt in recorded.prompts.values():
+        yield from prompt
+    for shown in recorded.observations.values():
+        yield from shown.token_ids
 
 
 def _prepared_actor(
