@@ -110,7 +110,7 @@ JOURNAL = """\
 
 
 def make_journal(folder):
-    from lightrft.rollout.environments.journal_lines import FORMAT
+    from lightrft.rollout.environments.journal_reading import FORMAT
 
     (folder / "journal").mkdir()
     lines = JOURNAL.replace("FORMAT", json.dumps(FORMAT)).splitlines()

@@ -41,8 +41,8 @@ from lightrft.records.columns import COLUMNS, Column, join_facts, pack_kept_ids
 from lightrft.records.rollout import ScoredRollout, TurnSegment
 from lightrft.records.table import deliver_rows, exchange, join_tables, merge, tabulate
 from lightrft.rollout.environments.episode import Episode
-from lightrft.rollout.environments.journal import Journal, read_journal
-from lightrft.rollout.environments.journal_lines import FORMAT, event_line
+from lightrft.rollout.environments.journal import Journal
+from lightrft.rollout.environments.journal_reading import FORMAT, event_line, read_journal
 from lightrft.rollout.in_flight import from_parts, to_bytes
 from lightrft.rollout.ledger_records import LedgerError, deliver_evidence, take_evidence
 from lightrft.rollout.open_groups import OpenGroup, OpenSample, StreamState
@@ -552,7 +552,7 @@ ENDS = {
     "transcript",
     "replies",
     "journal",
-    "journal_lines",
+    "journal_reading",
     "journal_rounds",
     "batch",
     "rollouts",

@@ -3,7 +3,7 @@
 import json
 import zlib
 
-from lightrft.rollout.environments.journal_lines import event_line
+from lightrft.rollout.environments.journal_reading import event_line
 
 
 def events_of(text):

@@ -12,7 +12,7 @@ from tests.machine import seconds
 from tests.rollout.journal_edits import events_of, lines_of
 from tests.rollout.test_journal import FILE, Played
 
-from lightrft.rollout.environments.journal import JournalError, read_journal
+from lightrft.rollout.environments.journal_reading import JournalError, read_journal
 
 DEEP = "[" * 100_000 + "]" * 100_000
 PLACE = '"the place of it"'

@@ -8,7 +8,7 @@ import pytest
 from tests.rollout.journal_edits import events_of, lines_of
 from tests.rollout.stages import CASES, Stage, call, check_rows
 
-from lightrft.rollout.environments.journal import read_journal
+from lightrft.rollout.environments.journal_reading import read_journal
 from lightrft.rollout.ledger_records import take_evidence
 from lightrft.rollout.sampler import training_params
 from lightrft.tools.replay.journal_rounds import Replay, replay_journal

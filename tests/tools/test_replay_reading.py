@@ -8,7 +8,7 @@ from tests.rollout.journal_edits import lines_of
 from lightrft.cli.errors import ExitCode, exit_code_of
 from lightrft.config import TrainConfig
 from lightrft.rollout.environments.journal import remove_further_ranks
-from lightrft.rollout.environments.journal_lines import FORMAT
+from lightrft.rollout.environments.journal_reading import FORMAT
 from lightrft.tools.replay.run_replay import read_step
 from lightrft.tools.report.run_data import NotARunError
 

@@ -32,12 +32,8 @@ from lightrft.rollout.agents.http_server import MEDIA_LIMITS, HttpLimits
 from lightrft.rollout.agents.rendering_check import are_sent, fault_of
 from lightrft.rollout.agents.rounds import AnswerRules, RunSampling, answer_round
 from lightrft.rollout.environments.environments import check_turns, control_token_ids
-from lightrft.rollout.environments.journal import (
-    JOURNAL_FOLDER,
-    Journal,
-    RecordedTurn,
-    images_fact,
-)
+from lightrft.rollout.environments.journal import JOURNAL_FOLDER, Journal, images_fact
+from lightrft.rollout.environments.journal_reading import RecordedTurn
 from lightrft.rollout.scoring import finished_samples, open_scorer
 from lightrft.rollout.single_turn import generate
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts, agree, task_seeds

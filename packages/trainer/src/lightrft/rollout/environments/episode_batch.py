@@ -18,7 +18,8 @@ from lightrft.rollout.environments.call_formats import MalformedCallError, ToolC
 from lightrft.rollout.environments.calls import as_error, check_call
 from lightrft.rollout.environments.content import from_json
 from lightrft.rollout.environments.episode import TURN_STEP, Episode
-from lightrft.rollout.environments.journal import Journal, RecordedTurn
+from lightrft.rollout.environments.journal import Journal
+from lightrft.rollout.environments.journal_reading import RecordedTurn
 from lightrft.rollout.environments.pool import EnvironmentPool, Host, NoRoomError
 from lightrft.rollout.environments.specs import EnvironmentSpecs
 from lightrft.rollout.environments.turns import Turns

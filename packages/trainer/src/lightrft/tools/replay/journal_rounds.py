@@ -16,7 +16,7 @@ from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines.ledger import hash_context
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.rollout.environments.calls import calls_in_turns, choose_parser, whole_turn
-from lightrft.rollout.environments.journal import Recorded, RecordedTurn
+from lightrft.rollout.environments.journal_reading import Recorded, RecordedTurn
 from lightrft.rollout.environments.turns import Observations
 
 if TYPE_CHECKING:

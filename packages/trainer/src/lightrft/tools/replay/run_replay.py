@@ -19,13 +19,8 @@ from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.models import load_tokenizer
 from lightrft.models.loading import load_config
 from lightrft.reporting.files import CONFIG_FILE, METRICS_FILE, JsonLines
-from lightrft.rollout.environments.journal import (
-    JOURNAL_FOLDER,
-    Recorded,
-    journal_path,
-    read_journal,
-    sampling_facts,
-)
+from lightrft.rollout.environments.journal import JOURNAL_FOLDER, journal_path, sampling_facts
+from lightrft.rollout.environments.journal_reading import Recorded, read_journal
 from lightrft.rollout.sampler import training_params
 from lightrft.stages.models import load_policy
 from lightrft.strategy import get_strategy
