@@ -99,6 +99,11 @@ def test_training_starts_from_adapters_of_peft_and_gives_them_back(checkpoint, o
         ("glm4_moe", "all-linear"),
         ("glm4_moe", "up_proj"),
         ("qwen3_moe", "all-linear"),
+        # Classes with another product: no adapter for a router or for groups, but one for Falcon's.
+        ("deepseek_v4", "all-linear"),
+        ("llama4_text", "all-linear"),
+        ("phimoe", "all-linear"),
+        ("falcon", "all-linear"),
     ],
 )
 def test_peft_reads_adapters_of_dense_layers_beside_experts(model_type, targets, tmp_path):
