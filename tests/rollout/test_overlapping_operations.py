@@ -12,8 +12,8 @@ from tests.machine import seconds, wait_until
 
 from lightrft.config import TrainConfig
 from lightrft.rewards.worker import FRAME
-from lightrft.rollout.environments.operation_loop import OperationLoop
 from lightrft.rollout.environments.pool import EnvironmentPool
+from lightrft.rollout.operation_loop import OperationLoop
 from lightrft.rollout.running_call import Running
 from lightrft.rollout.workers import EpisodeError
 

@@ -14,13 +14,11 @@ from typing import cast
 
 from lightrft.config import ConfigError, RewardOptions, ScoringOptions
 from lightrft.config.registry import AGENT_KINDS, split_kind, split_reference
-from lightrft.rewards.process import WorkerFailedError, WorkerTask
+from lightrft.rewards.process import WorkerFailedError, WorkerTask, WorkerTimeoutError
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.workers import WorkerLostError, Workers
 
 logger = logging.getLogger(__name__)
-# Extra time after the deadline for a worker whose agents do not stop.
-GRACE_SECONDS = 5.0
 _MAX_CRASHES = 2
 # Episodes are long: the first lines that a worker prints in this time are shown before they end.
 _SHOWN_SECONDS = 0.5
@@ -120,12 +118,13 @@ class AgentPool:
             Reason why the worker ended, and whether these agents may begin once more.
         """
         answers, reason = dict[Future[object], int](), ""
+        late = f"it did not end within {self._seconds:g} s"
         try:
             worker, _ = workers.started()
             begun = time.monotonic()
             for number, task in share.items():
-                request = {"arguments": task, "seconds": self._seconds}
-                answers[worker.send(request, seconds=self._seconds + GRACE_SECONDS)] = number
+                request = {"operation": "run", "episode": str(number), "arguments": task}
+                answers[worker.send(request, seconds=self._seconds)] = number
         except WorkerFailedError as error:
             return str(error), not error.kind
         except WorkerLostError as error:
@@ -134,15 +133,16 @@ class AgentPool:
             problem, number = answer.exception(), answers[answer]
             if problem is None:
                 tell(AgentEnd(number, _result(answer.result())))
+            elif isinstance(problem, WorkerTimeoutError):
+                tell(AgentEnd(number, failure=late))
             elif isinstance(problem, WorkerFailedError) and problem.kind:
                 tell(AgentEnd(number, failure=str(problem)))
             else:
                 reason = str(problem)
                 continue
             del share[number]
-        if time.monotonic() - begun > self._seconds:
-            return f"it did not end within {self._seconds:g} s", False
-        return reason, True
+        is_late = time.monotonic() - begun > self._seconds
+        return (late, False) if is_late else (reason, True)
 
     def close(self) -> None:
         """Close the workers; calling it twice is allowed."""

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
-import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import BinaryIO, cast
+from collections.abc import Callable, Mapping
+from typing import cast
 
 from lightrft.config.registry import AGENT_KINDS, split_kind
-from lightrft.rewards.worker import Failure, ReportedError, framed, read_frame, write_frame
+from lightrft.rewards.worker import ReportedError
+from lightrft.rollout.operation_loop import HostedEpisodes, Request, settled
 from lightrft.rollout.user_code import load_user_code, total_and_parts
 from lightrft.strategy.distributed.network import raise_open_files
 
-# Agents that are not coroutines each wait in a separate thread.
-_MAX_THREADS = 1024
 # Name of the agent's total reward in reports.
 _TOTAL = "agent"
 # Each episode has connections; the episode of a program also has pipes.
@@ -56,8 +52,8 @@ def load_kind(agent: str, sandbox: str) -> HostedAgents:
     return HostedAgents(make(what, sandbox))
 
 
-class HostedAgents:
-    """The handler of a worker: runs agents on one event loop, and reports the end of each.
+class HostedAgents(HostedEpisodes):
+    """The handler of a worker: runs agents at once, each as one operation.
 
     Args:
         agent: Function that is called with `base_url`, `api_key` and `row` of each episode.
@@ -65,53 +61,15 @@ class HostedAgents:
 
     def __init__(self, agent: Agent) -> None:
         raise_open_files(MAX_OPEN_FILES)
-        self._agent, self._pid = agent, os.getpid()
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(ThreadPoolExecutor(_MAX_THREADS))
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._agent = agent
 
-    def describe(self) -> object:
-        """Return nothing; a successful load is the whole answer."""
-        return None
-
-    def serve(
-        self, requests: BinaryIO, answers: BinaryIO, *, failure: Failure, inherited: tuple[int, ...]
-    ) -> None:
-        """Run all agents that the trainer requests, at once."""
-        del inherited
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        while (sent := read_frame(requests)) is not None:
-            operation = self._run(cast("dict[str, object]", sent), answers, failure)
-            self._loop.call_soon_threadsafe(self._begin, operation)
-
-    def _begin(self, operation: Coroutine[object, object, None]) -> None:
-        task = self._loop.create_task(operation)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _run(self, sent: dict[str, object], answers: BinaryIO, failure: Failure) -> None:
-        """Run one episode and report its reward or error."""
-        request = cast("dict[str, object]", sent["request"])
-        seconds = float(cast("float", request["seconds"]))
-        answer: dict[str, object]
-        try:
-            async with asyncio.timeout(seconds):
-                answer = {"ok": checked_reward(await self._result(request["arguments"]))}
-        except TimeoutError as error:
-            late = ReportedError(f"it did not end within {seconds:g} s")
-            answer = failure(error if str(error) else late)
-        except BaseException as error:  # noqa: BLE001 - SystemExit of user code included
-            answer = failure(error)
-        if os.getpid() != self._pid:
-            os._exit(0)  # an agent forked this process: only the worker itself may answer
-        write_frame(answers, framed({"number": sent["number"], **answer}))
-
-    async def _result(self, arguments: object) -> object:
-        base_url, key, row = cast("tuple[str, str, dict[str, object]]", arguments)
+    async def perform(self, request: Request) -> object:
+        """Run the agent of one episode; return its reward."""
+        arguments = cast("tuple[str, str, dict[str, object]]", request["arguments"])
         if inspect.iscoroutinefunction(self._agent):
-            return await cast("Awaitable[object]", self._agent(base_url, key, row))
-        result = await self._loop.run_in_executor(None, self._agent, base_url, key, row)
-        return await result if inspect.isawaitable(result) else result
+            return checked_reward(await settled(self._agent(*arguments)))
+        result = await settled(asyncio.to_thread(self._agent, *arguments))
+        return checked_reward(await settled(result))
 
 
 def checked_reward(value: object) -> list[object] | None:

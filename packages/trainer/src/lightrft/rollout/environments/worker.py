@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
-from typing import BinaryIO, ClassVar, cast
+from typing import ClassVar, cast
 
 from lightrft.config.registry import ENVIRONMENT_KINDS, split_kind
 from lightrft.rewards.environment_snapshot import keep_attributes
 from lightrft.rewards.user_task import finite_number
-from lightrft.rewards.worker import Failure, ReportedError
+from lightrft.rewards.worker import ReportedError
 from lightrft.rollout.environments.calls import ENVIRONMENT_COLUMN
 from lightrft.rollout.environments.content import (
     ContentError,
@@ -31,8 +31,7 @@ from lightrft.rollout.environments.content import (
     named,
     to_json,
 )
-from lightrft.rollout.environments.operation_loop import OperationLoop, settled
-from lightrft.rollout.running_call import Running
+from lightrft.rollout.operation_loop import HostedEpisodes, Request, settled
 from lightrft.rollout.user_code import load_user_code, total_and_parts
 
 NOT_TOOLS = ("reset", "get_reward", "get_call_reward")
@@ -96,7 +95,7 @@ class Adapted(ABC):
         return []
 
 
-class HostedEnvironments:
+class HostedEnvironments(HostedEpisodes):
     """Handler of a worker: resets, calls, rewards.
 
     Args:
@@ -180,26 +179,14 @@ class HostedEnvironments:
             raise ReportedError(f"{own.__name__} answers whole turns: it takes no tools beside it")
         return [*shown, *(_schema(name, tool) for name, tool in self._tools.items())]
 
-    def serve(
-        self,
-        requests: BinaryIO,
-        answers: BinaryIO,
-        *,
-        failure: Failure,
-        inherited: tuple[int, ...],
-    ) -> None:
-        """Serve all operations that the trainer requests."""
-        running = Running(*inherited)
-        OperationLoop(self.perform, failure, answers=answers, running=running).run(requests)
-
-    async def perform(self, asked: dict[str, object]) -> object:
+    async def perform(self, request: Request) -> object:
         """Perform one operation on one episode."""
-        operation, episode = str(asked["operation"]), str(asked["episode"])
+        operation, episode = str(request["operation"]), str(request["episode"])
         if operation == "reset":
-            return await self._reset(episode, cast("dict[str, object]", asked["row"]))
+            return await self._reset(episode, cast("dict[str, object]", request["row"]))
         if operation == "call":
-            arguments = cast("dict[str, object]", asked["arguments"])
-            return await self._call(episode, str(asked["name"]), arguments)
+            arguments = cast("dict[str, object]", request["arguments"])
+            return await self._call(episode, str(request["name"]), arguments)
         if operation == "reward":
             return await self._reward(episode)
         if operation == "keep":

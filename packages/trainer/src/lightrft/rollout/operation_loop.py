@@ -1,7 +1,8 @@
 """Event loop of a worker, on which the operations of many episodes overlap.
 
-Plain functions run in turn while the event loop is stopped, so they may start another one.
-Coroutines go on between them, and each keeps its state of the global random generators.
+An agent is one operation from its beginning to its end. Plain functions of environments run in turn
+while the event loop is stopped, so they may start another one. Coroutines go on between them, and
+each keeps its state of the global random generators.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pickle
 import random
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -90,11 +92,12 @@ class Stepped(Coroutine[object, object, object]):
         inner: The author's coroutine; its part up to the first `await` is the first step.
         operation: Operation that it belongs to.
         draws: Source of random numbers: a seed, then the number of the call and, in tasks that
-            the author starts, the index of each in the task that started it.
+            the author starts, the index of each in the task that started it. None leaves the
+            generators as they are.
     """
 
     def __init__(
-        self, inner: Coroutine[object, object, object], operation: Operation, draws: Draws
+        self, inner: Coroutine[object, object, object], operation: Operation, draws: Draws | None
     ) -> None:
         self._inner, self.operation, self._draws = inner, operation, draws
         self._num_tasks = 0
@@ -120,14 +123,14 @@ class Stepped(Coroutine[object, object, object]):
         work.running.begin(self.operation.number)
         start = time.monotonic()
         _stepping.set(self)
-        if self._states is None:
+        if self._states is not None:
+            _restore(self._states)
+        elif self._draws is not None:
             seed, places = self._draws
             seed_generators(seed, places[0] if len(places) == 1 else places)
-        else:
-            _restore(self._states)
         try:
             result = advance(*given)
-            self._states = _saved()
+            self._states = self._draws and _saved()
             return result
         except (SystemExit, KeyboardInterrupt) as error:
             # Raised in a task that the author started, it would end the event loop.
@@ -140,8 +143,8 @@ class Stepped(Coroutine[object, object, object]):
     def started(self, inner: Coroutine[object, object, object]) -> Stepped:
         """Wrap a task that its code starts."""
         self._num_tasks += 1
-        seed, places = self._draws
-        return Stepped(inner, self.operation, (seed, (*places, self._num_tasks)))
+        draws = self._draws and (self._draws[0], (*self._draws[1], self._num_tasks))
+        return Stepped(inner, self.operation, draws)
 
 
 def _saved() -> dict[str, object]:
@@ -229,8 +232,9 @@ class OperationLoop:
         if request["operation"] == "close":
             for left in self._tasks.pop(operation.episode, ()):
                 left.cancel()
-        seed, call = cast("tuple[int, int]", request["draws"])
-        stepped = Stepped(self._performed(operation, request), operation, (seed, (call,)))
+        seed_of_call = cast("tuple[int, int] | None", request.get("draws"))
+        draws = seed_of_call and (seed_of_call[0], (seed_of_call[1],))
+        stepped = Stepped(self._performed(operation, request), operation, draws)
         context = contextvars.copy_context()
         try:
             context.run(stepped.send, None)
@@ -286,6 +290,30 @@ class OperationLoop:
         tasks.add(task)
         task.add_done_callback(tasks.discard)
         return task
+
+
+class HostedEpisodes(ABC):
+    """Handler of a worker that performs operations of many episodes on one event loop."""
+
+    @abstractmethod
+    async def perform(self, request: Request) -> object:
+        """Perform one operation on one episode."""
+
+    def describe(self) -> object:
+        """Return nothing; a successful start is the whole answer."""
+        return None
+
+    def serve(
+        self,
+        requests: BinaryIO,
+        answers: BinaryIO,
+        *,
+        failure: Failure,
+        inherited: tuple[int, ...],
+    ) -> None:
+        """Serve all operations that the trainer requests."""
+        running = Running(*inherited)
+        OperationLoop(self.perform, failure, answers=answers, running=running).run(requests)
 
 
 class _OnTheLoop:
