@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 import tracemalloc
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -110,8 +111,8 @@ class Stage:
         )
 
     def at_once(self):
-        stops = (*self.params.stop_token_ids, self.agents.end_of_turn)
-        params, asked = replace(self.params, n=1, stop_token_ids=stops), self.engine.asked
+        params = self.agents.chat.with_end_of_turn(replace(self.params, n=1))
+        asked = self.engine.asked
         self.engine.forget()
         return self.engine.generate(asked, params)
 
@@ -119,7 +120,7 @@ class Stage:
 @pytest.mark.timeout(1800)
 def test_the_engine_is_busy_while_200_calls_wait(benchmark, tmp_path):
     stage = Stage(tmp_path)
-    with stage.agents:
+    with closing(stage.agents):
         episodes = stage.by_the_endpoint()
         assert len(episodes) == len(stage.engine.asked) == NUM_CALLS
         assert not any(episode.failure for episode in episodes)
