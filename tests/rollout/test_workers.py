@@ -67,12 +67,16 @@ def test_a_request_that_cannot_be_sent_leaves_the_others_alone(agent):
     worker = SharedWorker(task)
     worker.start()
     limit = seconds(1.0)
-    agent = {"operation": "run", "episode": "0"}
+    asked = {
+        "operation": "run",
+        "episode": "0",
+        "arguments": ("u", "k", {"lock": threading.Lock()}),
+    }
     with pytest.raises(TypeError):
-        worker.send({**agent, "arguments": ("u", "k", {"lock": threading.Lock()})}, seconds=limit)
+        worker.send(asked, seconds=limit)
     time.sleep(0.75 * limit)
-    request = {**agent, "arguments": ("u", "k", {"seconds": 0.6 * limit})}
-    assert worker.send(request, seconds=limit).result() == [1.0, {}]
+    asked["arguments"] = "u", "k", {"seconds": 0.6 * limit}
+    assert worker.send(asked, seconds=limit).result() == [1.0, {}]
     worker.close()
 
 
