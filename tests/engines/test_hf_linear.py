@@ -48,7 +48,7 @@ def test_the_product_is_that_of_the_definition(rows, bias):
 def test_a_weight_that_is_replaced_is_the_one_used():
     plain, layer = layers(bias=False)
     inputs = torch.randn(16, 96)
-    plain.weight.data = torch.randn(160, 96)
+    plain.weight.data = torch.randn(161, 96)  # of a resized head
     layer.weight.data = plain.weight.data
     with torch.inference_mode():
         assert error(layer(inputs), inputs, plain) < 1e-4

@@ -46,7 +46,7 @@ def batches(monkeypatch):
 
 @pytest.mark.parametrize(
     # Recurrence, state-space model, convolution, windows, two in one layer, sinks, places from 0 at
-    # each step if they are not given, windows in attention of the class's own.
+    # each step if they are not given, windows in attention of the class's own, places in the cache.
     "model_type",
     [
         "qwen3_5_text",
@@ -57,6 +57,7 @@ def batches(monkeypatch):
         "gpt_oss",
         "bamba",
         "gpt_neo",
+        "qwen4_exp_text",
     ],
 )
 def test_rows_of_all_lengths_are_decoded_at_once(model_type, batches):

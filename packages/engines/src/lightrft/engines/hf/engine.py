@@ -351,7 +351,8 @@ class FewRowsLinear(nn.Linear):
         if not _MIN_ROWS <= rows <= _MAX_ROWS:
             return super().forward(input)
         columns = torch.mm(self.weight, input.reshape(rows, self.in_features).t())
-        output = columns.t().contiguous().view(*input.shape[:-1], self.out_features)
+        # A resized head has another number of rows than `out_features` says.
+        output = columns.t().contiguous().view(*input.shape[:-1], -1)
         return output if self.bias is None else output + self.bias
 
 

@@ -63,6 +63,10 @@ class PaddedForward(CachedForward):
         """Keep only these rows."""
         assert self._cache is not None
         self._cache.reorder_cache(rows)
+        # Beside its layers a cache may hold the places of all tokens, [axes, rows, tokens].
+        for name, value in vars(self._cache).items():
+            if isinstance(value, torch.Tensor):
+                setattr(self._cache, name, value.index_select(-2, rows))
         self._places = self._places[rows]
         if self._mask is not None:
             self._mask = self._mask[rows]

@@ -26,6 +26,8 @@ from lightrft.kernels.names import first_line
 _logger = logging.getLogger(__name__)
 # Numbers of tokens of the prompts, and of the steps before and after rows change their places.
 LENGTHS, NUM_STEPS = (11, 3, 7), (2, 2)
+# Prompt of each row that is decoded with the others.
+ROWS = (0, 1, 2, 0)
 
 
 TextForward = type[PaddedForward] | type[UncachedForward]
@@ -42,10 +44,6 @@ def text_forward(model: PreTrainedModel, traits: ModelTraits) -> TextForward | N
     Raises:
         CacheRefusedError: Rows that are decoded differ from the whole forward pass.
     """
-
-    def whole_batch(prompts: Sequence[Sequence[int]], _: Sequence[int]) -> RowForward:
-        return WholeBatchForward(model, traits, prompts)
-
     allowed, name = _tokens(model, traits), type(model).__name__
     drawn = torch.randint(
         len(allowed),
@@ -57,29 +55,14 @@ def text_forward(model: PreTrainedModel, traits: ModelTraits) -> TextForward | N
     if not whole.isfinite().all():  # what samples tokens says so
         return None
     limit = torch.finfo(model.dtype).eps ** 0.5
-    kind: TextForward = PaddedForward
+    kind = _kind(model, traits, rows, whole, allowed)
     try:
-        alone = torch.cat([_decoded(model, whole_batch, [row]) for row in rows])
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001  the model's own code
-        kind, is_missing = UncachedForward, isinstance(error, MissingCacheError)
-        what = "keeps no cache" if is_missing else f"fails with a cache ({first_line(error)})"
-        _logger.warning("%s %s: each token takes a pass over its whole row", name, what)
-    else:
-        change = _distance(alone[..., allowed], whole)
-        if not change <= limit:
-            raise CacheRefusedError(
-                f"the cache of {name} gives other log-probabilities than its whole forward pass: "
-                f"they differ by {change:.2g} of their norm, at most {limit:.2g} is rounding; "
-                "the hf engine cannot sample from it: take another --engine_type"
-            )
-    try:
-        together = _decoded(model, partial(kind, model, traits), rows)[..., allowed]
+        forward = partial(kind, model, traits)
+        together = _decoded(model, forward, rows, prompt_of_row=ROWS)[..., allowed]
     except Exception as error:  # noqa: BLE001  the model's own code, with a mask it may not know
         reason = first_line(error)
     else:
-        change = _distance(together, whole)
+        change = _distance(together, whole[list(ROWS)])
         if change <= limit:
             return kind
         reason = f"by {change:.2g} of their norm, at most {limit:.2g} is rounding"
@@ -92,6 +75,38 @@ def text_forward(model: PreTrainedModel, traits: ModelTraits) -> TextForward | N
         reason,
     )
     return None
+
+
+def _kind(
+    model: PreTrainedModel,
+    traits: ModelTraits,
+    rows: Sequence[torch.Tensor],
+    whole: torch.Tensor,
+    allowed: torch.Tensor,
+) -> TextForward:
+    """Decode rows alone; return what decodes rows together, without a cache if it is of no use."""
+
+    def whole_batch(prompts: Sequence[Sequence[int]], _: Sequence[int]) -> RowForward:
+        return WholeBatchForward(model, traits, prompts)
+
+    name, limit = type(model).__name__, torch.finfo(model.dtype).eps ** 0.5
+    try:
+        alone = torch.cat([_decoded(model, whole_batch, [row]) for row in rows])
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001  the model's own code
+        is_missing = isinstance(error, MissingCacheError)
+        what = "keeps no cache" if is_missing else f"fails with a cache ({first_line(error)})"
+        _logger.warning("%s %s: each token takes a pass over its whole row", name, what)
+        return UncachedForward
+    change = _distance(alone[..., allowed], whole)
+    if change <= limit:
+        return PaddedForward
+    raise CacheRefusedError(
+        f"the cache of {name} gives other log-probabilities than its whole forward pass: "
+        f"they differ by {change:.2g} of their norm, at most {limit:.2g} is rounding; "
+        "the hf engine cannot sample from it: take another --engine_type"
+    )
 
 
 def _tokens(model: PreTrainedModel, traits: ModelTraits) -> torch.Tensor:
@@ -108,13 +123,16 @@ def _whole(model: PreTrainedModel, traits: ModelTraits, row: torch.Tensor) -> to
 
 
 def _decoded(
-    model: PreTrainedModel, forward_of: Callable[..., RowForward], rows: Sequence[torch.Tensor]
+    model: PreTrainedModel,
+    forward_of: Callable[..., RowForward],
+    rows: Sequence[torch.Tensor],
+    prompt_of_row: Sequence[int] = (0,),
 ) -> torch.Tensor:
     """Return log-probabilities of decoded rows, [rows, steps, vocab] on the host."""
     prompts = [row[: -sum(NUM_STEPS)].tolist() for row in rows]
-    forward = forward_of(prompts, range(len(rows)))
-    later = torch.stack([row[-sum(NUM_STEPS) :] for row in rows]).to(model.device)
-    order = torch.arange(len(rows), device=model.device)
+    forward = forward_of(prompts, prompt_of_row)
+    later = torch.stack([rows[i][-sum(NUM_STEPS) :] for i in prompt_of_row]).to(model.device)
+    order = torch.arange(len(prompt_of_row), device=model.device)
     steps = [forward.start()]
     for step in range(sum(NUM_STEPS)):
         if step == NUM_STEPS[0] and forward.can_drop_rows:
