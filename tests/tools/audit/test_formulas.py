@@ -14,7 +14,7 @@ from lightrft.config import TrainConfig
 from lightrft.config.registry import KL_ESTIMATORS, PREFERENCE_LOSSES, REWARD_LOSSES
 from lightrft.tools.audit import advantages as adv, losses, preference_losses, row_updates
 from lightrft.tools.audit.optimizers import learning_rate
-from lightrft.tools.audit.pairs import Borders, Draw, Pair, draws
+from lightrft.tools.audit.pairs import Draw, Pair
 from lightrft.tools.audit.preference_losses import Answers, Pairs, aot
 from lightrft.tools.audit.record import OptimizerFacts
 from lightrft.tools.audit.updates import differentiated
@@ -43,31 +43,31 @@ def test_a_schedule_that_was_changed_runs_its_gap_out():
 
 
 def test_a_decision_within_rounding_of_a_bound_is_the_run_s():
-    borders = Borders(1e-3)
+    draw = Draw(1e-3)
     own, run = torch.tensor([1.0001, 1.0001, 1.5]), torch.tensor([0.9999, 1.0002, 0.9])
-    assert borders.above(Pair(own, run), 1.0).tolist() == [False, True, True]
-    assert borders.num_taken == 1
+    assert draw.above(Pair(own, run), 1.0).tolist() == [False, True, True]
+    assert draw.num_taken == 1
 
 
 def test_moved_values_choose_the_same_tokens_unless_the_run_computes_in_bfloat16():
     values, moved = (Pair(t, t) for t in (torch.tensor([1.0, 2, 3]), torch.tensor([4.0, 2, 3])))
     for tolerance, places in ((1e-3, [2, 1]), (0.2, [0, 2])):
-        exact, *others = draws(Borders(tolerance))
-        assert exact.borders.highest(values, 2).tolist() == [2, 1]
-        assert exact.borders.highest(values, 1).tolist() == [2]
-        for draw in others:  # each repeats both choices, in their order
-            assert draw.borders.highest(moved, 2).tolist() == places
-            assert draw.borders.highest(moved, 1).tolist() == places[:1]
+        exact = Draw(tolerance)
+        assert exact.highest(values, 2).tolist() == [2, 1]
+        assert exact.highest(values, 1).tolist() == [2]
+        for draw in exact.others():  # each repeats both choices, in their order
+            assert draw.highest(moved, 2).tolist() == places
+            assert draw.highest(moved, 1).tolist() == places[:1]
 
 
 def by_scores(total, at):
     """Return the sum of values of a formula, and its derivatives, at these scores."""
-    scores, draw = torch.as_tensor(at, dtype=torch.float64), Draw(0, Borders(0.0))
+    scores = torch.as_tensor(at, dtype=torch.float64)
 
-    def formula(outputs, draw):
+    def terms_of(outputs):
         return {"policy": (1.0, total(outputs[0].exact))}
 
-    terms, (slopes,) = differentiated(formula, [Pair(scores, scores)], scores, draw)
+    terms, (slopes,) = differentiated(terms_of, [Pair(scores, scores)])
     return float(terms["policy"][1].sum()), slopes.numpy()
 
 
@@ -124,18 +124,18 @@ HELD_BACK = {"cispo", "cpgd", "gspo-token", "clip_cov", "kl_cov"}
 
 def policy_loss(name):
     loss, _ = losses.POLICY_LOSSES[name]
-    old, advantages, borders = TOKENS[1], TOKENS[2], Borders(0.0)
+    old, advantages, draw = TOKENS[1], TOKENS[2], Draw(0.0)
 
     def total(p):
         pair = Pair(p, p.detach())
-        return loss(losses.Batch(pair, Pair(old, old), advantages, MASK, borders))
+        return loss(losses.Batch(pair, Pair(old, old), advantages, MASK, draw))
 
     return total
 
 
 def kl(name):
     other = Pair(TOKENS[3], TOKENS[3])
-    return lambda p: losses.kl_term(name, Pair(p, p.detach()), other, other, MASK, Borders(0.0))
+    return lambda p: losses.kl_term(name, Pair(p, p.detach()), other, other, MASK, Draw(0.0))
 
 
 def preference_loss(name):
@@ -163,7 +163,7 @@ FORMULAS = {
         TOKENS[2],
         MASK,
         clip=0.1,
-        borders=Borders(0),
+        draw=Draw(0.0),
     ),
 }
 

@@ -470,6 +470,12 @@ def with_coupled_decay(self, module, settings):
     return torch.optim.Adam(groups, lr=settings.lr, betas=settings.betas)
 
 
+def without_decay(original, self, *args, **how):
+    for group in self.param_groups:
+        group["weight_decay"] = 0.0
+    original(self, *args, **how)
+
+
 def adam_reads(**changes):
     return fields(model_training.AdamSettings, "read", **changes)
 
@@ -506,18 +512,23 @@ OPTIMIZERS = {
         keywords(torch.optim.AdamW, "__init__", betas=(0.9, 0.95)),
     ),
     "gains are decayed": (
-        "actor weight decay of vectors",
+        "actor vectors after",
         {"l2": 0.01, **ONE_BATCH},
         instead(backend, "parameter_groups", all_in_one_group),
     ),
     "decay counts twice": (
-        "actor weight decay of matrices",
+        "weight_decay of the actor",
         {"l2": 0.01, **ONE_BATCH},
         calls(
             backend,
             "parameter_groups",
             lambda original, named, decay: original(named, 2 * decay),
         ),
+    ),
+    "decay is left out": (
+        "actor weights after",
+        {"l2": 0.01, **ONE_BATCH},
+        calls(torch.optim.AdamW, "step", without_decay),
     ),
     "decay is coupled": (
         "optimizer of the actor",

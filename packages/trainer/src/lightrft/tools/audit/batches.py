@@ -12,6 +12,7 @@ import numpy as np
 
 from lightrft.config import TrainConfig
 from lightrft.tools.audit.order import Order, UnknownOrderError
+from lightrft.tools.audit.pairs import Pair
 from lightrft.tools.audit.record import PLACE, PLACES, WEIGHTS, UpdateFacts
 from lightrft.tools.audit.replay import ReplayedStep
 
@@ -25,8 +26,8 @@ def check_rows(step: ReplayedStep) -> None:
     findings.exact("token ids", rows.padded(values.token_ids), rows.ids)
     findings.exact("response mask", rows.padded(values.response_mask), rows.mask)
     if step.is_reinforced:
-        rollout = rows.padded(values.rollout_logprobs)
-        findings.tokens("rollout logprobs", rollout, rows.rollout_logprobs, rows.mask, "number")
+        rollout = Pair(rows.rollout_logprobs, rows.padded(values.rollout_logprobs))
+        findings.tokens("rollout logprobs", rollout, rows.mask, "number")
     if step.config.bf16 is not None:
         findings.number("computes in bfloat16", step.is_rounded, step.config.bf16)
     scale = step.record.facts.lora_scale

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightrft.config import TrainConfig
 from lightrft.config.parts.learning import AlgorithmOptions
-from lightrft.tools.audit.pairs import HELD, Borders, Pair, row_lengths
+from lightrft.tools.audit.pairs import HELD, Draw, Pair, row_lengths
 
 PRESETS = {
     "tis": "weight:ratio:token:high=2",
@@ -110,7 +110,7 @@ def correction(
     policies: Mapping[str, Pair],
     advantages: Pair,
     mask: Tensor,
-    borders: Borders,
+    draw: Draw,
 ) -> Tensor:
     """Return each token's loss factor: [rows, seq]; 0 where rejected or outside the mask.
 
@@ -120,7 +120,7 @@ def correction(
             and "new", the updated policy: [rows, seq] pairs.
         advantages: Advantages of the run and recomputed ones.
         mask: Tokens of an optimizer batch: [rows, seq] bool.
-        borders: Decisions at bounds.
+        draw: Draw that decides at bounds.
     """
     weights, is_rejected, scale = torch.ones_like(advantages.exact), torch.zeros_like(mask), 1.0
     for term in terms:
@@ -138,10 +138,10 @@ def correction(
                 )
                 scale = len(each) / float(each.sum()) if each.sum() > 0 else 1.0
             continue
-        is_outside = ~borders.at_least(value, low) | borders.above(value, high)
+        is_outside = ~draw.at_least(value, low) | draw.above(value, high)
         signs = _signs(term, first.less(second, mask), advantages, mask)
         if signs is not None:
-            is_outside &= borders.above(signs, 0.0)
+            is_outside &= draw.above(signs, 0.0)
         is_outside &= mask
         if term.action == "veto" or term.level == "worst":
             is_outside = mask & is_outside.any(dim=1, keepdim=True)
@@ -194,17 +194,17 @@ def _signs(term: CorrectionWord, moved: Pair, advantages: Pair, mask: Tensor) ->
     return advantages.map(torch.neg) if "negative" in term.options else advantages
 
 
-def high_entropy(entropy: Pair, mask: Tensor, borders: Borders, config: AlgorithmOptions) -> Tensor:
+def high_entropy(entropy: Pair, mask: Tensor, draw: Draw, config: AlgorithmOptions) -> Tensor:
     """Return the tokens of highest entropy in the batch or in each row: [rows, seq] bool."""
     ratio = config.high_entropy_token_ratio
     if config.high_entropy_scope == "batch":
         above = entropy.map(lambda each: each - _quantile(each[mask], 1 - ratio))
-        return mask & borders.at_least(above, 0.0)
+        return mask & draw.at_least(above, 0.0)
     kept = torch.zeros_like(mask)
     for row, is_token in enumerate(mask):
         places = is_token.nonzero().flatten()
         count = max(min(1, len(places)), math.floor(len(places) * ratio + 1e-9))
-        kept[row, places[borders.highest(entropy.at((row, places)), count)]] = True
+        kept[row, places[draw.highest(entropy.at((row, places)), count)]] = True
     return kept
 
 

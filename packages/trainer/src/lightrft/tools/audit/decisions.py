@@ -17,7 +17,7 @@ from lightrft.config.parts.learning import AlgorithmOptions
 from lightrft.config.parts.rollout import ShapingOptions
 from lightrft.config.parts.run_control import MonitoringOptions
 from lightrft.tools.audit.losses import kl_term
-from lightrft.tools.audit.pairs import Borders, Pair
+from lightrft.tools.audit.pairs import Draw, Pair
 from lightrft.tools.audit.record import CONFIG, RecordError, StepRecord, read_record, recorded_steps
 from lightrft.tools.audit.samples import build_rows, merged_moments, paid_rewards
 
@@ -143,7 +143,7 @@ def _kl_coef(record: StepRecord, before: StepRecord | None, config: TrainConfig)
         return before.facts.kl_coef
     seen = (rows.padded(each) for each in (run.old_logprobs, run.ref_logprobs))
     old, reference = (Pair(each, each) for each in seen)
-    terms = kl_term(kl_estimator(config), old, reference, old, mask, Borders(0.0))
+    terms = kl_term(kl_estimator(config), old, reference, old, mask, Draw(0.0))
     error = float(terms.sum()) / num_rows / config.kl_target - 1
     bounded = min(max(error, -MAX_KL_ERROR), MAX_KL_ERROR)
     return before.facts.kl_coef * (1 + bounded * len(mask) / config.kl_horizon)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from lightrft.tools.audit.pairs import Pair
 from lightrft.tools.audit.tolerances import MEAN_SHARES
 
 # Kinds of tolerance that are relative to each value.
 PER_TOKEN = ("logprobs", "replayed", "engine", "weights")
+# Factor of the largest change of a single value by rounding of its inputs, and the share of all
+# changes that entries of a tensor may exceed it by.
+SAFETY, EXCESS = 3, 0.01
 EQUAL, DIFFERS, NOT_AUDITED = "equal", "differs", "not audited"
 
 
@@ -39,35 +43,106 @@ class Finding:
     note: str = ""
 
 
+# Finding of a comparison by the rounding of each of its values.
+Judge = Callable[[Tensor], Finding]
+
+
+@dataclass(slots=True)
+class Doubt:
+    """Comparison that its tolerance does not explain, and perhaps rounding of its inputs does.
+
+    Args:
+        judge: Function for its finding.
+        difference: Values of the run less the recomputed ones, in the draw without errors.
+        change: Largest change of each difference in other draws.
+    """
+
+    judge: Judge
+    difference: Tensor
+    change: Tensor
+
+
 @dataclass(slots=True)
 class Findings:
     """Collector of comparisons.
 
+    The step is computed once without errors. If something differs, it is computed again from inputs
+    moved by their rounding: a difference that these change by as much is no fault.
+
     Args:
         tolerances: Tolerances by kind, see `tolerances`.
-        rows: Findings so far.
+        by_quantity: Findings so far.
+        doubts: Comparisons that differ so far, by quantity.
+        is_settling: True while the step is computed again.
     """
 
     tolerances: Mapping[str, float]
-    rows: list[Finding] = field(default_factory=list)
+    by_quantity: dict[str, Finding] = field(default_factory=dict)
+    doubts: dict[str, Doubt] = field(default_factory=dict)
+    is_settling: bool = False
+
+    @property
+    def rows(self) -> list[Finding]:
+        """Findings so far, in order."""
+        return [*self.by_quantity.values()]
+
+    def settle(self) -> None:
+        """Judge what differs by its changes."""
+        for doubt in self.doubts.values():
+            self._set(doubt.judge(doubt.change))
+
+    def _set(self, finding: Finding) -> None:
+        self.by_quantity[finding.quantity] = finding
+
+    def _compare(self, quantity: str, difference: Tensor, judge: Judge) -> None:
+        """Judge a comparison, or note how far the rounding of its inputs moves it."""
+        if not self.is_settling:
+            finding = judge(torch.zeros(()))
+            self._set(finding)
+            if finding.verdict == DIFFERS:
+                zeros = torch.zeros_like(difference)
+                self.doubts[quantity] = Doubt(judge, difference, zeros)
+        elif quantity in self.doubts:
+            doubt = self.doubts[quantity]
+            change = (difference - doubt.difference).abs()
+            doubt.change = torch.maximum(doubt.change, change)
 
     def skip(self, quantity: str, why: str) -> None:
         """Note that a quantity cannot be recomputed."""
-        self.rows.append(Finding(quantity, None, None, None, None, NOT_AUDITED, why))
+        if not self.is_settling:
+            self._set(Finding(quantity, None, None, None, None, NOT_AUDITED, why))
 
     def number(
         self,
         quantity: str,
         run: float,
-        own: float,
+        own: Tensor | float,
         kind: str = "number",
         *,
         scale: float = 0.0,
         floor: float = 0.0,
+        most: float = math.inf,
     ) -> None:
-        """Compare two numbers; the difference is relative to `scale` if that is larger."""
-        limit = self.tolerances[kind] * max(abs(own), scale) + floor
-        self.add(quantity, float(run), float(own), float(abs(run - own)), limit)
+        """Compare two numbers.
+
+        Args:
+            quantity: Name of the quantity.
+            run: Value of the run.
+            own: Recomputed value; if it has several terms, differences are relative to their sizes.
+            kind: Kind of tolerance.
+            scale: Number that differences are relative to if it is larger.
+            floor: Rounding of the value.
+            most: Largest tolerance.
+        """
+        seen, terms = float(run), torch.as_tensor(own, dtype=torch.float64)
+        total, size = float(terms.sum()), float(terms.abs().sum())
+        limit = min(self.tolerances[kind], most) * max(size, scale) + floor
+
+        def judge(rounding: Tensor) -> Finding:
+            bound = limit + float(rounding.sum())
+            return finding_of(quantity, seen, total, abs(seen - total), bound)
+
+        self._compare(quantity, seen - terms, judge)
 
     def exact(self, quantity: str, run: ArrayLike, own: ArrayLike) -> None:
         """Compare ids, masks and counts."""
@@ -84,49 +159,66 @@ class Findings:
     def tokens(
         self,
         quantity: str,
-        run: Tensor,
-        own: Tensor,
+        values: Pair,
         mask: Tensor,
         kind: str,
         *,
         scale: float = 1.0,
-        floor: Callable[[], Tensor | float] = float,
+        floor: Tensor | float = 0.0,
+        hint: str = "",
     ) -> None:
         """Compare [rows, seq] values inside the mask; outside, the run's must be 0.
 
         Args:
             quantity: Name of the quantity.
-            run, own: Values of the run and recomputed values.
+            values: Values of the run and recomputed values.
             mask: Tokens that count.
             kind: Kind of tolerance.
             scale: Unit of differences for kinds that are not relative to each value.
-            floor: Rounding of each value; called only if the tolerance alone is exceeded.
+            floor: Rounding of each value.
+            hint: Advice if they differ.
         """
+        run, own = values.run, values.exact
         if run.shape != own.shape:
             shapes = f"shapes {tuple(run.shape)} and {tuple(own.shape)}"
             self.add(quantity, None, None, math.inf, 0.0, shapes)
             return
         limit, share = self.tolerances[kind], MEAN_SHARES.get(kind, math.inf)
-        unit = own.abs().clamp(min=1.0) if kind in PER_TOKEN else torch.full_like(own, scale)
-        distance = torch.where(mask, (run - own).abs() / unit, run.abs()).nan_to_num(
-            math.inf, math.inf
-        )
-        if float(distance.max()) > limit or _mean(distance, mask) > limit * share:
-            unit = unit + floor() / limit
-            distance = torch.where(mask, (run - own).abs() / unit, run.abs()).nan_to_num(
-                math.inf, math.inf
-            )
-        largest, mean = float(distance.max()), _mean(distance, mask)
-        note = f"largest at {_place(distance == largest)}" if largest > limit else ""
-        if largest <= limit < mean / share:
-            largest, limit, note = mean, limit * share, "mean distance of a token"
-        self.add(quantity, _mean(run, mask), _mean(own, mask), largest, limit, note)
+        size = own.abs().clamp(min=1.0) if kind in PER_TOKEN else torch.full_like(own, scale)
 
-    def hint(self, text: str) -> None:
-        """Add advice to the last finding if it differs."""
-        last = self.rows[-1]
-        if last.verdict == DIFFERS:
-            self.rows[-1] = replace(last, note=f"{last.note}; {text}")
+        def judge(rounding: Tensor) -> Finding:
+            unit = size + (SAFETY * rounding + floor) / limit
+            distance = torch.where(mask, (run - own).abs() / unit, run.abs())
+            distance = distance.nan_to_num(math.inf, math.inf)
+            largest, mean = float(distance.max()), _mean(distance, mask)
+            difference, bound, note = largest, limit, ""
+            if largest > limit:
+                note = f"largest at {_place(distance == largest)}{hint}"
+            elif mean > limit * share:
+                difference, bound, note = mean, limit * share, f"mean distance of a token{hint}"
+            return finding_of(quantity, _mean(run, mask), _mean(own, mask), difference, bound, note)
+
+        self._compare(quantity, run - own, judge)
+
+    def states(
+        self,
+        quantity: str,
+        run: Mapping[str, Tensor],
+        own: Mapping[str, Tensor],
+        share: float,
+        floor: float = 0.0,
+    ) -> None:
+        """Compare tensors by the 2-norm of all entries; a limit is this share of the norm."""
+        parts = [torch.zeros(0), *((run[name] - value).flatten() for name, value in own.items())]
+        difference = torch.cat(parts)
+        size, seen = norm_of(own.values()), norm_of(run[name] for name in own)
+
+        def judge(rounding: Tensor) -> Finding:
+            excess = (difference.abs() - SAFETY * rounding).clamp(min=0.0)
+            limit = share * size + floor + EXCESS * norm_of([rounding])
+            return finding_of(quantity, seen, size, norm_of([excess]), limit)
+
+        self._compare(quantity, difference, judge)
 
     def add(
         self,
@@ -137,10 +229,28 @@ class Findings:
         limit: float,
         note: str = "",
     ) -> None:
-        """Add a comparison by its difference and limit."""
-        # False for NaN, too.
-        verdict = EQUAL if difference <= limit else DIFFERS
-        self.rows.append(Finding(quantity, run, own, difference, limit, verdict, note))
+        """Add a comparison by its difference and limit, which no rounding moves."""
+        if not self.is_settling:
+            self._set(finding_of(quantity, run, own, difference, limit, note))
+
+
+def finding_of(
+    quantity: str,
+    run: float | None,
+    own: float | None,
+    difference: float,
+    limit: float,
+    note: str = "",
+) -> Finding:
+    """Return the finding of a comparison by its difference and limit."""
+    # False for NaN, too.
+    verdict = EQUAL if difference <= limit else DIFFERS
+    return Finding(quantity, run, own, difference, limit, verdict, note)
+
+
+def norm_of(tensors: Iterable[Tensor]) -> float:
+    """Return the 2-norm over all tensors."""
+    return math.sqrt(sum(float((each**2).sum()) for each in tensors))
 
 
 def _mean(values: Tensor, mask: Tensor) -> float:

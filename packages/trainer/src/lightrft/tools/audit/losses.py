@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightrft.tools.audit.pairs import HELD, Borders, Pair, row_lengths, with_slope_of
+from lightrft.tools.audit.pairs import HELD, Draw, Pair, row_lengths, with_slope_of
 
 MAX_K3 = 10.0
 
@@ -28,14 +28,14 @@ class Batch:
         p, q: Log-probabilities of the trained and the old policy: [rows, seq].
         advantages: [rows, seq].
         mask: [rows, seq] bool.
-        borders: Decisions at bounds.
+        draw: Draw that decides at bounds.
     """
 
     p: Pair
     q: Pair
     advantages: Tensor
     mask: Tensor
-    borders: Borders
+    draw: Draw
 
     @property
     def difference(self) -> Pair:
@@ -64,9 +64,9 @@ def _ratio(difference: Tensor) -> Tensor:
 
 def _beyond(batch: Batch, value: Pair, low: float, high: float) -> tuple[Tensor, Tensor]:
     """Return where A > 0 and value > `high`, and where A < 0 and value < `low`."""
-    advantages, borders = batch.advantages, batch.borders
-    is_high = (advantages > 0) & borders.above(value, high)
-    return is_high, (advantages < 0) & ~borders.at_least(value, low)
+    advantages, draw = batch.advantages, batch.draw
+    is_high = (advantages > 0) & draw.above(value, high)
+    return is_high, (advantages < 0) & ~draw.at_least(value, low)
 
 
 def _bounded(batch: Batch, value: Pair, low: float, high: float) -> Tensor:
@@ -80,7 +80,7 @@ def _surrogate(
 ) -> Tensor:
     """Return -min(r A, clip(r) A), with r capped for negative A."""
     bounded = _bounded(batch, ratio, 1 - clip_low, 1 + clip_high)
-    is_capped = (batch.advantages < 0) & batch.borders.above(ratio, cap)
+    is_capped = (batch.advantages < 0) & batch.draw.above(ratio, cap)
     return -torch.where(is_capped, cap, bounded) * batch.advantages
 
 
@@ -176,10 +176,10 @@ def clip_cov(
     cov_high: float = 5.0,
 ) -> Tensor:
     """Follow Cui et al. 2025, arXiv:2505.22617, with a systematic draw of the tokens left out."""
-    covariance, borders = _covariance(batch), batch.borders
+    covariance, draw = _covariance(batch), batch.draw
     is_high, is_low = _beyond(batch, batch.difference.map(_ratio), 1 - clip_low, 1 + clip_high)
-    is_candidate = batch.mask & ~is_high & ~is_low & borders.above(covariance, cov_low)
-    candidates = (is_candidate & ~borders.at_least(covariance, cov_high)).nonzero()
+    is_candidate = batch.mask & ~is_high & ~is_low & draw.above(covariance, cov_low)
+    candidates = (is_candidate & ~draw.at_least(covariance, cov_high)).nonzero()
     count = min(_share(batch, cov_ratio), len(candidates))
     kept = torch.ones_like(batch.mask)
     for k in range(count):
@@ -191,11 +191,11 @@ def clip_cov(
 def kl_cov(batch: Batch, cov_ratio: float = 2e-3, kl_coef: float = 1.0) -> Tensor:
     """Follow the paper of `clip_cov`: |p - q| on the tokens of highest covariance."""
     count, d = _share(batch, cov_ratio), batch.difference
-    highest = batch.borders.highest(_covariance(batch).at(batch.mask), count)
+    highest = batch.draw.highest(_covariance(batch).at(batch.mask), count)
     rows, places = batch.mask.nonzero()[highest].T
     coef = torch.zeros_like(batch.advantages)
     coef[rows, places] = kl_coef
-    return coef * _size(d, batch.borders) - _ratio(d.exact) * batch.advantages
+    return coef * _size(d, batch.draw) - _ratio(d.exact) * batch.advantages
 
 
 def _covariance(batch: Batch) -> Pair:
@@ -214,9 +214,9 @@ def _share(batch: Batch, ratio: float) -> int:
     return 0 if ratio == 0 else min(max(1, int(ratio * count + 1e-9)), count)
 
 
-def _size(value: Pair, borders: Borders) -> Tensor:
+def _size(value: Pair, draw: Draw) -> Tensor:
     """Return |value|; near 0 its derivative takes the sign of the run's value."""
-    return with_slope_of(value.exact.abs(), borders.sign(value) * value.exact)
+    return with_slope_of(value.exact.abs(), draw.sign_of(value) * value.exact)
 
 
 _TOKEN_MEAN, _MEAN_OF_MEANS = "token-mean", "seq-mean-token-mean"
@@ -241,7 +241,7 @@ POLICY_LOSSES: Mapping[str, tuple[Loss, str]] = {
 }
 
 
-def kl_term(name: str, p: Pair, reference: Pair, q: Pair, mask: Tensor, borders: Borders) -> Tensor:
+def kl_term(name: str, p: Pair, reference: Pair, q: Pair, mask: Tensor, draw: Draw) -> Tensor:
     """Estimate KL(policy || reference) per token.
 
     Source: Schulman, "Approximating KL divergence"; k3_is: DeepSeek-V3.2, arXiv:2512.02556.
@@ -250,9 +250,9 @@ def kl_term(name: str, p: Pair, reference: Pair, q: Pair, mask: Tensor, borders:
     d = p.less(reference, mask)
     k3, squared = d.map(_k3), d.exact**2 / 2
     if name == "abs":
-        return _size(d, borders)
+        return _size(d, draw)
     if name == "k3":
-        return torch.where(borders.above(k3, MAX_K3), MAX_K3, k3.exact)
+        return torch.where(draw.above(k3, MAX_K3), MAX_K3, k3.exact)
     kind, bounded_k3 = name.removesuffix("+").removesuffix("_is"), k3.exact.clamp(max=MAX_K3)
     values = {"k1": d.exact, "k2": squared, "k3": bounded_k3, "k3_unclamped": k3.exact}[kind]
     if kind == name:
@@ -270,14 +270,14 @@ def _k3(d: Tensor) -> Tensor:
 
 
 def value_term(
-    values: Pair, old: Pair, returns: Tensor, mask: Tensor, *, clip: float, borders: Borders
+    values: Pair, old: Pair, returns: Tensor, mask: Tensor, *, clip: float, draw: Draw
 ) -> Tensor:
     """Return half the larger squared error of the free and the clipped value; clip 0 is off."""
     free_error = torch.where(mask, values.exact - returns, 0.0) ** 2
     if clip <= 0:
         return free_error / 2
     change = values.less(old, mask)
-    is_up, is_down = borders.above(change, clip), ~borders.at_least(change, -clip)
+    is_up, is_down = draw.above(change, clip), ~draw.at_least(change, -clip)
     held = old.exact + torch.where(is_up, clip, torch.where(is_down, -clip, change.exact))
     held_error = torch.where(mask, held - returns, 0.0) ** 2
     uses_held = (is_up | is_down) & (held_error > free_error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ ADAM = ("Adam", *DECOUPLED)
 KNOWN = (*ADAM, "SGD")
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 ADAM_EPS, BETAS = 1e-8, (0.9, 0.999)
+SINGLE = ("eps", "weight_decay", "momentum")
 
 
 def learning_rate(
@@ -65,7 +66,7 @@ class Optimizer:
 
     Args:
         kind: Class of the run's optimizer.
-        weights: Weights by name; each step replaces the trained ones.
+        weights: Weights by name; a step replaces one.
         groups: Hyper-parameters of each trained parameter, by name.
         moments: Adam's moments and counters or SGD's momentum: KEY/NAME.
     """
@@ -75,29 +76,14 @@ class Optimizer:
     groups: Mapping[str, ParameterNumbers]
     moments: dict[str, Tensor] = field(default_factory=dict)
 
-    def step(self, slopes: Mapping[str, Tensor], rate: float) -> None:
-        """Update the weights once.
+    def step(self, name: str, slope: Tensor, rate: float) -> None:
+        """Update a weight once.
 
         Args:
-            slopes: Clipped gradients of trained parameters, by name.
+            name: Name of the weight.
+            slope: Clipped gradient.
             rate: Learning rate of the first group.
         """
-        for name, slope in slopes.items():
-            self.weights[name], moments = self._stepped(name, slope, rate)
-            self.moments |= {f"{key}/{name}": value for key, value in moments.items()}
-
-    def spread(self, slopes: Mapping[str, Tensor], rate: float, doubt: float) -> dict[str, Tensor]:
-        """Return how an error of `doubt` in gradients moves weights in Adam's step; {} for SGD."""
-        if self.kind not in ADAM:
-            return {}
-        spreads = {}
-        for name, slope in slopes.items():
-            ends = [self._stepped(name, slope + d, rate)[0] for d in (doubt, -doubt)]
-            spreads[name] = (ends[0] - ends[1]).abs()
-        return spreads
-
-    def _stepped(self, name: str, slope: Tensor, rate: float) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a weight and its moments after a step."""
         group, weight = self.groups[name], self.weights[name]
         rate *= group.rate_share
         if self.kind in DECOUPLED:
@@ -107,7 +93,10 @@ class Optimizer:
         if self.kind == "SGD":
             before = self.moments.get(f"momentum_buffer/{name}")
             change = slope if before is None else group.momentum * before + slope
-            return weight - rate * change, {"momentum_buffer": change} if group.momentum else {}
+            if group.momentum:
+                self.moments[f"momentum_buffer/{name}"] = change
+            self.weights[name] = weight - rate * change
+            return
         first, second, count = (
             self.moments.get(f"{key}/{name}", torch.zeros(())) for key in MOMENTS
         )
@@ -116,17 +105,14 @@ class Optimizer:
         second = beta2 * second + (1 - beta2) * slope**2
         corrected = (second / (1 - beta2 ** float(count))).sqrt() + group.eps
         change = first / (1 - beta1 ** float(count)) / corrected
-        return weight - rate * change, dict(zip(MOMENTS, (first, second, count), strict=True))
+        self.weights[name] = weight - rate * change
+        for key, value in zip(MOMENTS, (first, second, count), strict=True):
+            self.moments[f"{key}/{name}"] = value
 
 
 def as_double(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return all tensors in float64."""
     return {name: value.to(torch.float64) for name, value in state.items()}
-
-
-def norm_of(tensors: Iterable[Tensor]) -> float:
-    """Return the 2-norm over all tensors."""
-    return math.sqrt(sum(float((each**2).sum()) for each in tensors))
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
@@ -137,24 +123,21 @@ def clip_factor(norm: float, max_norm: float) -> float:
 def stored_groups(facts: OptimizerFacts) -> dict[str, ParameterNumbers]:
     """Return each parameter's hyper-parameters in the run's optimizer."""
     groups: dict[str, ParameterNumbers] = {}
-    rates = [float(g["numbers"].get("initial_lr", g["numbers"].get("lr", 0))) for g in facts.groups]
-    shares = [float(group["numbers"].get("rate_factor", 1.0)) for group in facts.groups]
-    for entry, rate in zip(facts.groups, rates, strict=True):
-        numbers, first = entry["numbers"], rates[0] / shares[0]
+    first = 0.0
+    for entry in facts.groups:
+        numbers = entry["numbers"]
+        rate = float(numbers.get("initial_lr", numbers.get("lr", 0)))
+        first = first or rate / float(numbers.get("rate_factor", 1.0))
         beta1, beta2 = numbers.get("betas", BETAS)
-        group = ParameterNumbers(
-            rate / first if first else 1.0,
-            (float(beta1), float(beta2)),
-            float(numbers.get("eps", ADAM_EPS)),
-            float(numbers.get("weight_decay", 0.0)),
-            float(numbers.get("momentum", 0.0)),
-        )
+        others = {key: float(numbers[key]) for key in SINGLE if key in numbers}
+        share = rate / first if first else 1.0
+        group = ParameterNumbers(share, (float(beta1), float(beta2)), **others)
         groups |= dict.fromkeys(entry["names"], group)
     return groups
 
 
 def configured_groups(
-    names: Collection[str], weights: Mapping[str, Tensor], config: TrainingOptions
+    names: Set[str], weights: Mapping[str, Tensor], config: TrainingOptions
 ) -> dict[str, ParameterNumbers]:
     """Return each parameter's hyper-parameters by the options: only matrices are decayed."""
     return {
@@ -164,7 +147,7 @@ def configured_groups(
             ADAM_EPS,
             config.l2 if weights[name].dim() >= 2 else 0.0,
         )
-        for name in names
+        for name in weights.keys() & names
     }
 
 

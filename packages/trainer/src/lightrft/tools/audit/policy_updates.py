@@ -26,10 +26,10 @@ from lightrft.tools.audit.losses import (
     token_shares,
     value_term,
 )
-from lightrft.tools.audit.pairs import Borders, Draw, Pair, draws, rounding_of
+from lightrft.tools.audit.pairs import Draw, Pair
 from lightrft.tools.audit.record import WEIGHTS
 from lightrft.tools.audit.replay import DrawnInputs, ReplayedStep, estimate, score_models
-from lightrft.tools.audit.updates import Formula, Objective, Terms, Update, with_options
+from lightrft.tools.audit.updates import Objective, Objectives, Terms, Update, with_options
 
 
 class PolicyObjectives:
@@ -37,11 +37,12 @@ class PolicyObjectives:
 
     Args:
         step: Step under audit.
-        drawn: Inputs of the updates, by draw.
+        drawn: Inputs of the updates.
+        draw: Signs of rounding errors.
     """
 
-    def __init__(self, step: ReplayedStep, drawn: Sequence[DrawnInputs]) -> None:
-        self.step, self.drawn, config = step, drawn, step.config
+    def __init__(self, step: ReplayedStep, drawn: DrawnInputs, draw: Draw) -> None:
+        self.step, self.drawn, self.draw, config = step, drawn, draw, step.config
         _, aggregation = POLICY_LOSSES.get(config.policy_loss_name, (None, ""))
         self._mode = config.loss_agg_mode or aggregation
 
@@ -59,83 +60,70 @@ class PolicyObjectives:
             shares = shares * weights[:, None]
         return shares
 
-    def policy(self, update: Update, scores: Pair, error: Tensor) -> Formula:
+    def policy(self, update: Update, outputs: Sequence[Pair]) -> Terms:
         """Compare the weights of tokens; return the loss of the actor on samples."""
-        config, share = self.step.config, self.share(update.mask)
+        config, share, new, numbers = (
+            self.step.config,
+            self.share(update.mask),
+            outputs[0],
+            self.drawn.numbers,
+        )
         # Weights of the new policy carry the rounding of its scores.
-        weights = [
-            self._weights(update.mask, draw.move(scores, error), draw.borders)
-            for draw in draws(self.step.borders)
-        ]
+        weights = self._weights(update.mask, new.map(Tensor.detach))
         if update.weights is not None:
-            self.step.results.tokens(
-                f"token weights, {update.name}",
-                update.weights,
-                weights[0],
-                update.mask,
-                "weights",
-                scale=max(1.0, float(weights[0].abs().max())),
-                floor=lambda: rounding_of(weights),
-            )
+            scale = max(1.0, float(weights.abs().max()))
+            name = f"token weights, {update.name}"
+            pair = Pair(weights, update.weights)
+            self.step.results.tokens(name, pair, update.mask, "weights", scale=scale)
+        # A token that is left out stays out in every draw: its whole loss is no rounding.
+        weights = self.draw.repeated(weights)
+        parts = {"policy": (1.0, self._policy_loss(update.micros, new) * share * weights)}
+        coef, reference = self.step.kl_coef, numbers.get("reference")
+        if config.use_kl_loss and coef > 0 and reference is not None:
+            name, old = kl_estimator(config), numbers["old"]
+            kl = kl_term(name, new, reference, old, update.mask, self.draw)
+            parts["kl"] = coef, share * kl
+        if config.entropy_coef > 0 and len(outputs) > 1:
+            parts["entropy"] = -config.entropy_coef, share * outputs[1].exact
+        return parts
 
-        def terms(outputs: Sequence[Pair], draw: Draw) -> Terms:
-            new, numbers = outputs[0], self.drawn[draw.number].numbers
-            losses = self._policy_loss(update.micros, new, draw) * share
-            # A token that is left out stays out in every draw: its whole loss is no rounding.
-            parts = {"policy": (1.0, losses * weights[0])}
-            coef, reference = self.step.kl_coef, numbers.reference
-            if config.use_kl_loss and coef > 0 and reference is not None:
-                name, old = kl_estimator(config), numbers.old
-                kl = kl_term(name, new, reference, old, update.mask, draw.borders)
-                parts["kl"] = coef, share * kl
-            if config.entropy_coef > 0 and len(outputs) > 1:
-                parts["entropy"] = -config.entropy_coef, share * outputs[1].exact
-            return parts
-
-        return terms
-
-    def _policy_loss(self, micros: list[list[int]], new: Pair, draw: Draw) -> Tensor:
+    def _policy_loss(self, micros: list[list[int]], new: Pair) -> Tensor:
         """Return the policy loss of each token, 0 outside the micro batches: [rows, seq]."""
-        config, experience, masks = self.step.config, self.drawn[draw.number], self.step.mask
-        old, advantages = experience.numbers.old, experience.advantages.exact
+        config, masks = self.step.config, self.step.mask
+        old, advantages = self.drawn.numbers["old"], self.drawn.advantages.exact
         loss, _ = POLICY_LOSSES[config.policy_loss_name]
         function = with_options(loss, policy_options(config))
         values = torch.zeros_like(advantages)
         for rows in micros:
             p, q, mask = new.at(rows), old.at(rows), masks[rows]
-            batch = Batch(p, q, advantages[rows], mask, draw.borders)
+            batch = Batch(p, q, advantages[rows], mask, self.draw)
             values[rows] = torch.where(mask, function(batch), 0.0)
         return values
 
-    def _weights(self, mask: Tensor, new: Pair, borders: Borders) -> Tensor:
+    def _weights(self, mask: Tensor, new: Pair) -> Tensor:
         """Return the factor of each token's loss in an optimizer batch."""
-        config, terms, experience = self.step.config, parse(self.step.config), self.drawn[0]
+        config, terms, numbers = self.step.config, parse(self.step.config), self.drawn.numbers
         weights = torch.ones_like(new.exact)
         if config.high_entropy_token_ratio > 0:
-            weights = high_entropy(experience.numbers.entropy, mask, borders, config).double()
+            weights = high_entropy(numbers["entropy"], mask, self.draw, config).double()
         if terms:
             rollout = self.step.rows.rollout_logprobs
             policies = {
-                "old": experience.numbers.sampling,
+                "old": numbers["sampling"],
                 "engine": Pair(rollout, rollout),
                 "new": new,
             }
-            weights = weights * correction(terms, policies, experience.advantages, mask, borders)
+            weights = weights * correction(terms, policies, self.drawn.advantages, mask, self.draw)
         return weights
 
-    def value(self, update: Update, scores: Pair, error: Tensor) -> Formula:
+    def value(self, update: Update, outputs: Sequence[Pair]) -> Terms:
         """Return the loss of a critic."""
-        clip, mask, share = self.step.config.value_clip, update.mask, self.share(update.mask)
-
-        def terms(outputs: Sequence[Pair], draw: Draw) -> Terms:
-            experience = self.drawn[draw.number]
-            old, returns = experience.numbers.values, experience.returns.exact
-            if old is None:
-                raise ValueError("the record has updates of a critic, but no values")
-            loss = value_term(outputs[0], old, returns, mask, clip=clip, borders=draw.borders)
-            return {"value": (1.0, share * loss)}
-
-        return terms
+        old, returns = self.drawn.numbers.get("values"), self.drawn.returns
+        if old is None:
+            raise ValueError("the record has updates of a critic, but no values")
+        clip, mask = self.step.config.value_clip, update.mask
+        loss = value_term(outputs[0], old, returns, mask, clip=clip, draw=self.draw)
+        return {"value": (1.0, self.share(mask) * loss)}
 
 
 def policy_options(config: AlgorithmOptions) -> Arguments:
@@ -158,12 +146,17 @@ def _not_recorded(config: TrainConfig, *, is_truncated: bool) -> str:
     return ""
 
 
-def policy_objectives(step: ReplayedStep, reference: Path | None) -> dict[str, Objective]:
-    """Compare scores, rewards and advantages; return the objectives of actor and critic."""
-    losses = PolicyObjectives(step, estimate(step, score_models(step, reference)))
+def policy_objectives(step: ReplayedStep, reference: Path | None) -> Objectives:
+    """Compare scores; return the objectives of actor and critic in a draw."""
+    numbers = score_models(step, reference)
     ended = _not_recorded(step.config, is_truncated=step.record.values.log_kept_mass.size > 0)
-    z = losses.denominator
-    return {
-        "actor": Objective(step.policy, "logprobs", z, losses.policy, ended),
-        "critic": Objective(step.critic, "values", z, losses.value),
-    }
+
+    def objectives(draw: Draw) -> dict[str, Objective]:
+        losses = PolicyObjectives(step, estimate(step, numbers, draw), draw)
+        z = losses.denominator
+        return {
+            "actor": Objective(step.policy, "logprobs", z, losses.policy, ended),
+            "critic": Objective(step.critic, "values", z, losses.value),
+        }
+
+    return objectives

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,8 +24,8 @@ from lightrft.tools.audit.preference_losses import (
 from lightrft.tools.audit.record import RecordError
 from lightrft.tools.audit.replay import ReplayedStep
 from lightrft.tools.audit.updates import (
-    Formula,
     Objective,
+    Objectives,
     Terms,
     Update,
     trained_model,
@@ -58,33 +59,26 @@ class PreferenceReplay:
         self._is_good = torch.from_numpy(step.record.samples.facts[GOOD]).bool()
         self._tokens = step.mask.sum(dim=1).double()
 
-    def formula(self, update: Update, _: Pair, error: Tensor) -> Formula:
-        """Compare what the loss reads beside scores; return the preference loss."""
+    def terms(self, draw: Draw, update: Update, outputs: Sequence[Pair]) -> Terms:
+        """Compare what the loss reads beside scores; return the parts of the step's loss."""
+        step, config, scores = self._step, self._step.config, outputs[0]
+        error = torch.where(update.mask, step.rounding(scores.exact.detach()), 0.0)
         # Errors of single tokens have independent signs.
         doubts = 3 * (error**2).sum(dim=1).sqrt()
-        reference, z = self._reference(update.mask, doubts), self._check_z(update)
-
-        def terms(outputs: Sequence[Pair], draw: Draw) -> Terms:
-            sums = outputs[0].map(lambda each: torch.where(update.mask, each, 0.0).sum(dim=1))
-            moved = draw.move(reference, doubts)
-            return {"policy": (1.0, self._values(sums, moved, z, float(doubts.max())))}
-
-        return terms
-
-    def _values(self, sums: Pair, reference: Pair, z: float, doubt: float) -> Tensor:
-        """Return the parts of the step's loss from the log-probability of each answer."""
-        config = self._step.config
+        reference = draw.move(self._reference(update.mask, doubts), doubts)
+        z = self._check_z(update)
+        sums = scores.map(lambda each: torch.where(update.mask, each, 0.0).sum(dim=1))
         chosen, rejected = (
             Answers(sums.at(which), reference.at(which), self._tokens[which])
             for which in (self._is_good, ~self._is_good)
         )
-        pairs = Pairs(chosen, rejected, z, doubt)
+        pairs = Pairs(chosen, rejected, z, float(doubts.max()))
         weights = config.preference_weights or (1.0,) * len(self._losses)
         parts = []
         for loss, weight in zip(self._losses, weights, strict=True):
             values = with_options(loss, config.preference_args)(pairs)
             parts.append(weight / len(values) * values)
-        return torch.cat(parts)
+        return {"policy": (1.0, torch.cat(parts))}
 
     def _reference(self, mask: Tensor, doubts: Tensor) -> Pair:
         """Return and check reference log-probabilities of answers; 0 if no loss reads them."""
@@ -95,14 +89,13 @@ class PreferenceReplay:
             return Pair(0 * doubts, 0 * doubts)
         self._scorer.load(frozen_state(self._folder))
         recomputed = self._scorer.score(step.rows.ids, mask)[0].sum(dim=1)
-        run = step.rows.padded(seen).sum(dim=1)
+        run, one = step.rows.padded(seen).sum(dim=1), torch.ones(len(mask), 1, dtype=torch.bool)
         findings.tokens(
             "sums of the reference",
-            run[:, None],
-            recomputed[:, None],
-            torch.ones(len(run), 1, dtype=torch.bool),
+            Pair(recomputed[:, None], run[:, None]),
+            one,
             "logprobs",
-            floor=lambda: doubts[:, None],
+            floor=doubts[:, None],
         )
         return Pair(recomputed, run)
 
@@ -147,11 +140,13 @@ class PreferenceReplay:
         return answers
 
 
-def preference_objectives(step: ReplayedStep, reference: Path | None) -> dict[str, Objective]:
+def preference_objectives(step: ReplayedStep, reference: Path | None) -> Objectives:
     """Return the objective of the trained model."""
     config, scorer = step.config, trained_model(step)
     loss = PreferenceReplay(step, scorer, reference or Path(str(config.pretrain)))
     unknown = [n for n in config.preference_loss if n not in PREFERENCE_LOSSES | OTHER_NAMES]
     ended = f"preference loss {unknown[0]} is the caller's own" if unknown else ""
     size = float(config.train_batch_size)
-    return {"actor": Objective(scorer, "logprobs", lambda _: size, loss.formula, ended)}
+    return lambda draw: {
+        "actor": Objective(scorer, "logprobs", lambda _: size, partial(loss.terms, draw), ended)
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -38,7 +38,7 @@ from lightrft.tools.audit.models import (
     frozen_state,
     sees_media,
 )
-from lightrft.tools.audit.pairs import Borders, Draw, Pair, draws, rounding_of
+from lightrft.tools.audit.pairs import Draw, Pair
 from lightrft.tools.audit.record import (
     COMPONENT,
     TURN_REWARDS,
@@ -66,24 +66,10 @@ ENGINES_OF_THE_MODEL = ("hf", "vllm", "sglang")
 _REPLACED = -2
 
 
-@dataclass(frozen=True, slots=True)
-class Numbers:
-    """Per-token numbers before the first update: [rows, seq] pairs; None is "no such model".
-
-    Args:
-        old: Logprobs of the policy at the start of the step.
-        sampling: Old logprobs under the sampling distribution.
-        entropy: Entropies of the policy.
-        reference, teacher: Logprobs of these models.
-        values: Values of the critic.
-    """
-
-    old: Pair
-    sampling: Pair
-    entropy: Pair
-    reference: Pair | None
-    teacher: Pair | None
-    values: Pair | None
+# Per-token numbers before the first update: [rows, seq] pairs. "old" are logprobs of the policy,
+# "sampling" those under the sampling distribution, "entropy" its entropies; "reference", "teacher"
+# and "values" of a critic are missing without such a model.
+Numbers = Mapping[str, Pair]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +79,12 @@ class DrawnInputs:
     Args:
         numbers: Per-token numbers before the first update.
         advantages: Advantages of the run and recomputed ones.
-        returns: Targets of a critic, and the run's: [rows, seq].
+        returns: Targets of a critic: [rows, seq].
     """
 
     numbers: Numbers
     advantages: Pair
-    returns: Pair
+    returns: Tensor
 
 
 @dataclass(slots=True)
@@ -113,7 +99,6 @@ class ReplayedStep:
         critic: Plain model of the critic, or None.
         states: Recorded weights and optimizer states before the step, by model.
         decided: Expected values at the start of the step.
-        borders: Decisions at bounds.
         unit: Rounding of a score.
     """
 
@@ -125,12 +110,10 @@ class ReplayedStep:
     critic: Values | None
     states: dict[str, dict[str, Tensor]]
     decided: Decisions
-    borders: Borders = field(init=False)
     unit: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.unit = self.results.tolerances["score"]
-        self.borders = Borders(self.results.tolerances["weights"])
 
     @property
     def mask(self) -> Tensor:
@@ -231,38 +214,26 @@ def score_models(step: ReplayedStep, reference: Path | None) -> Numbers:
     Where no forward pass can be repeated, the run's numbers are taken.
     """
     config, run, policy = step.config, step.record.values, step.policy
-
-    def compared(
-        name: str, flat: np.ndarray, model: Scorer | None, source: Path | str, why: str = NO_PASS
-    ) -> Pair | None:
-        if not flat.size:
-            return None
-        return _compared(step, name, flat, _score(step, model, source)[0], why)
-
-    old, entropy = _score_policy(step)
-    sampling, folder, teacher = old, Path(str(config.teacher)), None
-    if run.log_kept_mass.size:
-        mass = step.rows.padded(run.log_kept_mass)
-        sampling = old.map(lambda each: each - mass)
-        step.results.skip("kept mass", "what top_k, top_p and min_p excluded is taken from the run")
+    numbers = _score_policy(step)
+    folder, teacher = Path(str(config.teacher)), None
     has_teacher = run.teacher_logprobs.size > 0
     step.results.number("has a teacher", has_teacher, config.teacher is not None)
     if policy is not None and has_teacher and folder.is_dir():
         teacher = build_policy(config, None, folder, 0.0, step.is_rounded)
     why = NO_PASS if policy is None else f"no model in {folder}; the run's are taken"
     pretrain = reference or Path(str(config.pretrain))
-    return Numbers(
-        old,
-        sampling,
-        entropy,
-        compared("reference logprobs", run.ref_logprobs, policy, pretrain),
-        compared("teacher logprobs", run.teacher_logprobs, teacher, folder, why),
-        compared("values", run.values, step.critic, "critic"),
-    )
+    for key, name, seen, model, source, reason in (
+        ("reference", "reference logprobs", run.ref_logprobs, policy, pretrain, NO_PASS),
+        ("teacher", "teacher logprobs", run.teacher_logprobs, teacher, folder, why),
+        ("values", "values", run.values, step.critic, "critic", NO_PASS),
+    ):
+        if seen.size:
+            numbers[key] = _compared(step, name, seen, _score(step, model, source)[0], reason)
+    return numbers
 
 
-def _score_policy(step: ReplayedStep) -> tuple[Pair, Pair]:
-    """Return old logprobs and entropies, and compare those of the engine."""
+def _score_policy(step: ReplayedStep) -> dict[str, Pair]:
+    """Return old and sampling logprobs and entropies, and compare those of the engine."""
     run = step.record.values
     nothing = torch.zeros_like(step.rows.rollout_logprobs)
     old = entropy = Pair(nothing, nothing)
@@ -280,7 +251,12 @@ def _score_policy(step: ReplayedStep) -> tuple[Pair, Pair]:
         _check_engine(step, old.run)
     if run.entropy.size:
         entropy = _compared(step, "entropy", run.entropy, entropies)
-    return old, entropy
+    sampling = old
+    if run.log_kept_mass.size:
+        mass = step.rows.padded(run.log_kept_mass)
+        sampling = old.map(lambda each: each - mass)
+        step.results.skip("kept mass", "what top_k, top_p and min_p excluded is taken from the run")
+    return {"old": old, "sampling": sampling, "entropy": entropy}
 
 
 def _score(step: ReplayedStep, model: Scorer | None, source: Path | str) -> list[Scored | None]:
@@ -316,7 +292,7 @@ def _compared(
         inside = torch.where(mask, seen, 0.0)
         return Pair(inside, inside)
     pair = Pair(scored[0], seen)
-    step.results.tokens(name, seen, pair.exact, mask, "logprobs")
+    step.results.tokens(name, pair, mask, "logprobs")
     if step.is_rounded and mask.any():
         mean = mean_distance(pair, mask)
         step.results.add(f"{name} (mean distance)", None, None, mean, NOISE_SAFETY * scored[1])
@@ -340,7 +316,7 @@ def _check_engine(step: ReplayedStep, exact: Tensor) -> None:
     else:
         expected, is_known = _sampling_weights(step, exact)
         seen = rows.rollout_logprobs.masked_fill(step.mask & ~is_known, 0.0)
-        step.results.tokens(name, seen, expected, step.mask & is_known, "engine")
+        step.results.tokens(name, Pair(expected, seen), step.mask & is_known, "engine")
 
 
 def _knows_kept(step: ReplayedStep) -> bool:
@@ -388,24 +364,31 @@ def _sampling_weights(step: ReplayedStep, exact: Tensor) -> tuple[Tensor, Tensor
     return expected, is_known
 
 
-def estimate(step: ReplayedStep, numbers: Numbers) -> list[DrawnInputs]:
-    """Compute advantages, and the returns that a critic learns, in every draw; compare them."""
+def estimate(step: ReplayedStep, numbers: Numbers, draw: Draw) -> DrawnInputs:
+    """Compute and compare advantages, and the returns that a critic learns, in a draw."""
     config, samples, run = step.config, step.record.samples, step.record.values
     moments = step.decided.reward_moments or step.record.facts.reward_moments
     rewards, greedy, size = shaped_rewards(samples, step.rows.is_kept, config, moments)
     error = step.results.tolerances["sum"] * size
     step.results.tokens(
         "rewards",
-        torch.from_numpy(run.rewards)[:, None],
-        rewards[:, None],
+        Pair(rewards[:, None], torch.from_numpy(run.rewards)[:, None]),
         torch.ones(len(rewards), 1, dtype=torch.bool),
         "number",
         scale=max(1.0, float(rewards.abs().max())),
-        floor=lambda: error,
+        floor=error,
     )
+    numbers = {
+        name: draw.move(pair, torch.where(step.mask, step.rounding(pair.exact), 0.0))
+        if name != "entropy"
+        else pair
+        for name, pair in numbers.items()
+    }
+    seen, seen_returns = (step.rows.padded(each) for each in (run.advantages, run.returns))
     if config.advantage_estimator not in ESTIMATORS:
         name = config.advantage_estimator
         step.results.skip("advantages", f"of {name}; the run's are taken")
+        return DrawnInputs(numbers, Pair(seen, seen), seen_returns)
     components = {
         name.removeprefix(COMPONENT): torch.from_numpy(values).double()
         for name, values in samples.facts.items()
@@ -413,80 +396,44 @@ def estimate(step: ReplayedStep, numbers: Numbers) -> list[DrawnInputs]:
     }
     groups, lengths = torch.from_numpy(samples.group_ids), sampled_rows(samples).sum(dim=1).double()
     scores = Scores(rewards, greedy, groups, lengths, step.rows.is_kept, components)
-    drawn = [_drawn_inputs(step, numbers, scores, error, draw) for draw in draws(step.borders)]
-    if config.advantage_estimator in ESTIMATORS:
-        _check_drawn(step, "returns", [each.returns for each in drawn])
-        _check_drawn(step, "advantages", [each.advantages for each in drawn])
-    return drawn
+    scores = _moved_scores(scores, error, step.results.tolerances["sum"], draw)
+    advantages, returns = _estimate(step, numbers, scores, draw)
+    pairs = {"returns": Pair(returns, seen_returns), "advantages": Pair(advantages, seen)}
+    for name, pair in pairs.items():
+        scale = max(float(pair.exact.abs().max()), 1e-6)
+        step.results.tokens(name, pair, step.mask, "advantages", scale=scale)
+    return DrawnInputs(numbers, pairs["advantages"], returns)
 
 
-def _check_drawn(step: ReplayedStep, name: str, values: Sequence[Pair]) -> None:
-    """Compare values of the first draw; the others tell their rounding."""
-    first, error = values[0], float(rounding_of([each.exact for each in values]).max())
-    scale = max(float(first.exact.abs().max()), 1e-6)
-    step.results.tokens(
-        name, first.run, first.exact, step.mask, "advantages", scale=scale, floor=lambda: error
-    )
-
-
-def _drawn_inputs(
-    step: ReplayedStep, numbers: Numbers, scores: Scores, error: float, draw: Draw
-) -> DrawnInputs:
-    """Compute advantages and returns with the errors of a draw.
-
-    Args:
-        step: Step under audit.
-        numbers: Per-token numbers before the first update.
-        scores: Shaped rewards.
-        error: Rounding of a reward.
-        draw: Signs of errors.
-    """
-    config, mask, run = step.config, step.mask, step.record.values
-    numbers, name = _moved(step, numbers, draw), config.advantage_estimator
-    seen, seen_returns = (step.rows.padded(each) for each in (run.advantages, run.returns))
-    if name not in ESTIMATORS:
-        return DrawnInputs(numbers, Pair(seen, seen), Pair(seen_returns, seen_returns))
-    share = step.results.tolerances["sum"]
-    scores = _moved_scores(scores, error, share, draw)
+def _estimate(
+    step: ReplayedStep, numbers: Numbers, scores: Scores, draw: Draw
+) -> tuple[Tensor, Tensor]:
+    """Return advantages and returns: [rows, seq]."""
+    config, mask, name = step.config, step.mask, step.config.advantage_estimator
     rewards, penalty = scores.rewards, torch.zeros(mask.shape, dtype=torch.float64)
     if name not in TOKEN_ESTIMATORS:
         rewards = row_advantages(name, scores, config.advantage_args or {})
-    old, reference, coef = numbers.old, numbers.reference, step.kl_coef
+    old, reference, coef = numbers["old"], numbers.get("reference"), step.kl_coef
     if not config.use_kl_loss and coef > 0 and reference is not None:
-        penalty = coef * kl_term(kl_estimator(config), old, reference, old, mask, draw.borders)
+        penalty = coef * kl_term(kl_estimator(config), old, reference, old, mask, draw)
     rewards = token_rewards(rewards, mask, penalty, _paid_by_turn(step))
-    if name == "gae" and numbers.values is not None:
-        values = numbers.values.exact
+    if name == "gae" and "values" in numbers:
+        values = numbers["values"].exact
         advantages = gae(rewards, values, mask, config, policy_lambds(mask, config))
         target = torch.where(mask, gae(rewards, values, mask, config, config.lambd) + values, 0.0)
     else:
         advantages = target = gae(rewards, torch.zeros_like(rewards), mask, config, 1.0)
+    share = step.results.tolerances["sum"]
     rounding = torch.where(mask, share * advantages.abs().max(), 0.0)
     advantages = advantages + draw.signed(rounding)
     if name in WHITENING or config.advantages_norm:
         advantages = whitened(advantages, mask)
-    if numbers.teacher is not None:
+    if "teacher" in numbers:
         # log p - log q of each token, without discount.
-        advantages = advantages + config.teacher_coef * numbers.teacher.less(old, mask).exact
+        advantages = advantages + config.teacher_coef * numbers["teacher"].less(old, mask).exact
     if config.advantage_clip > 0:
         advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
-    return DrawnInputs(numbers, Pair(advantages, seen), Pair(target, seen_returns))
-
-
-def _moved(step: ReplayedStep, numbers: Numbers, draw: Draw) -> Numbers:
-    """Return logprobs and values with the errors of a draw."""
-
-    def move(pair: Pair) -> Pair:
-        return draw.move(pair, torch.where(step.mask, step.rounding(pair.exact), 0.0))
-
-    return replace(
-        numbers,
-        old=move(numbers.old),
-        sampling=move(numbers.sampling),
-        reference=numbers.reference and move(numbers.reference),
-        teacher=numbers.teacher and move(numbers.teacher),
-        values=numbers.values and move(numbers.values),
-    )
+    return advantages, target
 
 
 def _moved_scores(scores: Scores, error: float, share: float, draw: Draw) -> Scores:

@@ -20,6 +20,7 @@ from lightrft.tools.audit.batches import (
 from lightrft.tools.audit.decisions import decide, options_of_step, step_before
 from lightrft.tools.audit.findings import DIFFERS, NOT_AUDITED, Finding
 from lightrft.tools.audit.models import Classifier, Scorer, Student
+from lightrft.tools.audit.pairs import Draw
 from lightrft.tools.audit.policy_updates import policy_objectives
 from lightrft.tools.audit.preference_updates import answer_places, preference_objectives
 from lightrft.tools.audit.record import RecordError, read_record
@@ -31,7 +32,7 @@ from lightrft.tools.audit.row_updates import (
     supervised_objectives,
 )
 from lightrft.tools.audit.sources import check_link, check_optimizers, check_sources, planned_steps
-from lightrft.tools.audit.updates import Objective, replay
+from lightrft.tools.audit.updates import Objectives, replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +43,13 @@ class StageAudit:
         build: Builder of the trained plain model from options, reference, folder with config.json,
             scale of adapters, and whether to round weights.
         objectives: Function that compares scores before the update, and returns each model's
-            objective.
+            objective in a draw.
         places: Function that returns the tokens that count in rows of the data; None if the stage
             trains on samples.
     """
 
     build: Callable[[TrainConfig, Path | None, Path, float, bool], Scorer]
-    objectives: Callable[[ReplayedStep, Path | None], Mapping[str, Objective]]
+    objectives: Callable[[ReplayedStep, Path | None], Objectives]
     places: Callable[[ReplayedStep], Tensor] | None = None
 
 
@@ -135,11 +136,16 @@ def audit_step(run: Path, step: int | None = None, *, reference: Path | None = N
         check_sources(audited, before, planned)
     if before is not None:
         check_link(audited, before)
-    replay(audited, stage.objectives(audited, reference), is_configured=is_configured)
+    results, objectives = audited.results, stage.objectives(audited, reference)
+    exact = Draw(results.tolerances["weights"])
+    replay(audited, objectives(exact), exact, is_configured=is_configured)
     if config.enable_ema:
-        audited.results.skip("moving average", "it is not recorded")
-    rows = tuple(audited.results.rows)
-    return AuditReport(str(run), record.facts.step, rows, audited.borders.num_taken)
+        results.skip("moving average", "it is not recorded")
+    for draw in exact.others() if results.doubts else ():
+        results.is_settling = True
+        replay(audited, objectives(draw), draw, is_configured=is_configured)
+    results.settle()
+    return AuditReport(str(run), record.facts.step, tuple(results.rows), exact.num_taken)
 
 
 def _check_batch(step: ReplayedStep, stage: StageAudit, run: Path | None) -> None:

@@ -19,8 +19,8 @@ from lightrft.tools.audit.pairs import Draw, Pair, with_slope_of
 from lightrft.tools.audit.record import RecordError
 from lightrft.tools.audit.replay import ReplayedStep, score_models
 from lightrft.tools.audit.updates import (
-    Formula,
     Objective,
+    Objectives,
     Terms,
     Update,
     trained_model,
@@ -53,7 +53,7 @@ def check_ends(step: ReplayedStep) -> None:
     step.results.exact(name, is_end & torch.isin(step.rows.ids, torch.tensor(special)), is_end)
 
 
-def supervised_objectives(step: ReplayedStep, reference: Path | None) -> dict[str, Objective]:
+def supervised_objectives(step: ReplayedStep, reference: Path | None) -> Objectives:
     """Compare scores and ends of turns; return the objective of the model.
 
     It is the mean of -log p over the trained tokens; dft weighs each by p, without gradient.
@@ -66,36 +66,29 @@ def supervised_objectives(step: ReplayedStep, reference: Path | None) -> dict[st
     def denominator(mask: Tensor) -> float:
         return normalizer(mask, mode, 1)
 
-    def formula(update: Update, *_: Pair | Tensor) -> Formula:
-        share = token_shares(update.mask, mode) / denominator(update.mask)
+    def terms(update: Update, outputs: Sequence[Pair]) -> Terms:
+        share, new = token_shares(update.mask, mode) / denominator(update.mask), outputs[0].exact
+        losses = -new.detach().exp() * new if loss == "dft" else -new
+        return {"policy": (1.0, share * losses)}
 
-        def terms(outputs: Sequence[Pair], _: Draw) -> Terms:
-            new = outputs[0].exact
-            losses = -new.detach().exp() * new if loss == "dft" else -new
-            return {"policy": (1.0, share * losses)}
-
-        return terms
-
-    return {"actor": Objective(trained_model(step), "logprobs", denominator, formula)}
+    return lambda _: {"actor": Objective(trained_model(step), "logprobs", denominator, terms)}
 
 
-def divergence_objectives(step: ReplayedStep, _: Path | None) -> dict[str, Objective]:
+def divergence_objectives(step: ReplayedStep, _: Path | None) -> Objectives:
     """Return the objective of the student: the mean divergence over the trained tokens."""
 
-    def formula(update: Update, *_: Pair | Tensor) -> Formula:
-        share = update.mask.double() / max(float(update.mask.sum()), 1.0)
-
-        def terms(outputs: Sequence[Pair], draw: Draw) -> Terms:
+    def objectives(draw: Draw) -> dict[str, Objective]:
+        def terms(update: Update, outputs: Sequence[Pair]) -> Terms:
+            share = update.mask.double() / max(float(update.mask.sum()), 1.0)
             divergence, logprobs = (each.exact for each in outputs)
             # Logprobs of the vocabulary round even if student and teacher agree.
             rounding = draw.signed(torch.full_like(share, step.unit))
-            return {
-                "policy": (1.0, share * with_slope_of(divergence, divergence + rounding * logprobs))
-            }
+            moved = with_slope_of(divergence, divergence + rounding * logprobs)
+            return {"policy": (1.0, share * moved)}
 
-        return terms
+        return {"actor": Objective(trained_model(step), "", lambda mask: float(mask.sum()), terms)}
 
-    return {"actor": Objective(trained_model(step), "", lambda mask: float(mask.sum()), formula)}
+    return objectives
 
 
 # --- reward models: pairs, rankings, labels, scores or labelled steps
@@ -153,7 +146,7 @@ def score_places(step: ReplayedStep) -> Tensor:
     return torch.arange(rows.ids.shape[1]) == rows.lengths[:, None] - 1
 
 
-def reward_objectives(step: ReplayedStep, _: Path | None) -> dict[str, Objective]:
+def reward_objectives(step: ReplayedStep, _: Path | None) -> Objectives:
     """Return the objective of the reward model."""
     config, is_compared = step.config, RANK in step.record.samples.facts
     name = config.reward_loss or ("bradley_terry" if is_compared else "bce")
@@ -162,17 +155,13 @@ def reward_objectives(step: ReplayedStep, _: Path | None) -> dict[str, Objective
     def denominator(mask: Tensor) -> float:
         return float(config.train_batch_size if is_compared else mask.sum())
 
-    def formula(update: Update, *_: Pair | Tensor) -> Formula:
+    def terms(update: Update, outputs: Sequence[Pair]) -> Terms:
         loss = with_options(REWARD_LOSSES[name], config.reward_loss_args)
         losses = (_compared if is_compared else _labelled)(step, loss)
+        values = losses(outputs[0].exact[update.mask])
+        return {"policy": (1.0, values / denominator(update.mask))}
 
-        def terms(outputs: Sequence[Pair], _: Draw) -> Terms:
-            values = losses(outputs[0].exact[update.mask])
-            return {"policy": (1.0, values / denominator(update.mask))}
-
-        return terms
-
-    return {"actor": Objective(trained_model(step), "scores", denominator, formula, ended)}
+    return lambda _: {"actor": Objective(trained_model(step), "scores", denominator, terms, ended)}
 
 
 def _labelled(step: ReplayedStep, loss: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:

@@ -17,7 +17,13 @@ from lightrft.config.parts.data import PromptOptions
 from lightrft.config.parts.training import TrainingOptions
 from lightrft.tools.audit.findings import Findings
 from lightrft.tools.audit.models import FIRST, POLICY, SECOND, TRUNK, frozen_state
-from lightrft.tools.audit.optimizers import ADAM, ADAM_EPS, DECOUPLED, learning_rate
+from lightrft.tools.audit.optimizers import (
+    ADAM,
+    DECOUPLED,
+    configured_groups,
+    learning_rate,
+    stored_groups,
+)
 from lightrft.tools.audit.record import (
     COMPONENT,
     CONFIG,
@@ -275,14 +281,19 @@ def check_optimizers(step: ReplayedStep) -> None:
     """Compare classes, numbers, names, counters and schedules of optimizers with the options."""
     results, config, decided = step.results, step.config, step.decided
     for model, facts in step.record.facts.optimizers.items():
-        count, groups, state = decided.counts[model], facts.groups, step.states[model]
+        count, state = decided.counts[model], step.states[model]
         results.number(f"optimizer of the {model} is AdamW", facts.kind in DECOUPLED, True)
-        for key, expected in (("eps", ADAM_EPS), ("betas", config.adam_betas)):
-            recorded = [np.ravel(group["numbers"].get(key, math.nan)) for group in groups]
-            values = np.concatenate([np.zeros(0), *recorded])
-            results.exact(f"{key} of the {model}", values, np.tile(expected, len(groups)))
-        names, wanted = {n for g in groups for n in g["names"]}, set(step.trained_names(model))
-        _count_odd(results, f"trained weights of the {model}", names, wanted, names ^ wanted)
+        stored, trained = stored_groups(facts), set(step.trained_names(model))
+        weights = named(state, "weight")
+        wanted = configured_groups(trained, weights, config)
+        both = sorted(stored.keys() & wanted.keys())
+        # Flattened parameters have the numbers of the first group, that of matrices.
+        matrices = [name for name in both if weights[name].dim() >= 2]
+        for key, names in (("eps", both), ("betas", both), ("weight_decay", matrices)):
+            run, own = ([getattr(each[name], key) for name in names] for each in (stored, wanted))
+            results.exact(f"{key} of the {model}", run, own)
+        odd = stored.keys() ^ trained
+        _count_odd(results, f"trained weights of the {model}", stored, trained, odd)
         num_steps = decided.schedule_steps[model]
         if num_steps and facts.schedule_steps:
             results.number(f"schedule length, {model}", facts.schedule_steps, num_steps)
