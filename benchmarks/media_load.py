@@ -56,7 +56,7 @@ def write_rows(folder: Path, num_rows: int, kind: str) -> Path:
 def remembering(config: TrainConfig) -> AbstractContextManager[None]:
     """What a run reads its rows within; nothing in a tree that has none."""
     try:
-        from lightrft.run.run_inputs import remembered_media
+        from lightrft.run.resume import remembered_media
     except ImportError:
         return nullcontext()
     return remembered_media(config, writes=True)
@@ -69,7 +69,7 @@ def start(reader: VisionPrompts, file: Path, stage: str, num_rows: int) -> int:
         if stage == "policy":
             prompts = load_prompts(file, reader, config, max_samples=num_rows)
             return len([medium.digest for prompt in prompts for medium in prompt.media])
-        from lightrft.datasets.row_media import RowMediaReader
+        from lightrft.datasets.row_data import RowMediaReader
         from lightrft.datasets.supervised_rows import load_supervised
 
         tokenizer = reader.processor.tokenizer

@@ -25,11 +25,10 @@ from lightrft.config.train_config import command_options
 from lightrft.reporting.metric_table import METRICS
 from lightrft.run.gpus import GB, GPUS
 from lightrft.tools.plan.advice import advise
-from lightrft.tools.plan.constants import CONSTANTS
 from lightrft.tools.plan.memory import plan_memory
 from lightrft.tools.plan.plan_command import count_table, setup_of
 from lightrft.tools.plan.setup import Setup
-from lightrft.tools.plan.sizes import SHAPES
+from lightrft.tools.plan.sizes import CONSTANTS, SHAPES
 from lightrft.utils.arguments import GROUPS
 
 FOLDER = Path(__file__).resolve().parent

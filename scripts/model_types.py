@@ -39,7 +39,7 @@ from lightrft.models import Actor
 from lightrft.models.attention import use_short_attention
 from lightrft.models.loading import load_causal_lm, save_pretrained
 from lightrft.models.proof import pack_rows, prove_model
-from lightrft.models.ulysses import LayoutRefusedError
+from lightrft.models.types import LayoutRefusedError
 from lightrft.models.vision.proof import prove_media
 from lightrft.stages.models import turn_off_dropout
 from lightrft.strategy import get_fake_strategy

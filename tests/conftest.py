@@ -59,7 +59,7 @@ def one_thread():
 @pytest.fixture
 def told():
     """Lines that this process tells a run's console, details among them."""
-    from lightrft.strategy.distributed.console_sink import console_sink
+    from lightrft.strategy.distributed.context import console_sink
 
     lines = []
     with console_sink(lambda text, _: lines.append(text)):

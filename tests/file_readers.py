@@ -175,8 +175,7 @@ def make_checkpoint(folder):
     import torch
 
     from lightrft.strategy.checkpoints import folders
-    from lightrft.strategy.checkpoints.client_state import save_state
-    from lightrft.strategy.checkpoints.files import FileWriter
+    from lightrft.strategy.checkpoints.files import FileWriter, save_state
 
     path = folder / "global_step1"
     path.mkdir()
@@ -557,11 +556,11 @@ READERS = {
         ("global_step1/client_state.json", "global_step1/client_state.safetensors"),
         make_checkpoint,
         by(
-            "lightrft.strategy.checkpoints.client_state:load_state",
+            "lightrft.strategy.checkpoints.files:load_state",
             "global_step1/client_state",
             Path,
         ),
-        ("lightrft.strategy.checkpoints.errors:CheckpointError",),
+        ("lightrft.strategy.distributed.process_end:CheckpointError",),
     ),
     "options": Reader(
         ("config.toml",),

@@ -8,7 +8,8 @@ import torch
 
 from lightrft.algorithms.kl import DIVERGENCES, divergence, top_and_tail, with_tail
 from lightrft.kernels.logprob.types import LogitsTransform, OutputLayer
-from lightrft.models.divergence import Projected, divergence_sum
+from lightrft.models.divergence import divergence_sum
+from lightrft.models.types import Projected
 from lightrft.stages.distillation.served_rows import TopTokens
 
 Q = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64)

@@ -20,14 +20,13 @@ from lightrft.cli.errors import (
 from lightrft.config.files import FileError
 from lightrft.datasets.types import DataError
 from lightrft.models.loading import ModelLoadError
-from lightrft.reporting.files import JsonLinesFile
+from lightrft.reporting.loggers import JsonLinesFile
 from lightrft.rewards.types import RewardError
 from lightrft.strategy.checkpoints.checkpoints import CheckpointSaver
-from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.folders import SaveRequest
 from lightrft.strategy.distributed.collectives import ALONE
 from lightrft.strategy.distributed.deadlines import phase
-from lightrft.strategy.distributed.process_end import PeerFailedError
+from lightrft.strategy.distributed.process_end import CheckpointError, PeerFailedError
 from lightrft.strategy.weight_sync.verification import WeightSyncError
 
 
@@ -114,7 +113,7 @@ def test_a_worker_of_our_own_launcher_leaves_a_report_and_prints_nothing(
 def test_a_disk_is_no_mistake_of_usage_whoever_says_so(capsys, text):
     from safetensors import SafetensorError
 
-    from lightrft.strategy.checkpoints.errors import CheckpointError
+    from lightrft.strategy.distributed.process_end import CheckpointError
 
     for error in (CheckpointError(text), SafetensorError(text)):
         assert run_guarded("lightrft", raise_(error)) == ExitCode.PREFLIGHT

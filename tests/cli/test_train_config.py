@@ -8,7 +8,6 @@ import pytest
 
 from lightrft.cli.options import available_options, merge_options
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.policy_options import batch_problems
 from lightrft.config.registry import (
     ADVANTAGE_ESTIMATORS,
     AGGREGATIONS,
@@ -17,6 +16,7 @@ from lightrft.config.registry import (
     REGISTRIES,
 )
 from lightrft.config.toml import format_toml
+from lightrft.config.train_config import batch_problems
 from lightrft.stages.policy.algorithm import (
     algorithm_problems,
     build_algorithm,

@@ -21,7 +21,7 @@ import ctypes, io, os, struct, sys
 from pathlib import Path
 import av
 from lightrft.engines.media.films import film_size, read_film
-from lightrft.engines.media.errors import MediaError
+from lightrft.engines.media.files import MediaError
 from lightrft.engines.media.sounds import SoundSource
 
 def as_film(content):

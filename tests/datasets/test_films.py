@@ -14,7 +14,7 @@ from tests.models.vision.tiny_world import prompt, tiny
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.media import VisionPrompts
 from lightrft.datasets.types import DataError
-from lightrft.engines.media.errors import MediaError
+from lightrft.engines.media.files import MediaError
 from lightrft.engines.media.films import FrameRules, read_film
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import VideoSource, as_video

@@ -19,7 +19,7 @@ from lightrft.datasets.media import VisionPrompts, as_parts, media_row
 from lightrft.datasets.prompts import load_prompts
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.encoder import PromptEncoder
-from lightrft.engines.media.errors import MediaError
+from lightrft.engines.media.files import MediaError
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import as_image, as_video
 from lightrft.engines.media.text_encoder import TEXT_ENCODER

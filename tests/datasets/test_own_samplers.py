@@ -8,8 +8,13 @@ import pytest
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.registry import PROMPT_SAMPLERS
 from lightrft.datasets.batch_stream import open_stream
-from lightrft.datasets.prompt_sampler import Drawn, GroupResult, RowChoice, build_sampler
-from lightrft.datasets.sampled_rows import SampledRows
+from lightrft.datasets.prompt_sampler import (
+    Drawn,
+    GroupResult,
+    RowChoice,
+    SampledRows,
+    build_sampler,
+)
 from lightrft.datasets.types import Prompt
 
 

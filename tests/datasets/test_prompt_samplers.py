@@ -11,8 +11,14 @@ import pytest
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.registry import PROMPT_SAMPLERS
 from lightrft.datasets.batch_stream import open_stream
-from lightrft.datasets.prompt_sampler import Drawn, RowChoice, build_sampler
-from lightrft.datasets.sampled_rows import SampledRows, probabilities_of, weight_of
+from lightrft.datasets.prompt_sampler import (
+    Drawn,
+    RowChoice,
+    SampledRows,
+    build_sampler,
+    probabilities_of,
+    weight_of,
+)
 from lightrft.datasets.types import DataError, Prompt
 from lightrft.strategy.sampler import DistributedSampler
 

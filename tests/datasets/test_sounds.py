@@ -15,7 +15,7 @@ from tests.models.audio.sound_world import as_sound, sound, tiny, tone
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.media import VisionPrompts
-from lightrft.engines.media.errors import MediaError
+from lightrft.engines.media.files import MediaError
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sounds import SoundRules, as_audio, as_wav
 from lightrft.records.media import MediaSources, pack_sources, unpack_sources

@@ -15,8 +15,8 @@ from tests.models.vision.tiny_families import TINY_FAMILIES, write_tiny_vision_m
 from tests.models.vision.tiny_world import LINEAR, Batch, image, prompt, set_window, tiny, tower_of
 
 from lightrft.engines.hf.engine import HFEngine
-from lightrft.engines.media.errors import MediaError
 from lightrft.engines.media.families import placeholder_ids
+from lightrft.engines.media.files import MediaError
 from lightrft.engines.media.media import Media
 from lightrft.engines.types import (
     EngineConfig,

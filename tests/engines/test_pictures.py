@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightrft.engines.media.errors import MediaError
+from lightrft.engines.media.files import MediaError
 from lightrft.engines.media.sources import as_image, as_video
 
 Image = pytest.importorskip("PIL.Image")

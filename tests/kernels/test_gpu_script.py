@@ -11,7 +11,7 @@ import tomllib
 import pytest
 from tests.programs import run_program
 
-from lightrft.tools.plan.constants import Constant
+from lightrft.tools.plan.sizes import Constant
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from lightrft.models import layout as layout_module, shared_prefix
 
 def plant_paths(monkeypatch, other):
     """Let rows with a prefix have another one: other(path, stream tokens before) of one size."""
-    right = shared_prefix.paths_of
+    right = layout_module.paths_of
 
     def wrong(*rows):
         return [

@@ -15,7 +15,7 @@ from lightrft.engines.media.families import language_model_class
 from lightrft.models import Actor
 from lightrft.models.by_sequence import BySequence
 from lightrft.models.proof import pack_rows, prove_model
-from lightrft.models.ulysses import LayoutRefusedError
+from lightrft.models.types import LayoutRefusedError
 from lightrft.strategy import get_fake_strategy
 
 ROWS = torch.arange(5, 5 + 3 * 14).view(3, 14)

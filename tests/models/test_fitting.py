@@ -14,7 +14,7 @@ from lightrft.config import TrainConfig
 from lightrft.models import Actor, Critic, ModelLoadError, load_causal_lm, load_trunk
 from lightrft.stages.models import require_equal_start
 from lightrft.strategy import get_fake_strategy
-from lightrft.strategy.checkpoints.errors import CheckpointError
+from lightrft.strategy.distributed.process_end import CheckpointError
 from lightrft.strategy.meta_init import parameters_on_meta
 
 LAYER = "model.layers.0.mlp.up_proj.weight"

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from lightrft.models import Actor
-from lightrft.models.head_transform import HeadRefusedError, HeadTransform, read_head_transform
+from lightrft.models.head import HeadRefusedError, HeadTransform, read_head_transform
 
 # Families whose numbers stand in fields, properties, or in the code alone.
 CHANGED = {

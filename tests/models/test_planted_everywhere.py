@@ -15,12 +15,12 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.engines import SamplingParams
 from lightrft.engines.hf.forward import CacheRefusedError
 from lightrft.models import Actor, actor as actor_module
-from lightrft.models.head_transform import HeadTransform
+from lightrft.models.head import HeadTransform
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.lora import LoraActor
 from lightrft.models.proof import pack_rows, prove_model
 from lightrft.models.sequence_model import trunk_output
-from lightrft.models.ulysses import LayoutRefusedError
+from lightrft.models.types import LayoutRefusedError
 from lightrft.stages.models import turn_off_dropout
 from lightrft.strategy import get_fake_strategy
 

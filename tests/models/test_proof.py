@@ -22,7 +22,7 @@ from lightrft.models import Actor, Critic
 from lightrft.models.attention import SHORT, SequenceBounds, packed_attention, use_short_attention
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.proof import pack_rows, prove_model, require_packing
-from lightrft.models.ulysses import LayoutRefusedError
+from lightrft.models.types import LayoutRefusedError
 from lightrft.stages.models import turn_off_dropout
 from lightrft.strategy import get_fake_strategy
 

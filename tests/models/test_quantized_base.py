@@ -13,8 +13,8 @@ from lightrft.engines.nf4 import NF4Linear, quantized_layers
 from lightrft.models.loading import load_causal_lm
 from lightrft.models.lora import LoraActor
 from lightrft.stages.preference.stored_reference import hash_of_start
-from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.shard_files import full_value
+from lightrft.strategy.distributed.process_end import CheckpointError
 from lightrft.strategy.weight_sync.canary import compute_dtypes
 from lightrft.strategy.weight_sync.parameter_source import engine_source
 from lightrft.strategy.weight_sync.verification import WeightSyncError

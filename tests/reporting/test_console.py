@@ -21,13 +21,14 @@ from lightrft.reporting.console import (
 )
 from lightrft.reporting.files import rank_log
 from lightrft.reporting.loggers import ConsoleLogger
-from lightrft.strategy.distributed.console_sink import (
+from lightrft.strategy.distributed.context import (
     console_sink,
     current_progress,
+    print_on_first_rank,
+    report_memory,
     report_progress,
     with_progress,
 )
-from lightrft.strategy.distributed.context import print_on_first_rank, report_memory
 from lightrft.strategy.distributed.deadlines import phase
 
 METRICS = {

@@ -20,7 +20,7 @@ from lightrft.config import TrainConfig
 from lightrft.rewards.types import RewardError
 from lightrft.rewards.worker import ReportedError
 from lightrft.rollout.environments.worker import EpisodeLostError, HostedEnvironments
-from lightrft.run.run_inputs import input_files
+from lightrft.run.resume import input_files
 from lightrft.tools.environments.openenv import ActionRefusedError, connect
 from lightrft.tools.environments.skyrl_gym import converse
 

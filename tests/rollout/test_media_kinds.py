@@ -13,8 +13,8 @@ from lightrft.datasets.files import Row
 from lightrft.datasets.media import VisionPrompts, with_media
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.encoder import PromptEncoder
-from lightrft.engines.media.errors import MediaError
-from lightrft.engines.media.family import VisionFamily
+from lightrft.engines.media.families import VisionFamily
+from lightrft.engines.media.files import MediaError
 from lightrft.engines.media.inputs import media_inputs
 from lightrft.engines.media.media import MEDIA_KINDS, Media, MediaKind, RowMedia
 from lightrft.engines.media.sources import FileSource

@@ -10,11 +10,10 @@ from tests.models.vision.tiny_families import write_tiny_vision_model
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import DataError
-from lightrft.engines.media.errors import MediaError
-from lightrft.engines.media.file_facts import FileFactsByPath, facts_of_file, keeping
+from lightrft.engines.media.files import FileFactsByPath, MediaError, facts_of_file, keeping
 from lightrft.engines.media.sources import ImageSource
 from lightrft.run.assembly import run_training
-from lightrft.run.run_inputs import remembered_media
+from lightrft.run.resume import remembered_media
 
 PLANTED = "0" * 64
 

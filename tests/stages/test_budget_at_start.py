@@ -12,8 +12,8 @@ from lightrft.cli.train import lack_of_memory_explained
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.run.assembly import run_training
 from lightrft.tools.plan import start_check
-from lightrft.tools.plan.constants import CONSTANTS, Constant
 from lightrft.tools.plan.memory import TOLERANCE, plan_memory, with_tokens
+from lightrft.tools.plan.sizes import CONSTANTS, Constant
 from lightrft.tools.report.page import run_facts
 from lightrft.tools.report.run_data import read_run
 from lightrft.trainer import SFTTrainer

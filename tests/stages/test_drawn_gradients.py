@@ -14,8 +14,7 @@ import torch
 from lightrft.algorithms.policy.clipped import clipped_policy_loss
 from lightrft.config import TrainConfig
 from lightrft.datasets.pass_rates import PassRate
-from lightrft.datasets.prompt_sampler import GroupResult, RowChoice, build_sampler
-from lightrft.datasets.sampled_rows import SampledRows
+from lightrft.datasets.prompt_sampler import GroupResult, RowChoice, SampledRows, build_sampler
 from lightrft.datasets.types import Prompt
 from lightrft.records.batch import ExperienceBatch, PolicyOutputs, RolloutBatch
 from lightrft.stages.policy.objective import LossTokens, PolicyObjective

@@ -17,7 +17,7 @@ from lightrft.cli.main import main
 from lightrft.config import ConfigError
 from lightrft.config.registry import STAGES
 from lightrft.models import actor as actor_module, attention, loading, proof, reward_model
-from lightrft.models.head_transform import HeadTransform
+from lightrft.models.head import HeadTransform
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.sequence_model import trunk_output
 from lightrft.models.shared_prefix import MIN_SHARED_TOKENS

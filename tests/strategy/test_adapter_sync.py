@@ -13,7 +13,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.engines import EngineConfig, GenerationRequest, SamplingParams
 from lightrft.engines.adapters import SECOND
 from lightrft.engines.base import StaleEngineError
-from lightrft.engines.facts import EngineFacts
+from lightrft.engines.factory import EngineFacts
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.weight_sync.canary import CANARY_LIMITS, check_effect

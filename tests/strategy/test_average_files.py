@@ -6,9 +6,9 @@ from safetensors.torch import load_file
 
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.checkpoints import moving_averages
-from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter
 from lightrft.strategy.checkpoints.moving_averages import MovingAverages
+from lightrft.strategy.distributed.process_end import CheckpointError
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
     SourceParameter,

@@ -7,11 +7,11 @@ import torch
 
 from lightrft.strategy import get_fake_strategy
 from lightrft.strategy.checkpoints.checkpoints import CheckpointSaver
-from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter, StagedWriter
 from lightrft.strategy.checkpoints.folders import SaveRequest
 from lightrft.strategy.checkpoints.manifest import list_checkpoints
 from lightrft.strategy.distributed.collectives import ALONE
+from lightrft.strategy.distributed.process_end import CheckpointError
 
 
 def saver():

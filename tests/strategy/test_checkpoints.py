@@ -12,9 +12,7 @@ import torch
 from tests.ranks import run_multiprocess
 
 from lightrft.config.files import sealed
-from lightrft.strategy.checkpoints.client_state import load_state, save_state
-from lightrft.strategy.checkpoints.errors import CheckpointError
-from lightrft.strategy.checkpoints.files import FileWriter
+from lightrft.strategy.checkpoints.files import FileWriter, load_state, save_state
 from lightrft.strategy.checkpoints.folders import (
     SaveRequest,
     find_checkpoint,
@@ -23,6 +21,7 @@ from lightrft.strategy.checkpoints.folders import (
 )
 from lightrft.strategy.checkpoints.manifest import MANIFEST_NAME, list_checkpoints
 from lightrft.strategy.distributed.collectives import barrier
+from lightrft.strategy.distributed.process_end import CheckpointError
 from lightrft.strategy.distributed.process_groups import start_process_group
 
 

@@ -16,7 +16,7 @@ from lightrft.config import ConfigError
 from lightrft.engines.types import EngineStatus
 from lightrft.strategy import FakeStrategy
 from lightrft.strategy.distributed import process_groups
-from lightrft.strategy.distributed.console_sink import console_sink
+from lightrft.strategy.distributed.context import console_sink
 from lightrft.strategy.distributed.process_groups import (
     accumulation_steps,
     engine_group_ranks,

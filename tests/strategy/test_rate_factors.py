@@ -72,9 +72,9 @@ def test_a_factor_for_no_weight_is_refused(given, message):
 
 
 def test_a_checkpoint_of_other_parts_says_that_factors_may_only_change_their_numbers(tmp_path):
-    from lightrft.strategy.checkpoints.errors import CheckpointError
     from lightrft.strategy.checkpoints.files import FileWriter
     from lightrft.strategy.checkpoints.training_state import load_optimizer, save_optimizer
+    from lightrft.strategy.distributed.process_end import CheckpointError
 
     pair = Pair()
 

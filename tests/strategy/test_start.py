@@ -14,7 +14,7 @@ from tests.ranks import find_free_port, rank_environment, run_multiprocess
 from tests.strategy.backend_world import make
 
 from lightrft.config import TrainConfig
-from lightrft.config.policy_options import batch_problems
+from lightrft.config.train_config import batch_problems
 from lightrft.engines.types import EngineConfig
 from lightrft.strategy.deepspeed.engine_config import check_whole_model
 from lightrft.strategy.engine.session import NodeMemory, check_places

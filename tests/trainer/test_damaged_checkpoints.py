@@ -24,7 +24,7 @@ from lightrft.run.loop import LoopState, load_run, save_run
 from lightrft.stages.policy.maker import PolicyMemory
 from lightrft.stages.stage import TrainedModel, TrainedModels
 from lightrft.strategy import get_fake_strategy, get_strategy
-from lightrft.strategy.checkpoints.errors import CheckpointError
+from lightrft.strategy.distributed.process_end import CheckpointError
 
 pytestmark = pytest.mark.shard("damage")
 

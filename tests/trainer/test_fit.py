@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 from tests.runs import compared, lines
 
-from lightrft.reporting.files import JsonLinesLogger
+from lightrft.reporting.loggers import JsonLinesLogger
 
 
 def test_evaluation_leaves_training_as_it_was(build_world):

@@ -31,7 +31,7 @@ from tests.trainer.test_random_kills import (
 from tests.trainer.vision_world import write_data
 
 from lightrft.config import TrainConfig
-from lightrft.config.policy_options import launch_problems
+from lightrft.config.train_config import launch_problems
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.report.timeline import step_timelines
 

@@ -16,8 +16,7 @@ from lightrft.config.registry import STAGES
 from lightrft.reporting.files import drop_steps_after, set_aside, write_start
 from lightrft.run import assembly
 from lightrft.run.provenance import describe_models
-from lightrft.run.resume import decided_options, plan_run
-from lightrft.run.run_inputs import describe_inputs, input_files
+from lightrft.run.resume import decided_options, describe_inputs, input_files, plan_run
 from lightrft.run.start import sole_writer
 from lightrft.strategy.config import ConfigError
 

@@ -9,7 +9,7 @@ from tests.models.vision.tiny_families import TINY_FAMILIES, build_tiny
 from tests.models.vision.tiny_world import MROPE, image, prompt, tiny, twin_of
 
 from lightrft.datasets.types import Prompt
-from lightrft.engines.media.errors import MediaError
+from lightrft.engines.media.files import MediaError
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import as_image
 from lightrft.rollout.single_turn import build_requests

@@ -26,8 +26,8 @@ from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.engines.media.inputs import token_types
 from lightrft.engines.media.media import RowMedia
 from lightrft.models.actor import Actor
-from lightrft.models.attention import LayoutRefusedError
 from lightrft.models.layout import TokenLayout
+from lightrft.models.types import LayoutRefusedError
 from lightrft.models.vision.forward import vision_inputs
 
 LOGPROB = 1e-5

@@ -18,7 +18,7 @@ from lightrft.engines.media.media import LaterImages, Media, RowMedia
 from lightrft.models.actor import Actor
 from lightrft.models.layout import LayoutPolicy
 from lightrft.models.shared_prefix import Sharing, find_prefixes
-from lightrft.models.ulysses import LayoutRefusedError
+from lightrft.models.types import LayoutRefusedError
 from lightrft.models.vision import forward
 from lightrft.models.vision.proof import prove_media
 

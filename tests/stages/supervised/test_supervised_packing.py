@@ -7,7 +7,7 @@ from tests.stages.supervised.supervised_world import build_stage
 
 from lightrft.config import TrainConfig
 from lightrft.experience.minibatches import MinibatchPlan
-from lightrft.stages.rows.row_part import best_fit
+from lightrft.stages.rows.row_passes import best_fit
 from lightrft.stages.stage import Step
 from lightrft.strategy import get_fake_strategy
 

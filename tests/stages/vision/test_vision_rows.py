@@ -24,7 +24,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.files import read_rows
 from lightrft.datasets.preference_rows import load_preferences
 from lightrft.datasets.ranked_rows import RANKED
-from lightrft.datasets.row_media import spread
+from lightrft.datasets.row_data import spread
 from lightrft.datasets.supervised_rows import load_supervised
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.families import placeholder_ids

@@ -7,7 +7,7 @@ from tests.datasets.row_files import written
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.media import VisionPrompts
-from lightrft.datasets.row_media import RowMediaReader
+from lightrft.datasets.row_data import RowMediaReader
 from lightrft.engines.media.families import placeholder_ids
 
 # Image files by name, with their sizes.

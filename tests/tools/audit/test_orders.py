@@ -18,9 +18,7 @@ from tests.runs import (
 from tests.tools.audit.faults import calls, instead, results
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.prompt_sampler import CheckedSampler, Drawn
-from lightrft.datasets.sampled_rows import SampledStream
-from lightrft.datasets.samplers.passes import Shuffle
+from lightrft.datasets.prompt_sampler import CheckedSampler, Drawn, SampledStream, Shuffle
 from lightrft.datasets.samplers.pools import Pools
 from lightrft.datasets.samplers.weighted import Weighted
 from lightrft.stages.policy.updates import PolicyUpdate

@@ -2,7 +2,7 @@
 
 import json
 
-from lightrft.reporting.files import JsonLinesFile, JsonLinesLogger
+from lightrft.reporting.loggers import JsonLinesFile, JsonLinesLogger
 from lightrft.reporting.metric_table import STAGES
 
 HASH = -6861381335572764021

@@ -17,7 +17,7 @@ from lightrft.run.provenance import (
     run_of_model,
     write_model_run,
 )
-from lightrft.run.run_inputs import describe_inputs
+from lightrft.run.resume import describe_inputs
 from lightrft.tools.model_presets import write_tiny_model
 from lightrft.tools.report.chain import chain_of
 

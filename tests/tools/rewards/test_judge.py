@@ -12,7 +12,7 @@ from tests.rewards.asking import results_of
 from lightrft.config import TrainConfig
 from lightrft.datasets.files import read_rows
 from lightrft.rewards import RewardError, build_reward
-from lightrft.run.run_inputs import input_files
+from lightrft.run.resume import input_files
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.rewards.judge import JudgeReward
 from lightrft.tools.rewards.judge_answers import read_ranking, read_score, read_verdict

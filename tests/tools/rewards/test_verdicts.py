@@ -15,7 +15,7 @@ from lightrft.datasets.types import DataError, Prompt
 from lightrft.records.answer_order import PAIR_COLUMN, position_metrics
 from lightrft.rewards import build_reward
 from lightrft.rewards.types import RewardError
-from lightrft.run.run_inputs import input_files
+from lightrft.run.resume import input_files
 from lightrft.tools.model_presets import write_tiny_model
 from lightrft.tools.rewards.verdicts import ask, read_verdict
 

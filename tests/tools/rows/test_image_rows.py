@@ -15,13 +15,13 @@ from lightrft.config import TrainConfig
 from lightrft.config.files import file_sha256
 from lightrft.datasets.files import read_sources
 from lightrft.datasets.preference_rows import load_preferences
-from lightrft.datasets.row_media import RowMediaReader
+from lightrft.datasets.row_data import RowMediaReader
 from lightrft.datasets.scored_rows import score_reader
 from lightrft.datasets.supervised_rows import load_supervised
 from lightrft.datasets.types import DataError
 from lightrft.models import load_tokenizer
 from lightrft.reporting.rollouts import read_rollout
-from lightrft.run.run_inputs import media_sha256
+from lightrft.run.resume import media_sha256
 from lightrft.stages.start_checks import load_modality
 from lightrft.tools.rows.row_file import RowRequest, write_rows
 

@@ -526,8 +526,8 @@ _SAMPLERS = "lightrft.datasets.samplers"
 PROMPT_SAMPLERS = Registry(
     "prompt sampler",
     {
-        "shuffle": f"{_SAMPLERS}.passes:Shuffle",
-        "in_order": f"{_SAMPLERS}.passes:InOrder",
+        "shuffle": "lightrft.datasets.prompt_sampler:Shuffle",
+        "in_order": "lightrft.datasets.prompt_sampler:InOrder",
         "weighted": f"{_SAMPLERS}.weighted:Weighted",
         "pools": f"{_SAMPLERS}.pools:Pools",
     },

@@ -18,7 +18,7 @@ from lightrft.config import BackendOptions, TrainingOptions
 from lightrft.strategy.checkpoints import training_state
 from lightrft.strategy.checkpoints.files import FileWriter
 from lightrft.strategy.checkpoints.manifest import Checkpoint
-from lightrft.strategy.checkpoints.shard_files import full_value, local_rows
+from lightrft.strategy.checkpoints.shard_files import full_value
 from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.meta_init import parameters_on_meta
@@ -31,7 +31,7 @@ from lightrft.strategy.optimizers import (
     parameter_groups,
     with_rate_factors,
 )
-from lightrft.strategy.weight_sync.parameter_source import ParameterSource
+from lightrft.strategy.weight_sync.parameter_source import ParameterSource, local_rows
 
 
 class PreparedModel(NamedTuple):

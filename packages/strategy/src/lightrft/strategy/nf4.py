@@ -16,11 +16,11 @@ from lightrft.engines.nf4 import (
     quantized,
     quantized_layers,
 )
-from lightrft.strategy.checkpoints.shard_files import local_rows
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
     SourceParameter,
     local_rank_in,
+    local_rows,
     tied_parameter_names,
 )
 

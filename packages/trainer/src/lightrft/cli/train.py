@@ -35,7 +35,7 @@ from lightrft.cli.options import (
     parse_options,
 )
 from lightrft.config import ConfigError, RunControlOptions, TrainConfig
-from lightrft.config.policy_options import launch_problems
+from lightrft.config.train_config import launch_problems
 from lightrft.reporting.files import note_interruption
 from lightrft.reporting.start_bar import end_start_bar, start_text
 from lightrft.strategy.distributed.process_end import StopRequest

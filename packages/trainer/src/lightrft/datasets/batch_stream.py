@@ -8,8 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
 from lightrft.config import TrainConfig
-from lightrft.datasets.prompt_sampler import GroupResult
-from lightrft.datasets.sampled_rows import SampledRows, SampledStream
+from lightrft.datasets.prompt_sampler import GroupResult, SampledRows, SampledStream
 from lightrft.datasets.types import Prompt
 from lightrft.strategy.sampler import DistributedSampler
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from lightrft.config import RowRunOptions
 from lightrft.datasets.files import Row
 from lightrft.datasets.messages import ReadRecord
-from lightrft.datasets.row_data import RowData, RowGroup, dropped
-from lightrft.datasets.row_media import RowMediaReader
-from lightrft.datasets.sampled_rows import weight_of
+from lightrft.datasets.prompt_sampler import weight_of
+from lightrft.datasets.row_data import RowData, RowGroup, RowMediaReader, dropped
 from lightrft.datasets.supervised_rows import remark_of
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.text_encoder import TEXT_ENCODER

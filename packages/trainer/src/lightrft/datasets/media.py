@@ -13,7 +13,7 @@ from lightrft.datasets.files import Row
 from lightrft.datasets.messages import TEXT_TYPES, Message, with_texts
 from lightrft.datasets.render import RowTokenizer, messages_of, render_chat
 from lightrft.datasets.types import DataError, Prompt
-from lightrft.engines.media.errors import MediaError, is_list_of_bytes
+from lightrft.engines.media.files import MediaError, is_list_of_bytes
 from lightrft.engines.media.media import MEDIA_KINDS, Media, Medium, MediumKind, PromptTokens
 from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder, TextEncoder
 from lightrft.engines.text import Tokenizer
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
     from lightrft.engines.media.encoder import PromptEncoder
-    from lightrft.engines.media.family import VisionFamily
+    from lightrft.engines.media.families import VisionFamily
 
 # A text, or the messages of a chat.
 Content: TypeAlias = str | Sequence[Message]

@@ -19,9 +19,8 @@ from lightrft.datasets.messages import (
     read_conversation,
     read_messages,
 )
-from lightrft.datasets.row_data import RowData, SupervisedRow, dropped
-from lightrft.datasets.row_media import RowMediaReader
-from lightrft.datasets.sampled_rows import weight_of
+from lightrft.datasets.prompt_sampler import weight_of
+from lightrft.datasets.row_data import RowData, RowMediaReader, SupervisedRow, dropped
 from lightrft.datasets.supervised_rows import (
     RowEncoder,
     answer_of_ids,

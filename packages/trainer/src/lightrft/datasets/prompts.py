@@ -20,6 +20,7 @@ from lightrft.datasets.media import (
     media_columns,
 )
 from lightrft.datasets.messages import OF_PROMPTS, ReadRecord
+from lightrft.datasets.prompt_sampler import weight_of
 from lightrft.datasets.render import (
     check_tokenizer,
     label_of,
@@ -27,7 +28,6 @@ from lightrft.datasets.render import (
     tokenise,
 )
 from lightrft.datasets.row_data import dropped
-from lightrft.datasets.sampled_rows import weight_of
 from lightrft.datasets.text_ids import prompt_remark
 from lightrft.datasets.types import DataError, Prompt
 from lightrft.engines.text import Tokenizer

@@ -11,8 +11,7 @@ from lightrft.config import RowDataOptions
 from lightrft.datasets.files import Row
 from lightrft.datasets.judged_rows import JudgementKind
 from lightrft.datasets.messages import ASSISTANT, read_conversation, read_messages
-from lightrft.datasets.row_data import SupervisedRow
-from lightrft.datasets.row_media import RowMediaReader
+from lightrft.datasets.row_data import RowMediaReader, SupervisedRow
 from lightrft.datasets.supervised_rows import RowEncoder
 from lightrft.datasets.types import DataError
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from lightrft.config import MediaOptions, RowRunOptions
 from lightrft.datasets.files import Row
 from lightrft.datasets.judged_rows import JudgementKind
-from lightrft.datasets.row_data import SupervisedRow
-from lightrft.datasets.row_media import RowMediaReader
+from lightrft.datasets.row_data import RowMediaReader, SupervisedRow
 from lightrft.datasets.supervised_rows import RowEncoder, answer_of_ids, finite_number, shown_by_ids
 from lightrft.datasets.types import DataError
 

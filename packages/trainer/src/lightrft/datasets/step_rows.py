@@ -13,8 +13,7 @@ from lightrft.config import RowDataOptions
 from lightrft.datasets.chat_ids import end_of_turn
 from lightrft.datasets.files import Row
 from lightrft.datasets.judged_rows import JudgementKind
-from lightrft.datasets.row_data import SupervisedRow
-from lightrft.datasets.row_media import RowMediaReader
+from lightrft.datasets.row_data import RowMediaReader, SupervisedRow
 from lightrft.datasets.supervised_rows import hash_of
 from lightrft.datasets.text_ids import TextIds
 from lightrft.datasets.types import DataError

@@ -33,10 +33,16 @@ from lightrft.datasets.messages import (
     require_asked,
     with_texts,
 )
+from lightrft.datasets.prompt_sampler import weight_of
 from lightrft.datasets.render import teacher_name
-from lightrft.datasets.row_data import RowData, SupervisedRow, dropped
-from lightrft.datasets.row_media import NOTHING_SHOWN, RowMediaReader, ShownMedia
-from lightrft.datasets.sampled_rows import weight_of
+from lightrft.datasets.row_data import (
+    NOTHING_SHOWN,
+    RowData,
+    RowMediaReader,
+    ShownMedia,
+    SupervisedRow,
+    dropped,
+)
 from lightrft.datasets.text_ids import TextIds, counted
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.media import Media

@@ -21,10 +21,11 @@ from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
 from lightrft.models.shared_prefix import MIN_SHARED_TOKENS, worth_sharing
 from lightrft.records.batch import (
     RolloutBatch,
+    SupportError,
     collate,
+    replayed_support,
 )
 from lightrft.records.media import exchange_media
-from lightrft.records.recorded import SupportError, replayed_support
 from lightrft.records.table import (
     SampleTable,
     deliver_rows,

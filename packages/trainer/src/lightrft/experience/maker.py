@@ -78,8 +78,8 @@ from lightrft.strategy.distributed.process_end import NumericsError
 
 if TYPE_CHECKING:
     from lightrft.engines.base import RolloutEngine
-    from lightrft.models.divergence import HeadReader
     from lightrft.models.support import SamplingSupport
+    from lightrft.models.types import HeadReader
 
 
 @dataclass(frozen=True, slots=True)

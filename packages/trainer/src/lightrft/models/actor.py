@@ -16,9 +16,7 @@ from lightrft.engines.media.media import RowMedia
 from lightrft.engines.text import end_of_sequence_ids
 from lightrft.engines.types import Vocabulary
 from lightrft.models.attention import trunk_of
-from lightrft.models.divergence import HeadReader
-from lightrft.models.head import LinearLogprobHead
-from lightrft.models.head_transform import HeadRefusedError, read_head_transform
+from lightrft.models.head import HeadRefusedError, LinearLogprobHead, read_head_transform
 from lightrft.models.layout import TokenLayout
 from lightrft.models.loading import load_causal_lm
 from lightrft.models.sequence_model import SequenceModel, trunk_output
@@ -27,10 +25,11 @@ from lightrft.models.types import (
     NOTHING_REPLAYED,
     ActorOutput,
     EntropyMode,
+    HeadReader,
+    LayoutRefusedError,
     Replayed,
     TokenLossFunction,
 )
-from lightrft.models.ulysses import LayoutRefusedError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -169,7 +168,9 @@ class Actor(SequenceModel):
             from lightrft.models.vision.forward import reading_trunk  # of rows with media
 
             trunk = reading_trunk(self.model, trunk)
-        output = trunk_output(trunk, layout, media, with_router_logits=self.sums_routers)
+        output = trunk_output(
+            trunk, layout, media, family=self.family, with_router_logits=self.sums_routers
+        )
         inside = None if token_loss is None else layout.placed(token_loss)
         hidden: Tensor = output.last_hidden_state
         logprobs, entropies, masses, loss = self.head(
@@ -225,7 +226,7 @@ class Actor(SequenceModel):
         few = self.lay_out(layout.token_ids[seen], layout.is_real[seen])
 
         def run() -> Tensor:
-            hidden: Tensor = trunk_output(self.trunk, few).last_hidden_state
+            hidden: Tensor = trunk_output(self.trunk, few, family=self.family).last_hidden_state
             return hidden.detach().clone()
 
         self.routers = routers.find_routers(self.trunk, run)

@@ -28,12 +28,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from lightrft.engines.hf.attention import UNFUSED_OPTIONS, fused_attention, set_text_attention
 from lightrft.engines.media.families import family_of, language_model
 from lightrft.models.shared_prefix import SharedRuns
-from lightrft.models.ulysses import (
-    LayoutRefusedError,
-    check_head_counts,
-    gather_sequence,
-    scatter_sequence,
-)
+from lightrft.models.types import LayoutRefusedError
+from lightrft.models.ulysses import check_head_counts, gather_sequence, scatter_sequence
 from lightrft.models.varlen import (
     HALF_DTYPES,
     KernelShape,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.models.attention import SequenceBounds, attends_packed
-from lightrft.models.ulysses import LayoutRefusedError
+from lightrft.models.types import LayoutRefusedError
 
 # Inputs that tell the borders of sequences to a layer.
 BORDERS = ("sequence_bounds", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")

@@ -95,7 +95,7 @@ class Critic(SequenceModel):
             padding are 0.
         """
         layout = self.lay_out(token_ids, attention_mask, media=media)
-        output = trunk_output(self.trunk, layout, media)
+        output = trunk_output(self.trunk, layout, media, family=self.family)
         return layout.scatter(self.value_head(layout.select(output.last_hidden_state)))
 
     @property

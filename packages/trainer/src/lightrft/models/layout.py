@@ -12,17 +12,15 @@ from torch.distributed import ProcessGroup
 
 from lightrft.engines.media.media import NO_MEDIA, RowMedia
 from lightrft.models.attention import SequenceBounds
-from lightrft.models.divergence import HeadReader
 from lightrft.models.shared_prefix import (
     Path,
     SharedRuns,
     Sharing,
     find_prefixes,
     offsets_of,
-    paths_of,
     shared_runs,
 )
-from lightrft.models.types import TokenLossFunction
+from lightrft.models.types import HeadReader, TokenLossFunction
 from lightrft.models.ulysses import check_same_batch, sum_over_ranks
 
 
@@ -454,3 +452,30 @@ def pad_rows(texts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tens
     token_ids = torch.zeros(mask.shape, dtype=torch.int64)
     token_ids[mask] = torch.tensor([token for text in texts for token in text]).long()
     return token_ids.to(device), mask.to(device)
+
+
+def paths_of(lengths: Sequence[int], parents: Sequence[int], shared: Sequence[int]) -> list[Path]:
+    """Return the path of each row in a stream of their tails, in the order of the rows.
+
+    Args:
+        lengths: Real tokens of each row.
+        parents, shared: Rows of `find_prefixes`.
+    """
+    paths: list[Path] = []
+    start = 0
+    for length, parent, count in zip(lengths, parents, shared, strict=True):
+        stop = start + length - count
+        prefix = _beginning(paths[parent], count) if count else ()
+        paths.append((*prefix, (start, stop)))
+        start = stop
+    return paths
+
+
+def _beginning(path: Path, count: int) -> Path:
+    """Return the first tokens of a path."""
+    runs: list[tuple[int, int]] = []
+    for start, stop in path:
+        if count > 0:
+            runs.append((start, min(stop, start + count)))
+            count -= stop - start
+    return tuple(runs)

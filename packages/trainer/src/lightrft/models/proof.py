@@ -45,7 +45,7 @@ from lightrft.models.layout import TokenLayout
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.sequence_model import SequenceModel, trunk_output
 from lightrft.models.shared_prefix import MIN_SHARED_TOKENS
-from lightrft.models.ulysses import LayoutRefusedError
+from lightrft.models.types import LayoutRefusedError
 from lightrft.strategy.backend import inner_module
 from lightrft.strategy.distributed.process_end import PeerFailedError
 from lightrft.strategy.weight_sync.parameter_source import reshard_modules, tied_parameter_names
@@ -255,7 +255,9 @@ class Proof:
 
     def _projections(self, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
         layout = self.inner.lay_out(token_ids, attention_mask)
-        hidden: Tensor = trunk_output(self.inner.pretrained, layout).last_hidden_state
+        hidden: Tensor = trunk_output(
+            self.inner.pretrained, layout, family=self.inner.family
+        ).last_hidden_state
         return layout.scatter(projected(layout.select(hidden)))
 
     @torch.no_grad()
@@ -497,7 +499,7 @@ def separate_rows(
     assert layout.bounds is not None
 
     def run(_: Tensor) -> Tensor:
-        hidden: Tensor = trunk_output(trunk, layout).last_hidden_state
+        hidden: Tensor = trunk_output(trunk, layout, family=model.family).last_hidden_state
         return hidden
 
     before = model.config.get_text_config()._attn_implementation

@@ -189,7 +189,9 @@ class RewardModel(SequenceModel):
             ValueError: Attention pooling cannot read single tokens, or a stream that ranks share.
         """
         layout = self.lay_out(token_ids, attention_mask, media=media)
-        hidden: Tensor = trunk_output(self.pretrained, layout, media).last_hidden_state
+        hidden: Tensor = trunk_output(
+            self.pretrained, layout, media, family=self.family
+        ).last_hidden_state
         tokens = hidden.flatten(0, 1)
         head = self.head
         if isinstance(head, AttentionHead):

@@ -14,12 +14,12 @@ from torch.distributed import ProcessGroup
 
 from lightrft.config import ConfigError
 from lightrft.engines.hf.attention import set_text_attention
-from lightrft.engines.media.families import family_of, language_model
+from lightrft.engines.media.families import VisionFamily, family_of, language_model
 from lightrft.engines.media.media import NO_MEDIA, RowMedia
 from lightrft.models.attention import has_other_layers, trunk_of, use_packed_attention
 from lightrft.models.by_sequence import BySequence
 from lightrft.models.layout import LayoutPolicy, TokenLayout
-from lightrft.models.ulysses import LayoutRefusedError
+from lightrft.models.types import LayoutRefusedError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -63,9 +63,14 @@ class SequenceModel(nn.Module):
         return language_model(trunk_of(self.pretrained))
 
     @cached_property
+    def family(self) -> VisionFamily | None:
+        """Family of a model that reads media; None reads text alone."""
+        return family_of(self.config)
+
+    @property
     def reads_media(self) -> bool:
         """Return whether rows may have images or videos."""
-        return family_of(self.config) is not None
+        return self.family is not None
 
     def lay_out(
         self,
@@ -241,6 +246,7 @@ def trunk_output(
     layout: TokenLayout,
     media: RowMedia | None = None,
     *,
+    family: VisionFamily | None,
     with_router_logits: bool = False,
 ) -> MoeModelOutputWithPast:
     """Return the output of a transformers trunk for the inputs of a layout.
@@ -249,13 +255,13 @@ def trunk_output(
         trunk: Model up to its last hidden states [batch or 1, tokens, hidden].
         layout: Layout of the batch.
         media: Media of the rows; None is text.
+        family: Family of a model that reads media; None reads text alone.
         with_router_logits: Ask for the logits of the experts of every layer.
 
     Raises:
         ValueError: There are media, but the model reads text only; see also `vision_inputs`.
     """
     extra: dict[str, object] = {"output_router_logits": True} if with_router_logits else {}
-    family = family_of(trunk.config)
     # Models with images may let the tokens of an image see each other.
     is_causal = family is None and attends_causally(trunk)
     extra |= layout.attention_inputs(is_causal=is_causal)

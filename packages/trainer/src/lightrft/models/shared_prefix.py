@@ -166,30 +166,3 @@ def _before_media(tokens: Tensor, counts: Tensor, media: Tensor) -> Tensor:
     starts = torch.where(continues, 0, counts[:, :-1]).cummax(dim=1).values
     first = (counts[:, 1:] > tokens[:, None]).to(torch.uint8).argmax(dim=1, keepdim=True)
     return starts.gather(1, first)[:, 0]
-
-
-def paths_of(lengths: Sequence[int], parents: Sequence[int], shared: Sequence[int]) -> list[Path]:
-    """Return the path of each row in a stream of their tails, in the order of the rows.
-
-    Args:
-        lengths: Real tokens of each row.
-        parents, shared: Rows of `find_prefixes`.
-    """
-    paths: list[Path] = []
-    start = 0
-    for length, parent, count in zip(lengths, parents, shared, strict=True):
-        stop = start + length - count
-        prefix = _beginning(paths[parent], count) if count else ()
-        paths.append((*prefix, (start, stop)))
-        start = stop
-    return paths
-
-
-def _beginning(path: Path, count: int) -> Path:
-    """Return the first tokens of a path."""
-    runs: list[tuple[int, int]] = []
-    for start, stop in path:
-        if count > 0:
-            runs.append((start, min(stop, start + count)))
-            count -= stop - start
-    return tuple(runs)

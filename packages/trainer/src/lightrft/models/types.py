@@ -1,4 +1,4 @@
-"""Outputs and call signatures of models."""
+"""Outputs and call signatures of models, and the error of layouts that one refuses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from lightrft.kernels.logprob.types import OutputLayer, apply_transform
 
 if TYPE_CHECKING:
     from lightrft.models.support import SamplingSupport
@@ -61,6 +65,55 @@ class Replayed:
 
 
 NOTHING_REPLAYED = Replayed()
+
+
+@dataclass(frozen=True, slots=True)
+class Projected:
+    """Hidden states [tokens, hidden] and the layer that turns them into logits.
+
+    Args:
+        hidden: Hidden states of the scored tokens of this rank.
+        layer: Output layer, whole on this rank.
+        rows, columns: [tokens] places of the tokens in the batch; None inside the layer.
+    """
+
+    hidden: Tensor
+    layer: OutputLayer
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+
+    def logits(self, rows: slice) -> Tensor:
+        """Return [rows, vocab] logits in float32 or float64."""
+        hidden, layer = self.hidden[rows], self.layer
+        product = F.linear(hidden, layer.weight.to(hidden.dtype))
+        wide = product if product.dtype == torch.float64 else product.float()
+        return apply_transform(wide, layer.bias, layer.transform)
+
+    def compared(self, own: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return logits of both models, without the ids that only the teacher has."""
+        return own, self.logits(rows).detach()[:, : own.shape[1]]
+
+    def at(self, index: Tensor) -> Projected:
+        """Return some of the tokens."""
+        rows, columns = (
+            None if each is None else each[index] for each in (self.rows, self.columns)
+        )
+        return Projected(self.hidden[index], self.layer, rows, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadReader:
+    """Loss [] that replaces an output projection and reads its inputs.
+
+    Args:
+        read: Function that is called while this rank has the whole weights of the layer.
+    """
+
+    read: Callable[[Projected], Tensor]
+
+
+class LayoutRefusedError(ValueError):
+    """A model does not support the requested layout; the message says why."""
 
 
 # Loss of some scored tokens, with a graph: (logprobs [tokens], entropy [tokens] or None,

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 
+from lightrft.models.types import LayoutRefusedError
+
 
 class _AllToAll(torch.autograd.Function):
     """Exchange where block r of the first dimension goes to rank r; it equals its transpose."""
@@ -58,10 +60,6 @@ def sum_over_ranks(values: Tensor, group: ProcessGroup) -> Tensor:
     """
     total: Tensor = _SumOverRanks.apply(values, group)  # type: ignore[no-untyped-call, unused-ignore]
     return total
-
-
-class LayoutRefusedError(ValueError):
-    """A model does not support the requested layout; the message says why."""
 
 
 def check_head_counts(num_heads: int, sp_size: int) -> None:

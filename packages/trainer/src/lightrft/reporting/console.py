@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from lightrft.reporting.loggers import ConsoleLogger
 from lightrft.reporting.start_bar import end_start_bar, is_terminal
-from lightrft.strategy.distributed.console_sink import current_progress
+from lightrft.strategy.distributed.context import current_progress
 from lightrft.strategy.distributed.deadlines import current_phase
 
 if TYPE_CHECKING:

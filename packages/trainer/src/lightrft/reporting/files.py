@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 import sys
 import time
@@ -10,12 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 from lightrft.config.files import (
     FileError,
     lines_of,
-    make_folder,
     named_errors,
     parse_object,
     read_object,
@@ -142,41 +139,6 @@ class JsonLines:
                 yield step, entry
             elif line.strip():
                 self.num_unreadable += 1
-
-
-class JsonLinesFile:
-    """A file of JSON objects, one a line, opened at the first line and flushed after each."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: TextIO | None = None
-
-    def append(self, entry: Mapping[str, object]) -> None:
-        """Write one line, so that a killed run keeps it."""
-        make_folder(self._path.parent)
-        with named_errors(self._path):
-            if self._file is None:
-                self._file = self._path.open("a", encoding="utf-8")
-            self._file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-            self._file.flush()
-
-    def close(self) -> None:
-        """Close the file; a later line opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-class JsonLinesLogger(JsonLinesFile):
-    """Log of one JSON object a step: {"step": 3, "policy_loss": ...}.
-
-    Numbers that JSON does not have (NaN, infinity) become null.
-    """
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the line of a step."""
-        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self.append({"step": step, **values})
 
 
 def drop_steps_after(path: Path, step: int) -> None:

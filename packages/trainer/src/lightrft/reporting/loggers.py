@@ -1,14 +1,16 @@
 """Receivers of the metrics and the times of a step."""
 
+import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from html import escape
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TextIO
 
-from lightrft.reporting.files import LOG_FOLDER, TIMELINE_BEGIN, TIMELINE_PREFIX, JsonLinesFile
+from lightrft.config.files import make_folder, named_errors
+from lightrft.reporting.files import LOG_FOLDER, TIMELINE_BEGIN, TIMELINE_PREFIX
 from lightrft.strategy.distributed.deadlines import span_sink
 
 # Shown on the console line, in this order, where present.
@@ -29,6 +31,41 @@ CONSOLE_METRICS = (
 SHOWN = ("reward", "loss", "eval/reward")
 WIDTH, HEIGHT, MARGIN = 560, 160, 8
 COLOURS = ("#4477aa", "#ee6677", "#228833")
+
+
+class JsonLinesFile:
+    """A file of JSON objects, one a line, opened at the first line and flushed after each."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+
+    def append(self, entry: Mapping[str, object]) -> None:
+        """Write one line, so that a killed run keeps it."""
+        make_folder(self._path.parent)
+        with named_errors(self._path):
+            if self._file is None:
+                self._file = self._path.open("a", encoding="utf-8")
+            self._file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; a later line opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class JsonLinesLogger(JsonLinesFile):
+    """Log of one JSON object a step: {"step": 3, "policy_loss": ...}.
+
+    Numbers that JSON does not have (NaN, infinity) become null.
+    """
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the line of a step."""
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self.append({"step": step, **values})
 
 
 class MetricsLogger(Protocol):

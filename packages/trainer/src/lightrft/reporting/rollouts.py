@@ -17,7 +17,7 @@ from lightrft.config.files import FileError, parse_json, typed
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import ImageSource
 from lightrft.records.rollout import ScoredRollout
-from lightrft.reporting.files import JsonLinesFile
+from lightrft.reporting.loggers import JsonLinesFile
 from lightrft.reporting.trajectories import spans
 
 if TYPE_CHECKING:

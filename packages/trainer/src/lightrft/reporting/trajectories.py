@@ -14,7 +14,7 @@ import numpy as np
 from lightrft.config.printable import printable
 from lightrft.records.rollout import Rollout, ScoredRollout
 from lightrft.records.table import BRANCH_STEP
-from lightrft.reporting.files import JsonLinesFile
+from lightrft.reporting.loggers import JsonLinesFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import zip_longest
 from typing import TYPE_CHECKING, cast
 
@@ -16,7 +17,7 @@ from lightrft.records.media import media_request
 from lightrft.records.rollout import Rollout, TurnSegment
 from lightrft.rollout.scoring import finished_samples, open_scorer
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts
-from lightrft.strategy.distributed.console_sink import report_progress
+from lightrft.strategy.distributed.context import report_progress
 from lightrft.strategy.engine.generation import PromptBatch
 
 if TYPE_CHECKING:
@@ -88,8 +89,12 @@ class SingleTurnSource:
 
 def turn_source(config: SamplingOptions) -> type[SingleTurnSource]:
     """Return the source of single-turn responses that the options name."""
-    source = TURN_SOURCES.load("fire" if config.use_fire else "plain")
-    return cast("type[SingleTurnSource]", source)
+    return _loaded_source("fire" if config.use_fire else "plain")
+
+
+@cache
+def _loaded_source(name: str) -> type[SingleTurnSource]:
+    return cast("type[SingleTurnSource]", TURN_SOURCES.load(name))
 
 
 def generate(

@@ -33,31 +33,40 @@ from lightrft.reporting.files import (
     START_FILE,
     SUMMARY_FILE,
     JsonLines,
-    JsonLinesLogger,
     rank_log,
     read_json,
     set_aside,
 )
-from lightrft.reporting.loggers import MetricsLogger, notebook_loggers, rank_timeline
+from lightrft.reporting.loggers import (
+    JsonLinesLogger,
+    MetricsLogger,
+    notebook_loggers,
+    rank_timeline,
+)
 from lightrft.reporting.metric_table import PEAK_NOTE, memory_peaks, planned_phase
-from lightrft.run.callbacks import Callback, require_callbacks
 from lightrft.run.loop import Loop, LoopResult
 from lightrft.run.provenance import write_model_run
-from lightrft.run.resume import RunPlan, plan_run, require_media, require_unchanged
-from lightrft.run.run_inputs import media_sha256, remembered_media
+from lightrft.run.resume import (
+    RunPlan,
+    media_sha256,
+    plan_run,
+    remembered_media,
+    require_media,
+    require_unchanged,
+)
 from lightrft.run.start import end_run, sole_writer, start_run
 from lightrft.run.threads import choose_threads
 from lightrft.stages.metrics import RunAlarmError
 from lightrft.stages.stage import StageInputs
 from lightrft.strategy import get_strategy
-from lightrft.strategy.distributed.console_sink import console_sink
-from lightrft.strategy.distributed.context import print_on_first_rank
+from lightrft.strategy.distributed.context import console_sink, print_on_first_rank
 from lightrft.strategy.distributed.deadlines import peak_bytes, phase, phase_of
 from lightrft.strategy.distributed.process_end import RunStoppedError
 from lightrft.strategy.distributed.process_groups import LaunchEnvironment
 from lightrft.strategy.strategy_base import StrategyBase
 
 if TYPE_CHECKING:
+    from lightrft.run.callbacks import Callback
     from lightrft.strategy.engine.session import EngineSession
 
 EMA_FOLDER = "model_ema"
@@ -144,7 +153,10 @@ def run_training(
         RewardError: A reward function that cannot be loaded, or that fails.
         LibraryError: torch or transformers lacks a name that is used.
     """
-    require_callbacks(callbacks)
+    if callbacks:
+        from lightrft.run.callbacks import require_callbacks
+
+        require_callbacks(callbacks)
     for library in ("torch", "transformers"):
         check_library(library)
     config = config.with_installed_backend()

@@ -68,9 +68,6 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self._callbacks = tuple(callbacks)
 
-    def __bool__(self) -> bool:
-        return bool(self._callbacks)
-
     def begin_step(self, step: int) -> None:
         """Run `begin_step` of all callbacks."""
         for callback in self._callbacks:

@@ -19,7 +19,6 @@ from lightrft.config import ConfigError, RunControlOptions, StrategyConfig, Trai
 from lightrft.config.options import options_of
 from lightrft.datasets.batch_stream import Batches, Draws, open_stream
 from lightrft.reporting.loggers import LoggerGroup, MetricsLogger
-from lightrft.run.callbacks import Callback, Callbacks
 from lightrft.run.throughput import TrainingFlops, peak_tflops, training_flops, utilisation
 from lightrft.stages.stage import (
     Stage,
@@ -28,6 +27,7 @@ from lightrft.stages.stage import (
     TrainedModel,
     TrainedModels,
     Work,
+    is_scheduled,
     stored_number,
 )
 from lightrft.strategy.backend import Arguments
@@ -36,6 +36,7 @@ from lightrft.strategy.distributed.deadlines import StepTimer
 from lightrft.strategy.distributed.process_end import NonFiniteError
 
 if TYPE_CHECKING:
+    from lightrft.run.callbacks import Callback, Callbacks
     from lightrft.strategy.checkpoints.checkpoints import Checkpoints
 
 
@@ -253,7 +254,11 @@ class Loop(Generic[Batch]):
         self._data: Draws[object] | None = None
         self._costs: dict[str, TrainingFlops | None] = {}
         self._loggers = LoggerGroup(loggers if stage.strategy.is_rank_0() else ())
-        self._callbacks = Callbacks(callbacks)
+        self._callbacks: Callbacks | None = None
+        if callbacks:
+            from lightrft.run.callbacks import Callbacks
+
+            self._callbacks = Callbacks(callbacks)
 
     def take_data(self, loader: Batches[object]) -> None:
         """Draw from another loader, continuing at the run's position."""
@@ -284,7 +289,8 @@ class Loop(Generic[Batch]):
             if was_stopped := self._is_asked_to_stop(stop_request):
                 break
             step = self.next_step()
-            self._callbacks.begin_step(step.number)
+            if self._callbacks is not None:
+                self._callbacks.begin_step(step.number)
             batch = self.draw(step)
             if was_stopped := self._is_asked_to_stop(stop_request):
                 break
@@ -457,7 +463,9 @@ class Loop(Generic[Batch]):
         evaluated: dict[str, float] = {}
         if is_last or is_scheduled(step, self.stage.config.eval_steps):
             evaluated = self._evaluated_after(step)
-        shown = self._callbacks.end_step(step, {**metrics, **evaluated})
+        shown = {**metrics, **evaluated}
+        if self._callbacks is not None:
+            shown = self._callbacks.end_step(step, shown)
         if not is_last and self._callback_stops():
             is_last, evaluated = True, evaluated or self._evaluated_after(step)
             shown |= evaluated
@@ -485,7 +493,7 @@ class Loop(Generic[Batch]):
 
     def _callback_stops(self) -> bool:
         """Return whether a callback of any rank ends the run; all ranks return the same."""
-        if not self._callbacks:
+        if self._callbacks is None:
             return False
         return self.strategy.all_reduce(int(self._callbacks.wants_stop()), op="max") > 0
 
@@ -576,11 +584,6 @@ class Loop(Generic[Batch]):
         """Close the loggers, and the files of the stage."""
         self._loggers.close()
         self.stage.close()
-
-
-def is_scheduled(step: int, every: int) -> bool:
-    """Return whether work that is done every so many steps is due; 0 is never."""
-    return every > 0 and step % every == 0
 
 
 def with_run_options(config: TrainConfig, args: Arguments | None) -> TrainConfig:

@@ -16,7 +16,7 @@ from lightrft.reporting.files import rank_log
 from lightrft.reporting.loggers import rank_timeline
 from lightrft.run.threads import choose_threads
 from lightrft.stages.metrics import RunAlarmError
-from lightrft.strategy.distributed.console_sink import console_sink
+from lightrft.strategy.distributed.context import console_sink
 from lightrft.strategy.distributed.process_end import RunStoppedError
 from lightrft.strategy.distributed.process_groups import leave_side, take_side
 from lightrft.strategy.engine.generation import check_engine_type

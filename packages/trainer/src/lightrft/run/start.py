@@ -27,8 +27,7 @@ from lightrft.reporting.files import (
 )
 from lightrft.run.loop import Loop
 from lightrft.run.provenance import describe_models, run_hash
-from lightrft.run.resume import RunPlan, decided_options
-from lightrft.run.run_inputs import Change, describe_inputs
+from lightrft.run.resume import Change, RunPlan, decided_options, describe_inputs
 from lightrft.strategy.backend import inner_module
 from lightrft.strategy.config import ConfigError
 from lightrft.strategy.distributed.context import DistributedContext

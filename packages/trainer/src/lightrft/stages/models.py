@@ -19,7 +19,7 @@ from lightrft.models.loading import ModelLoadError
 from lightrft.models.proof import Proof, pack_rows, prove_model, share_prefixes
 from lightrft.models.sequence_model import freeze
 from lightrft.models.statements import vocabulary_of
-from lightrft.models.ulysses import LayoutRefusedError
+from lightrft.models.types import LayoutRefusedError
 from lightrft.models.varlen import KernelShape, try_kernel, use_newer_kernel, use_own_kernel
 from lightrft.stages.stage import KeptDropout, TrainedModel
 from lightrft.strategy.backend import AnyModel, PreparedModel, inner_module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from torch import Tensor
 from lightrft.config import TrainConfig
 from lightrft.config.registry import STEP_OBSERVERS
 from lightrft.datasets.row_data import SupervisedRow
-from lightrft.stages.stage import Step, TrainedModels
+from lightrft.stages.stage import TrainedModels
 from lightrft.strategy.optimizers import OptimizerStepResult
 
 if TYPE_CHECKING:
@@ -73,12 +73,12 @@ class ObservedStep:
     prompt_ids: Sequence[int] = ()
 
 
-class Observer:
-    """Receiver of the values that the update of one step computes; this one keeps nothing."""
+class Observer(Protocol):
+    """Receiver of the values that the update of one step computes."""
 
     def begin_update(self, model: str, normalizer: Tensor) -> None:
         """Note that micro-batches of an optimizer step follow, with Z over all ranks."""
-        return
+        ...
 
     def micro_batch(
         self,
@@ -96,26 +96,17 @@ class Observer:
                 values or scores of the pass, "weights" those of the tokens.
             terms: Share of the micro-batch in each term of the loss.
         """
-        return
+        ...
 
     def end_update(self, result: OptimizerStepResult) -> None:
         """Note the result of an optimizer step."""
-        return
+        ...
 
     def finish(self) -> None:
         """Complete the record after the last optimizer step; collective."""
-        return
+        ...
 
 
-def open_observer(step: Step, every: int, describe: Callable[[], ObservedStep]) -> Observer:
-    """Build the recorder of a step that is to be audited; collective.
-
-    Args:
-        step: Step that begins its update.
-        every: `audit_every` of the options.
-        describe: Returns the description of the step if it is recorded.
-    """
-    if every <= 0 or step.number % every:
-        return Observer()
-    build = cast("Callable[[ObservedStep], Observer]", STEP_OBSERVERS.load("audit"))
-    return build(describe())
+def open_observer(step: ObservedStep) -> Observer:
+    """Build the recorder of a step that is to be audited; collective."""
+    return cast("Callable[[ObservedStep], Observer]", STEP_OBSERVERS.load("audit"))(step)

@@ -24,7 +24,7 @@ from lightrft.datasets.prompt_sampler import GroupResult
 from lightrft.reporting.alarms import MAIN_NAMES, alarms
 from lightrft.stages.metrics import StepMetrics
 from lightrft.strategy.backend import PreparedModel
-from lightrft.strategy.distributed.console_sink import with_progress
+from lightrft.strategy.distributed.context import with_progress
 from lightrft.strategy.distributed.deadlines import StepTimer, phase
 from lightrft.strategy.optimizers import OptimizerStepResult
 
@@ -98,6 +98,11 @@ class Step:
     is_first: bool = False
     metrics: StepMetrics = field(default_factory=StepMetrics)
     timer: StepTimer = field(default_factory=StepTimer)
+
+
+def is_scheduled(step: int, every: int) -> bool:
+    """Return whether work that is done every so many steps is due; 0 is never."""
+    return every > 0 and step % every == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from lightrft.cli.errors import ExitCode, UsageError, refuse
 from lightrft.cli.options import Parser, add_options, available_options, parse_options
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import did_you_mean
-from lightrft.config.policy_options import launch_problems
 from lightrft.config.toml import format_toml, without_secrets
+from lightrft.config.train_config import launch_problems
 from lightrft.reporting.files import CONFIG_FILE
 from lightrft.tools.commands import parser_of
 

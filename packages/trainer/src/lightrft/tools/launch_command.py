@@ -12,7 +12,7 @@ from pathlib import Path
 from lightrft.cli.errors import ExitCode, UsageError, refuse
 from lightrft.cli.options import parse_options
 from lightrft.cli.train import build_parser as build_train_parser
-from lightrft.config.policy_options import launch_problems
+from lightrft.config.train_config import launch_problems
 from lightrft.strategy.config import ConfigError
 from lightrft.tools.commands import parser_of
 

@@ -1,6 +1,6 @@
 """Facts about the embedded engine."""
 
-from lightrft.engines.facts import EngineFacts
+from lightrft.engines.factory import EngineFacts
 
 FACTS = EngineFacts(
     "lightrft.engines.hf.engine:HFEngine",

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightrft.engines.media.errors import MediaError
-from lightrft.engines.media.families import family_of
-from lightrft.engines.media.family import VisionFamily
+from lightrft.engines.media.families import VisionFamily, family_of
+from lightrft.engines.media.files import MediaError
 from lightrft.engines.media.films import FrameRules
 from lightrft.engines.media.media import (
     MEDIA_KINDS,

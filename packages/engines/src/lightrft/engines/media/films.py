@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightrft.engines.media.containers import FILMS, demuxer_of, opened_container
-from lightrft.engines.media.errors import MediaError
+from lightrft.engines.media.files import MediaError
 from lightrft.engines.media.pictures import MAX_PIXELS
 
 if TYPE_CHECKING:

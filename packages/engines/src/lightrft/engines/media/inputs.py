@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from lightrft.engines.media.families import placeholder_ids
-from lightrft.engines.media.family import VisionFamily
+from lightrft.engines.media.families import VisionFamily, placeholder_ids
 from lightrft.engines.media.media import EncodedPrompt, MediaSpan
 
 if TYPE_CHECKING:

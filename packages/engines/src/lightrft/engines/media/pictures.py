@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightrft.engines.media.errors import MediaError
+from lightrft.engines.media.files import MediaError
 from lightrft.kernels.names import first_line
 
 if TYPE_CHECKING:

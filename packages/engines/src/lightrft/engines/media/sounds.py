@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from lightrft.engines.media.containers import opened_container
-from lightrft.engines.media.errors import MediaError
+from lightrft.engines.media.files import MediaError
 from lightrft.engines.media.sources import FileSource, named_medium
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Self, cast
 
 import numpy as np
 
-from lightrft.engines.media.errors import MediaError, is_list_of_bytes
-from lightrft.engines.media.file_facts import facts_of_file
+from lightrft.engines.media.files import MediaError, facts_of_file, is_list_of_bytes
 from lightrft.engines.media.films import (
     ALL_FRAMES,
     MAX_VIDEO_PIXELS,

@@ -10,7 +10,7 @@ from lightrft.engines.media.media import EncodedPrompt, LaterImages, Media, Medi
 
 if TYPE_CHECKING:
     from lightrft.engines.media.encoder import PromptEncoder
-    from lightrft.engines.media.family import VisionFamily
+    from lightrft.engines.media.families import VisionFamily
     from lightrft.engines.types import MediaBounds
 
 

@@ -1,6 +1,6 @@
 """Facts about SGLang."""
 
-from lightrft.engines.facts import EngineFacts
+from lightrft.engines.factory import EngineFacts
 
 FACTS = EngineFacts(
     "lightrft.engines.sglang.engine:SGLangEngine",

@@ -1,6 +1,6 @@
 """Facts about vLLM."""
 
-from lightrft.engines.facts import EngineFacts
+from lightrft.engines.factory import EngineFacts
 
 FACTS = EngineFacts(
     "lightrft.engines.vllm.engine:VLLMEngine",

@@ -12,9 +12,12 @@ from safetensors import SafetensorError
 from lightrft.engines.nf4 import quantized_layers
 from lightrft.kernels.names import first_line
 from lightrft.strategy.backend import AnyModel, PreparedModel, WantedState, inner_module
-from lightrft.strategy.checkpoints.client_state import load_scheduler, save_scheduler
-from lightrft.strategy.checkpoints.errors import CheckpointError
-from lightrft.strategy.checkpoints.files import FileWriter, StagedWriter
+from lightrft.strategy.checkpoints.files import (
+    FileWriter,
+    StagedWriter,
+    load_scheduler,
+    save_scheduler,
+)
 from lightrft.strategy.checkpoints.folders import (
     SaveRequest,
     Write,
@@ -29,7 +32,7 @@ from lightrft.strategy.checkpoints.gathered_model import as_saved, save_gathered
 from lightrft.strategy.checkpoints.manifest import Checkpoint
 from lightrft.strategy.distributed.collectives import Group
 from lightrft.strategy.distributed.deadlines import phase
-from lightrft.strategy.distributed.process_end import NonFiniteError
+from lightrft.strategy.distributed.process_end import CheckpointError, NonFiniteError
 from lightrft.strategy.distributed.process_groups import separate_group
 from lightrft.strategy.model_training import ModelTraining
 from lightrft.strategy.weight_sync.parameter_source import base_source, gathered_dtype

@@ -25,9 +25,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from lightrft.config.files import FileEntry, make_folder, named_errors
-from lightrft.strategy.checkpoints.client_state import capture_rng_state, save_state
-from lightrft.strategy.checkpoints.errors import CheckpointError
-from lightrft.strategy.checkpoints.files import FileWriter
+from lightrft.strategy.checkpoints.files import FileWriter, capture_rng_state, save_state
 from lightrft.strategy.checkpoints.manifest import (
     CLIENT_STATE_NAME,
     MANIFEST_NAME,
@@ -47,7 +45,7 @@ from lightrft.strategy.distributed.collectives import (
     group_rank,
     group_size,
 )
-from lightrft.strategy.distributed.process_end import NonFiniteError
+from lightrft.strategy.distributed.process_end import CheckpointError, NonFiniteError
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -102,7 +100,7 @@ class SaveRequest:
             "global_step", or `step<N>` with the next free number.
         max_num: Checkpoints to keep, the new one included.
         max_mem: MB (10^6 bytes) that the kept checkpoints may take.
-        client_state: See `lightrft.strategy.checkpoints.client_state.save_state`.
+        client_state: See `lightrft.strategy.checkpoints.files.save_state`.
         save_latest: Whether a load without a tag may take this one.
         details: See `Manifest.details`.
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from lightrft.config.files import make_folder, read_object, weight_files
 from lightrft.engines.nf4 import names_in_files
 from lightrft.engines.process_state import deepspeed_unless_used
-from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import StoredTensor, stored_tensors
 from lightrft.strategy.distributed.collectives import ALONE, nonfinite_names, require_finite
+from lightrft.strategy.distributed.process_end import CheckpointError
 from lightrft.strategy.weight_sync.parameter_source import (
     AdaptedModel,
     exported_state,

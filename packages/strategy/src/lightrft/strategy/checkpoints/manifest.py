@@ -17,7 +17,7 @@ from lightrft.config.files import (
     typed,
     unsealed,
 )
-from lightrft.strategy.checkpoints.errors import CheckpointError
+from lightrft.strategy.distributed.process_end import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class Checkpoint:
     def client_state(self) -> dict[str, object]:
         """Client state that the caller passed to `save_ckpt`."""
         # Imported here and below: finding checkpoints must not cost the import of torch.
-        from lightrft.strategy.checkpoints.client_state import load_state
+        from lightrft.strategy.checkpoints.files import load_state
 
         return load_state(self.path / CLIENT_STATE_NAME)
 
@@ -147,7 +147,7 @@ class Checkpoint:
         state_file = rng_file(self.path, rank)
         if not state_file.with_name(state_file.name + ".json").exists():
             return False
-        from lightrft.strategy.checkpoints.client_state import load_state, restore_rng_state
+        from lightrft.strategy.checkpoints.files import load_state, restore_rng_state
 
         restore_rng_state(load_state(state_file))
         return True

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter
 from lightrft.strategy.checkpoints.shard_files import Shard, ShardReader, write_shards
+from lightrft.strategy.distributed.process_end import CheckpointError
 from lightrft.strategy.weight_sync.parameter_source import ParameterSource, local_rank_in
 
 FOLDER = "average"

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightrft.config.files import make_folder, regular_file
-from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter, StoredTensor
 from lightrft.strategy.distributed.collectives import ALONE, nonfinite_names, require_finite
-from lightrft.strategy.weight_sync.parameter_source import chunk_ranges, shard_dims
+from lightrft.strategy.distributed.process_end import CheckpointError
+from lightrft.strategy.weight_sync.parameter_source import local_rows
 
 
 class Shard(NamedTuple):
@@ -133,25 +133,6 @@ class ShardReader:
         if name not in self._shapes:
             raise CheckpointError(f"{self._folder} lacks {name}")
         return self._shapes[name]
-
-
-def local_rows(tensor: Tensor) -> tuple[Tensor, int, int]:
-    """Return this rank's part of a tensor, and the rows of the whole that it covers.
-
-    Returns:
-        (local tensor, first row, row after the last); a tensor that is not sharded is its local
-        part, and a scalar has rows 0 to 0.
-
-    Raises:
-        ValueError: It is sharded along another dimension than its first.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor, 0, (tensor.shape[0] if tensor.dim() else 0)
-    dims, local = shard_dims(tensor), tensor.to_local()
-    if not dims:
-        return local, 0, tensor.shape[0]
-    rows = chunk_ranges((tensor.shape[0],), tensor.device_mesh.size(dims[0]))
-    return local, *rows[tensor.device_mesh.get_local_rank(dims[0])]
 
 
 def is_written_by(tensor: Tensor, rank: int) -> bool:

@@ -8,19 +8,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightrft.engines.nf4 import names_in_files, quantized_layers
-from lightrft.strategy.checkpoints.client_state import load_state, save_state
-from lightrft.strategy.checkpoints.errors import CheckpointError
-from lightrft.strategy.checkpoints.files import FileWriter
+from lightrft.strategy.checkpoints.files import FileWriter, load_state, save_state
 from lightrft.strategy.checkpoints.gathered_model import WeightFiles, check_names
 from lightrft.strategy.checkpoints.shard_files import (
     ShardReader,
     full_value,
-    local_rows,
     own_shards,
     write_shards,
 )
+from lightrft.strategy.distributed.process_end import CheckpointError
 from lightrft.strategy.optimizers import SCALE, optimizer_parameters
-from lightrft.strategy.weight_sync.parameter_source import reshard_modules, tied_parameter_names
+from lightrft.strategy.weight_sync.parameter_source import (
+    local_rows,
+    reshard_modules,
+    tied_parameter_names,
+)
 
 MODEL_FOLDER = "model"
 OPTIMIZER_FOLDER = "optimizer"

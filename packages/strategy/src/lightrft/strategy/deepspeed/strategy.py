@@ -23,7 +23,6 @@ from lightrft.strategy.backend import (
     inner_module,
     wrapped_module,
 )
-from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.files import FileWriter
 from lightrft.strategy.checkpoints.manifest import Checkpoint
 from lightrft.strategy.deepspeed import runtime, weights
@@ -35,6 +34,7 @@ from lightrft.strategy.deepspeed.engine_config import (
 )
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import phase
+from lightrft.strategy.distributed.process_end import CheckpointError
 from lightrft.strategy.distributed.process_groups import resolve_shard_size
 from lightrft.strategy.distributed.sequence_parallel import share_sequences
 from lightrft.strategy.optimizers import clip_gradients, gradient_norm, optimizer_parameters

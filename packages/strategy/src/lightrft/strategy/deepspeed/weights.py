@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from lightrft.strategy.checkpoints.errors import CheckpointError
 from lightrft.strategy.checkpoints.gathered_model import WeightFiles, check_names
 from lightrft.strategy.deepspeed import runtime
+from lightrft.strategy.distributed.process_end import CheckpointError
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
     SourceParameter,

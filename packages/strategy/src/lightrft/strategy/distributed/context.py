@@ -1,10 +1,13 @@
 """Processes, devices, groups and collectives: the part of a strategy that knows no model."""
 
 import copy
+import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Protocol, Self, TypeVar, cast, overload
 
 import numpy as np
@@ -18,9 +21,63 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightrft.config import MachineOptions
 from lightrft.strategy.distributed import collectives, process_groups
 from lightrft.strategy.distributed.collectives import ALONE, Group
-from lightrft.strategy.distributed.console_sink import write_line
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+# Function of a line and whether it is a detail: memory, sleep, weight sync.
+ConsoleSink = Callable[[str, bool], None]
+_sinks: list[ConsoleSink] = []
+_progress: list[tuple[str, int, int]] = []
+
+
+@contextmanager
+def console_sink(sink: ConsoleSink) -> Iterator[None]:
+    """Pass every line to `sink` while the body runs; the innermost counts.
+
+    Work that was in progress at the end has failed: the next run does not show it.
+    """
+    _sinks.append(sink)
+    try:
+        yield
+    finally:
+        _sinks.remove(sink)
+        _progress.clear()
+
+
+def write_line(text: str, *, is_detail: bool = False, is_stamped: bool = True) -> None:
+    """Write a line; on standard output it begins with the time if `is_stamped`.
+
+    Without a sink, a detail goes to the log alone.
+    """
+    if _sinks:
+        _sinks[-1](text, is_detail)
+        return
+    if is_detail:
+        logger.info("%s", text)
+        return
+    stamp = f"[StrategyINFO {datetime.now():%m-%d %H:%M:%S}]  " if is_stamped else ""
+    sys.stdout.write(f"{stamp}{text}\n")
+    sys.stdout.flush()
+
+
+def with_progress(items: Sequence[T], name: str) -> Iterator[T]:
+    """Yield the items; meanwhile `current_progress` reports how many are done."""
+    for done, item in enumerate(items):
+        report_progress(name, done, len(items))
+        yield item
+    _progress.clear()
+
+
+def report_progress(name: str, done: int, total: int) -> None:
+    """Record the progress of a long piece of work; a `total` of 0 ends it."""
+    _progress[:] = [(name, done, total)] if total else []
+
+
+def current_progress() -> tuple[str, int, int] | None:
+    """Return name, done and total of the work in progress, or None."""
+    return _progress[-1] if _progress else None
+
+
 GIGABYTE = 1e9
 
 

@@ -148,6 +148,10 @@ class NonFiniteError(NumericsError):
     """Tensors hold values that are not finite; none was sent or written."""
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint is incomplete, damaged, or of another kind than expected."""
+
+
 class RunStoppedError(Exception):
     """A run was asked to stop and has written a checkpoint.
 

@@ -19,12 +19,12 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from lightrft.strategy.checkpoints.shard_files import local_rows
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
     SourceParameter,
     checkpoint_module,
     chunk_ranges,
+    local_rows,
     reshard_modules,
     shard_dims,
     sharded_source,

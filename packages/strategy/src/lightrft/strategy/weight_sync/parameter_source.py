@@ -214,6 +214,25 @@ def shard_dims(tensor: DTensor) -> list[int]:
     return dims
 
 
+def local_rows(tensor: Tensor) -> tuple[Tensor, int, int]:
+    """Return this rank's part of a tensor, and the rows of the whole that it covers.
+
+    Returns:
+        (local tensor, first row, row after the last); a tensor that is not sharded is its local
+        part, and a scalar has rows 0 to 0.
+
+    Raises:
+        ValueError: It is sharded along another dimension than its first.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor, 0, (tensor.shape[0] if tensor.dim() else 0)
+    dims, local = shard_dims(tensor), tensor.to_local()
+    if not dims:
+        return local, 0, tensor.shape[0]
+    rows = chunk_ranges((tensor.shape[0],), tensor.device_mesh.size(dims[0]))
+    return local, *rows[tensor.device_mesh.get_local_rank(dims[0])]
+
+
 @runtime_checkable
 class AdaptedModel(Protocol):
     """A wrapper whose weights are a stored base plus trained adapters."""

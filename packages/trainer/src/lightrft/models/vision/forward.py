@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.engines.media.cross_attention import only_own_images
-from lightrft.engines.media.families import family_of, language_model
-from lightrft.engines.media.family import VisionFamily
+from lightrft.engines.media.families import VisionFamily, family_of, language_model
 from lightrft.engines.media.inputs import (
     axes_of_rows,
     foreign_places,

@@ -19,11 +19,11 @@ from lightrft.models.attention import MissingBoundsError
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.proof import Proof, projected, refusing, require_causality
 from lightrft.models.sequence_model import trunk_output
-from lightrft.models.ulysses import LayoutRefusedError
+from lightrft.models.types import LayoutRefusedError
 
 if TYPE_CHECKING:
     from lightrft.engines.media.encoder import PromptEncoder
-    from lightrft.engines.media.family import VisionFamily
+    from lightrft.engines.media.families import VisionFamily
     from lightrft.strategy.distributed.context import DistributedContext
 
 # Widths and heights of the pictures of each row.
@@ -128,7 +128,9 @@ class MediaProof(Proof):
                 output = forward(ids, is_real, scored_mask=is_scored, media=media)
                 return cast("Tensor", output.logprobs)
             layout = self.inner.lay_out(ids, is_real, media=media)
-            hidden = trunk_output(self.inner.pretrained, layout, media).last_hidden_state
+            hidden = trunk_output(
+                self.inner.pretrained, layout, media, family=self.inner.family
+            ).last_hidden_state
             return layout.scatter(projected(layout.select(hidden)))
 
         values = self._through(run, token_ids, mask, is_training=is_training)

@@ -449,7 +449,7 @@ def _content(where: str, content: object, *, takes_images: bool) -> Parts:
 
 def _image(where: str, part: Json) -> ImageSource:
     """Decode an image from its data URL; no file is read and nothing is fetched."""
-    from lightrft.engines.media.errors import MediaError
+    from lightrft.engines.media.files import MediaError
     from lightrft.engines.media.sources import ImageSource, as_image
 
     address = part.get("image_url")

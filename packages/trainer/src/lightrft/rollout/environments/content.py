@@ -35,7 +35,7 @@ def as_parts(result: object) -> Parts:
     Raises:
         ContentError: A block is neither text nor a readable image.
     """
-    from lightrft.engines.media.errors import MediaError
+    from lightrft.engines.media.files import MediaError
     from lightrft.engines.media.sources import as_image
 
     parts: list[str | ImageSource] = []

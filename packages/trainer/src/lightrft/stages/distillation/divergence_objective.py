@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from lightrft.algorithms.kl import divergence
 from lightrft.datasets.row_data import SupervisedRow
 from lightrft.experience.teachers import LogprobServer, TextScores
-from lightrft.models.divergence import HeadReader, Projected, Targets, divergence_sum
-from lightrft.models.types import ActorOutput
+from lightrft.models.divergence import Targets, divergence_sum
+from lightrft.models.types import ActorOutput, HeadReader, Projected
 from lightrft.stages.distillation.own_samples import chosen_places, mixed_rows
 from lightrft.stages.distillation.served_rows import ask_for_rows, served_targets
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.rows.row_objective import LossShare, RowBatch, RowObjective
-from lightrft.stages.rows.row_part import MicroBatch, RowPart
-from lightrft.stages.rows.row_passes import RowPasses
+from lightrft.stages.rows.row_passes import MicroBatch, RowPart, RowPasses
 from lightrft.stages.stage import Step
 from lightrft.stages.supervised.supervised_objective import (
     count_trained,

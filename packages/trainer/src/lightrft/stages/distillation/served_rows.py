@@ -14,7 +14,7 @@ from lightrft.config import TrainConfig
 from lightrft.config.parts.learning import is_served
 from lightrft.datasets.row_data import SupervisedRow
 from lightrft.experience.teachers import LogprobServer, TeacherError, TextScores, ask_together
-from lightrft.models.divergence import Projected
+from lightrft.models.types import Projected
 from lightrft.stages.teachers import open_server
 from lightrft.strategy.distributed.context import DistributedContext
 

@@ -15,12 +15,11 @@ from transformers import AutoModelForCausalLM
 from lightrft.algorithms.interface import advantage_traits
 from lightrft.config import ConfigError, OrderOptions, OutputOptions, RateOptions, TrainConfig
 from lightrft.config.options import options_of
-from lightrft.config.policy_options import PolicyOptions
+from lightrft.config.train_config import PolicyOptions
 from lightrft.datasets import Prompt, PromptDataset, load_prompts
 from lightrft.datasets.batch_stream import planned_steps
 from lightrft.datasets.media import Modality
-from lightrft.datasets.prompt_sampler import RowChoice, build_sampler
-from lightrft.datasets.sampled_rows import SampledRows, probabilities_of
+from lightrft.datasets.prompt_sampler import RowChoice, SampledRows, build_sampler, probabilities_of
 from lightrft.datasets.types import DataError
 from lightrft.engines.media.text_encoder import TEXT_ENCODER
 from lightrft.engines.text import Tokenizer

@@ -13,8 +13,7 @@ from torch import nn
 from lightrft.config import ConfigError, RolloutOptions, TrainConfig
 from lightrft.datasets.batch_stream import Batches, known_items, planned_steps
 from lightrft.datasets.media import encoder_of
-from lightrft.datasets.prompt_sampler import GroupResult
-from lightrft.datasets.sampled_rows import SampledRows
+from lightrft.datasets.prompt_sampler import GroupResult, SampledRows
 from lightrft.datasets.types import Prompt
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
@@ -47,7 +46,7 @@ from lightrft.stages.policy.step_metrics import (
     record_tallies,
 )
 from lightrft.stages.policy.updates import PolicyUpdate
-from lightrft.stages.stage import Stage, Step, TrainedModels, Work
+from lightrft.stages.stage import Stage, Step, TrainedModels, Work, is_scheduled
 from lightrft.strategy.backend import inner_module
 
 if TYPE_CHECKING:
@@ -296,7 +295,9 @@ class PolicyStage(Stage[PolicyBatch]):
             step.metrics.add_max("kl_coef", kl_coef)
         names = [each.name for each in self.models.trained]
         work = Work(tuple(n for n in names if n != "actor" or maker.trains_actor(step)))
-        observer = self.observe_step(batch, step)
+        observer = None
+        if is_scheduled(step.number, self.config.audit_every):
+            observer = self.observe_step(batch, step)
         skip_reason = experience.samples.skip_reason
         if skip_reason is not None:
             self.strategy.print(f"warning: no update in step {step.number}: {skip_reason}")
@@ -316,18 +317,17 @@ class PolicyStage(Stage[PolicyBatch]):
             )
             lengths, scored = experience.table.lengths, experience.table.sampled_lengths
             work = Work(work.models, lengths, scored, self.config.max_epochs)
-        observer.finish()
+        if observer is not None:
+            observer.finish()
         if maker.remote is not None:
             maker.remote.complete(step)
         return work
 
     def observe_step(self, batch: PolicyBatch, step: Step) -> Observer:
-        """Return the observer of the step; collective if one is due."""
+        """Return an observer of the step; collective."""
         prompts = self.data.prompts
         return open_observer(
-            step,
-            self.config.audit_every,
-            lambda: ObservedStep(
+            ObservedStep(
                 "policy",
                 step.number,
                 step.num_planned,
@@ -344,7 +344,8 @@ class PolicyStage(Stage[PolicyBatch]):
 
     def finish(self, batch: PolicyBatch, metrics: dict[str, float]) -> dict[str, float]:
         """Update the memory and complete the metrics."""
-        self.maker.encoder.forget()
+        if self.maker.encoder.reads_media:
+            self.maker.encoder.forget()
         if self.maker.remote is not None:
             in_flight, num_tokens = self.maker.remote.completed(int(metrics["global_step"]))
             batch = replace(batch, in_flight=in_flight, num_sampled_tokens=num_tokens)

@@ -22,7 +22,7 @@ from lightrft.datasets.row_data import SupervisedRow
 from lightrft.datasets.supervised_rows import TRAINABLE, RowEncoder, kind_of
 from lightrft.datasets.types import DataError
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.rows.padded_rows import pad, score_padded
+from lightrft.stages.rows.row_passes import pad, score_padded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

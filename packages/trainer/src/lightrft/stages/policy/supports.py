@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.experience.maker import run_policy
-from lightrft.models.divergence import HeadReader, Projected
 from lightrft.models.support import BLOCK_LOGITS, SamplingSupport
+from lightrft.models.types import HeadReader, Projected
 from lightrft.records.batch import RolloutBatch, select_rollouts
 from lightrft.stages.parity_limits import ParityError
 

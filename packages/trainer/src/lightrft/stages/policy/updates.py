@@ -52,7 +52,7 @@ class PolicyUpdate:
         metrics: Receives the numbers.
         corrections: Terms for the difference between engine and trainer; () is none.
         kl_coef: Weight of the KL to the reference model in the loss; 0 is off.
-        observer: Receives the computed tensors.
+        observer: Receives the computed tensors; None where nothing is recorded.
         loss_inside: The actor computes the loss inside its output projection; see
             `objective.why_loss_outside`.
         gate: Called with the policy's logprobs [batch, seq] before the optimizer acts, if the
@@ -65,7 +65,7 @@ class PolicyUpdate:
     metrics: StepMetrics
     corrections: tuple[CorrectionTerm, ...] = ()
     kl_coef: float = 0.0
-    observer: Observer = Observer()  # noqa: RUF009 - it has no state
+    observer: Observer | None = None
     loss_inside: bool = False
     gate: Callable[[Tensor], object] | None = None
 
@@ -139,7 +139,8 @@ class PolicyUpdate:
         if self.config.aux_loss_coef > 0:
             sums = self._router_sums(batch, actor.model, slices)
         normalizer = self._normalizer(batch)
-        self.observer.begin_update(actor.name, normalizer)
+        if self.observer is not None:
+            self.observer.begin_update(actor.name, normalizer)
         logprobs = list[Tensor]()
         shares = [
             partial(
@@ -162,7 +163,8 @@ class PolicyUpdate:
     ) -> None:
         """Take one optimizer step of the critic, aggregated like the policy's."""
         normalizer = self._normalizer(batch)
-        self.observer.begin_update(critic.name, normalizer)
+        if self.observer is not None:
+            self.observer.begin_update(critic.name, normalizer)
         shares = [
             partial(self._value_share, select_experience(batch, rows), critic.model, normalizer)
             for rows in slices or self._row_slices(batch)
@@ -185,7 +187,8 @@ class PolicyUpdate:
             timeout_minutes=self.config.timeout_minutes,
             before_step=before_step,
         )
-        self.observer.end_update(result)
+        if self.observer is not None:
+            self.observer.end_update(result)
 
     def row_weights(self, micro: ExperienceBatch) -> Tensor | None:
         """Return the importance weight of each row: [batch]; None without `prompt_importance`."""
@@ -383,6 +386,8 @@ class PolicyUpdate:
         values: Mapping[str, Tensor | None],
         terms: Mapping[str, Tensor],
     ) -> None:
+        if self.observer is None:
+            return
         rollouts, outputs = micro.rollouts, micro.outputs
         first = {"old_logprobs": outputs.old_logprobs, "log_kept_mass": outputs.log_kept_mass}
         self.observer.micro_batch(

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from lightrft.algorithms.preference_losses import AnswerSums, PreferenceSums
 from lightrft.datasets.preference_rows import Preference
-from lightrft.datasets.row_data import RowData, RowGroup, SupervisedRow
-from lightrft.datasets.row_media import ShownMedia
+from lightrft.datasets.row_data import RowData, RowGroup, ShownMedia, SupervisedRow
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.lora import LoraActor
 from lightrft.stages.metrics import StepMetrics
@@ -25,8 +24,7 @@ from lightrft.stages.observer import Facts
 from lightrft.stages.preference.preference_loss import PreferenceLoss
 from lightrft.stages.preference.stored_reference import StoredReference, Sums
 from lightrft.stages.rows.row_objective import LossShare, RowBatch, RowObjective
-from lightrft.stages.rows.row_part import MicroBatch, RowPart, shared_part
-from lightrft.stages.rows.row_passes import RowPasses
+from lightrft.stages.rows.row_passes import MicroBatch, RowPart, RowPasses, shared_part
 from lightrft.strategy.backend import inner_module
 from lightrft.strategy.distributed.deadlines import phase
 

@@ -14,8 +14,7 @@ from lightrft.datasets.files import Row, read_sources
 from lightrft.datasets.judged_rows import JudgementKind
 from lightrft.datasets.preference_rows import PreferenceReader, load_preferences
 from lightrft.datasets.ranked_rows import ANSWERS, RANKED, RankedAnswers, ranking_reader
-from lightrft.datasets.row_data import RowData
-from lightrft.datasets.row_media import RowMediaReader
+from lightrft.datasets.row_data import RowData, RowMediaReader
 from lightrft.datasets.scored_rows import RESPONSE, SCORED, ScoredAnswer
 from lightrft.datasets.step_rows import LABELLED_STEPS, STEPS, LabelledSteps
 from lightrft.models import RewardModel

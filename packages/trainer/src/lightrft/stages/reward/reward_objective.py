@@ -32,10 +32,8 @@ from lightrft.stages.reward.comparisons import (
     record_scores,
 )
 from lightrft.stages.reward.score_proofs import prove_published
-from lightrft.stages.rows.padded_rows import PaddedRows
 from lightrft.stages.rows.row_objective import LossShare, RowBatch, RowObjective
-from lightrft.stages.rows.row_part import MicroBatch, RowPart, shared_part
-from lightrft.stages.rows.row_passes import RowPasses
+from lightrft.stages.rows.row_passes import MicroBatch, PaddedRows, RowPart, RowPasses, shared_part
 from lightrft.strategy.backend import inner_module
 
 if TYPE_CHECKING:

@@ -14,11 +14,9 @@ import numpy as np
 from transformers import AutoModelForCausalLM
 
 from lightrft.config import BuildOptions, ConfigError, RowDataOptions, RowRunOptions, TrainConfig
-from lightrft.config.policy_options import batch_problems
-from lightrft.config.train_config import DISTILLED_ROWS, DISTILLED_ROWS_AND_SAMPLES
+from lightrft.config.train_config import DISTILLED_ROWS, DISTILLED_ROWS_AND_SAMPLES, batch_problems
 from lightrft.datasets.prompt_sampler import build_sampler
-from lightrft.datasets.row_data import Item, RowData, SupervisedRow
-from lightrft.datasets.row_media import RowMediaReader
+from lightrft.datasets.row_data import Item, RowData, RowMediaReader, SupervisedRow
 from lightrft.datasets.row_origin import check_tokens
 from lightrft.engines.media.families import family_of, placeholder_ids
 from lightrft.models import load_tokenizer

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from lightrft.datasets.row_data import Item, RowData
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.rows.padded_rows import PaddedRows
-from lightrft.stages.rows.row_part import MicroBatch, RowPart
-from lightrft.stages.rows.row_passes import RowPasses
+from lightrft.stages.rows.row_passes import MicroBatch, PaddedRows, RowPart, RowPasses
 from lightrft.stages.stage import KeptDropout, Step, record_total
 
 if TYPE_CHECKING:

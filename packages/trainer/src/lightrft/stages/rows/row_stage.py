@@ -13,18 +13,29 @@ import torch
 from torch import Tensor
 
 from lightrft.config import RowRunOptions, TrainConfig
-from lightrft.datasets.prompt_sampler import GroupResult, RowChoice
-from lightrft.datasets.row_data import Item, RowData
-from lightrft.datasets.row_media import RowPixels
-from lightrft.datasets.sampled_rows import SampledRows, SampledStream, probabilities_of
+from lightrft.datasets.prompt_sampler import (
+    GroupResult,
+    RowChoice,
+    SampledRows,
+    SampledStream,
+    probabilities_of,
+)
+from lightrft.datasets.row_data import Item, RowData, RowPixels
 from lightrft.engines.media.text_encoder import TEXT_ENCODER
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.models import configure_models
 from lightrft.stages.observer import ObservedRows, ObservedStep, Observer, open_observer
 from lightrft.stages.rows.row_objective import Known, RowBatch, RowObjective
-from lightrft.stages.rows.row_part import planned_part, shared_part, token_bound
-from lightrft.stages.rows.row_passes import RowPasses
-from lightrft.stages.stage import Stage, Step, TrainedModels, Work, optimizer_step, record_total
+from lightrft.stages.rows.row_passes import RowPasses, planned_part, shared_part, token_bound
+from lightrft.stages.stage import (
+    Stage,
+    Step,
+    TrainedModels,
+    Work,
+    is_scheduled,
+    optimizer_step,
+    record_total,
+)
 
 if TYPE_CHECKING:
     from lightrft.strategy.strategy_base import StrategyBase
@@ -100,10 +111,10 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
     def update(self, batch: RowBatch[Item, Known], step: Step) -> Work:
         """Take one optimizer step."""
         objective, part, model = self.objective, batch.part, self.models.main
-        observer = open_observer(
-            step, self.config.audit_every, lambda: self._observed(part.items, step)
-        )
-        observer.begin_update(model.name, objective.normalizer(part, batch.known))
+        observer = None
+        if is_scheduled(step.number, self.config.audit_every):
+            observer = open_observer(self._observed(part.items, step))
+            observer.begin_update(model.name, objective.normalizer(part, batch.known))
 
         def shares(where: slice) -> Callable[[], Tensor]:
             return lambda: self._share(batch, where, step.metrics, observer)
@@ -115,8 +126,9 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
             metrics=step.metrics,
             timeout_minutes=self.config.timeout_minutes,
         )
-        observer.end_update(result)
-        observer.finish()
+        if observer is not None:
+            observer.end_update(result)
+            observer.finish()
         record_total("loss", self.strategy.context, step.metrics)
         if step.number == step.num_planned:
             objective.conclude(self.data, self.passes)
@@ -141,24 +153,21 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
         batch: RowBatch[Item, Known],
         where: slice,
         metrics: StepMetrics,
-        observer: Observer,
+        observer: Observer | None,
     ) -> Tensor:
         """Compute the share of a micro-batch in the loss of the step."""
         micro = batch.part.micro_batch(where)
         share = self.objective.share(micro, batch.known, metrics)
-        rows = share.rows
-        observer.micro_batch(
-            rows.ids,
-            rows.attention_mask,
-            {
+        if observer is not None:
+            rows = share.rows
+            values = {
                 "token_ids": rows.token_ids,
                 "response_mask": rows.is_trained,
                 "new": share.values,
                 "old_logprobs": share.values,
                 "ref_logprobs": share.reference,
-            },
-            share.terms,
-        )
+            }
+            observer.micro_batch(rows.ids, rows.attention_mask, values, share.terms)
         metrics.add_mean("loss", share.terms["policy"], 0.0)
         return share.loss
 

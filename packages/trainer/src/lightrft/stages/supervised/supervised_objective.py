@@ -15,7 +15,7 @@ from lightrft.config import RowRunOptions
 from lightrft.datasets.row_data import SupervisedRow
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.rows.row_objective import Known, LossShare, RowBatch, RowObjective
-from lightrft.stages.rows.row_part import MicroBatch, RowPart
+from lightrft.stages.rows.row_passes import MicroBatch, RowPart
 from lightrft.stages.stage import KeptDropout
 
 

@@ -11,7 +11,7 @@ from lightrft.datasets.files import Row
 from lightrft.datasets.messages import ReadRecord
 from lightrft.datasets.prompts import build_prompts
 from lightrft.datasets.types import DataError
-from lightrft.engines.media.errors import MediaError
+from lightrft.engines.media.files import MediaError
 from lightrft.engines.text import Tokenizer
 
 T = TypeVar("T")

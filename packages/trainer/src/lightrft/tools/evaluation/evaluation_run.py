@@ -24,7 +24,8 @@ from lightrft.models.proof import prove_model
 from lightrft.models.statements import read_statements
 from lightrft.records.answer_order import position_metrics
 from lightrft.records.table import RowTable, SampleTable, deliver_rows, tabulate
-from lightrft.reporting.files import CONFIG_FILE, EVAL_FILE, ROLLOUTS_FILE, JsonLinesFile
+from lightrft.reporting.files import CONFIG_FILE, EVAL_FILE, ROLLOUTS_FILE
+from lightrft.reporting.loggers import JsonLinesFile
 from lightrft.reporting.rollouts import RolloutLog
 from lightrft.rollout.sampler import (
     RolloutSampler,

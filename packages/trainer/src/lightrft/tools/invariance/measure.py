@@ -25,7 +25,7 @@ from lightrft.models import Actor, ActorOutput, Critic, load_config
 from lightrft.models.by_sequence import refuse_gathered_layers
 from lightrft.models.proof import random_rows, separate_rows
 from lightrft.models.statements import vocabulary_of
-from lightrft.models.ulysses import LayoutRefusedError
+from lightrft.models.types import LayoutRefusedError
 from lightrft.strategy import get_fake_strategy, get_strategy
 from lightrft.strategy.backend import Backend, PreparedModel, inner_module, wrapped_module
 from lightrft.strategy.model_training import ModelTraining

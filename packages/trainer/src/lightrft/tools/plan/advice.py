@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.policy_options import launch_problems
+from lightrft.config.train_config import launch_problems
 from lightrft.tools.plan.engine_room import engine_room
 from lightrft.tools.plan.memory import MemoryPlan, fitting_budget, fitting_share, plan_memory
 from lightrft.tools.plan.setup import Setup

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 
 from lightrft.run.gpus import GB
-from lightrft.tools.plan.constants import constant
 from lightrft.tools.plan.setup import Setup
+from lightrft.tools.plan.sizes import constant
 
 # vLLM's defaults (`EngineArgs.get_batch_defaults`, version 0.32) for a device of at least so
 # many bytes: tokens of a profiled batch, and responses at a time.

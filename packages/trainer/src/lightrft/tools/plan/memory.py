@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 
 from lightrft.engines.types import MOST_KEPT_IDS
 from lightrft.run.gpus import GB
-from lightrft.tools.plan.constants import constant
 from lightrft.tools.plan.engine_room import EngineRoom, asleep_bytes, engine_room, working_share
 from lightrft.tools.plan.setup import FLOAT, Model, Setup
-from lightrft.tools.plan.sizes import ModelSize
+from lightrft.tools.plan.sizes import ModelSize, constant
 
 # Predictions err by less than this factor; the second one is a guess for untraced devices.
 TOLERANCE, UNTRACED_TOLERANCE = 1.1, 1.3

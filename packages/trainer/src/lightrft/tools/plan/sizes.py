@@ -14,6 +14,39 @@ from lightrft.config.options import LARGEST_INT, did_you_mean
 from lightrft.config.toml import read_toml
 from lightrft.kernels.names import first_line
 
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A number of the plan.
+
+    Args:
+        value: Number in its unit.
+        meaning: Meaning with the unit.
+        measured_on: Machine, GPU and versions of the run that it is from; "" is an assumption.
+        compare: Numbers that others report of it.
+    """
+
+    value: float
+    meaning: str
+    measured_on: str = ""
+    compare: str = ""
+
+    @property
+    def source(self) -> str:
+        """Origin of the number."""
+        kind = f"measured on {self.measured_on}" if self.measured_on else "assumed"
+        return f"{kind}; {self.compare}" if self.compare else kind
+
+
+_FILE = Path(__file__).with_name("constants.toml")
+CONSTANTS = typed(dict[str, Constant], read_toml(_FILE), _FILE)
+
+
+def constant(name: str) -> float:
+    """Return the value of a constant."""
+    return CONSTANTS[name].value
+
+
 _logger = logging.getLogger(__name__)
 
 # Numbers of tokens of two passes, from which numbers per token and per row follow.

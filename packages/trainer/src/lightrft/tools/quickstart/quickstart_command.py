@@ -229,7 +229,7 @@ def prepare(recipe: Recipe, directory: Path) -> None:
     import torch
 
     from lightrft.run.threads import decide_threads, max_micro_batch_tokens
-    from lightrft.strategy.distributed.console_sink import report_progress
+    from lightrft.strategy.distributed.context import report_progress
     from lightrft.tools.model_presets import END
     from lightrft.tools.quickstart.warm_start import build_student, imitate
 

@@ -23,7 +23,7 @@ def run(argv: Sequence[str]) -> int:
     """
     options = build_parser().parse_args(argv)
     # Imported here because they import torch.
-    from lightrft.strategy.distributed.console_sink import console_sink
+    from lightrft.strategy.distributed.context import console_sink
     from lightrft.tools.replay.run_replay import replay_run
 
     hide_progress_bars()

@@ -1,4 +1,4 @@
-"""Facts on media files, so that unchanged files are not read again."""
+"""Media files: the error for those that cannot be read, and facts on those that were."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -6,6 +6,23 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+
+# Bytes of the shortest signature of a file.
+_SIGNATURE_BYTES = 4
+
+
+class MediaError(ValueError):
+    """Error for a medium that cannot be read; the message says which, why, and what to do."""
+
+
+def is_list_of_bytes(value: object) -> bool:
+    """Return whether a value is a list of the encoded bytes of a file, as in JSON."""
+    return (
+        isinstance(value, list)
+        and len(value) > _SIGNATURE_BYTES
+        and all(isinstance(item, int) and 0 <= item < 256 for item in value)
+    )
+
 
 # A file system's clock may take this long to advance: a file that has just changed may change
 # again and keep its times.
