@@ -23,12 +23,12 @@ from lightrft.config.other_names import OTHER_NAMES, option_hint
 from lightrft.config.registry import REGISTRIES, keyword_options
 from lightrft.config.train_config import command_options
 from lightrft.reporting.metric_table import METRICS
-from lightrft.run.gpus import GB, GPUS
+from lightrft.run.gpus import GPUS
 from lightrft.tools.plan.advice import advise
 from lightrft.tools.plan.memory import plan_memory
 from lightrft.tools.plan.plan_command import count_table, setup_of
 from lightrft.tools.plan.setup import Setup
-from lightrft.tools.plan.sizes import CONSTANTS, SHAPES
+from lightrft.tools.plan.sizes import CONSTANTS, GB, SHAPES
 from lightrft.utils.arguments import GROUPS
 
 FOLDER = Path(__file__).resolve().parent

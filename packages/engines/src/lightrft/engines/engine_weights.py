@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from lightrft.engines.types import EngineParameter
+from lightrft.engines.types import EngineParameter, tied_names
 
 if TYPE_CHECKING:
     from lightrft.kernels.weight_bucket.layout import WeightPiece
@@ -447,17 +447,6 @@ def full_shape(parameter: torch.Tensor) -> torch.Size:
     # DeepSpeed keeps it as an attribute of the parameter.
     shape: torch.Size = vars(parameter).get("ds_shape", parameter.shape)
     return shape
-
-
-def tied_names(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Return the first name of each shared parameter, by its further names."""
-    first_names: dict[int, str] = {}
-    tied: dict[str, str] = {}
-    for name, parameter in named:
-        first_name = first_names.setdefault(id(parameter), name)
-        if first_name != name:
-            tied[name] = first_name
-    return tied
 
 
 def _fits(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:

@@ -16,10 +16,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lightrft.engines.engine_weights import tied_names
 from lightrft.engines.hf.engine import architecture_of
 from lightrft.engines.media.families import language_model_class
-from lightrft.engines.types import EngineConfig
+from lightrft.engines.types import EngineConfig, tied_names
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import compress
@@ -364,3 +364,14 @@ class EngineConfig:
                 f"{', '.join(known)}"
             )
         return known[self.dtype]
+
+
+def tied_names(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """Return the first name of each shared parameter, by its further names."""
+    first_names: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in named:
+        first_name = first_names.setdefault(id(parameter), name)
+        if first_name != name:
+            tied[name] = first_name
+    return tied

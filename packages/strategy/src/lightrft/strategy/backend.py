@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.config import BackendOptions, TrainingOptions
+from lightrft.config import BackendOptions, StrategyConfig, TrainingOptions
 from lightrft.strategy.checkpoints import training_state
 from lightrft.strategy.checkpoints.files import FileWriter
 from lightrft.strategy.checkpoints.manifest import Checkpoint
 from lightrft.strategy.checkpoints.shard_files import full_value
-from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.meta_init import parameters_on_meta
 from lightrft.strategy.optimizers import (

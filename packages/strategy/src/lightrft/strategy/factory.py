@@ -2,8 +2,8 @@
 
 import importlib.util
 
+from lightrft.config import StrategyConfig
 from lightrft.strategy.backend import Arguments, published_sizes
-from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.strategy_base import StrategyBase
 
 

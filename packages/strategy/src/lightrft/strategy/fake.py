@@ -5,6 +5,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightrft.config import StrategyConfig
 from lightrft.strategy.backend import (
     AnyModel,
     Arguments,
@@ -13,7 +14,6 @@ from lightrft.strategy.backend import (
     inner_module,
     published_sizes,
 )
-from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.collectives import ALONE
 from lightrft.strategy.distributed.process_groups import resolve_shard_size
 from lightrft.strategy.distributed.sequence_parallel import share_sequences

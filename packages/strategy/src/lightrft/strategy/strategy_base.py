@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightrft.config import ConfigError, StrategyConfig
 from lightrft.engines.types import EngineStatus
 from lightrft.strategy.backend import (
     NO_ENGINE,
@@ -35,7 +36,6 @@ from lightrft.strategy.backend import (
 )
 from lightrft.strategy.checkpoints.checkpoints import Checkpoints
 from lightrft.strategy.checkpoints.folders import SaveRequest
-from lightrft.strategy.config import ConfigError, StrategyConfig
 from lightrft.strategy.distributed import collectives
 from lightrft.strategy.distributed.collectives import ALONE, Group
 from lightrft.strategy.distributed.context import (
@@ -49,7 +49,6 @@ from lightrft.strategy.distributed.context import (
 from lightrft.strategy.distributed.sequence_parallel import SPDataProcessor
 from lightrft.strategy.model_training import ModelTraining
 from lightrft.strategy.optimizers import OptimizerStepResult
-from lightrft.strategy.sampler import DistributedSampler
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
     vocabulary_of,
@@ -389,6 +388,8 @@ class StrategyBase:
             consumed_samples: Samples of the epoch already used, over all ranks.
         """
         if sampler is None:
+            from lightrft.strategy.sampler import DistributedSampler
+
             sampler = DistributedSampler(
                 replay_buffer,
                 num_replicas=self.world_size,

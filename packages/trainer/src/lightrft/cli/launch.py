@@ -25,7 +25,6 @@ from lightrft.strategy.distributed.process_end import (
     LastPhase,
     read_phase,
 )
-from lightrft.utils.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -91,6 +90,7 @@ def launch(module: str, arguments: Sequence[str], *, nproc_per_node: int) -> int
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from lightrft.engines.process_state import replaced_environment
+    from lightrft.utils.scratch import scratch_folder
 
     _silence_agent()
     with scratch_folder() as scratch:

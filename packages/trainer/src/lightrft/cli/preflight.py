@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightrft.config import (
+    ConfigError,
     MonitoringOptions,
     PromptDataOptions,
     PromptOptions,
@@ -29,7 +30,6 @@ from lightrft.datasets.types import DataError
 from lightrft.engines.factory import resolve_engine_type
 from lightrft.models.weight_files import count_model, cut_files
 from lightrft.reporting.files import read_json
-from lightrft.strategy.config import ConfigError
 
 _DEVICE = re.compile(r"nvidia\d+\Z")
 # A checkpoint holds float32 weights and Adam's two moments, the final model the weights again.

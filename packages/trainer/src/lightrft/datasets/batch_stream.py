@@ -1,8 +1,10 @@
 """Batches of prompts or other items over several passes, from any position."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
@@ -10,7 +12,9 @@ from torch.utils.data.distributed import DistributedSampler as TorchDistributedS
 from lightrft.config import TrainConfig
 from lightrft.datasets.prompt_sampler import GroupResult, SampledRows, SampledStream
 from lightrft.datasets.types import Prompt
-from lightrft.strategy.sampler import DistributedSampler
+
+if TYPE_CHECKING:
+    from lightrft.strategy.sampler import DistributedSampler
 
 Item = TypeVar("Item")
 Batches = DataLoader[Item] | Iterable[Sequence[Item]] | SampledRows[Item]
@@ -73,17 +77,28 @@ class BatchStream(Generic[Item]):
         """Do nothing: results do not change the order of a loader."""
 
     def _start(self, episode: int, num_consumed: int) -> Iterator[Sequence[Item]]:
-        sampler = self._batches.sampler if isinstance(self._batches, DataLoader) else None
-        if isinstance(sampler, DistributedSampler):
+        sampler = _own_sampler(self._batches)
+        if sampler is not None:
             sampler.set_epoch(episode, num_consumed)
             return iter(self._batches)
-        if isinstance(sampler, TorchDistributedSampler):
-            sampler.set_epoch(episode)
+        if isinstance(self._batches, DataLoader) and isinstance(
+            self._batches.sampler, TorchDistributedSampler
+        ):
+            self._batches.sampler.set_epoch(episode)
         batches: Iterator[Sequence[Item]] = iter(self._batches)
         num_items = num_consumed // self._world_size
         while num_items > 0:
             num_items -= len(next(batches, ()) or range(num_items))
         return batches
+
+
+def _own_sampler(batches: Batches[Item]) -> DistributedSampler | None:
+    """Return the sampler of a loader that `setup_dataloader` made; None of other batches."""
+    if not isinstance(batches, DataLoader):
+        return None
+    from lightrft.strategy.sampler import DistributedSampler
+
+    return batches.sampler if isinstance(batches.sampler, DistributedSampler) else None
 
 
 Draws = BatchStream[Item] | SampledStream[Item]
@@ -124,9 +139,10 @@ def batches_per_episode(batches: Batches[Item], *, world_size: int, batch_size: 
     Raises:
         ValueError: There is less than one batch, or the length is unknown.
     """
-    if isinstance(batches, DataLoader) and isinstance(batches.sampler, DistributedSampler):
+    sampler = _own_sampler(batches)
+    if sampler is not None:
         # The loader's length shrinks while a pass is resumed in its middle.
-        count = batches.sampler.num_samples * world_size // batch_size
+        count = sampler.num_samples * world_size // batch_size
     else:
         try:
             count = len(batches)  # type: ignore[arg-type]

@@ -29,7 +29,6 @@ from lightrft.config.printable import one_line
 from lightrft.config.registry import DATA_SOURCES, split_kind
 from lightrft.datasets.types import DataError
 from lightrft.kernels.names import first_line
-from lightrft.utils.hub import is_hub_reachable
 
 # One of these files marks a folder that `save_to_disk` wrote.
 SAVED_FILES = ("dataset_dict.json", "dataset_info.json")
@@ -164,6 +163,8 @@ def _load_rows(source: str, split: str) -> Iterator[Mapping[str, object]]:
             "or give a JSONL, JSON or Parquet file"
         ) from err
     if is_hub_name(source):
+        from lightrft.utils.hub import is_hub_reachable
+
         said_once(f"looking for {source} in the hub and its cache", by_workers=True)
         if not is_hub_reachable():
             datasets.config.HF_HUB_OFFLINE = True  # else each file is requested several times

@@ -29,7 +29,6 @@ from lightrft.engines.hf.attention import UNFUSED_OPTIONS, fused_attention, set_
 from lightrft.engines.media.families import family_of, language_model
 from lightrft.models.shared_prefix import SharedRuns
 from lightrft.models.types import LayoutRefusedError
-from lightrft.models.ulysses import check_head_counts, gather_sequence, scatter_sequence
 from lightrft.models.varlen import (
     HALF_DTYPES,
     KernelShape,
@@ -153,6 +152,8 @@ def packed_attention(
             "sinks over several ranks: train without packing_samples and sp_size"
         )
     if group is not None:
+        from lightrft.models.ulysses import gather_sequence, scatter_sequence
+
         query, key, value = gather_sequence(query, key, value, group)
     shared = sequence_bounds.shared
     if shared is not None:
@@ -386,7 +387,10 @@ def use_packed_attention(model: PreTrainedModel, *, sp_size: int = 1) -> None:
             the ranks.
     """
     check_packable(model)
-    check_head_counts(model.config.get_text_config().num_attention_heads, sp_size)
+    if sp_size > 1:
+        from lightrft.models.ulysses import check_head_counts
+
+        check_head_counts(model.config.get_text_config().num_attention_heads, sp_size)
     set_text_attention(model, PACKED)
 
 

@@ -21,7 +21,6 @@ from lightrft.models.shared_prefix import (
     shared_runs,
 )
 from lightrft.models.types import HeadReader, TokenLossFunction
-from lightrft.models.ulysses import check_same_batch, sum_over_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +259,8 @@ class TokenLayout:
         """Turn sums over this rank's tokens into sums over all; collective for a split stream."""
         if self.bounds is None or self.bounds.group is None:
             return sums
+        from lightrft.models.ulysses import sum_over_ranks
+
         return sum_over_ranks(sums, self.bounds.group)
 
 
@@ -479,3 +480,23 @@ def _beginning(path: Path, count: int) -> Path:
             runs.append((start, min(stop, start + count)))
             count -= stop - start
     return tuple(runs)
+
+
+def check_same_batch(token_ids: Tensor, *masks: Tensor, group: ProcessGroup) -> None:
+    """Raise ValueError unless all ranks of the group hold the same batch. Collective.
+
+    Ranks with batches of different sizes would otherwise wait for each other inside a collective.
+    """
+    index = torch.arange(1, token_ids.numel() + 1, device=token_ids.device)
+    content = token_ids.long().flatten() + 1
+    for factor, mask in enumerate(masks, start=1):
+        content = content + 1_000_003 * factor * mask.long().flatten()
+    fingerprint = torch.stack([*index.new_tensor(token_ids.shape), (content * index).sum()])
+    bounds = torch.cat([fingerprint, -fingerprint])
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    highest, lowest = bounds.chunk(2)
+    if not torch.equal(highest, -lowest):
+        raise ValueError(
+            "the ranks of a sequence-parallel group must pass the same batch: got different ones; "
+            "share them with strategy.sp_data_processor.preprocess"
+        )

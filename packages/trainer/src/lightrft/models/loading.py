@@ -32,15 +32,13 @@ from lightrft.config.files import FileError, read_object, read_text
 from lightrft.config.options import short
 from lightrft.config.other_names import said_once
 from lightrft.config.printable import one_line
-from lightrft.engines.hf.tower import use_fast_tower
-from lightrft.engines.media.families import language_model_class
+from lightrft.engines.media.families import family_of, language_model_class
 from lightrft.engines.process_state import deepspeed_unless_used
 from lightrft.kernels.names import first_line
 from lightrft.models.attention import use_short_attention
 from lightrft.strategy.checkpoints.gathered_model import WeightFiles
 from lightrft.strategy.meta_init import is_building_on_meta
 from lightrft.strategy.weight_sync.parameter_source import tied_parameter_names
-from lightrft.utils.hub import is_hub_reachable
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -418,7 +416,10 @@ def load_model(
         if model.can_generate():
             model.generation_config = read_generation_config(path)[0] or model.generation_config
     use_short_attention(model)
-    use_fast_tower(model)
+    if family_of(model.config) is not None:
+        from lightrft.engines.hf.tower import use_fast_tower
+
+        use_fast_tower(model)
     return model
 
 
@@ -571,6 +572,8 @@ def _only_local(path: str) -> bool:
     """Return whether to use only local files; asks the hub only about names of the hub."""
     if Path(path).is_dir():
         return True
+    from lightrft.utils.hub import is_hub_reachable
+
     said_once(f"looking for {path} in the hub and its cache", by_workers=True)
     return not is_hub_reachable()
 

@@ -40,7 +40,6 @@ from lightrft.models.attention import (
     check_packable,
     trunk_of,
 )
-from lightrft.models.by_sequence import separate_sequences
 from lightrft.models.layout import TokenLayout
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.sequence_model import SequenceModel, trunk_output
@@ -494,6 +493,8 @@ def separate_rows(
     Raises:
         LayoutRefusedError: See `separate_sequences`.
     """
+    from lightrft.models.by_sequence import separate_sequences
+
     check_packable(model.pretrained)
     trunk, layout = trunk_of(model.pretrained), TokenLayout.packed(*_padded(rows))
     assert layout.bounds is not None

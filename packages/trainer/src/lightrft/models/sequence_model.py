@@ -17,7 +17,6 @@ from lightrft.engines.hf.attention import set_text_attention
 from lightrft.engines.media.families import VisionFamily, family_of, language_model
 from lightrft.engines.media.media import NO_MEDIA, RowMedia
 from lightrft.models.attention import has_other_layers, trunk_of, use_packed_attention
-from lightrft.models.by_sequence import BySequence
 from lightrft.models.layout import LayoutPolicy, TokenLayout
 from lightrft.models.types import LayoutRefusedError
 
@@ -154,13 +153,14 @@ class SequenceModel(nn.Module):
     def _refuse_other_layers(self, policy: LayoutPolicy) -> None:
         """Raise LayoutRefusedError if layers besides attention may read a stream wrongly."""
         name, trunk = type(self.pretrained).__name__, self.language_model
-        if policy.sp_group is not None and (
-            has_other_layers(trunk) or any(isinstance(m, BySequence) for m in trunk.modules())
-        ):
-            raise LayoutRefusedError(
-                f"{name} may have layers with a state of the tokens before, which ranks do not "
-                "pass on: train without sp_size"
-            )
+        if policy.sp_group is not None:
+            from lightrft.models.by_sequence import BySequence
+
+            if has_other_layers(trunk) or any(isinstance(m, BySequence) for m in trunk.modules()):
+                raise LayoutRefusedError(
+                    f"{name} may have layers with a state of the tokens before, which ranks do not "
+                    "pass on: train without sp_size"
+                )
         if not self.is_separated and has_other_layers(trunk):
             raise LayoutRefusedError(
                 f"{name} may have layers that mix packed sequences: pack it by "

@@ -108,23 +108,3 @@ def scatter_sequence(attended: Tensor, group: ProcessGroup) -> Tensor:
     blocks = attended.reshape(heads, size, -1, attended.shape[-1]).transpose(0, 1)
     received: Tensor = _AllToAll.apply(blocks, group)  # type: ignore[no-untyped-call, unused-ignore]
     return received.flatten(0, 1).unsqueeze(0)
-
-
-def check_same_batch(token_ids: Tensor, *masks: Tensor, group: ProcessGroup) -> None:
-    """Raise ValueError unless all ranks of the group hold the same batch. Collective.
-
-    Ranks with batches of different sizes would otherwise wait for each other inside a collective.
-    """
-    index = torch.arange(1, token_ids.numel() + 1, device=token_ids.device)
-    content = token_ids.long().flatten() + 1
-    for factor, mask in enumerate(masks, start=1):
-        content = content + 1_000_003 * factor * mask.long().flatten()
-    fingerprint = torch.stack([*index.new_tensor(token_ids.shape), (content * index).sum()])
-    bounds = torch.cat([fingerprint, -fingerprint])
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
-    highest, lowest = bounds.chunk(2)
-    if not torch.equal(highest, -lowest):
-        raise ValueError(
-            "the ranks of a sequence-parallel group must pass the same batch: got different ones; "
-            "share them with strategy.sp_data_processor.preprocess"
-        )

@@ -9,7 +9,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self, cast
 
-from lightrft.config import ScorerOptions, ScoringOptions, ServiceOptions, TrainConfig
+from lightrft.config import ConfigError, ScorerOptions, ScoringOptions, ServiceOptions, TrainConfig
 from lightrft.config.options import is_number
 from lightrft.config.registry import REWARD_KINDS, REWARD_SERVICES, REWARDS, split_kind
 from lightrft.config.toml import read_toml
@@ -31,7 +31,6 @@ from lightrft.rewards.types import (
     Texts,
     UsesEngine,
 )
-from lightrft.strategy.config import ConfigError
 
 if TYPE_CHECKING:
     from lightrft.engines.base import RolloutEngine

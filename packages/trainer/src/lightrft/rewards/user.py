@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from lightrft.config import ScoringOptions
+from lightrft.config import ConfigError, ScoringOptions
 from lightrft.rewards.environment_snapshot import with_snapshots
 from lightrft.rewards.other_signatures import WITHOUT_COUNTERPART, adapted
 from lightrft.rewards.process import WorkerFailedError, WorkerPool, WorkerTask, WorkerTimeoutError
@@ -35,7 +35,6 @@ from lightrft.rewards.user_task import (
     with_bytes,
     with_pixels,
 )
-from lightrft.strategy.config import ConfigError
 
 ARGUMENTS = ("prompts", "labels", "responses", "completions")
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from lightrft.config import ConfigError
 from lightrft.config.options import did_you_mean
 
-GB = 1e9
-
 
 @dataclass(frozen=True, slots=True)
 class Gpu:

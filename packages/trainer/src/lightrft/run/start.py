@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from lightrft.config import FolderOptions, RunControlOptions, TrainConfig
+from lightrft.config import ConfigError, FolderOptions, RunControlOptions, TrainConfig
 from lightrft.config.files import file_sha256
 from lightrft.models import SequenceModel
 from lightrft.models.varlen import KernelShape, KernelTrial, try_kernel
@@ -29,7 +29,6 @@ from lightrft.run.loop import Loop
 from lightrft.run.provenance import describe_models, run_hash
 from lightrft.run.resume import Change, RunPlan, decided_options, describe_inputs
 from lightrft.strategy.backend import inner_module
-from lightrft.strategy.config import ConfigError
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.optimizers import PlannedLR
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from lightrft.cli.errors import ExitCode, UsageError, refuse
 from lightrft.cli.options import parse_options
 from lightrft.cli.train import build_parser as build_train_parser
+from lightrft.config import ConfigError
 from lightrft.config.train_config import launch_problems
-from lightrft.strategy.config import ConfigError
 from lightrft.tools.commands import parser_of
 
 EXAMPLE = "lightrft launch slurm --print --nodes 2 --gpus_per_node 8 -- --config run.toml"

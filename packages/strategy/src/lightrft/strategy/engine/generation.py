@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightrft.config import TrainConfig
+from lightrft.config import StrategyConfig, TrainConfig
 from lightrft.engines.base import RolloutEngine
 from lightrft.engines.factory import ENGINES, build_engine, engine_facts, resolve_engine_type
 from lightrft.engines.types import (
@@ -28,7 +28,6 @@ from lightrft.engines.types import (
 )
 from lightrft.kernels.names import nearest_names
 from lightrft.strategy.backend import Arguments
-from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.collectives import Group, gather_objects
 
 IMAGE_PLACEHOLDER = re.compile(r"<\|vision_start\|>(?:<\|image_pad\|>)+<\|vision_end\|>")

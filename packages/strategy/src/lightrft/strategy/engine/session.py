@@ -11,6 +11,7 @@ from typing import Self
 import torch
 from torch import nn
 
+from lightrft.config import StrategyConfig
 from lightrft.config.parts.machine import refused_adapters
 from lightrft.engines.adapters import holds_adapters
 from lightrft.engines.base import RolloutEngine
@@ -24,7 +25,6 @@ from lightrft.engines.types import (
     Vocabulary,
 )
 from lightrft.strategy.backend import NO_ENGINE, inner_module
-from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.distributed.collectives import group_rank, group_size, run_together
 from lightrft.strategy.distributed.context import DistributedContext
 from lightrft.strategy.distributed.deadlines import phase

@@ -15,10 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard as ShardPlacement
 
 from lightrft.config import EngineOptions
-from lightrft.config.parts.machine import sends_adapters
-from lightrft.engines.engine_weights import tied_names
-from lightrft.engines.types import AdapterShape, Vocabulary
-from lightrft.strategy.config import MERGED
+from lightrft.config.parts.machine import MERGED, sends_adapters
+from lightrft.engines.types import AdapterShape, Vocabulary, tied_names
 
 FlatRange = tuple[int, int]
 # `add_local(name, start, values)` adds in place to float32 `values`, the elements from `start`.

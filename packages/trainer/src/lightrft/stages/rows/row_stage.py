@@ -24,7 +24,6 @@ from lightrft.datasets.row_data import Item, RowData, RowPixels
 from lightrft.engines.media.text_encoder import TEXT_ENCODER
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.models import configure_models
-from lightrft.stages.observer import ObservedRows, ObservedStep, Observer, open_observer
 from lightrft.stages.rows.row_objective import Known, RowBatch, RowObjective
 from lightrft.stages.rows.row_passes import RowPasses, planned_part, shared_part, token_bound
 from lightrft.stages.stage import (
@@ -38,6 +37,7 @@ from lightrft.stages.stage import (
 )
 
 if TYPE_CHECKING:
+    from lightrft.stages.observer import ObservedStep, Observer
     from lightrft.strategy.strategy_base import StrategyBase
 
 
@@ -113,6 +113,8 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
         objective, part, model = self.objective, batch.part, self.models.main
         observer = None
         if is_scheduled(step.number, self.config.audit_every):
+            from lightrft.stages.observer import open_observer
+
             observer = open_observer(self._observed(part.items, step))
             observer.begin_update(model.name, objective.normalizer(part, batch.known))
 
@@ -138,6 +140,8 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
 
     def _observed(self, items: Sequence[Item], step: Step) -> ObservedStep:
         """Describe a step by its rows, however they were chosen."""
+        from lightrft.stages.observer import ObservedRows, ObservedStep
+
         data = self.data.rows
         known = {id(item.rows[0]): place for place, item in enumerate(data)}
         places = [known.get(id(item.rows[0]), -1) for item in items]

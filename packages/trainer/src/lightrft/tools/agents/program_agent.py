@@ -19,11 +19,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from lightrft.config import ConfigError
 from lightrft.config.printable import one_line
 from lightrft.rewards.worker import ReportedError
 from lightrft.rollout.agents.agent_worker import HostedAgents
 from lightrft.run.provenance import named_paths
-from lightrft.strategy.config import ConfigError
 from lightrft.tools.rewards.sandbox import Ending, Sandbox, SandboxError, SandboxLimits
 
 _CHUNK = 1 << 16

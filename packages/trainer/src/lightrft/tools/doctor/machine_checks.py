@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lightrft.cli.preflight import device_files, environment_problems
+from lightrft.config import ConfigError
 from lightrft.engines.factory import ENGINES
 from lightrft.engines.libraries import LIBRARIES, installed_version
-from lightrft.strategy.config import ConfigError
 from lightrft.tools.doctor.check import Check, CheckResult, check_imports, checked, unchecked
 from lightrft.tools.rewards.sandbox import REMEDIES, Sandbox
 

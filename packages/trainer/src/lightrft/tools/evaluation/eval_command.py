@@ -23,12 +23,11 @@ from lightrft.cli.preflight import (
     found_columns,
     model_problems,
 )
-from lightrft.config import TrainConfig
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.other_names import A_DATA_FILE, A_REWARD
 from lightrft.config.train_config import command_options
 from lightrft.reporting.files import CONFIG_FILE
 from lightrft.reporting.start_bar import start_text
-from lightrft.strategy.config import ConfigError
 from lightrft.tools.commands import parser_of
 from lightrft.tools.evaluation.evaluation_run import EvalResult, EvalSettings
 from lightrft.tools.init_model_command import require_empty

@@ -3,9 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from lightrft.run.gpus import GB
 from lightrft.tools.plan.setup import Setup
-from lightrft.tools.plan.sizes import constant
+from lightrft.tools.plan.sizes import GB, constant
 
 # vLLM's defaults (`EngineArgs.get_batch_defaults`, version 0.32) for a device of at least so
 # many bytes: tokens of a profiled batch, and responses at a time.
@@ -116,12 +115,6 @@ def engine_room(setup: Setup) -> EngineRoom | None:
         mean_tokens=setup.mean_row_tokens,
         num_rows=setup.samples_per_rank * tp,
     )
-
-
-def asleep_bytes(setup: Setup) -> float:
-    """Return what a sleeping engine keeps on the device."""
-    room = engine_room(setup)
-    return 0.0 if room is None else room.graph_bytes
 
 
 def working_share(setup: Setup, trainer_bytes: float, usable_bytes: float) -> float | None:

@@ -3,14 +3,18 @@
 A phase adds to what FSDP2 or a stage of ZeRO holds of the models at rest.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from lightrft.engines.types import MOST_KEPT_IDS
-from lightrft.run.gpus import GB
-from lightrft.tools.plan.engine_room import EngineRoom, asleep_bytes, engine_room, working_share
 from lightrft.tools.plan.setup import FLOAT, Model, Setup
-from lightrft.tools.plan.sizes import ModelSize, constant
+from lightrft.tools.plan.sizes import GB, ModelSize, constant
+
+if TYPE_CHECKING:
+    from lightrft.tools.plan.engine_room import EngineRoom
 
 # Predictions err by less than this factor; the second one is a guess for untraced devices.
 TOLERANCE, UNTRACED_TOLERANCE = 1.1, 1.3
@@ -588,7 +592,7 @@ class MemoryPlan:
     @property
     def room(self) -> EngineRoom | None:
         """Room of the engine in its share; None without a server engine."""
-        return engine_room(self.setup)
+        return _room(self.setup)
 
     @property
     def problems(self) -> list[str]:
@@ -620,7 +624,7 @@ def plan_memory(setup: Setup) -> MemoryPlan:
     if not setup.rolls_out:
         return MemoryPlan(setup, tuple(_given_phases(setup)))
     always = [*_context(setup), *model_terms(setup)]
-    asleep = [MemoryTerm("engine: graphs", asleep_bytes(setup))]
+    asleep = [MemoryTerm("engine: graphs", _graph_bytes(setup))]
     if setup.num_apart and setup.has_gpu:  # the base is not sent again
         weights = [
             MemoryTerm(f"{t.name}, asleep", t.num_bytes, True) for t in _engine_weights(setup)
@@ -692,6 +696,8 @@ def fitting_share(plan: MemoryPlan) -> float | None:
     if not _sleeps(setup):
         others = max(p.device_bytes for p in plan.phases if p.name != "rollout")
         trainer = max(trainer, others - rank_bytes(list(_engine(setup))))
+    from lightrft.tools.plan.engine_room import working_share
+
     return working_share(setup, trainer, plan.usable_bytes)
 
 
@@ -735,10 +741,25 @@ def _engine_weights(setup: Setup) -> Iterator[MemoryTerm]:
         yield MemoryTerm("engine: weights", num_bytes)
 
 
+def _room(setup: Setup) -> EngineRoom | None:
+    """Return the room of a server engine; None of an embedded one, which shares trainer memory."""
+    if not setup.has_server_engine:
+        return None
+    from lightrft.tools.plan.engine_room import engine_room
+
+    return engine_room(setup)
+
+
+def _graph_bytes(setup: Setup) -> float:
+    """Return what a sleeping engine keeps on the device."""
+    room = _room(setup)
+    return 0.0 if room is None else room.graph_bytes
+
+
 def _engine(setup: Setup) -> Iterator[MemoryTerm]:
     if not setup.engine:  # other ranks generate
         return
-    room = engine_room(setup)
+    room = _room(setup)
     if room is not None and setup.has_gpu:
         yield MemoryTerm("engine: weights", room.weight_bytes)
         yield MemoryTerm("engine: graphs", room.graph_bytes)
@@ -756,7 +777,7 @@ def _engine(setup: Setup) -> Iterator[MemoryTerm]:
 def _waking(setup: Setup) -> Iterator[MemoryTerm]:
     """Yield the memory of an engine that takes weights before it has a cache again."""
     yield from _engine_weights(setup)
-    yield MemoryTerm("engine: graphs", asleep_bytes(setup))
+    yield MemoryTerm("engine: graphs", _graph_bytes(setup))
 
 
 def _buckets(setup: Setup) -> Iterator[MemoryTerm]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from lightrft.cli.errors import ExitCode, refuse
 from lightrft.cli.options import Parser, add_options, available_options, parse_options
 from lightrft.config import ConfigError
-from lightrft.run.gpus import GB, GPUS, Gpu, find_gpu
+from lightrft.run.gpus import GPUS, Gpu, find_gpu
 from lightrft.tools.commands import parser_of
 from lightrft.tools.plan.advice import Advice, advise, remedies, splits
 from lightrft.tools.plan.memory import (
@@ -21,7 +21,7 @@ from lightrft.tools.plan.memory import (
     with_budget,
 )
 from lightrft.tools.plan.setup import PLANNED, Setup
-from lightrft.tools.plan.sizes import SHAPES, read_model_size
+from lightrft.tools.plan.sizes import GB, SHAPES, read_model_size
 
 UNTRACED = (
     "not traced on a device: updates of ZeRO in bfloat16 were compared with this sum on CPUs alone "

@@ -54,6 +54,7 @@ NUM_TOKENS = (8, 9)
 # Children under these names hold a tower, as `strategy.fsdp2.sharding` knows them.
 TOWERS = ("visual", "vision_tower", "vision_model", "vision_encoder")
 
+GB = 1e9
 WIDE = 4
 
 

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Literal
 
 from lightrft.cli.errors import UsageError
-from lightrft.config import TrainConfig
+from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import is_number, looks_secret, options_of
 from lightrft.config.toml import format_toml, read_toml
 from lightrft.reporting.files import (
@@ -22,7 +22,6 @@ from lightrft.reporting.files import (
     JsonLines,
     read_json,
 )
-from lightrft.strategy.config import ConfigError
 from lightrft.tools.report.chain import chain_of
 
 Status = Literal["finished", "running", "paused", "interrupted", "stopped"]

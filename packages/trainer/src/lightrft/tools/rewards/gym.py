@@ -4,10 +4,9 @@ import re
 from collections.abc import Mapping
 from typing import cast
 
-from lightrft.config import RewardOptions
+from lightrft.config import ConfigError, RewardOptions
 from lightrft.rewards.process import WorkerFailedError, WorkerPool, WorkerTask, WorkerTimeoutError
 from lightrft.rewards.types import Columns, Labels, RewardError, RewardResult, Texts
-from lightrft.strategy.config import ConfigError
 from lightrft.tools.rewards.gym_data import GYM_COLUMN, GYM_PREFIX
 
 ANSWER_SECONDS = 5.0

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lightrft.config import ScorerOptions, ScoringOptions, TrainConfig
+from lightrft.config import ConfigError, ScorerOptions, ScoringOptions, TrainConfig
 from lightrft.config.files import FileError, lines_of, parse_object
 from lightrft.config.options import is_number
 from lightrft.config.printable import one_line
@@ -31,7 +31,6 @@ from lightrft.rewards.types import (
     Tallies,
     Texts,
 )
-from lightrft.strategy.config import ConfigError
 from lightrft.tools.rewards.http import (
     ClientRequest,
     HttpClient,

@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from lightrft.config import ScorerOptions
+from lightrft.config import ConfigError, ScorerOptions
 from lightrft.config.options import MASK, is_number, mask_address
 from lightrft.config.printable import one_line
 from lightrft.engines.media.media import Media
@@ -29,7 +29,6 @@ from lightrft.rewards.types import (
     RewardResult,
     Texts,
 )
-from lightrft.strategy.config import ConfigError
 from lightrft.tools.rewards.http import (
     ClientRequest,
     HttpClient,

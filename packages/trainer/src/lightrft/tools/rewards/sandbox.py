@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
+from lightrft.config import ConfigError
 from lightrft.config.printable import one_line
 from lightrft.rewards.consumption import Consumption
-from lightrft.strategy.config import ConfigError
 from lightrft.tools.rewards.pipes import Captured, capture
 from lightrft.tools.rewards.syscalls import call_filter, has_filter, refused_numbers
 from lightrft.utils.scratch import scratch_folder
