@@ -27,7 +27,6 @@ from lightrft.stages.stage import (
     TrainedModel,
     TrainedModels,
     Work,
-    is_scheduled,
     stored_number,
 )
 from lightrft.strategy.backend import Arguments
@@ -299,9 +298,9 @@ class Loop(Generic[Batch]):
             alarms = self._find_alarms(metrics)
             ended_by = alarms if self.stage.config.stop_on_alarm else ()
             is_last = bool(ended_by) or step.number == num_steps
-            is_last, evaluated = self._end_step(step.number, metrics, is_last=is_last)
+            is_last, evaluated = self._end_step(step, metrics, is_last=is_last)
             last_eval = evaluated or last_eval
-            if is_last or is_scheduled(step.number, self.stage.config.save_steps):
+            if is_last or step.is_due(self.stage.config.save_steps):
                 with self._nothing_kept(step.number):
                     self.save_checkpoint()
                 num_saved = step.number
@@ -453,7 +452,7 @@ class Loop(Generic[Batch]):
         return metrics
 
     def _end_step(
-        self, step: int, metrics: Mapping[str, float], *, is_last: bool
+        self, step: Step, metrics: Mapping[str, float], *, is_last: bool
     ) -> tuple[bool, dict[str, float]]:
         """Evaluate if that is due, call the callbacks and log.
 
@@ -461,15 +460,15 @@ class Loop(Generic[Batch]):
             Whether it is the last step, which a callback may decide; and the evaluation, if any.
         """
         evaluated: dict[str, float] = {}
-        if is_last or is_scheduled(step, self.stage.config.eval_steps):
-            evaluated = self._evaluated_after(step)
+        if is_last or step.is_due(self.stage.config.eval_steps):
+            evaluated = self._evaluated_after(step.number)
         shown = {**metrics, **evaluated}
         if self._callbacks is not None:
-            shown = self._callbacks.end_step(step, shown)
+            shown = self._callbacks.end_step(step.number, shown)
         if not is_last and self._callback_stops():
-            is_last, evaluated = True, evaluated or self._evaluated_after(step)
+            is_last, evaluated = True, evaluated or self._evaluated_after(step.number)
             shown |= evaluated
-        self._loggers.log(step, shown)
+        self._loggers.log(step.number, shown)
         return is_last, evaluated
 
     def _evaluated_after(self, step: int) -> dict[str, float]:

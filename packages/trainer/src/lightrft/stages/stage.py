@@ -99,10 +99,9 @@ class Step:
     metrics: StepMetrics = field(default_factory=StepMetrics)
     timer: StepTimer = field(default_factory=StepTimer)
 
-
-def is_scheduled(step: int, every: int) -> bool:
-    """Return whether work that is done every so many steps is due; 0 is never."""
-    return every > 0 and step % every == 0
+    def is_due(self, every: int) -> bool:
+        """Return whether work that is done every so many steps is due; 0 is never."""
+        return every > 0 and self.number % every == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -420,8 +420,8 @@ class ExperienceMaker:
         every = self.config.parity_check_steps
         if every == 0 and self.config.stream_chunk is not None:
             every = 1  # responses span updates, and so would stale values in an engine's cache
-        is_scheduled = every >= 0 and (step.is_first or (every > 0 and step.number % every == 0))
-        return is_scheduled and self._can_compare
+        is_due = every >= 0 and (step.is_first or step.is_due(every))
+        return is_due and self._can_compare
 
     @property
     def _can_compare(self) -> bool:

@@ -46,7 +46,7 @@ from lightrft.stages.policy.step_metrics import (
     record_tallies,
 )
 from lightrft.stages.policy.updates import PolicyUpdate
-from lightrft.stages.stage import Stage, Step, TrainedModels, Work, is_scheduled
+from lightrft.stages.stage import Stage, Step, TrainedModels, Work
 from lightrft.strategy.backend import inner_module
 
 if TYPE_CHECKING:
@@ -296,7 +296,7 @@ class PolicyStage(Stage[PolicyBatch]):
         names = [each.name for each in self.models.trained]
         work = Work(tuple(n for n in names if n != "actor" or maker.trains_actor(step)))
         observer = None
-        if is_scheduled(step.number, self.config.audit_every):
+        if step.is_due(self.config.audit_every):
             observer = self.observe_step(batch, step)
         skip_reason = experience.samples.skip_reason
         if skip_reason is not None:

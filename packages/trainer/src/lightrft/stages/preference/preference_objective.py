@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightrft.algorithms.preference_losses import AnswerSums, PreferenceSums
 from lightrft.datasets.preference_rows import Preference
-from lightrft.datasets.row_data import RowData, RowGroup, ShownMedia, SupervisedRow
+from lightrft.datasets.row_data import RowData, ShownMedia, SupervisedRow
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.lora import LoraActor
 from lightrft.stages.metrics import StepMetrics
@@ -32,17 +32,8 @@ from lightrft.strategy.distributed.deadlines import phase
 ROUNDING, BF16_ROUNDING = 1e-5, 1e-2
 # Name of the fact about each row for observers.
 GOOD = "is_good"
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerRows:
-    """Answers behind other prompts than those of the data.
-
-    Args:
-        rows: Rows of the answers to one prompt.
-    """
-
-    rows: tuple[SupervisedRow, ...]
+# Rows of the answers to one prompt.
+Rows = tuple[SupervisedRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +116,7 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
             known = replace(known, kl=self._kl(part))
         if not self.loss.couples_pairs:
             return known
-        local = score_items(part.passes.model, part.local_items, part)
+        local = score_items(part.passes.model, rows_of(part.local_items), part)
         logprobs, ref_logprobs = of_all_ranks(part, [local, reference])
         with torch.enable_grad():
             logprobs.requires_grad_()
@@ -227,7 +218,7 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
         first = data.rows[:num_items]
         part = RowPart(passes, first, np.arange(num_items), (slice(0, num_items),), num_items)
         passes.model.eval()
-        logprobs = score_items(passes.model, first, part)
+        logprobs = score_items(passes.model, rows_of(first), part)
         tokens = logprobs.new_tensor([[row.num_trained for row in item.rows] for item in first])
         distance = (logprobs - self.reference_sums(part)).abs() / tokens
         worst = passes.context.all_reduce(float(distance.max()), op="max")
@@ -250,7 +241,7 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
     def reference_sums(self, part: RowPart[Preference]) -> Tensor:
         """Return the reference's sums [local, answers], computed or read."""
         if not self.stored:
-            return self._score_by_reference(part.local_items, part)
+            return self._score_by_reference(rows_of(part.local_items), part)
         sums = [self.stored[id(item)] for item in part.local_items]
         return torch.tensor(sums, dtype=torch.float64, device=part.passes.device)
 
@@ -258,21 +249,21 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
         """Return the mean log-ratio of answers behind other prompts, at least 0; collective."""
         others = [other_answers(part.items, place) for place in part.places]
         counted = part.is_counted & np.array([each is not None for each in others])
-        items = [
-            AnswerRows(item.rows if other is None else other)
-            for item, other in zip(part.local_items, others, strict=True)
+        answers = [
+            rows if other is None else other
+            for rows, other in zip(rows_of(part.local_items), others, strict=True)
         ]
-        ratios = score_items(part.passes.model, items, part)
-        ratios -= self._score_by_reference(items, part)
+        ratios = score_items(part.passes.model, answers, part)
+        ratios -= self._score_by_reference(answers, part)
         kept = ratios[torch.from_numpy(counted).to(ratios.device)]
         both = torch.stack([kept.sum(), kept.new_tensor(float(kept.numel()))])
         total, count = part.passes.context.reduce_over_data(both, "sum").tolist()
         return max(0.0, total / count) if count else 0.0
 
-    def _score_by_reference(self, items: Sequence[RowGroup], part: RowPart[Preference]) -> Tensor:
+    def _score_by_reference(self, answers: Sequence[Rows], part: RowPart[Preference]) -> Tensor:
         """Compute the sums of answers under the reference."""
         with self._reference(part.passes) as model:
-            return score_items(model, items, part)
+            return score_items(model, answers, part)
 
     @contextmanager
     def _reference(self, passes: RowPasses) -> Iterator[nn.Module]:
@@ -287,12 +278,17 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
             yield passes.model
 
 
-def score_items(model: nn.Module, items: Sequence[RowGroup], part: RowPart[Preference]) -> Tensor:
+def rows_of(items: Sequence[Preference]) -> list[Rows]:
+    """Return the rows of each item's answers."""
+    return [tuple(item.rows) for item in items]
+
+
+def score_items(model: nn.Module, answers: Sequence[Rows], part: RowPart[Preference]) -> Tensor:
     """Compute sums [local, answers] of the logprobs of the answers' tokens, without gradient.
 
     Args:
         model: Model that scores.
-        items: This rank's items, or replacements for them.
+        answers: Answers of this rank's items, or replacements for them.
         part: Distribution with the micro-batches.
     """
     timeout = timedelta(minutes=part.passes.config.timeout_minutes)
@@ -301,8 +297,9 @@ def score_items(model: nn.Module, items: Sequence[RowGroup], part: RowPart[Prefe
     with torch.no_grad():
         for where in part.slices:
             with phase("score", timeout):
-                chosen = items[where]
-                parts.append(answer_sums(scorer.score(scorer.pad(chosen)).logprobs, len(chosen)))
+                chosen = answers[where]
+                rows = scorer.pad([row for each in chosen for row in each])
+                parts.append(answer_sums(scorer.score(rows).logprobs, len(chosen)))
     return torch.cat(parts)
 
 
@@ -337,7 +334,7 @@ def tokens_per_chosen(items: Sequence[Preference]) -> float:
     return sum(tokens) / len(tokens) if tokens else 1.0
 
 
-def other_answers(items: Sequence[Preference], place: int) -> tuple[SupervisedRow, ...] | None:
+def other_answers(items: Sequence[Preference], place: int) -> Rows | None:
     """Return the answers of the next item with another prompt, behind this item's prompt."""
     first = items[place].rows[0]
     for step in range(1, len(items)):

@@ -115,8 +115,9 @@ class RewardObjective(RowObjective[Judgement, Counts]):
 
     def score(self, judgements: Sequence[Judgement], passes: RowPasses) -> Tensor:
         """Return scores [answers] in float64 of answers or of their steps, by judgement."""
-        rows = self._laid_out(passes.pad(judgements), judgements)
-        return self._joined(self._read(rows, judgements, passes))
+        rows = passes.pad([row for each in judgements for row in each.rows])
+        laid_out = self._laid_out(rows, judgements)
+        return self._joined(self._read(laid_out, judgements, passes))
 
     def _joined(self, scores: Tensor) -> Tensor:
         """Return the weighted sum of scores [answers, names]."""

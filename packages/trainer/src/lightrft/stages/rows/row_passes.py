@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightrft.config import RowRunOptions, TrainConfig
-from lightrft.datasets.row_data import TEXT_ALONE, Item, RowGroup, RowPixels, SupervisedRow
+from lightrft.datasets.row_data import TEXT_ALONE, Item, RowPixels, SupervisedRow
 from lightrft.engines.media.media import NO_MEDIA, RowMedia
 from lightrft.experience.minibatches import MinibatchPlan, micro_slices, plan_minibatches
 from lightrft.models.layout import pad_rows
@@ -99,14 +99,13 @@ class RowPasses:
         """Device of the rows."""
         return self.context.device
 
-    def pad(self, items: Sequence[RowGroup], places: Sequence[int] = ()) -> PaddedRows:
-        """Build tensors of the rows of some items.
+    def pad(self, rows: Sequence[SupervisedRow], places: Sequence[int] = ()) -> PaddedRows:
+        """Build tensors of some rows.
 
         Args:
-            items: Items, at least one.
+            rows: Rows, at least one.
             places: Places of the rows among those of the step.
         """
-        rows = [row for item in items for row in item.rows]
         return pad(rows, self.device, places, pixels=self.pixels)
 
     def score(self, rows: PaddedRows, token_loss: TokenLossFunction | None = None) -> ActorOutput:
@@ -172,7 +171,8 @@ class RowPart(Generic[Item]):
         places = [
             row for place in self.places[where] for row in range(starts[place], starts[place + 1])
         ]
-        return MicroBatch(self.passes, items, self.passes.pad(items, places), where)
+        rows = [row for item in items for row in item.rows]
+        return MicroBatch(self.passes, items, self.passes.pad(rows, places), where)
 
 
 def planned_part(

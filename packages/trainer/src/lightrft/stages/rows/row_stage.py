@@ -31,7 +31,6 @@ from lightrft.stages.stage import (
     Step,
     TrainedModels,
     Work,
-    is_scheduled,
     optimizer_step,
     record_total,
 )
@@ -112,7 +111,7 @@ class RowStage(Stage[RowBatch[Item, Known]], Generic[Item, Known]):
         """Take one optimizer step."""
         objective, part, model = self.objective, batch.part, self.models.main
         observer = None
-        if is_scheduled(step.number, self.config.audit_every):
+        if step.is_due(self.config.audit_every):
             from lightrft.stages.observer import open_observer
 
             observer = open_observer(self._observed(part.items, step))
