@@ -15,8 +15,8 @@ from lightrft.experience import delivery
 from lightrft.models import Actor
 from lightrft.models.support import KeptSets, SamplingSupport
 from lightrft.models.types import Replayed
-from lightrft.records.batch import SupportError
 from lightrft.records.columns import COLUMNS
+from lightrft.records.recorded import SupportError
 from lightrft.rollout.ledger_records import LedgerError
 from lightrft.stages.parity_limits import ParityError
 from lightrft.strategy.config import ConfigError

@@ -10,7 +10,7 @@ from tests.engines.altered_engines import ShiftedEngine, plant
 from lightrft.config import TrainConfig
 from lightrft.engines.types import SamplingParams
 from lightrft.models.support import SamplingSupport
-from lightrft.records.batch import replayed_support
+from lightrft.records.recorded import replayed_support
 from lightrft.reporting.trajectories import TrajectoryLog
 from lightrft.rollout.ledger_records import LedgerError
 from lightrft.stages.parity_limits import ParityError

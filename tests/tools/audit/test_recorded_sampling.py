@@ -12,7 +12,7 @@ from tests.tools.audit import world as step_world
 from tests.tools.audit.test_no_false_alarm import assert_equal
 
 from lightrft.engines.types import ROUTES
-from lightrft.records import batch as recorded
+from lightrft.records import recorded
 from lightrft.tools.audit.models import read_experts
 from lightrft.tools.audit.record import RecordError
 

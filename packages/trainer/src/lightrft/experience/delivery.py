@@ -19,13 +19,9 @@ from lightrft.engines.media.media import EncodedPrompt, RowMedia
 from lightrft.engines.media.text_encoder import TEXT_ENCODER, Encoder
 from lightrft.experience.minibatches import MinibatchPlan, plan_minibatches
 from lightrft.models.shared_prefix import MIN_SHARED_TOKENS, worth_sharing
-from lightrft.records.batch import (
-    RolloutBatch,
-    SupportError,
-    collate,
-    replayed_support,
-)
+from lightrft.records.batch import RolloutBatch, collate
 from lightrft.records.media import exchange_media
+from lightrft.records.recorded import SupportError, replayed_support
 from lightrft.records.table import (
     SampleTable,
     deliver_rows,
