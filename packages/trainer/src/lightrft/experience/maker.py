@@ -100,6 +100,20 @@ class AdvantageSettings:
     moments: Moments | None = None
     teacher_factors: Callable[[RolloutBatch], Tensor] | None = None
 
+    def reward_kl(self, outputs: PolicyOutputs, mask: Tensor) -> Tensor | None:
+        """Return the KL penalty of each token in the reward, [batch, seq]; None if it is off."""
+        if self.kl_coef == 0 or outputs.ref_logprobs is None:
+            return None
+        if outputs.old_logprobs is None:
+            raise RuntimeError("a KL penalty in the reward needs the logprobs before the update")
+        return estimate_kl(
+            outputs.old_logprobs,
+            outputs.ref_logprobs,
+            mask,
+            estimator=self.config.kl_estimator_name,
+            old_logprobs=outputs.old_logprobs,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ShapedRewards:
@@ -209,7 +223,7 @@ def _estimate(
     settings: AdvantageSettings,
 ) -> TokenAdvantages:
     mask, config, greedy = rollouts.response_mask, settings.config, shaped.greedy_rewards
-    kl = _reward_kl(outputs, mask, settings)
+    kl = settings.reward_kl(outputs, mask)
     gamma: float | Tensor = config.gamma
     if config.turn_credit == "discounted":
         gamma = turn_discounts(mask, gamma=config.gamma)
@@ -265,20 +279,6 @@ def teacher_advantages(
         raise RuntimeError("a teacher's advantage needs the logprobs before the update")
     return config.teacher_coef * masked_difference(
         outputs.teacher_logprobs, outputs.old_logprobs, mask
-    )
-
-
-def _reward_kl(outputs: PolicyOutputs, mask: Tensor, settings: AdvantageSettings) -> Tensor | None:
-    if settings.kl_coef == 0 or outputs.ref_logprobs is None:
-        return None
-    if outputs.old_logprobs is None:
-        raise RuntimeError("a KL penalty in the reward needs the logprobs before the update")
-    return estimate_kl(
-        outputs.old_logprobs,
-        outputs.ref_logprobs,
-        mask,
-        estimator=settings.config.kl_estimator_name,
-        old_logprobs=outputs.old_logprobs,
     )
 
 
