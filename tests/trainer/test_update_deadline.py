@@ -46,7 +46,7 @@ def update(rank, world_size, settings):
     config = TrainConfig(timeout_minutes=DEADLINE_SECONDS / 60)
     step = PolicyUpdate(config, None, strategy.training, StepMetrics())
     strategy.barrier()
-    step.optimize(trained, [share, stopped])
+    step.optimize(trained, [share, stopped], torch.ones(()))
 
 
 @pytest.mark.full

@@ -117,7 +117,7 @@ def batch_of(
     params, shares = training_params(config), row_shares(samples.table)
     support = replayed_support(params, None if engine is None else engine.name)
     is_over_kept = config.truncated_logprobs == "kept"
-    first_temperature = turn_source(config).first_temperature(config)
+    first_temperature = turn_source(config.use_fire).first_temperature(config)
     batch = collate(
         rows,
         temperature=params.temperature,

@@ -91,7 +91,7 @@ class GreedySource:
 
 def single_turns(parts: SourceParts) -> SingleTurnSource:
     """Return the source of single-turn responses."""
-    return turn_source(parts.config)(parts)
+    return turn_source(parts.config.use_fire)(parts)
 
 
 class SingleTurns:

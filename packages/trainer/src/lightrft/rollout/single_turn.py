@@ -87,14 +87,10 @@ class SingleTurnSource:
         return groups.in_order(completions)
 
 
-def turn_source(config: SamplingOptions) -> type[SingleTurnSource]:
-    """Return the source of single-turn responses that the options name."""
-    return _loaded_source("fire" if config.use_fire else "plain")
-
-
 @cache
-def _loaded_source(name: str) -> type[SingleTurnSource]:
-    return cast("type[SingleTurnSource]", TURN_SOURCES.load(name))
+def turn_source(use_fire: bool) -> type[SingleTurnSource]:
+    """Return the source of single-turn responses, with or without a hot first token."""
+    return cast("type[SingleTurnSource]", TURN_SOURCES.load("fire" if use_fire else "plain"))
 
 
 def generate(

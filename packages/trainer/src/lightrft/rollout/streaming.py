@@ -341,7 +341,7 @@ class _Flight:
         config, params = self._parts.config, self._requests.params
         active = sorted(self.facts)[: config.num_prompts_in_flight]
         chunk = config.stream_chunk or params.max_tokens
-        hot = turn_source(config).first_temperature(config, self._requests.prompts)
+        hot = turn_source(config.use_fire).first_temperature(config, self._requests.prompts)
         if hot is not None:
             self._extend({each.request_id: 1 for each in active}, replace(params, temperature=hot))
         ages = {e.request_id: self.round_number - (e.begun or self.round_number) for e in active}

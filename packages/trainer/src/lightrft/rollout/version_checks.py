@@ -94,7 +94,7 @@ def check_fresh_row(samples: Samples, parts: SourceParts) -> None:
         chosen = gather_objects(local_row, group)[0]
         if not engine.runs_on_every_rank and group_rank(group) > 0:
             chosen = None
-    num_hot = int(turn_source(config).first_temperature(config) is not None)
+    num_hot = int(turn_source(config.use_fire).first_temperature(config) is not None)
     run_together(
         lambda: None if chosen is None else _compare(chosen, engine, num_hot=num_hot),
         parts.context.world_group,

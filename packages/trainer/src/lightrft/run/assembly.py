@@ -66,7 +66,7 @@ from lightrft.strategy.distributed.process_groups import LaunchEnvironment
 from lightrft.strategy.strategy_base import StrategyBase
 
 if TYPE_CHECKING:
-    from lightrft.run.callbacks import Callback
+    from lightrft.run.callbacks import Callback, Callbacks
     from lightrft.strategy.engine.session import EngineSession
 
 EMA_FOLDER = "model_ema"
@@ -153,16 +153,18 @@ def run_training(
         RewardError: A reward function that cannot be loaded, or that fails.
         LibraryError: torch or transformers lacks a name that is used.
     """
+    joined = None
     if callbacks:
-        from lightrft.run.callbacks import require_callbacks
+        from lightrft.run.callbacks import Callbacks, require_callbacks
 
         require_callbacks(callbacks)
+        joined = Callbacks(callbacks)
     for library in ("torch", "transformers"):
         check_library(library)
     config = config.with_installed_backend()
     if stage == "policy":
         config = config.overlapped(LaunchEnvironment.read().world_size)
-    train = partial(_train, stage=stage, loggers=loggers, callbacks=callbacks, plan=plan)
+    train = partial(_train, stage=stage, loggers=loggers, callbacks=joined, plan=plan)
     is_asked = stop_request or (lambda: False)
     with _without_bars():
         if not config.rollout_ranks:
@@ -202,7 +204,7 @@ def _train(
     *,
     stage: str,
     loggers: Sequence[MetricsLogger],
-    callbacks: Sequence[Callback],
+    callbacks: Callbacks | None,
     plan: RunPlan | None,
 ) -> RunSummary:
     """Train as one process; `join` connects it to ranks that only generate."""

@@ -65,7 +65,7 @@ class Callbacks:
         callbacks: Callbacks in the order of their calls.
     """
 
-    def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = tuple(callbacks)
 
     def begin_step(self, step: int) -> None:

@@ -35,7 +35,7 @@ from lightrft.strategy.distributed.deadlines import StepTimer
 from lightrft.strategy.distributed.process_end import NonFiniteError
 
 if TYPE_CHECKING:
-    from lightrft.run.callbacks import Callback, Callbacks
+    from lightrft.run.callbacks import Callbacks
     from lightrft.strategy.checkpoints.checkpoints import Checkpoints
 
 
@@ -238,14 +238,14 @@ class Loop(Generic[Batch]):
     Args:
         stage: Stage that draws and trains.
         loggers: Receivers of metrics on the first rank.
-        callbacks: Callbacks around the steps, on every rank.
+        callbacks: Calls around the steps, on every rank; None without.
     """
 
     def __init__(
         self,
         stage: Stage[Batch],
         loggers: Sequence[MetricsLogger],
-        callbacks: Sequence[Callback] = (),
+        callbacks: Callbacks | None = None,
     ) -> None:
         self.stage, self.strategy = stage, stage.strategy
         self.state = LoopState()
@@ -253,11 +253,7 @@ class Loop(Generic[Batch]):
         self._data: Draws[object] | None = None
         self._costs: dict[str, TrainingFlops | None] = {}
         self._loggers = LoggerGroup(loggers if stage.strategy.is_rank_0() else ())
-        self._callbacks: Callbacks | None = None
-        if callbacks:
-            from lightrft.run.callbacks import Callbacks
-
-            self._callbacks = Callbacks(callbacks)
+        self._callbacks = callbacks
 
     def take_data(self, loader: Batches[object]) -> None:
         """Draw from another loader, continuing at the run's position."""

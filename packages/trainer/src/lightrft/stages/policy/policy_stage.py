@@ -295,9 +295,7 @@ class PolicyStage(Stage[PolicyBatch]):
             step.metrics.add_max("kl_coef", kl_coef)
         names = [each.name for each in self.models.trained]
         work = Work(tuple(n for n in names if n != "actor" or maker.trains_actor(step)))
-        observer = None
-        if step.is_due(self.config.audit_every):
-            observer = self.observe_step(batch, step)
+        observer = self.observe_step(batch, step) if step.is_due(self.config.audit_every) else None
         skip_reason = experience.samples.skip_reason
         if skip_reason is not None:
             self.strategy.print(f"warning: no update in step {step.number}: {skip_reason}")

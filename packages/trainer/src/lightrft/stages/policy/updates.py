@@ -139,8 +139,6 @@ class PolicyUpdate:
         if self.config.aux_loss_coef > 0:
             sums = self._router_sums(batch, actor.model, slices)
         normalizer = self._normalizer(batch)
-        if self.observer is not None:
-            self.observer.begin_update(actor.name, normalizer)
         logprobs = list[Tensor]()
         shares = [
             partial(
@@ -153,7 +151,7 @@ class PolicyUpdate:
             if self.gate is not None:
                 self.gate(join_micro_batches(logprobs, batch.rollouts.token_ids.shape[1]))
 
-        self.optimize(actor, [*shares, *extra_losses], check)
+        self.optimize(actor, [*shares, *extra_losses], normalizer, check)
         record_total("policy_loss", self.training.context, self.metrics)
         if sums is not None:
             record_total("aux_loss", self.training.context, self.metrics)
@@ -163,22 +161,23 @@ class PolicyUpdate:
     ) -> None:
         """Take one optimizer step of the critic, aggregated like the policy's."""
         normalizer = self._normalizer(batch)
-        if self.observer is not None:
-            self.observer.begin_update(critic.name, normalizer)
         shares = [
             partial(self._value_share, select_experience(batch, rows), critic.model, normalizer)
             for rows in slices or self._row_slices(batch)
         ]
-        self.optimize(critic, shares)
+        self.optimize(critic, shares, normalizer)
         record_total("critic_loss", self.training.context, self.metrics)
 
     def optimize(
         self,
         trained: TrainedModel,
         shares: Sequence[Callable[[], Tensor]],
+        normalizer: Tensor,
         before_step: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take one optimizer step on the sum of shares and record it."""
+        """Take one optimizer step on the sum of shares, divided by Z over all ranks; record it."""
+        if self.observer is not None:
+            self.observer.begin_update(trained.name, normalizer)
         result = optimizer_step(
             trained,
             shares,
