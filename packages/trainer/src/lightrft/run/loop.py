@@ -455,16 +455,16 @@ class Loop(Generic[Batch]):
         Returns:
             Whether it is the last step, which a callback may decide; and the evaluation, if any.
         """
-        evaluated: dict[str, float] = {}
+        number, evaluated = step.number, dict[str, float]()
         if is_last or step.is_due(self.stage.config.eval_steps):
-            evaluated = self._evaluated_after(step.number)
+            evaluated = self._evaluated_after(number)
         shown = {**metrics, **evaluated}
         if self._callbacks is not None:
-            shown = self._callbacks.end_step(step.number, shown)
+            shown = self._callbacks.end_step(number, shown)
         if not is_last and self._callback_stops():
-            is_last, evaluated = True, evaluated or self._evaluated_after(step.number)
+            is_last, evaluated = True, evaluated or self._evaluated_after(number)
             shown |= evaluated
-        self._loggers.log(step.number, shown)
+        self._loggers.log(number, shown)
         return is_last, evaluated
 
     def _evaluated_after(self, step: int) -> dict[str, float]:

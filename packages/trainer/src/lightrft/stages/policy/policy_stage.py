@@ -26,7 +26,6 @@ from lightrft.rewards.types import RewardError, RewardFunction
 from lightrft.rollout.sampler import RolloutSampler, greedy_params
 from lightrft.rollout.source import InFlight, SourceParts
 from lightrft.stages.models import FrozenModels, configure_models
-from lightrft.stages.observer import ObservedStep, Observer, open_observer
 from lightrft.stages.policy.algorithm import (
     check_algorithm,
     decide,
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from lightrft.rollout.environments.environments import Environments
     from lightrft.rollout.model_rewards import ModelRewards
     from lightrft.rollout.sampler import SingleTurns
+    from lightrft.stages.observer import Observer
     from lightrft.stages.policy.pretrain_mix import PretrainMix
     from lightrft.stages.policy.split.training_side import RemoteRollouts
     from lightrft.strategy.strategy_base import StrategyBase
@@ -323,6 +323,8 @@ class PolicyStage(Stage[PolicyBatch]):
 
     def observe_step(self, batch: PolicyBatch, step: Step) -> Observer:
         """Return an observer of the step; collective."""
+        from lightrft.stages.observer import ObservedStep, open_observer
+
         prompts = self.data.prompts
         return open_observer(
             ObservedStep(

@@ -30,13 +30,13 @@ from lightrft.records.batch import (
     select_rollouts,
 )
 from lightrft.stages.metrics import StepMetrics
-from lightrft.stages.observer import Observer
 from lightrft.stages.policy.objective import LossTokens, PolicyObjective
 from lightrft.stages.policy.step_metrics import record_policy, record_ratios
 from lightrft.stages.stage import TrainedModel, TrainedModels, optimizer_step, record_total
 
 if TYPE_CHECKING:
     from lightrft.algorithms.correction_terms import CorrectionTerm
+    from lightrft.stages.observer import Observer
     from lightrft.stages.policy.pretrain_mix import PretrainMix
     from lightrft.strategy.model_training import ModelTraining
 
