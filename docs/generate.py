@@ -25,7 +25,7 @@ from lightrft.config.train_config import command_options
 from lightrft.reporting.metric_table import METRICS
 from lightrft.run.gpus import GPUS
 from lightrft.tools.plan.advice import advise
-from lightrft.tools.plan.memory import plan_memory
+from lightrft.tools.plan.memory import MemoryPlan, fitting_share, plan_memory
 from lightrft.tools.plan.plan_command import count_table, setup_of
 from lightrft.tools.plan.setup import Setup
 from lightrft.tools.plan.sizes import CONSTANTS, GB, SHAPES
@@ -133,6 +133,11 @@ ON_ONE = {
         "LoRA, held once": "--lora_rank 16 --lora_sync adapter",
         "QLoRA": "--lora_rank 16 --quantize nf4",
     },
+    "--engine_type vllm --rollout_batch_size 8 --train_batch_size 64": {
+        "whole": "",
+        "LoRA": "--lora_rank 16",
+        "LoRA, held once": "--lora_rank 16 --lora_sync adapter",
+    },
 }
 ONE_GPU = "--fsdp --gradient_checkpointing --micro_train_batch_size 1 --micro_rollout_batch_size 1"
 
@@ -156,11 +161,19 @@ def one_gpu() -> str:
 def peak(name: str, flags: list[str]) -> str:
     """Return the planned GB of the largest phase, and the smallest device on which all fit."""
     setup, *_ = setup_of([*flags, "--pretrain", name, "--gpus", "1", "--gpu", "h100-80g"])
+    plans = [plan_on(replace(setup, capacity_bytes=number * GB)) for number in (8, 16, 24, 80)]
+    fitting = next((plan for plan in plans if plan.fits), None)
+    number = f"{fitting.setup.capacity_bytes / GB:g}" if fitting else "none"
+    return f"{(fitting or plans[-1]).worst.device_bytes / GB:.1f} ({number})"
+
+
+def plan_on(setup: Setup) -> MemoryPlan:
+    """Return the plan of a device, with the engine's share that a start chooses there."""
     plan = plan_memory(setup)
-    sizes = (replace(plan.setup, capacity_bytes=number * GB) for number in (8, 16, 24, 80))
-    fitting = (setup for setup in sizes if plan_memory(setup).fits)
-    number = next((f"{setup.capacity_bytes / GB:g}" for setup in fitting), "none")
-    return f"{plan.worst.device_bytes / GB:.1f} ({number})"
+    share = None if plan.fits else fitting_share(plan)
+    if share is None:
+        return plan
+    return plan_memory(replace(setup, config=setup.config.replaced({"engine_mem_util": share})))
 
 
 def scaling() -> str:

@@ -114,10 +114,10 @@ def stale_prefix_cache(engine):
     engine.drop_caches = lambda: None
 
 
-def old_base(engine):
+def old_base(engine, change=1e-3):
     """One base weight is not that of the checkpoint."""
     modules = engine.weights.modules
-    modules["model.layers.0.mlp.down_proj"].weight.data[0, 0] += 1e-3
+    modules["model.layers.0.mlp.down_proj"].weight.data[0, 0] += change
 
 
 @pytest.mark.parametrize(

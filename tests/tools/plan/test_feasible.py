@@ -12,7 +12,7 @@ from lightrft.config import TrainConfig
 from lightrft.run.gpus import GPUS
 from lightrft.tools.plan.advice import advise, remedies
 from lightrft.tools.plan.engine_room import engine_room
-from lightrft.tools.plan.memory import plan_memory
+from lightrft.tools.plan.memory import fitting_share, plan_memory
 from lightrft.tools.plan.setup import Setup
 from lightrft.tools.plan.sizes import SHAPES, ModelSize, VisionSize
 from lightrft.tools.plan.start_check import settle
@@ -301,3 +301,30 @@ def test_adapters_alone_keep_the_engine_s_weights_on_the_host():
     of_phase = [{p.name: p for p in plan.phases}["train"] for plan in (merged, apart)]
     assert of_phase[1].host_bytes - of_phase[0].host_bytes == pytest.approx(held)
     assert of_phase[1].device_bytes == pytest.approx(of_phase[0].device_bytes)
+
+
+def test_a_base_that_both_read_is_counted_once():
+    given = {"fsdp": True, "lora_rank": 16, "lora_sync": "adapter"}
+    alone, shared = setup_of("7b", 1, "h100-80g", **given), setup_of("7b", 2, "h100-80g", **given)
+    assert alone.shares_base
+    base = alone.compute_bytes * alone.actor.stored
+    for setup, others in ((alone, base), (shared, 0)):
+        plan = {phase.name: phase for phase in plan_memory(setup).phases}
+        weights = {t.name: t for p in plan.values() for t in p.terms if "engine: weights" in t.name}
+        held = engine_room(setup).weight_bytes - others
+        assert [t.num_bytes for t in weights.values()] == [pytest.approx(held)] * len(weights)
+        assert weights["engine: weights, asleep"].is_on_host == (others == 0)
+    # What is not held twice may be the engine's.
+    wanted = {"engine_mem_util": 0.9, "init_kl_coef": 0.01}
+    largest = [
+        fitting_share(plan_memory(setup_of("7b", 1, "h100-80g", **wanted, **options)))
+        for options in (given | {"lora_sync": "merged"}, given)
+    ]
+    assert largest[1] - largest[0] == pytest.approx(base / alone.capacity_bytes, abs=0.011)
+    for options, is_shared in (
+        ({"zero_stage": 2, "fsdp": False}, True),
+        ({"zero_stage": 3, "fsdp": False}, False),
+        ({"fsdp_cpu_offload": True}, False),
+        ({"lora_sync": "merged"}, False),
+    ):
+        assert setup_of("7b", 1, "h100-80g", **given | options).shares_base == is_shared

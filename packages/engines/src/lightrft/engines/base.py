@@ -80,6 +80,9 @@ class RolloutEngine(ABC):
     # Whether it always keeps the checkpoint's weights and adds adapters to them.
     keeps_base = False
 
+    # Parameters whose storage the trainer uses.
+    lent_names: frozenset[str] = frozenset()
+
     # Whether sleep must be enabled at the start.
     sleeps_on_request_only = False
     weights: EngineWeights
@@ -431,6 +434,20 @@ class RolloutEngine(ABC):
             dtypes or devices disagree.
         """
         return self.weights.alias(tensors)
+
+    def lend_weights(
+        self, tensors: Mapping[str, torch.Tensor], device: torch.device
+    ) -> Mapping[str, torch.Tensor]:
+        """Return storage of the engine that the trainer uses in place of tensors with such values.
+
+        From then on it stays in place: sleep frees caches alone. `lent_names` are the names.
+
+        Args:
+            tensors: Checkpoint name -> full tensor of the trainer.
+            device: Device where the trainer needs them.
+        """
+        del tensors, device
+        return {}
 
     def shared_names(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
         """Return names of the parameters whose storage in the engine is the trainer's.

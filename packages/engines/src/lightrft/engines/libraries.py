@@ -84,6 +84,10 @@ TORCH = Library(
             "torch._ops:OpOverload._schema",
             "torch:UntypedStorage._cdata",
         ),
+        "a frozen base that lies in the engine": (
+            "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.reset_sharded_param",
+            "torch.distributed.tensor:DTensor._local_tensor",
+        ),
         "FSDP2 without a backward pass": (
             "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
             "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._comm_ctx",
@@ -175,7 +179,11 @@ VLLM = Library(
             "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests",
             "vllm.v1.engine.llm_engine:LLMEngine.step",
         ),
-        "sleep": ("vllm:LLM.sleep", "vllm:LLM.wake_up"),
+        "sleep": (
+            "vllm:LLM.sleep",
+            "vllm:LLM.wake_up",
+            "vllm.v1.worker.gpu_worker:Worker.discard",
+        ),
         "a cache of the present weights": (
             "vllm:LLM.reset_mm_cache",
             "vllm:LLM.reset_prefix_cache",

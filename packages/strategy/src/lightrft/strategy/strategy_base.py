@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar, cast, overload
 
@@ -714,7 +715,8 @@ class StrategyBase:
             config = StrategyConfig.from_args(args)
         inner = None if actor is None else inner_module(actor)
         vocabulary = vocabulary or vocabulary_of(inner)
-        engine = self.session.start(config, engine_type, inner, vocabulary)
+        read = None if actor is None else partial(self.parameter_source, actor)
+        engine = self.session.start(config, engine_type, inner, vocabulary, read)
         self.engine_type = self.config.engine_type
         if actor is not None:
             self.update_engine_weights(actor)

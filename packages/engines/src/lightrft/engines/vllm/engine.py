@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
@@ -132,6 +132,14 @@ class VLLMEngine(RolloutEngine):
         """Engine of vLLM (`vllm.LLM`)."""
         return self.started.llm
 
+    def lend_weights(
+        self, tensors: Mapping[str, torch.Tensor], device: torch.device
+    ) -> Mapping[str, torch.Tensor]:
+        """Lend what lies in one piece in vLLM's tensors, if no update writes it."""
+        views = self.weights.equal_views(tensors, device) if self.keeps_base else {}
+        self.lent_names = frozenset(views)
+        return views
+
     def _check_params(self, params: SamplingParams) -> None:
         super()._check_params(params)
         if params.stop and not self._has_tokenizer:
@@ -226,12 +234,25 @@ class VLLMEngine(RolloutEngine):
     def _release_memory(self, level: int, awake: Sequence[str]) -> None:
         """Release memory on a GPU; elsewhere vLLM keeps its memory and only the state changes."""
         llm = self.started.llm
+        if self._lends_memory:
+            self.drop_caches()
+            llm.collective_rpc("discard", args=(("kv_cache",),))  # type: ignore[attr-defined]
+            return
         # `sleep` does not release features of images.
         llm.llm_engine.reset_encoder_cache()  # type: ignore[attr-defined]
         llm.sleep(level=level)  # type: ignore[attr-defined]
 
+    @property
+    def _lends_memory(self) -> bool:
+        """Return whether the trainer reads weights in memory that vLLM's sleep would free."""
+        return bool(self.lent_names) and vars(self.started.model_config)["enable_sleep_mode"]
+
     def _resume_memory(self, tags: Sequence[str]) -> None:
-        self.started.llm.wake_up(tags=list(tags))  # type: ignore[attr-defined]
+        llm = self.started.llm
+        if not self._lends_memory:
+            llm.wake_up(tags=list(tags))  # type: ignore[attr-defined]
+        elif "kv_cache" in tags:
+            llm.collective_rpc("wake_up", args=(["kv_cache"],))  # type: ignore[attr-defined]
         if "kv_cache" in tags:
             clear_caches(self.started.caches)
 

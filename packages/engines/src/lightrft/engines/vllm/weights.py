@@ -1,6 +1,6 @@
 """Weights of a vLLM engine: updates through its layerwise reload, and hashes of its storage."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -64,6 +64,53 @@ class VLLMWeights(AssembledWeights):
         self.modules = {}
         self.adapters = None
         del self._backend
+
+    def equal_views(
+        self, tensors: Mapping[str, torch.Tensor], device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        """Return views of vLLM's tensors that equal these, in type and values, and lie on a device.
+
+        Without parameters that vLLM holds in several pieces, or otherwise.
+        """
+        views = {name: self._view(name, tensor) for name, tensor in tensors.items()}
+        return {
+            name: view
+            for name, view in views.items()
+            if view.device == device and torch.equal(view, tensors[name].to(device))
+        }
+
+    def _view(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """Return a view of vLLM's tensor in the shape of another; an empty tensor if none fits."""
+        places = self._layout.places.get(name, ())
+        rows = self._rows(places[0]) if len(places) == 1 else like.new_empty(0)
+        fits = rows.dtype == like.dtype and rows.numel() == like.numel() and rows.is_contiguous()
+        return rows.view(like.shape) if fits else like.new_empty(0)
+
+    def shared_names(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
+        """Return the names of lent parameters.
+
+        Raises:
+            RuntimeError: Trainer and vLLM read one of them at two addresses.
+        """
+        self._require_resident("shared_names")
+        apart = [
+            name
+            for name, tensor in tensors.items()
+            if self._view(name, tensor).data_ptr() != tensor.data_ptr()
+        ]
+        if apart:
+            raise RuntimeError(
+                f"{len(apart)} of {len(tensors)} weights that trainer and vLLM hold once lie at "
+                f"two addresses (first: {min(apart)}): move no frozen weights of the actor, or "
+                "give lora_sync merged"
+            )
+        return frozenset(tensors)
+
+    def _rows(self, place: Place) -> torch.Tensor:
+        """Return the rows of vLLM's tensor at a place."""
+        parameter = self.modules[place.module_name].get_parameter(place.attribute)
+        tensor = parameter.detach().flatten(0, place.num_row_dims - 1)
+        return tensor[place.local_start : place.local_start + place.num_rows]
 
     def _hand_over(self, tensors: dict[str, torch.Tensor]) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -156,9 +203,7 @@ class VLLMWeights(AssembledWeights):
         ):
             if place.is_replicated and not is_first:
                 continue
-            parameter = self.modules[place.module_name].get_parameter(place.attribute)
-            tensor = parameter.detach().flatten(0, place.num_row_dims - 1)
-            rows = tensor[place.local_start : place.local_start + place.num_rows].contiguous()
+            rows = self._rows(place).contiguous()
             row_size = rows[0].numel() if place.num_rows else 0
             parts.append(rows)
             starts.append(place.global_start * row_size)

@@ -44,6 +44,7 @@ from lightrft.strategy.weight_sync.parameter_source import (
     adapters_of,
     checkpoint_module,
     engine_source,
+    lent_base,
 )
 from lightrft.strategy.weight_sync.sync import MEGABYTE, WeightSync, WeightSyncReport
 
@@ -184,6 +185,7 @@ class EngineSession:
         engine_type: str,
         actor: nn.Module | None,
         vocabulary: Vocabulary | None = None,
+        read: Callable[[], ParameterSource] | None = None,
     ) -> RolloutEngine:
         """Start an engine; if one rank cannot, all end. See `StrategyBase.setup_inference_engine`.
 
@@ -191,6 +193,8 @@ class EngineSession:
             config, engine_type: Configuration and kind of the engine.
             actor: Actor, or None.
             vocabulary: Tokens that are sampled and that end completions; None if unknown.
+            read: Function that returns the actor's parameters. Frozen ones use the storage of an
+                engine that keeps them beside adapters.
 
         Raises:
             RuntimeError: Another rank could not start its engine. The failing rank raises its
@@ -215,14 +219,15 @@ class EngineSession:
                 f"{config.engine_tp_size} only forms groups, each rank generates its own prompts"
             )
         self.close()
-        with phase("start the inference engine", self.context.timeout):
-            # Before any of them is inside an engine, where the error could not reach it.
-            places = run_together(
-                partial(NodeMemory.here, has_gpu=self.context.has_gpu),
-                self.context.world_group,
-                what=NOT_STARTED,
-            )
-            check_places(places, wanted)
+        keeps_base = adapters is not None and engine_facts(kind).has_own_memory
+        with (
+            phase("start the inference engine", self.context.timeout),
+            lent_base(
+                actor if keeps_base else None, read, lambda *of: self.running.lend_weights(*of)
+            ),
+        ):
+            self.context.free_memory()
+            self._check_places(wanted)
 
             def build() -> None:
                 self.engine = build_engine(wanted, module=module)
@@ -231,6 +236,13 @@ class EngineSession:
             run_without_collective(build, self.context.world_group, what=NOT_STARTED)
         self.context.print_detail(f"{kind} engine: {self.running.runner_name}")
         return self.running
+
+    def _check_places(self, config: EngineConfig) -> None:
+        """Refuse an engine that could not start on one of the ranks; all of them raise."""
+        # Before any of them is inside an engine, where the error could not reach it.
+        here = partial(NodeMemory.here, has_gpu=self.context.has_gpu)
+        places = run_together(here, self.context.world_group, what=NOT_STARTED)
+        check_places(places, config)
 
     def close(self) -> None:
         """Close and forget the engine. Idempotent."""

@@ -2,8 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -101,6 +101,27 @@ def reshard_modules(module: nn.Module) -> None:
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
+
+
+@torch.no_grad()
+def use_storage(
+    module: nn.Module, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+) -> None:
+    """Let parameters whose local tensors are `before` read the tensors of these names in `after`.
+
+    Args:
+        module: Model; FSDP2's units are sharded.
+        before, after: Equal values in two places.
+    """
+    moved = {tensor.data_ptr(): after[name] for name, tensor in before.items()}
+    for parameter in module.parameters():
+        # `to_local` returns a view of it.
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        local.data = moved.get(local.data_ptr(), local.data)
+    for unit in module.modules():
+        group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
+        for each in () if group is None else group.fsdp_params:
+            each.reset_sharded_param()
 
 
 def sharded_source(
@@ -290,6 +311,45 @@ def engine_source(
     if not isinstance(module, AdaptedModel):
         return source
     return module.adapter_source(source) if has_adapters else module.merged_source(source)
+
+
+@contextmanager
+def lent_base(
+    actor: nn.Module | None,
+    read: Callable[[], ParameterSource] | None,
+    lend: Callable[[Mapping[str, Tensor], torch.device], Mapping[str, Tensor]],
+) -> Iterator[None]:
+    """Keep frozen weights on the host while an engine starts in the body, then use the engine's.
+
+    Those that it does not lend return to their device.
+
+    Args:
+        actor: Model with adapters; None changes nothing.
+        read: Function that returns its parameters.
+        lend: `RolloutEngine.lend_weights` of the engine that has started.
+    """
+    if actor is None or read is None:
+        yield
+        return
+    owner, device, parked = _park(engine_source(actor, read(), has_adapters=True))
+    lent: Mapping[str, Tensor] = {}
+    try:
+        yield
+        lent = lend(parked, device)
+    finally:
+        kept = {name: tensor.to(device) for name, tensor in parked.items() if name not in lent}
+        use_storage(owner, parked, {**kept, **lent})
+
+
+def _park(source: ParameterSource) -> tuple[nn.Module, torch.device, dict[str, Tensor]]:
+    """Move whole frozen weights to the host; return the module, their device and them by name."""
+    # In a function of its own, or these views would keep the memory of the device.
+    frozen = [entry for entry in source.entries if entry.frozen and entry.is_aliasable]
+    base = {entry.checkpoint_name: entry.local_shard.view(entry.shape) for entry in frozen}
+    parked = {name: tensor.cpu() for name, tensor in base.items()}
+    use_storage(source.owner, base, parked)
+    device = next((tensor.device for tensor in base.values()), torch.device("cpu"))
+    return source.owner, device, parked
 
 
 def adapters_of(

@@ -201,9 +201,10 @@ def share_weights(
     ]
     if len(fitting) < len(pairs):
         fitting = [pair for pair in fitting if pair.source.frozen]
+    names = frozenset(pair.name for pair in fitting)
     if not fitting or not engine.alias_weights(full_shards(fitting)):
-        return frozenset()
-    return frozenset(pair.name for pair in fitting)
+        return names & engine.lent_names
+    return names
 
 
 def load_buckets(

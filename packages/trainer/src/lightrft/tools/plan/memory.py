@@ -626,8 +626,9 @@ def plan_memory(setup: Setup) -> MemoryPlan:
     always = [*_context(setup), *model_terms(setup)]
     asleep = [MemoryTerm("engine: graphs", _graph_bytes(setup))]
     if setup.num_apart and setup.has_gpu:  # the base is not sent again
+        is_on_host = not setup.shares_base
         weights = [
-            MemoryTerm(f"{t.name}, asleep", t.num_bytes, True) for t in _engine_weights(setup)
+            MemoryTerm(f"{t.name}, asleep", t.num_bytes, is_on_host) for t in _engine_weights(setup)
         ]
         asleep += weights
     if not _sleeps(setup):  # the embedded engine has a cache while it samples
@@ -692,7 +693,7 @@ def rank_bytes(terms: Sequence[MemoryTerm]) -> float:
 def fitting_share(plan: MemoryPlan) -> float | None:
     """Return the engine's share with which all of a run works; None if there is none."""
     setup = plan.setup
-    trainer = rank_bytes([*_context(setup), *model_terms(setup)])
+    trainer = rank_bytes([*_context(setup), *model_terms(setup)]) - _shared_bytes(setup)
     if not _sleeps(setup):
         others = max(p.device_bytes for p in plan.phases if p.name != "rollout")
         trainer = max(trainer, others - rank_bytes(list(_engine(setup))))
@@ -720,14 +721,19 @@ def _sleeps(setup: Setup) -> bool:
     return setup.config.enable_engine_sleep and setup.has_server_engine
 
 
+def _shared_bytes(setup: Setup) -> float:
+    """Return the bytes of a server engine's weights that are the trainer's, too."""
+    return setup.compute_bytes * setup.actor.stored if setup.shares_base else 0.0
+
+
 def engine_bytes(setup: Setup) -> float:
-    """Return what the engine's weights take; of the embedded one, beside those of the trainer."""
+    """Return what the engine's weights take beside those of the trainer."""
     config, actor, c = setup.config, setup.actor, setup.compute_bytes
     is_whole = setup.world_size == 1 or (not config.fsdp and config.zero_stage < 3)
     if setup.has_server_engine or not is_whole:
         number = setup.actor_size.parameters + setup.num_apart
         unpacked = c * actor.layer - layer_bytes(setup, actor) if setup.num_apart else 0
-        return c * number - setup.actor_size.num_layers * unpacked
+        return c * number - setup.actor_size.num_layers * unpacked - _shared_bytes(setup)
     if config.lora_rank:
         return c * (setup.num_apart or setup.actor_size.num_layers * actor.layer)
     is_alike = not config.fsdp or c == FLOAT
@@ -761,7 +767,7 @@ def _engine(setup: Setup) -> Iterator[MemoryTerm]:
         return
     room = _room(setup)
     if room is not None and setup.has_gpu:
-        yield MemoryTerm("engine: weights", room.weight_bytes)
+        yield MemoryTerm("engine: weights", room.weight_bytes - _shared_bytes(setup))
         yield MemoryTerm("engine: graphs", room.graph_bytes)
         yield MemoryTerm("engine: activations", room.activation_bytes)
         rest = max(0.0, room.share_bytes - room.fixed_bytes)

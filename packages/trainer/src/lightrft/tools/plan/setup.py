@@ -147,6 +147,14 @@ class Setup:
         return self.actor.adapters if is_apart else 0
 
     @property
+    def shares_base(self) -> bool:
+        """Return whether the trainer reads its frozen base in the storage of a server engine."""
+        config = self.config
+        is_whole = self.world_size == 1 if config.fsdp else config.zero_stage < 3
+        is_here = self.has_gpu and self.has_server_engine and not config.fsdp_cpu_offload
+        return self.num_apart > 0 and is_whole and is_here
+
+    @property
     def num_sent(self) -> int:
         """Numbers that a weight sync moves."""
         return self.num_apart or self.actor_size.parameters
