@@ -148,7 +148,7 @@ def _open_episodes(batches: RolloutSource) -> OpenEpisodes:
 
     if not isinstance(batches, EpisodeSource):
         raise TypeError(f"stream_chunk plays no episodes of a {type(batches).__name__}")
-    return OpenEpisodes(batches.work)
+    return OpenEpisodes(batches)
 
 
 class RolloutSampler:

@@ -12,18 +12,21 @@ from lightrft.config import ConfigError, RolloutOptions, StreamingOptions
 from lightrft.datasets.chat_ids import ChatIds, TemplateRefusedError, special_ids
 from lightrft.datasets.media import Modality, TextModality
 from lightrft.datasets.suffix import TurnSuffix
+from lightrft.datasets.types import Prompt
 from lightrft.engines.text import Tokenizer
+from lightrft.engines.types import SamplingParams
 from lightrft.records.rollout import Rollout
+from lightrft.records.sample_ledger import SampleLedger
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.environments.calls import calls_in_turns
 from lightrft.rollout.environments.episode import Episode
-from lightrft.rollout.environments.episode_batch import EpisodeBatch, EpisodeWork
+from lightrft.rollout.environments.episode_batch import EpisodeBatch
 from lightrft.rollout.environments.journal import JOURNAL_FOLDER, Journal
 from lightrft.rollout.environments.pool import EnvironmentPool
 from lightrft.rollout.environments.specs import EnvironmentSpecs
 from lightrft.rollout.environments.turns import Turns
 from lightrft.rollout.scoring import finished_samples, open_scorer
-from lightrft.rollout.source import SampleRequests, Samples, SourceParts
+from lightrft.rollout.source import SampleRequests, Samples, SourceParts, task_seeds
 from lightrft.rollout.workers import EpisodeError
 
 if TYPE_CHECKING:
@@ -87,16 +90,15 @@ class Environments:
                 is_conversation=self.spec.answers_turns,
                 read_calls=calls_in_turns(chat, self.specs.parse),
             )
+            if self.spec.schemas and not self.suffix.shows_tools and not has_system:
+                raise ConfigError(
+                    "the chat template does not show tools to the model: describe them in "
+                    "--system_prompt, or give another template with --chat_template FILE"
+                )
         except (TemplateRefusedError, ConfigError) as error:
             self.pool.close()
             raise ConfigError(str(error)) from error
         self.turns = Turns(config, self.suffix, self.spec)
-        if self.spec.schemas and not self.suffix.shows_tools and not has_system:
-            self.pool.close()
-            raise ConfigError(
-                "the chat template does not show tools to the model: describe them in "
-                "--system_prompt, or give another template with --chat_template FILE"
-            )
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -129,14 +131,55 @@ class EpisodeSource:
     """
 
     def __init__(self, environments: Environments, parts: SourceParts) -> None:
-        self._environments, self._parts = environments, parts
-        self.work = EpisodeWork(
-            parts,
-            environments.pool,
-            environments.specs,
-            environments.turns,
-            environments.special_ids,
+        self.parts, self.environments = parts, environments
+        self.pool, self.turns = environments.pool, environments.turns
+
+    def new_episode(
+        self, prompt: Prompt, request_id: int, index: int, params: SamplingParams
+    ) -> Episode:
+        """Return an episode that has not begun.
+
+        Args:
+            prompt: Data row.
+            request_id: Number of the prompt in the run.
+            index: Index of the sample in its group.
+            params: Sampling parameters of the run.
+        """
+        environment = self.environments.specs.of(prompt.row)
+        known = task_seeds(params, request_id, index) | {"max_turns": self.parts.config.max_turns}
+        arguments = {name: known[name] for name in environment.spec.takes}
+        sample_id = request_id * params.n + index
+        return Episode(
+            number=sample_id,
+            prompt=prompt,
+            request_id=sample_id,
+            group_id=request_id,
+            sample_id=sample_id,
+            row=arguments | dict(prompt.row),
+            environment=environment,
+            seeds=(known["seed"], known["sample_seed"]),
         )
+
+    def batch(
+        self,
+        episodes: Sequence[Episode],
+        params: SamplingParams,
+        *,
+        journal: Journal,
+        ledger: SampleLedger,
+    ) -> EpisodeBatch:
+        """Collect episodes that are sampled together.
+
+        Args:
+            episodes: Episodes of this rank.
+            params: Sampling parameters of the run; the template's end of a turn is added.
+            journal, ledger: See `EpisodeBatch`.
+        """
+        params = self.turns.chat.with_end_of_turn(params)
+        batch = EpisodeBatch(self, params, episodes, journal, ledger)
+        if journal.damage is not None:
+            batch.notes.append(f"{journal.damage}: what follows is sampled again")
+        return batch
 
     def sample(self, requests: SampleRequests) -> Samples:
         """Sample episodes, and score them.
@@ -144,18 +187,18 @@ class EpisodeSource:
         Raises:
             RewardError: An environment failed on some rank, and failures are not masked.
         """
-        with open_scorer(self._parts, requests) as scorer:
+        with open_scorer(self.parts, requests) as scorer:
             with requests.timer.stage("rollout"):
                 rollouts, results = self.rollouts(requests, scorer.add)
             samples = finished_samples(
-                self._parts,
+                self.parts,
                 requests,
                 rollouts,
                 scorer=scorer,
                 environment_results=results,
-                special_ids=self._environments.special_ids,
+                special_ids=self.environments.special_ids,
             )
-        return replace(samples, tool_names=self.work.specs.tool_names)
+        return replace(samples, tool_names=self.environments.specs.tool_names)
 
     def rollouts(
         self, requests: SampleRequests, on_group: OnGroup
@@ -166,26 +209,24 @@ class EpisodeSource:
             requests: See `RolloutSource`.
             on_group: Callback for the responses to a prompt when the last of them has ended.
         """
-        with requests.recording(self._parts):
+        with requests.recording(self.parts):
             episodes = self._episodes(requests)
             journal = self._open_journal(requests, episodes)
-            batch = self.work.batch(
-                episodes, requests.params, journal=journal, ledger=requests.ledger
-            )
+            batch = self.batch(episodes, requests.params, journal=journal, ledger=requests.ledger)
             try:
                 results = self._run(batch, on_group)
             finally:
                 batch.journal.close()
         rollouts = [episode.as_rollout() for episode in batch.episodes]
-        if self._parts.config.ledger_gate and requests.is_recorded:
+        if self.parts.config.ledger_gate and requests.is_recorded:
             for rollout in rollouts:
-                self.work.turns.check_observations(rollout, batch.ledger.of(rollout.sample_id))
+                self.turns.check_observations(rollout, batch.ledger.of(rollout.sample_id))
         return rollouts, results
 
     def _episodes(self, requests: SampleRequests) -> list[Episode]:
         episodes, params = list[Episode](), requests.params
         for prompt, request_id, group_id, index in requests.begin():
-            episode = self.work.new_episode(prompt, request_id, index, params)
+            episode = self.new_episode(prompt, request_id, index, params)
             episode.number = len(episodes)
             episode.group_id, episode.sample_id = group_id, group_id * params.n + index
             episodes.append(episode)
@@ -194,15 +235,15 @@ class EpisodeSource:
     def _open_journal(self, requests: SampleRequests, episodes: list[Episode]) -> Journal:
         """Open the journal of this rank; replay the rounds that all ranks recorded."""
         journal = Journal.of_requests(
-            self._environments.folder,
+            self.environments.folder,
             requests,
-            self._parts,
+            self.parts,
             prompts=[(episode.request_id, episode.prompt) for episode in episodes],
-            environment=asdict(self._environments.spec),
+            environment=asdict(self.environments.spec),
         )
         if journal.is_written:
             # A round counts if every rank recorded it.
-            num_rounds = self._parts.context.gather_objects(len(journal.recorded.rounds))
+            num_rounds = self.parts.context.gather_objects(len(journal.recorded.rounds))
             journal.follow(min(num_rounds))
         return journal
 
@@ -211,27 +252,25 @@ class EpisodeSource:
 
         Episodes without room in their environment begin when the others have ended.
         """
-        results: dict[int, RewardResult | None] = {}
-        wave = batch
-        deadline = time.monotonic() + self._parts.config.tool_timeout_seconds
+        results, wave = dict[int, RewardResult | None](), batch
+        seconds, gather = self.parts.config.tool_timeout_seconds, self.parts.context.gather_objects
+        deadline = time.monotonic() + seconds
         while True:
             wave.reset()
             waiting = [episode for episode in wave.episodes if episode.no_room is not None]
-            begun = [episode for episode in wave.episodes if episode.no_room is None]
-            counts = self._parts.context.gather_objects((len(waiting), len(begun)))
-            if any(count for _, count in counts):
-                deadline = time.monotonic() + self._parts.config.tool_timeout_seconds
-            elif waiting and time.monotonic() > deadline:
+            if any(gather(len(waiting) < len(wave.episodes))):
+                deadline = time.monotonic() + seconds
+            elif time.monotonic() > deadline:
                 for episode in waiting:
                     wave.failed(episode, cast("EpisodeError", episode.no_room))
-                waiting, begun = [], waiting
-            elif waiting:
+                waiting = []
+            else:
                 time.sleep(_ROOM_SECONDS)
+            numbers = {episode.number for episode in waiting}
+            begun = [episode for episode in wave.episodes if episode.number not in numbers]
             self._play(batch, begun, on_group)
             results |= batch.of(begun).finish()
-            if not any(count for count, _ in counts) or not any(
-                self._parts.context.gather_objects(bool(waiting))
-            ):
+            if not any(gather(bool(waiting))):
                 return [results[episode.number] for episode in batch.episodes]
             wave = batch.of(waiting)
 
@@ -271,7 +310,7 @@ class EpisodeSource:
             if number + 1 < len(recorded):
                 next_turns = recorded[number + 1]
                 return any(e.work is not None and e.sample_id in next_turns for e in open_episodes)
-            if not self._parts.config.late_join:
+            if not self.parts.config.late_join:
                 return True
             if late and not any(e.work is not None for e in late):
                 return False  # or those that missed the round would wait for calls that just began

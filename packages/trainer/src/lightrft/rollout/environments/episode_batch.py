@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from lightrft.datasets.types import Prompt
 from lightrft.engines.ledger import hash_context
 from lightrft.engines.types import Completion, SamplingParams
 from lightrft.records.rollout import AnsweredCall, Rollout
@@ -20,13 +19,14 @@ from lightrft.rollout.environments.content import from_json
 from lightrft.rollout.environments.episode import TURN_STEP, Episode
 from lightrft.rollout.environments.journal import Journal
 from lightrft.rollout.environments.journal_reading import RecordedTurn
-from lightrft.rollout.environments.pool import EnvironmentPool, Host, NoRoomError
-from lightrft.rollout.environments.specs import EnvironmentSpecs
-from lightrft.rollout.environments.turns import Turns
+from lightrft.rollout.environments.pool import Host, NoRoomError
 from lightrft.rollout.single_turn import generate
-from lightrft.rollout.source import SourceParts, agree, task_seeds
+from lightrft.rollout.source import agree
 from lightrft.rollout.workers import EpisodeError
 from lightrft.strategy.engine.session import OnFinished
+
+if TYPE_CHECKING:
+    from lightrft.rollout.environments.environments import EpisodeSource
 
 # Distance between an episode's request ids before and after a restart.
 START_STEP = 2**54
@@ -37,88 +37,12 @@ class ChangedAnswerError(EpisodeError):
     """An answer differs from the journal: the episode starts over."""
 
 
-class EpisodeWork:
-    """Parts of a run that its episodes share.
-
-    Args:
-        parts: Parts of the run.
-        pool: Workers that host the environments.
-        specs: Specifications of the environments.
-        turns: Turns as ids and as text.
-        special_ids: Ids that no text of an observation may have.
-    """
-
-    def __init__(
-        self,
-        parts: SourceParts,
-        pool: EnvironmentPool,
-        specs: EnvironmentSpecs,
-        turns: Turns,
-        special_ids: frozenset[int],
-    ) -> None:
-        self.parts, self.pool, self.specs, self.turns = parts, pool, specs, turns
-        self.special_ids = special_ids
-
-    @property
-    def is_kept(self) -> bool:
-        """Return whether environments are kept, because reward functions read them."""
-        function = self.parts.reward_function
-        return isinstance(function, ReadsEnvironments) and function.reads_environments
-
-    def new_episode(
-        self, prompt: Prompt, request_id: int, index: int, params: SamplingParams
-    ) -> Episode:
-        """Return an episode that has not begun.
-
-        Args:
-            prompt: Data row.
-            request_id: Number of the prompt in the run.
-            index: Index of the sample in its group.
-            params: Sampling parameters of the run.
-        """
-        environment = self.specs.of(prompt.row)
-        known = task_seeds(params, request_id, index) | {"max_turns": self.parts.config.max_turns}
-        arguments = {name: known[name] for name in environment.spec.takes}
-        sample_id = request_id * params.n + index
-        return Episode(
-            number=sample_id,
-            prompt=prompt,
-            request_id=sample_id,
-            group_id=request_id,
-            sample_id=sample_id,
-            row=arguments | dict(prompt.row),
-            environment=environment,
-            seeds=(known["seed"], known["sample_seed"]),
-        )
-
-    def batch(
-        self,
-        episodes: Sequence[Episode],
-        params: SamplingParams,
-        *,
-        journal: Journal,
-        ledger: SampleLedger,
-    ) -> EpisodeBatch:
-        """Collect episodes that are sampled together.
-
-        Args:
-            episodes: Episodes of this rank.
-            params: Sampling parameters of the run; the template's end of a turn is added.
-            journal, ledger: See `EpisodeBatch`.
-        """
-        params = self.turns.chat.with_end_of_turn(params)
-        batch = EpisodeBatch(self, params, episodes, journal, ledger)
-        if journal.damage is not None:
-            batch.notes.append(f"{journal.damage}: what follows is sampled again")
-        return batch
-
-
 @dataclass(slots=True)
 class EpisodeBatch:
     """Episodes that are sampled together, and the work of hosts on them.
 
     Args:
-        work: Parts that all episodes of the run share.
+        source: Source of the episodes, with the parts of the run.
         params: Sampling parameters of turns.
         episodes: Episodes of this rank.
         journal: Journal of this rank.
@@ -128,7 +52,7 @@ class EpisodeBatch:
         finished_ids: Groups that `finished_groups` has returned.
     """
 
-    work: EpisodeWork
+    source: EpisodeSource
     params: SamplingParams
     episodes: Sequence[Episode]
     journal: Journal
@@ -144,7 +68,13 @@ class EpisodeBatch:
 
     @property
     def _masks_failures(self) -> bool:
-        return self.work.parts.config.reward_failure == "mask"
+        return self.source.parts.config.reward_failure == "mask"
+
+    @property
+    def _keeps_environments(self) -> bool:
+        """True if reward functions read the environments."""
+        function = self.source.parts.reward_function
+        return isinstance(function, ReadsEnvironments) and function.reads_environments
 
     def of(self, episodes: Sequence[Episode]) -> EpisodeBatch:
         """Return some of the episodes as a batch that shares work, notes and records."""
@@ -166,20 +96,20 @@ class EpisodeBatch:
         is_open = any(episode.may_sample for episode in self.episodes)
         notes = tuple(self.notes)
         self.notes.clear()
-        return any(agree(self.work.parts.context, problem, is_open, notes))
+        return any(agree(self.source.parts.context, problem, is_open, notes))
 
     def sample(
         self, episodes: Sequence[Episode], on_finished: OnFinished | None = None
     ) -> list[Completion]:
         """Sample a turn, or a part of one, of each episode; collective."""
-        most, turns = self.params.max_tokens, self.work.turns
+        most, turns = self.params.max_tokens, self.source.turns
         requests = [turns.request(episode, most) for episode in episodes]
-        session = self.work.parts.session
+        session = self.source.parts.session
         return generate(session, replace(self.params, n=1), requests, on_finished)
 
     def repeated(self, turns: Mapping[int, RecordedTurn]) -> tuple[list[Episode], list[Completion]]:
         """Return the episodes of a recorded round, and their recorded turns."""
-        engine = self.work.parts.session.engine
+        engine = self.source.parts.session.engine
         version = -1 if engine is None else engine.weights_version
         waiting, completions = [], []
         for episode in self.episodes:
@@ -199,11 +129,11 @@ class EpisodeBatch:
 
     def append(self, episode: Episode, part: Completion) -> None:
         """Append what was sampled; a turn cut by `max_sampled` stays open."""
-        self.work.turns.append(episode, part, self.params.max_tokens)
+        self.source.turns.append(episode, part, self.params.max_tokens)
 
     def parse_turn(self, episode: Episode) -> None:
         """Parse the calls of the last turn, or end the episode."""
-        problem = self.work.turns.parse(episode)
+        problem = self.source.turns.parse(episode)
         if not episode.is_open:
             return
         episode.answers.append([])
@@ -217,7 +147,7 @@ class EpisodeBatch:
         Raises:
             ImageRefusedError: Images of an answer cannot be shown.
         """
-        self.work.turns.observe(episode)
+        self.source.turns.observe(episode)
         if episode.is_open:
             self.journal.observation(episode)
 
@@ -229,7 +159,7 @@ class EpisodeBatch:
 
     def start_over(self, episode: Episode, error: ChangedAnswerError) -> None:
         """Forget an episode except for its prompt, and note why."""
-        index, engine = episode.sample_id % self.params.n, self.work.parts.session.engine
+        index, engine = episode.sample_id % self.params.n, self.source.parts.session.engine
         self.notes.append(f"sample {index} of prompt {episode.prompt.id} starts over: {error}")
         self.journal.again(episode, str(error))
         if engine is not None:
@@ -257,7 +187,7 @@ class EpisodeBatch:
                 raise EpisodeError(known)  # a repeated deadline could end otherwise
             work(episode, host)
 
-        for number, future in self.work.pool.begin(list(by_number), on_host).items():
+        for number, future in self.source.pool.begin(list(by_number), on_host).items():
             by_number[number].work = future
 
     def collect(self, must_wait: Callable[[], bool] = lambda: True) -> None:
@@ -313,7 +243,7 @@ class EpisodeBatch:
 
     def _add_message(self, episode: Episode) -> None:
         num_images = len(episode.prompt.images)
-        episode.prompt = self.work.turns.with_reset_message(episode)
+        episode.prompt = self.source.turns.with_reset_message(episode)
         before = self.journal.recorded.messages
         told = before.get(episode.sample_id, episode.reset_message)
         has_images = episode.prompt.images[num_images:]
@@ -355,13 +285,13 @@ class EpisodeBatch:
             arguments = check_call(call, episode.environment.functions)
         except MalformedCallError as error:
             return AnsweredCall("", {}, "malformed", as_error(str(error)))
-        limit, num_made = self.work.parts.config.max_tool_calls, len(episode.made_calls)
+        limit, num_made = self.source.parts.config.max_tool_calls, len(episode.made_calls)
         if limit is not None and num_made >= limit:
             text = as_error(f"no calls are left: {limit} were allowed")
             return AnsweredCall(call.name, arguments, "refused", text)
         is_stateless = call.name in host.stateless
         # A journal names images but does not hold them: request them again.
-        if before is not None and is_stateless and not self.work.turns.chat.encoder.reads_media:
+        if before is not None and is_stateless and not self.source.turns.chat.encoder.reads_media:
             return before
         start = time.perf_counter()
         answer = episode.call(host, call.name, arguments, num_made)
@@ -378,7 +308,7 @@ class EpisodeBatch:
 
     def keep(self) -> None:
         """Store what reward functions read of the episodes that have ended."""
-        if not self.work.is_kept:
+        if not self._keeps_environments:
             return
         ended = [e for e in self.episodes if not e.is_open and e.failure is None and e.kept is None]
         # The others may be busy.
@@ -393,7 +323,7 @@ class EpisodeBatch:
 
     def reward(self, episode: Episode, host: Host) -> None:
         """Reward an episode that has ended; runs in a thread of the host."""
-        if self.work.is_kept and episode.kept is None:
+        if self._keeps_environments and episode.kept is None:
             self._keep(episode, host)
         result = episode.reward = self._reward(episode, host)
         self.ledger.of(episode.sample_id).reward_is(ENVIRONMENT, result, episode.context)
@@ -418,7 +348,7 @@ class EpisodeBatch:
         unpaid = [e for e in self.episodes if e.failure is None and e.reward is None]
         self.each(unpaid, self.reward)
         # If closing fails, the episode keeps its reward.
-        wait(self.work.pool.forget([episode.number for episode in self.episodes]))
+        wait(self.source.pool.forget([episode.number for episode in self.episodes]))
         self.is_open_anywhere()
         results: dict[int, RewardResult | None] = {}
         for episode in self.episodes:

@@ -23,12 +23,9 @@ from lightrft.engines.types import Completion, FinishReason, SamplingParams
 from lightrft.records.rollout import Rollout
 from lightrft.records.sample_ledger import ENVIRONMENT, SampleEntry, SampleLedger
 from lightrft.rewards.types import KeptEnvironment, RewardResult
+from lightrft.rollout.environments.environments import EpisodeSource
 from lightrft.rollout.environments.episode import Episode, OtherAnswerError
-from lightrft.rollout.environments.episode_batch import (
-    ChangedAnswerError,
-    EpisodeBatch,
-    EpisodeWork,
-)
+from lightrft.rollout.environments.episode_batch import ChangedAnswerError, EpisodeBatch
 from lightrft.rollout.environments.journal import Journal
 from lightrft.rollout.environments.pool import Host
 from lightrft.rollout.open_groups import EpisodeState, OpenGroup, OpenSample
@@ -46,13 +43,13 @@ class OpenEpisodes:
     """Open responses that are episodes; see `OpenResponses`.
 
     Args:
-        work: Work on the episodes of the run.
+        source: Source of the episodes of the run.
     """
 
-    def __init__(self, work: EpisodeWork) -> None:
-        self._work = work
-        self.special_ids = work.special_ids
-        self.tool_names: tuple[str, ...] | None = work.specs.tool_names
+    def __init__(self, source: EpisodeSource) -> None:
+        self._source = source
+        self.special_ids = source.environments.special_ids
+        self.tool_names: tuple[str, ...] | None = source.environments.specs.tool_names
         # Episodes whose environments are in workers, by sample id.
         self._hosted: dict[int, Episode] = {}
         self._ledger = SampleLedger()
@@ -71,7 +68,7 @@ class OpenEpisodes:
         """
         self._forget_others(groups)
         episodes = list[Episode]()
-        batch = self._work.batch(
+        batch = self._source.batch(
             episodes, part.params, journal=Journal(None, {}), ledger=self._ledger
         )
         numbers = self._free_numbers()
@@ -81,7 +78,7 @@ class OpenEpisodes:
             episodes.append(episode)
         self._host(batch, [group.prompt for group, _ in places])
         while batch.is_open_anywhere():
-            self._round(batch, part.round_number + self._work.parts.config.tool_lag)
+            self._round(batch, part.round_number + self._source.parts.config.tool_lag)
         ended = batch.of([e for e in episodes if not e.is_open and not e.is_late])
         ended.keep()
         rewards = ended.finish()
@@ -99,8 +96,8 @@ class OpenEpisodes:
             rollouts.append(episode.as_rollout())
             entry = requests.ledger.of(episode.sample_id)
             _note(entry, episode.prompt, sample)
-            if self._work.parts.config.ledger_gate:
-                self._work.turns.check_observations(rollouts[-1], entry)
+            if self._source.parts.config.ledger_gate:
+                self._source.turns.check_observations(rollouts[-1], entry)
         return rollouts, [_state(sample).reward for sample in group.samples]
 
     def _forget_others(self, groups: Sequence[OpenGroup]) -> None:
@@ -109,7 +106,7 @@ class OpenEpisodes:
         lost = [self._forget(each) for each in self._hosted.keys() - known]
         for episode in lost:
             episode.settle()
-        wait(self._work.pool.forget([episode.number for episode in lost]))
+        wait(self._source.pool.forget([episode.number for episode in lost]))
 
     def _forget(self, sample_id: int) -> Episode:
         self._ledger.entries.pop(sample_id)
@@ -122,7 +119,7 @@ class OpenEpisodes:
 
     def _most(self, episode: Episode, length: int | None) -> int | None:
         """Return an episode's token limit after a part; waiting saves none for later."""
-        config = self._work.parts.config
+        config = self._source.parts.config
         if length is None or config.stream_chunk is None or not config.tool_lag:
             return length
         return min(length, episode.num_sampled + config.stream_chunk)
@@ -152,7 +149,7 @@ class OpenEpisodes:
         """Return an episode as a part has left it."""
         sample = group.samples[index]
         state = _state(sample)
-        episode = self._work.new_episode(group.prompt, group.request_id, index, params)
+        episode = self._source.new_episode(group.prompt, group.request_id, index, params)
         episode.request_id, episode.num_restarts = state.request_id, state.num_restarts
         episode.num_forgotten = state.num_forgotten
         episode.reset_message = state.message
@@ -235,7 +232,7 @@ class OpenEpisodes:
         batch.append(episode, completion)
         if episode.is_cut:
             return
-        episode.is_late = self._work.parts.config.tool_lag > 0 and episode.max_sampled is not None
+        episode.is_late = self._source.parts.config.tool_lag > 0 and episode.max_sampled is not None
         if episode.is_late:
             episode.value = _value_of(episode, self._ledger.of(episode.sample_id), None, due)
         batch.parse_turn(episode)
