@@ -13,7 +13,7 @@ from tests.machine import seconds
 from lightrft.datasets.chat_ids import ChatIds
 from lightrft.engines.types import Completion, SamplingParams
 from lightrft.rollout.agents.conversations import AgentEpisode, Conversations
-from lightrft.rollout.agents.endpoint import Endpoint, KeyHolder, WaitingCall
+from lightrft.rollout.agents.endpoint import Endpoint, WaitingCall
 from lightrft.rollout.agents.http_server import HttpLimits
 from lightrft.rollout.agents.messages import Message
 from lightrft.rollout.agents.rounds import AnswerRules, RunSampling, answer_round
@@ -44,7 +44,7 @@ class Waiting:
     is_gone = is_retry = False
 
     def __init__(self, episode, call):
-        self.holder, self.call = KeyHolder(episode), call
+        self.episode, self.call = episode, call
 
     def resolve(self, answered):
         assert not isinstance(answered, Exception), answered

@@ -13,10 +13,10 @@ from dataclasses import replace
 from lightrft.config import SamplingOptions
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
-from lightrft.records.columns import join_facts
 from lightrft.records.media import require_text
 from lightrft.records.rollout import Rollout, TurnSegment
 from lightrft.rollout.single_turn import RolloutGroups, SingleTurnSource, generate
+from lightrft.rollout.transcript import join_completions
 from lightrft.strategy.engine.session import EngineSession
 
 # Continuations are separate requests. Another seed separates their random numbers from those of
@@ -117,12 +117,5 @@ def _join(first: Completion, rest: Completion) -> Completion:
             "the weights changed between the first token and the rest: versions "
             f"{first.weights_version} and {rest.weights_version} for request {first.request_id}"
         )
-    return replace(
-        first,
-        output_token_ids=(*first.output_token_ids, *rest.output_token_ids),
-        output_logprobs=(*first.output_logprobs, *rest.output_logprobs),
-        facts=join_facts(
-            (len(first.output_token_ids), first.facts), (len(rest.output_token_ids), rest.facts)
-        ),
-        finish_reason=rest.finish_reason,
-    )
+    joined = join_completions(first, rest)
+    return replace(joined, request_id=first.request_id, sample_index=first.sample_index)

@@ -58,7 +58,7 @@ class Transcript:
         self.sampled += [True] * len(turn.output_token_ids)
         self.segments.append(TurnSegment(turn.request_id, turn.sample_index))
         if self.is_cut and self.last is not None:
-            turn = _joined(self.last, turn)
+            turn = join_completions(self.last, turn)
             self.turn_texts.pop()
         self.turn_texts.append(text)
         self.last, self.is_cut = turn, is_cut
@@ -128,13 +128,13 @@ class Transcript:
         )
 
 
-def _joined(turn: Completion, part: Completion) -> Completion:
-    """Join a turn and the part that a further call of the engine sampled."""
-    lengths = len(turn.output_token_ids), len(part.output_token_ids)
+def join_completions(first: Completion, rest: Completion) -> Completion:
+    """Return a completion and the part that a further call of the engine sampled, as the latter."""
+    lengths = len(first.output_token_ids), len(rest.output_token_ids)
     return replace(
-        part,
-        prompt_token_ids=turn.prompt_token_ids,
-        output_token_ids=(*turn.output_token_ids, *part.output_token_ids),
-        output_logprobs=(*turn.output_logprobs, *part.output_logprobs),
-        facts=join_facts((lengths[0], turn.facts), (lengths[1], part.facts)),
+        rest,
+        prompt_token_ids=first.prompt_token_ids,
+        output_token_ids=(*first.output_token_ids, *rest.output_token_ids),
+        output_logprobs=(*first.output_logprobs, *rest.output_logprobs),
+        facts=join_facts((lengths[0], first.facts), (lengths[1], rest.facts)),
     )

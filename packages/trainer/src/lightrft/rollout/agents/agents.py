@@ -380,7 +380,7 @@ class _AgentRun:
     def _is_ready(self) -> bool:
         """Return whether enough episodes wait for an answer."""
         self.waiting = [call for call in self.waiting if not call.is_gone]
-        numbers = {call.holder.episode.number for call in self.waiting}
+        numbers = {call.episode.number for call in self.waiting}
         num_open, num_waiting = len(self._open()), len(numbers)
         if self.parts.config.late_join:
             return num_open <= 2 * num_waiting
@@ -391,7 +391,7 @@ class _AgentRun:
             self.all_episodes[event].restart()
         elif isinstance(event, AgentEnd):
             self._end(self.all_episodes[event.number], event)
-        elif isinstance(event, WaitingCall) and event.holder.is_open:  # else of an earlier step
+        elif isinstance(event, WaitingCall) and event.episode.is_open:  # else of an earlier step
             self.waiting.append(event)
 
     def _end(self, episode: AgentEpisode, end: AgentEnd) -> None:
@@ -400,7 +400,7 @@ class _AgentRun:
         self.agents.endpoint.close_key(episode.key)
         # Errors of clients may quote the key.
         failure = end.failure.replace(episode.key, "sk-...")
-        episode.is_open, episode.reward, episode.failure = False, end.reward, failure
+        episode.reward, episode.failure = end.reward, failure
         if not episode.failure and not episode.talk.branches():
             episode.failure = "it ended without a call that was answered: there is nothing to train"
         if not episode.failure and end.reward is None and not has_other_rewards(self.parts.config):

@@ -8,7 +8,7 @@ import json
 import queue
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lightrft.rollout.agents.anthropic_api import read_messages, reply_message
@@ -48,33 +48,18 @@ _MODELS = "/v1/models"
 _MAX_OVER = 100_000
 
 
-@dataclass(slots=True)
-class KeyHolder:
-    """The episode of a key and its waiting calls.
-
-    Args:
-        episode: Episode of the key.
-        is_open: Whether calls are accepted.
-        waiting: Unanswered calls.
-    """
-
-    episode: AgentEpisode
-    is_open: bool = True
-    waiting: set[WaitingCall] = field(default_factory=set)
-
-
 @dataclass(slots=True, eq=False)
 class WaitingCall:
     """A call that waits for its answer.
 
     Args:
-        holder: Episode that the call belongs to.
+        episode: Episode that the call belongs to.
         call: The request.
         is_retry: Whether the client marks the call as a retry.
         future: Future in the server's loop that receives the turns.
     """
 
-    holder: KeyHolder
+    episode: AgentEpisode
     call: ChatCall
     is_retry: bool
     future: asyncio.Future[Sequence[CalledTurn]]
@@ -120,7 +105,7 @@ class Endpoint:
         model_names: Sequence[str] = (MODEL_NAME,),
     ) -> None:
         self._tokenizer, self._names = tokenizer, tuple(model_names)
-        self._holders: dict[bytes, KeyHolder] = {}
+        self._episodes: dict[bytes, AgentEpisode] = {}
         self._over: dict[bytes, None] = {}
         self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._hosts: tuple[str, ...] = ()
@@ -135,19 +120,19 @@ class Endpoint:
     def open(self, episode: AgentEpisode, key: str | None = None) -> str:
         """Open an episode and return its key, a random one by default."""
         key = key or f"sk-{secrets.token_urlsafe(32)}"
-        self._holders[_digest(key)] = KeyHolder(episode)
+        self._episodes[_digest(key)] = episode
         return key
 
     def close_key(self, key: str) -> None:
         """End an episode: refuse its waiting calls and all further ones."""
         digest = _digest(key)
-        holder = self._holders.pop(digest, None)
+        episode = self._episodes.pop(digest, None)
         self._over[digest] = None
         while len(self._over) > _MAX_OVER:
             self._over.pop(next(iter(self._over)))
-        if holder is not None:
-            holder.is_open = False
-            for waiting in list(holder.waiting):
+        if episode is not None:
+            episode.is_open = False
+            for waiting in list(episode.waiting):
                 waiting.resolve(_over())
 
     def close(self) -> None:
@@ -170,14 +155,14 @@ class Endpoint:
                 404, f"the model must be {' or '.join(self._names)}", code="model_not_found"
             )
         read, write = _CALLS[request.path]
-        call, holder = read(body), self._holder(request.headers)
-        turns = await self._turns(holder, call, request)
+        call, episode = read(body), self._episode(request.headers)
+        turns = await self._turns(episode, call, request)
         response = write(call, turns, self._names[0], self._tokenizer)
 
         delivered = [turn.is_delivered for turn in turns]
 
         def on_sent(is_sent: bool) -> None:
-            if not holder.is_open:
+            if not episode.is_open:
                 return  # the episode's rows are already final
             for turn, before in zip(turns, delivered, strict=True):
                 turn.is_delivered = is_sent or before
@@ -185,36 +170,36 @@ class Endpoint:
         return replace(response, on_sent=on_sent)
 
     async def _turns(
-        self, holder: KeyHolder, call: ChatCall, request: HttpRequest
+        self, episode: AgentEpisode, call: ChatCall, request: HttpRequest
     ) -> Sequence[CalledTurn]:
         """Wait for the answering thread; a client that disconnects cancels the wait."""
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         future = asyncio.get_running_loop().create_future()
-        waiting = WaitingCall(holder, call, is_retry, future)
-        holder.waiting.add(waiting)
+        waiting = WaitingCall(episode, call, is_retry, future)
+        episode.waiting.add(waiting)
         self.events.put(waiting)
         try:
             return await waiting.future
         finally:
-            holder.waiting.discard(waiting)
+            episode.waiting.discard(waiting)
 
     def _check(self, head: HttpRequest) -> None:
         """Refuse a request for another server, or without a key of an open episode."""
         # A web page of another site cannot send this host: browsers send the site's host.
         if head.headers.get("host") not in self._hosts:
             raise HttpError(421, "the header host names another server", code="wrong_host")
-        self._holder(head.headers)
+        self._episode(head.headers)
 
-    def _holder(self, headers: Mapping[str, str]) -> KeyHolder:
+    def _episode(self, headers: Mapping[str, str]) -> AgentEpisode:
         """Return the episode of a request's key."""
         # Anthropic's clients send the key in another header.
         authorization = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}")
         scheme, _, key = authorization.partition(" ")
         # Look up digests, so that the lookup time reveals nothing about a key.
         digest = _digest(key.strip())
-        holder = self._holders.get(digest)
-        if scheme.lower() == "bearer" and holder is not None and holder.is_open:
-            return holder
+        episode = self._episodes.get(digest)
+        if scheme.lower() == "bearer" and episode is not None and episode.is_open:
+            return episode
         if digest in self._over:
             raise _over()
         raise HttpError(401, "the API key is none of an episode", code="invalid_api_key")

@@ -254,21 +254,21 @@ def answer_round(
         New turns with their episodes, in the order of episodes and contexts.
     """
     asked: list[tuple[WaitingCall, list[CalledTurn]]] = []
-    for waiting in sorted(calls, key=lambda each: each.holder.episode.sample_id):
-        if waiting.is_gone or not waiting.holder.is_open:
+    for waiting in sorted(calls, key=lambda each: each.episode.sample_id):
+        if waiting.is_gone or not waiting.episode.is_open:
             continue
-        before = waiting.holder.episode.talk.find_retry(waiting.call, is_retry=waiting.is_retry)
+        before = waiting.episode.talk.find_retry(waiting.call, is_retry=waiting.is_retry)
         if before is not None:
             waiting.resolve(before)
             continue
         try:
-            asked.append((waiting, rules.asked(waiting.holder.episode, waiting.call)))
+            asked.append((waiting, rules.asked(waiting.episode, waiting.call)))
         except HttpError as error:
             waiting.resolve(error)
     _sample(asked, rules, sample)
     made: list[tuple[AgentEpisode, CalledTurn]] = []
     for waiting, turns in asked:
-        episode = waiting.holder.episode
+        episode = waiting.episode
         episode.talk.answered(turns)
         waiting.resolve(turns)
         made += [(episode, turn) for turn in turns]
@@ -280,7 +280,7 @@ def _sample(
 ) -> None:
     groups: dict[SamplingParams, list[CalledTurn]] = {}
     for waiting, turns in asked:
-        known = waiting.holder.episode.known
+        known = waiting.episode.known
         for turn in turns:
             if turn.request_id in known:
                 before = replace(known[turn.request_id], prompt_token_ids=turn.context)
