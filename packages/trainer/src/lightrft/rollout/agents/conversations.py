@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from lightrft.datasets.chat_ids import ChatIds, Rendered
 from lightrft.datasets.chat_template import answering, call_of
@@ -30,9 +29,6 @@ from lightrft.rewards.types import RewardResult
 from lightrft.rollout.agents.messages import ChatCall, Json, Message, SpokenCall, chain_of
 from lightrft.rollout.source import AGENT_COUNTS
 from lightrft.rollout.transcript import Transcript
-
-if TYPE_CHECKING:
-    from lightrft.rollout.agents.endpoint import WaitingCall
 
 # Approximate limit for one episode; ids and their log probabilities take the most.
 MAX_KEPT_BYTES = 1 << 28
@@ -270,7 +266,6 @@ class AgentEpisode:
         row: Row that the agent receives.
         talk: Calls of the agent.
         is_open: Whether calls are accepted.
-        waiting: Unanswered calls.
         known: Earlier completions by request id, from a killed process or before the agent was
             restarted.
     """
@@ -284,7 +279,6 @@ class AgentEpisode:
     key: str = ""
     known: dict[int, Completion] = field(default_factory=dict)
     is_open: bool = True
-    waiting: set[WaitingCall] = field(default_factory=set)
     failure: str = ""
     reward: RewardResult | None = None
     num_calls: int = 0

@@ -107,6 +107,7 @@ class Endpoint:
         self._tokenizer, self._names = tokenizer, tuple(model_names)
         self._episodes: dict[bytes, AgentEpisode] = {}
         self._over: dict[bytes, None] = {}
+        self._waiting: set[WaitingCall] = set()
         self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._hosts: tuple[str, ...] = ()
         self.server = HttpServer(self._handle, limits, port=port, check=self._check)
@@ -132,8 +133,9 @@ class Endpoint:
             self._over.pop(next(iter(self._over)))
         if episode is not None:
             episode.is_open = False
-            for waiting in list(episode.waiting):
-                waiting.resolve(_over())
+            for waiting in self._waiting.copy():
+                if waiting.episode is episode:
+                    waiting.resolve(_over())
 
     def close(self) -> None:
         """Close the server; calling it twice is allowed."""
@@ -176,12 +178,12 @@ class Endpoint:
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         future = asyncio.get_running_loop().create_future()
         waiting = WaitingCall(episode, call, is_retry, future)
-        episode.waiting.add(waiting)
+        self._waiting.add(waiting)
         self.events.put(waiting)
         try:
             return await waiting.future
         finally:
-            episode.waiting.discard(waiting)
+            self._waiting.discard(waiting)
 
     def _check(self, head: HttpRequest) -> None:
         """Refuse a request for another server, or without a key of an open episode."""

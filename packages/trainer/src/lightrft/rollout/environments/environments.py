@@ -176,7 +176,8 @@ class EpisodeSource:
             journal, ledger: See `EpisodeBatch`.
         """
         params = self.turns.chat.with_end_of_turn(params)
-        batch = EpisodeBatch(self, params, episodes, journal, ledger)
+        parts = self.parts, self.pool, self.turns
+        batch = EpisodeBatch(*parts, params, episodes, journal, ledger)
         if journal.damage is not None:
             batch.notes.append(f"{journal.damage}: what follows is sampled again")
         return batch

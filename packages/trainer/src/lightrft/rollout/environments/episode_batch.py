@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from lightrft.engines.ledger import hash_context
 from lightrft.engines.types import Completion, SamplingParams
@@ -19,14 +19,12 @@ from lightrft.rollout.environments.content import from_json
 from lightrft.rollout.environments.episode import TURN_STEP, Episode
 from lightrft.rollout.environments.journal import Journal
 from lightrft.rollout.environments.journal_reading import RecordedTurn
-from lightrft.rollout.environments.pool import Host, NoRoomError
+from lightrft.rollout.environments.pool import EnvironmentPool, Host, NoRoomError
+from lightrft.rollout.environments.turns import Turns
 from lightrft.rollout.single_turn import generate
-from lightrft.rollout.source import agree
+from lightrft.rollout.source import SourceParts, agree
 from lightrft.rollout.workers import EpisodeError
 from lightrft.strategy.engine.session import OnFinished
-
-if TYPE_CHECKING:
-    from lightrft.rollout.environments.environments import EpisodeSource
 
 # Distance between an episode's request ids before and after a restart.
 START_STEP = 2**54
@@ -42,7 +40,9 @@ class EpisodeBatch:
     """Episodes that are sampled together, and the work of hosts on them.
 
     Args:
-        source: Source of the episodes, with the parts of the run.
+        parts: Parts of the run.
+        pool: Workers that host the environments.
+        turns: Turns as ids and as text.
         params: Sampling parameters of turns.
         episodes: Episodes of this rank.
         journal: Journal of this rank.
@@ -52,7 +52,9 @@ class EpisodeBatch:
         finished_ids: Groups that `finished_groups` has returned.
     """
 
-    source: EpisodeSource
+    parts: SourceParts
+    pool: EnvironmentPool
+    turns: Turns
     params: SamplingParams
     episodes: Sequence[Episode]
     journal: Journal
@@ -68,12 +70,12 @@ class EpisodeBatch:
 
     @property
     def _masks_failures(self) -> bool:
-        return self.source.parts.config.reward_failure == "mask"
+        return self.parts.config.reward_failure == "mask"
 
     @property
     def _keeps_environments(self) -> bool:
         """True if reward functions read the environments."""
-        function = self.source.parts.reward_function
+        function = self.parts.reward_function
         return isinstance(function, ReadsEnvironments) and function.reads_environments
 
     def of(self, episodes: Sequence[Episode]) -> EpisodeBatch:
@@ -96,20 +98,20 @@ class EpisodeBatch:
         is_open = any(episode.may_sample for episode in self.episodes)
         notes = tuple(self.notes)
         self.notes.clear()
-        return any(agree(self.source.parts.context, problem, is_open, notes))
+        return any(agree(self.parts.context, problem, is_open, notes))
 
     def sample(
         self, episodes: Sequence[Episode], on_finished: OnFinished | None = None
     ) -> list[Completion]:
         """Sample a turn, or a part of one, of each episode; collective."""
-        most, turns = self.params.max_tokens, self.source.turns
+        most, turns = self.params.max_tokens, self.turns
         requests = [turns.request(episode, most) for episode in episodes]
-        session = self.source.parts.session
+        session = self.parts.session
         return generate(session, replace(self.params, n=1), requests, on_finished)
 
     def repeated(self, turns: Mapping[int, RecordedTurn]) -> tuple[list[Episode], list[Completion]]:
         """Return the episodes of a recorded round, and their recorded turns."""
-        engine = self.source.parts.session.engine
+        engine = self.parts.session.engine
         version = -1 if engine is None else engine.weights_version
         waiting, completions = [], []
         for episode in self.episodes:
@@ -129,11 +131,11 @@ class EpisodeBatch:
 
     def append(self, episode: Episode, part: Completion) -> None:
         """Append what was sampled; a turn cut by `max_sampled` stays open."""
-        self.source.turns.append(episode, part, self.params.max_tokens)
+        self.turns.append(episode, part, self.params.max_tokens)
 
     def parse_turn(self, episode: Episode) -> None:
         """Parse the calls of the last turn, or end the episode."""
-        problem = self.source.turns.parse(episode)
+        problem = self.turns.parse(episode)
         if not episode.is_open:
             return
         episode.answers.append([])
@@ -147,7 +149,7 @@ class EpisodeBatch:
         Raises:
             ImageRefusedError: Images of an answer cannot be shown.
         """
-        self.source.turns.observe(episode)
+        self.turns.observe(episode)
         if episode.is_open:
             self.journal.observation(episode)
 
@@ -159,7 +161,7 @@ class EpisodeBatch:
 
     def start_over(self, episode: Episode, error: ChangedAnswerError) -> None:
         """Forget an episode except for its prompt, and note why."""
-        index, engine = episode.sample_id % self.params.n, self.source.parts.session.engine
+        index, engine = episode.sample_id % self.params.n, self.parts.session.engine
         self.notes.append(f"sample {index} of prompt {episode.prompt.id} starts over: {error}")
         self.journal.again(episode, str(error))
         if engine is not None:
@@ -187,7 +189,7 @@ class EpisodeBatch:
                 raise EpisodeError(known)  # a repeated deadline could end otherwise
             work(episode, host)
 
-        for number, future in self.source.pool.begin(list(by_number), on_host).items():
+        for number, future in self.pool.begin(list(by_number), on_host).items():
             by_number[number].work = future
 
     def collect(self, must_wait: Callable[[], bool] = lambda: True) -> None:
@@ -243,7 +245,7 @@ class EpisodeBatch:
 
     def _add_message(self, episode: Episode) -> None:
         num_images = len(episode.prompt.images)
-        episode.prompt = self.source.turns.with_reset_message(episode)
+        episode.prompt = self.turns.with_reset_message(episode)
         before = self.journal.recorded.messages
         told = before.get(episode.sample_id, episode.reset_message)
         has_images = episode.prompt.images[num_images:]
@@ -285,13 +287,13 @@ class EpisodeBatch:
             arguments = check_call(call, episode.environment.functions)
         except MalformedCallError as error:
             return AnsweredCall("", {}, "malformed", as_error(str(error)))
-        limit, num_made = self.source.parts.config.max_tool_calls, len(episode.made_calls)
+        limit, num_made = self.parts.config.max_tool_calls, len(episode.made_calls)
         if limit is not None and num_made >= limit:
             text = as_error(f"no calls are left: {limit} were allowed")
             return AnsweredCall(call.name, arguments, "refused", text)
         is_stateless = call.name in host.stateless
         # A journal names images but does not hold them: request them again.
-        if before is not None and is_stateless and not self.source.turns.chat.encoder.reads_media:
+        if before is not None and is_stateless and not self.turns.chat.encoder.reads_media:
             return before
         start = time.perf_counter()
         answer = episode.call(host, call.name, arguments, num_made)
@@ -348,7 +350,7 @@ class EpisodeBatch:
         unpaid = [e for e in self.episodes if e.failure is None and e.reward is None]
         self.each(unpaid, self.reward)
         # If closing fails, the episode keeps its reward.
-        wait(self.source.pool.forget([episode.number for episode in self.episodes]))
+        wait(self.pool.forget([episode.number for episode in self.episodes]))
         self.is_open_anywhere()
         results: dict[int, RewardResult | None] = {}
         for episode in self.episodes:
