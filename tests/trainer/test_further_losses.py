@@ -138,9 +138,12 @@ def reference_balance(model, rollouts):
     return 4 * total, output.aux_loss
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
 @pytest.mark.parametrize("micro", [1, 4, 6])
-def test_balancing_experts_is_exact_for_any_micro_batch(micro):
+def test_balancing_experts_is_exact_for_any_micro_batch(micro, layout):
     rollouts = random_experience(3, rows=6, seq=10, vocab=VOCAB).rollouts
+    rollouts.token_ids[1:3, :4] = rollouts.token_ids[0, :4]
+    rollouts.token_ids[3, :3] = rollouts.token_ids[0, :3]
     model = tiny_experts()
     expected, theirs = reference_balance(model, rollouts)
     assert float(expected.detach()) == pytest.approx(float(theirs), rel=1e-6)
@@ -148,6 +151,8 @@ def test_balancing_experts_is_exact_for_any_micro_batch(micro):
     gradients = torch.autograd.grad(expected, list(model.parameters()), allow_unused=True)
     actor = Actor(tiny_experts())
     actor.enable_router_sums()
+    actor.pack_samples(layout != "padded")
+    actor.share_prefixes(2 if layout == "shared" else None)
     before = copies(actor.model)
     options = {"train_batch_size": 6, "max_norm": 0.0, "bf16": False}
     training = get_fake_strategy(options).training

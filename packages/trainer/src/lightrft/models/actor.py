@@ -26,7 +26,6 @@ from lightrft.models.types import (
     ActorOutput,
     EntropyMode,
     HeadReader,
-    LayoutRefusedError,
     Replayed,
     TokenLossFunction,
 )
@@ -194,8 +193,14 @@ class Actor(SequenceModel):
             return None
         top_k = self.config.num_experts_per_tok
         chosen = [each.chosen for each in self.routers if each.replayed is not None]
+        # A token that rows share counts once for each of them.
+        *_, places = layout.read_at(layout.is_real)
         sums = router_sums(
-            output.router_logits, layout.attention_mask, top_k=top_k, chosen=chosen or None
+            output.router_logits,
+            places,
+            layout.attention_mask.numel(),
+            top_k=top_k,
+            chosen=chosen or None,
         )
         return layout.join(sums)
 
@@ -237,16 +242,6 @@ class Actor(SequenceModel):
             )
         routers.prove_routers(self.routers, run)
 
-    def share_prefixes(self, min_tokens: int | None) -> None:
-        """Compute shared tokens once; see `SequenceModel.share_prefixes`.
-
-        Raises:
-            LayoutRefusedError: A loss counts tokens of every row.
-        """
-        if min_tokens is not None and self.sums_routers:
-            raise LayoutRefusedError("aux_loss_coef counts the experts of the tokens of every row")
-        super().share_prefixes(min_tokens)
-
     def enable_router_sums(self) -> None:
         """Add to every output the sums from which the load of the experts is computed.
 
@@ -287,7 +282,8 @@ class Actor(SequenceModel):
 
 def router_sums(
     router_logits: Sequence[Tensor] | None,
-    attention_mask: Tensor,
+    places: Tensor,
+    num_places: int,
     *,
     top_k: int,
     chosen: Sequence[Tensor | None] | None = None,
@@ -297,9 +293,10 @@ def router_sums(
     They are sums, not means: those of micro batches and ranks add up to those of their batch.
 
     Args:
-        router_logits: Logits of each layer, [tokens, experts]; tokens are all positions of the
-            mask, or only the real ones.
-        attention_mask: [batch, seq] bool, True on real tokens.
+        router_logits: Logits of each layer, [tokens, experts]; tokens are all places, or only the
+            real ones.
+        places: [tokens] place of each real token of each row.
+        num_places: Number of places, padding included.
         top_k: Number of experts for each token.
         chosen: Experts of each layer, [tokens, k], if they are not those of the highest logits.
 
@@ -312,16 +309,15 @@ def router_sums(
     """
     if not router_logits:
         raise ValueError("the model returned no router logits: it has no experts to balance")
-    num_real, num_all = int(attention_mask.sum()), attention_mask.numel()
-    counts, sums, is_real = [], [], attention_mask.reshape(-1).bool()
+    counts, sums = [], []
     for layer, experts in zip(router_logits, chosen or repeat(None), strict=False):
         logits = layer.reshape(-1, layer.shape[-1]).float()
-        if len(logits) == num_all:
-            logits = logits[is_real]
-            experts = experts if experts is None else experts[is_real]
-        elif len(logits) != num_real:
+        if len(logits) == num_places:
+            logits = logits[places]
+            experts = experts if experts is None else experts[places]
+        elif len(logits) != len(places):
             raise ValueError(
-                f"router logits must be of {num_all} positions or of {num_real} tokens: got "
+                f"router logits must be of {num_places} positions or of {len(places)} tokens: got "
                 f"{len(logits)}"
             )
         probabilities = F.softmax(logits, dim=-1)
