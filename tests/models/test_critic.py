@@ -1,9 +1,13 @@
 """Values come from the hidden state before each token, zero at first."""
 
+import pytest
 import torch
+from tests.models.all_types import types
 from transformers import AutoModel
 
-from lightrft.models import Critic
+from lightrft.models import Critic, ModelLoadError
+from lightrft.models.reward_model import RewardModel
+from lightrft.strategy.meta_init import parameters_on_meta
 
 
 def make_batch():
@@ -55,3 +59,19 @@ def test_save_and_load_keeps_the_value_head(checkpoint, tmp_path):
     states = zip(loaded.state_dict().values(), critic.state_dict().values(), strict=True)
     assert all(torch.equal(value, written) for value, written in states)
     torch.testing.assert_close(loaded(*make_batch()), critic(*make_batch()), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize("model_type", ["gpt_neox", "rwkv", "qwen3"])
+def test_output_layers_of_any_name_stay_in_the_file(model_type, on_meta, tmp_path):
+    types.tiny_model(model_type).save_pretrained(tmp_path)
+    with parameters_on_meta(on_meta):
+        Critic.from_pretrained(str(tmp_path))
+        if model_type != "rwkv" and not on_meta:  # without classifiers, or memory for new weights
+            RewardModel.with_new_head(str(tmp_path), seed=0)
+
+
+def test_a_type_without_a_trunk_is_refused(tmp_path):
+    types.tiny_model("llama4").save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match="without its output layer"):
+        Critic.from_pretrained(str(tmp_path))

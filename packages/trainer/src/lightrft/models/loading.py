@@ -50,8 +50,8 @@ WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 # File of a head beside a trunk: transformers has sequence classifiers for hardly any
 # vision-language model, and none that pool.
 SCORE_FILE = "score.safetensors"
-# Output layers of other tasks, which a trunk leaves in the file.
-OTHER_HEADS = ("lm_head.*", "language_model.lm_head.*", "score.*", "classifier.*", "v_head.*")
+# Output layers of other tasks; that of a language model has the name that its class says.
+_HEADS = ("lm_head.*", "score.*", "classifier.*", "v_head.*")
 _MAX_LISTED_NAMES = 5
 _END_OF_ARGUMENTS = "{#- arguments of the run +#}"
 # Function by which templates write the present day, and the day that they write instead: rows of
@@ -348,7 +348,29 @@ def load_trunk(
 
     Output layers in the file are not loaded.
     """
-    return load_model(AutoModel, path, dtype, allow_new_weights, left_out=OTHER_HEADS)
+    trunk = load_model(AutoModel, path, dtype, allow_new_weights, left_out=other_heads(path))
+    if trunk.get_output_embeddings() is not None:
+        raise ModelLoadError(
+            f"transformers has no {type(trunk).__name__} without its output layer: {path!r} can be "
+            "no value or reward model; take another model"
+        )
+    return trunk
+
+
+def other_heads(path: str) -> tuple[str, ...]:
+    """Return patterns of output layers in a file, which a trunk or classifier leaves there."""
+    config = load_config(path)
+    with _one_line_errors(path):
+        try:
+            with torch.device("meta"):
+                model = language_model_class(config).from_config(config)
+            files = WeightFiles(Path(path), model)
+        except (ValueError, FileNotFoundError):  # a type without a language model, other files
+            return _HEADS
+    head = model.get_output_embeddings()
+    heads = [name for name, layer in model.named_modules() if layer is head]
+    tensors = (name for name in files.names if name.rpartition(".")[0] in heads)
+    return (*_HEADS, *map(files.name_in_file, tensors))
 
 
 def save_pretrained(

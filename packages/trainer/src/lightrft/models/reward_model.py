@@ -17,12 +17,12 @@ from lightrft.config.files import FileError, regular_file
 from lightrft.engines.media.families import family_of
 from lightrft.engines.media.media import RowMedia
 from lightrft.models.loading import (
-    OTHER_HEADS,
     SCORE_FILE,
     ModelLoadError,
     load_config,
     load_model,
     load_trunk,
+    other_heads,
     save_pretrained,
 )
 from lightrft.models.lora import LoraModel
@@ -112,7 +112,7 @@ class RewardModel(SequenceModel):
                 path,
                 dtype,
                 (f"{HEAD}.*", *allow_new_weights),
-                left_out=OTHER_HEADS,
+                left_out=other_heads(path),
                 num_labels=len(weights),
             )
             # transformers' token classifiers have a bias by default.

@@ -301,6 +301,10 @@ class WeightFiles:
         """Return the shape of a tensor."""
         return self._shapes[name]
 
+    def name_in_file(self, name: str) -> str:
+        """Return the name that a tensor has in its file; its own if it is made of several."""
+        return self._stored[name].name if name in self._stored else name
+
     def are_equal(self, name: str, other: str) -> bool:
         """Return whether two tensors of the files, or one by two names, hold the same numbers."""
         first, second = self._stored[name], self._stored[other]
