@@ -255,9 +255,7 @@ def check_paths(config: TrainConfig) -> list[str]:
     for path in config.reward_pretrain:
         problems += model_problems("--reward_pretrain", path)
     by_episode = config.environment is not None or config.has_agent
-    scorers = config.reward_fn or config.remote_rm_url or config.reward_pretrain
-    is_rewarded = bool(scorers) or by_episode
-    if not is_rewarded and config.advantage_estimator != NO_REWARDS:
+    if not (config.num_rewards or by_episode) and config.advantage_estimator != NO_REWARDS:
         problems.append(f"--reward_fn is missing: {A_REWARD}")
     return problems
 

@@ -236,7 +236,7 @@ class ChatIds:
         """
         self._check_client(messages, tools)
         render = partial(self.render, tools=tools)
-        frame, texts = self._cut(messages, _slots(messages, self.forges), render, may_refuse=True)
+        frame, texts = self._cut(messages, slots_of(messages, self.forges), render, may_refuse=True)
         return self._without_places(self._joined(messages, frame, texts, None))
 
     def suffix(
@@ -253,7 +253,7 @@ class ChatIds:
             RenderingError: The template refuses them after such a turn.
         """
         self._check_client(messages, ())
-        slots = _slots(messages, bool)
+        slots = slots_of(messages, bool)
         return self._without_places(self.after(turn, calls, messages, slots, may_refuse=True))
 
     def after(
@@ -402,16 +402,16 @@ class ChatIds:
         """Return the template's pieces around some texts, and the texts as it writes them."""
         marks = {slot: f"Q{secrets.token_hex(8)}Z" for slot in slots}
 
-        def shown(real: Sequence[Slot]) -> str:
-            texts = {slot: mark for slot, mark in marks.items() if slot not in real}
+        def shown(real: Slot | None = None) -> str:
+            texts = {slot: mark for slot, mark in marks.items() if slot != real}
             try:
                 return render(_filled(messages, texts))
             except RenderingError:
-                if may_refuse or not real:
+                if may_refuse or real is None:
                     raise
                 return ""
 
-        rest, frame = shown(()), list[str]()
+        rest, frame = shown(), list[str]()
         for mark in marks.values():
             before, matched, rest = rest.partition(mark)
             if not matched or mark in rest:
@@ -420,12 +420,9 @@ class ChatIds:
         frame.append(rest)
         if sum(map(self.encoder.num_places, frame)) != len(_images(messages)):
             raise ImageRenderingError("the chat template drops or repeats an image")
-        # One rendering usually suffices; templates that change texts need one for each.
         originals = [str(parts_of(messages[n])[part]) for n, part in marks]
-        texts = _fitting(frame, originals, shown(slots)) if marks else []
-        if texts is None:
-            names, pairs = [*marks.values()], enumerate(zip(marks, originals, strict=True))
-            texts = [_written(i, frame, names, shown([slot]), text) for i, (slot, text) in pairs]
+        names, pairs = [*marks.values()], enumerate(zip(marks, originals, strict=True))
+        texts = [_written(i, frame, names, shown(slot), text) for i, (slot, text) in pairs]
         return frame, texts
 
     def _joined(
@@ -540,20 +537,6 @@ def _written(place: int, frame: Sequence[str], names: Sequence[str], whole: str,
     return text
 
 
-def _fitting(frame: Sequence[str], texts: Sequence[str], whole: str) -> list[str] | None:
-    """Return the texts, plain or stripped, if together with the frame they make up the whole."""
-    place, fitting = len(frame[0]), list[str]()
-    if not whole.startswith(frame[0]):
-        return None
-    for text, piece in zip(texts, frame[1:], strict=True):
-        forms = [form for form in (text, text.strip()) if whole.startswith(form + piece, place)]
-        if not forms:
-            return None
-        fitting.append(forms[0])
-        place += len(forms[0]) + len(piece)
-    return fitting if place == len(whole) else None
-
-
 def parts_of(message: Message) -> tuple[str | ImageSource, ...]:
     """Return the texts and images of a message, in order."""
     content = message["content"]
@@ -578,7 +561,7 @@ def _images(messages: Sequence[Message]) -> list[ImageSource]:
     return [part for part in chain(*map(parts_of, messages)) if not isinstance(part, str)]
 
 
-def _slots(messages: Sequence[Message], is_wanted: Callable[[str], bool]) -> list[Slot]:
+def slots_of(messages: Sequence[Message], is_wanted: Callable[[str], bool]) -> list[Slot]:
     """Return the wanted texts of messages; a message whose joined text is wanted counts whole."""
     slots = []
     for number, each in enumerate(messages):

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Literal
 
-from lightrft.datasets.chat_ids import CALL, ChatIds, Rendered, Slot, refused
+from lightrft.datasets.chat_ids import CALL, ChatIds, Rendered, Slot, refused, slots_of
 from lightrft.datasets.chat_template import QUESTION, RenderingError
 from lightrft.datasets.messages import REASONING_KEYS, Message
 from lightrft.engines.media.sources import ImageSource
@@ -112,13 +112,8 @@ class TurnSuffix:
         """Return the messages with the answers to calls, and the places of their texts."""
         contents = [(each,) if isinstance(each, str) else each for each in answers]
         if self.role == "tool":
-            slots = [
-                (number, place)
-                for number, content in enumerate(contents)
-                for place, part in enumerate(content)
-                if isinstance(part, str)
-            ]
-            return [{"role": "tool", "content": content} for content in contents], slots
+            results: list[Message] = [{"role": "tool", "content": each} for each in contents]
+            return results, slots_of(results, lambda text: True)
         before, after = "<tool_response>\n", "\n</tool_response>"
         if self._is_conversation:
             before = after = ""

@@ -18,8 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import numpy as np
-
 from lightrft.config import ConfigError, EnvironmentOptions, RolloutOptions
 from lightrft.datasets.types import Prompt
 from lightrft.engines.types import GenerationRequest, SamplingParams
@@ -400,8 +398,6 @@ class _Flight:
         self.groups = list(by_id.values())
 
     def _tell(self) -> None:
-        """Exchange facts of groups between all ranks, 20 bytes per group; collective."""
-        facts = np.array([each.facts for each in self.groups], np.int32).reshape(-1, 5)
-        facts_by_rank = self._parts.context.gather_bytes(facts.tobytes())
-        rows = (np.frombuffer(data, np.int32).reshape(-1, 5).tolist() for data in facts_by_rank)
-        self.facts = [GroupFacts(*row) for part in rows for row in part]
+        """Exchange facts of groups between all ranks; collective."""
+        everyone = self._parts.context.gather_objects([group.facts for group in self.groups])
+        self.facts = [facts for part in everyone for facts in part]

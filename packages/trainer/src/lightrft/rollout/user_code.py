@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lightrft.config import ConfigError
-from lightrft.config.registry import load_reference, split_reference
+from lightrft.config.registry import (
+    ENVIRONMENT_KINDS,
+    Registry,
+    load_reference,
+    split_kind,
+    split_reference,
+)
 from lightrft.rewards.user_task import finite_number
 from lightrft.rewards.worker import ReportedError
 
@@ -49,3 +55,29 @@ def load_user_code(reference: str, kind: str) -> object:
         return load_reference(reference, kind=kind)
     except ConfigError as error:
         raise ReportedError(str(error)) from error
+
+
+def absolute_reference(
+    reference: str, kind: str, kinds: Registry = ENVIRONMENT_KINDS
+) -> tuple[str, str]:
+    """Return an import string that is valid in a worker, and its file or module.
+
+    Args:
+        reference: FILE.py:NAME or package.module:NAME, or KIND:WHAT; an address stays as it is.
+        kind: Kind of the object in errors.
+        kinds: Known kinds.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+    adapter, rest = split_kind(reference, kinds)
+    place, name = split_reference(rest) or ("", rest)
+    if not place and adapter is None:
+        raise ConfigError(
+            f"{kind} {reference}: expected FILE.py:NAME or package.module:NAME, or KIND:... with "
+            f"one of {', '.join(kinds)}"
+        )
+    if not place.endswith(".py"):
+        return reference, place
+    place = str(Path(place).resolve())
+    return f"{'' if adapter is None else f'{adapter}:'}{place}:{name}", place

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
-from lightrft.config import ConfigError, RewardOptions, ScoringOptions
-from lightrft.config.registry import AGENT_KINDS, split_kind, split_reference
+from lightrft.config import ConfigError, ScoringOptions
+from lightrft.config.registry import AGENT_KINDS, split_kind
 from lightrft.rewards.process import WorkerFailedError, WorkerTask, WorkerTimeoutError
 from lightrft.rewards.types import RewardResult
+from lightrft.rollout.user_code import absolute_reference
 from lightrft.rollout.workers import WorkerLostError, Workers
 
 logger = logging.getLogger(__name__)
@@ -153,20 +153,13 @@ class AgentPool:
 
 def _function(config: ScoringOptions) -> tuple[str, WorkerTask]:
     """Return name and task of workers that host a function."""
-    agent, passed = str(config.agent), config.environment_env
+    agent, place = absolute_reference(str(config.agent), "agent", AGENT_KINDS)
+    passed = config.environment_env
     if split_kind(agent, AGENT_KINDS)[0] is not None:
         arguments = (agent, config.sandbox)
         return agent, WorkerTask(_WORKER, "load_kind", arguments, passed_variables=passed)
-    place, name = split_reference(agent) or ("", "")
-    if not place:
-        kinds = ", ".join(f"{kind}:NAME" for kind in AGENT_KINDS)
-        raise ConfigError(f"agent {agent}: expected FILE.py:NAME, package.module:NAME or {kinds}")
-    shown_file = place if place.endswith(".py") else None
-    if shown_file:
-        agent = f"{Path(place).resolve()}:{name}"
-    task = WorkerTask(
-        _WORKER, "load_agents", (agent,), shown_file=shown_file, passed_variables=passed
-    )
+    name = agent.rpartition(":")[2]
+    task = WorkerTask(_WORKER, "load_agents", (agent,), shown_file=place, passed_variables=passed)
     return name, task
 
 
@@ -177,15 +170,10 @@ def _program(config: ScoringOptions) -> tuple[str, WorkerTask]:
             "agent_command: --sandbox unsafe: the program runs on this machine with limits of time "
             "and memory, but can use the network, read files and leave processes behind"
         )
-    pays = not has_other_rewards(config)
+    pays = not config.num_rewards
     arguments = (config.agent_command, config.sandbox, config.agent_timeout_seconds, pays)
     task = WorkerTask("lightrft.tools.agents.program_agent", "host_program", arguments)
     return str(config.agent_command), task
-
-
-def has_other_rewards(config: RewardOptions) -> bool:
-    """Return whether anything besides the agent gives rewards."""
-    return bool(config.reward_fn or config.remote_rm_url or config.reward_pretrain)
 
 
 def _result(reward: object) -> RewardResult | None:

@@ -20,11 +20,7 @@ from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.records.rollout import Rollout
 from lightrft.records.sample_ledger import ENVIRONMENT, SampleLedger
 from lightrft.rewards.types import RewardError, RewardResult
-from lightrft.rollout.agents.agent_pool import (
-    AgentEnd,
-    AgentPool,
-    has_other_rewards,
-)
+from lightrft.rollout.agents.agent_pool import AgentEnd, AgentPool
 from lightrft.rollout.agents.agent_worker import MAX_OPEN_FILES
 from lightrft.rollout.agents.conversations import AgentEpisode, CalledTurn, Conversations
 from lightrft.rollout.agents.endpoint import Endpoint, WaitingCall
@@ -403,7 +399,7 @@ class _AgentRun:
         episode.reward, episode.failure = end.reward, failure
         if not episode.failure and not episode.talk.branches():
             episode.failure = "it ended without a call that was answered: there is nothing to train"
-        if not episode.failure and end.reward is None and not has_other_rewards(self.parts.config):
+        if not episode.failure and end.reward is None and not self.parts.config.num_rewards:
             episode.failure = "it returned no reward, and there is no --reward_fn"
         self.journal.end(episode.sample_id, episode.reward, episode.failure or None)
 

@@ -6,12 +6,10 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar, cast
 
 from lightrft.config import ConfigError, ScoringOptions
 from lightrft.config.files import typed
-from lightrft.config.registry import ENVIRONMENT_KINDS, split_kind, split_reference
 from lightrft.rewards.process import (
     WorkerFailedError,
     WorkerTask,
@@ -19,6 +17,7 @@ from lightrft.rewards.process import (
 )
 from lightrft.rollout.environments.calls import TURN_TOOL
 from lightrft.rollout.environments.worker import EnvironmentFullError
+from lightrft.rollout.user_code import absolute_reference
 from lightrft.rollout.workers import EpisodeError, SharedWorker, WorkerLostError, Workers
 
 Result = TypeVar("Result")
@@ -198,36 +197,23 @@ class EnvironmentPool:
 
 def _task(config: ScoringOptions, *, reads_images: bool) -> WorkerTask:
     """Return the task of each worker; its fourth argument is whether it describes its classes."""
-    environment = None if config.environment is None else _absolute(config.environment)
-    place, _ = split_reference(split_kind(environment or "")[1]) or ("", "")
+    environment, place = None, ""
+    if config.environment is not None:
+        environment, place = absolute_reference(config.environment, "environment")
     return WorkerTask(
         "lightrft.rollout.environments.worker",
         "HostedEnvironments",
         (
             environment,
-            tuple(_absolute(text) for text in config.tools),
+            tuple(absolute_reference(text, "tool")[0] for text in config.tools),
             CHARACTERS_PER_TOKEN * config.max_observation_tokens,
             False,
             reads_images,
             config.environment_args or {},
-            not (config.reward_fn or config.remote_rm_url or config.reward_pretrain),
+            not config.num_rewards,
         ),
         resident_bytes=int(1e9 * (config.environment_memory_gb or 0)) or None,
         memory_option="--environment_memory_gb",
         passed_variables=config.environment_env,
         shown_file=place or None,
     )
-
-
-def _absolute(text: str) -> str:
-    """Make an import string valid in the worker; leave an address unchanged."""
-    kind, rest = split_kind(text)
-    place, name = split_reference(rest) or ("", rest)
-    if not place and kind is None:
-        raise ConfigError(
-            f"environment {text}: expected FILE.py:NAME or package.module:NAME, or KIND:... with "
-            f"one of {', '.join(ENVIRONMENT_KINDS)}"
-        )
-    if not place.endswith(".py"):
-        return text
-    return f"{'' if kind is None else f'{kind}:'}{Path(place).resolve()}:{name}"
