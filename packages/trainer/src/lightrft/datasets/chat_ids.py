@@ -402,16 +402,16 @@ class ChatIds:
         """Return the template's pieces around some texts, and the texts as it writes them."""
         marks = {slot: f"Q{secrets.token_hex(8)}Z" for slot in slots}
 
-        def shown(real: Slot | None = None) -> str:
-            texts = {slot: mark for slot, mark in marks.items() if slot != real}
+        def shown(real: Sequence[Slot]) -> str:
+            texts = {slot: mark for slot, mark in marks.items() if slot not in real}
             try:
                 return render(_filled(messages, texts))
             except RenderingError:
-                if may_refuse or real is None:
+                if may_refuse or not real:
                     raise
                 return ""
 
-        rest, frame = shown(), list[str]()
+        rest, frame = shown(()), list[str]()
         for mark in marks.values():
             before, matched, rest = rest.partition(mark)
             if not matched or mark in rest:
@@ -420,9 +420,12 @@ class ChatIds:
         frame.append(rest)
         if sum(map(self.encoder.num_places, frame)) != len(_images(messages)):
             raise ImageRenderingError("the chat template drops or repeats an image")
+        # One rendering usually suffices; templates that change texts need one for each.
         originals = [str(parts_of(messages[n])[part]) for n, part in marks]
-        names, pairs = [*marks.values()], enumerate(zip(marks, originals, strict=True))
-        texts = [_written(i, frame, names, shown(slot), text) for i, (slot, text) in pairs]
+        texts = _fitting(frame, originals, shown(slots)) if marks else []
+        if texts is None:
+            names, pairs = [*marks.values()], enumerate(zip(marks, originals, strict=True))
+            texts = [_written(i, frame, names, shown([slot]), text) for i, (slot, text) in pairs]
         return frame, texts
 
     def _joined(
@@ -535,6 +538,20 @@ def _written(place: int, frame: Sequence[str], names: Sequence[str], whole: str,
     if fits and whole.startswith(before) and whole.endswith(after):
         return whole[len(before) : len(whole) - len(after)]
     return text
+
+
+def _fitting(frame: Sequence[str], texts: Sequence[str], whole: str) -> list[str] | None:
+    """Return the texts, plain or stripped, if together with the frame they make up the whole."""
+    place, fitting = len(frame[0]), list[str]()
+    if not whole.startswith(frame[0]):
+        return None
+    for text, piece in zip(texts, frame[1:], strict=True):
+        forms = [form for form in (text, text.strip()) if whole.startswith(form + piece, place)]
+        if not forms:
+            return None
+        fitting.append(forms[0])
+        place += len(forms[0]) + len(piece)
+    return fitting if place == len(whole) else None
 
 
 def parts_of(message: Message) -> tuple[str | ImageSource, ...]:

@@ -73,9 +73,9 @@ def absolute_reference(
     adapter, rest = split_kind(reference, kinds)
     place, name = split_reference(rest) or ("", rest)
     if not place and adapter is None:
+        others = ", ".join(f"{each}:..." for each in kinds)
         raise ConfigError(
-            f"{kind} {reference}: expected FILE.py:NAME or package.module:NAME, or KIND:... with "
-            f"one of {', '.join(kinds)}"
+            f"{kind} {reference}: expected FILE.py:NAME, package.module:NAME or {others}"
         )
     if not place.endswith(".py"):
         return reference, place
