@@ -7,17 +7,19 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from torch.autograd.functional import jacobian
 
 from lightrft.algorithms import reward_losses
 from lightrft.algorithms.interface import preference_loss_traits
 from lightrft.config import TrainConfig
 from lightrft.config.registry import KL_ESTIMATORS, PREFERENCE_LOSSES, REWARD_LOSSES
 from lightrft.tools.audit import advantages as adv, losses, preference_losses, row_updates
+from lightrft.tools.audit.findings import Findings
 from lightrft.tools.audit.optimizers import learning_rate
 from lightrft.tools.audit.pairs import Draw, Pair
 from lightrft.tools.audit.preference_losses import Answers, Pairs, aot
 from lightrft.tools.audit.record import OptimizerFacts
-from lightrft.tools.audit.updates import differentiated
+from lightrft.tools.audit.tolerances import TOLERANCES
 
 SCORES = adv.Scores(
     torch.tensor([1.0, 0.0, 0.5, 1.0, 1, 1, 1, 1]).double(),
@@ -60,15 +62,14 @@ def test_moved_values_choose_the_same_tokens_unless_the_run_computes_in_bfloat16
             assert draw.highest(moved, 1).tolist() == places[:1]
 
 
-def by_scores(total, at):
-    """Return the sum of values of a formula, and its derivatives, at these scores."""
-    scores = torch.as_tensor(at, dtype=torch.float64)
-
-    def terms_of(outputs):
-        return {"policy": (1.0, total(outputs[0].exact))}
-
-    terms, (slopes,) = differentiated(terms_of, [Pair(scores, scores)])
-    return float(terms["policy"][1].sum()), slopes.numpy()
+@pytest.mark.parametrize("moved, verdict", [(0.5, "differs"), (1.0, "equal")])
+def test_a_difference_by_which_rounding_moves_a_value_is_none(moved, verdict):
+    findings = Findings(TOLERANCES["float32"])
+    for value in (2.0, 2.0 + moved):
+        findings.number("loss", 1.0, value)
+        findings.is_settling = True
+    findings.settle()
+    assert findings.rows[0].verdict == verdict
 
 
 def test_equal_margins_keep_the_order_of_the_run():
@@ -86,7 +87,7 @@ def test_equal_margins_keep_the_order_of_the_run():
             better = Answers(Pair(sums, seen), Pair(chosen_reference, chosen_reference), ones)
             return aot(Pairs(better, worse, 0.0, 1e-3))
 
-        return by_scores(total, chosen)[1]
+        return jacobian(lambda sums: total(sums).sum(), chosen)
 
     forward, backward = slopes((-5.0, -5.0)), slopes((-5.0, -5.0 - 1e-6))
     assert abs(forward[0] - backward[1]) < 1e-6
@@ -107,13 +108,10 @@ def test_a_reward_loss_and_its_derivatives_are_those_of_the_stage(name):
     values, other = random.normal(size=9) * 3, random.random(9) < 0.4
     if function in (reward_losses.squared_error, reward_losses.binary_cross_entropy):
         other = random.random(9)
-    other = torch.tensor(other)
-    leaf = torch.tensor(values, requires_grad=True)
-    total = function(leaf, other).sum()
-    total.backward()
-    value, slopes = by_scores(lambda scores: own(scores, other), values)
-    assert value == pytest.approx(total.item(), rel=1e-9)
-    np.testing.assert_allclose(slopes, leaf.grad.numpy(), rtol=1e-8)
+    values, other = torch.tensor(values), torch.tensor(other)
+    totals = [lambda at, loss=loss: loss(at, other).sum() for loss in (own, function)]
+    torch.testing.assert_close(*(total(values) for total in totals))
+    torch.testing.assert_close(*(jacobian(total, values) for total in totals))
 
 
 TOKENS = torch.randn(4, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) / 4

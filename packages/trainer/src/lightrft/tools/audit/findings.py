@@ -29,18 +29,25 @@ class Finding:
     Args:
         quantity: Compared quantity, and its update.
         run, own: Summary of the run's value and of the recomputed value; None without.
-        difference, limit: Measured difference, and the largest that rounding explains.
-        verdict: "equal", "differs" or "not audited".
+        difference, limit: Measured difference, and the largest that rounding explains; None if
+            nothing was compared.
         note: Place of the largest difference, or the reason to compare nothing.
     """
 
     quantity: str
-    run: float | None
-    own: float | None
-    difference: float | None
-    limit: float | None
-    verdict: str
+    run: float | None = None
+    own: float | None = None
+    difference: float | None = None
+    limit: float | None = None
     note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """One of "equal", "differs" and "not audited"."""
+        if self.difference is None or self.limit is None:
+            return NOT_AUDITED
+        # False for NaN, too.
+        return EQUAL if self.difference <= self.limit else DIFFERS
 
 
 # Finding of a comparison by the rounding of each of its values.
@@ -110,7 +117,7 @@ class Findings:
     def skip(self, quantity: str, why: str) -> None:
         """Note that a quantity cannot be recomputed."""
         if not self.is_settling:
-            self._set(Finding(quantity, None, None, None, None, NOT_AUDITED, why))
+            self._set(Finding(quantity, note=why))
 
     def number(
         self,
@@ -140,7 +147,7 @@ class Findings:
 
         def judge(rounding: Tensor) -> Finding:
             bound = limit + float(rounding.sum())
-            return finding_of(quantity, seen, total, abs(seen - total), bound)
+            return Finding(quantity, seen, total, abs(seen - total), bound)
 
         self._compare(quantity, seen - terms, judge)
 
@@ -196,7 +203,7 @@ class Findings:
                 note = f"largest at {_place(distance == largest)}{hint}"
             elif mean > limit * share:
                 difference, bound, note = mean, limit * share, f"mean distance of a token{hint}"
-            return finding_of(quantity, _mean(run, mask), _mean(own, mask), difference, bound, note)
+            return Finding(quantity, _mean(run, mask), _mean(own, mask), difference, bound, note)
 
         self._compare(quantity, run - own, judge)
 
@@ -216,7 +223,7 @@ class Findings:
         def judge(rounding: Tensor) -> Finding:
             excess = (difference.abs() - SAFETY * rounding).clamp(min=0.0)
             limit = share * size + floor + EXCESS * norm_of([rounding])
-            return finding_of(quantity, seen, size, norm_of([excess]), limit)
+            return Finding(quantity, seen, size, norm_of([excess]), limit)
 
         self._compare(quantity, difference, judge)
 
@@ -231,21 +238,7 @@ class Findings:
     ) -> None:
         """Add a comparison by its difference and limit, which no rounding moves."""
         if not self.is_settling:
-            self._set(finding_of(quantity, run, own, difference, limit, note))
-
-
-def finding_of(
-    quantity: str,
-    run: float | None,
-    own: float | None,
-    difference: float,
-    limit: float,
-    note: str = "",
-) -> Finding:
-    """Return the finding of a comparison by its difference and limit."""
-    # False for NaN, too.
-    verdict = EQUAL if difference <= limit else DIFFERS
-    return Finding(quantity, run, own, difference, limit, verdict, note)
+            self._set(Finding(quantity, run, own, difference, limit, note))
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:

@@ -158,17 +158,15 @@ class Scorer(ABC):
         # Leaves of their own: the recorded tensors stay without gradients.
         self._weights = {n: v.double().detach().requires_grad_() for n, v in state.items()}
         weights = self.merged(self._weights)
-        parameters = dict(self._model.named_parameters())
-        # The second name of a tied parameter may be missing from the record.
         known = dict(self._model.named_parameters(remove_duplicate=False))
-        covered = {id(known[name]) for name in weights if name in known}
-        missing = sorted(name for name, value in parameters.items() if id(value) not in covered)
-        unknown = sorted(set(weights) - set(known))
-        other = [n for n, v in weights.items() if n in known and v.shape != known[n].shape]
-        if missing or unknown or other:
+        # The second name of a tied parameter may be missing from the record.
+        covered = {id(known[name]) for name in weights.keys() & known.keys()}
+        odd = {name for name, value in known.items() if id(value) not in covered}
+        odd |= {n for n, v in weights.items() if n not in known or v.shape != known[n].shape}
+        if odd:
             raise RecordError(
-                f"recorded weights are not those of the model: missing {missing[:3]}, unknown "
-                f"{unknown[:3]}, of another shape {other[:3]}; audit another step with --step"
+                f"recorded weights are not those of the model, such as {min(odd)}, one of "
+                f"{len(odd)}; audit another step with --step"
             )
 
     @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -137,7 +137,7 @@ def stored_groups(facts: OptimizerFacts) -> dict[str, ParameterNumbers]:
 
 
 def configured_groups(
-    names: Set[str], weights: Mapping[str, Tensor], config: TrainingOptions
+    names: Collection[str], weights: Mapping[str, Tensor], config: TrainingOptions
 ) -> dict[str, ParameterNumbers]:
     """Return each parameter's hyper-parameters by the options: only matrices are decayed."""
     return {
@@ -147,7 +147,8 @@ def configured_groups(
             ADAM_EPS,
             config.l2 if weights[name].dim() >= 2 else 0.0,
         )
-        for name in weights.keys() & names
+        for name in weights
+        if name in names
     }
 
 

@@ -101,7 +101,7 @@ class AuditReport:
             "step": self.step,
             "first_difference": None if first is None else first.quantity,
             "decisions_at_a_bound": self.num_borders,
-            "rows": [asdict(row) for row in self.rows],
+            "rows": [{**asdict(row), "verdict": row.verdict} for row in self.rows],
         }
 
 

@@ -142,7 +142,7 @@ class Updates:
             return Optimizer(DECOUPLED[0], weights, groups, moments)
         # An optimizer of the caller may also hold weights without gradients.
         stored = stored_groups(self._facts)
-        groups = {name: stored[name] for name in weights.keys() & names & stored.keys()}
+        groups = {name: stored[name] for name in weights if name in names & stored.keys()}
         return Optimizer(self._facts.kind, weights, groups, moments)
 
     def carry_out(self, number: int, facts: UpdateFacts) -> None:
@@ -238,12 +238,8 @@ class Updates:
 
     def _act(self, update: Update, gradient: Mapping[str, Tensor]) -> None:
         """Clip a gradient and take the optimizer's step."""
-        findings, facts, draw, optimizer = (
-            self.step.results,
-            update.facts,
-            self._draw,
-            self._optimizer,
-        )
+        findings, facts = self.step.results, update.facts
+        draw, optimizer = self._draw, self._optimizer
         norm, name = norm_of(gradient.values()), f"gradient norm, {update.name}"
         if facts.is_skipped:
             note = "the run skipped this update: its gradients were not finite"
