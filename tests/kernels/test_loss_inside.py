@@ -12,7 +12,7 @@ from tests.kernels.logprob_world import (
 )
 
 from lightrft.kernels import linear_logprob, linear_policy_loss
-from lightrft.kernels.logprob import stored_logits
+from lightrft.kernels.logprob import blocks
 from lightrft.kernels.logprob.policy_loss import plan_loss
 from lightrft.kernels.logprob.selection import automatic_choice
 
@@ -95,7 +95,7 @@ def test_the_comparison_sees_a_lost_target_entry(monkeypatch):
     """Positive control: without clearing the targets' probabilities they count twice."""
     leaves, targets, upstream = inputs()
     upstream[1] = 0
-    monkeypatch.setattr(stored_logits.StoredLogits, "clear_targets", lambda *args: None)
+    monkeypatch.setattr(blocks.StoredLogits, "clear_targets", lambda *args: None)
     with pytest.raises(AssertionError):
         check_loss(leaves, targets, upstream, gradient=1e-4, how={"entropy": "none"})
 

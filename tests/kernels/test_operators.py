@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightrft.kernels import linear_logprob, linear_policy_loss
 from lightrft.kernels.logprob import policy_loss
-from lightrft.kernels.logprob.products import wide_product
+from lightrft.kernels.logprob.passes import wide_product
 from lightrft.kernels.logprob.rows import select_rows
 
 pytestmark = pytest.mark.shard("strategies")

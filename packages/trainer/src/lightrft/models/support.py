@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from lightrft.engines.sampling import keep_support
-from lightrft.kernels.logprob.products import wide_product
+from lightrft.kernels.logprob.passes import wide_product
 from lightrft.kernels.logprob.types import OutputLayer, apply_transform
 
 # 16 MiB of logits: sorting them takes about ten times as much.

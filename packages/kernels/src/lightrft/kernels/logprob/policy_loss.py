@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrft.kernels.logprob.chunked_engine import ChunkedEngine
-from lightrft.kernels.logprob.passes import chunks
+from lightrft.kernels.logprob.blocks import ChunkedEngine, LayerGradients, StoredLogits
+from lightrft.kernels.logprob.passes import add_product_, chunks, write_product
 from lightrft.kernels.logprob.product_engine import ProductEngine, target_products
-from lightrft.kernels.logprob.products import add_product_, write_product
 from lightrft.kernels.logprob.rows import (
     GradRows,
     RowStatistics,
@@ -26,7 +25,6 @@ from lightrft.kernels.logprob.rows import (
     select_rows,
 )
 from lightrft.kernels.logprob.selection import choose_loss_engine
-from lightrft.kernels.logprob.stored_logits import LayerGradients, StoredLogits
 from lightrft.kernels.logprob.types import (
     EntropyMode,
     LogitsTransform,

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightrft.kernels.logprob.passes import chunks
-from lightrft.kernels.logprob.products import split_product, wide_product
+from lightrft.kernels.logprob.passes import chunks, split_product, wide_product
 from lightrft.kernels.logprob.rows import GradRows, RowStatistics, finish_target_logits
 from lightrft.kernels.logprob.types import OutputLayer, accumulation_dtype
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightrft.kernels.logprob.chunked_engine import ChunkedEngine
+from lightrft.kernels.logprob.blocks import ChunkedEngine
 from lightrft.kernels.logprob.passes import LogprobEngine
 from lightrft.kernels.logprob.product_engine import ProductEngine
 from lightrft.kernels.logprob.types import LogprobImplementation, OutputLayer
