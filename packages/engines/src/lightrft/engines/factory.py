@@ -1,4 +1,4 @@
-"""Choice and construction of an engine by name."""
+"""Facts about engines by name, which need no import of their package, and their construction."""
 
 from __future__ import annotations
 

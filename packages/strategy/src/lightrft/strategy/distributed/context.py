@@ -1,4 +1,4 @@
-"""Processes, devices, groups and collectives: the part of a strategy that knows no model."""
+"""Processes, devices, groups, collectives and lines: a strategy without its models."""
 
 import copy
 import logging

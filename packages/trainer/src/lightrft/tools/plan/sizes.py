@@ -1,4 +1,4 @@
-"""Sizes of models: formulas for usual decoders, and counts of the model's own code."""
+"""Sizes of models, by formulas or by the model's own code, and measured constants."""
 
 import functools
 import json
