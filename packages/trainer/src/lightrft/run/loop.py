@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from lightrft.config import ConfigError, RunControlOptions, StrategyConfig, TrainConfig
-from lightrft.config.options import options_of
+from lightrft.config import ConfigError, RunControlOptions
 from lightrft.datasets.batch_stream import Batches, Draws, open_stream
 from lightrft.reporting.loggers import LoggerGroup, MetricsLogger
 from lightrft.run.throughput import TrainingFlops, peak_tflops, training_flops, utilisation
@@ -29,7 +28,6 @@ from lightrft.stages.stage import (
     Work,
     stored_number,
 )
-from lightrft.strategy.backend import Arguments
 from lightrft.strategy.checkpoints.folders import SaveRequest
 from lightrft.strategy.distributed.deadlines import StepTimer
 from lightrft.strategy.distributed.process_end import NonFiniteError
@@ -579,20 +577,3 @@ class Loop(Generic[Batch]):
         """Close the loggers, and the files of the stage."""
         self._loggers.close()
         self.stage.close()
-
-
-def with_run_options(config: TrainConfig, args: Arguments | None) -> TrainConfig:
-    """Return the configuration with the options of the group "run" that `args` sets."""
-    if args is None:
-        return config
-    values = (
-        TrainConfig.from_args(args).__dict__
-        if isinstance(args, StrategyConfig)
-        else (args if isinstance(args, Mapping) else vars(args))
-    )
-    run = {
-        name: values[name]
-        for name, (_, info) in options_of(TrainConfig).items()
-        if info.group == "run" and values.get(name) is not None
-    }
-    return config.replaced(run)

@@ -6,7 +6,7 @@ signatures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.config import TrainConfig
+from lightrft.config import StrategyConfig, TrainConfig
+from lightrft.config.options import options_of
 from lightrft.datasets.batch_stream import Batches, planned_steps
 from lightrft.datasets.types import Prompt
 from lightrft.models import load_tokenizer
@@ -22,7 +23,7 @@ from lightrft.records.batch import ExperienceBatch
 from lightrft.reporting.loggers import ConsoleLogger, MetricsLogger
 from lightrft.rewards.types import RewardFunction
 from lightrft.rollout.sampler import SingleTurns
-from lightrft.run.loop import Loop, LoopResult, LoopState, with_run_options
+from lightrft.run.loop import Loop, LoopResult, LoopState
 from lightrft.run.threads import use_threads
 from lightrft.stages.machine_choices import decide_by_machine
 from lightrft.stages.models import FrozenModels, trained_model
@@ -199,7 +200,7 @@ class PPOTrainer:
             ValueError: There are no prompts, or too few for one batch.
         """
         stage = self.stage
-        stage.config = with_run_options(stage.config, args)
+        stage.config = _with_run_options(stage.config, args)
         if eval_prompts is not None:
             stage.data = replace(stage.data, eval_prompts=eval_prompts)
         if prompts_dataloader is not None:
@@ -348,3 +349,20 @@ def _single_turns(tokenizer: PreTrainedTokenizerBase) -> SingleTurns:
     from lightrft.datasets.media import TextModality
 
     return SingleTurns(TextModality(tokenizer))
+
+
+def _with_run_options(config: TrainConfig, args: Arguments | None) -> TrainConfig:
+    """Return the configuration with the options of the group "run" that `args` sets."""
+    if args is None:
+        return config
+    values = (
+        TrainConfig.from_args(args).__dict__
+        if isinstance(args, StrategyConfig)
+        else (args if isinstance(args, Mapping) else vars(args))
+    )
+    run = {
+        name: values[name]
+        for name, (_, info) in options_of(TrainConfig).items()
+        if info.group == "run" and values.get(name) is not None
+    }
+    return config.replaced(run)
