@@ -181,10 +181,31 @@ def test_a_base_of_4_bits_has_a_reference_resumes_and_is_the_same_on_two_ranks(f
 
 
 @pytest.mark.vllm
-def test_vllm_takes_the_adapters_of_two_ranks(folder):
-    adapters = {"lora_rank": 4, "lora_alpha": 16.0, "lora_sync": "adapter"}
+@pytest.mark.parametrize(
+    "size, changes",
+    [(2, {}), pytest.param(2, {"fsdp": False, "zero_stage": 2}, marks=pytest.mark.full)],
+    ids=["fsdp2", "zero2"],
+)
+def test_vllm_takes_the_adapters_of_ranks(folder, size, changes):
+    if "zero_stage" in changes:
+        pytest.importorskip("deepspeed", reason="package deepspeed is not installed")
+    adapters = {"lora_rank": 4, "lora_alpha": 16.0, "lora_sync": "adapter"} | changes
     engine = {"engine_type": "vllm", "engine_mem_util": 0.1}
-    (metrics,) = last_metrics(2, [rollout_options(folder, **adapters, **engine)])
+    (metrics,) = last_metrics(size, [rollout_options(folder, **adapters, **engine)])
     assert 0 < metrics["weight_sync_bytes"] < 1e6
     assert metrics["logprob_diff_mean"] < 1e-4
     assert metrics["weights_changed"] == 1
+
+
+@pytest.mark.vllm
+@pytest.mark.full
+def test_a_run_goes_on_with_what_it_shares_with_vllm(folder):
+    def run(name, **changes):
+        options = {"lora_rank": 4, "lora_alpha": 16.0, "lora_sync": "adapter"}
+        options |= {"engine_type": "vllm", "engine_mem_util": 0.1, "init_kl_coef": 0.05}
+        return rollout_options(folder, name, lr_scheduler="constant", **options | changes)
+
+    runs = [run("whole"), run("half", max_steps=1), run("half", load_checkpoint=True)]
+    whole, _, resumed = last_metrics(1, runs, timeout_seconds=400)
+    assert_same(whole, resumed)
+    assert whole["kl"] != 0
