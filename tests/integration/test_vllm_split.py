@@ -38,14 +38,15 @@ def train(rank, world_size, options):
     return run_training(TrainConfig(**options)).verdict
 
 
-def test_vllm_beside_a_rank_that_trains_is_the_sequential_run(tmp_path):
+@pytest.mark.parametrize("adapters", [{}, {"lora_rank": 4, "lora_sync": "adapter"}])
+def test_vllm_beside_a_rank_that_trains_is_the_sequential_run(adapters, tmp_path):
     """Weights, optimizer, metrics and samples, bit for bit: both decode the same rows together."""
     write_inputs(tmp_path, 16)
     config = json.loads((tmp_path / "model/config.json").read_text())
     tiny_model(vocab_size=config["vocab_size"], **WIDE).save_pretrained(tmp_path / "model")
     ends = []
     for name, changes in (("sequential", {}), ("split", {"rollout_ranks": 1})):
-        options = options_of(tmp_path, name, **changes)
+        options = options_of(tmp_path, name, **changes, **adapters)
         verdicts = run_multiprocess(train, 1 + len(changes), timeout_seconds=400, args=(options,))
         assert all(verdict.startswith("trained") for verdict in verdicts), verdicts
         ends.append(result(options, ("_actor",), num_steps=NUM_STEPS))

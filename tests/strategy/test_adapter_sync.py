@@ -332,7 +332,6 @@ def test_an_actor_without_adapters_is_refused(monkeypatch):
         ({"engine_type": "sglang"}, "the sglang engine holds no adapters"),
         ({"engine_type": "auto"}, "give engine_type hf or vllm, or lora_sync merged"),
         ({"lora_rank": 0}, "lora_sync adapter needs lora_rank"),
-        ({"rollout_ranks": 1, "rollout_lag": 1, "fsdp": True}, "excludes rollout_ranks"),
     ],
 )
 def test_what_cannot_take_adapters_is_refused_with_the_options(changes, message):

@@ -70,6 +70,7 @@ IMAGES = {
     "prompt_max_len": 400,
     "parity_check_steps": 0,
 }
+ADAPTERS = {"lora_rank": 2, "lora_sync": "adapter", "init_kl_coef": 0.05}
 # Options whose values are files of a test.
 FILES = {"environment", "agent", "chat_template", "pretrain", "prompt_data", "eval_data"}
 CASES = {
@@ -87,6 +88,8 @@ CASES = {
         MIXER | {"stream_chunk": 6, "tool_lag": 1, "max_staleness": 3},
     ),
     "agents, 2 + 1": (2, 1, AGENTS),
+    "adapters, 2 + 1": (2, 1, WHOLE_GROUPS | ADAPTERS),
+    "adapters on 4 bits, 1 + 2": (1, 2, ONE_ROW | ADAPTERS | {"quantize": "nf4"}),
     "images, 1 + 1": (1, 1, IMAGES | {"eval_steps": 2}),
     "images, streaming, 2 + 1": (2, 1, IMAGES | ONE_ROW | {"stream_chunk": 2}),
 }
@@ -174,9 +177,9 @@ def prepared(folder):
     return folder
 
 
-def compare_all(rank, world_size, folder, num_schedules, longest):
+def compare_all(rank, world_size, folder, num_schedules, longest, cases=CASES):
     folder = prepared(folder)
-    return sum(compare(folder, case, seeds=range(num_schedules), longest=longest) for case in CASES)
+    return sum(compare(folder, case, seeds=range(num_schedules), longest=longest) for case in cases)
 
 
 @pytest.mark.full

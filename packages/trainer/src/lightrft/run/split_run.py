@@ -11,6 +11,7 @@ from typing import cast
 
 from lightrft.config import EngineChoiceOptions, RolloutOptions, TrainConfig
 from lightrft.config.files import held_folder
+from lightrft.config.parts.machine import sends_adapters
 from lightrft.config.registry import STAGES
 from lightrft.reporting.files import rank_log
 from lightrft.reporting.loggers import rank_timeline
@@ -76,6 +77,7 @@ def generate_for(config: TrainConfig, bridge: Bridge, wants_stop: Callable[[], b
     Raises:
         RunStoppedError, RunAlarmError: Error that ended the run there.
     """
+    from lightrft.stages.models import load_policy
     from lightrft.stages.policy.inputs import PolicyInputs
     from lightrft.stages.policy.split.generating_side import (
         build_generator,
@@ -94,9 +96,13 @@ def generate_for(config: TrainConfig, bridge: Bridge, wants_stop: Callable[[], b
         stack.callback(inputs.close)
         strategy = stack.enter_context(open_strategy(config))
         choose_threads(config, strategy.context)
-        strategy.setup_inference_engine(
-            strategy.config, config.engine_type, vocabulary=inputs.statements.vocabulary
-        )
+        actor, kind = None, check_engine_type(config.engine_type)
+        are_packed = config.quantize is not None
+        if config.lora_rank and sends_adapters(config.lora_sync, kind, are_packed=are_packed):
+            # Without memory: the engine sees in it which layers have adapters.
+            with strategy.init_model_context(True):
+                actor = load_policy(str(config.pretrain), config)
+        strategy.session.start(strategy.config, kind, actor, inputs.statements.vocabulary)
         loader = inputs.loader(config, strategy.context)
         generator = build_generator(
             config, inputs, strategy.backend, strategy.session, loader, bridge, wants_stop

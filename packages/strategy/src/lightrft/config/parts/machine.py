@@ -238,7 +238,6 @@ class EngineOptions(EngineChoiceOptions):
         lambda c: (
             c.lora_sync == ADAPTER and c.lora_rank == 0 and "lora_sync adapter needs lora_rank"
         ),
-        *excludes("lora_sync adapter", {"rollout_ranks": "their engines know no adapters"}),
         lambda c: (
             c.max_len is not None
             and c.max_len < c.prompt_max_len + c.generate_max_len

@@ -74,10 +74,10 @@ class RemoteEngine(RolloutEngine):
             RuntimeError: They differ.
         """
         if self._manifest is None:
-            manifests = cast("list[tuple[object, bool]]", self.bridge.ask("manifest"))
+            manifests = cast("list[tuple[object, bool, bool]]", self.bridge.ask("manifest"))
             if any(each != manifests[0] for each in manifests):
                 raise RuntimeError("the engines of the ranks that generate differ in parameters")
-            manifest, self.computes_model = manifests[0]
+            manifest, self.computes_model, self.keeps_base = manifests[0]
             self._manifest = cast("tuple[EngineParameter, ...]", manifest)
         return self._manifest
 
@@ -230,7 +230,9 @@ def engine_handlers(
         bridge.answer(asked[name](*arguments))
 
     return {
-        "manifest": lambda: bridge.answer((engine.parameter_manifest(), engine.computes_model)),
+        "manifest": lambda: bridge.answer(
+            (engine.parameter_manifest(), engine.computes_model, engine.keeps_base)
+        ),
         "begin": engine.begin_weight_update,
         "load": load,
         "finish": engine.finish_weight_update,

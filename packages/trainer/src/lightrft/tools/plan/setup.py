@@ -143,7 +143,6 @@ class Setup:
         """Numbers of the adapters that an engine holds beside its weights."""
         config, are_packed = self.config, self.config.quantize is not None
         is_apart = sends_adapters(config.lora_sync, self.engine, are_packed=are_packed)
-        is_apart &= config.rollout_ranks == 0
         return self.actor.adapters if is_apart else 0
 
     @property
@@ -152,7 +151,7 @@ class Setup:
         config = self.config
         is_whole = self.world_size == 1 if config.fsdp else config.zero_stage < 3
         is_here = self.has_gpu and self.has_server_engine and not config.fsdp_cpu_offload
-        return self.num_apart > 0 and is_whole and is_here
+        return self.num_apart > 0 and is_whole and is_here and not config.rollout_ranks
 
     @property
     def num_sent(self) -> int:
