@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.models.all_types import types
 
 from lightrft.models.loading import ModelLoadError
 from lightrft.models.reward_model import RewardModel
@@ -65,3 +66,20 @@ def test_adapters_are_saved_with_the_head_that_was_trained_beside_them(tmp_path)
         assert abs(score - RewardModel.from_pretrained(path).eval()(ids, ids > 0)) > 0.1
         torch.testing.assert_close(of_peft(ids).logits[:, 0], score, rtol=0, atol=2e-5)
         torch.testing.assert_close(again(ids, ids > 0), score, rtol=0, atol=0)
+
+
+# Without a classifier in transformers, and with one whose head has another name.
+@pytest.mark.parametrize("model_type", ["granite", "mamba", "lfm2", "ctrl", "gpt_neox"])
+def test_a_type_without_a_classifier_has_its_head_beside_the_trunk(model_type, tmp_path):
+    types.tiny_model(model_type).save_pretrained(tmp_path / "model")
+    made = RewardModel.with_new_head(str(tmp_path / "model"), seed=0).eval()
+    made.save_pretrained(tmp_path / "reward")
+    again = RewardModel.from_pretrained(str(tmp_path / "reward")).eval()
+    ids = torch.arange(5, 21).view(2, 8)
+    real = torch.arange(8) < torch.tensor([[8], [5]])
+    with torch.no_grad():
+        scores = again(ids, real)
+        torch.testing.assert_close(scores, made(ids, real), rtol=0, atol=1e-5)
+        alone = again(ids[1:, :5], real[1:, :5])
+    torch.testing.assert_close(scores[1:], alone, rtol=0, atol=1e-5)
+    assert scores[0] != scores[1]

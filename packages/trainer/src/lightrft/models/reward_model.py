@@ -106,7 +106,7 @@ class RewardModel(SequenceModel):
         Raises:
             ModelLoadError: As `load_causal_lm`; or its family has no sequence classifier.
         """
-        if pooling == LAST_TOKEN and family_of(load_config(path)) is None:
+        if pooling == LAST_TOKEN and _has_classifier(load_config(path)):
             model = load_model(
                 AutoModelForSequenceClassification,
                 path,
@@ -236,6 +236,16 @@ class RewardModel(SequenceModel):
     def config(self) -> PretrainedConfig:
         """Configuration of the wrapped model."""
         return self.model.config
+
+
+def _has_classifier(config: PretrainedConfig) -> bool:
+    """Try whether transformers has a classifier of texts whose head maps one hidden state."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(config)
+    except ValueError:  # none of this type
+        return False
+    return family_of(config) is None and isinstance(getattr(model, HEAD, None), nn.Linear)
 
 
 def load_score_head(path: str, trunk: PreTrainedModel) -> nn.Module:
