@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import shutil
 from dataclasses import replace
 from datetime import timedelta
 
@@ -14,6 +15,7 @@ import torch
 from tests.ranks import run_multiprocess
 from tests.runs import interrupted
 from tests.tools.audit.faults import calls, fields, instead, results
+from transformers import GraniteConfig, GraniteForCausalLM
 
 from lightrft.algorithms.preference_losses import AnswerSums
 from lightrft.config import TrainConfig
@@ -177,6 +179,16 @@ def test_a_step_is_recomputed_within_rounding(recorded, tmp_path, way):
     assert not any(isinstance(each, bool) for row in report.rows for each in (row.run, row.own))
     first = audit_step(tmp_path / "run", 1)
     assert first.first_difference is None, verdict(first)
+
+
+def test_a_reward_model_of_a_type_without_a_classifier_is_recomputed(recorded, folder, tmp_path):
+    path = shutil.copytree(folder / "model", tmp_path / "granite")
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "eos_token_id")
+    of_qwen = json.loads((path / "config.json").read_text())
+    config = GraniteConfig(**{name: of_qwen[name] for name in names}, num_attention_heads=4)
+    GraniteForCausalLM(config).save_pretrained(path)
+    report = recorded("reward", pretrain=str(path))
+    assert report.first_difference is None, verdict(report)
 
 
 @pytest.mark.full

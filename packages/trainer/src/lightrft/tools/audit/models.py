@@ -349,7 +349,7 @@ class Student(Policy):
 
 
 class Classifier(Scorer):
-    """Sequence classifier with one label that computes a score at each token.
+    """Sequence classifier with one label, or trunk with a head: computes a score at each token.
 
     Args:
         folder: Folder with the trunk's config.json.
@@ -357,14 +357,20 @@ class Classifier(Scorer):
     """
 
     def __init__(self, folder: Path, *, lora_scale: float = 0.0, rounds: bool = False) -> None:
-        model = _build(folder, AutoModelForSequenceClassification)
-        super().__init__({POLICY: model}, width=1, lora_scale=lora_scale, rounds=rounds)
-        self._head = model.get_submodule(SCORE)
+        try:
+            model = _build(folder, AutoModelForSequenceClassification)
+            parts: dict[str, nn.Module] = {POLICY: model}
+            self._trunk, head = cast("nn.Module", model.base_model), model.get_submodule(SCORE)
+        except (RecordError, AttributeError):  # no class of the type, or another head
+            self._trunk = model = _build(folder, AutoModel)
+            head = nn.Linear(model.config.get_text_config().hidden_size, 1, dtype=torch.float64)
+            parts = {POLICY: model, SCORE: head}
+        super().__init__(parts, width=1, lora_scale=lora_scale, rounds=rounds)
+        self._head = self._score_head = head
 
     def _outputs(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        model = cast("PreTrainedModel", self._model[POLICY])
-        hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-        return (model.get_submodule(SCORE)(hidden[:, 1:]).double().squeeze(-1),)
+        hidden = self._trunk(input_ids=tokens, use_cache=False).last_hidden_state
+        return (self._score_head(hidden[:, 1:]).double().squeeze(-1),)
 
 
 class Values(Scorer):
