@@ -10,7 +10,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.media.media import LaterImages
 from lightrft.engines.types import Completion, Facts
 from lightrft.records.columns import join_facts
-from lightrft.records.rollout import ResponseTurns, Rollout, TurnSegment
+from lightrft.records.rollout import AnsweredCall, ResponseTurns, Rollout, TurnSegment
 from lightrft.rewards.types import KeptEnvironment
 
 
@@ -102,7 +102,8 @@ class Transcript:
         sample_id: int,
         *,
         text: str,
-        conversation: ResponseTurns,
+        num_restarts: int,
+        answers: tuple[tuple[AnsweredCall, ...], ...] = (),
         kept: KeptEnvironment | None = None,
     ) -> Rollout:
         """Return the finished row as a sample.
@@ -111,7 +112,8 @@ class Transcript:
             request_id: Request id of its completion.
             group_id, sample_id: As in `Rollout`.
             text: Texts of its turns.
-            conversation: Its turns and their answers.
+            num_restarts: Number of restarts of its episode.
+            answers: Answers to the calls of each turn.
             kept: State that its environment kept for a reward function.
         """
         return Rollout(
@@ -122,7 +124,7 @@ class Transcript:
             response_text=text,
             token_versions=tuple(self.versions),
             segments=tuple(self.segments),
-            conversation=conversation,
+            conversation=ResponseTurns(tuple(self.turn_texts), answers, num_restarts),
             later=tuple(self.later),
             environment=kept,
         )

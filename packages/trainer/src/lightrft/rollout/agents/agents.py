@@ -272,9 +272,7 @@ def shown_row(prompt: Prompt) -> dict[str, object]:
 
 def _result_of(episode: AgentEpisode) -> RewardResult | None:
     """Return the agent's reward for its episode; None if it failed."""
-    if episode.failure:
-        return None
-    return episode.reward or RewardResult(0.0)
+    return None if episode.failure else episode.reward or RewardResult(0.0)
 
 
 class CallJournal(Journal):

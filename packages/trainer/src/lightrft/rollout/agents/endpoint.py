@@ -213,12 +213,3 @@ def _over() -> HttpError:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "replace")).digest()
-
-
-def too_long(num_tokens: int, limit: int) -> HttpError:
-    """Return the error for a history without room for an answer."""
-    return HttpError(
-        400,
-        f"the conversation has {num_tokens} tokens, and an episode at most {limit}: no answer fits",
-        code="context_length_exceeded",
-    )

@@ -20,7 +20,7 @@ from lightrft.rollout.agents.conversations import (
     CalledTurn,
     Conversations,
 )
-from lightrft.rollout.agents.endpoint import WaitingCall, too_long
+from lightrft.rollout.agents.endpoint import WaitingCall
 from lightrft.rollout.agents.http_server import HttpError
 from lightrft.rollout.agents.messages import (
     CallOptions,
@@ -182,7 +182,11 @@ class AnswerRules:
             raise HttpError(400, str(error), code=code) from error
         context = len(turns[0].context)
         if not 0 < context < self.max_tokens:
-            raise too_long(context, self.max_tokens)
+            text = (
+                f"the conversation has {context} tokens, and an episode at most "
+                f"{self.max_tokens}: no answer fits"
+            )
+            raise HttpError(400, text, code="context_length_exceeded")
         return turns
 
     def finish(self, turn: CalledTurn, completion: Completion) -> None:
