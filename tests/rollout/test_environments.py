@@ -225,7 +225,7 @@ def test_stateless_tools_need_no_class(stage):
         ("NoReset", "expected a class with reset"),
         ("Missing", "has no 'Missing'"),
         ("WRONG_FACTORIES", "WRONG_FACTORIES number: expected a class with reset"),
-        ("gymnasium:x/y:CartPole-v1", "with one of openenv, skyrl_gym"),
+        ("gymnasium:x/y:CartPole-v1", "or openenv:..., skyrl_gym:..."),
     ],
 )
 def test_what_cannot_be_an_environment_is_refused_at_the_start(stage, environment, message):
