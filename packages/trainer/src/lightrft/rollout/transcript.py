@@ -10,7 +10,7 @@ from lightrft.datasets.types import Prompt
 from lightrft.engines.media.media import LaterImages
 from lightrft.engines.types import Completion, Facts
 from lightrft.records.columns import join_facts
-from lightrft.records.rollout import AnsweredCall, ResponseTurns, Rollout, TurnSegment
+from lightrft.records.rollout import ResponseTurns, Rollout, TurnSegment
 from lightrft.rewards.types import KeptEnvironment
 
 
@@ -102,8 +102,7 @@ class Transcript:
         sample_id: int,
         *,
         text: str,
-        num_restarts: int,
-        answers: tuple[tuple[AnsweredCall, ...], ...] = (),
+        conversation: ResponseTurns,
         kept: KeptEnvironment | None = None,
     ) -> Rollout:
         """Return the finished row as a sample.
@@ -112,8 +111,7 @@ class Transcript:
             request_id: Request id of its completion.
             group_id, sample_id: As in `Rollout`.
             text: Texts of its turns.
-            num_restarts: Number of restarts of its episode.
-            answers: Answers to the calls of each turn.
+            conversation: Its turns and their answers.
             kept: State that its environment kept for a reward function.
         """
         return Rollout(
@@ -124,7 +122,7 @@ class Transcript:
             response_text=text,
             token_versions=tuple(self.versions),
             segments=tuple(self.segments),
-            conversation=ResponseTurns(tuple(self.turn_texts), answers, num_restarts),
+            conversation=conversation,
             later=tuple(self.later),
             environment=kept,
         )

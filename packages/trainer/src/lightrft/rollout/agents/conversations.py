@@ -23,7 +23,7 @@ from lightrft.engines.media.media import EncodedPrompt, LaterImages, Media
 from lightrft.engines.media.text_encoder import Encoder
 from lightrft.engines.types import Completion, GenerationRequest
 from lightrft.records.media import encode_context
-from lightrft.records.rollout import Rollout
+from lightrft.records.rollout import ResponseTurns, Rollout
 from lightrft.records.table import branch_id
 from lightrft.rewards.types import RewardResult
 from lightrft.rollout.agents.messages import ChatCall, Json, Message, SpokenCall, chain_of
@@ -316,7 +316,7 @@ class AgentEpisode:
             self.group_id,
             branch_id(self.sample_id, number),
             text="\n".join(filter(None, row.turn_texts)),
-            num_restarts=self.num_restarts,
+            conversation=ResponseTurns(tuple(row.turn_texts), (), self.num_restarts),
         )
 
     @property

@@ -7,7 +7,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import cast
 
-from lightrft.records.rollout import AnsweredCall, Rollout
+from lightrft.records.rollout import AnsweredCall, ResponseTurns, Rollout
 from lightrft.rewards.types import KeptEnvironment, RewardResult
 from lightrft.rollout.environments.call_formats import ToolCall
 from lightrft.rollout.environments.content import Parts, from_json
@@ -179,12 +179,12 @@ class Episode(Transcript):
 
     def as_rollout(self) -> Rollout:
         """Return the finished episode as a sample."""
+        answers = tuple(tuple(turn) for turn in self.answers)
         return self.as_sample(
             self.request_id,
             self.group_id,
             self.sample_id,
             text="\n".join(self.turn_texts),
-            num_restarts=self.num_restarts,
-            answers=tuple(map(tuple, self.answers)),
+            conversation=ResponseTurns(tuple(self.turn_texts), answers, self.num_restarts),
             kept=self.kept,
         )
