@@ -181,13 +181,14 @@ def test_a_step_is_recomputed_within_rounding(recorded, tmp_path, way):
     assert first.first_difference is None, verdict(first)
 
 
-def test_a_reward_model_of_a_type_without_a_classifier_is_recomputed(recorded, folder, tmp_path):
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_type_without_a_classifier_is_recomputed(lora_rank, recorded, folder, tmp_path):
     path = shutil.copytree(folder / "model", tmp_path / "granite")
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "eos_token_id")
     of_qwen = json.loads((path / "config.json").read_text())
     config = GraniteConfig(**{name: of_qwen[name] for name in names}, num_attention_heads=4)
     GraniteForCausalLM(config).save_pretrained(path)
-    report = recorded("reward", pretrain=str(path))
+    report = recorded("reward", pretrain=str(path), lora_rank=lora_rank)
     assert report.first_difference is None, verdict(report)
 
 

@@ -106,7 +106,7 @@ class RewardModel(SequenceModel):
         Raises:
             ModelLoadError: As `load_causal_lm`; or its family has no sequence classifier.
         """
-        if pooling == LAST_TOKEN and _has_classifier(load_config(path)):
+        if pooling == LAST_TOKEN and has_classifier(load_config(path)):
             model = load_model(
                 AutoModelForSequenceClassification,
                 path,
@@ -238,7 +238,7 @@ class RewardModel(SequenceModel):
         return self.model.config
 
 
-def _has_classifier(config: PretrainedConfig) -> bool:
+def has_classifier(config: PretrainedConfig) -> bool:
     """Try whether transformers has a classifier of texts whose head maps one hidden state."""
     try:
         with torch.device("meta"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForSequenceClassification
 
 from lightrft.config import ConfigError, RewardModelOptions, RowRunOptions, TrainConfig
 from lightrft.datasets.files import Row, read_sources
@@ -19,7 +19,7 @@ from lightrft.datasets.scored_rows import RESPONSE, SCORED, ScoredAnswer
 from lightrft.datasets.step_rows import LABELLED_STEPS, STEPS, LabelledSteps
 from lightrft.models import RewardModel
 from lightrft.models.loading import is_reward_model, load_config
-from lightrft.models.reward_model import ONE_SCORE, LoraRewardModel
+from lightrft.models.reward_model import ONE_SCORE, LoraRewardModel, has_classifier
 from lightrft.models.score_heads import LAST_TOKEN, pooling_of, score_weights
 from lightrft.stages.models import configure_trained, trained_model
 from lightrft.stages.reward.comparisons import Judgement
@@ -107,7 +107,9 @@ def read_inputs(config: TrainConfig) -> RewardInputs:
     require_options(config, "reward")
     plan = plan_scores(config)
     names = plan.names
-    reading, data, held_out = read_rows(config, load_rows, AutoModelForSequenceClassification)
+    is_classifier = has_classifier(load_config(str(config.pretrain)))
+    kind = AutoModelForSequenceClassification if is_classifier else AutoModel
+    reading, data, held_out = read_rows(config, load_rows, kind)
     build_losses(config, plan.weights, is_paired=data.is_paired)
     firsts = (data.rows[0], *held_out[:1])
     has_steps = any(isinstance(each, LabelledSteps) for each in firsts)

@@ -159,7 +159,7 @@ class ReplayedStep:
             for layer in self.policy.linear_layers()
             if ALL_LINEAR in targets or _is_meant(layer.partition(".")[2], targets)
         ]
-        head = [n for n in names if n.endswith(f".{SCORE}.weight")]
+        head = [n for n in names if n.split(".")[-2] == SCORE]
         return head + [layer + factor for layer in chosen for factor in (FIRST, SECOND)]
 
 
