@@ -243,7 +243,7 @@ def data_check_says_unread_names(tmp_path, capsys):
 def unknown_names_of_a_client_are_refused():
     from lightrft.rollout.agents.http_server import HttpError
 
-    with pytest.raises(HttpError, match=r"messages.0. has 'mood', which is not supported"):
+    with pytest.raises(HttpError, match=r"messages\[0\].mood is not supported"):
         asked([{**ASK, "mood": "good"}])
     with pytest.raises(HttpError, match="mood is not supported"):
         asked([ASK], mood="good")
