@@ -271,6 +271,11 @@ def command_options(command: str) -> list[str]:
     return [name for part in PARTS[command] for name in options_of(part)]
 
 
+def is_training(command: str) -> bool:
+    """Return whether a command trains a model."""
+    return command in PARTS and "max_steps" in command_options(command)
+
+
 def refusal(name: str, command: str) -> str:
     """Return the sentence about an option of another command."""
     other = next(each for each in PARTS if name in command_options(each))

@@ -28,11 +28,8 @@ from lightrft.config.other_names import (
     without_switches,
 )
 from lightrft.config.toml import read_toml
-from lightrft.config.train_config import command_options, refusal
+from lightrft.config.train_config import command_options, is_training, refusal
 from lightrft.utils.arguments import add_arguments, from_text
-
-# Commands that take the options of a run.
-_OF_A_RUN = (*NAMES_OF_COMMANDS, "plan", "config show")
 
 
 class Parser(argparse.ArgumentParser):
@@ -118,7 +115,7 @@ def available_options(command: str = "train") -> dict[str, OptionInfo]:
     Other commands read the files of all.
     """
     options = options_of(TrainConfig)
-    taken = command_options(command) if command in NAMES_OF_COMMANDS else options
+    taken = command_options(command) if is_training(command) else options
     return {n: options[n][1] for n in options if n in taken and n not in UNAVAILABLE}
 
 
@@ -198,7 +195,8 @@ def merge_options(
     for name, value in {**values, **texts}.items():
         setattr(config, name, value)
     config.explicit = frozenset(values | texts)
-    if command in _OF_A_RUN and "fsdp" not in values | texts:
+    is_of_run = is_training(command) or command in ("plan", "config show")
+    if is_of_run and "fsdp" not in values | texts:
         config = config.with_installed_backend()
     problems += config.problems()
     return config, problems

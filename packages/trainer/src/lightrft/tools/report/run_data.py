@@ -114,8 +114,8 @@ class RunData:
         return max(self.metrics, default=0)
 
 
-# Commands of stages that `lightrft train` does not train.
-_COMMANDS = {"divergence": "distill", **{name: name for name in ("sft", "prefer", "reward")}}
+# Commands of stages with another name.
+_COMMANDS = {"policy": "train", "divergence": "distill"}
 
 
 class NotARunError(UsageError):
@@ -148,7 +148,7 @@ def read_run(folder: Path) -> RunData:
     durations = [row["step_seconds"] or 0.0 for row in metrics.values() if "step_seconds" in row]
     last_step = max(metrics, default=0)
     world_size = start.get("world_size", summary.get("world_size"))
-    planned = start.get("planned_bytes")
+    planned, stage = start.get("planned_bytes"), str(start.get("stage") or "policy")
     events = [_event(step, entry) for step, entry in JsonLines(folder / EVENTS_FILE)]
     ended: dict[str, Status] = {"stopped": "paused", "interrupted": "interrupted"}
     status = ended.get(events[-1].name) if events else None
@@ -166,7 +166,7 @@ def read_run(folder: Path) -> RunData:
         events=events,
         origins=_origins(start.get("inputs")),
         chain=chain_of(folder),
-        command=_COMMANDS.get(str(start.get("stage")), "train"),
+        command=_COMMANDS.get(stage, stage),
         planned_bytes=planned if isinstance(planned, Mapping) else {},
     )
 
