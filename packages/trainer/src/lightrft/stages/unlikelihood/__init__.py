@@ -1,0 +1,1 @@
+"""Unlikelihood training as a stage: good answers become likelier, bad ones less likely."""
