@@ -457,7 +457,6 @@ STAGES = Registry(
         "reward": "lightrft.stages.reward.reward_inputs:read_inputs",
         "prefer": "lightrft.stages.preference.preference_inputs:read_inputs",
         "divergence": "lightrft.stages.distillation.divergence_inputs:read_inputs",
-        "unlikelihood": "lightrft.stages.unlikelihood.unlikelihood_inputs:read_inputs",
     },
 )
 # Functions of (config, strategy) that run before models are built and return the options to run

@@ -241,7 +241,6 @@ PARTS: Mapping[str, tuple[type[object], ...]] = {
     "sft": (*_ROWS, HeadOptions, SupervisedOptions),
     "prefer": (*_ROWS, HeadOptions, PreferenceOptions),
     "reward": (*_ROWS, RewardModelOptions),
-    "unlikelihood": (*_ROWS, HeadOptions),
     "distill": (PolicyOptions, RowLengthOptions, TrainedTokenOptions),
     DISTILLED_ROWS: _DISTILLED_ROWS,
     DISTILLED_ROWS_AND_SAMPLES: (*_DISTILLED_ROWS, EngineOptions, LengthOptions, DrawOptions),

@@ -28,7 +28,6 @@ DESCRIPTIONS = {
         "prefer": "fine-tune a language model on preferences between answers",
         "reward": "train a reward model on pairs of answers or labelled ones",
         "distill": "train a model towards a teacher, on its samples or rows",
-        "unlikelihood": "fine-tune a language model towards good answers, away from bad",
     },
     "before a run": {
         "data": "check a file of prompts: layout, lengths, bad rows, answers",
@@ -58,7 +57,6 @@ COMMANDS = Registry(
         "reward": "lightrft.cli.row_commands:reward",
         "prefer": "lightrft.cli.row_commands:prefer",
         "distill": "lightrft.cli.row_commands:distill",
-        "unlikelihood": "lightrft.cli.row_commands:unlikelihood",
         "quickstart": "lightrft.tools.quickstart.quickstart_command:run",
         "data": "lightrft.tools.data.data_command:run",
         "rows": "lightrft.tools.rows.rows_command:run",

@@ -80,13 +80,9 @@ COMMANDS = {
             stage=lambda config: config.distillation_stage,
             check=check_distill,
         ),
-        StageCommand(
-            "unlikelihood",
-            "Fine-tune a language model towards good answers and away from bad ones.",
-        ),
     )
 }
-sft, prefer, reward, distill, unlikelihood = COMMANDS.values()
+sft, prefer, reward, distill = COMMANDS.values()
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,1 +1,0 @@
-"""Unlikelihood training as a stage: good answers become likelier, bad ones less likely."""
