@@ -423,8 +423,6 @@ class TrainOptions(TypedDict, total=False):
     """Keep a moving average of the actor and save it in OUTPUT_DIR/model_ema."""
     ema_beta: float
     """Weight of the past in the moving average."""
-    ema_copy_steps: int
-    """In the first N steps the moving average is a copy of the actor."""
     turn_credit: Literal["last", "discounted"]
     """What gamma counts from the reward at the end of an episode backwards: last, its tokens;
     discounted, its turns."""

@@ -199,12 +199,6 @@ class AlgorithmOptions:
         at_most=1,
         acts_with="enable_ema",
     )
-    ema_copy_steps: int = option(
-        0,
-        "In the first N steps the moving average is a copy of the actor.",
-        at_least=0,
-        acts_with="enable_ema",
-    )
     turn_credit: str = option(
         "last",
         "What gamma counts from the reward at the end of an episode backwards: last, its "
@@ -256,15 +250,6 @@ class AlgorithmOptions:
             c.advantage_estimator == "zero"
             and not c.teacher_places
             and "--teacher is missing: with advantage_estimator zero rewards teach nothing"
-        ),
-        lambda c: (
-            c.enable_ema
-            and c.max_steps is not None
-            and c.ema_copy_steps >= c.max_steps
-            and (
-                "ema_copy_steps must be below max_steps, or nothing is averaged: got "
-                f"{c.ema_copy_steps} and {c.max_steps}"
-            )
         ),
     )
 

@@ -88,7 +88,6 @@ class PolicyUpdate:
         config, plan, context = self.config, step.plan, self.training.context
         actor, critic = models.main, models.named("critic")
         trains_actor = step_number >= config.freezing_actor_steps
-        beta = config.ema_beta if step_number >= config.ema_copy_steps else 0.0
         position = step_number * config.max_epochs * plan.num_minibatches
         for epoch in range(config.max_epochs):
             for index in epoch_order(
@@ -113,7 +112,7 @@ class PolicyUpdate:
                 if critic is not None:
                     self.value_step(batch, critic, slices=slices)
                 if models.average is not None and trains_actor:
-                    self.training.moving_average(actor.model, models.average, beta=beta)
+                    self.training.moving_average(actor.model, models.average, beta=config.ema_beta)
 
     def policy_step(
         self,
