@@ -1,0 +1,1 @@
+"""The "hashed" engine: completions of a known distribution, without a forward pass."""
