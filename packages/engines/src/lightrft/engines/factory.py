@@ -62,7 +62,6 @@ ENGINES: dict[str, str | EngineBuilder] = {
     "vllm": "lightrft.engines.vllm.facts",
     "sglang": "lightrft.engines.sglang.facts",
     "hf": "lightrft.engines.hf.facts",
-    "hashed": "lightrft.engines.hashed.facts",
 }
 _UNKNOWN = EngineFacts()
 

@@ -90,7 +90,7 @@ class TrainOptions(TypedDict, total=False):
     fsdp_shard_size: int
     """FSDP2: ranks over which a model is divided, mostly those of a node; groups of so many
     ranks are replicas (HSDP). -1 divides over all."""
-    engine_type: Literal["vllm", "sglang", "hf", "hashed", "auto"]
+    engine_type: Literal["vllm", "sglang", "hf", "auto"]
     """Rollout engine; auto takes vllm or sglang on a GPU, else hf."""
     engine_tp_size: int
     """Ranks that share one engine (tensor parallelism)."""

@@ -1,1 +1,0 @@
-"""The "hashed" engine: completions of a known distribution, without a forward pass."""
