@@ -4,7 +4,7 @@ import gc
 from pathlib import Path
 
 import torch
-from tests.engines.test_vllm_adapters import plain_products
+from tests.engines.vllm_adapters import plain_products
 from tests.tools.plan.two_ranks import build, model_config, return_freed_memory_at_once, run_config
 
 # Shapes of a model with 135 million weights.

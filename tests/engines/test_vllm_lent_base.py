@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.engines import lent_memory
 from tests.engines.syncs import failing
-from tests.engines.test_vllm_adapters import (
+from tests.engines.vllm_adapters import (
     actor_at,
     answers,
     old_base,

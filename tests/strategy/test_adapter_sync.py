@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.engines.syncs import canary_of, failing
+from tests.engines.vllm_adapters import ALPHA, RANK
 from tests.models.batches import draw_second_factors
 from tests.models.tiny import tiny_model
 
@@ -23,7 +24,6 @@ from lightrft.strategy.weight_sync.verification import WeightSyncError
 
 pytest.importorskip("peft", reason="package peft is not installed")
 
-RANK, ALPHA = 4, 12.0
 PROMPT = (5, 17, 60)
 
 
