@@ -89,9 +89,9 @@ def test_trainer_and_vllm_hold_one_base(backend, tmp_path):
             report = strategy.last_weight_sync
             assert report.num_aliased_bytes == num_bytes
             assert report.num_verified_bytes == num_bytes + report.num_bytes
-            found = step(strategy, ready)
+            with_engine = step(strategy, ready)
             for name, gradient in gradients.items():
-                torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(with_engine[name], gradient, rtol=1e-5, atol=1e-6)
             strategy.update_engine_weights(ready)
         scores = torch.tensor([engine.score(row)[1:] for row in IDS.tolist()])
         torch.testing.assert_close(scores, last, rtol=0, atol=2e-5)
@@ -104,13 +104,13 @@ def test_trainer_and_vllm_hold_one_base(backend, tmp_path):
 
 @pytest.mark.full
 def test_a_process_has_memory_for_one_base_of_135m(tmp_path):
-    found = [
+    measured = [
         run_multiprocess(lent_memory.measure, 1, timeout_seconds=280, args=(tmp_path, shares))[0]
         for shares in (True, False)
     ]
-    (base, aliased, once), (_, apart, twice) = found
+    (base, aliased, once), (_, apart, twice) = measured
     assert (aliased, apart) == (base, 0)
-    assert twice - once == pytest.approx(base, rel=0.1), found
+    assert twice - once == pytest.approx(base, rel=0.1), measured
 
 
 def test_a_write_on_either_side_ends_the_run(tmp_path):

@@ -20,8 +20,8 @@ def actor_at(folder, dtype=torch.float32, **options):
 
     model = tiny_model(**WIDE, **SPECIAL).to(dtype)
     model.save_pretrained(folder)
-    given = {"lora_rank": RANK, "lora_alpha": ALPHA, **options}
-    actor = LoraActor(model, TrainConfig(**given)).to(dtype)
+    config = TrainConfig(**{"lora_rank": RANK, "lora_alpha": ALPHA, **options})
+    actor = LoraActor(model, config).to(dtype)
     draw_second_factors(actor)
     return actor
 

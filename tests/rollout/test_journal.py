@@ -276,7 +276,9 @@ def test_each_batch_of_dynamic_sampling_has_a_journal(tmp_path):
     assert sorted(samples.table.rewards.tolist()) == [1.5] * 3 + [3.0] * 3
     assert len(samples.evidence.accounts) == 12
     for name in (FILE, "step-000001.batch-1.rank-0.jsonl"):
-        assert played.path.with_name(name).read_text().count('"event": "end"') == 6
+        path = played.path.with_name(name)
+        assert read_journal(path)
+        assert path.read_text().count('"event": "end"') == 6
 
 
 def replayed(played, text, say=None):

@@ -1,9 +1,11 @@
 """Operations of several episodes that overlap in one worker, and what each has of its own."""
 
+import asyncio
 import io
 import json
 import os
 import pickle
+import time
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from tests.machine import seconds, wait_until
 
 from lightrft.config import TrainConfig
 from lightrft.rewards.worker import FRAME
+from lightrft.rollout.agents.agent_worker import HostedAgents
 from lightrft.rollout.environments.pool import EnvironmentPool
 from lightrft.rollout.operation_loop import OperationLoop
 from lightrft.rollout.running_call import Running
@@ -191,6 +194,37 @@ def test_an_answer_that_cannot_be_written_is_an_error_of_its_operation():
     answer = json.loads(answers.getvalue()[FRAME.size :])
     assert answer["number"] == 7
     assert "recursion" in answer["error"]
+
+
+def test_seconds_of_an_agent_are_those_of_a_clock_though_others_compute():
+    limit, lasted = 0.5, []
+
+    async def busy(base_url, api_key, row):
+        begun = time.monotonic()
+        try:
+            while True:
+                end = time.monotonic() + 0.02
+                while time.monotonic() < end:
+                    pass
+                await asyncio.sleep(0)
+        finally:
+            lasted.append(time.monotonic() - begun)
+            if len(lasted) == 6:
+                os.close(sending)
+
+    requests, sending = os.pipe()
+    for number in range(1, 7):
+        request = {"operation": "run", "episode": str(number), "arguments": ("", "", {})}
+        body = pickle.dumps({"number": number, "seconds": limit, "request": request})
+        os.write(sending, FRAME.pack(len(body)) + body)
+    running = Running.create()
+    with open(requests, "rb") as stream:
+        HostedAgents(busy).serve(
+            stream, io.BytesIO(), failure=lambda e: {"error": str(e)}, inherited=(running.memory,)
+        )
+    # Without the time of the others each would last six times as long.
+    assert len(lasted) == 6
+    assert max(lasted) < 3 * limit
 
 
 @pytest.mark.full

@@ -116,6 +116,13 @@ def test_corrections_of_truncated_samples(text, batch_size, law, audited, world)
     assert_equal(audited(options, sgd=True, shape=world.with_kept_ids))
 
 
+def test_a_share_of_decay_that_the_first_step_hides_is_said_to_be_hidden(audited):
+    report = audited({"actor_learning_rate": 1e-6, "max_epochs": 1})
+    assert_equal(report)
+    notes = [row.note for row in report.rows if row.quantity == "actor weight decay of vectors"]
+    assert notes == ["its share is below the noise of Adam's first step"]
+
+
 def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 

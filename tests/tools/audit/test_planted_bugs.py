@@ -512,7 +512,7 @@ OPTIMIZERS = {
         keywords(torch.optim.AdamW, "__init__", betas=(0.9, 0.95)),
     ),
     "gains are decayed": (
-        "actor vectors after",
+        "actor weight decay of vectors",
         {"l2": 0.01, **ONE_BATCH},
         instead(backend, "parameter_groups", all_in_one_group),
     ),
@@ -526,8 +526,8 @@ OPTIMIZERS = {
         ),
     ),
     "decay is left out": (
-        "actor weights after",
-        {"l2": 0.01, **ONE_BATCH},
+        "actor weight decay of matrices",
+        {"l2": 0.01, "actor_learning_rate": 1e-5, **ONE_BATCH},
         calls(torch.optim.AdamW, "step", without_decay),
     ),
     "decay is coupled": (

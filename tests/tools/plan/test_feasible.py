@@ -304,8 +304,8 @@ def test_adapters_alone_keep_the_engine_s_weights_on_the_host():
 
 
 def test_a_base_that_both_read_is_counted_once():
-    given = {"fsdp": True, "lora_rank": 16, "lora_sync": "adapter"}
-    alone, shared = setup_of("7b", 1, "h100-80g", **given), setup_of("7b", 2, "h100-80g", **given)
+    lora = {"fsdp": True, "lora_rank": 16, "lora_sync": "adapter"}
+    alone, shared = setup_of("7b", 1, "h100-80g", **lora), setup_of("7b", 2, "h100-80g", **lora)
     assert alone.shares_base
     base = alone.compute_bytes * alone.actor.stored
     for setup, others in ((alone, base), (shared, 0)):
@@ -318,7 +318,7 @@ def test_a_base_that_both_read_is_counted_once():
     wanted = {"engine_mem_util": 0.9, "init_kl_coef": 0.01}
     largest = [
         fitting_share(plan_memory(setup_of("7b", 1, "h100-80g", **wanted, **options)))
-        for options in (given | {"lora_sync": "merged"}, given)
+        for options in (lora | {"lora_sync": "merged"}, lora)
     ]
     assert largest[1] - largest[0] == pytest.approx(base / alone.capacity_bytes, abs=0.011)
     for options, is_shared in (
@@ -327,4 +327,4 @@ def test_a_base_that_both_read_is_counted_once():
         ({"fsdp_cpu_offload": True}, False),
         ({"lora_sync": "merged"}, False),
     ):
-        assert setup_of("7b", 1, "h100-80g", **given | options).shares_base == is_shared
+        assert setup_of("7b", 1, "h100-80g", **lora | options).shares_base == is_shared

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import cast
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from lightrft.engines.nf4 import (
     BLOCK,
@@ -46,14 +47,29 @@ def quantize_layers(model: nn.Module, layers: Iterable[str], dtype: torch.dtype)
     shared = {*tied, *tied.values()}
     for name in layers:
         layer = model.get_submodule(name)
-        # A class with another product keeps its weight.
-        is_plain = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
-        if is_plain and f"{name}.weight" not in shared:
-            dense = cast("nn.Linear", layer)
-            packed = NF4Linear(dense, dtype)
-            if not dense.weight.is_meta:
-                fill(packed, dense.weight)
+        if is_product(layer) and f"{name}.weight" not in shared:
+            packed = NF4Linear(layer, dtype)
+            if not layer.weight.is_meta:
+                fill(packed, layer.weight)
             model.set_submodule(name, packed)
+
+
+@torch.no_grad()
+def is_product(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Try whether a layer multiplies by its weight: some linear classes route or form groups."""
+    if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
+        return isinstance(layer, nn.Linear)
+    # Numbers that need no memory: the layer's may be large, or have none yet.
+    values = {
+        name: torch.linspace(-1, 2, value.shape[-1], device="cpu").expand(value.shape)
+        for name, value in layer.named_parameters()
+    }
+    rows = torch.linspace(0, 1, 2 * layer.in_features, device="cpu").view(2, -1)
+    try:
+        product = nn.functional.linear(rows, *values.values())
+        return torch.allclose(functional_call(layer, values, rows), product, rtol=1e-3)
+    except Exception:  # noqa: BLE001  the class's own code
+        return False
 
 
 def dequantized_source(model: nn.Module, source: ParameterSource, left_out: str) -> ParameterSource:

@@ -364,11 +364,14 @@ def other_heads(path: str) -> tuple[str, ...]:
         try:
             with torch.device("meta"):
                 model = language_model_class(config).from_config(config)
-            files = WeightFiles(Path(path), model)
-        except (ValueError, FileNotFoundError):  # a type without a language model, other files
+        except ValueError:  # a type without a language model
             return _HEADS
-    head = model.get_output_embeddings()
-    heads = [name for name, layer in model.named_modules() if layer is head]
+        head = model.get_output_embeddings()
+        heads = [name for name, layer in model.named_modules() if layer is head]
+        try:
+            files = WeightFiles(Path(path), model)
+        except FileNotFoundError:  # other files, or none here
+            return (*_HEADS, *(f"*{name}.*" for name in heads))
     tensors = (name for name in files.names if name.rpartition(".")[0] in heads)
     return (*_HEADS, *map(files.name_in_file, tensors))
 

@@ -43,7 +43,7 @@ from lightrft.strategy.checkpoints.gathered_model import (
 )
 from lightrft.strategy.distributed.collectives import transfer_device
 from lightrft.strategy.meta_init import on_host, parameters_on_meta
-from lightrft.strategy.nf4 import dequantized, dequantized_source, quantize_layers
+from lightrft.strategy.nf4 import dequantized, dequantized_source, is_product, quantize_layers
 from lightrft.strategy.weight_sync.parameter_source import (
     ParameterSource,
     SourceParameter,
@@ -326,21 +326,7 @@ def _linear_layers(model: nn.Module) -> list[str]:
     """Return the names of the linear layers of the body, without a policy's output projection."""
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     layers = ((n, each) for n, each in model.named_modules() if each is not head)
-    return [n for n, layer in layers if isinstance(layer, nn.Linear) and _is_product(layer)]
-
-
-def _is_product(layer: nn.Linear) -> bool:
-    """Try whether a layer multiplies by its weight: routers and grouped layers do other things."""
-    if type(layer).forward is nn.Linear.forward:
-        return True
-    rows = torch.ones_like(layer.weight[:1]).expand(2, -1)
-    try:
-        output = layer(rows)
-        product = nn.functional.linear(rows, layer.weight, layer.bias)
-        is_alike = bool(output.shape == product.shape)
-        return is_alike and (output.is_meta or torch.allclose(output, product, rtol=1e-2))
-    except Exception:  # noqa: BLE001  the class's own code
-        return False
+    return [n for n, layer in layers if is_product(layer)]
 
 
 def _quantize(model: nn.Module, whole: Sequence[str], config: BuildOptions) -> str:

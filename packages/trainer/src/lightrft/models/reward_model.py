@@ -240,12 +240,14 @@ class RewardModel(SequenceModel):
 
 def has_classifier(config: PretrainedConfig) -> bool:
     """Try whether transformers has a classifier of texts whose head maps one hidden state."""
+    if family_of(config) is not None:
+        return False
     try:
         with torch.device("meta"):
             model = AutoModelForSequenceClassification.from_config(config)
     except ValueError:  # none of this type
         return False
-    return family_of(config) is None and isinstance(getattr(model, HEAD, None), nn.Linear)
+    return isinstance(getattr(model, HEAD, None), nn.Linear)
 
 
 def load_score_head(path: str, trunk: PreTrainedModel) -> nn.Module:

@@ -63,12 +63,22 @@ class Operation:
     Args:
         number: Number of the request.
         episode: Key of its episode.
-        seconds: Time limit, without the time in which code of other operations ran.
+        seconds: Time limit.
         work: Clock of all operations.
+        counts_others: True if the time in which code of other operations ran is part of it.
     """
 
-    def __init__(self, number: int, episode: str, seconds: float, work: OperationClock) -> None:
+    def __init__(
+        self,
+        number: int,
+        episode: str,
+        seconds: float,
+        work: OperationClock,
+        *,
+        counts_others: bool = False,
+    ) -> None:
         self.number, self.episode, self.seconds, self.work = number, episode, seconds, work
+        self._counts_others = counts_others
         self.is_late = False
         self.task: asyncio.Task[object] | None = None
         self._begun, self._before, self._own = time.monotonic(), work.seconds, 0.0
@@ -77,6 +87,7 @@ class Operation:
     def seconds_left(self) -> float:
         """Seconds until it is late."""
         of_others = self.work.seconds - self._before - self._own
+        of_others *= not self._counts_others
         return self.seconds - (time.monotonic() - self._begun - of_others)
 
     def has_run(self, seconds: float) -> None:
@@ -178,6 +189,7 @@ class OperationLoop:
         failure: Function that describes an exception.
         answers: Pipe to the trainer.
         running: Memory shared with the trainer.
+        counts_others: See `Operation`.
     """
 
     def __init__(
@@ -187,9 +199,10 @@ class OperationLoop:
         *,
         answers: BinaryIO,
         running: Running,
+        counts_others: bool = False,
     ) -> None:
         self._perform, self._failure, self.answers = perform, failure, answers
-        self._work = OperationClock(running)
+        self._work, self._counts_others = OperationClock(running), counts_others
         self._received = bytearray()
         self._waiting: deque[Request] = deque()
         self._operations: dict[int, Operation] = {}
@@ -227,7 +240,13 @@ class OperationLoop:
         """Run an operation up to where it must wait; the rest is a task."""
         request = cast("Request", sent["request"])
         number, seconds = cast("tuple[int, float]", (sent["number"], sent["seconds"]))
-        operation = Operation(number, str(request["episode"]), seconds, self._work)
+        operation = Operation(
+            number,
+            str(request["episode"]),
+            seconds,
+            self._work,
+            counts_others=self._counts_others,
+        )
         self._operations[number] = operation
         if request["operation"] == "close":
             for left in self._tasks.pop(operation.episode, ()):
@@ -293,7 +312,13 @@ class OperationLoop:
 
 
 class HostedEpisodes(ABC):
-    """Handler of a worker that performs operations of many episodes on one event loop."""
+    """Handler of a worker that performs operations of many episodes on one event loop.
+
+    Attributes:
+        counts_others: See `Operation`.
+    """
+
+    counts_others = False
 
     @abstractmethod
     async def perform(self, request: Request) -> object:
@@ -313,7 +338,13 @@ class HostedEpisodes(ABC):
     ) -> None:
         """Serve all operations that the trainer requests."""
         running = Running(*inherited)
-        OperationLoop(self.perform, failure, answers=answers, running=running).run(requests)
+        OperationLoop(
+            self.perform,
+            failure,
+            answers=answers,
+            running=running,
+            counts_others=self.counts_others,
+        ).run(requests)
 
 
 class _OnTheLoop:

@@ -59,6 +59,9 @@ class HostedAgents(HostedEpisodes):
         agent: Function that is called with `base_url`, `api_key` and `row` of each episode.
     """
 
+    # An agent has its seconds of wall time, as the trainer counts them.
+    counts_others = True
+
     def __init__(self, agent: Agent) -> None:
         raise_open_files(MAX_OPEN_FILES)
         self._agent = agent

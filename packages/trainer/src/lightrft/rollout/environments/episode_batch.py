@@ -247,9 +247,9 @@ class EpisodeBatch:
         num_images = len(episode.prompt.images)
         episode.prompt = self.turns.with_reset_message(episode)
         before = self.journal.recorded.messages
-        told = before.get(episode.sample_id, episode.reset_message)
+        recorded = before.get(episode.sample_id, episode.reset_message)
         has_images = episode.prompt.images[num_images:]
-        if has_images and told != episode.reset_message:
+        if has_images and recorded != episode.reset_message:
             # Different images may have the same tokens.
             self.start_over(episode, ChangedAnswerError("reset answered otherwise"))
 

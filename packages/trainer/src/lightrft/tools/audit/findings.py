@@ -99,6 +99,9 @@ class Findings:
             self._set(doubt.judge(doubt.change))
 
     def _set(self, finding: Finding) -> None:
+        before = self.by_quantity.get(finding.quantity)
+        if not self.is_settling and before is not None and before.verdict == DIFFERS:
+            return  # of two comparisons with one name the first difference stands
         self.by_quantity[finding.quantity] = finding
 
     def _compare(self, quantity: str, difference: Tensor, judge: Judge) -> None:
@@ -185,17 +188,17 @@ class Findings:
             floor: Rounding of each value.
             hint: Advice if they differ.
         """
-        run, own = values.run, values.exact
-        if run.shape != own.shape:
-            shapes = f"shapes {tuple(run.shape)} and {tuple(own.shape)}"
+        run, exact = values.run, values.exact
+        if run.shape != exact.shape:
+            shapes = f"shapes {tuple(run.shape)} and {tuple(exact.shape)}"
             self.add(quantity, None, None, math.inf, 0.0, shapes)
             return
         limit, share = self.tolerances[kind], MEAN_SHARES.get(kind, math.inf)
-        size = own.abs().clamp(min=1.0) if kind in PER_TOKEN else torch.full_like(own, scale)
+        size = exact.abs().clamp(min=1.0) if kind in PER_TOKEN else torch.full_like(exact, scale)
 
         def judge(rounding: Tensor) -> Finding:
             unit = size + (SAFETY * rounding + floor) / limit
-            distance = torch.where(mask, (run - own).abs() / unit, run.abs())
+            distance = torch.where(mask, (run - exact).abs() / unit, run.abs())
             distance = distance.nan_to_num(math.inf, math.inf)
             largest, mean = float(distance.max()), _mean(distance, mask)
             difference, bound, note = largest, limit, ""
@@ -203,9 +206,9 @@ class Findings:
                 note = f"largest at {_place(distance == largest)}{hint}"
             elif mean > limit * share:
                 difference, bound, note = mean, limit * share, f"mean distance of a token{hint}"
-            return Finding(quantity, _mean(run, mask), _mean(own, mask), difference, bound, note)
+            return Finding(quantity, _mean(run, mask), _mean(exact, mask), difference, bound, note)
 
-        self._compare(quantity, run - own, judge)
+        self._compare(quantity, run - exact, judge)
 
     def states(
         self,

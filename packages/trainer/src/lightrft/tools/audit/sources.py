@@ -290,8 +290,8 @@ def check_optimizers(step: ReplayedStep) -> None:
         # Flattened parameters have the numbers of the first group, that of matrices.
         matrices = [name for name in both if weights[name].dim() >= 2]
         for key, names in (("eps", both), ("betas", both), ("weight_decay", matrices)):
-            run, own = ([getattr(each[name], key) for name in names] for each in (stored, wanted))
-            results.exact(f"{key} of the {model}", run, own)
+            values = ([getattr(each[name], key) for name in names] for each in (stored, wanted))
+            results.exact(f"{key} of the {model}", *values)
         odd = stored.keys() ^ trained
         _count_odd(results, f"trained weights of the {model}", stored, trained, odd)
         num_steps = decided.schedule_steps[model]

@@ -29,8 +29,10 @@ from lightrft.tools.audit.pairs import Draw, Pair
 from lightrft.tools.audit.record import RecordError, UpdateFacts, named
 from lightrft.tools.audit.replay import NO_PASS, ReplayedStep
 from lightrft.tools.audit.samples import padded
-from lightrft.tools.audit.tolerances import NOISE_OF_GRADIENTS
+from lightrft.tools.audit.tolerances import NOISE_OF_GRADIENTS, NOISE_SAFETY
 
+# Share of Adam's unit steps by which rounding moves an entry.
+ADAM_NOISE = 2e-3
 # Rounding of a recorded score.
 FLOAT32 = 2.0**-23
 # Rounding of a stored float32 weight: half a unit in the last place.
@@ -75,8 +77,8 @@ class Objective:
         scorer: Plain model; None if its forward pass cannot be repeated.
         scores: Scores that a run records of each update; "" without.
         denominator: Function that returns Z of an update on the tokens of a mask.
-        terms: Function that returns the terms of an update by the outputs of the model, of which
-            the first are the scores.
+        terms: Function that returns the terms of an update by the model's outputs, whose first are
+            the scores.
         ended: Reason why its updates cannot be recomputed; "" if they can.
     """
 
@@ -126,7 +128,7 @@ class Updates:
         self.step, self._model, self._objective, self._draw = step, model, objective, draw
         self._is_configured, self._facts = is_configured, step.record.facts.optimizers[model]
         self._optimizer = self._open()
-        self._count = 0
+        self._count, self._rates = 0, 0.0
         # Relative error of the first gradient in bfloat16.
         self._rounded = math.inf
         # Reason why the updates cannot be recomputed.
@@ -150,6 +152,10 @@ class Updates:
         if not self._ended:
             update, scorer = self._open_update(number, facts), self._objective.scorer
             slopes = self._check_losses(update, self._check_scores(update, scorer))
+            if slopes and self.step.is_rounded:
+                # The error of the backward pass is measured; scores are off by their mean distance.
+                exact = self._draw.repeated(slopes[0])
+                slopes = (exact + (slopes[0] - exact) / NOISE_SAFETY, *slopes[1:])
             if scorer is not None:
                 self._act(update, self._gradient(update, scorer, slopes))
             else:
@@ -252,6 +258,7 @@ class Updates:
             self._ended = f"the gradient of {update.name} is rounding: Adam steps by its sign"
             return
         rate, factor = self._rate(update), clip_factor(norm, self.step.config.max_norm)
+        self._rates += rate
         largest = max((float(value.abs().max()) for value in gradient.values()), default=0.0)
         for weight, slope in gradient.items():
             if draw.number:
@@ -288,6 +295,8 @@ class Updates:
             findings.skip(f"{model} weights after", reason)
         else:
             self._compare_moments(after)
+            if self._is_configured and optimizer.kind in ADAM and self._rates > 0:
+                self._check_decay(weights, start)
             for name, is_matrix in (("weights", True), ("vectors", False)):
                 trained = {
                     n: start[n] for n in optimizer.groups if (start[n].dim() >= 2) == is_matrix
@@ -306,6 +315,38 @@ class Updates:
         note = f"such as {moved[0]}" if moved else ""
         findings.add(f"{model} frozen weights after", len(moved), 0.0, len(moved), 0.0, note)
 
+    def _check_decay(self, weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> None:
+        """Compare decay: the weights' coefficient in the run's change minus the recomputed one.
+
+        At small rates the norm of the change does not show it; summed over all entries, it does.
+        """
+        optimizer, findings = self._optimizer, self.step.results
+        for what, wanted, is_matrix in (
+            ("matrices", self.step.config.l2, True),
+            ("vectors", 0.0, False),
+        ):
+            names = [n for n in optimizer.groups if (start[n].dim() >= 2) == is_matrix]
+            size = norm_of(start[n] for n in names) ** 2
+            if size == 0:
+                continue
+            beyond = {n: weights[n] - optimizer.weights[n] for n in names}
+            overlap = _product(beyond, start)
+            seen = wanted - overlap / (size * self._rates)
+            # Rounding of Adam's unit steps and of weights, averaged over all entries.
+            noise = math.sqrt(sum(start[n].numel() for n in names) / size) * ADAM_NOISE
+            noise += 3 * ROUNDING * self._count / self._rates
+            limit = findings.tolerances["decay"] * (wanted + noise)
+            # Equal entries, such as those of new norms, are all rounded to the same side.
+            rounded = {n: optimizer.weights[n].float() - optimizer.weights[n] for n in names}
+            limit += 2 * self._count * abs(_product(rounded, start)) / (size * self._rates)
+            name = f"{self._model} weight decay of {what}"
+            # Other errors of the update move weights mostly in other directions.
+            is_other = overlap**2 < 0.5 * size * norm_of(beyond.values()) ** 2
+            if abs(seen - wanted) > limit and is_other:
+                findings.skip(name, "its share is below the noise of Adam's first step")
+            else:
+                findings.add(name, seen, wanted, abs(seen - wanted), limit)
+
     def _compare_moments(self, after: Mapping[str, Tensor]) -> None:
         findings = self.step.results
         share = min(findings.tolerances["moments"], NOISE_OF_GRADIENTS * self._rounded)
@@ -320,6 +361,11 @@ class Updates:
                 findings.skip(name, "not recorded")
             else:
                 findings.states(name, seen, moments, limit)
+
+
+def _product(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Return the sum of products over the parameters of the first."""
+    return sum(float((value * other[n]).sum()) for n, value in one.items())
 
 
 def trained_model(step: ReplayedStep) -> Scorer:
