@@ -169,7 +169,10 @@ def test_sleep_frees_the_cache_only(tmp_path, monkeypatch):
 
 def test_an_engine_that_starts_anew_lends_its_tensors(tmp_path):
     with running(tmp_path) as (strategy, ready, engine):
-        del engine
+        held, scores = storages(engine.started.model.parameters()), scores_of(ready)
+        strategy.session.close()
+        assert not storages(frozen_of(strategy, ready).values()).keys() & held.keys()
+        assert torch.equal(scores_of(ready), scores)
         with plain_products():
             engine = strategy.setup_inference_engine(None, "vllm", actor=ready)
         held = storages(engine.started.model.parameters())

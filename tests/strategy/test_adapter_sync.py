@@ -17,6 +17,7 @@ from lightrft.engines.base import StaleEngineError
 from lightrft.engines.factory import EngineFacts
 from lightrft.engines.hf.engine import HFEngine
 from lightrft.strategy import get_fake_strategy
+from lightrft.strategy.weight_sync import parameter_source
 from lightrft.strategy.weight_sync.canary import CANARY_LIMITS, check_effect
 from lightrft.strategy.weight_sync.parameter_source import engine_source, module_parameter_source
 from lightrft.strategy.weight_sync.sync import WeightSync
@@ -346,3 +347,21 @@ def test_the_output_projection_takes_no_adapter():
         lora_actor(target_modules=("lm_head",))
     with pytest.raises(ConfigError, match="target_modules"):
         lora_actor(target_modules=("embed_tokens",))
+
+
+def test_the_error_of_a_start_is_shown_though_the_base_has_no_room_to_return(monkeypatch):
+    actor, moves = lora_actor(), []
+
+    def move(*args):
+        moves.append(args)
+        if len(moves) > 1:
+            raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(parameter_source, "use_storage", move)
+    read = partial(module_parameter_source, actor)
+    with (
+        pytest.raises(ValueError, match="start"),
+        parameter_source.lent_base(actor, read, lambda *_: {}),
+    ):
+        raise ValueError("start")
+    assert len(moves) == 2

@@ -140,6 +140,7 @@ class EngineSession:
         self.num_calls = 0
         self._work = GenerationWork()
         self.engine = None
+        self._end_loan: Callable[[], None] = lambda: None  # of weights that the engine lends
         self._next_request_id = 0
         self.last_weight_sync: WeightSyncReport | None = None
 
@@ -224,7 +225,7 @@ class EngineSession:
             phase("start the inference engine", self.context.timeout),
             lent_base(
                 actor if keeps_base else None, read, lambda *of: self.running.lend_weights(*of)
-            ),
+            ) as self._end_loan,
         ):
             self.context.free_memory()
             self._check_places(wanted)
@@ -247,6 +248,7 @@ class EngineSession:
     def close(self) -> None:
         """Close and forget the engine. Idempotent."""
         if self._engine is not None:
+            self._end_loan()
             self._engine.close()
             self.engine = None
 

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -318,7 +318,7 @@ def lent_base(
     actor: nn.Module | None,
     read: Callable[[], ParameterSource] | None,
     lend: Callable[[Mapping[str, Tensor], torch.device], Mapping[str, Tensor]],
-) -> Iterator[None]:
+) -> Iterator[Callable[[], None]]:
     """Keep frozen weights on the host while an engine starts in the body, then use the engine's.
 
     Those that it does not lend return to their device.
@@ -327,18 +327,41 @@ def lent_base(
         actor: Model with adapters; None changes nothing.
         read: Function that returns its parameters.
         lend: `RolloutEngine.lend_weights` of the engine that has started.
+
+    Yields:
+        Function that ends the use of the engine's, which must be called before it closes.
     """
     if actor is None or read is None:
-        yield
+        yield lambda: None
         return
     owner, device, parked = _park(engine_source(actor, read(), has_adapters=True))
-    lent: Mapping[str, Tensor] = {}
-    try:
-        yield
-        lent = lend(parked, device)
-    finally:
+    lent: dict[str, Tensor] = {}
+
+    def end() -> None:
+        use_storage(owner, lent, {name: _copied(tensor) for name, tensor in lent.items()})
+        lent.clear()
+
+    def unpark() -> None:
         kept = {name: tensor.to(device) for name, tensor in parked.items() if name not in lent}
         use_storage(owner, parked, {**kept, **lent})
+
+    try:
+        yield end
+    except BaseException:
+        # An engine that is half built may hold the room; its error is the one to show.
+        with suppress(torch.OutOfMemoryError):
+            unpark()
+        raise
+    lent.update(lend(parked, device))
+    unpark()
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Return a copy on the device, or on the host if the device has no room."""
+    try:
+        return tensor.clone()
+    except torch.OutOfMemoryError:
+        return tensor.cpu()
 
 
 def _park(source: ParameterSource) -> tuple[nn.Module, torch.device, dict[str, Tensor]]:
